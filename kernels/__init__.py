@@ -1,0 +1,1 @@
+"""Triton kernels, their launchers and their torch twins; nothing about models or ranks."""

@@ -1,0 +1,1 @@
+"""The step against a same-run copy: `megaopt bench`."""

@@ -91,7 +91,12 @@ def _bits_after_steps(device: torch.device, backend: str, contract: str) -> dict
         for shape in SHAPES
     ]
     optimizer = FusedAdam(
-        parameters, dtype=torch.float32, weight_decay=0.1, contract=contract, backend=backend
+        parameters,
+        lr=0.1,
+        weight_decay=0.1,
+        dtype=torch.float32,
+        contract=contract,
+        backend=backend,
     )
     before = [parameter.detach().clone() for parameter in parameters]
     for _ in range(3):

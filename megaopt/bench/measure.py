@@ -3,14 +3,16 @@
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from megaopt.bench.instance import Instance, bytes_per_step
 
-__all__ = ["Copy", "Figures", "measure"]
+__all__ = ["Copy", "Figures", "count_device_work", "measure"]
 
 REPETITIONS = 50
 WALL_STEPS = 30
@@ -137,18 +139,26 @@ def _wall_time(step: Callable[[], object], prepare: Callable[[], object]) -> flo
 
 
 def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return one step's kernels, and its copies and fills, by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    on_device = [
+    return count_device_work(profile.events() or ())
+
+
+def count_device_work(events: Iterable[Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Count a profile's kernels, and its copies and fills, by name.
+
+    Args:
+        events: What a profile's `events()` gives.
+    """
+    # torch annotates each optimizer's step: a range on the device that is no work of its own
+    work = [
         event.name
-        for event in profile.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    transfers = [name for name in on_device if name.startswith(("Memcpy", "Memset"))]
-    kernels = Counter(on_device) - Counter(transfers)
-    return dict(kernels), dict(Counter(transfers))
+    transfers = Counter(name for name in work if name.startswith(("Memcpy", "Memset")))
+    return dict(Counter(work) - transfers), dict(transfers)
 
 
 def _scratch(step: Callable[[], object]) -> int:

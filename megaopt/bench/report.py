@@ -98,34 +98,37 @@ def draw(path: Path, results: Sequence[Result], hardware: str | None) -> None:
     names = list(dict.fromkeys(result.case.tensors.name for result in results))
     groups = [[r for r in results if r.case.tensors.name == name] for name in names]
     rows = [len(group) for group in groups]
+    # notes stand in one column, right of the line and of the longest bar
+    column = 3 + max([100.0, *(r.figures.percent_of_copy for r in results if r.figures)])
     figure = Figure(figsize=(9, 0.9 + sum(0.34 * count + 0.75 for count in rows)), dpi=150)
     figure.set_layout_engine("constrained")
     panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for panel, name, group in zip(panels, names, groups, strict=True):
-        _draw_set(panel, group)
+        _draw_set(panel, group, column)
         panel.set_title(f"{name}: {SETS[name].description}", loc="left", fontsize=10)
+    panels[-1].set_xticks(range(0, 101, 20))
     panels[-1].set_xlabel("bytes that the step must move / time, in percent of a same-run copy")
     figure.suptitle(f"megaopt on {hardware}", x=0.01, ha="left", fontweight="bold")
     figure.savefig(path)
 
 
-def _draw_set(panel: Axes, group: Sequence[Result]) -> None:
+def _draw_set(panel: Axes, group: Sequence[Result], column: float) -> None:
     labels = [f"{r.case.mode.name} ({r.case.mode.bytes_per_parameter} B)" for r in group]
     speeds = [r.figures.percent_of_copy if r.figures else 0.0 for r in group]
     panel.barh(range(len(group)), speeds, color="#3b6ea5", height=0.7)
     panel.set_yticks(range(len(group)), labels)
     panel.invert_yaxis()
     panel.axvline(100, color="#222222", linewidth=1, linestyle="--")
-    panel.set_xlim(0, max(135, *(speed + 30 for speed in speeds)))
+    panel.set_xlim(0, column + 45)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
-    for row, (result, speed) in enumerate(zip(group, speeds, strict=True)):
-        panel.text(speed + 1, row, _note(result), va="center", fontsize=8)
+    for row, result in enumerate(group):
+        panel.text(column, row, _note(result), va="center", fontsize=8)
 
 
 def _note(result: Result) -> str:
     figures = result.figures
     if figures is None:
-        return "no speed: not the reference's bits, or not run"
+        return "no speed: see record.json"
     times = f"{figures.step_ms:.2f} ms, wall {figures.wall_ms:.2f} ms"
     return f"{figures.percent_of_copy:.0f}%  {times}"

@@ -4,14 +4,17 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pytest
 from rich.console import Console
+from torch.autograd import DeviceType
 
 from megaopt.bench.cases import MODES, SETS, Case
-from megaopt.bench.measure import Figures
+from megaopt.bench.measure import Figures, count_device_work
 from megaopt.bench.report import Result, draw, record_of, table_of, write_record
 
 FIGURES = Figures(
@@ -43,6 +46,24 @@ def test_percent_and_bandwidth() -> None:
     assert FIGURES.launches == 1
     assert replace(FIGURES, kernels={"a": 2, "b": 3}).launches == 5
     assert replace(FIGURES, kernels={}).launches is None
+
+
+def test_only_work_on_the_device_is_counted() -> None:
+    def event(name: str, device: DeviceType = DeviceType.CUDA, note: bool = False) -> Any:
+        return SimpleNamespace(name=name, device_type=device, is_user_annotation=note)
+
+    events = [
+        event("step_kernel"),
+        event("step_kernel"),
+        event("fill"),
+        event("Memcpy HtoD (Pinned -> Device)"),
+        event("Memset (Device)"),
+        event("Optimizer.step#FusedAdam.step", note=True),
+        event("cudaLaunchKernel", DeviceType.CPU),
+    ]
+    kernels, transfers = count_device_work(events)
+    assert kernels == {"step_kernel": 2, "fill": 1}
+    assert transfers == {"Memcpy HtoD (Pinned -> Device)": 1, "Memset (Device)": 1}
 
 
 def test_record_holds_every_figure(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 
 from megaopt.bench.instance import Instance, bytes_per_step
 
@@ -108,7 +107,7 @@ def _device_times(step: Callable[[], object], copy: Copy) -> tuple[list[float], 
     for _ in range(REPETITIONS):
         for _ in range(10):
             copy()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
         events[0].record()
         copy()
         events[1].record()
@@ -155,7 +154,7 @@ def count_device_work(events: Iterable[Any]) -> tuple[dict[str, int], dict[str, 
     work = [
         event.name
         for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
     transfers = Counter(name for name in work if name.startswith(("Memcpy", "Memset")))
     return dict(Counter(work) - transfers), dict(transfers)

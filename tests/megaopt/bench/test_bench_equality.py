@@ -1,5 +1,7 @@
 """The gate before a measurement: it passes for the kernel, and it sees a single bit."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -10,8 +12,10 @@ from megaopt.bench.instance import Instance, build, state_tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = (1, 1000, 9000)
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
+@needs_triton
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_kernel_passes(mode) -> None:
     assert equality.first_difference(mode, SIZES, DEVICE, steps=2) is None
@@ -54,6 +58,7 @@ def test_another_state_dtype_or_kind_is_a_difference() -> None:
     assert "states" in equality.compare(stepped("bf16"), stepped("fp32"))
 
 
+@needs_triton
 def test_kernel_that_is_wrong_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(FusedAdam):
         """Flips the lowest bit of one moment in its third step, on the Triton backend."""

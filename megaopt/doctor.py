@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -91,7 +92,7 @@ def _bits_of_steps(device: torch.device, backend: str, contract: str) -> dict[st
         for dtype in (torch.bfloat16, torch.float32)
         for shape in SHAPES
     ]
-    options = {"lr": 0.1, "weight_decay": 0.1, "dtype": torch.float32}
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "dtype": torch.float32}
     optimizer = FusedAdam(parameters, contract=contract, backend=backend, **options)
     digests: dict[str, str] = {}
     for step in range(1, 4):

@@ -14,6 +14,7 @@ from megaopt.bench.equality import first_difference
 from megaopt.bench.instance import build
 from megaopt.bench.measure import Copy, measure
 from megaopt.bench.report import Result, draw, record_of, table_of, write_record
+from megaopt.kernels.backends import BACKENDS
 
 __all__ = ["main"]
 
@@ -31,8 +32,8 @@ def main(
         only: Names of modes (cases.MODES); none means all.
 
     Returns:
-        0 when every case had the reference's bits and was measured, 1 when one was not, 2 without
-        a CUDA GPU or for an unknown name.
+        0 when every case had the reference's bits and was measured, 1 when one was not, 2 for an
+        unknown name, or without a CUDA GPU on which the kernels run.
     """
     console, errors = Console(), Console(stderr=True)
     try:
@@ -40,12 +41,18 @@ def main(
     except ValueError as error:
         errors.print(f"bench: {error}", markup=False)
         return 2
-    if not torch.cuda.is_available():
-        errors.print("bench: needs a CUDA GPU, torch.cuda.is_available() is False here")
+    if reason := _why_not():
+        errors.print(f"bench: {reason}", markup=False)
         return 2
     results = _measure_all(cases, torch.device("cuda", torch.cuda.current_device()), console)
     _report(out, results, console)
     return 0 if all(result.figures for result in results) else 1
+
+
+def _why_not() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU, torch.cuda.is_available() is False here"
+    return BACKENDS["triton"].why_not(torch.device("cuda"))
 
 
 def _measure_all(cases: list[Case], device: torch.device, console: Console) -> list[Result]:

@@ -8,6 +8,7 @@ import torch
 
 from megaopt.bench import command, main
 from megaopt.bench.cases import select
+from megaopt.kernels.backends import BACKENDS
 
 
 def test_without_a_gpu_it_says_so_and_returns_2(
@@ -17,6 +18,15 @@ def test_without_a_gpu_it_says_so_and_returns_2(
     assert main(tmp_path / "out", (), ()) == 2
     assert "needs a CUDA GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_gpu_without_kernels_returns_2_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "no [kernels] here")
+    assert main(tmp_path / "out", (), ()) == 2
+    assert "bench: no [kernels] here" in capsys.readouterr().err
 
 
 def test_unknown_names_return_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.contracts import CONTRACTS
 
 import megaopt
 from megaopt import FusedAdam, doctor, environment
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.contracts import CONTRACTS
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -19,7 +19,8 @@ def assert_same_bits(found, expected, what=""):
     different = (found_bits != expected_bits).nonzero().flatten()
     index = different[0].item()
     values = [t.detach().cpu().flatten()[index].item() for t in (found, expected)]
-    patterns = [hex(b[index].item() & (2 ** (8 * found.element_size()) - 1)) for b in (found_bits, expected_bits)]
+    mask = 2 ** (8 * found.element_size()) - 1
+    patterns = [hex(b[index].item() & mask) for b in (found_bits, expected_bits)]
     raise AssertionError(
         f"{what}: {len(different)} of {found.numel()} differ, first at {index}: "
         f"{values[0]!r} ({patterns[0]}) is not {values[1]!r} ({patterns[1]})"

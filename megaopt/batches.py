@@ -37,6 +37,7 @@ class Batch:
     positions: list[int]
     """Places among all the optimizer's parameters."""
     params: list[torch.Tensor]
+    numels: list[int]
     states: list[dict[str, Any]]
     staged: bool
     """Some tensors are not contiguous: the step works on copies and copies the results back."""
@@ -84,7 +85,7 @@ class Batch:
             return same and self._alike(own)
         if not all(map(torch.Tensor.is_contiguous, grad)):
             return False
-        if list(map(torch.Tensor.numel, grad)) != list(map(torch.Tensor.numel, self.params)):
+        if list(map(torch.Tensor.numel, grad)) != self.numels:
             return False
         moved = self.plan.locate(own)
         return self._alike({slot: own[slot] for slot in moved})

@@ -140,9 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- the step
 
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One update of every parameter that has a gradient.
 
         Args:
@@ -177,15 +175,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         groups = [index for index, size in enumerate(sizes) for _ in range(size)]
-        grads = [self._grad(param) for param in params]
+        grads = self._grads(params)
         states = list(self.state.values())
         batches = self._batches
         if batches is None or not batches.fit(params, groups, grads, states):
             batches = self._batches = self._sort(grads)
         return batches, grads
 
-    def _grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+    def _grads(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        if self.use_decoupled_grad:
+            return [getattr(param, "decoupled_grad", None) for param in params]
+        return [param.grad for param in params]
 
     def _advance(self) -> list[tuple[float, ...]]:
         """Counts the step in every group, also an empty one, and gives the groups' scalars."""
@@ -249,7 +249,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         backend = BACKENDS[self._backend(device)]
         plan = backend.plan(formats, self.rule, numels, rows, device)
         states = [self.state[param] for param in own]
-        return Batch(formats, plan, self.rule.moments, positions, own, states, staged)
+        return Batch(formats, plan, self.rule.moments, positions, own, numels, states, staged)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""

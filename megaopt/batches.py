@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ import torch
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
 from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.watch import CHANGED
 
 MASTER = "master_param"
 SCALE = "_scale"
-
-_dtype: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
 
 
 def state_name(slot: str, moments: tuple[str, str]) -> str:
@@ -37,7 +35,6 @@ class Batch:
     positions: list[int]
     """Places among all the optimizer's parameters."""
     params: list[torch.Tensor]
-    numels: list[int]
     states: list[dict[str, Any]]
     staged: bool
     """Some tensors are not contiguous: the step works on copies and copies the results back."""
@@ -51,7 +48,7 @@ class Batch:
             return
         own = self.buffers(grads)
         copies = {slot: [t.contiguous() for t in tensors] for slot, tensors in own.items()}
-        self.plan.locate(copies)
+        self.plan.look(copies)
         self.plan.step(scalars)
         for slot in own.keys() - {"grad"}:
             for tensor, copy in zip(own[slot], copies[slot], strict=True):
@@ -70,25 +67,14 @@ class Batch:
         return own
 
     def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the tensors are still what the batch was made for; notes their addresses.
-
-        Gradients come anew at every step and are looked at each time; the others only when their
-        address changed, since nothing but a new tensor has another dtype, size or device.
-        """
+        """Whether the tensors are still what the batch was made for; notes their addresses."""
         try:
             own = self.buffers(grads)
         except KeyError:
             return False
-        grad = own["grad"]
-        same = all(map(operator.is_, map(_dtype, grad), repeat(self.formats.grad.dtype)))
-        if not same or self.staged:
-            return same and self._alike(own)
-        if not all(map(torch.Tensor.is_contiguous, grad)):
-            return False
-        if list(map(torch.Tensor.numel, grad)) != self.numels:
-            return False
-        moved = self.plan.locate(own)
-        return self._alike({slot: own[slot] for slot in moved})
+        if self.staged:
+            return self._alike(own)
+        return self.plan.look(own) != CHANGED or self._alike(own)
 
     def _alike(self, buffers: Buffers) -> bool:
         """Whether each tensor has its slot's dtype and its parameter's shape and device."""

@@ -13,6 +13,7 @@ from megaopt.batches import MASTER, SCALE, Batch, Batches, check_grad, check_sta
 from megaopt.kernels.backends import BACKENDS, default_backend
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.watch import grads_of
 from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_group, check_weight
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled
@@ -185,7 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _grads(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
         if self.use_decoupled_grad:
             return [getattr(param, "decoupled_grad", None) for param in params]
-        return [param.grad for param in params]
+        return grads_of(params)
 
     def _advance(self) -> list[tuple[float, ...]]:
         """Counts the step in every group, also an empty one, and gives the groups' scalars."""
@@ -249,7 +250,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         backend = BACKENDS[self._backend(device)]
         plan = backend.plan(formats, self.rule, numels, rows, device)
         states = [self.state[param] for param in own]
-        return Batch(formats, plan, self.rule.moments, positions, own, numels, states, staged)
+        return Batch(formats, plan, self.rule.moments, positions, own, states, staged)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""

@@ -106,7 +106,7 @@ def triton_step(tensors, formats, rule, group, geometry=None, groups=None):
     listed = group if isinstance(group, list) else [group]
     device = tensors["weight"][0].device
     plan = TritonPlan(formats, rule, counts, groups or [0] * len(counts), device, geometry)
-    plan.locate(tensors)
+    plan.look(tensors)
     plan.step([rule.scalars(each) for each in listed])
 
 
@@ -114,7 +114,7 @@ def reference_step(tensors, formats, rule, group, groups=None):
     """Steps the buffers in place on the twin."""
     listed = group if isinstance(group, list) else [group]
     plan = ReferencePlan(formats, rule, groups or [0] * len(tensors["weight"]))
-    plan.locate(tensors)
+    plan.look(tensors)
     plan.step([rule.scalars(each) for each in listed])
 
 

@@ -34,7 +34,7 @@ def test_power_is_near_the_exact_one(step):
     """At most 2 * bits(step) roundings, each of relative error 2**-53, doubled by each squaring.
 
     Squaring doubles the relative error so far and adds a rounding, a product adds one more, so that
-    after all bits the error is below 2 * step roundings: (1 + 2**-53)**(2 * step) < 1 + 2**-51 * step
+    after all bits the error is below 2 * step roundings: less than 2**-51 * step in all
     for step < 2**50.
     """
     exact = Fraction(0.999) ** step

@@ -140,9 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- the step
 
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One update of every parameter that has a gradient.
 
         Args:
@@ -279,10 +277,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         index = self._index(param, params)
         self._check_param(param, wheres[index])
         formats = self._formats(param)
-        if store_param_remainders and not formats.master.joined:
+        own = {self.options.store_param_remainders, formats.master.joined}
+        if store_param_remainders not in {None, *own}:
             raise ValueError(
-                f"store_param_remainders=True is not allowed for {wheres[index]}: its master is "
-                f"stored as {formats.master.name}"
+                f"store_param_remainders={store_param_remainders} is not allowed for "
+                f"{wheres[index]}: its master is stored as {formats.master.name}"
             )
         self._complete(param, formats, self._external(params, wheres)[index], wheres[index])
 

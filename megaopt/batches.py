@@ -5,14 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
 
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
-from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
 
 MASTER = "master_param"
 SCALE = "_scale"
@@ -40,6 +39,10 @@ class Batch:
     states: list[dict[str, Any]]
     staged: bool
     """Some tensors are not contiguous: the step works on copies and copies the results back."""
+
+    def __post_init__(self) -> None:
+        self.numels = list(map(torch.Tensor.numel, self.params))
+        self._known: Buffers = {}
 
     def step(
         self, grads: Sequence[torch.Tensor | None], scalars: Sequence[tuple[float, ...]]
@@ -71,23 +74,34 @@ class Batch:
     def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether the tensors are still what the batch was made for; notes their addresses.
 
-        Gradients come anew at every step and are looked at each time; the others only when their
-        address changed, since nothing but a new tensor has another dtype, size or device.
+        Gradients come anew at every step, and `param.data = ...` gives a parameter another layout
+        at no other address: these are looked at each time. State tensors are looked at when they
+        are other objects or lie elsewhere.
         """
         try:
             own = self.buffers(grads)
         except KeyError:
             return False
-        grad = own["grad"]
-        same = all(map(operator.is_, map(_dtype, grad), repeat(self.formats.grad.dtype)))
-        if not same or self.staged:
-            return same and self._alike(own)
-        if not all(map(torch.Tensor.is_contiguous, grad)):
+        if self.staged:
+            return self._alike(own)
+        if not all(self._as_made(own[slot], self.formats.dtype(slot)) for slot in SLOTS[:2]):
             return False
-        if list(map(torch.Tensor.numel, grad)) != list(map(torch.Tensor.numel, self.params)):
-            return False
-        moved = self.plan.locate(own)
-        return self._alike({slot: own[slot] for slot in moved})
+        changed = {
+            slot
+            for slot in self.formats.slots[2:]
+            if not same_objects(own[slot], self._known.get(slot, ()))
+        }
+        changed.update(self.plan.locate(own))
+        self._known = own
+        return self._alike({slot: own[slot] for slot in changed})
+
+    def _as_made(self, tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
+        """Whether the batch's parameters or gradients could be those it was made from."""
+        return (
+            set(map(_dtype, tensors)) == {dtype}
+            and all(map(torch.Tensor.is_contiguous, tensors))
+            and list(map(torch.Tensor.numel, tensors)) == self.numels
+        )
 
     def _alike(self, buffers: Buffers) -> bool:
         """Whether each tensor has its slot's dtype and its parameter's shape and device."""

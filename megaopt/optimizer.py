@@ -319,7 +319,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         store_param_remainders the master is put together from weight and remainder. A weight
         without a master gives its own value.
         """
-        state: State = self.state[param]
+        state: State = self.state.get(param, {})
         if state_name.endswith(SCALE) and state_name in state:
             scale: torch.Tensor = state[state_name]
             return scale
@@ -340,15 +340,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(unscaled_state, torch.Tensor):
             return
-        state: State = self.state[param]
+        state: State = self.state.get(param, {})
         if state_name.endswith(SCALE) and state_name in state:
             state[state_name].copy_(unscaled_state)
             return
         form = getattr(self._formats(param), self._slot(state_name))
+        if unscaled_state.numel() != param.numel():
+            raise ValueError(
+                f"{state_name} of shape {tuple(unscaled_state.shape)} is not allowed: the "
+                f"parameter's, {tuple(param.shape)}"
+            )
+        state = self.state[param]
         if state_name == MASTER and not form.present:
+            value = unscaled_state.to(param.device, torch.float32).reshape(param.shape)
             state[MASTER] = None
-            param.copy_(self._formats(param).weight.encode_reference(unscaled_state))
+            param.copy_(self._formats(param).weight.encode_reference(value))
             return
+        external = not (self._master_weights is None or isinstance(self._master_weights, bool))
+        if state_name == MASTER and state.get(MASTER) is None and external:
+            params, _, wheres = self._flat()
+            state[MASTER] = self._external(params, wheres)[self._index(param, params)]
         set_unscaled(state, state_name, unscaled_state, form, param)
 
     def state_dict(self) -> dict[str, Any]:

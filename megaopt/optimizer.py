@@ -165,8 +165,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        rows = self._rows()
         batches, grads = self._gather()
-        rows = self._advance()
+        for group in self.param_groups:  # also the empty ones
+            group["step"] += 1
         for batch in batches.batches:
             batch.step(grads, rows)
         return loss
@@ -180,6 +182,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         states = list(self.state.values())
         batches = self._batches
         if batches is None or not batches.fit(params, groups, grads, states):
+            self._batches = None  # they noted addresses that a refusal below must not let stand
             batches = self._batches = self._sort(grads)
         return batches, grads
 
@@ -188,14 +191,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             return [getattr(param, "decoupled_grad", None) for param in params]
         return grads_of(params)
 
-    def _advance(self) -> list[tuple[float, ...]]:
-        """Counts the step in every group, also an empty one, and gives the groups' scalars."""
+    def _rows(self) -> list[tuple[float, ...]]:
+        """The groups' scalars for the coming step; their hyper-parameters must be in range."""
         for index, group in enumerate(self.param_groups):
             check_group(group, f"group {index}")
-        rows = [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
-        for group in self.param_groups:
-            group["step"] += 1
-        return rows
+        return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
 
     def _sort(self, grads: list[torch.Tensor | None]) -> Batches:
         """Checks everything, completes the states, and makes the batches anew."""
@@ -207,12 +207,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         external = self._external(params, wheres)
         kinds: dict[tuple[torch.device, Formats, bool], list[int]] = {}
         masters = self._wants_masters(self._master_weights)
-        for index, grad in enumerate(grads):
+        completed: dict[torch.Tensor, State] = {}
+        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
-                formats = formats_of(params[index], grad.dtype, self.options, masters)
-                state = self._complete(params[index], formats, external[index], wheres[index])
-                staged = self._is_staged(params[index], grad, formats, state)
-                kinds.setdefault((params[index].device, formats, staged), []).append(index)
+                formats = formats_of(param, grad.dtype, self.options, masters)
+                state = self._completed(param, formats, external[index], wheres[index])
+                staged = self._is_staged(param, grad, formats, state)
+                kinds.setdefault((param.device, formats, staged), []).append(index)
+                completed[param] = state
+        for param, state in completed.items():  # now that nothing was refused
+            self.state[param].update(state)
         batches = [self._batch(*kind, where, params, groups) for kind, where in kinds.items()]
         absent = [grad is None for grad in grads]
         made = Batches(batches, params, groups, absent, list(self.state.values()))
@@ -220,10 +224,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("a batch made from the tensors at hand does not fit them")
         return made
 
-    def _complete(
+    def _completed(
         self, param: torch.Tensor, formats: Formats, external: torch.Tensor | None, where: str
     ) -> State:
-        state: State = self.state[param]
+        """What a parameter's state becomes; the state itself stays as it is."""
+        state: State = dict(self.state.get(param, {}))
         complete(state, param, formats, self.rule, external)
         names = {slot: state_name(slot, self.rule.moments) for slot in formats.slots[2:]}
         check_state(state, formats, param, names, where)
@@ -280,12 +285,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         index = self._index(param, params)
         self._check_param(param, wheres[index])
         formats = self._formats(param)
-        if store_param_remainders and not formats.master.joined:
+        own = {self.options.store_param_remainders, formats.master.joined}
+        if store_param_remainders not in {None, *own}:
             raise ValueError(
-                f"store_param_remainders=True is not allowed for {wheres[index]}: its master is "
-                f"stored as {formats.master.name}"
+                f"store_param_remainders={store_param_remainders} is not allowed for "
+                f"{wheres[index]}: its master is stored as {formats.master.name}"
             )
-        self._complete(param, formats, self._external(params, wheres)[index], wheres[index])
+        external = self._external(params, wheres)[index]
+        self.state[param].update(self._completed(param, formats, external, wheres[index]))
 
     def _index(self, param: torch.Tensor, params: list[torch.Tensor]) -> int:
         for index, own in enumerate(params):
@@ -315,7 +322,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         store_param_remainders the master is put together from weight and remainder. A weight
         without a master gives its own value.
         """
-        state: State = self.state[param]
+        state: State = self.state.get(param, {})
         if state_name.endswith(SCALE) and state_name in state:
             scale: torch.Tensor = state[state_name]
             return scale
@@ -336,15 +343,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(unscaled_state, torch.Tensor):
             return
-        state: State = self.state[param]
+        state: State = self.state.get(param, {})
         if state_name.endswith(SCALE) and state_name in state:
             state[state_name].copy_(unscaled_state)
             return
         form = getattr(self._formats(param), self._slot(state_name))
+        if unscaled_state.numel() != param.numel():
+            raise ValueError(
+                f"{state_name} of shape {tuple(unscaled_state.shape)} is not allowed: the "
+                f"parameter's, {tuple(param.shape)}"
+            )
+        state = self.state[param]
         if state_name == MASTER and not form.present:
+            value = unscaled_state.to(param.device, torch.float32).reshape(param.shape)
             state[MASTER] = None
-            param.copy_(self._formats(param).weight.encode_reference(unscaled_state))
+            param.copy_(self._formats(param).weight.encode_reference(value))
             return
+        external = not (self._master_weights is None or isinstance(self._master_weights, bool))
+        if state_name == MASTER and state.get(MASTER) is None and external:
+            params, _, wheres = self._flat()
+            state[MASTER] = self._external(params, wheres)[self._index(param, params)]
         set_unscaled(state, state_name, unscaled_state, form, param)
 
     def state_dict(self) -> dict[str, Any]:

@@ -53,7 +53,11 @@ def complete(
     elif not formats.master.present:
         state[MASTER] = None
     elif state.get(MASTER) is None:
-        set_unscaled(state, MASTER, formats.weight.decode_reference(weight), formats.master, weight)
+        value = formats.weight.decode_reference(weight)
+        if formats.master.joined:  # the weight stays as it is
+            state[MASTER] = formats.master.encode_reference(value)[1]
+        else:
+            set_unscaled(state, MASTER, value, formats.master, weight)
 
 
 def get_unscaled(state: State, name: str, form: Format, weight: torch.Tensor) -> torch.Tensor:
@@ -68,14 +72,15 @@ def set_unscaled(
 ) -> None:
     """Stores an fp32 value in its format, making the tensors that are not there yet.
 
-    A joined master sets the weight too: only together do they say the value.
+    A joined master sets the weight too: only together do they say the value. Its NaNs become the
+    canonical one, which alone survives the split.
     """
     value = value.to(weight.device, torch.float32).reshape(weight.shape)
     code = state.get(name)
     if code is None:
         code = torch.empty(weight.shape, dtype=form.dtype, device=weight.device)
     if form.joined:
-        upper, lower = form.encode_reference(value)
+        upper, lower = form.encode_reference(torch.where(value.isnan(), torch.nan, value))
         weight.copy_(upper)
         code.copy_(lower)
     elif not form.scaled or value.numel() == 0:

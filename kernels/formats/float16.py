@@ -36,12 +36,12 @@ def encode_scaled(value, inverse):
 
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """The value, shape of `code`, fp32; times the scale where there is one."""
-    return code.float() if scale is None else code.float() * scale
+    return code.float() if scale is None else code.float() * scale.reshape(())
 
 
 def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest fp16 (of value * inverse), ties to even; NaN becomes 0x7E00 on every device."""
-    scaled = value if inverse is None else value * inverse
+    scaled = value if inverse is None else value * inverse.reshape(())
     code = scaled.to(torch.float16).view(torch.int16)
     return torch.where(scaled.isnan(), 0x7E00, code).view(torch.float16)
 

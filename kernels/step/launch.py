@@ -58,7 +58,7 @@ class TritonPlan:
         self._rows[len(SLOTS)] = numels
         self._rows[len(SLOTS) + 1] = groups
         module = module_for(len(numels))
-        self._watches = {slot: Watch(len(numels), slot == "grad", module) for slot in formats.slots}
+        self._watches = {slot: Watch(len(numels), module) for slot in formats.slots}
         self._stale = True
         self._chunks = to_device(chunk_table(numels, self.geometry), device)
         self._table = torch.empty(0)

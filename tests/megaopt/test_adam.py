@@ -1,0 +1,261 @@
+"""The request's code, word for word, and what construction promises."""
+
+import inspect
+from itertools import chain
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import BF16, FORMATS, FP16, FP32, assert_same, assert_same_run, parameters, train
+
+from megaopt import FusedAdam
+
+FACE = """def FusedAdam(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+    amsgrad=False, *, dtype=None, master_weights=None, master_weight_dtype=torch.float32,
+    exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, store_param_remainders=False,
+    bias_correction=True, adam_w_mode=True, use_decoupled_grad=False, capturable=False,
+    contract="ieee", backend="auto"): pass"""
+
+
+def mixed_model():
+    """A bf16 layer whose bias is fp32, as mixed models have."""
+    model = torch.nn.Linear(3, 4)
+    model.weight.data = model.weight.data.to(BF16)
+    return model
+
+
+def backward(model):
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
+def test_the_requests_first_example():
+    model = mixed_model()
+    bf16_param, fp32_param = model.weight, model.bias
+    backward(model)
+
+    optim = FusedAdam(model.parameters(), dtype=torch.float32)
+    optim.step()
+
+    for name in ("exp_avg", "exp_avg_sq", "master_param"):
+        assert optim.state[bf16_param][name].dtype == torch.float32
+        assert optim.state[bf16_param][name].shape == bf16_param.shape
+    assert optim.state[fp32_param]["master_param"] is None
+    assert optim.state[fp32_param]["exp_avg"].dtype == torch.float32
+
+
+def test_the_requests_list_of_masters_is_used_and_not_copied():
+    model = mixed_model()
+    masters = [model.weight.detach().float(), None]
+    backward(model)
+
+    optim = FusedAdam(model.parameters(), dtype=torch.float32, master_weights=masters)
+    optim.step()
+
+    assert optim.state[model.weight]["master_param"] is masters[0]
+    assert optim.state[model.bias]["master_param"] is None
+    assert_same_bits(model.weight.detach(), masters[0].to(BF16), "the cast master")
+
+
+def test_the_requests_assignment_after_construction():
+    params = parameters([(3,), (4,), (5,)])
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    shard_fp32_groups = [[params[0].detach().float()], [p.detach().float() for p in params[1:]]]
+
+    optimizer = FusedAdam(groups, dtype=torch.float32)
+    optimizer.master_weights = list(chain(*shard_fp32_groups))
+    train(optimizer, 2)
+
+    assert optimizer.master_weights == list(chain(*shard_fp32_groups))
+    for param, master in zip(params, chain(*shard_fp32_groups), strict=True):
+        assert optimizer.state[param]["master_param"] is master
+        assert_same_bits(param.detach(), master.to(BF16))
+    plain = FusedAdam(parameters([(3,), (4,), (5,)]), dtype=torch.float32)
+    train(plain, 2)
+    assert_same([*params], plain.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_construction_allocates_no_state(options):
+    optimizer = FusedAdam(parameters(), **options)
+    assert len(optimizer.state) == 0
+    assert optimizer.state_dict()["state"] == {}
+    assert optimizer.param_groups[0]["step"] == 0
+
+
+def test_construction_allocates_no_tensor():
+    params = parameters([(1000,)])
+    with torch.profiler.profile(profile_memory=True) as profile:
+        FusedAdam(params, dtype=torch.float32)
+    assert sum(event.self_cpu_memory_usage for event in profile.events()) == 0
+    with torch.profiler.profile(profile_memory=True) as profile:
+        FusedAdam(params, dtype=torch.float32).initialize_state(params[0])
+    assert any(event.self_cpu_memory_usage >= 4000 for event in profile.events())
+
+
+def test_megatron_swaps_the_parameters_after_construction():
+    model = parameters([(4, 3), (6,)])
+    optimizer = FusedAdam(model, dtype=torch.float32, weight_decay=0.1)
+    # the distributed optimizer's order: fp32 shards, then 16-bit ones, flat pieces of a buffer
+    buffers = [param.detach().clone().view(-1) for param in model]
+    shards = [torch.nn.Parameter(buffer[1:5]) for buffer in buffers]
+    shard_masters = [shard.detach().float() for shard in shards]
+
+    optimizer.param_groups[0]["params"] = shards
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer.state) == 0
+    optimizer.master_weights = shard_masters
+    train(optimizer, 3)
+
+    own = [
+        torch.nn.Parameter(param.detach().view(-1)[1:5].clone())
+        for param in parameters([(4, 3), (6,)])
+    ]
+    plain = FusedAdam(own, dtype=torch.float32, weight_decay=0.1)
+    train(plain, 3)
+    assert_same_run(optimizer, plain)
+    for shard, master, buffer in zip(shards, shard_masters, buffers, strict=True):
+        assert optimizer.state[shard]["master_param"] is master
+        assert_same_bits(shard.detach(), buffer[1:5], "the model's buffer")
+    for param, buffer, untouched in zip(model, buffers, parameters([(4, 3), (6,)]), strict=True):
+        assert_same_bits(param.detach(), untouched.detach(), "a parameter that was swapped out")
+        assert_same_bits(buffer[5:], untouched.detach().view(-1)[5:], "beyond the shard")
+
+
+def test_megatron_replaces_param_groups_after_construction():
+    optimizer = FusedAdam(parameters([(7,)]), dtype=torch.float32)
+    shards = parameters([(3,), (4,)])
+    optimizer.param_groups = [{**optimizer.param_groups[0], "params": [shard]} for shard in shards]
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(optimizer, 2)
+    own = parameters([(3,), (4,)])
+    plain = FusedAdam([{"params": [param]} for param in own], dtype=torch.float32)
+    train(plain, 2)
+    assert_same_run(optimizer, plain)
+
+
+@pytest.mark.parametrize("external", [False, True], ids=["own_master", "external_master"])
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_initialize_state_is_complete_and_changes_no_number(options, external):
+    if external and (options.get("dtype") is None):
+        external = False  # a list is for fp32 masters and remainders
+    initialized, plain = (FusedAdam(parameters(), **options) for _ in range(2))
+    params = initialized.param_groups[0]["params"]
+    if external:
+        remainders = options.get("store_param_remainders")
+        initialized.master_weights = [
+            torch.zeros(p.shape, dtype=torch.int16) if remainders else p.detach().float()
+            for p in params
+        ]
+    before = [param.detach().clone() for param in params]
+    for param in params:
+        initialized.initialize_state(param)
+    assert_same([param.detach() for param in params], before)
+    complete = {id(t) for state in initialized.state.values() for t in state.values()}
+    if external:
+        assert complete >= {id(master) for master in initialized.master_weights}
+    train(initialized, 2)
+    train(plain, 2)
+    assert {id(t) for state in initialized.state.values() for t in state.values()} == complete
+    assert_same_run(initialized, plain)
+
+
+@pytest.mark.parametrize("flag", [None, True], ids=["left_out", "own_value"])
+def test_initialize_state_takes_transformer_engines_second_argument(flag):
+    bf16, fp32 = torch.nn.Parameter(torch.ones(3, dtype=BF16)), torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([bf16, fp32], dtype=FP32, store_param_remainders=True)
+    optimizer.initialize_state(bf16, flag)
+    optimizer.initialize_state(fp32, False if flag else None)
+    assert optimizer.state[bf16]["master_param"].dtype == torch.int16
+    assert optimizer.state[fp32]["master_param"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        pytest.param({"dtype": FP32}, True, id="remainders_where_there_are_none"),
+        pytest.param({"dtype": FP32, "store_param_remainders": True}, False, id="none_where_kept"),
+    ],
+)
+def test_initialize_state_refuses_the_other_choice(options, flag):
+    (param,) = parameters([(3,)])
+    optimizer = FusedAdam([param], **options)
+    with pytest.raises(ValueError, match=f"store_param_remainders={flag}.*parameter 0 of group 0"):
+        optimizer.initialize_state(param, flag)
+    assert len(optimizer.state) == 0
+
+
+def test_the_constructor_has_the_face_of_the_design():
+    names = {"torch": torch}
+    exec(FACE, names)
+    expected, found = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(face).parameters.values()]
+        for face in (names["FusedAdam"], FusedAdam)
+    )
+    assert found == expected
+
+
+def test_positional_arguments_are_those_of_torchs_adamw():
+    count = len(["params", "lr", "betas", "eps", "weight_decay", "amsgrad"])
+    theirs = [*inspect.signature(torch.optim.AdamW).parameters][:count]
+    assert [*inspect.signature(FusedAdam).parameters][:count] == theirs
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_without_masters_the_weights_alone_are_updated(dtype):
+    optimizer = FusedAdam(parameters([(5,)], dtype))
+    train(optimizer, 2)
+    (state,) = optimizer.state.values()
+    assert state["master_param"] is None
+    assert {*state} == {"exp_avg", "exp_avg_sq", "master_param"}
+
+
+def test_groups_have_their_own_hyper_parameters():
+    """Each of two groups steps as an optimizer of its own, L2 and decoupled alike."""
+    choices = [
+        {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.25},
+        {"lr": 0.1, "bias_correction": False},
+    ]
+    for mode in (True, False):
+        first, second = parameters([(5,)]), parameters([(5,)])
+        together = FusedAdam(
+            [{"params": first, **choices[0]}, {"params": second, **choices[1]}],
+            dtype=FP32,
+            adam_w_mode=mode,
+        )
+        alone = [FusedAdam(parameters([(5,)]), dtype=FP32, adam_w_mode=mode, **c) for c in choices]
+        for step in range(3):
+            for optimizer in (together, *alone):
+                for group in optimizer.param_groups:
+                    group["params"][0].grad = torch.full((5,), 0.5 + step, dtype=BF16)
+                optimizer.step()
+        assert_same_bits(first[0].detach(), alone[0].param_groups[0]["params"][0].detach())
+        assert_same_bits(second[0].detach(), alone[1].param_groups[0]["params"][0].detach())
+        assert not torch.equal(first[0], second[0])
+
+
+def test_l2_and_decoupled_decay_differ():
+    decoupled, l2 = (
+        FusedAdam(parameters([(5,)]), weight_decay=0.1, adam_w_mode=mode) for mode in (True, False)
+    )
+    train(decoupled, 1)
+    train(l2, 1)
+    assert not torch.equal(*(next(iter(o.state.values()))["exp_avg"] for o in (decoupled, l2)))
+
+
+def test_an_inert_step_leaves_every_weight():
+    """Zero gradients at lr = 0: torch's and Megatron's way to make an optimizer allocate state."""
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-149, -(2.0**-149)])
+    for adam_w_mode in (True, False):
+        param = torch.nn.Parameter(special.clone())
+        optimizer = FusedAdam([param], lr=0.0, weight_decay=0.0, adam_w_mode=adam_w_mode)
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert_same_bits(param.detach(), special)
+    finite = torch.nn.Parameter(special.to(BF16))
+    before = finite.detach().clone()
+    optimizer = FusedAdam([finite], lr=0.0, weight_decay=0.1, dtype=FP32)
+    finite.grad = torch.zeros_like(finite)
+    optimizer.step()
+    assert_same_bits(finite.detach(), before)
+    assert not optimizer.state[finite]["exp_avg"].any()

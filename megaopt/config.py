@@ -144,7 +144,7 @@ class FusedVariant:
             _require_at_least(self, 1, "resume_after")
 
 
-Variant = Union[UnfusedVariant, FusedVariant]
+Variant = UnfusedVariant | FusedVariant
 VARIANT_KINDS: dict[str, type[Any]] = {"unfused": UnfusedVariant, "fused": FusedVariant}
 
 
@@ -187,7 +187,9 @@ class RunConfig:
         if isinstance(variant, UnfusedVariant):
             return
         allowed = f"the name of an unfused variant: {', '.join(baselines) or 'there is none'}"
-        require(variant.baseline in baselines, f"{variant.name}.baseline", variant.baseline, allowed)
+        require(
+            variant.baseline in baselines, f"{variant.name}.baseline", variant.baseline, allowed
+        )
         if variant.resume_after is not None:
             inside = variant.resume_after < self.steps
             key = f"{variant.name}.resume_after"

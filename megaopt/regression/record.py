@@ -1,0 +1,103 @@
+"""The record of a regression: all that is needed to judge it, and to repeat it, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaopt.regression.lockstep import Lane, Regression
+from megaopt.training.text import Corpus
+
+PACKAGES = ("megaopt", "torch", "triton", "numpy")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, of the packages whose arithmetic takes part, and of CUDA."""
+    found = {package: _version(package) for package in PACKAGES}
+    return {"python": platform.python_version(), **found, "cuda": torch.version.cuda}
+
+
+def _processor() -> str:
+    """The CPU's name; Linux tells it only here."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What the run computed on."""
+    return {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu": _processor(),
+        "cpu_cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
+    }
+
+
+def _lane_record(lane: Lane) -> dict[str, Any]:
+    baseline = lane.variant.baseline
+    difference = lane.difference
+    return {
+        "baseline": baseline,
+        "identical": None if baseline is None else difference is None,
+        "first_difference": None if difference is None else dataclasses.asdict(difference),
+        "losses": [loss.hex() for loss in lane.losses],
+        "sha256": lane.sha256,
+    }
+
+
+def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
+    """The record of a finished regression; losses are hexadecimal floats."""
+    difference = regression.first_difference()
+    return {
+        "versions": versions(),
+        "hardware": hardware(regression.device),
+        "config": dataclasses.asdict(regression.config),
+        "perturb": regression.perturb,
+        "corpus": {
+            "sha256": corpus.sha256,
+            "bytes": corpus.tokens.numel(),
+            "files": corpus.files,
+        },
+        "variants": {lane.variant.name: _lane_record(lane) for lane in regression.lanes},
+        "identical": difference is None,
+        "first_difference": None if difference is None else dataclasses.asdict(difference),
+    }
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Writes JSON so that a reader sees the old file or the whole new one, never a part."""
+    text = json.dumps(record, indent=2) + "\n"
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

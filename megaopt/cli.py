@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-PACKAGES = ("tyro", "rich", "matplotlib")
+TOML_PACKAGES = () if sys.version_info >= (3, 11) else ("tomli",)
+PACKAGES = ("tyro", "rich", "matplotlib", *TOML_PACKAGES)
 BAD_INPUT = 2
 
 
@@ -93,8 +94,14 @@ def choose_triton_mode() -> None:
 def _dispatch(arguments: Sequence[str] | None) -> int:
     import tyro
 
-    commands = {"regress": regress, "train": train, "bench": bench, "doctor": doctor}
-    return tyro.extras.subcommand_cli_from_dict(commands, prog="megaopt", args=arguments)
+    commands: dict[str, Callable[..., int]] = {
+        "regress": regress,
+        "train": train,
+        "bench": bench,
+        "doctor": doctor,
+    }
+    status: int = tyro.extras.subcommand_cli_from_dict(commands, prog="megaopt", args=arguments)
+    return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

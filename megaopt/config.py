@@ -7,6 +7,7 @@ value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import re
 import sys
@@ -16,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+# the standard library has it since Python 3.11; before, the extra `cli` brings it along
+TOML_MODULE = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+tomllib: Any = importlib.import_module(TOML_MODULE)
 
 T = TypeVar("T")
 
@@ -217,7 +217,7 @@ def read_config(path: str | Path) -> RunConfig:
     path = Path(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
     try:
         require("name" not in table, "name", table.get("name"), "the file's own name is the name")

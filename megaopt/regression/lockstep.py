@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megaopt.config import ConfigError, FusedVariant, RunConfig, require
+from megaopt.config import ConfigError, FusedVariant, RunConfig, Variant, require
 from megaopt.regression.compare import (
     Difference,
     Mismatch,

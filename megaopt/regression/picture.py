@@ -27,7 +27,7 @@ def _draw_losses(axes: Any, baselines: Sequence[Lane], variants: Sequence[Lane])
         steps = range(1, len(lane.losses) + 1)
         label = f"{lane.variant.name} (baseline)"
         # the later baseline is the narrower, so that both show where they coincide
-        axes.plot(steps, lane.losses, color=colour, linewidth=7 - 4 * min(number, 1), label=label)
+        axes.plot(steps, lane.losses, color=colour, linewidth=6 - 3 * min(number, 1), label=label)
     for number, lane in enumerate(variants):
         axes.plot(range(1, len(lane.losses) + 1), lane.losses, **_style(number, lane, variants))
     axes.set_ylabel("loss (nats per byte)")
@@ -88,7 +88,8 @@ def _summary(variants: Sequence[Lane]) -> str:
     if not different:
         return "Difference from the baseline: none, in any bit of any loss, weight or state"
     first = min(different, key=lambda difference: difference.step)
-    return f"Difference from the baseline: first at step {first.step}, in {first.variant}"
+    where = f"step {first.step}, {first.variant}, {first.tensor}"
+    return f"Difference from the baseline: first at {where}"
 
 
 def draw_losses(path: Path, title: str, lanes: Sequence[Lane]) -> None:

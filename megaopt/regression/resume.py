@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megaopt import checkpoint
-from megaopt.config import ConfigError, RunConfig
+from megaopt.config import ConfigError, RunConfig, Variant
 from megaopt.regression.compare import as_integers
 from megaopt.training.trainer import Snapshot, Trainer
 

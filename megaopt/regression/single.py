@@ -6,13 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megaopt.config import (
-    ConfigError,
-    FusedVariant,
-    RunConfig,
-    read_config,
-    require,
-)
+from megaopt.config import ConfigError, FusedVariant, RunConfig, Variant, read_config, require
 from megaopt.regression.command import batches_of, step_progress
 from megaopt.regression.resume import load_trainer, save_result, save_trainer
 from megaopt.regression.variants import build_trainer

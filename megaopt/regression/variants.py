@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megaopt.config import ConfigError, RunConfig, UnfusedVariant
+from megaopt.config import ConfigError, RunConfig, UnfusedVariant, Variant
 from megaopt.regression.fused import FusedWeights
 from megaopt.regression.unfused import UnfusedAdam
 from megaopt.training.model import GPT, build_model

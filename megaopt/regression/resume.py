@@ -52,8 +52,8 @@ def load_trainer(path: Path, config: RunConfig, variant: Variant, trainer: Train
     for key, value in expected.items():
         if saved.get(key) != value:
             raise ConfigError(
-                f"resume = {str(path)!r} is not allowed: its {key} is {saved.get(key)!r}, "
-                f"but the config's is {value!r}"
+                f"resume = {str(path)!r} is not allowed: its {key} is {saved.get(key)}, "
+                f"but the config's is {value}"
             )
     trainer.load_state_dict(payload["trainer"])
 

@@ -1,0 +1,88 @@
+"""The backends, by name, and where each of them works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from megaopt.kernels.optional_triton import INTERPRETED, MISSING
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.reference import ReferencePlan
+
+
+class Plan(Protocol):
+    """A combination of formats, ready to be stepped again and again."""
+
+    def locate(self, buffers: Buffers) -> list[str]:
+        """Notes where the buffers lie; gives the slots in which a tensor may have moved."""
+
+    def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
+        """One step of every tensor in the buffers that were located last."""
+
+
+class Triton:
+    """One launch for all tensors of a combination of formats."""
+
+    name = "triton"
+
+    def why_not(self, device: torch.device) -> str | None:
+        """None where the backend works on the device, else the reason."""
+        if MISSING is not None:
+            return MISSING
+        if device.type == "cuda" and INTERPRETED:
+            return "TRITON_INTERPRET=1 is set: the kernels run on CPU tensors only"
+        if device.type == "cpu" and not INTERPRETED:
+            return (
+                "on a CPU the kernels run only on Triton's interpreter: "
+                "set TRITON_INTERPRET=1 before megaopt is imported"
+            )
+        if device.type not in ("cuda", "cpu"):
+            return f"there are no kernels for device type {device.type!r}"
+        return None
+
+    def plan(
+        self,
+        formats: Formats,
+        rule: Rule,
+        numels: Sequence[int],
+        groups: Sequence[int],
+        device: torch.device,
+    ) -> Plan:
+        """Tables on the device for tensors of these sizes; `groups` are their rows of scalars."""
+        return TritonPlan(formats, rule, numels, groups, device)
+
+
+class Reference:
+    """Plain torch, tensor by tensor, on any device."""
+
+    name = "reference"
+
+    def why_not(self, device: torch.device) -> str | None:
+        """None: it works everywhere."""
+        return None
+
+    def plan(
+        self,
+        formats: Formats,
+        rule: Rule,
+        numels: Sequence[int],
+        groups: Sequence[int],
+        device: torch.device,
+    ) -> Plan:
+        """Nothing is laid out ahead."""
+        return ReferencePlan(formats, rule, groups)
+
+
+BACKENDS: dict[str, Triton | Reference] = {
+    backend.name: backend for backend in (Triton(), Reference())
+}
+
+
+def default_backend(device: torch.device) -> str:
+    """What backend="auto" means on a device: the kernels on a GPU that has them, else the reference."""
+    usable = device.type == "cuda" and BACKENDS["triton"].why_not(device) is None
+    return "triton" if usable else "reference"

@@ -1,0 +1,38 @@
+"""bf16: the upper half of an fp32 pattern, rounded to nearest even."""
+
+from __future__ import annotations
+
+import torch
+
+from megaopt.kernels.formats.base import Format
+from megaopt.kernels.optional_triton import jit, tl
+
+
+@jit
+def decode(code, scale):
+    return (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@jit
+def encode(value, inverse):
+    # integers, because the interpreter's cast truncates; adding half of the last place less one,
+    # plus the last place's own bit, carries exactly where nearest-even rounds up. The canonical
+    # NaN 0x7FC00000 gains no carry and stays NaN; infinity's lower half is 0 and stays infinity.
+    bits = value.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The value, shape of `code`, fp32."""
+    return code.float()
+
+
+def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
+    """The nearest bf16, ties to even; NaN becomes 0x7FC0 on every device."""
+    code = value.to(torch.bfloat16).view(torch.int16)
+    return torch.where(value.isnan(), 0x7FC0, code).view(torch.bfloat16)
+
+
+BFLOAT16 = Format(
+    "bfloat16", torch.bfloat16, tl.int16, decode, encode, decode_reference, encode_reference
+)

@@ -1,0 +1,61 @@
+"""fp16, plain and with a scale per tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from megaopt.kernels.formats.base import Format
+from megaopt.kernels.optional_triton import jit, tl
+
+# Half of fp16's largest number, as TransformerEngine scales: the tensor's largest magnitude lands
+# here, and rounding cannot overflow.
+CODE_MAX = 32752.0
+
+
+@jit
+def decode(code, scale):
+    return code.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def encode(value, inverse):
+    bits = value.to(tl.float16).to(tl.int16, bitcast=True)
+    # the GPU's conversion makes NaN 0x7FFF, a CPU's 0x7E00: choose one
+    return tl.where(value == value, bits, 0x7E00).to(tl.int16)
+
+
+@jit
+def decode_scaled(code, scale):
+    return decode(code, scale) * scale
+
+
+@jit
+def encode_scaled(value, inverse):
+    return encode(value * inverse, inverse)
+
+
+def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The value, shape of `code`, fp32; times the scale where there is one."""
+    return code.float() if scale is None else code.float() * scale
+
+
+def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
+    """The nearest fp16 (of value * inverse), ties to even; NaN becomes 0x7E00 on every device."""
+    scaled = value if inverse is None else value * inverse
+    code = scaled.to(torch.float16).view(torch.int16)
+    return torch.where(scaled.isnan(), 0x7E00, code).view(torch.float16)
+
+
+FLOAT16 = Format(
+    "float16", torch.float16, tl.int16, decode, encode, decode_reference, encode_reference
+)
+SCALED_FLOAT16 = Format(
+    "scaled_float16",
+    torch.float16,
+    tl.int16,
+    decode_scaled,
+    encode_scaled,
+    decode_reference,
+    encode_reference,
+    code_max=CODE_MAX,
+)

@@ -1,0 +1,59 @@
+"""The 16 bits of an fp32 master that its bf16 weight does not hold: exact, 2 bytes instead of 4.
+
+The weight is the upper half, plus one where the lower half as int16 is negative: rounding to
+nearest with ties away from zero. Nearest-even cannot do this: it gives an even bf16 value 65,537
+fp32 values, one more than 16 bits can tell apart (two ties and all between them).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megaopt.kernels.formats.base import Format
+from megaopt.kernels.optional_triton import jit, tl
+
+
+@jit
+def decode(weight_code, code):
+    upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
+    return ((upper << 16) | (code.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def encode(value):
+    # lossless for every number: the carry turns at most the largest finite upper half into
+    # infinity's, which decode takes back. The canonical NaN has a zero lower half: no carry, where
+    # TransformerEngine's split turns the GPU's NaN 0x7FFFFFFF into the weight -0.0.
+    bits = value.to(tl.int32, bitcast=True)
+    code = bits.to(tl.int16)
+    upper = bits >> 16
+    return tl.where(code < 0, upper + 1, upper).to(tl.int16), code
+
+
+def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 weight and its int16 remainder, all of one shape."""
+    lower = code.int()
+    upper = weight.view(torch.int16).int() - (lower < 0).int()
+    return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+
+
+def encode_reference(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 weight and the int16 remainder of an fp32 value whose NaNs are canonical."""
+    bits = value.view(torch.int32)
+    # shifts keep the sign, and torch defines the narrowing of what then fits
+    code = (bits << 16) >> 16
+    upper = (bits >> 16) + (code < 0).int()
+    weight = ((upper << 16) >> 16).to(torch.int16).view(torch.bfloat16)
+    return weight, code.to(torch.int16)
+
+
+REMAINDER16 = Format(
+    "remainder16",
+    torch.int16,
+    tl.int16,
+    decode,
+    encode,
+    decode_reference,
+    encode_reference,
+    joined=True,
+)

@@ -1,0 +1,39 @@
+"""Triton where it is installed; elsewhere a stand-in under which the modules with kernels still import.
+
+Triton decides at decoration time whether a kernel is compiled or interpreted: TRITON_INTERPRET=1
+counts only when it is set before this module is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    MISSING: str | None = f"Triton cannot be imported ({error})"
+    INTERPRETED = False
+
+    class _Names:
+        """Answers the names that module bodies and signatures use; nothing here is ever run."""
+
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            return value
+
+        def __getattr__(self, name: str) -> str:
+            return name
+
+    tl: Any = _Names()  # type: ignore[no-redef]
+
+    def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+        """Leaves the function as it is: no one launches it without Triton."""
+        return function if function is not None else lambda inner: inner
+else:
+    MISSING = None
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+    jit = triton.jit  # type: ignore[assignment]
+
+__all__ = ["INTERPRETED", "MISSING", "jit", "tl"]

@@ -1,0 +1,10 @@
+"""The update rules, by name and contract."""
+
+from __future__ import annotations
+
+from megaopt.kernels.rules.adam_ieee import ADAM_IEEE, ADAMW_IEEE
+from megaopt.kernels.rules.base import Rule
+
+RULES = {(rule.name, rule.contract): rule for rule in (ADAMW_IEEE, ADAM_IEEE)}
+
+__all__ = ["RULES", "Rule"]

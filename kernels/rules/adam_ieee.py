@@ -1,0 +1,165 @@
+"""Adam and AdamW under contract ieee: docs/numbers.md lists these operations by number.
+
+One division and one square root an element: bias corrections enter as multiplications by
+reciprocals that the host rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.rules.base import Rule, power, round_to_fp32
+
+Scalars = tuple[float, ...]
+
+
+def scalars(group: Mapping[str, Any]) -> Scalars:
+    """One row of fp32 numbers for a parameter group, computed in fp64 and rounded once.
+
+    Args:
+        group: lr (step size, in units of the parameter), betas, eps, weight_decay (per unit of lr),
+            bias_correction, and step, the number of this update, counted from 1.
+
+    Returns:
+        beta1, 1 - beta1, beta2, 1 - beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps,
+        weight_decay, lr; both corrections are 1 without bias correction.
+    """
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    corrections = [1.0, 1.0]
+    if group["bias_correction"]:
+        corrections = [1.0 / (1.0 - power(beta, group["step"])) for beta in (beta1, beta2)]
+    row = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections)
+    row += (float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
+    return tuple(round_to_fp32(value) for value in row)
+
+
+@jit
+def load(row_ptr):
+    return (
+        tl.load(row_ptr),
+        tl.load(row_ptr + 1),
+        tl.load(row_ptr + 2),
+        tl.load(row_ptr + 3),
+        tl.load(row_ptr + 4),
+        tl.load(row_ptr + 5),
+        tl.load(row_ptr + 6),
+        tl.load(row_ptr + 7),
+        tl.load(row_ptr + 8),
+    )
+
+
+@jit
+def canonical(value):
+    # a NaN's sign and payload depend on the processor; the choice is made on integers, where the
+    # compiler cannot reason that one NaN is as good as another
+    bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def moments(exp_avg, exp_avg_sq, grad, scalars):
+    beta1, one_minus_beta1, beta2, one_minus_beta2, _, _, _, _, _ = scalars
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad)
+    return exp_avg, exp_avg_sq
+
+
+@jit
+def direction(exp_avg, exp_avg_sq, scalars):
+    _, _, _, _, correction1, correction2, eps, _, _ = scalars
+    denominator = tl.math.sqrt_rn(exp_avg_sq * correction2) + eps
+    return tl.math.div_rn(exp_avg * correction1, denominator)
+
+
+@jit
+def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
+    _, _, _, _, _, _, _, weight_decay, lr = scalars
+    exp_avg, exp_avg_sq = moments(exp_avg, exp_avg_sq, grad, scalars)
+    update = direction(exp_avg, exp_avg_sq, scalars) + weight_decay * param
+    param = param - lr * update
+    return canonical(param), canonical(exp_avg), canonical(exp_avg_sq)
+
+
+@jit
+def adam(param, exp_avg, exp_avg_sq, grad, scalars):
+    _, _, _, _, _, _, _, weight_decay, lr = scalars
+    grad = grad + weight_decay * param
+    exp_avg, exp_avg_sq = moments(exp_avg, exp_avg_sq, grad, scalars)
+    param = param - lr * direction(exp_avg, exp_avg_sq, scalars)
+    return canonical(param), canonical(exp_avg), canonical(exp_avg_sq)
+
+
+def canonical_reference(value: torch.Tensor) -> torch.Tensor:
+    """`value` with every NaN replaced by the pattern 0x7FC00000."""
+    return torch.where(value.isnan(), 0x7FC00000, value.view(torch.int32)).view(torch.float32)
+
+
+def square_root_reference(value: torch.Tensor) -> torch.Tensor:
+    """The correctly rounded fp32 square root.
+
+    torch's own is off by one unit in the last place for some values on a CPU. Rounding the fp64 root
+    again is exact: 53 bits are at least 2 * 24 + 2 (Figueroa, When is double rounding innocuous?).
+    """
+    return value.double().sqrt().float()
+
+
+def moments_reference(
+    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, scalars: Scalars
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new exp_avg and exp_avg_sq, fp32, of one shape with grad."""
+    beta1, one_minus_beta1, beta2, one_minus_beta2 = scalars[:4]
+    exp_avg = exp_avg * beta1 + grad * one_minus_beta1
+    exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * one_minus_beta2
+    return exp_avg, exp_avg_sq
+
+
+def direction_reference(
+    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, scalars: Scalars
+) -> torch.Tensor:
+    """Adam's step for lr = 1, without weight decay, fp32."""
+    correction1, correction2, eps = scalars[4:7]
+    denominator = square_root_reference(exp_avg_sq * correction2) + eps
+    return (exp_avg * correction1) / denominator
+
+
+def adamw_reference(
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: Scalars,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One AdamW update (Loshchilov & Hutter 2019, arXiv:1711.05101) of fp32 tensors of one shape.
+
+    Returns:
+        The new param, exp_avg and exp_avg_sq; the arguments stay as they are.
+    """
+    weight_decay, lr = scalars[7:]
+    exp_avg, exp_avg_sq = moments_reference(exp_avg, exp_avg_sq, grad, scalars)
+    update = direction_reference(exp_avg, exp_avg_sq, scalars) + param * weight_decay
+    param = param - update * lr
+    return canonical_reference(param), canonical_reference(exp_avg), canonical_reference(exp_avg_sq)
+
+
+def adam_reference(
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: Scalars,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One Adam update (Kingma & Ba 2015, arXiv:1412.6980) with L2 weight decay, as adamw_reference."""
+    weight_decay, lr = scalars[7:]
+    grad = grad + param * weight_decay
+    exp_avg, exp_avg_sq = moments_reference(exp_avg, exp_avg_sq, grad, scalars)
+    param = param - direction_reference(exp_avg, exp_avg_sq, scalars) * lr
+    return canonical_reference(param), canonical_reference(exp_avg), canonical_reference(exp_avg_sq)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW_IEEE = Rule("adamw", "ieee", MOMENTS, scalars, load, adamw, adamw_reference)
+ADAM_IEEE = Rule("adam", "ieee", MOMENTS, scalars, load, adam, adam_reference)

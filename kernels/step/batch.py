@@ -1,0 +1,55 @@
+"""What a step works on: tensors that share their formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megaopt.kernels.formats import Format
+
+SLOTS = (
+    "grad",
+    "weight",
+    "master",
+    "first",
+    "second",
+    "master_scale",
+    "first_scale",
+    "second_scale",
+)
+"""The kinds of buffer, in the order of the kernel's table of addresses."""
+
+Buffers = dict[str, list[torch.Tensor]]
+"""For each slot in use, one contiguous tensor per parameter, in one order."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """One combination of formats: one launch."""
+
+    grad: Format
+    weight: Format
+    master: Format
+    first: Format
+    second: Format
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots that hold tensors."""
+        buffers = [slot for slot in SLOTS[:5] if getattr(self, slot).present]
+        scales = [f"{slot}_scale" for slot in SLOTS[2:5] if getattr(self, slot).scaled]
+        return (*buffers, *scales)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a scale has to be known before the codes can be stored."""
+        return any(slot.endswith("_scale") for slot in self.slots)
+
+    def dtype(self, slot: str) -> torch.dtype:
+        """The dtype that a slot's tensors have; scales are fp32 tensors of one element."""
+        if slot.endswith("_scale"):
+            return torch.float32
+        dtype = getattr(self, slot).dtype
+        assert dtype is not None
+        return dtype

@@ -1,0 +1,150 @@
+"""Puts a combination's tensors into tables on the device and launches the kernel over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step import kernel
+from megaopt.kernels.step.addresses import AddressBook
+from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the elements are dealt out to programs; it changes no bit of the result."""
+
+    block: int
+    """Elements that a program loads at a time; a power of two."""
+    iterations: int
+    """Blocks that a program works through."""
+    warps: int = 4
+
+
+COMPILED = Geometry(1024, 8)
+# An interpreted operation costs some 15 microseconds whatever its size: fewer, larger programs.
+INTERPRETER = Geometry(16384, 1)
+
+
+class TritonPlan:
+    """The tables of one combination of formats on one device, and the launch.
+
+    Args:
+        formats: of every buffer.
+        rule: the update rule.
+        numels: elements of each tensor; a tensor may be empty.
+        groups: for each tensor, its row in the scalars that `step` is given.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+        geometry: for tests; the device's own otherwise.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        rule: Rule,
+        numels: Sequence[int],
+        groups: Sequence[int],
+        device: torch.device,
+        geometry: Geometry | None = None,
+    ) -> None:
+        self.formats, self.rule, self.device = formats, rule, device
+        self.geometry = geometry or (INTERPRETER if INTERPRETED else COMPILED)
+        self._rows = numpy.zeros((kernel.ROWS, len(numels)), dtype=numpy.int64)
+        self._rows[len(SLOTS)] = numels
+        self._rows[len(SLOTS) + 1] = groups
+        self._book = AddressBook()
+        self._stale = True
+        self._chunks = to_device(chunk_table(numels, self.geometry), device)
+        self._table = torch.empty(0)
+        self._scratch = torch.zeros(
+            (kernel.SCRATCH_ROWS if formats.scaled else 0, len(numels)),
+            dtype=torch.int32,
+            device=device,
+        )
+
+    def locate(self, buffers: Buffers) -> list[str]:
+        """Notes where the buffers lie and gives the slots in which one has moved.
+
+        Args:
+            buffers: for each slot of the formats one contiguous tensor per parameter.
+        """
+        moved = self._book.moved(buffers)
+        for slot in moved:
+            self._rows[SLOTS.index(slot)] = self._book.known[slot]
+        self._stale = self._stale or bool(moved)
+        return moved
+
+    def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
+        """One step of every tensor, where `locate` last saw it.
+
+        Args:
+            scalars: the rule's row for each parameter group.
+        """
+        self._refresh()
+        rows = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
+        if self._chunks.shape[1] == 0:
+            return
+        if self.formats.scaled:
+            self._scratch.zero_()
+            self._launch(kernel.amax_kernel, rows)
+        self._launch(kernel.step_kernel, rows)
+
+    def _refresh(self) -> None:
+        """Brings the table on the device up to date."""
+        if not self._stale:
+            return
+        in_use = self._rows[: SLOTS.index("second") + 1]
+        self._rows[len(SLOTS) + 2] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
+        self._table = to_device(self._rows, self.device)
+        self._stale = False
+
+    def _launch(self, function: object, scalars: torch.Tensor) -> None:
+        chunks = self._chunks.shape[1]
+        arguments = (self._table, self._chunks, scalars, self._scratch)
+        arguments += (self._rows.shape[1], chunks, scalars.shape[1])
+        formats = self.formats
+        options = {
+            "GRAD_FORMAT": formats.grad,
+            "WEIGHT_FORMAT": formats.weight,
+            "MASTER_FORMAT": formats.master,
+            "FIRST_FORMAT": formats.first,
+            "SECOND_FORMAT": formats.second,
+            "RULE": self.rule,
+            "BLOCK": self.geometry.block,
+            "ITERATIONS": self.geometry.iterations,
+            "num_warps": self.geometry.warps,
+            # the contract rounds every operation: no contraction of a product and a sum
+            "enable_fp_fusion": False,
+        }
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                function[(chunks,)](*arguments, **options)  # type: ignore[index]
+        else:
+            # numpy, which the interpreter computes with, warns of what IEEE 754 defines
+            with numpy.errstate(all="ignore"):
+                function[(chunks,)](*arguments, **options)  # type: ignore[index]
+
+
+def chunk_table(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
+    """int32 [2, chunks]: for each program its tensor and its place there, in units of chunks."""
+    size = geometry.block * geometry.iterations
+    counts = -(-numpy.array(numels, dtype=numpy.int64) // size)
+    tensors = numpy.repeat(numpy.arange(len(numels)), counts)
+    firsts = numpy.repeat(numpy.cumsum(counts) - counts, counts)
+    return numpy.stack([tensors, numpy.arange(len(tensors)) - firsts]).astype(numpy.int32)
+
+
+def to_device(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, made without waiting for the work queued there.
+
+    The pinned memory goes back to torch's host allocator, which reuses it only after the copy.
+    """
+    host = torch.from_numpy(array)
+    if device.type == "cpu":
+        return host.clone()
+    return host.pin_memory().to(device, non_blocking=True)

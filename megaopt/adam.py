@@ -1,0 +1,109 @@
+"""FusedAdam: Adam and AdamW in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megaopt.kernels.rules import RULES, Rule
+from megaopt.masters import MasterWeights
+from megaopt.optimizer import FusedOptimizer
+from megaopt.options import Options
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) that writes the model's weights.
+
+    One launch updates exp_avg, exp_avg_sq and the masters and stores the cast weights, for any
+    number of tensors and groups (per combination of formats). docs/numbers.md gives every operation
+    in order; the bits are the same on every backend.
+
+    Takes the place of transformer_engine.pytorch.optimizers.FusedAdam: same keywords, attributes and
+    methods.
+
+    Args:
+        params: parameters, named parameters or groups, as for torch.optim; fp32, bf16 or fp16,
+            dense, of any shape.
+        lr: step size, in units of the parameter per step of size one; at least 0. May be a tensor
+            of one element, which the step reads (on a GPU that waits for it).
+        betas: decay per step of exp_avg and exp_avg_sq; each in [0, 1).
+        eps: added to the root of exp_avg_sq, in units of the gradient; at least 0.
+        weight_decay: decoupled (AdamW): the part of a weight that goes per step of size one, times
+            lr; otherwise L2: added to the gradient per unit of the weight. At least 0.
+        amsgrad: only False.
+        dtype: torch.float32 keeps an fp32 master for each weight that is not fp32. None leaves it
+            to master_weights.
+        master_weights: True keeps a master, in master_weight_dtype, for each weight that is not
+            fp32. A list gives the masters: one tensor per parameter in group order (None for an
+            fp32 weight), used as they are, not copied. None or False without dtype: the weights
+            alone are updated. May be assigned after construction.
+        master_weight_dtype: torch.float32, or torch.float16 with a scale per tensor.
+        exp_avg_dtype: torch.float32, torch.bfloat16, or torch.float16 with a scale per tensor.
+        exp_avg_sq_dtype: likewise, chosen independently.
+        store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not
+            hold: exact, 2 bytes less per weight; weights then round ties away from zero. Needs
+            masters and bf16 weights; fp32 weights may be among them.
+        bias_correction: divides the moments by 1 - beta**step.
+        adam_w_mode: AdamW; False for Adam with L2 weight decay.
+        use_decoupled_grad: reads `p.decoupled_grad`, of any of the three dtypes, not `p.grad`.
+        capturable: only False.
+        contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
+        backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
+
+    Raises:
+        ValueError: an argument is out of range, unknown, or contradicts another; the message names
+            it, its value and what is allowed.
+        RuntimeError: the backend does not work on a parameter's device; the message says why.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        master_weights: MasterWeights = None,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        use_decoupled_grad: bool = False,
+        capturable: bool = False,
+        contract: str = "ieee",
+        backend: str = "auto",
+    ) -> None:
+        for name, value in (("amsgrad", amsgrad), ("capturable", capturable)):
+            if value:
+                raise ValueError(f"{name}={value!r} is not allowed: False")
+        options = Options(
+            dtype=dtype,
+            master_weight_dtype=master_weight_dtype,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            store_param_remainders=store_param_remainders,
+            adam_w_mode=adam_w_mode,
+            contract=contract,
+            backend=backend,
+        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults, options, master_weights)
+        self.use_decoupled_grad = use_decoupled_grad
+
+    @property
+    def rule(self) -> Rule:
+        """AdamW or Adam, under the optimizer's contract."""
+        return RULES["adamw" if self.options.adam_w_mode else "adam", self.options.contract]

@@ -1,0 +1,68 @@
+"""The external master weights: a list that the caller owns, one entry per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megaopt.options import Options
+
+MasterWeights = bool | list[torch.Tensor | None] | None
+
+
+def check_master_weights(
+    masters: MasterWeights, params: Sequence[torch.Tensor], wheres: Sequence[str], options: Options
+) -> None:
+    """Raises ValueError unless `masters` can serve the parameters, which are in group order."""
+    if masters is False and options.dtype is not None:
+        raise ValueError(
+            f"master_weights=False is not allowed with dtype={options.dtype}, which asks for masters"
+        )
+    if masters is None or isinstance(masters, bool):
+        return
+    if not isinstance(masters, (list, tuple)):
+        raise ValueError(
+            f"master_weights={type(masters).__name__} is not allowed: a bool, None, or a list with "
+            "one tensor per parameter in group order (None for an fp32 weight)"
+        )
+    if options.master_weight_dtype != torch.float32:
+        raise ValueError(
+            "a list of master_weights is not allowed with master_weight_dtype="
+            f"{options.master_weight_dtype}: their scales are not in it"
+        )
+    if len(masters) != len(params):
+        raise ValueError(
+            f"master_weights has {len(masters)} entries: allowed is one for each of the "
+            f"{len(params)} parameters, in group order"
+        )
+    for index, (master, param, where) in enumerate(zip(masters, params, wheres, strict=True)):
+        _check_master(master, param, f"master_weights[{index}] for {where}", options)
+
+
+def _check_master(
+    master: torch.Tensor | None, param: torch.Tensor, where: str, options: Options
+) -> None:
+    dtype = options.master_format(param.dtype, True).dtype
+    if dtype is None:
+        if master is not None and not is_own_master(master, param):
+            raise ValueError(f"{where}: an fp32 weight is its own master: None is allowed")
+        return
+    if not isinstance(master, torch.Tensor):
+        raise ValueError(f"{where} is {master!r}: a tensor of dtype {dtype} is allowed")
+    for name in ("shape", "dtype", "device", "layout"):
+        wanted = {"dtype": dtype, "layout": torch.strided}.get(name, getattr(param, name))
+        if getattr(master, name) != wanted:
+            raise ValueError(
+                f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}"
+            )
+
+
+def is_own_master(master: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether the entry for an fp32 weight is that weight, or a view of the very same memory."""
+    return (
+        master.dtype == param.dtype
+        and master.shape == param.shape
+        and master.device == param.device
+        and master.data_ptr() == param.data_ptr()
+    )

@@ -1,0 +1,387 @@
+"""The fused optimizer: gathers weights, gradients and state, and hands them to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megaopt import state_dict as state_dicts
+from megaopt.batches import MASTER, SCALE, Batch, Batches, check_grad, check_state, state_name
+from megaopt.kernels.backends import BACKENDS, default_backend
+from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.batch import Formats
+from megaopt.masters import MasterWeights, check_master_weights
+from megaopt.options import Options, check_group, check_weight
+from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Owns the step of every parameter it is given; a subclass names the update rule.
+
+    `state[p]` holds the rule's moments and `master_param` (None where there is no master), each in
+    its storage format; a format with a scale per tensor adds `<name>_scale`. State appears at the
+    first step with a gradient, by `initialize_state`, or by a load: nothing is bound to the
+    parameters before, so `param_groups` may be replaced after construction.
+    """
+
+    use_decoupled_grad: bool = False
+    """Read `p.decoupled_grad` instead of `p.grad`; may be assigned at any time."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        options: Options,
+        master_weights: MasterWeights,
+    ) -> None:
+        self.options = options
+        self._master_weights: MasterWeights = None
+        self._batches: Batches | None = None
+        super().__init__(params, {**defaults, "step": 0})
+        self.master_weights = master_weights
+
+    @property
+    def rule(self) -> Rule:
+        """The update rule under the optimizer's contract."""
+        raise NotImplementedError
+
+    # --- parameters and masters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch.optim.Optimizer does; raises ValueError before it is added."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group, f"group {len(self.param_groups) - 1}")
+            for index, param in enumerate(group["params"]):
+                self._check_param(param, self._where(len(self.param_groups) - 1, index))
+        except (ValueError, RuntimeError):
+            self.param_groups.pop()
+            raise
+
+    @property
+    def master_weights(self) -> MasterWeights:
+        """Whether weights have masters, or the list of external ones, as it was assigned.
+
+        A list has one tensor per parameter in group order (None for an fp32 weight); the tensors
+        are used as they are: `state[p]["master_param"] is master_weights[i]`. Raises ValueError for
+        a list of wrong length or an entry of wrong shape, dtype or device.
+        """
+        return self._master_weights
+
+    @master_weights.setter
+    def master_weights(self, masters: MasterWeights) -> None:
+        params, _, wheres = self._flat()
+        check_master_weights(masters, params, wheres, self.options)
+        wanted = self._wants_masters(masters)
+        if self.options.store_param_remainders and not wanted:
+            raise ValueError(
+                "store_param_remainders=True needs masters to keep: pass master_weights=True or "
+                "dtype=torch.float32"
+            )
+        if self.options.store_param_remainders and params:
+            for param, where in zip(params, wheres, strict=True):
+                check_weight(param, where, self.options, wanted)
+            if all(param.dtype != torch.bfloat16 for param in params):
+                raise ValueError(
+                    "store_param_remainders=True needs torch.bfloat16 weights; none of the "
+                    f"{len(params)} parameters is"
+                )
+        self._master_weights = masters
+        self._batches = None
+
+    def _wants_masters(self, masters: MasterWeights) -> bool:
+        return self.options.dtype is not None or (masters is not None and masters is not False)
+
+    def _flat(self) -> tuple[list[torch.Tensor], list[int], list[str]]:
+        """All parameters in group order, their groups, and what errors call them."""
+        places = [
+            (param, group, self._where(group, index))
+            for group, content in enumerate(self.param_groups)
+            for index, param in enumerate(content["params"])
+        ]
+        return [p for p, _, _ in places], [g for _, g, _ in places], [w for _, _, w in places]
+
+    def _where(self, group: int, index: int) -> str:
+        names = self.param_groups[group].get("param_names")
+        return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
+
+    def _check_param(self, param: torch.Tensor, where: str) -> None:
+        if is_traceable_wrapper_subclass(param):
+            raise ValueError(
+                f"{where}: tensor subclass {type(param).__name__} is not allowed: torch.Tensor"
+            )
+        masters = self._wants_masters(self._master_weights)
+        check_weight(param, where, self.options, masters)
+        reason = BACKENDS[self._backend(param.device)].why_not(param.device)
+        if reason is not None:
+            raise RuntimeError(
+                f"backend={self.options.backend!r} does not work for {where} on {param.device}: "
+                f"{reason}; backend='reference' works everywhere"
+            )
+
+    def _backend(self, device: torch.device) -> str:
+        backend = self.options.backend
+        return default_backend(device) if backend == "auto" else backend
+
+    def _external(self, params: list[torch.Tensor], wheres: list[str]) -> list[torch.Tensor | None]:
+        """The external master of each parameter, checked against the parameters of now."""
+        masters = self._master_weights
+        if masters is None or isinstance(masters, bool):
+            return [None] * len(params)
+        check_master_weights(masters, params, wheres, self.options)
+        pairs = zip(masters, params, strict=True)
+        return [None if p.dtype == torch.float32 else master for master, p in pairs]
+
+    # --- the step
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
+    ) -> Any:
+        """One update of every parameter that has a gradient.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            grad_scaler: not supported here; call `grad_scaler.step(optimizer)` instead, which
+                unscales the gradients and skips the step on overflow.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError: a gradient, parameter, state tensor or hyper-parameter is not allowed; then
+                no weight, no state and no step count has changed.
+        """
+        if grad_scaler is not None:
+            raise ValueError(
+                "grad_scaler is not allowed here: call grad_scaler.step(optimizer), which unscales "
+                "the gradients and skips the step on overflow"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches, grads = self._gather()
+        rows = self._advance()
+        for batch in batches.batches:
+            batch.step(grads, rows)
+        return loss
+
+    def _gather(self) -> tuple[Batches, list[torch.Tensor | None]]:
+        """The batches of this step: those of the last one where everything is as it was."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        groups = [index for index, size in enumerate(sizes) for _ in range(size)]
+        grads = [self._grad(param) for param in params]
+        states = list(self.state.values())
+        batches = self._batches
+        if batches is None or not batches.fit(params, groups, grads, states):
+            batches = self._batches = self._sort(grads)
+        return batches, grads
+
+    def _grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+
+    def _advance(self) -> list[tuple[float, ...]]:
+        """Counts the step in every group, also an empty one, and gives the groups' scalars."""
+        for index, group in enumerate(self.param_groups):
+            check_group(group, f"group {index}")
+        rows = [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
+        for group in self.param_groups:
+            group["step"] += 1
+        return rows
+
+    def _sort(self, grads: list[torch.Tensor | None]) -> Batches:
+        """Checks everything, completes the states, and makes the batches anew."""
+        params, groups, wheres = self._flat()
+        for param, grad, where in zip(params, grads, wheres, strict=True):
+            if grad is not None:
+                self._check_param(param, where)
+                check_grad(grad, param, where)
+        external = self._external(params, wheres)
+        kinds: dict[tuple[torch.device, Formats, bool], list[int]] = {}
+        masters = self._wants_masters(self._master_weights)
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                formats = formats_of(params[index], grad.dtype, self.options, masters)
+                state = self._complete(params[index], formats, external[index], wheres[index])
+                staged = self._is_staged(params[index], grad, formats, state)
+                kinds.setdefault((params[index].device, formats, staged), []).append(index)
+        batches = [self._batch(*kind, where, params, groups) for kind, where in kinds.items()]
+        absent = [grad is None for grad in grads]
+        made = Batches(batches, params, groups, absent, list(self.state.values()))
+        if not all([batch.fits(grads) for batch in batches]):
+            raise RuntimeError("a batch made from the tensors at hand does not fit them")
+        return made
+
+    def _complete(
+        self, param: torch.Tensor, formats: Formats, external: torch.Tensor | None, where: str
+    ) -> State:
+        state: State = self.state[param]
+        complete(state, param, formats, self.rule, external)
+        names = {slot: state_name(slot, self.rule.moments) for slot in formats.slots[2:]}
+        check_state(state, formats, param, names, where)
+        return state
+
+    def _is_staged(
+        self, param: torch.Tensor, grad: torch.Tensor, formats: Formats, state: State
+    ) -> bool:
+        stored = [state[state_name(slot, self.rule.moments)] for slot in formats.slots[2:]]
+        return not all(tensor.is_contiguous() for tensor in (param, grad, *stored))
+
+    def _batch(
+        self,
+        device: torch.device,
+        formats: Formats,
+        staged: bool,
+        positions: list[int],
+        params: list[torch.Tensor],
+        groups: list[int],
+    ) -> Batch:
+        own = [params[position] for position in positions]
+        numels = [param.numel() for param in own]
+        rows = [groups[position] for position in positions]
+        backend = BACKENDS[self._backend(device)]
+        plan = backend.plan(formats, self.rule, numels, rows, device)
+        states = [self.state[param] for param in own]
+        return Batch(formats, plan, self.rule.moments, positions, own, states, staged)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""
+        super().zero_grad(set_to_none)
+        if not self.use_decoupled_grad:
+            return
+        for param in self._flat()[0]:
+            if set_to_none:
+                param.decoupled_grad = None  # type: ignore[attr-defined]
+            elif getattr(param, "decoupled_grad", None) is not None:
+                param.decoupled_grad.zero_()  # type: ignore[attr-defined]
+
+    # --- state
+
+    @torch.no_grad()
+    def initialize_state(
+        self, param: torch.Tensor, store_param_remainders: bool | None = None
+    ) -> None:
+        """Makes a parameter's state complete, its external master included.
+
+        Args:
+            param: one of the optimizer's parameters.
+            store_param_remainders: as TransformerEngine passes it: the optimizer's own value, or
+                False for a weight that has no remainders. Raises ValueError for another.
+        """
+        params, _, wheres = self._flat()
+        index = self._index(param, params)
+        self._check_param(param, wheres[index])
+        formats = self._formats(param)
+        if store_param_remainders and not formats.master.joined:
+            raise ValueError(
+                f"store_param_remainders=True is not allowed for {wheres[index]}: its master is "
+                f"stored as {formats.master.name}"
+            )
+        self._complete(param, formats, self._external(params, wheres)[index], wheres[index])
+
+    def _index(self, param: torch.Tensor, params: list[torch.Tensor]) -> int:
+        for index, own in enumerate(params):
+            if own is param:
+                return index
+        raise ValueError(f"the tensor of shape {tuple(param.shape)} is no parameter of this optimizer")
+
+    def _formats(self, param: torch.Tensor) -> Formats:
+        masters = self._wants_masters(self._master_weights)
+        return formats_of(param, torch.float32, self.options, masters)
+
+    def _slot(self, name: str) -> str:
+        slots = {state_name(slot, self.rule.moments): slot for slot in ("first", "second", "master")}
+        if name not in slots:
+            raise ValueError(f"state_name={name!r} is not allowed: one of {', '.join(slots)}")
+        return slots[name]
+
+    @torch.no_grad()
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """The fp32 value of a state tensor, whatever its format, of the parameter's shape.
+
+        It is the tensor itself where it is stored as fp32, a new one otherwise. Under
+        store_param_remainders the master is put together from weight and remainder. A weight
+        without a master gives its own value.
+        """
+        state: State = self.state[param]
+        if state_name.endswith(SCALE) and state_name in state:
+            scale: torch.Tensor = state[state_name]
+            return scale
+        form = getattr(self._formats(param), self._slot(state_name))
+        if state_name == MASTER and not form.present:
+            return self._formats(param).weight.decode_reference(param.detach())
+        return get_unscaled(state, state_name, form, param.detach())
+
+    @torch.no_grad()
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        """Stores an fp32 value in the state's format, making the state tensor if it is missing.
+
+        Under store_param_remainders a master sets weight and remainder together. For a weight
+        without a master, the master's value is the weight's. Anything but a tensor is ignored:
+        Megatron-Core 0.16 passes its padding flag through here.
+        """
+        if not isinstance(unscaled_state, torch.Tensor):
+            return
+        state: State = self.state[param]
+        if state_name.endswith(SCALE) and state_name in state:
+            state[state_name].copy_(unscaled_state)
+            return
+        form = getattr(self._formats(param), self._slot(state_name))
+        if state_name == MASTER and not form.present:
+            state[MASTER] = None
+            param.copy_(self._formats(param).weight.encode_reference(unscaled_state))
+            return
+        set_unscaled(state, state_name, unscaled_state, form, param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
+
+        Every group also names the contract and adam_w_mode, so that a load can refuse another.
+        """
+        packed = super().state_dict()
+        return state_dicts.mark(packed, self.options)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over state and groups, bit for bit, never through another dtype.
+
+        State dicts of TransformerEngine's FusedAdam and of torch's Adam and AdamW load too; what
+        they keep in fp32 is stored in this optimizer's formats, and masters that they lack are made
+        at the next step.
+
+        Raises:
+            ValueError: another contract, format, group size or tensor shape; then nothing changed.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        params, _, wheres = self._flat()
+        external = dict(zip(params, self._external(params, wheres), strict=True))
+        loaded = state_dicts.read(state_dict, self, params, wheres)
+        for param, state in loaded.states.items():
+            if external.get(param) is not None and state.get(MASTER) is not None:
+                external[param].copy_(state[MASTER])  # type: ignore[union-attr]
+                state[MASTER] = external[param]
+        self.state.clear()
+        self.state.update(loaded.states)
+        self.param_groups = loaded.groups
+        self._batches = None
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: everything but the tables on the device."""
+        kept = {"options": self.options, "_master_weights": self._master_weights}
+        return {**super().__getstate__(), **kept, "use_decoupled_grad": self.use_decoupled_grad}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes up what __getstate__ gave."""
+        super().__setstate__({**state, "_batches": None})

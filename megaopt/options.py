@@ -1,0 +1,106 @@
+"""What an optimizer was asked for, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format, names
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices that hold for all groups of an optimizer, as FusedAdam documents them."""
+
+    dtype: torch.dtype | None
+    master_weight_dtype: torch.dtype
+    exp_avg_dtype: torch.dtype
+    exp_avg_sq_dtype: torch.dtype
+    store_param_remainders: bool
+    adam_w_mode: bool
+    contract: str
+    backend: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that is not allowed."""
+        one_of("contract", self.contract, CONTRACTS)
+        one_of("backend", self.backend, ("auto", *BACKENDS))
+        one_of("dtype", self.dtype, (None, torch.float32))
+        one_of("master_weight_dtype", self.master_weight_dtype, (torch.float32, torch.float16))
+        one_of("exp_avg_dtype", self.exp_avg_dtype, MOMENTS)
+        one_of("exp_avg_sq_dtype", self.exp_avg_sq_dtype, MOMENTS)
+        if self.dtype is not None and self.master_weight_dtype != self.dtype:
+            raise ValueError(
+                f"dtype={self.dtype} asks for fp32 masters and master_weight_dtype="
+                f"{self.master_weight_dtype} for others: for those leave dtype out and pass "
+                "master_weights=True"
+            )
+        if self.store_param_remainders and self.master_weight_dtype != torch.float32:
+            raise ValueError(
+                "store_param_remainders=True keeps exact fp32 masters: master_weight_dtype="
+                f"{self.master_weight_dtype} is not allowed beside it, only torch.float32"
+            )
+
+    def master_format(self, weight_dtype: torch.dtype, wanted: bool) -> Format:
+        """How the master of a weight of this dtype is stored; NONE where it has none."""
+        if not wanted or weight_dtype == torch.float32:
+            return NONE
+        return MASTERS[torch.int16 if self.store_param_remainders else self.master_weight_dtype]
+
+
+def one_of(name: str, value: object, allowed: Any) -> None:
+    """Raises ValueError unless the value is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not allowed: one of {', '.join(map(str, allowed))}")
+
+
+def check_group(group: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError where a group's hyper-parameter is out of range or NaN."""
+
+    def check(name: str, value: object, fits: bool, allowed: str) -> None:
+        if not fits:
+            raise ValueError(f"{where}: {name}={value!r} is not allowed: {allowed}")
+
+    lr, eps, weight_decay = (
+        number(group[name], f"{where}: {name}") for name in ("lr", "eps", "weight_decay")
+    )
+    check("lr", group["lr"], 0 <= lr < math.inf, "a finite number, at least 0")
+    check("eps", group["eps"], 0 <= eps < math.inf, "a finite number, at least 0")
+    check("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a finite number, at least 0")
+    betas = group["betas"]
+    check("betas", betas, isinstance(betas, (tuple, list)) and len(betas) == 2, "two numbers")
+    for index, beta in enumerate(betas):
+        fits = 0 <= number(beta, f"{where}: betas[{index}]") < 1
+        check(f"betas[{index}]", beta, fits, "at least 0, less than 1")
+    step = group["step"]
+    check("step", step, isinstance(step, int) and step >= 0, "a whole number, at least 0")
+
+
+def number(value: Any, name: str) -> float:
+    """A number or one-element tensor as a Python float; ValueError for anything else."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}: one element is allowed")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is not allowed: a number") from None
+
+
+def check_weight(weight: torch.Tensor, where: str, options: Options, masters: bool) -> None:
+    """Raises ValueError for a parameter that this optimizer cannot own."""
+    if weight.layout != torch.strided:
+        raise ValueError(f"{where}: layout {weight.layout} is not allowed: torch.strided")
+    if weight.dtype not in WEIGHTS:
+        raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {names(WEIGHTS)}")
+    remainders = options.store_param_remainders and masters
+    if remainders and weight.dtype == torch.float16:
+        raise ValueError(
+            f"{where}: store_param_remainders=True is not allowed for torch.float16 weights: "
+            "torch.bfloat16 (whose bits are an fp32 master's upper half), or torch.float32"
+        )

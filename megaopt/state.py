@@ -1,0 +1,87 @@
+"""A parameter's optimizer state: which tensors it has, how they come to be, what they say in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megaopt.batches import MASTER, SCALE, state_name
+from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.reference import store_scaled
+from megaopt.options import Options
+
+State = dict[str, Any]
+
+
+def formats_of(
+    weight: torch.Tensor, grad_dtype: torch.dtype, options: Options, masters: bool
+) -> Formats:
+    """The formats of a parameter's buffers under these options."""
+    return Formats(
+        GRADS[grad_dtype],
+        WEIGHTS[weight.dtype],
+        options.master_format(weight.dtype, masters),
+        MOMENTS[options.exp_avg_dtype],
+        MOMENTS[options.exp_avg_sq_dtype],
+    )
+
+
+def complete(
+    state: State,
+    weight: torch.Tensor,
+    formats: Formats,
+    rule: Rule,
+    external: torch.Tensor | None,
+) -> None:
+    """Adds to `state` what is missing: zero moments, and the master, external or made here.
+
+    A master made here starts as the weight's own value, which every format holds exactly or, fp16
+    with a scale, to its precision.
+    """
+    for slot in ("first", "second"):
+        name = state_name(slot, rule.moments)
+        form: Format = getattr(formats, slot)
+        if name not in state:
+            state[name] = torch.zeros(weight.shape, dtype=form.dtype, device=weight.device)
+        if form.scaled:
+            state.setdefault(name + SCALE, torch.ones(1, device=weight.device))
+    if external is not None:
+        state[MASTER] = external
+    elif not formats.master.present:
+        state[MASTER] = None
+    elif state.get(MASTER) is None:
+        set_unscaled(state, MASTER, formats.weight.decode_reference(weight), formats.master, weight)
+
+
+def get_unscaled(state: State, name: str, form: Format, weight: torch.Tensor) -> torch.Tensor:
+    """The fp32 value of a state tensor: the tensor itself where it is stored as fp32."""
+    if form.joined:
+        return form.decode_reference(weight, state[name])
+    return form.decode_reference(state[name], state.get(name + SCALE))
+
+
+def set_unscaled(
+    state: State, name: str, value: torch.Tensor, form: Format, weight: torch.Tensor
+) -> None:
+    """Stores an fp32 value in its format, making the tensors that are not there yet.
+
+    A joined master sets the weight too: only together do they say the value.
+    """
+    value = value.to(weight.device, torch.float32).reshape(weight.shape)
+    code = state.get(name)
+    if code is None:
+        code = torch.empty(weight.shape, dtype=form.dtype, device=weight.device)
+    if form.joined:
+        upper, lower = form.encode_reference(value)
+        weight.copy_(upper)
+        code.copy_(lower)
+    elif not form.scaled or value.numel() == 0:
+        code.copy_(form.encode_reference(value))
+    if form.scaled:
+        scale = state.setdefault(name + SCALE, torch.ones(1, device=weight.device))
+        if value.numel():
+            store_scaled(code, scale, value, form)
+    state[name] = code

@@ -1,1 +1,1 @@
-"""Plugs for outside systems: one module per system, each importing its system only when it is used."""
+"""Plugs for outside systems: a module per system, each importing its system only when used."""

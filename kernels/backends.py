@@ -83,6 +83,6 @@ BACKENDS: dict[str, Triton | Reference] = {
 
 
 def default_backend(device: torch.device) -> str:
-    """What backend="auto" means on a device: the kernels on a GPU that has them, else the reference."""
+    """What backend="auto" means on a device: the kernels on a GPU, where there are any."""
     usable = device.type == "cuda" and BACKENDS["triton"].why_not(device) is None
     return "triton" if usable else "reference"

@@ -1,4 +1,4 @@
-"""Triton where it is installed; elsewhere a stand-in under which the modules with kernels still import.
+"""Triton where it is installed; elsewhere a stand-in under which the kernels' modules import.
 
 Triton decides at decoration time whether a kernel is compiled or interpreted: TRITON_INTERPRET=1
 counts only when it is set before this module is imported.
@@ -34,6 +34,6 @@ except ImportError as error:
 else:
     MISSING = None
     INTERPRETED = bool(triton.knobs.runtime.interpret)
-    jit = triton.jit  # type: ignore[assignment]
+    jit = triton.jit
 
 __all__ = ["INTERPRETED", "MISSING", "jit", "tl"]

@@ -20,7 +20,7 @@ class FusedAdam(FusedOptimizer):
     number of tensors and groups (per combination of formats). docs/numbers.md gives every operation
     in order; the bits are the same on every backend.
 
-    Takes the place of transformer_engine.pytorch.optimizers.FusedAdam: same keywords, attributes and
+    Takes the place of transformer_engine.pytorch.optimizers.FusedAdam: its keywords, attributes and
     methods.
 
     Args:

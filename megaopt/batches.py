@@ -1,4 +1,4 @@
-"""Which tensors a step works on: checked, completed and sorted by format, then kept while they fit."""
+"""The tensors that a step works on: checked, completed, sorted by format, kept while they fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class Batch:
     staged: bool
     """Some tensors are not contiguous: the step works on copies and copies the results back."""
 
-    def step(self, grads: Sequence[torch.Tensor | None], scalars: Sequence[tuple[float, ...]]) -> None:
+    def step(
+        self, grads: Sequence[torch.Tensor | None], scalars: Sequence[tuple[float, ...]]
+    ) -> None:
         """One launch; for staged tensors with copies around it."""
         if not self.staged:
             self.plan.step(scalars)
@@ -125,7 +127,7 @@ class Batches:
             and groups == self.groups
             and same_objects(states, self.states)
             and [grad is None for grad in grads] == self.absent
-            and all([batch.fits(grads) for batch in self.batches])
+            and all(batch.fits(grads) for batch in self.batches)
         )
 
 
@@ -155,7 +157,9 @@ def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
         )
 
 
-def check_state(state: dict[str, Any], formats: Formats, param: torch.Tensor, names: dict[str, str], where: str) -> None:
+def check_state(
+    state: dict[str, Any], formats: Formats, param: torch.Tensor, names: dict[str, str], where: str
+) -> None:
     """Raises ValueError where a state tensor is not what the formats ask for."""
     for slot in formats.slots[2:]:
         tensor = state[names[slot]]

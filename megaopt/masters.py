@@ -17,7 +17,7 @@ def check_master_weights(
     """Raises ValueError unless `masters` can serve the parameters, which are in group order."""
     if masters is False and options.dtype is not None:
         raise ValueError(
-            f"master_weights=False is not allowed with dtype={options.dtype}, which asks for masters"
+            f"master_weights=False is not allowed with dtype={options.dtype}: it asks for masters"
         )
     if masters is None or isinstance(masters, bool):
         return
@@ -53,9 +53,7 @@ def _check_master(
     for name in ("shape", "dtype", "device", "layout"):
         wanted = {"dtype": dtype, "layout": torch.strided}.get(name, getattr(param, name))
         if getattr(master, name) != wanted:
-            raise ValueError(
-                f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}"
-            )
+            raise ValueError(f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}")
 
 
 def is_own_master(master: torch.Tensor, param: torch.Tensor) -> bool:

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt import state_dict as state_dicts
 from megaopt.batches import MASTER, SCALE, Batch, Batches, check_grad, check_state, state_name
 from megaopt.kernels.backends import BACKENDS, default_backend
-from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.masters import MasterWeights, check_master_weights
@@ -111,9 +110,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
-        if is_traceable_wrapper_subclass(param):
+        subclass: object = param  # for mypy, to which no tensor is such a subclass
+        if is_traceable_wrapper_subclass(subclass):
             raise ValueError(
-                f"{where}: tensor subclass {type(param).__name__} is not allowed: torch.Tensor"
+                f"{where}: tensor subclass {type(subclass).__name__} is not allowed: torch.Tensor"
             )
         masters = self._wants_masters(self._master_weights)
         check_weight(param, where, self.options, masters)
@@ -140,7 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- the step
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
+    def step(
         self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
     ) -> Any:
         """One update of every parameter that has a gradient.
@@ -215,7 +215,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         batches = [self._batch(*kind, where, params, groups) for kind, where in kinds.items()]
         absent = [grad is None for grad in grads]
         made = Batches(batches, params, groups, absent, list(self.state.values()))
-        if not all([batch.fits(grads) for batch in batches]):
+        if not all(batch.fits(grads) for batch in batches):
             raise RuntimeError("a batch made from the tensors at hand does not fit them")
         return made
 
@@ -290,14 +290,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         for index, own in enumerate(params):
             if own is param:
                 return index
-        raise ValueError(f"the tensor of shape {tuple(param.shape)} is no parameter of this optimizer")
+        raise ValueError(
+            f"the tensor of shape {tuple(param.shape)} is no parameter of this optimizer"
+        )
 
     def _formats(self, param: torch.Tensor) -> Formats:
         masters = self._wants_masters(self._master_weights)
         return formats_of(param, torch.float32, self.options, masters)
 
     def _slot(self, name: str) -> str:
-        slots = {state_name(slot, self.rule.moments): slot for slot in ("first", "second", "master")}
+        slots = {
+            state_name(slot, self.rule.moments): slot for slot in ("first", "second", "master")
+        }
         if name not in slots:
             raise ValueError(f"state_name={name!r} is not allowed: one of {', '.join(slots)}")
         return slots[name]
@@ -321,7 +325,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(
-        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor | bool
     ) -> None:
         """Stores an fp32 value in the state's format, making the state tensor if it is missing.
 
@@ -374,8 +378,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state.update(loaded.states)
         self.param_groups = loaded.groups
         self._batches = None
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: everything but the tables on the device."""

@@ -85,7 +85,9 @@ def check_group(group: Mapping[str, Any], where: str) -> None:
 def number(value: Any, name: str) -> float:
     """A number or one-element tensor as a Python float; ValueError for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}: one element is allowed")
+        raise ValueError(
+            f"{name} is a tensor of shape {tuple(value.shape)}: one element is allowed"
+        )
     try:
         return float(value)
     except (TypeError, ValueError):

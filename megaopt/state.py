@@ -1,4 +1,4 @@
-"""A parameter's optimizer state: which tensors it has, how they come to be, what they say in fp32."""
+"""A parameter's optimizer state: which tensors it has, how they are made, their fp32 values."""
 
 from __future__ import annotations
 

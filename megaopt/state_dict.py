@@ -57,16 +57,16 @@ def read(
     steps = _torch_steps(state_dict["state"], saved_groups)
     groups = [
         _group(saved, own, optimizer.options, steps[index], f"group {index}")
-        for index, (saved, own) in enumerate(
-            zip(saved_groups, optimizer.param_groups, strict=True)
-        )
+        for index, (saved, own) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True))
     ]
     ours = all("contract" in group for group in saved_groups)
     positions = {key: position for position, key in enumerate(order)}
     states: dict[torch.Tensor, State] = {}
     for key, saved in state_dict["state"].items():
         if key not in positions:
-            raise ValueError(f"state {key!r} of the state dict belongs to no parameter in its groups")
+            raise ValueError(
+                f"state {key!r} of the state dict belongs to no parameter of its groups"
+            )
         param, where = params[positions[key]], wheres[positions[key]]
         take = _ours if ours else _foreign
         states[param] = take(saved, optimizer, param, where)
@@ -84,7 +84,7 @@ def _saved_order(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> list
 
 
 def _torch_steps(states: Mapping[Any, State], groups: list[dict[str, Any]]) -> list[int | None]:
-    """For each group the step count that torch keeps with every parameter, None where there is none.
+    """For each group the step count that torch keeps with every parameter, None without one.
 
     Raises ValueError where the parameters of a group were stepped unequally often.
     """
@@ -133,8 +133,10 @@ def _ours(saved: State, optimizer: FusedOptimizer, param: torch.Tensor, where: s
         if name not in saved:
             raise ValueError(f"{where}: the state dict has no {name!r}")
         present = slot in formats.slots
-        state[name] = _code(saved[name], formats, slot, param, f"{where}: {name!r}") if present else None
-        if not present and saved[name] is not None:
+        state[name] = None
+        if present:
+            state[name] = _code(saved[name], formats, slot, param, f"{where}: {name!r}")
+        elif saved[name] is not None:
             raise ValueError(
                 f"{where}: {name!r} is {saved[name].dtype} in the state dict; allowed here: None"
             )
@@ -146,9 +148,7 @@ def _ours(saved: State, optimizer: FusedOptimizer, param: torch.Tensor, where: s
     return state
 
 
-def _code(
-    saved: Any, formats: Formats, slot: str, param: torch.Tensor, where: str
-) -> torch.Tensor:
+def _code(saved: Any, formats: Formats, slot: str, param: torch.Tensor, where: str) -> torch.Tensor:
     dtype = formats.dtype(slot)
     shape = (1,) if slot.endswith(SCALE) else tuple(param.shape)
     if not isinstance(saved, torch.Tensor) or saved.dtype != dtype or tuple(saved.shape) != shape:

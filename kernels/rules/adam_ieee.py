@@ -101,8 +101,8 @@ def canonical_reference(value: torch.Tensor) -> torch.Tensor:
 def square_root_reference(value: torch.Tensor) -> torch.Tensor:
     """The correctly rounded fp32 square root.
 
-    torch's own is off by one unit in the last place for some values on a CPU. Rounding the fp64 root
-    again is exact: 53 bits are at least 2 * 24 + 2 (Figueroa, When is double rounding innocuous?).
+    torch's own is off by one unit in the last place for some values on a CPU. Rounding the fp64
+    root again is exact: 53 >= 2 * 24 + 2 (Figueroa, When is double rounding innocuous?).
     """
     return value.double().sqrt().float()
 
@@ -152,7 +152,7 @@ def adam_reference(
     grad: torch.Tensor,
     scalars: Scalars,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One Adam update (Kingma & Ba 2015, arXiv:1412.6980) with L2 weight decay, as adamw_reference."""
+    """One Adam update (Kingma & Ba 2015, arXiv:1412.6980) with L2 decay, as adamw_reference."""
     weight_decay, lr = scalars[7:]
     grad = grad + param * weight_decay
     exp_avg, exp_avg_sq = moments_reference(exp_avg, exp_avg_sq, grad, scalars)

@@ -16,8 +16,8 @@ class Rule:
     """One update rule under one contract: a pure function of fp32 values that knows no format.
 
     `update(param, first, second, grad, scalars)` (Triton) and `update_reference` (torch) return the
-    new (param, first, second) and give the same bits. `scalars(group)` makes the row of numbers that
-    a parameter group needs; `load(row_ptr)` reads that row in the kernel as a tuple, in its order.
+    new (param, first, second) and give the same bits. `scalars(group)` makes the row of numbers
+    that a group needs; `load(row_ptr)` reads that row in the kernel as a tuple, in its order.
     """
 
     name: str

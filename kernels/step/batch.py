@@ -50,6 +50,6 @@ class Formats:
         """The dtype that a slot's tensors have; scales are fp32 tensors of one element."""
         if slot.endswith("_scale"):
             return torch.float32
-        dtype = getattr(self, slot).dtype
-        assert dtype is not None
-        return dtype
+        form: Format = getattr(self, slot)
+        assert form.dtype is not None
+        return form.dtype

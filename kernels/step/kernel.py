@@ -166,9 +166,7 @@ def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT
 
 
 @jit
-def keep_amax(
-    scratch_ptr, index, tensors, tensor, start, amax_bits, scale, FORMAT: tl.constexpr
-):
+def keep_amax(scratch_ptr, index, tensors, tensor, start, amax_bits, scale, FORMAT: tl.constexpr):
     if FORMAT.scaled:
         tl.atomic_max(scratch_ptr + (AMAX + index) * tensors + tensor, amax_bits)
         bits = scale.to(tl.int32, bitcast=True)
@@ -222,9 +220,7 @@ def amax_kernel(
 
     Computing the update twice moves fewer bytes than an fp32 scratch copy of it would.
     """
-    tensor, start, elements, _ = chunk_of(
-        table_ptr, chunks_ptr, tensors, chunks, BLOCK, ITERATIONS
-    )
+    tensor, start, elements, _ = chunk_of(table_ptr, chunks_ptr, tensors, chunks, BLOCK, ITERATIONS)
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
     pointers = (
         pointer(table_ptr, GRAD, tensors, tensor, start, GRAD_FORMAT),

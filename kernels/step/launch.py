@@ -1,4 +1,4 @@
-"""Puts a combination's tensors into tables on the device and launches the kernel over all of them."""
+"""Puts the addresses of tensors into a table on the device and launches the kernel over them."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class TritonPlan:
 
     def _launch(self, function: object, scalars: torch.Tensor) -> None:
         chunks = self._chunks.shape[1]
-        arguments = (self._table, self._chunks, scalars, self._scratch)
-        arguments += (self._rows.shape[1], chunks, scalars.shape[1])
+        sizes = (self._rows.shape[1], chunks, scalars.shape[1])
+        arguments = (self._table, self._chunks, scalars, self._scratch, *sizes)
         formats = self.formats
         options = {
             "GRAD_FORMAT": formats.grad,

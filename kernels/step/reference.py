@@ -1,4 +1,4 @@
-"""The step's twin in plain torch: the truth in tests, the documentation of the numbers, the CPU backend."""
+"""The step's twin in plain torch: the truth in tests, the numbers in words, the CPU backend."""
 
 from __future__ import annotations
 

@@ -59,14 +59,14 @@ def train(
 def bench(
     *,
     out: Path = Path("out/bench"),
-    sets: tuple[str, ...] = ("A", "B", "C"),
+    sets: tuple[str, ...] = (),
     only: tuple[str, ...] = (),
 ) -> int:
     """Time the optimizer step against a copy of the same bytes.
 
     Args:
         out: Folder for the record.
-        sets: Sets of tensors to time.
+        sets: Names of the sets of tensors to time; all by default.
         only: Names of the optimizer forms to time; all by default.
     """
     from megaopt.bench import main as run

@@ -5,54 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megaopt import environment
 from megaopt.regression.lockstep import Lane, Regression
 from megaopt.training.text import Corpus
 
-PACKAGES = ("megaopt", "torch", "triton", "numpy")
+VERSIONS = ("megaopt", "python", "torch", "triton", "cuda_runtime", "cuda_driver")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of Python, of the packages whose arithmetic takes part, and of CUDA."""
-    found = {package: _version(package) for package in PACKAGES}
-    return {"python": platform.python_version(), **found, "cuda": torch.version.cuda}
-
-
-def _processor() -> str:
-    """The CPU's name; Linux tells it only here."""
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
+def _hardware(device: torch.device, described: dict[str, str | None]) -> dict[str, Any]:
     """What the run computed on."""
     return {
         "device": device.type,
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "cpu": _processor(),
-        "cpu_cores": os.cpu_count(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-        "system": platform.system(),
         "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        **{key: value for key, value in described.items() if key not in VERSIONS},
     }
 
 
@@ -71,9 +43,10 @@ def _lane_record(lane: Lane) -> dict[str, Any]:
 def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
     """The record of a finished regression; losses are hexadecimal floats."""
     difference = regression.first_difference()
+    described = environment.describe()
     return {
-        "versions": versions(),
-        "hardware": hardware(regression.device),
+        "versions": {key: described[key] for key in VERSIONS},
+        "hardware": _hardware(regression.device, described),
         "config": dataclasses.asdict(regression.config),
         "perturb": regression.perturb,
         "corpus": {

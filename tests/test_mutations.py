@@ -41,16 +41,16 @@ RULE_MUTANTS = {
         "tl.math.sqrt_rn(exp_avg_sq * correction2 + eps)",
     ),
     "kernel: other association of the square": (
-        "one_minus_beta2 * (grad * grad)\n    return exp_avg, exp_avg_sq\n\n\n@jit",
-        "(one_minus_beta2 * grad) * grad\n    return exp_avg, exp_avg_sq\n\n\n@jit",
+        "one_minus_beta2 * (grad * grad)\n    return exp_avg, exp_avg_sq\n\n\n@helper",
+        "(one_minus_beta2 * grad) * grad\n    return exp_avg, exp_avg_sq\n\n\n@helper",
     ),
     "kernel: reciprocal instead of division": (
         "tl.math.div_rn(exp_avg * correction1, denominator)",
         "(exp_avg * correction1) * tl.math.div_rn(tl.full((), 1.0, tl.float32), denominator)",
     ),
     "kernel: NaN left as it comes": (
-        "canonical(param), canonical(exp_avg), canonical(exp_avg_sq)\n\n\n@jit\ndef adam(",
-        "param, canonical(exp_avg), canonical(exp_avg_sq)\n\n\n@jit\ndef adam(",
+        "canonical(param), canonical(exp_avg), canonical(exp_avg_sq)\n\n\n@helper\ndef adam(",
+        "param, canonical(exp_avg), canonical(exp_avg_sq)\n\n\n@helper\ndef adam(",
     ),
     "kernel: no weight decay": (
         "direction(exp_avg, exp_avg_sq, scalars) + weight_decay * param",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.optional_triton import helper, tl
 
 
-@jit
+@helper
 def decode(code, scale):
     return (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
-@jit
+@helper
 def encode(value, inverse):
     # integers, because the interpreter's cast truncates; adding half of the last place less one,
     # plus the last place's own bit, carries exactly where nearest-even rounds up. The canonical

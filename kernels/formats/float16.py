@@ -5,31 +5,31 @@ from __future__ import annotations
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.optional_triton import helper, tl
 
 # Half of fp16's largest number, as TransformerEngine scales: the tensor's largest magnitude lands
 # here, and rounding cannot overflow.
 CODE_MAX = 32752.0
 
 
-@jit
+@helper
 def decode(code, scale):
     return code.to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@jit
+@helper
 def encode(value, inverse):
     bits = value.to(tl.float16).to(tl.int16, bitcast=True)
     # the GPU's conversion makes NaN 0x7FFF, a CPU's 0x7E00: choose one
     return tl.where(value == value, bits, 0x7E00).to(tl.int16)
 
 
-@jit
+@helper
 def decode_scaled(code, scale):
     return decode(code, scale) * scale
 
 
-@jit
+@helper
 def encode_scaled(value, inverse):
     return encode(value * inverse, inverse)
 

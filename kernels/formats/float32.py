@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.optional_triton import helper, tl
 
 
-@jit
+@helper
 def decode(code, scale):
     return code
 
 
-@jit
+@helper
 def encode(value, inverse):
     return value
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.optional_triton import helper, tl
 
 
-@jit
+@helper
 def decode(weight_code, code):
     upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
     return ((upper << 16) | (code.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
 
 
-@jit
+@helper
 def encode(value):
     # lossless for every number: the carry turns at most the largest finite upper half into
     # infinity's, which decode takes back. The canonical NaN has a zero lower half: no carry, where

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.base import Rule, power, round_to_fp32
 
 Scalars = tuple[float, ...]
@@ -37,7 +37,7 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
     return tuple(round_to_fp32(value) for value in row)
 
 
-@jit
+@helper
 def load(row_ptr):
     return (
         tl.load(row_ptr),
@@ -52,7 +52,7 @@ def load(row_ptr):
     )
 
 
-@jit
+@helper
 def canonical(value):
     # a NaN's sign and payload depend on the processor; the choice is made on integers, where the
     # compiler cannot reason that one NaN is as good as another
@@ -60,7 +60,7 @@ def canonical(value):
     return bits.to(tl.float32, bitcast=True)
 
 
-@jit
+@helper
 def moments(exp_avg, exp_avg_sq, grad, scalars):
     beta1, one_minus_beta1, beta2, one_minus_beta2, _, _, _, _, _ = scalars
     exp_avg = beta1 * exp_avg + one_minus_beta1 * grad
@@ -68,14 +68,14 @@ def moments(exp_avg, exp_avg_sq, grad, scalars):
     return exp_avg, exp_avg_sq
 
 
-@jit
+@helper
 def direction(exp_avg, exp_avg_sq, scalars):
     _, _, _, _, correction1, correction2, eps, _, _ = scalars
     denominator = tl.math.sqrt_rn(exp_avg_sq * correction2) + eps
     return tl.math.div_rn(exp_avg * correction1, denominator)
 
 
-@jit
+@helper
 def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
     _, _, _, _, _, _, _, weight_decay, lr = scalars
     exp_avg, exp_avg_sq = moments(exp_avg, exp_avg_sq, grad, scalars)
@@ -84,7 +84,7 @@ def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
     return canonical(param), canonical(exp_avg), canonical(exp_avg_sq)
 
 
-@jit
+@helper
 def adam(param, exp_avg, exp_avg_sq, grad, scalars):
     _, _, _, _, _, _, _, weight_decay, lr = scalars
     grad = grad + weight_decay * param

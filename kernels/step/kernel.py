@@ -9,7 +9,7 @@ Formats and rules come in as compile-time values (megaopt.kernels.formats, megao
 
 from __future__ import annotations
 
-from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.optional_triton import helper, jit, tl
 
 # Rows of the int64 table, one column a tensor: addresses first, in the order of batch.SLOTS.
 GRAD: tl.constexpr = tl.constexpr(0)
@@ -35,13 +35,13 @@ SCRATCH_ROWS = 6
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 
 
-@jit
+@helper
 def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
     address = tl.load(table_ptr + row * tensors + tensor)
     return address.to(tl.pointer_type(FORMAT.element)) + start
 
 
-@jit
+@helper
 def load_block(ptr, offset, mask, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     pointers = ptr + (offset + tl.arange(0, BLOCK))
     if MASKED:
@@ -52,7 +52,7 @@ def load_block(ptr, offset, mask, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     return code
 
 
-@jit
+@helper
 def store_block(ptr, offset, code, mask, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     pointers = ptr + (offset + tl.arange(0, BLOCK))
     if MASKED:
@@ -61,7 +61,7 @@ def store_block(ptr, offset, code, mask, BLOCK: tl.constexpr, MASKED: tl.constex
         tl.store(tl.multiple_of(pointers, 16), code)
 
 
-@jit
+@helper
 def updated_block(
     pointers,
     scales,
@@ -95,7 +95,7 @@ def updated_block(
     return RULE.update(param, first, second, grad, scalars)
 
 
-@jit
+@helper
 def stored_block(
     pointers,
     inverses,
@@ -128,7 +128,7 @@ def stored_block(
     store_block(second_ptr, offset, second_code, mask, BLOCK, MASKED)
 
 
-@jit
+@helper
 def old_scale(table_ptr, row, tensors, tensor, FORMAT: tl.constexpr):
     if FORMAT.scaled:
         address = tl.load(table_ptr + row * tensors + tensor)
@@ -138,7 +138,7 @@ def old_scale(table_ptr, row, tensors, tensor, FORMAT: tl.constexpr):
     return scale
 
 
-@jit
+@helper
 def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr):
     """The scale from before the step, which amax_kernel put aside."""
     if FORMAT.scaled:
@@ -149,7 +149,7 @@ def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr):
     return scale
 
 
-@jit
+@helper
 def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT: tl.constexpr):
     """Stores the tensor's new scale (its first chunk does) and gives the scale's reciprocal."""
     if FORMAT.scaled:
@@ -165,7 +165,7 @@ def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT
     return inverse
 
 
-@jit
+@helper
 def keep_amax(scratch_ptr, index, tensors, tensor, start, amax_bits, scale, FORMAT: tl.constexpr):
     if FORMAT.scaled:
         tl.atomic_max(scratch_ptr + (AMAX + index) * tensors + tensor, amax_bits)
@@ -173,14 +173,14 @@ def keep_amax(scratch_ptr, index, tensors, tensor, start, amax_bits, scale, FORM
         tl.store(scratch_ptr + (OLD_SCALE + index) * tensors + tensor, bits, mask=start == 0)
 
 
-@jit
+@helper
 def finite_amax_bits(value, mask):
     """The bits of the largest finite magnitude: as integers they order like the numbers."""
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(tl.where(mask & (bits < 0x7F800000), bits, 0), 0)
 
 
-@jit
+@helper
 def chunk_of(table_ptr, chunks_ptr, tensors, chunks, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
     """This program's tensor, first element there, elements, and the blocks that go unmasked."""
     program = tl.program_id(0)
@@ -192,7 +192,7 @@ def chunk_of(table_ptr, chunks_ptr, tensors, chunks, BLOCK: tl.constexpr, ITERAT
     return tensor, start, elements, (elements // BLOCK) * aligned
 
 
-@jit
+@helper
 def scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE: tl.constexpr):
     group = tl.load(table_ptr + GROUP * tensors + tensor)
     return RULE.load(scalars_ptr + group * scalar_count)

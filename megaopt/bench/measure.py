@@ -138,7 +138,9 @@ def _wall_time(step: Callable[[], object], prepare: Callable[[], object]) -> flo
 
 
 def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         step()
         torch.cuda.synchronize()
     return count_device_work(profile.events() or ())

@@ -20,7 +20,9 @@ def parameters(counts, dtype, device):
 
 
 def kernels_of(step):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         step()
         torch.cuda.synchronize()
     events = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]

@@ -11,4 +11,8 @@ packages = [
     for sub in ["", *find_packages(folder)]
 ]
 
-setup(packages=packages, package_dir=package_dir)
+setup(
+    packages=packages,
+    package_dir=package_dir,
+    package_data={"megaopt.kernels.step": ["native.cpp"]},
+)

@@ -17,11 +17,11 @@ from megaopt.kernels.step.reference import ReferencePlan
 class Plan(Protocol):
     """A combination of formats, ready to be stepped again and again."""
 
-    def locate(self, buffers: Buffers) -> list[str]:
-        """Notes where the buffers lie; gives the slots in which a tensor may have moved."""
+    def look(self, buffers: Buffers) -> int:
+        """Notes where the buffers lie; gives what megaopt.kernels.step.watch calls a change."""
 
     def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
-        """One step of every tensor in the buffers that were located last."""
+        """One step of every tensor in the buffers that were looked at last."""
 
 
 class Triton:

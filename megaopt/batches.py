@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,11 @@ import torch
 
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
-from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
+from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.watch import CHANGED
 
 MASTER = "master_param"
 SCALE = "_scale"
-
-_dtype: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
 
 
 def state_name(slot: str, moments: tuple[str, str]) -> str:
@@ -40,10 +39,6 @@ class Batch:
     staged: bool
     """Some tensors are not contiguous: the step works on copies and copies the results back."""
 
-    def __post_init__(self) -> None:
-        self.numels = list(map(torch.Tensor.numel, self.params))
-        self._known: Buffers = {}
-
     def step(
         self, grads: Sequence[torch.Tensor | None], scalars: Sequence[tuple[float, ...]]
     ) -> None:
@@ -53,7 +48,7 @@ class Batch:
             return
         own = self.buffers(grads)
         copies = {slot: [t.contiguous() for t in tensors] for slot, tensors in own.items()}
-        self.plan.locate(copies)
+        self.plan.look(copies)
         self.plan.step(scalars)
         for slot in own.keys() - {"grad"}:
             for tensor, copy in zip(own[slot], copies[slot], strict=True):
@@ -72,36 +67,14 @@ class Batch:
         return own
 
     def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the tensors are still what the batch was made for; notes their addresses.
-
-        Gradients come anew at every step, and `param.data = ...` gives a parameter another layout
-        at no other address: these are looked at each time. State tensors are looked at when they
-        are other objects or lie elsewhere.
-        """
+        """Whether the tensors are still what the batch was made for; notes their addresses."""
         try:
             own = self.buffers(grads)
         except KeyError:
             return False
         if self.staged:
             return self._alike(own)
-        if not all(self._as_made(own[slot], self.formats.dtype(slot)) for slot in SLOTS[:2]):
-            return False
-        changed = {
-            slot
-            for slot in self.formats.slots[2:]
-            if not same_objects(own[slot], self._known.get(slot, ()))
-        }
-        changed.update(self.plan.locate(own))
-        self._known = own
-        return self._alike({slot: own[slot] for slot in changed})
-
-    def _as_made(self, tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
-        """Whether the batch's parameters or gradients could be those it was made from."""
-        return (
-            set(map(_dtype, tensors)) == {dtype}
-            and all(map(torch.Tensor.is_contiguous, tensors))
-            and list(map(torch.Tensor.numel, tensors)) == self.numels
-        )
+        return self.plan.look(own) != CHANGED or self._alike(own)
 
     def _alike(self, buffers: Buffers) -> bool:
         """Whether each tensor has its slot's dtype and its parameter's shape and device."""

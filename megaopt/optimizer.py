@@ -13,6 +13,7 @@ from megaopt.batches import MASTER, SCALE, Batch, Batches, check_grad, check_sta
 from megaopt.kernels.backends import BACKENDS, default_backend
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.watch import grads_of
 from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_group, check_weight
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled
@@ -177,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         groups = [index for index, size in enumerate(sizes) for _ in range(size)]
-        grads = [self._grad(param) for param in params]
+        grads = self._grads(params)
         states = list(self.state.values())
         batches = self._batches
         if batches is None or not batches.fit(params, groups, grads, states):
@@ -185,8 +186,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             batches = self._batches = self._sort(grads)
         return batches, grads
 
-    def _grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+    def _grads(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        if self.use_decoupled_grad:
+            return [getattr(param, "decoupled_grad", None) for param in params]
+        return grads_of(params)
 
     def _rows(self) -> list[tuple[float, ...]]:
         """The groups' scalars for the coming step; their hyper-parameters must be in range."""

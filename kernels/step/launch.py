@@ -11,8 +11,8 @@ import torch
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step import kernel
-from megaopt.kernels.step.addresses import AddressBook
 from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
+from megaopt.kernels.step.watch import Watch, module_for
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class TritonPlan:
         self._rows = numpy.zeros((kernel.ROWS, len(numels)), dtype=numpy.int64)
         self._rows[len(SLOTS)] = numels
         self._rows[len(SLOTS) + 1] = groups
-        self._book = AddressBook()
+        module = module_for(len(numels))
+        # every slot as fresh: `param.data = ...` or another view can change layout, dtype and size
+        # at the old address
+        self._watches = {slot: Watch(len(numels), True, module) for slot in formats.slots}
         self._stale = True
         self._chunks = to_device(chunk_table(numels, self.geometry), device)
         self._table = torch.empty(0)
@@ -67,20 +70,21 @@ class TritonPlan:
             device=device,
         )
 
-    def locate(self, buffers: Buffers) -> list[str]:
-        """Notes where the buffers lie and gives the slots in which one has moved.
+    def look(self, buffers: Buffers) -> int:
+        """Notes where the buffers lie, for the step.
 
         Args:
-            buffers: for each slot of the formats one contiguous tensor per parameter.
+            buffers: for each slot of the formats a list of one contiguous tensor per parameter.
+
+        Returns:
+            watch.SAME, MOVED or CHANGED, the greatest of all slots.
         """
-        moved = self._book.moved(buffers)
-        for slot in moved:
-            self._rows[SLOTS.index(slot)] = self._book.known[slot]
-        self._stale = self._stale or bool(moved)
-        return moved
+        found = {slot: watch.look(buffers[slot]) for slot, watch in self._watches.items()}
+        self._stale = self._stale or any(found.values())
+        return max(found.values())
 
     def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
-        """One step of every tensor, where `locate` last saw it.
+        """One step of every tensor, where `look` last saw it.
 
         Args:
             scalars: the rule's row for each parameter group.
@@ -98,6 +102,8 @@ class TritonPlan:
         """Brings the table on the device up to date."""
         if not self._stale:
             return
+        for slot, watch in self._watches.items():
+            self._rows[SLOTS.index(slot)] = watch.addresses
         in_use = self._rows[: SLOTS.index("second") + 1]
         self._rows[len(SLOTS) + 2] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
         self._table = to_device(self._rows, self.device)

@@ -9,6 +9,7 @@ import torch
 from megaopt.kernels.formats import Format
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.watch import CHANGED
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -70,10 +71,10 @@ class ReferencePlan:
         self.formats, self.rule, self.groups = formats, rule, groups
         self._buffers: Buffers = {}
 
-    def locate(self, buffers: Buffers) -> list[str]:
-        """Notes the buffers for the step; every slot counts as moved."""
+    def look(self, buffers: Buffers) -> int:
+        """Notes the buffers for the step; as if seen for the first time, watch.CHANGED."""
         self._buffers = buffers
-        return list(buffers)
+        return CHANGED
 
     def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
         """One step; `scalars` has the rule's row for each parameter group."""

@@ -1,0 +1,135 @@
+"""An independent oracle of contract ieee: numpy, every operation in fp64 and rounded to fp32 once.
+
+Rounding the fp64 result of one operation on fp32 numbers to fp32 gives the correctly rounded fp32
+result: for +, -, *, / and the root, 53 bits are at least 2 * 24 + 2 (Figueroa 1995), and where the
+fp32 result is subnormal it has fewer bits still, so that the same bound holds. Nothing of megaopt
+is used here but the names of its formats; bf16 and fp16 come from ml_dtypes and numpy.
+"""
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+
+F32 = np.float32
+NAN = np.uint32(0x7FC00000).view(F32)
+
+
+def operation(function):
+    def rounded(*values):
+        with np.errstate(all="ignore"):
+            return function(*(np.asarray(v, np.float64) for v in values)).astype(F32)
+
+    return rounded
+
+
+add, subtract = operation(np.add), operation(np.subtract)
+multiply, divide, root = operation(np.multiply), operation(np.divide), operation(np.sqrt)
+
+
+def power(base, exponent):
+    """base**exponent by squaring from the highest bit, each product rounded from the exact one."""
+    result = Fraction(1)
+    for bit in f"{exponent:b}":
+        result = Fraction(float(result * result))
+        if bit == "1":
+            result = Fraction(float(result * Fraction(base)))
+    return float(result)
+
+
+def canonical(value):
+    return np.where(np.isnan(value), NAN, value).astype(F32)
+
+
+def adam(param, exp_avg, exp_avg_sq, grad, group, decoupled):
+    """The numbered list of docs/numbers.md."""
+    beta1, beta2 = group["betas"]
+    correction1 = correction2 = 1.0
+    if group["bias_correction"]:
+        correction1 = 1.0 / (1.0 - power(beta1, group["step"]))
+        correction2 = 1.0 / (1.0 - power(beta2, group["step"]))
+    lr, eps, decay = (F32(group[name]) for name in ("lr", "eps", "weight_decay"))
+    if not decoupled:
+        grad = add(grad, multiply(decay, param))
+    exp_avg = add(multiply(F32(beta1), exp_avg), multiply(F32(1.0 - beta1), grad))
+    square = multiply(grad, grad)
+    exp_avg_sq = add(multiply(F32(beta2), exp_avg_sq), multiply(F32(1.0 - beta2), square))
+    denominator = add(root(multiply(exp_avg_sq, F32(correction2))), eps)
+    update = divide(multiply(exp_avg, F32(correction1)), denominator)
+    if decoupled:
+        update = add(update, multiply(decay, param))
+    param = subtract(param, multiply(lr, update))
+    return canonical(param), canonical(exp_avg), canonical(exp_avg_sq)
+
+
+def decode(name, code, scale):
+    if name == "float32":
+        return code.view(F32)
+    if name == "bfloat16":
+        return code.view(ml_dtypes.bfloat16).astype(F32)
+    value = code.view(np.float16).astype(F32)
+    return multiply(value, scale) if name == "scaled_float16" else value
+
+
+def encode(name, value):
+    """The codes as unsigned integers, and the scale or None."""
+    if name == "float32":
+        return value.view(np.uint32), None
+    if name == "bfloat16":
+        code = value.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return np.where(np.isnan(value), np.uint16(0x7FC0), code), None
+    scale = None
+    if name == "scaled_float16":
+        finite = np.abs(value[np.isfinite(value)])
+        amax = finite.max() if finite.size else F32(0)
+        scale = np.maximum(divide(amax, F32(32752)), F32(2.0**-126))
+        value = multiply(value, divide(F32(1), scale))
+    with np.errstate(over="ignore"):
+        code = value.astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(value), np.uint16(0x7E00), code), scale
+
+
+def join(weight_code, remainder):
+    """The fp32 number whose upper half, rounded ties away, is the weight's code."""
+    lower = remainder.view(np.uint16).astype(np.int64)
+    upper = weight_code.view(np.uint16).astype(np.int64) - (lower >= 0x8000)
+    return ((upper % 2**16) * 2**16 + lower).astype(np.uint32).view(F32)
+
+
+def split(value):
+    bits = value.view(np.uint32).astype(np.int64)
+    lower = bits % 2**16
+    upper = bits // 2**16 + (lower >= 0x8000)
+    return (upper % 2**16).astype(np.uint16), lower.astype(np.uint16).view(np.int16)
+
+
+def step(names, codes, group, decoupled):
+    """One step of one tensor.
+
+    names: slot -> format name, without slots that hold nothing; codes: slot -> unsigned integers
+    (grad, weight, master, first, second) and scales (fp32). Returns both after the step.
+    """
+    scale = {slot: codes.get(f"{slot}_scale") for slot in names}
+    joined = names.get("master") == "remainder16"
+    if joined:
+        param = join(codes["weight"], codes["master"])
+    else:
+        source = "master" if "master" in names else "weight"
+        param = decode(names[source], codes[source], scale[source])
+    first = decode(names["first"], codes["first"], scale["first"])
+    second = decode(names["second"], codes["second"], scale["second"])
+    grad = decode(names["grad"], codes["grad"], None)
+    param, first, second = adam(param, first, second, grad, group, decoupled)
+    after = {}
+    values = {"first": first, "second": second}
+    if joined:
+        after["weight"], after["master"] = split(param)
+    else:
+        values["weight"] = param
+        if "master" in names:
+            values["master"] = param
+    for slot, value in values.items():
+        after[slot], new_scale = encode(names[slot], value)
+        if new_scale is not None:
+            after[f"{slot}_scale"] = new_scale
+    return after

@@ -58,9 +58,7 @@ class TritonPlan:
         self._rows[len(SLOTS)] = numels
         self._rows[len(SLOTS) + 1] = groups
         module = module_for(len(numels))
-        # every slot as fresh: `param.data = ...` or another view can change layout, dtype and size
-        # at the old address
-        self._watches = {slot: Watch(len(numels), True, module) for slot in formats.slots}
+        self._watches = {slot: Watch(len(numels), module) for slot in formats.slots}
         self._stale = True
         self._chunks = to_device(chunk_table(numels, self.geometry), device)
         self._table = torch.empty(0)

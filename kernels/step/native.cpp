@@ -14,7 +14,13 @@ std::int64_t kind_of(const at::Tensor& tensor) {
   std::int64_t kind = static_cast<std::int64_t>(tensor.scalar_type());
   kind = kind * 2 + (tensor.layout() == at::kStrided && tensor.is_contiguous());
   kind = kind * 64 + static_cast<std::int64_t>(tensor.device().type());
-  return kind * 256 + tensor.device().index() + 1;
+  kind = kind * 256 + tensor.device().index() + 1;
+  // a shape of as many elements is told apart by its digest
+  std::uint32_t digest = 0;
+  for (const std::int64_t size : tensor.sizes()) {
+    digest = (digest ^ static_cast<std::uint32_t>(size)) * 0x9E3779B1u + 1;
+  }
+  return kind << 32 | digest;
 }
 
 // addresses, numels and kinds: int64 arrays with an entry for each tensor of the list.

@@ -1,0 +1,8 @@
+"""`python -m megaopt`: the command line."""
+
+import sys
+
+from megaopt.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

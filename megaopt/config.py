@@ -1,0 +1,279 @@
+"""Training runs as data: TOML files read into frozen dataclasses that refuse what they do not know.
+
+`read_config` is the only entry. Every refusal is a `ConfigError` that names the file, the key, the
+value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import re
+import sys
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+# the standard library has it since Python 3.11; before, the extra `cli` brings it along
+TOML_MODULE = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+tomllib: Any = importlib.import_module(TOML_MODULE)
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A config, or an argument that goes with one, is not allowed."""
+
+
+def require(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raises a `ConfigError` that names key, value and what is allowed unless condition holds."""
+    if not condition:
+        raise ConfigError(f"{key} = {value!r} is not allowed: {allowed}")
+
+
+def _require_at_least(owner: object, lowest: int, *keys: str) -> None:
+    for key in keys:
+        value = getattr(owner, key)
+        require(value >= lowest, key, value, f"an integer >= {lowest}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The shape of a byte-level GPT."""
+
+    layers: int
+    """Number of transformer blocks, at least 1."""
+    heads: int
+    """Attention heads per block; divides width."""
+    width: int
+    """Elements of the residual stream."""
+    context: int
+    """Bytes in a training sequence."""
+    vocabulary_size: int
+    """Rows of the token embedding, at least 256: the bytes. Further rows are padding."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, 1, "layers", "heads", "width", "context")
+        _require_at_least(self, 256, "vocabulary_size")
+        require(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads=}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """Hyper-parameters of Adam, the same for all variants of a run."""
+
+    learning_rate: float
+    """Peak learning rate, finite and >= 0."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its peak; then it is constant."""
+    beta1: float = 0.9
+    """Decay of exp_avg per step, in [0, 1)."""
+    beta2: float = 0.999
+    """Decay of exp_avg_sq per step, in [0, 1)."""
+    eps: float = 1e-8
+    """Added to the denominator outside the root, finite and >= 0."""
+    weight_decay: float = 0.0
+    """Finite and >= 0; for matrices only: norm weights do not decay."""
+    bias_correction: bool = True
+    """Whether moments are divided by 1 - beta**step."""
+    adam_w_mode: bool = True
+    """True: AdamW, decay is decoupled from the gradient. False: decay is added to the gradient."""
+
+    def __post_init__(self) -> None:
+        for key in ("learning_rate", "eps", "weight_decay"):
+            value = getattr(self, key)
+            require(math.isfinite(value) and value >= 0, key, value, "a finite number >= 0")
+        for key in ("beta1", "beta2"):
+            require(0 <= getattr(self, key) < 1, key, getattr(self, key), "a number in [0, 1)")
+        _require_at_least(self, 0, "warmup_steps")
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of a step; steps count from 1."""
+        if step >= self.warmup_steps:
+            return self.learning_rate
+        return self.learning_rate * step / self.warmup_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnfusedVariant:
+    """Adam in plain torch operations on fp32 masters, then a cast into the weights: a baseline."""
+
+    name: str
+    """Name in tables and records."""
+    kind: Literal["unfused"] = "unfused"
+    """Which of the two kinds of variant this is."""
+    rounding: Literal["nearest_even", "nearest_away"] = "nearest_even"
+    """How a master is rounded to its bf16 weight: where ties between two neighbours go."""
+
+    @property
+    def baseline(self) -> None:
+        """A baseline is compared with nothing."""
+        return None
+
+    @property
+    def resume_after(self) -> None:
+        """A baseline runs straight through."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedVariant:
+    """`megaopt.FusedAdam` in one of its forms, compared with a baseline."""
+
+    name: str
+    """Name in tables and records."""
+    kind: Literal["fused"] = "fused"
+    """Which of the two kinds of variant this is."""
+    baseline: str
+    """Name of the unfused variant that this one must equal bit for bit."""
+    backend: Literal["auto", "triton", "reference"] = "auto"
+    """Backend of FusedAdam."""
+    masters: Literal["created", "external", "remainders"] = "created"
+    """fp32 masters that FusedAdam creates, a list of ours that it uses, or int16 remainders."""
+    layout: Literal["whole", "groups_and_views"] = "whole"
+    """The model's parameters, or two unaligned views of each, spread over four param groups."""
+    resume_after: int | None = None
+    """Step after which the run is saved and continued in a fresh process; None: never."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.baseline), "baseline", self.baseline, "the name of an unfused variant")
+        if self.resume_after is not None:
+            _require_at_least(self, 1, "resume_after")
+
+
+Variant = UnfusedVariant | FusedVariant
+VARIANT_KINDS: dict[str, type[Any]] = {"unfused": UnfusedVariant, "fused": FusedVariant}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A training run: a model, its text, its optimizer, and the variants to compare."""
+
+    name: str
+    """The config file's name without its ending; names the folder of the run's output."""
+    seed: int
+    """Seed of the initial weights and of the batches, >= 0."""
+    steps: int
+    """Optimizer steps, at least 1."""
+    batch_size: int
+    """Sequences in a batch, at least 1."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto: on the GPU where there is one."""
+    cpu_threads: int = 2
+    """Threads of torch on the CPU: fixed, because sums depend on it."""
+    model: ModelConfig
+    """The model."""
+    optimizer: OptimizerConfig
+    """The hyper-parameters."""
+    variant: tuple[Variant, ...]
+    """What is trained and compared; baselines first or last, as you like."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, 0, "seed")
+        _require_at_least(self, 1, "steps", "batch_size", "cpu_threads")
+        names = [variant.name for variant in self.variant]
+        baselines = [v.name for v in self.variant if isinstance(v, UnfusedVariant)]
+        require(len(names) > 0, "variant", [], "at least one [[variant]]")
+        for variant in self.variant:
+            self._check_variant(variant, names, baselines)
+
+    def _check_variant(self, variant: Variant, names: list[str], baselines: list[str]) -> None:
+        named = re.fullmatch(r"[A-Za-z0-9_.-]+", variant.name) is not None
+        require(named, "variant name", variant.name, "letters, digits, '_', '-' and '.'")
+        require(names.count(variant.name) == 1, "variant name", variant.name, "a name used once")
+        if isinstance(variant, UnfusedVariant):
+            return
+        allowed = f"the name of an unfused variant: {', '.join(baselines) or 'there is none'}"
+        require(
+            variant.baseline in baselines, f"{variant.name}.baseline", variant.baseline, allowed
+        )
+        if variant.resume_after is not None:
+            inside = variant.resume_after < self.steps
+            key = f"{variant.name}.resume_after"
+            require(inside, key, variant.resume_after, f"less than {self.steps=}")
+
+    def find_variant(self, name: str) -> Variant:
+        """The variant of that name; a `ConfigError` lists the names where there is none."""
+        for variant in self.variant:
+            if variant.name == name:
+                return variant
+        names = ", ".join(variant.name for variant in self.variant)
+        raise ConfigError(f"variant = {name!r} is not allowed: {self.name} has {names}")
+
+
+def read_config(path: str | Path) -> RunConfig:
+    """Reads a run from a TOML file.
+
+    Args:
+        path: the file; its stem becomes the run's name.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML, has an unknown key, lacks one, or holds a
+            value of another type or outside its range.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+    try:
+        require("name" not in table, "name", table.get("name"), "the file's own name is the name")
+        return _read_table(RunConfig, {**table, "name": path.stem}, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _read_table(cls: type[T], table: dict[str, Any], prefix: str) -> T:
+    """Builds a dataclass from a TOML table; prefix is the table's own key with a trailing dot."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    allowed = ", ".join(sorted(fields.keys() - {"name"} if not prefix else fields))
+    for key, value in table.items():
+        require(key in fields, prefix + key, value, f"unknown key; the keys are {allowed}")
+    for key, field in fields.items():
+        if field.default is dataclasses.MISSING and key not in table:
+            raise ConfigError(f"{prefix}{key} is missing")
+    hints = get_type_hints(cls)
+    values = {key: _read_value(hints[key], value, prefix + key) for key, value in table.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+def _read_value(hint: Any, value: Any, key: str) -> Any:
+    """Checks one value against its field's type; an integer may stand for a float."""
+    if get_origin(hint) is tuple:
+        return _read_variants(value, key)
+    if dataclasses.is_dataclass(hint):
+        require(isinstance(value, dict), key, value, "a table")
+        return _read_table(typing.cast("type[Any]", hint), value, f"{key}.")
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        require(value in choices, key, value, f"one of {', '.join(map(repr, choices))}")
+        return value
+    if get_origin(hint) in (Union, types.UnionType):
+        # the one optional type here is `int | None`, and TOML has no None
+        hint = get_args(hint)[0]
+    if hint is float and type(value) is int:
+        return float(value)
+    # `type is` and not isinstance: in Python, True is an int
+    require(type(value) is hint, key, value, f"a value of type {hint.__name__}")
+    return value
+
+
+def _read_variants(value: Any, key: str) -> tuple[Any, ...]:
+    """Reads the [[variant]] tables; the key `kind` decides the class."""
+    tables = isinstance(value, list) and all(isinstance(table, dict) for table in value)
+    require(tables, key, value, f"tables [[{key}]]")
+    variants = []
+    for number, table in enumerate(value):
+        where = f"{key}[{number}]"
+        kind = table.get("kind")
+        kinds = ", ".join(map(repr, VARIANT_KINDS))
+        known = isinstance(kind, str) and kind in VARIANT_KINDS
+        require(known, f"{where}.kind", kind, f"one of {kinds}")
+        variants.append(_read_table(VARIANT_KINDS[kind], table, f"{where}."))
+    return tuple(variants)

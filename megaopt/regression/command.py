@@ -1,0 +1,102 @@
+"""`megaopt regress`: runs a regression, shows its table, writes its record and its picture."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megaopt.config import RunConfig, read_config
+from megaopt.regression.lockstep import Lane, Regression
+from megaopt.regression.picture import draw_losses
+from megaopt.regression.record import build_record, write_json
+from megaopt.training.determinism import choose_device, deterministic
+from megaopt.training.text import Batches, Corpus, load_corpus
+
+
+def step_progress(console: Console) -> Progress:
+    """A progress bar over steps."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+def batches_of(config: RunConfig, corpus: Corpus) -> Batches:
+    """The batches of a config."""
+    return Batches(
+        corpus=corpus,
+        seed=config.seed,
+        batch_size=config.batch_size,
+        context=config.model.context,
+    )
+
+
+def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
+    """Trains the variants of a config and compares them bit for bit.
+
+    Args:
+        config_path: the TOML file.
+        out: folder in which the folder of this run, named like the config, is made.
+        perturb: step after whose update one bit of one master is flipped; None: never.
+
+    Returns:
+        0 where every variant equals its baseline, 1 where one differs.
+
+    Raises:
+        ConfigError: the config or perturb is not allowed, or a variant cannot run here.
+    """
+    config = read_config(config_path)
+    console = Console()
+    with deterministic(config.cpu_threads), tempfile.TemporaryDirectory() as scratch:
+        device = choose_device(config)
+        corpus = load_corpus()
+        regression = Regression(
+            config,
+            batches_of(config, corpus),
+            device,
+            config_path=config_path,
+            folder=Path(scratch),
+            perturb=perturb,
+        )
+        folder = out / config.name
+        folder.mkdir(parents=True, exist_ok=True)
+        _run(regression, console)
+    write_json(folder / "record.json", build_record(regression, corpus))
+    title = f"{config.name}: {config.steps} steps on {device.type}"
+    draw_losses(folder / "losses.png", title, regression.lanes)
+    return _report(regression, folder, console)
+
+
+def _run(regression: Regression, console: Console) -> None:
+    with step_progress(console) as progress:
+        names = len(regression.lanes)
+        task = progress.add_task(f"training {names} variants", total=regression.config.steps)
+        regression.run(lambda step: progress.update(task, completed=step))
+
+
+def _row(lane: Lane) -> tuple[str, str, str, str, str]:
+    loss = f"{lane.losses[-1]:.9g}"
+    if lane.baseline is None:
+        return lane.variant.name, "", loss, "", ""
+    found = lane.difference
+    where = "" if found is None else f"step {found.step}: {found.tensor}[{found.index}]"
+    identical = "[green]yes[/]" if found is None else "[red]no[/]"
+    return lane.variant.name, lane.baseline.variant.name, loss, identical, where
+
+
+def _report(regression: Regression, folder: Path, console: Console) -> int:
+    table = Table(title=f"{regression.config.name}: {regression.config.steps} steps")
+    for column in ("variant", "baseline", "final loss", "identical", "first difference"):
+        table.add_column(column, overflow="fold")
+    for lane in regression.lanes:
+        table.add_row(*_row(lane))
+    console.print(table)
+    console.print(f"record and picture: {folder}", soft_wrap=True, highlight=False)
+    difference = regression.first_difference()
+    if difference is None:
+        console.print("[green]identical[/]: every loss, weight and state, bit for bit")
+        return 0
+    console.print(f"[red]different[/]: {difference}", soft_wrap=True, highlight=False)
+    return 1

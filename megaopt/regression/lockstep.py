@@ -1,0 +1,196 @@
+"""Trains all variants side by side on the same batches and compares them after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megaopt.config import ConfigError, FusedVariant, RunConfig, Variant, require
+from megaopt.regression.compare import (
+    Difference,
+    Mismatch,
+    earliest,
+    find_mismatch,
+    hash_snapshot,
+    loss_bits,
+)
+from megaopt.regression.fused import FusedWeights
+from megaopt.regression.resume import continue_in_fresh_process, save_trainer
+from megaopt.regression.variants import build_trainer
+from megaopt.training.text import Batches
+from megaopt.training.trainer import Snapshot, Trainer
+
+
+class Lane:
+    """One variant under way: its trainer, its losses, and its first difference, if any."""
+
+    def __init__(self, variant: Variant, trainer: Trainer, baseline: Lane | None) -> None:
+        self.variant = variant
+        self.trainer: Trainer | None = trainer
+        self.baseline = baseline
+        self.losses: list[float] = []
+        self.difference: Difference | None = None
+        self.final: Snapshot = {}
+        self.sha256: dict[str, str] = {}
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the lane has a baseline and has not differed from it yet."""
+        return self.baseline is not None and self.difference is None
+
+    def compare_losses(self, first_step: int) -> None:
+        """Looks for the first differing loss from a step on."""
+        if self.baseline is None or self.difference is not None:
+            return
+        pairs = list(zip(self.losses, self.baseline.losses, strict=False))
+        for step, (loss, expected) in enumerate(pairs[first_step - 1 :], start=first_step):
+            if loss_bits(loss) != loss_bits(expected):
+                self._note(step, Mismatch("loss", 0, loss_bits(loss), loss_bits(expected)))
+                return
+
+    def compare_tensors(self, step: int, snapshot: Snapshot, expected: Snapshot) -> None:
+        """Looks for the first differing weight or state element after a step's update."""
+        if self.is_compared:
+            self._note(step, find_mismatch(snapshot, expected))
+
+    def _note(self, step: int, mismatch: Mismatch | None) -> None:
+        if mismatch is None or self.baseline is None:
+            return
+        self.difference = Difference(
+            step=step,
+            variant=self.variant.name,
+            baseline=self.baseline.variant.name,
+            tensor=mismatch.tensor,
+            index=mismatch.index,
+            bits=mismatch.bits,
+            baseline_bits=mismatch.baseline_bits,
+        )
+
+
+class Regression:
+    """The lanes of a config, advanced together.
+
+    Args:
+        config: the run.
+        batches: its batches.
+        device: where to train.
+        config_path: the config's file, for the fresh process of a resumed variant.
+        folder: an existing folder for that process's checkpoint and result.
+        perturb: step after whose update one bit of one master is flipped; None: never.
+
+    Raises:
+        ConfigError: perturb is no step of the run, or there is no variant to perturb, or a variant
+            cannot run here.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        batches: Batches,
+        device: torch.device,
+        *,
+        config_path: Path,
+        folder: Path,
+        perturb: int | None = None,
+    ) -> None:
+        self.config = config
+        self.batches = batches
+        self.config_path = config_path
+        self.folder = folder
+        self.device = device
+        self.perturb = perturb
+        self.perturbed = None if perturb is None else _variant_to_perturb(config, perturb)
+        self.lanes = self._build_lanes()
+
+    def _build_lanes(self) -> list[Lane]:
+        # baselines first: whoever is compared with one needs to know it
+        variants = sorted(self.config.variant, key=lambda variant: variant.baseline is not None)
+        lanes: dict[str, Lane] = {}
+        for variant in variants:
+            baseline = None if variant.baseline is None else lanes[variant.baseline]
+            trainer = build_trainer(self.config, variant, self.device)
+            lanes[variant.name] = Lane(variant, trainer, baseline)
+        return [lanes[variant.name] for variant in self.config.variant]
+
+    def run(self, on_step: Callable[[int], None]) -> None:
+        """Trains and compares all lanes; calls on_step with the number of each finished step."""
+        for step in range(1, self.config.steps + 1):
+            self._train_step(step)
+            self._compare_step(step)
+            self._stop_lanes_to_resume(step)
+            on_step(step)
+        self._finish_lanes()
+        for lane in self.lanes:
+            if lane.variant.resume_after is not None:
+                self._resume(lane)
+            lane.sha256 = hash_snapshot(lane.final)
+
+    def _train_step(self, step: int) -> None:
+        batch = self.batches.at(step)
+        for lane in self.lanes:
+            if lane.trainer is None:
+                continue
+            lane.losses.append(lane.trainer.train_step(batch))
+            if step == self.perturb and lane.variant is self.perturbed:
+                flip_master_bit(lane.trainer)
+
+    def _compare_step(self, step: int) -> None:
+        snapshots: dict[str, Snapshot] = {}
+        for lane in self.lanes:
+            if lane.trainer is None or lane.baseline is None or not lane.is_compared:
+                continue
+            lane.compare_losses(step)
+            baseline = lane.baseline
+            if baseline.variant.name not in snapshots and baseline.trainer is not None:
+                snapshots[baseline.variant.name] = baseline.trainer.owner.snapshot()
+            snapshot = lane.trainer.owner.snapshot()
+            lane.compare_tensors(step, snapshot, snapshots[baseline.variant.name])
+
+    def _stop_lanes_to_resume(self, step: int) -> None:
+        for lane in self.lanes:
+            if lane.trainer is not None and lane.variant.resume_after == step:
+                save_trainer(self._checkpoint(lane), self.config, lane.variant, lane.trainer)
+                lane.trainer = None
+
+    def _checkpoint(self, lane: Lane) -> Path:
+        return self.folder / f"{lane.variant.name}.checkpoint"
+
+    def _finish_lanes(self) -> None:
+        for lane in self.lanes:
+            if lane.trainer is not None:
+                lane.final = lane.trainer.owner.snapshot()
+
+    def _resume(self, lane: Lane) -> None:
+        stopped = len(lane.losses)
+        losses, lane.final = continue_in_fresh_process(
+            self.config_path, lane.variant.name, self._checkpoint(lane), self.device
+        )
+        lane.losses += losses
+        lane.compare_losses(stopped + 1)
+        if lane.baseline is not None:
+            lane.compare_tensors(self.config.steps, lane.final, lane.baseline.final)
+
+    def first_difference(self) -> Difference | None:
+        """The earliest difference of all lanes."""
+        return earliest(lane.difference for lane in self.lanes)
+
+
+def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
+    require(1 <= step <= config.steps, "perturb", step, f"a step, 1 to {config.steps}")
+    for variant in config.variant:
+        stops = variant.resume_after is not None and variant.resume_after < step
+        if isinstance(variant, FusedVariant) and variant.masters != "remainders" and not stops:
+            return variant
+    raise ConfigError(
+        f"perturb = {step!r} is not allowed: no fused variant of {config.name} that holds fp32 "
+        "masters trains at that step"
+    )
+
+
+def flip_master_bit(trainer: Trainer) -> None:
+    """Flips one bit of one master, so that a user sees the difference caught."""
+    if not isinstance(trainer.owner, FusedWeights):
+        raise TypeError(f"trainer.owner = {trainer.owner!r}: only FusedAdam is perturbed")
+    trainer.owner.flip_master_bit()

@@ -1,0 +1,112 @@
+"""The picture of a regression: the losses, and beneath them what differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megaopt.regression.lockstep import Lane
+
+# Okabe and Ito's palette: told apart by colour-blind readers too
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BASELINE_COLOURS = ("#9AA5B1", "#D9B382", "#B7C9A8", "#C3B1D9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS_PER_CURVE = 8
+
+
+def _draw_losses(axes: Any, baselines: Sequence[Lane], variants: Sequence[Lane]) -> None:
+    """Baselines as broad pale lines, variants as markers that take turns along them."""
+    for number, lane in enumerate(baselines):
+        colour = BASELINE_COLOURS[number % len(BASELINE_COLOURS)]
+        steps = range(1, len(lane.losses) + 1)
+        label = f"{lane.variant.name} (baseline)"
+        # the later baseline is the narrower, so that both show where they coincide
+        axes.plot(steps, lane.losses, color=colour, linewidth=6 - 3 * min(number, 1), label=label)
+    for number, lane in enumerate(variants):
+        axes.plot(range(1, len(lane.losses) + 1), lane.losses, **_style(number, lane, variants))
+    axes.set_ylabel("loss (nats per byte)")
+    axes.set_title("Loss of every variant", loc="left")
+
+
+def _style(number: int, lane: Lane, variants: Sequence[Lane]) -> dict[str, Any]:
+    every = max(1, len(lane.losses) // MARKERS_PER_CURVE)
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "markersize": 6,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.7,
+        "linewidth": 0.9,
+        "markevery": (number * every // max(1, len(variants)), every),
+        "label": lane.variant.name,
+    }
+
+
+def _differences(lane: Lane) -> list[float]:
+    if lane.baseline is None:
+        return []
+    return [a - b for a, b in zip(lane.losses, lane.baseline.losses, strict=True)]
+
+
+def _draw_differences(axes: Any, variants: Sequence[Lane]) -> None:
+    for number, lane in enumerate(variants):
+        differences = _differences(lane)
+        axes.plot(range(1, len(differences) + 1), differences, **_style(number, lane, variants))
+    axes.axhline(0, color="#444444", linewidth=0.6, zorder=0)
+    axes.set_ylabel("variant - baseline")
+    axes.set_xlabel("step")
+    axes.set_title(_summary(variants), loc="left")
+    if all(lane.losses and not any(_differences(lane)) for lane in variants):
+        _scale_to_one_unit(axes, variants)
+
+
+def _scale_to_one_unit(axes: Any, variants: Sequence[Lane]) -> None:
+    """Where all differences are zero, shows how small one would be that still counts."""
+    losses = [loss for lane in variants for loss in lane.losses if math.isfinite(loss)]
+    if not losses:
+        return
+    unit = float(np.spacing(np.float32(np.median(losses))))
+    axes.set_ylim(-2.5 * unit, 2.5 * unit)
+    axes.set_yticks([-2 * unit, -unit, 0, unit, 2 * unit])
+    axes.set_yticklabels(["-2 ulp", "-1 ulp", "0", "+1 ulp", "+2 ulp"])
+    axes.text(
+        0.995, 0.04, f"1 ulp = {unit:.2g}, the fp32 spacing at the median loss",
+        transform=axes.transAxes, ha="right", va="bottom", fontsize=9, color="#555555",
+    )  # fmt: skip
+
+
+def _summary(variants: Sequence[Lane]) -> str:
+    different = [lane.difference for lane in variants if lane.difference is not None]
+    if not variants:
+        return "Nothing was compared"
+    if not different:
+        return "Difference from the baseline: none, in any bit of any loss, weight or state"
+    first = min(different, key=lambda difference: difference.step)
+    where = f"step {first.step}, {first.variant}, {first.tensor}"
+    return f"Difference from the baseline: first at {where}"
+
+
+def draw_losses(path: Path, title: str, lanes: Sequence[Lane]) -> None:
+    """Writes the picture as PNG: loss curves above, differences from the baselines beneath."""
+    baselines = [lane for lane in lanes if lane.baseline is None]
+    variants = [lane for lane in lanes if lane.baseline is not None]
+    figure = Figure(figsize=(11, 7.5), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    _draw_losses(upper, baselines, variants)
+    _draw_differences(lower, variants)
+    for axes in (upper, lower):
+        axes.grid(color="#E3E6EA", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontweight="bold")
+    figure.legend(
+        *upper.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=10
+    )
+    figure.savefig(path)

@@ -1,0 +1,83 @@
+"""`megaopt train`: trains one variant alone; the fresh process of a resumed variant too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from megaopt.config import ConfigError, FusedVariant, RunConfig, Variant, read_config, require
+from megaopt.regression.command import batches_of, step_progress
+from megaopt.regression.resume import load_trainer, save_result, save_trainer
+from megaopt.regression.variants import build_trainer
+from megaopt.training.determinism import choose_device, deterministic
+from megaopt.training.text import load_corpus
+from megaopt.training.trainer import Trainer
+
+
+def _choose_variant(config: RunConfig, name: str | None) -> Variant:
+    """The named variant, or else the first that FusedAdam trains."""
+    if name is not None:
+        return config.find_variant(name)
+    for variant in config.variant:
+        if isinstance(variant, FusedVariant):
+            return variant
+    raise ConfigError(f"variant = None is not allowed: {config.name} has no fused variant")
+
+
+def train(
+    config_path: Path,
+    *,
+    variant: str | None = None,
+    steps: int | None = None,
+    save: Path | None = None,
+    resume: Path | None = None,
+    result: Path | None = None,
+) -> int:
+    """Trains one variant of a config.
+
+    Args:
+        config_path: the TOML file.
+        variant: its name; the first fused variant by default.
+        steps: the last step, counted from the run's beginning; the config's by default.
+        save: where to write a checkpoint at the end.
+        resume: a checkpoint of the same run to continue from.
+        result: where to write the losses trained here, the final weights and the state.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: an argument is not allowed, or the checkpoint is of another run.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    config = read_config(config_path)
+    chosen = _choose_variant(config, variant)
+    last = config.steps if steps is None else steps
+    require(last >= 1, "steps", last, "an integer >= 1")
+    with deterministic(config.cpu_threads):
+        trainer = build_trainer(config, chosen, choose_device(config))
+        if resume is not None:
+            load_trainer(resume, config, chosen, trainer)
+        done = trainer.steps_done
+        require(last > done, "steps", last, f"more than the {done} steps of the checkpoint")
+        losses = _train_steps(config, trainer, chosen.name, last)
+    if save is not None:
+        save_trainer(save, config, chosen, trainer)
+    if result is not None:
+        save_result(result, losses, trainer.owner.snapshot())
+    return 0
+
+
+def _train_steps(config: RunConfig, trainer: Trainer, name: str, last: int) -> list[float]:
+    """Trains to a step; the losses of the steps trained."""
+    console = Console()
+    batches = batches_of(config, load_corpus())
+    losses: list[float] = []
+    with step_progress(console) as progress:
+        task = progress.add_task(name, total=last, completed=trainer.steps_done)
+        for step in range(trainer.steps_done + 1, last + 1):
+            losses.append(trainer.train_step(batches.at(step)))
+            progress.update(task, completed=step, description=f"{name}, loss {losses[-1]:.4f}")
+    console.print(f"{name}: loss {losses[-1]:.9g} at step {last}", highlight=False)
+    return losses

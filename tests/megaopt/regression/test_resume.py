@@ -1,0 +1,98 @@
+import math
+
+import pytest
+import torch
+
+from megaopt.checkpoint import CheckpointError, save
+from megaopt.config import ConfigError, read_config
+from megaopt.regression.command import batches_of
+from megaopt.regression.compare import find_mismatch
+from megaopt.regression.resume import load_result, load_trainer, save_result, save_trainer
+from megaopt.regression.single import train
+from megaopt.regression.variants import build_trainer
+from megaopt.training.determinism import deterministic
+from megaopt.training.text import load_corpus
+
+CPU = torch.device("cpu")
+REFERENCE = ("unfused", {"backend": "reference"})
+FORMS = {
+    "whole": REFERENCE,
+    "views": ("unfused", {"backend": "reference", "layout": "groups_and_views"}),
+    "remainders": ("ties_away", {"backend": "reference", "masters": "remainders"}),
+}
+
+
+@pytest.mark.parametrize("variant", ["unfused", *FORMS])
+def test_straight_equals_saved_and_resumed(write_run, tmp_path, variant):
+    path = write_run(**FORMS)
+    files = [tmp_path / name for name in ("straight", "half", "resumed")]
+    train(path, variant=variant, result=files[0])
+    train(path, variant=variant, steps=2, save=files[1])
+    train(path, variant=variant, resume=files[1], result=files[2])
+    losses, snapshot = load_result(files[0], CPU)
+    resumed_losses, resumed = load_result(files[2], CPU)
+    assert len(losses) == 4
+    assert resumed_losses == losses[2:]
+    assert find_mismatch(resumed, snapshot) is None
+
+
+def test_a_result_keeps_every_bit(tmp_path):
+    patterns = torch.tensor([0x7FC00001, -1, 0x80000000 - 2**32, 1], dtype=torch.int32)
+    snapshot = {
+        "a.weight": {
+            "weight": patterns.to(torch.int16).view(torch.bfloat16),
+            "master_param": patterns.view(torch.float32),
+        },
+        "b.weight": {"weight": patterns.view(torch.float32).view(2, 2)},
+    }
+    save_result(tmp_path / "result", [1.5, math.inf, 2.0**-140], snapshot)
+    losses, loaded = load_result(tmp_path / "result", CPU)
+    assert losses == [1.5, math.inf, 2.0**-140]
+    assert find_mismatch(loaded, snapshot) is None
+
+
+@pytest.fixture
+def saved(write_run, tmp_path):
+    config = read_config(write_run(whole=REFERENCE, other=REFERENCE))
+    variant = config.find_variant("whole")
+    trainer = build_trainer(config, variant, CPU)
+    with deterministic(1):
+        trainer.train_step(batches_of(config, load_corpus()).at(1))
+    save_trainer(tmp_path / "saved", config, variant, trainer)
+    return tmp_path / "saved"
+
+
+def refusal(path, config, variant="whole"):
+    chosen = config.find_variant(variant)
+    trainer = build_trainer(config, chosen, CPU)
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        load_trainer(path, config, chosen, trainer)
+    assert trainer.steps_done == 0
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_run_is_refused(write_run, saved):
+    other_decay = read_config(write_run(optimizer="beta1 = 0.8", whole=REFERENCE))
+    message = refusal(saved, other_decay)
+    assert "its optimizer is OptimizerConfig(" in message
+    assert "beta1=0.8" in message
+
+
+def test_a_checkpoint_of_another_variant_is_refused(write_run, saved):
+    config = read_config(write_run(whole=REFERENCE, other=REFERENCE))
+    assert "its variant is FusedVariant(name='whole'" in refusal(saved, config, "other")
+
+
+def test_other_files_are_refused(write_run, tmp_path, saved):
+    config = read_config(write_run(whole=REFERENCE))
+    save(tmp_path / "foreign", {"weights": 3})
+    assert "no checkpoint of `megaopt train`" in refusal(tmp_path / "foreign", config)
+    truncated = tmp_path / "truncated"
+    truncated.write_bytes(saved.read_bytes()[:1000])
+    assert str(truncated) in refusal(truncated, config)
+
+
+def test_no_steps_left_is_refused(write_run, saved):
+    path = write_run(whole=REFERENCE, other=REFERENCE)
+    with pytest.raises(ConfigError, match=r"steps = 1 .*more than the 1 steps"):
+        train(path, variant="whole", steps=1, resume=saved)

@@ -1,0 +1,179 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megaopt import cli
+
+RUN = """
+seed = 1
+steps = 2
+batch_size = 2
+device = "{device}"
+cpu_threads = 1
+
+[model]
+layers = 1
+heads = 2
+width = 32
+context = 16
+vocabulary_size = 256
+
+[optimizer]
+learning_rate = 3e-3
+weight_decay = 0.1
+
+[[variant]]
+name = "unfused"
+kind = "unfused"
+
+[[variant]]
+name = "fused"
+kind = "fused"
+baseline = "unfused"
+backend = "{backend}"
+
+[[variant]]
+name = "stopped"
+kind = "fused"
+baseline = "unfused"
+backend = "{backend}"
+resume_after = 1
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(RUN.format(device="cpu", backend="reference"), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def megaopt(capsys, tmp_path, monkeypatch):
+    """Runs the command line in this process: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        status = cli.main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_an_identical_run_exits_with_0(megaopt, config, tmp_path):
+    status, out, err = megaopt("regress", config)
+    assert (status, err) == (0, "")
+    assert "identical" in out
+    record = json.loads((tmp_path / "out" / "small" / "record.json").read_text())
+    assert record["identical"] is True
+    assert (tmp_path / "out" / "small" / "losses.png").exists()
+
+
+def test_a_difference_exits_with_1_and_is_named(megaopt, config, tmp_path):
+    status, out, err = megaopt("regress", config, "--perturb", 2, "--out", tmp_path / "elsewhere")
+    assert (status, err) == (1, "")
+    assert "step 2, variant fused, tensor token_embedding.weight master_param, index 4096" in out
+    assert (tmp_path / "elsewhere" / "small" / "record.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+BAD_INPUT = {
+    "no such file": (["regress", "none.toml"], r"none.toml: cannot be read"),
+    "perturb 0": (["regress", "small.toml", "--perturb", "0"], "perturb = 0 is not allowed"),
+    "perturb late": (["regress", "small.toml", "--perturb", "3"], "perturb = 3 is not allowed"),
+    "perturb x": (["regress", "small.toml", "--perturb", "x"], "perturb"),
+    "no such variant": (["train", "small.toml", "--variant", "x"], "variant = 'x' is not allowed"),
+    "no such checkpoint": (["train", "small.toml", "--resume", "none"], "none: no such file"),
+    "no steps": (["train", "small.toml", "--steps", "0"], "steps = 0 is not allowed"),
+    "no folder": (["train", "small.toml", "--save", "no/folder"], "No such file or directory"),
+    "out is a file": (["regress", "small.toml", "--out", "small.toml"], "small.toml"),
+    "unknown command": (["regres", "small.toml"], "regres"),
+    "unknown option": (["regress", "small.toml", "--perturbb", "3"], "perturbb"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_exits_with_2_and_is_named(megaopt, config, arguments, message):
+    status, _, err = megaopt(*arguments)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_bad_config_exits_with_2_and_names_file_and_key(megaopt, config):
+    config.write_text(config.read_text().replace("steps = 2", "steeps = 2"), encoding="utf-8")
+    status, _, err = megaopt("regress", config)
+    assert status == 2
+    assert f"{config}: steeps = 2 is not allowed: unknown key" in err
+
+
+def test_a_run_is_trained_saved_and_resumed(megaopt, config, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    assert megaopt("train", config, "--steps", 1, "--save", checkpoint)[0] == 0
+    status, resumed, _ = megaopt("train", config, "--resume", checkpoint)
+    assert status == 0
+    _, straight, _ = megaopt("train", config)
+    last = straight.splitlines()[-1]
+    assert last.startswith("fused: loss ")
+    assert last.endswith(" at step 2")
+    assert resumed.splitlines()[-1] == last
+
+
+def test_help_exits_with_0(megaopt):
+    status, out, _ = megaopt("--help")
+    assert status == 0
+    assert all(command in out for command in ("regress", "train", "bench", "doctor"))
+
+
+@pytest.mark.parametrize("package", cli.PACKAGES)
+def test_a_missing_package_names_the_extra(megaopt, monkeypatch, package):
+    find_spec = importlib.util.find_spec
+    hide = lambda name, *rest: None if name == package else find_spec(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    status, _, err = megaopt("doctor")
+    assert status == 2
+    assert f"needs {package}: pip install 'megaopt[cli]'" in err
+
+
+def test_the_interpreter_is_chosen_without_a_gpu_only(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for gpu, expected in ((True, None), (False, "1")):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        cli.choose_triton_mode()
+        assert os.environ.get("TRITON_INTERPRET") == expected
+    monkeypatch.delenv("TRITON_INTERPRET")
+
+
+def run_as_a_process(folder, config):
+    # as a process of its own: the environment decides before the kernels are imported
+    command = [sys.executable, "-m", "megaopt", "regress", str(config)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_runs_from_the_command_line(tmp_path, config):
+    config.write_text(RUN.format(device="cpu", backend="triton"), encoding="utf-8")
+    if torch.cuda.is_available():
+        config.write_text(RUN.format(device="cuda", backend="triton"), encoding="utf-8")
+    done = run_as_a_process(tmp_path, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical" in done.stdout
+
+
+@pytest.mark.gpu
+def test_a_run_on_the_gpu_is_identical_and_repeats_itself(tmp_path, config):
+    config.write_text(RUN.format(device="cuda", backend="triton"), encoding="utf-8")
+    records = []
+    for _ in range(2):
+        done = run_as_a_process(tmp_path, config)
+        assert done.returncode == 0, done.stdout + done.stderr
+        records.append((tmp_path / "out" / "small" / "record.json").read_text())
+    assert records[0] == records[1]
+    assert json.loads(records[0])["hardware"]["device"] == "cuda"

@@ -1,0 +1,160 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megaopt.config import ConfigError, FusedVariant, UnfusedVariant, read_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("gpt_*.toml"))
+
+GOOD = """
+seed = 1
+steps = 10
+batch_size = 2
+device = "cpu"
+
+[model]
+layers = 1
+heads = 2
+width = 8
+context = 8
+vocabulary_size = 256
+
+[optimizer]
+learning_rate = 1
+warmup_steps = 4
+weight_decay = 0.1
+
+[[variant]]
+name = "unfused"
+kind = "unfused"
+
+[[variant]]
+name = "stopped"
+kind = "fused"
+baseline = "unfused"
+resume_after = 5
+"""
+
+
+def write(folder, text):
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_config_is_read(tmp_path):
+    config = read_config(write(tmp_path, GOOD))
+    assert config.name == "run"
+    assert config.model.width == 8
+    assert config.optimizer.learning_rate == 1.0
+    assert type(config.optimizer.learning_rate) is float
+    assert config.variant == (
+        UnfusedVariant(name="unfused"),
+        FusedVariant(name="stopped", baseline="unfused", resume_after=5),
+    )
+    assert config.find_variant("stopped").resume_after == 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3
+
+
+def test_the_learning_rate_rises_and_then_stays(tmp_path):
+    optimizer = read_config(write(tmp_path, GOOD)).optimizer
+    rates = [optimizer.learning_rate_at(step) for step in range(1, 7)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+REFUSED = {
+    "unknown key": ("seed = 1", "seed = 1\nsteeps = 3", r"steeps = 3 .*unknown key.*\bsteps\b"),
+    "unknown key in a table": ("heads = 2", "heads = 2\nhead = 2", r"model\.head = 2 .*unknown"),
+    "a fused key on a baseline": (
+        'kind = "unfused"',
+        'kind = "unfused"\nbackend = "triton"',
+        r"variant\[0\]\.backend = 'triton' .*unknown key",
+    ),
+    "name inside": ("seed = 1", 'seed = 1\nname = "x"', r"name = 'x' .*file's own name"),
+    "missing key": ("seed = 1", "", r"seed is missing"),
+    "missing key in a table": ("heads = 2", "", r"model\.heads is missing"),
+    "wrong type": ("steps = 10", 'steps = "10"', r"steps = '10' .*type int"),
+    "float for an integer": ("steps = 10", "steps = 10.0", r"steps = 10\.0 .*type int"),
+    "boolean for an integer": ("steps = 10", "steps = true", r"steps = True .*type int"),
+    "boolean for a float": (
+        "weight_decay = 0.1",
+        "weight_decay = true",
+        r"optimizer\.weight_decay = True .*type float",
+    ),
+    "scalar for a table": ("[model]", "model = 3\n[modell]", r"modell = .*unknown key"),
+    "zero steps": ("steps = 10", "steps = 0", r"steps = 0 .*>= 1"),
+    "negative seed": ("seed = 1", "seed = -1", r"seed = -1 .*>= 0"),
+    "unknown device": ('"cpu"', '"tpu"', r"device = 'tpu' .*'auto', 'cpu', 'cuda'"),
+    "width not divisible": ("width = 8", "width = 7", r"model\.width = 7 .*multiple"),
+    "small vocabulary": ("= 256", "= 255", r"model\.vocabulary_size = 255 .*>= 256"),
+    "NaN": (
+        "learning_rate = 1",
+        "learning_rate = nan",
+        r"optimizer\.learning_rate = nan .*finite number >= 0",
+    ),
+    "infinite decay": ("0.1", "inf", r"optimizer\.weight_decay = inf .*finite"),
+    "beta of one": (
+        "learning_rate = 1",
+        "learning_rate = 1\nbeta2 = 1",
+        r"optimizer\.beta2 = 1\.0 .*\[0, 1\)",
+    ),
+    "no kind": ('kind = "unfused"', "", r"variant\[0\]\.kind = None .*'unfused', 'fused'"),
+    "unknown kind": ('"fused"', '"fuzed"', r"variant\[1\]\.kind = 'fuzed' .*'unfused', 'fused'"),
+    "unknown baseline": (
+        'baseline = "unfused"',
+        'baseline = "x"',
+        r"stopped\.baseline = 'x' .*unfused variant: unfused",
+    ),
+    "fused baseline": ('baseline = "unfused"', 'baseline = "stopped"', r"stopped\.baseline"),
+    "name used twice": ('name = "stopped"', 'name = "unfused"', r"'unfused' .*used once"),
+    "name that leads elsewhere": ('name = "stopped"', 'name = "../x"', r"name = '\.\./x'"),
+    "resumed at the end": ("= 5", "= 10", r"stopped\.resume_after = 10 .*less than .*10"),
+    "resumed at 0": ("= 5", "= 0", r"resume_after = 0 .*>= 1"),
+    "no TOML": ("seed = 1", "seed = ", r"cannot be read as TOML"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_bad_config_is_refused_by_name(tmp_path, old, new, message):
+    assert old in GOOD
+    path = write(tmp_path, GOOD.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=rf"(?s)run\.toml: .*{message}"):
+        read_config(path)
+
+
+def test_a_config_without_variants_is_refused(tmp_path):
+    path = write(tmp_path, "variant = []\n" + GOOD.partition("[[variant]]")[0])
+    with pytest.raises(ConfigError, match=r"variant = \[\] .*at least one"):
+        read_config(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
+        read_config(tmp_path / "none.toml")
+
+
+def test_an_unknown_variant_is_refused_with_the_known_ones(tmp_path):
+    config = read_config(write(tmp_path, GOOD))
+    with pytest.raises(ConfigError, match=r"variant = 'x' .*unfused, stopped"):
+        config.find_variant("x")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configs_of_the_repository_compare_all_forms(path):
+    config = read_config(path)
+    fused = [variant for variant in config.variant if isinstance(variant, FusedVariant)]
+    forms = {(v.backend, v.masters, v.layout, v.resume_after is not None) for v in fused}
+    assert forms == {
+        ("reference", "created", "whole", False),
+        ("triton", "created", "whole", False),
+        ("triton", "external", "whole", False),
+        ("triton", "created", "groups_and_views", False),
+        ("triton", "created", "whole", True),
+        ("triton", "remainders", "whole", False),
+    }
+
+
+def test_both_configs_are_found():
+    assert [path.stem for path in CONFIGS] == ["gpt_124m", "gpt_tiny"]

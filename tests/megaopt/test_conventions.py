@@ -89,7 +89,7 @@ def test_a_schedule_resumes():
 def test_a_hyper_parameter_changed_between_steps_counts_at_the_next(name, value):
     """As in an optimizer that had it from construction and took over the state."""
     changed, given, untouched = (
-        FusedAdam(parameters(SHAPES), **options) for options in ({}, {name: value}, {})
+        FusedAdam(parameters(SHAPES, FP32), **options) for options in ({}, {name: value}, {})
     )
     train(changed, 2)
     saved = changed.state_dict()

@@ -12,7 +12,7 @@ import torch
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import CHANGED
+from megaopt.kernels.step.watch import MOVED, SAME
 
 MASTER = "master_param"
 SCALE = "_scale"
@@ -74,7 +74,10 @@ class Batch:
             return False
         if self.staged:
             return self._alike(own)
-        return self.plan.look(own) != CHANGED or self._alike(own)
+        found = self.plan.look(own)
+        if found == MOVED:  # the look has seen dtypes and sizes
+            return [t.shape for t in own["grad"]] == [param.shape for param in self.params]
+        return found == SAME or self._alike(own)
 
     def _alike(self, buffers: Buffers) -> bool:
         """Whether each tensor has its slot's dtype and its parameter's shape and device."""
@@ -84,7 +87,7 @@ class Batch:
                 shape = (1,) if slot.endswith(SCALE) else param.shape
                 if tensor.dtype != dtype or tensor.shape != shape or tensor.device != param.device:
                     return False
-                if not (self.staged or tensor.is_contiguous()):
+                if tensor.layout != torch.strided or not (self.staged or tensor.is_contiguous()):
                     return False
         return True
 

@@ -384,6 +384,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: another contract, format, group size or tensor shape; then nothing changed.
         """
+        state_dict = dict(state_dict)  # a hook may write into it
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         params, _, wheres = self._flat()

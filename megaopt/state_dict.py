@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ def read(
             raise ValueError(
                 f"state {key!r} of the state dict belongs to no parameter of its groups"
             )
+        if not saved:
+            continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
         param, where = params[positions[key]], wheres[positions[key]]
         take = _ours if ours else _foreign
         states[param] = take(saved, optimizer, param, where)
@@ -117,7 +120,8 @@ def _group(
                 f"optimizer's, {getattr(options, name)!r}"
             )
     left_out = {*MARKS, *IGNORED, *UNSUPPORTED, "decoupled_weight_decay", "params"}
-    group = {**own, **{key: value for key, value in saved.items() if key not in left_out}}
+    kept = {key: deepcopy(value) for key, value in saved.items() if key not in left_out}
+    group = {**own, **kept}
     if step is not None:
         group["step"] = step
     check_group(group, where)

@@ -44,7 +44,10 @@ class Watch:
         """SAME, MOVED or CHANGED since the last look; the first gives CHANGED."""
         if self._module is not None:
             return int(self._module.look(tensors, self.addresses, *self._kinds))
-        now = list(map(torch.Tensor.data_ptr, tensors))
+        try:
+            now = list(map(torch.Tensor.data_ptr, tensors))
+        except RuntimeError:  # a sparse tensor has none
+            return CHANGED
         kinds = [list(map(quality, tensors)) for quality in _QUALITIES]
         changed, moved = kinds != self._kinds, now != self.addresses.tolist()
         self._kinds, self.addresses[:] = kinds, now

@@ -1,0 +1,204 @@
+"""What TransformerEngine's users and Megatron do with a FusedAdam."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import (
+    BF16,
+    FP32,
+    MASTER,
+    REMAINDERS,
+    assert_same,
+    assert_same_run,
+    give_gradients,
+    parameters,
+    snapshot,
+    train,
+    values,
+)
+
+from megaopt import FusedAdam
+
+
+def test_the_groups_count_their_steps_from_construction():
+    params = parameters([(3,), (4,)])
+    optimizer = FusedAdam([{"params": params[:1]}, {"params": []}])
+    assert [group["step"] for group in optimizer.param_groups] == [0, 0]
+    train(optimizer, 2)
+    optimizer.add_param_group({"params": params[1:]})
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2, 0]
+    train(optimizer, 1)
+    steps = [group["step"] for group in optimizer.param_groups]
+    assert steps == [3, 3, 1]
+    assert {type(step) for step in steps} == {int}
+
+
+def test_a_group_that_is_empty_on_this_rank_counts_and_its_count_is_used():
+    optimizer = FusedAdam([{"params": parameters([(3,)])}, {"params": []}])
+    train(optimizer, 2)
+    late, alone = parameters([(3,)]), parameters([(3,)])
+    optimizer.param_groups[1]["params"] = late
+    expected = FusedAdam(alone)
+    expected.param_groups[0]["step"] = 2
+    train(optimizer, 1)
+    alone[0].grad = late[0].grad
+    expected.step()
+    assert_same_bits(late[0].detach(), alone[0].detach())
+
+
+def test_the_step_count_of_the_group_is_what_corrects_the_bias():
+    """Megatron writes it on load, and synchronizes it over chained optimizers."""
+    optimizer, fresh = FusedAdam(parameters([(3,)])), FusedAdam(parameters([(3,)]))
+    optimizer.param_groups[0]["step"] = 7
+    train(optimizer, 1)
+    train(fresh, 1)
+    assert optimizer.param_groups[0]["step"] == 8
+    assert not torch.equal(*(o.param_groups[0]["params"][0] for o in (optimizer, fresh)))
+
+
+@pytest.mark.parametrize("when", ["at_construction", "later"])
+def test_decoupled_gradients_are_read_instead_of_grad(when):
+    found = FusedAdam(parameters([(5,)]), use_decoupled_grad=when == "at_construction", **MASTER)
+    expected = FusedAdam(parameters([(5,)]), **MASTER)
+    found.use_decoupled_grad = True
+    (param,), (other,) = (o.param_groups[0]["params"] for o in (found, expected))
+    for step in range(2):
+        param.grad = torch.full((5,), 100.0, dtype=BF16)  # not to be read
+        param.decoupled_grad = values((5,), step, BF16)
+        other.grad = values((5,), step, BF16)
+        found.step()
+        expected.step()
+    assert_same_run(found, expected)
+
+
+def test_without_the_option_decoupled_gradients_are_not_read():
+    optimizer = FusedAdam(parameters([(5,)]))
+    (param,) = optimizer.param_groups[0]["params"]
+    param.decoupled_grad = torch.ones(5, dtype=BF16)
+    before = param.detach().clone()
+    optimizer.step()
+    assert_same_bits(param.detach(), before)
+    assert len(optimizer.state) == 0
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
+def test_zero_grad_drops_or_zeroes_what_the_step_reads(decoupled):
+    params = parameters([(3,), (4,)])
+    optimizer = FusedAdam(params, use_decoupled_grad=decoupled)
+    name = "decoupled_grad" if decoupled else "grad"
+
+    def give():
+        setattr(params[0], name, torch.ones(3, dtype=BF16))
+        return getattr(params[0], name)
+
+    kept = give()
+    optimizer.zero_grad(set_to_none=False)
+    assert getattr(params[0], name) is kept
+    assert_same_bits(kept, torch.zeros(3, dtype=BF16))
+    assert getattr(params[1], name, None) is None
+    given = give()
+    optimizer.zero_grad()
+    assert [getattr(param, name) for param in params] == [None, None]
+    assert_same_bits(given, torch.ones(3, dtype=BF16), "a gradient that was dropped")
+
+
+def test_zero_grad_leaves_decoupled_gradients_that_the_step_does_not_read():
+    (param,) = parameters([(3,)])
+    param.decoupled_grad = torch.ones(3, dtype=BF16)
+    FusedAdam([param]).zero_grad()
+    assert param.decoupled_grad is not None
+
+
+def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned():
+    (param,) = parameters([(3,)], FP32)
+    optimizer, calls = FusedAdam([param]), []
+    plain = FusedAdam([torch.nn.Parameter(param.detach().clone())])
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    expected = (param.detach() ** 2).sum()
+    twin = plain.param_groups[0]["params"][0]
+    twin.grad = 2 * twin.detach()
+    loss = optimizer.step(closure)
+    assert plain.step() is None
+    assert_same_bits(loss.detach(), expected)
+    assert calls == [True]
+    assert_same_run(optimizer, plain)
+
+
+@pytest.mark.parametrize(
+    "scaler", [object(), 0, torch.amp.GradScaler("cpu")], ids=["object", "0", "amp"]
+)
+def test_a_grad_scaler_passed_to_the_step_is_refused(scaler):
+    optimizer = FusedAdam(parameters([(3,)]))
+    give_gradients(optimizer.param_groups[0]["params"], 0)
+    before = snapshot(optimizer)
+    with pytest.raises(
+        ValueError, match=r"grad_scaler is not allowed .*grad_scaler.step\(optimizer\)"
+    ):
+        optimizer.step(grad_scaler=scaler)
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_torchs_grad_scaler_around_the_step(dtype):
+    """It unscales (by a power of two: exactly), and skips the step where a gradient is infinite."""
+    scaled, plain = (FusedAdam(parameters([(3,), (4,)], dtype), **MASTER) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    scaler.scale(torch.ones(()))
+    params = scaled.param_groups[0]["params"]
+    for step in range(2):
+        give_gradients(params, step)
+        for param in params:
+            param.grad *= 2.0**10
+        scaler.step(scaled)
+        scaler.update()
+    train(plain, 2)
+    assert_same_run(scaled, plain)
+    give_gradients(params, 2)
+    params[1].grad[2] = float("inf")
+    before = snapshot(scaled)
+    assert scaler.step(scaled) is None
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert_same(snapshot(scaled), before)
+    give_gradients(params, 2)
+    for param in params:
+        param.grad *= 2.0**9
+    scaler.step(scaled)
+    train(plain, 1, first=2)
+    assert_same_run(scaled, plain)
+
+
+def test_megatrons_checkpoint_by_unscaled_states():
+    """distrib_optimizer copies get_unscaled_state of every key, and loads by set_scaled_state."""
+    source, target = (FusedAdam(parameters([(3, 4), (5,)]), **REMAINDERS) for _ in range(2))
+    train(source, 2)
+    for ours, theirs in zip(*(o.param_groups[0]["params"] for o in (target, source)), strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "master_param"):
+            buffer = torch.empty(theirs.shape)
+            buffer.copy_(source.get_unscaled_state(theirs, name))
+            target.set_scaled_state(ours, name, buffer)
+        target.set_scaled_state(ours, "padding", False)
+    target.param_groups[0]["step"] = source.param_groups[0]["step"]
+    assert_same_run(target, source)
+    train(source, 1, first=2)
+    train(target, 1, first=2)
+    assert_same_run(target, source)
+
+
+def test_the_attributes_that_megatron_fsdp_writes():
+    """It sets both after construction, before the first step."""
+    optimizer = FusedAdam(parameters([(5,)]), master_weights=True)
+    optimizer.master_weights = False
+    optimizer.use_decoupled_grad = True
+    (param,) = optimizer.param_groups[0]["params"]
+    param.decoupled_grad = torch.ones(5)
+    optimizer.step()
+    assert optimizer.state[param]["master_param"] is None
+    assert optimizer.param_groups[0]["step"] == 1

@@ -1,0 +1,487 @@
+"""State dicts: exact in every format, straight as resumed, and those of other optimizers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import (
+    BF16,
+    FORMATS,
+    FP16,
+    FP16_MASTER,
+    FP32,
+    MASTER,
+    REMAINDERS,
+    SHAPES,
+    assert_same,
+    assert_same_run,
+    give_gradients,
+    parameters,
+    snapshot,
+    through_a_file,
+    train,
+    values,
+)
+
+from megaopt import FusedAdam
+
+all_formats = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+HYPER = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def made(options, dtype=BF16, **more):
+    return FusedAdam(parameters(dtype=dtype), **{**HYPER, **options, **more})
+
+
+def weights_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def copy_weights(source, target):
+    for own, param in zip(weights_of(target), weights_of(source), strict=True):
+        own.data.copy_(param.data)
+
+
+# --- ours
+
+
+@pytest.mark.parametrize("through", [through_a_file, lambda d: d], ids=["file", "memory"])
+@all_formats
+def test_straight_is_the_same_as_resumed(options, through):
+    straight, before, after = made(options), made(options), made(options)
+    train(straight, 5)
+    train(before, 2)
+    copy_weights(before, after)
+    after.load_state_dict(through(before.state_dict()))
+    assert_same_run(after, before)
+    train(after, 3, first=2)
+    assert_same_run(after, straight)
+
+
+@pytest.mark.parametrize(("first", "second"), [("triton", "reference"), ("reference", "triton")])
+def test_a_run_resumes_on_another_backend(first, second):
+    options = FORMATS["fp16_master_bf16_fp16"]
+    straight = made(options, backend=second)
+    train(straight, 3)
+    before, after = made(options, backend=first), made(options, backend=second)
+    train(before, 2)
+    copy_weights(before, after)
+    after.load_state_dict(through_a_file(before.state_dict()))
+    train(after, 1, first=2)
+    assert_same_run(after, straight)
+
+
+def test_a_load_replaces_the_state_that_was_there():
+    source, target = made(MASTER), made(MASTER)
+    train(source, 2)
+    train(target, 3, first=7)
+    copy_weights(source, target)
+    target.load_state_dict(source.state_dict())
+    assert_same_run(target, source)
+    train(source, 1, first=2)
+    train(target, 1, first=2)
+    assert_same_run(target, source)
+
+
+def test_an_empty_state_dict_empties():
+    target = made(MASTER)
+    train(target, 2)
+    target.load_state_dict(made(MASTER).state_dict())
+    assert len(target.state) == 0
+    assert target.param_groups[0]["step"] == 0
+
+
+def test_what_was_loaded_is_no_alias():
+    source, target = made(MASTER), made(MASTER)
+    train(source, 2)
+    saved = source.state_dict()
+    target.load_state_dict(saved)
+    before, kept = snapshot(source), copy.deepcopy(saved)
+    train(target, 2)
+    after = snapshot(source)
+    assert_same(after, before)
+    assert_same(saved, kept)
+
+
+def test_a_tensor_lr_that_was_loaded_is_no_alias():
+    source, target = (made(MASTER, lr=torch.tensor(0.01)) for _ in range(2))
+    target.load_state_dict(source.state_dict())
+    target.param_groups[0]["lr"].fill_(0.5)
+    assert source.param_groups[0]["lr"] == torch.tensor(0.01)
+
+
+def test_a_state_dict_is_the_same_each_time_and_ordered_by_parameter():
+    optimizer = made(FORMATS["fp16_moments"])
+    params = weights_of(optimizer)
+    for step in range(2):
+        give_gradients(params, step)
+        params[step].grad = None  # so that states appear in another order than the parameters
+        optimizer.step()
+    first, second = optimizer.state_dict(), optimizer.state_dict()
+    assert_same(first, second)
+    assert {*first["state"]} == {0, 1, 2, 3}
+    target = made(FORMATS["fp16_moments"])
+    target.load_state_dict(first)
+    assert_same(target.state_dict()["state"], first["state"])
+
+
+def test_reading_the_state_of_a_parameter_without_any_does_no_harm():
+    """optimizer.state is a defaultdict: state[p] makes an empty entry."""
+    optimizer, target = made(MASTER), made(MASTER)
+    assert optimizer.state[weights_of(optimizer)[0]] == {}
+    target.load_state_dict(optimizer.state_dict())
+    train(optimizer, 1)
+    train(target, 1)
+    assert_same_run(target, optimizer)
+
+
+def test_external_masters_are_loaded_into():
+    source, target = made(MASTER), made(MASTER)
+    train(source, 2)
+    copy_weights(source, target)
+    masters = [torch.zeros(shape) for shape in SHAPES]
+    target.master_weights = masters
+    target.load_state_dict(source.state_dict())
+    for param, master in zip(weights_of(target), masters, strict=True):
+        assert target.state[param]["master_param"] is master
+    assert_same_run(target, source)
+    train(source, 1)
+    train(target, 1)
+    assert_same_run(target, source)
+
+
+def test_groups_keep_what_users_put_there():
+    """Megatron matches groups of a checkpoint by keys of its own."""
+    (param,) = parameters([(3,)])
+    optimizer = FusedAdam([{"params": [param], "wd_mult": 0.5, "is_decoupled_lr": False}])
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["wd_mult"] = 1.0
+    optimizer.load_state_dict(saved)
+    group = optimizer.param_groups[0]
+    assert (group["wd_mult"], group["is_decoupled_lr"]) == (0.5, False)
+    assert group["params"][0] is param
+
+
+@all_formats
+def test_deepcopy_with_the_model(options):
+    model = torch.nn.Linear(3, 4).to(BF16)
+    optimizer = FusedAdam(model.parameters(), **options, **HYPER)
+    train(optimizer, 2)
+    other, twin = copy.deepcopy((model, optimizer))
+    assert_same_run(twin, optimizer)
+    train(twin, 2)
+    assert_same_bits(other.weight.detach(), weights_of(twin)[0].detach())
+    assert not torch.equal(other.weight, model.weight)
+    train(optimizer, 2)
+    assert_same_run(twin, optimizer)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_pickle(backend):
+    optimizer = made(REMAINDERS, backend=backend, use_decoupled_grad=True)
+    for param in weights_of(optimizer):
+        param.decoupled_grad = values(param.shape, 3)
+    optimizer.step()
+    twin = pickle.loads(pickle.dumps(optimizer))
+    assert_same_run(twin, optimizer)
+    assert twin.options == optimizer.options
+    assert twin.use_decoupled_grad is True
+    for param in (*weights_of(optimizer), *weights_of(twin)):
+        param.decoupled_grad = values(param.shape, 4)
+    optimizer.step()
+    twin.step()
+    assert_same_run(twin, optimizer)
+
+
+def test_copies_keep_their_external_masters_external():
+    params = parameters([(3,), (4,)])
+    masters = [param.detach().float() for param in params]
+    optimizer = FusedAdam(params, master_weights=masters)
+    train(optimizer, 1)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        for param, master in zip(weights_of(twin), twin.master_weights, strict=True):
+            assert twin.state[param]["master_param"] is master
+        assert twin.master_weights[0] is not masters[0]
+
+
+# --- torch's
+
+TORCH_CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+
+
+@pytest.mark.parametrize("weight", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("name", TORCH_CLASSES)
+@pytest.mark.parametrize(
+    "options", [{}, MASTER, FORMATS["fp16_master_bf16_fp16"]], ids=["none", "fp32", "fp16"]
+)
+def test_torchs_state_dicts_load(name, weight, options):
+    theirs = TORCH_CLASSES[name](
+        parameters(dtype=weight), lr=0.25, betas=(0.5, 0.75), weight_decay=0.1
+    )
+    train(theirs, 3)
+    ours, given = (made(options, weight, adam_w_mode=name == "AdamW") for _ in range(2))
+    for optimizer in (ours, given):
+        copy_weights(theirs, optimizer)
+    ours.load_state_dict(through_a_file(theirs.state_dict()))
+    group = ours.param_groups[0]
+    assert (group["step"], group["lr"], group["betas"], group["weight_decay"]) == (
+        3, 0.25, (0.5, 0.75), 0.1,
+    )  # fmt: skip
+    given.param_groups[0].update(step=3, lr=0.25, betas=(0.5, 0.75), weight_decay=0.1)
+    for own, param, other in zip(
+        weights_of(ours), weights_of(theirs), weights_of(given), strict=True
+    ):
+        for moment in ("exp_avg", "exp_avg_sq"):
+            value = theirs.state[param][moment].float()
+            given.set_scaled_state(other, moment, value)
+            if FP16 not in options.values():
+                assert_same_bits(ours.get_unscaled_state(own, moment), value, moment)
+    train(ours, 2)
+    train(given, 2)
+    assert_same_run(ours, given)
+
+
+def test_a_parameter_that_torch_never_stepped_starts_at_zero():
+    params = parameters([(3,), (4,)], FP32)
+    theirs = torch.optim.AdamW(params)
+    params[0].grad = torch.ones(3)
+    theirs.step()
+    ours = FusedAdam(parameters([(3,), (4,)], FP32))
+    ours.load_state_dict(theirs.state_dict())
+    assert len(ours.state) == 1
+    assert ours.param_groups[0]["step"] == 1
+
+
+# --- TransformerEngine's
+
+
+def te_state_dict(shapes, step=4, lr=0.125, master=None, **group):
+    """What FusedAdam.state_dict() of TransformerEngine 2.x holds: fp32 but for int16 remainders."""
+    state = {}
+    for index, shape in enumerate(shapes):
+        state[index] = {
+            "exp_avg": values(shape, 10 + index),
+            "exp_avg_sq": values(shape, 20 + index).square(),
+        }
+        if master is not None:
+            state[index]["master_param"] = master(index, shape)
+    base = {"lr": lr, "bias_correction": True, "betas": (0.9, 0.95), "eps": 1e-6}
+    packed = {**base, "weight_decay": 0.25, **group, "step": step, "params": [*range(len(shapes))]}
+    return {"state": state, "param_groups": [packed]}
+
+
+def fp32_master(index, shape):
+    return values(shape, index, BF16).float() + 2.0**-12
+
+
+def int16_master(index, shape):
+    return (values(shape, 30 + index) * 1000).to(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("options", "master"),
+    [
+        pytest.param({}, None, id="no_masters"),
+        pytest.param(MASTER, fp32_master, id="fp32_masters"),
+        pytest.param(REMAINDERS, int16_master, id="remainders"),
+        pytest.param(FORMATS["bf16_moments"], fp32_master, id="bf16_moments"),
+        pytest.param(FORMATS["fp16_master_bf16_fp16"], fp32_master, id="fp16_masters"),
+    ],
+)
+def test_transformer_engines_state_dicts_load(options, master):
+    saved = te_state_dict(SHAPES, master=master)
+    ours, given = made(options), made(options)
+    ours.load_state_dict(through_a_file(saved))
+    given.param_groups[0].update(step=4, lr=0.125, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.25)
+    assert_same(
+        {k: v for k, v in ours.param_groups[0].items() if k != "params"},
+        {k: v for k, v in given.param_groups[0].items() if k != "params"},
+    )
+    for index, (own, other) in enumerate(zip(weights_of(ours), weights_of(given), strict=True)):
+        given.initialize_state(other)
+        for name, value in saved["state"][index].items():
+            if value.dtype == torch.int16:
+                given.state[other][name].copy_(value)
+                assert_same_bits(ours.state[own][name], value)
+            else:
+                given.set_scaled_state(other, name, value)
+    train(ours, 2)
+    train(given, 2)
+    assert_same_run(ours, given)
+
+
+@pytest.mark.parametrize(
+    ("options", "stale"),
+    [
+        pytest.param(MASTER, fp32_master, id="fp32"),
+        pytest.param(REMAINDERS, int16_master, id="int16"),
+    ],
+)
+def test_transformer_engines_stale_masters_of_fp32_weights_are_left_out(options, stale):
+    """Beside a bf16 weight, whose master counts."""
+    shapes = [(3, 4), (5,)]
+    ours, plain = (
+        FusedAdam([parameters(shapes)[0], parameters(shapes, FP32)[1]], **options) for _ in range(2)
+    )
+    saved, without_stale = (te_state_dict(shapes, master=stale) for _ in range(2))
+    del without_stale["state"][1]["master_param"]
+    ours.load_state_dict(saved)
+    plain.load_state_dict(without_stale)
+    assert_same_bits(weights_of(ours)[1].detach(), values((5,), 1), "the fp32 weight")
+    train(ours, 1)
+    train(plain, 1)
+    assert_same_run(ours, plain)
+    assert ours.state[weights_of(ours)[1]]["master_param"] is None
+
+
+# --- refused
+
+
+def changed(position, **values_):
+    def change(saved):
+        target = saved["param_groups"] if position == "group" else saved["state"]
+        target[0].update(values_)
+        return saved
+
+    return change
+
+
+def without(*path):
+    def change(saved):
+        target = saved
+        for key in path[:-1]:
+            target = target[key]
+        del target[path[-1]]
+        return saved
+
+    return change
+
+
+def two_groups(saved):
+    (group,) = saved["param_groups"]
+    params = group["params"]
+    saved["param_groups"] = [{**group, "params": params[:1]}, {**group, "params": params[1:]}]
+    return saved
+
+
+REFUSED = {
+    "another_contract": (changed("group", contract="te"), r"contract='te'.*'ieee'"),
+    "another_mode": (changed("group", adam_w_mode=False), r"group 0: .*adam_w_mode=False.*True"),
+    "torchs_adam": (
+        changed("group", decoupled_weight_decay=False),
+        r"group 0: .*adam_w_mode=False.*True",
+    ),
+    "amsgrad": (changed("group", amsgrad=True), r"group 0: amsgrad=True.*allowed: False"),
+    "maximize": (changed("group", maximize=True), r"group 0: maximize=True.*allowed: False"),
+    "fewer_parameters": (changed("group", params=[0, 1, 2]), r"groups of \[3\].*\[4\]"),
+    "more_groups": (two_groups, r"groups of \[1, 3\].*\[4\]"),
+    "lr_nan": (changed("group", lr=float("nan")), r"group 0: lr=nan.*at least 0"),
+    "step_of_another_kind": (changed("group", step=2.5), r"group 0: step=2\.5.*whole number"),
+    "another_shape": (
+        changed("state", exp_avg=torch.zeros(12)),
+        r"parameter 0 of group 0: 'exp_avg' is torch.float32 of shape \(12,\).*\(3, 4\)",
+    ),
+    "another_format": (
+        changed("state", exp_avg=torch.zeros(3, 4, dtype=BF16)),
+        r"'exp_avg' is torch.bfloat16.*torch.float32",
+    ),
+    "remainders": (
+        changed("state", master_param=torch.zeros(3, 4, dtype=torch.int16)),
+        r"parameter 0 of group 0: 'master_param' is torch.int16.*allowed: torch.float32",
+    ),
+    "no_master": (changed("state", master_param=None), r"'master_param' is NoneType.*float32"),
+    "a_scale_too_many": (changed("state", exp_avg_scale=torch.ones(1)), r"exp_avg_scale in the"),
+    "a_moment_missing": (without("state", 0, "exp_avg_sq"), r"parameter 0 .*no 'exp_avg_sq'"),
+    "a_state_of_no_parameter": (
+        lambda saved: {**saved, "state": {**saved["state"], 9: saved["state"][0]}},
+        "state 9 of the state dict belongs to no parameter",
+    ),
+    "no_groups": (without("param_groups"), "the state dict has no 'param_groups': found state"),
+    "no_state": (without("state"), "the state dict has no 'state'"),
+    "the_last_parameter": (
+        lambda saved: {
+            **saved,
+            "state": {**saved["state"], 3: {**saved["state"][3], "exp_avg": torch.zeros(4)}},
+        },
+        r"parameter 3 of group 0: 'exp_avg'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_refused_load_changes_nothing(change, message):
+    source, target = made(MASTER), made(MASTER)
+    target.master_weights = [torch.zeros(shape) for shape in SHAPES]
+    train(source, 2)
+    train(target, 3, first=5)
+    saved = change(copy.deepcopy(source.state_dict()))
+    before, objects = snapshot(target), list(target.state.values())
+    with pytest.raises(ValueError, match=message):
+        target.load_state_dict(saved)
+    assert_same(snapshot(target), before)
+    assert all(a is b for a, b in zip(target.state.values(), objects, strict=True))
+
+
+FOREIGN = {
+    "unequal_step_counts": (
+        lambda saved: saved["state"][1].update(step=torch.tensor(2.0)),
+        r"group 0: .*step counts \[2, 3\]",
+    ),
+    "another_shape": (
+        lambda saved: saved["state"][1].update(exp_avg=torch.zeros(7)),
+        r"parameter 1 of group 0: 'exp_avg' is \(7,\)",
+    ),
+    "no_moment": (lambda saved: saved["state"][1].pop("exp_avg_sq"), r"'exp_avg_sq' is None"),
+    "amsgrad": (lambda saved: saved["param_groups"][0].update(amsgrad=True), "amsgrad=True"),
+    "maximize": (lambda saved: saved["param_groups"][0].update(maximize=True), "maximize=True"),
+    "remainders_for_fp32_masters": (
+        lambda saved: saved["state"][0].update(master_param=torch.zeros(3, dtype=torch.int16)),
+        r"'master_param' is torch.int16 .*allowed: torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_a_refused_load_of_torchs_state_changes_nothing(change, message):
+    theirs = torch.optim.AdamW(parameters([(3,), (4,)]))
+    train(theirs, 3)
+    ours = FusedAdam(parameters([(3,), (4,)]), **MASTER)
+    train(ours, 1)
+    saved, before = copy.deepcopy(theirs.state_dict()), snapshot(ours)
+    change(saved)
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(saved)
+    assert_same(snapshot(ours), before)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        pytest.param(MASTER, {}, id="masters_and_none"),
+        pytest.param({}, MASTER, id="none_and_masters"),
+        pytest.param(MASTER, REMAINDERS, id="fp32_and_remainders"),
+        pytest.param(REMAINDERS, MASTER, id="remainders_and_fp32"),
+        pytest.param(FP16_MASTER, MASTER, id="fp16_and_fp32"),
+        pytest.param(FORMATS["bf16_moments"], MASTER, id="bf16_moments_and_fp32"),
+        pytest.param(MASTER, FORMATS["fp16_moments"], id="fp32_moments_and_fp16"),
+    ],
+)
+def test_a_state_dict_of_another_format_is_refused(saved, own):
+    source, target = made(saved), made(own)
+    train(source, 1)
+    train(target, 1)
+    before = snapshot(target)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0: .*state dict"):
+        target.load_state_dict(source.state_dict())
+    assert_same(snapshot(target), before)
+
+
+def test_fp32_remainder_masters_of_transformer_engine_are_refused_before_anything_is_written():
+    """Where an fp32 master cannot be split without writing the weight."""
+    target = made(REMAINDERS)
+    before = snapshot(target)
+    with pytest.raises(ValueError, match=r"'master_param' is torch.float32 .*torch.int16"):
+        target.load_state_dict(te_state_dict(SHAPES, master=fp32_master))
+    assert_same(snapshot(target), before)

@@ -180,7 +180,10 @@ def test_a_group_that_is_refused_is_not_added():
 # --- gradients
 
 GRADS = {
-    "sparse": (lambda p: torch.ones(p.shape).to_sparse(), r"layout torch.sparse_coo .*strided"),
+    "sparse": (
+        lambda p: torch.ones(p.shape, dtype=BF16).to_sparse(),
+        r"layout torch.sparse_coo .*strided",
+    ),
     "complex": (lambda p: torch.ones(p.shape, dtype=torch.complex64), r"dtype torch.complex64"),
     "fp64": (lambda p: torch.ones(p.shape, dtype=torch.float64), r"dtype torch.float64 .*float32"),
     "integers": (lambda p: torch.ones(p.shape, dtype=torch.int64), r"dtype torch.int64"),
@@ -243,6 +246,7 @@ STATES = {
     "another_width": ("exp_avg_sq", lambda t: t.double(), r"torch.float64 of shape"),
     "another_size": ("exp_avg", lambda t: t[:3], r"\(3,\).*allowed: .*\(5,\)"),
     "another_shape": ("exp_avg_sq", lambda t: t.clone()[None], r"\(1, 5\).*allowed: .*\(5,\)"),
+    "another_view": ("exp_avg_sq", lambda t: t.view(1, 5), r"\(1, 5\).*allowed: .*\(5,\)"),
     "another_device": ("exp_avg", lambda t: t.to("meta"), r"on meta; allowed: .*on cpu"),
     "no_master": ("master_param", lambda t: t.to(BF16), r"torch.bfloat16.*allowed: torch.float32"),
     "a_scale_of_another_dtype": ("exp_avg_scale", lambda t: t.double(), r"torch.float64"),
@@ -267,6 +271,17 @@ def test_states_replaced_by_other_ones_are_refused(backend, name, change, messag
     optimizer.state[param][name] = good
     assert_same(snapshot(optimizer), before)
     train(optimizer, 1, first=2)
+
+
+def test_a_refused_first_step_makes_no_state():
+    """Not of the parameters before the one that is refused either."""
+    params = parameters(SHAPES)
+    optimizer = FusedAdam(params, **MASTER)
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(5, dtype=BF16)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="parameter 1 of group 0: state 'exp_avg'"):
+        train(optimizer, 1)
+    assert_same(snapshot(optimizer), before)
 
 
 # --- the rest

@@ -148,6 +148,13 @@ def test_sparse_weights_are_refused():
         FusedAdam([torch.ones(3).to_sparse()])
 
 
+def test_weights_whose_elements_share_memory_are_refused():
+    """torch refuses to write them only after other parameters were stepped."""
+    params = [torch.ones(3), torch.ones(1).expand(4)]
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0: strides \(0,\) of shape \(4,\)"):
+        FusedAdam(params)
+
+
 @pytest.mark.parametrize("dtypes", [[FP16], [BF16, FP16]], ids=["fp16", "bf16_and_fp16"])
 def test_remainders_of_fp16_weights_are_refused(dtypes):
     params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
@@ -235,6 +242,18 @@ def test_a_sparse_gradient_of_an_embedding_is_refused():
     with pytest.raises(
         ValueError, match=r"parameter 'table': a gradient of layout torch.sparse_coo"
     ):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sparse_gradient_of_a_transposed_weight_is_refused(backend):
+    param = torch.nn.Parameter(torch.ones(3, 4).t())
+    optimizer = FusedAdam([param], backend=backend)
+    train(optimizer, 1)
+    param.grad = torch.ones(4, 3).to_sparse()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"a gradient of layout torch.sparse_coo"):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
 

@@ -1,64 +1,75 @@
 """Adam and AdamW under contract torch: the bits of torch.optim's fused kernels on an NVIDIA GPU.
 
 fp32, correctly rounded divisions and root, with the multiply-adds contracted as nvcc contracts them
-in torch's kernel. The bias corrections are computed on the device in fp32: CUDA's powf, which no
-CPU repeats in every bit; the kernel takes it from CUDA's library of device functions.
+in torch's kernel. torch computes the bias corrections on the device with CUDA's powf, which no CPU
+repeats in every bit, nor the powf of Triton's library (another at step 1): they are asked of torch.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import torch
 
-from megaopt.kernels.optional_triton import MISSING, helper, tl
+from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.base import Rule, round_to_fp32
 
-if MISSING is None:
-    from triton.language.extra.cuda import libdevice
-else:
-    libdevice: Any = None  # type: ignore[no-redef]
+# Powers are computed so many at a time: one wait for the GPU in 4,096 steps.
+POWERS = 4096
+
+
+@functools.lru_cache(maxsize=16)
+def powers(beta: float, block: int) -> numpy.ndarray[Any, numpy.dtype[numpy.float32]]:
+    """fp32 beta**step for POWERS steps from block * POWERS on, by torch's pow on the GPU.
+
+    Without a GPU by torch's pow on the CPU, whose last bit may differ: for tests of the twin.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = torch.arange(block * POWERS, (block + 1) * POWERS, device=device).float()
+    base = torch.tensor(beta, dtype=torch.float32, device=device)
+    found: numpy.ndarray[Any, numpy.dtype[numpy.float32]] = torch.pow(base, steps).cpu().numpy()
+    return found
 
 
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
-    """One row of fp32 numbers for a parameter group.
+    """One row of fp32 numbers for a parameter group, each operation rounded to fp32.
 
     Args:
         group: as for megaopt.kernels.rules.adam_ieee.scalars.
 
     Returns:
-        beta1, beta2, 1 - beta1, 1 - beta2 (in fp32), lr, eps, weight_decay, lr * weight_decay (in
-        fp32), step, and 1 with bias correction or 0 without.
+        beta1, beta2, 1 - beta1, 1 - beta2, lr / (1 - beta1**step), sqrt(1 - beta2**step), eps,
+        weight_decay, lr * weight_decay; without bias correction the powers are 0.
     """
-    beta1, beta2 = (numpy.float32(beta) for beta in group["betas"])
+    one = numpy.float32(1)
+    betas = [numpy.float32(beta) for beta in group["betas"]]
     lr, decay = numpy.float32(float(group["lr"])), numpy.float32(float(group["weight_decay"]))
-    row = (beta1, beta2, numpy.float32(1) - beta1, numpy.float32(1) - beta2, lr)
-    row += (float(group["eps"]), decay, lr * decay)
-    row += (float(group["step"]), float(bool(group["bias_correction"])))
+    block, place = divmod(group["step"], POWERS)
+    corrections = [one, one]
+    if group["bias_correction"]:
+        corrections = [one - powers(float(beta), block)[place] for beta in betas]
+    with numpy.errstate(all="ignore"):
+        row = (*betas, one - betas[0], one - betas[1])
+        row += (lr / corrections[0], numpy.sqrt(corrections[1]), float(group["eps"]))
+        row += (decay, lr * decay)
     return tuple(round_to_fp32(float(value)) for value in row)
 
 
 @helper
 def load(row_ptr):
-    beta1 = tl.load(row_ptr)
-    beta2 = tl.load(row_ptr + 1)
-    lr = tl.load(row_ptr + 4)
-    step = tl.load(row_ptr + 8)
-    corrected = tl.load(row_ptr + 9) != 0
-    correction1 = tl.where(corrected, 1.0 - libdevice.pow(beta1, step), 1.0)
-    correction2 = tl.where(corrected, 1.0 - libdevice.pow(beta2, step), 1.0)
     return (
-        beta1,
-        beta2,
+        tl.load(row_ptr),
+        tl.load(row_ptr + 1),
         tl.load(row_ptr + 2),
         tl.load(row_ptr + 3),
-        tl.math.div_rn(lr, correction1),
-        tl.math.sqrt_rn(correction2),
+        tl.load(row_ptr + 4),
         tl.load(row_ptr + 5),
         tl.load(row_ptr + 6),
         tl.load(row_ptr + 7),
+        tl.load(row_ptr + 8),
     )
 
 
@@ -107,14 +118,8 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tor
 
 
 def row_of(scalars: tuple[float, ...], like: torch.Tensor) -> list[torch.Tensor]:
-    """The kernel's scalars as fp32 tensors of one element on the device of `like`."""
-    values = [torch.tensor(value, device=like.device) for value in scalars]
-    beta1, beta2, one_minus1, one_minus2, lr, eps, decay, lr_decay, step, corrected = values
-    corrections = [
-        1.0 - beta.pow(step) if corrected else 1.0 + 0.0 * beta for beta in (beta1, beta2)
-    ]
-    root = corrections[1].double().sqrt().float()
-    return [beta1, beta2, one_minus1, one_minus2, lr / corrections[0], root, eps, decay, lr_decay]
+    """The scalars as fp32 tensors on the device of `like`, where a product takes them exactly."""
+    return [torch.tensor(value, dtype=torch.float32, device=like.device) for value in scalars]
 
 
 def updated_reference(
@@ -141,7 +146,7 @@ def adamw_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One AdamW update as torch's fused kernel computes it; the arguments stay as they are."""
     row = row_of(scalars, param)
-    if scalars[7]:
+    if scalars[8]:
         param = fused_multiply_add(-row[8], param, param)
     return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
 
@@ -155,7 +160,7 @@ def adam_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One Adam update with L2 weight decay as torch's fused kernel computes it."""
     row = row_of(scalars, param)
-    if scalars[6]:
+    if scalars[7]:
         grad = fused_multiply_add(param, row[7], grad)
     return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
 

@@ -16,7 +16,7 @@ from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.watch import grads_of
 from megaopt.masters import MasterWeights, check_master_weights
-from megaopt.options import Options, check_group, check_weight
+from megaopt.options import Options, check_contract, check_group, check_weight
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled
 
 
@@ -57,7 +57,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_group(group, f"group {len(self.param_groups) - 1}")
+            self._check_group(group, f"group {len(self.param_groups) - 1}")
             for index, param in enumerate(group["params"]):
                 self._check_param(param, self._where(len(self.param_groups) - 1, index))
         except (ValueError, RuntimeError):
@@ -110,6 +110,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _where(self, group: int, index: int) -> str:
         names = self.param_groups[group].get("param_names")
         return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
+
+    def _check_group(self, group: dict[str, Any], where: str) -> None:
+        check_group(group, where)
+        check_contract(self.options, group, where)
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
         subclass: object = param  # for mypy, to which no tensor is such a subclass
@@ -198,7 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _rows(self) -> list[tuple[float, ...]]:
         """The groups' scalars for the coming step; their hyper-parameters must be in range."""
         for index, group in enumerate(self.param_groups):
-            check_group(group, f"group {index}")
+            self._check_group(group, f"group {index}")
         return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
 
     def _sort(self, grads: list[torch.Tensor | None]) -> Batches:

@@ -54,6 +54,17 @@ class Options:
         return MASTERS[torch.int16 if self.store_param_remainders else self.master_weight_dtype]
 
 
+def check_contract(options: Options, group: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for hyper-parameters under which a contract cannot be kept."""
+    l2_decay = not options.adam_w_mode and float(group["weight_decay"]) != 0
+    if options.contract == "torch" and l2_decay:
+        raise ValueError(
+            f"{where}: weight_decay={group['weight_decay']!r} is not allowed with contract='torch' "
+            "and adam_w_mode=False: torch's own bits then depend on alignment and place "
+            "(docs/numbers.md); 0, adam_w_mode=True, or contract='ieee'"
+        )
+
+
 def one_of(name: str, value: object, allowed: Any) -> None:
     """Raises ValueError unless the value is one of those allowed."""
     if value not in allowed:

@@ -1,0 +1,173 @@
+"""Contracts te and torch against the optimizers that they promise to equal, bit for bit."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+
+from megaopt import FusedAdam
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (1, 7, 1000, 4096, 65537)
+HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STEPS = 5
+
+
+def parameters(dtype, sizes=SIZES):
+    generator = torch.Generator("cuda").manual_seed(0)
+    draws = [torch.randn(n, device="cuda", generator=generator) * 0.05 for n in sizes]
+    return [torch.nn.Parameter(values.to(dtype)) for values in draws]
+
+
+def give_grads(params, step, dtype=None, attribute="grad"):
+    """Gradients over 28 binades, the same for the same step."""
+    generator = torch.Generator("cuda").manual_seed(100 + step)
+    for param in params:
+        values = torch.randn(param.shape, device="cuda", generator=generator)
+        exponent = torch.randint(-24, 4, param.shape, device="cuda", generator=generator)
+        values = values * torch.exp2(exponent.float())
+        setattr(param, attribute, values.to(dtype or param.dtype))
+
+
+def assert_same_state(theirs, ours, peer, optimizer):
+    for index, (other, param) in enumerate(zip(theirs, ours, strict=True)):
+        assert_same_bits(param, other, f"weight {index}")
+        compared = 0
+        for name, value in peer.state[other].items():
+            own = optimizer.state[param].get(name)
+            if name != "step" and own is not None:
+                assert_same_bits(own, value, f"{name} {index}")
+                compared += 1
+        assert compared >= 2
+
+
+TE_CASES = {
+    "bf16, fp32 masters": (BF16, {"master_weights": True}, None),
+    "bf16, fp32 masters, fp32 gradients": (
+        BF16,
+        {"master_weights": True, "use_decoupled_grad": True},
+        FP32,
+    ),
+    "fp16, fp32 masters": (FP16, {"master_weights": True}, None),
+    "fp32": (FP32, {}, None),
+    "bf16": (BF16, {}, None),
+    "fp16": (FP16, {}, None),
+    "remainders": (BF16, {"master_weights": True, "store_param_remainders": True}, None),
+    "bf16 moments": (
+        BF16,
+        {"master_weights": True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+        None,
+    ),
+    "remainders, bf16 moments": (
+        BF16,
+        {
+            "master_weights": True,
+            "store_param_remainders": True,
+            "exp_avg_dtype": BF16,
+            "exp_avg_sq_dtype": BF16,
+        },
+        None,
+    ),
+    "fp16 moments": (
+        BF16,
+        {"master_weights": True, "exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16},
+        None,
+    ),
+    "fp16 masters": (BF16, {"master_weights": True, "master_weight_dtype": FP16}, None),
+}
+
+
+@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
+@pytest.mark.parametrize("case", TE_CASES.values(), ids=TE_CASES)
+def test_te_is_transformer_engine(case, adam_w_mode, bias_correction):
+    reason = "TransformerEngine is not installed"
+    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
+    from megaopt.integration.transformer_engine import FusedAdam as Ours
+
+    dtype, options, grad_dtype = case
+    options = {**HYPER, **options, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
+    theirs, ours = parameters(dtype), parameters(dtype)
+    peer = te.FusedAdam(theirs, bias_correction=bias_correction, **options)
+    optimizer = Ours(ours, bias_correction=bias_correction, **options)
+    attribute = "decoupled_grad" if grad_dtype else "grad"
+    for step in range(STEPS):
+        for params in (theirs, ours):
+            give_grads(params, step, grad_dtype, attribute)
+        peer.step()
+        optimizer.step()
+        assert_same_state(theirs, ours, peer, optimizer)
+
+
+def test_te_frozen_and_empty_parameters():
+    reason = "TransformerEngine is not installed"
+    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
+    pairs = []
+    for cls, options in ((te.FusedAdam, {}), (FusedAdam, {"contract": "te"})):
+        params = parameters(BF16, (100, 0, 50, 30))
+        optimizer = cls(params, **HYPER, master_weights=True, **options)
+        for step in range(STEPS):
+            give_grads(params, step)
+            params[2].grad = None
+            optimizer.step()
+        pairs.append(params)
+    for index, (other, param) in enumerate(zip(*pairs, strict=True)):
+        assert_same_bits(param, other, f"weight {index}")
+
+
+@pytest.mark.parametrize("start", [0, 3, 1000, 4094, 99_990])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(("name", "weight_decay"), [("AdamW", 0.0), ("AdamW", 0.1), ("Adam", 0.0)])
+def test_torch_is_torch(name, dtype, weight_decay, start):
+    """Moments have the parameter's dtype, as torch keeps them; steps from 1 to 100,000."""
+    options = {**HYPER, "weight_decay": weight_decay}
+    theirs, ours = parameters(dtype), parameters(dtype)
+    peer = getattr(torch.optim, name)(theirs, fused=True, **options)
+    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    adam_w_mode = name == "AdamW"
+    optimizer = FusedAdam(ours, contract="torch", adam_w_mode=adam_w_mode, **options, **moments)
+    optimizer.param_groups[0]["step"] = start
+    for param in theirs:
+        peer.state[param] = {
+            "step": torch.tensor(float(start), device="cuda"),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }
+    for step in range(STEPS):
+        for params in (theirs, ours):
+            give_grads(params, step)
+        peer.step()
+        optimizer.step()
+        assert_same_state(theirs, ours, peer, optimizer)
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize("step", [1, 2, 3, 6, 100, 5000])
+def test_torch_twin_on_the_gpu_is_the_kernel(adam_w_mode, step):
+    found = []
+    for backend in ("triton", "reference"):
+        params = parameters(FP32)
+        decay = 0.1 if adam_w_mode else 0.0
+        options = {**HYPER, "weight_decay": decay, "adam_w_mode": adam_w_mode}
+        optimizer = FusedAdam(params, contract="torch", backend=backend, **options)
+        optimizer.param_groups[0]["step"] = step - 1
+        give_grads(params, step)
+        optimizer.step()
+        found.append(params)
+    for index, (other, param) in enumerate(zip(*found, strict=True)):
+        assert_same_bits(param, other, f"weight {index}")
+
+
+def test_parity_would_notice_another_contract():
+    """ieee in the place of torch does not pass."""
+    theirs, ours = parameters(FP32), parameters(FP32)
+    peer = torch.optim.AdamW(theirs, fused=True, **HYPER)
+    optimizer = FusedAdam(ours, contract="ieee", weight_decay=1e-2, **HYPER)
+    for step in range(STEPS):
+        for params in (theirs, ours):
+            give_grads(params, step)
+        peer.step()
+        optimizer.step()
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_state(theirs, ours, peer, optimizer)

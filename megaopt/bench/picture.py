@@ -48,8 +48,8 @@ def _draw_set(path: Path, results: Sequence[Result], hardware: str | None) -> No
     _draw_bars(axes, results, rows, column)
     for row, heading in headings:
         axes.text(1, row, heading, va="center", fontsize=8, color="#555555", style="italic")
-    axes.set_ylim(height - 0.4, -1.2)
-    axes.set_xlim(0, column + 48)
+    axes.set_ylim(height - 0.4, -0.6)
+    axes.set_xlim(0, column + 55)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("bytes that the step must move / time, in percent of a same-run copy")
     tensors = results[0].case.tensors
@@ -69,7 +69,7 @@ def _rows(results: Sequence[Result]) -> tuple[list[float], list[tuple[float, str
         row += 1
         heading = result.case.subject.description
         if heading != previous:
-            headings.append((row - 0.1, heading))
+            headings.append((row + 0.15, heading))
             row += GAP
         rows.append(row)
         previous = heading

@@ -15,7 +15,7 @@ from megaopt.bench.results import Result, ratios
 
 __all__ = ["print_table", "record_of", "table_of", "write_record"]
 
-HEADINGS = ("B/param", "ms", "of copy", "wall ms", "wall ms, new grads", "launches", "scratch MiB")
+HEADINGS = ("B/param", "ms", "of copy", "wall", "new grads", "launches", "scratch")
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -28,12 +28,16 @@ def print_table(console: Console, table: Table) -> None:
 
 def table_of(results: Sequence[Result]) -> Table:
     """Return the figures as a table for the terminal."""
-    table = Table(title="the step against a same-run copy", title_justify="left")
+    table = Table(
+        title="the step against a same-run copy: ms on the device, wall ms, wall ms with new "
+        "gradients, MiB of scratch",
+        title_justify="left",
+    )
     table.add_column("case")
     table.add_column("bits")
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
-    table.add_column("ours is faster: step / wall / wall, new grads")
+    table.add_column("against: ours faster, ms / wall / new grads")
     previous = None
     for result in results:
         if previous not in (None, result.case.tensors):
@@ -49,7 +53,9 @@ def _bits(result: Result) -> str:
         return ""
     if check.difference is not None:
         return "[red]differ[/red]"
-    return "unchecked" if check.against is None else f"✓ {check.against}"
+    if check.against is None:
+        return "unchecked"
+    return "✓ reference" if check.against == "reference" else "✓ peer"
 
 
 def _cells(result: Result) -> list[str]:

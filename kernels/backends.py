@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Formats
@@ -80,6 +81,15 @@ class Reference:
 BACKENDS: dict[str, Triton | Reference] = {
     backend.name: backend for backend in (Triton(), Reference())
 }
+
+
+def why_not(backend: str, contract: Contract, device: torch.device) -> str | None:
+    """None where a backend keeps a contract on a device, else the reason."""
+    if contract.needs_gpu is not None and (device.type != "cuda" or torch.version.hip):
+        return f"contract {contract.name!r} needs an NVIDIA GPU: {contract.needs_gpu}"
+    if backend not in contract.backends:
+        return f"contract {contract.name!r} is kept by {', '.join(contract.backends)} only"
+    return BACKENDS[backend].why_not(device)
 
 
 def default_backend(device: torch.device) -> str:

@@ -13,6 +13,8 @@ class Contract:
     promise: str
     backends: tuple[str, ...]
     """The backends on which the promise can be kept."""
+    needs_gpu: str | None = None
+    """Why only an NVIDIA GPU gives these bits; None where every device does."""
 
 
 IEEE = Contract(
@@ -22,4 +24,18 @@ IEEE = Contract(
     ("triton", "reference"),
 )
 
-CONTRACTS = {contract.name: contract for contract in (IEEE,)}
+TE = Contract(
+    "te",
+    "the bits of TransformerEngine's FusedAdam and of apex's, on the GPU",
+    ("triton",),
+    "TransformerEngine's kernels use an NVIDIA GPU's approximate reciprocals and roots",
+)
+
+TORCH = Contract(
+    "torch",
+    "the bits of torch.optim.Adam and AdamW with fused=True, on the GPU",
+    ("triton", "reference"),
+    "torch's fused kernels compute bias corrections with CUDA's powf",
+)
+
+CONTRACTS = {contract.name: contract for contract in (IEEE, TE, TORCH)}

@@ -12,7 +12,7 @@ import torch
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import MOVED, SAME
+from megaopt.kernels.step.watch import CHANGED
 
 MASTER = "master_param"
 SCALE = "_scale"
@@ -74,10 +74,7 @@ class Batch:
             return False
         if self.staged:
             return self._alike(own)
-        found = self.plan.look(own)
-        if found == MOVED:  # the look has seen dtypes and sizes
-            return [t.shape for t in own["grad"]] == [param.shape for param in self.params]
-        return found == SAME or self._alike(own)
+        return self.plan.look(own) != CHANGED or self._alike(own)
 
     def _alike(self, buffers: Buffers) -> bool:
         """Whether each tensor has its slot's dtype and its parameter's shape and device."""

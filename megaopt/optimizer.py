@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt import state_dict as state_dicts
 from megaopt.batches import MASTER, SCALE, Batch, Batches, check_grad, check_state, state_name
-from megaopt.kernels.backends import BACKENDS, default_backend
+from megaopt.kernels.backends import BACKENDS, default_backend, why_not
+from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.watch import grads_of
@@ -118,11 +119,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         masters = self._wants_masters(self._master_weights)
         check_weight(param, where, self.options, masters)
-        reason = BACKENDS[self._backend(param.device)].why_not(param.device)
+        contract = CONTRACTS[self.options.contract]
+        reason = why_not(self._backend(param.device), contract, param.device)
         if reason is not None:
+            asked = "contract" if contract.needs_gpu else "backend"
+            everywhere = "contract='ieee'" if contract.needs_gpu else "backend='reference'"
             raise RuntimeError(
-                f"backend={self.options.backend!r} does not work for {where} on {param.device}: "
-                f"{reason}; backend='reference' works everywhere"
+                f"{asked}={getattr(self.options, asked)!r} does not work for {where} on "
+                f"{param.device}: {reason}; {everywhere} works everywhere"
             )
 
     def _backend(self, device: torch.device) -> str:

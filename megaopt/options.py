@@ -98,6 +98,13 @@ def check_weight(weight: torch.Tensor, where: str, options: Options, masters: bo
     """Raises ValueError for a parameter that this optimizer cannot own."""
     if weight.layout != torch.strided:
         raise ValueError(f"{where}: layout {weight.layout} is not allowed: torch.strided")
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(weight.stride(), weight.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{where}: strides {weight.stride()} of shape {tuple(weight.shape)} are not allowed: "
+            "each element in memory of its own"
+        )
     if weight.dtype not in WEIGHTS:
         raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {names(WEIGHTS)}")
     remainders = options.store_param_remainders and masters

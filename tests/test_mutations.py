@@ -81,12 +81,12 @@ RULE_MUTANTS = {
 FORMAT_MUTANTS = {
     "bfloat16 kernel: truncation": (
         "bfloat16.py",
-        ("((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)", "(bits >> 16)"),
+        ("rounded = bits + 0x7FFF + ((bits >> 16) & 1)", "rounded = bits"),
         (PLAIN, "weight"),
     ),
     "bfloat16 kernel: ties away": (
         "bfloat16.py",
-        ("((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)", "((bits + 0x8000) >> 16)"),
+        ("rounded = bits + 0x7FFF + ((bits >> 16) & 1)", "rounded = bits + 0x8000"),
         (PLAIN, "weight"),
     ),
     "bfloat16 twin: truncation": (

@@ -16,10 +16,11 @@ def decode(code, scale):
 @helper
 def encode(value, inverse):
     # integers, because the interpreter's cast truncates; adding half of the last place less one,
-    # plus the last place's own bit, carries exactly where nearest-even rounds up. The canonical
-    # NaN 0x7FC00000 gains no carry and stays NaN; infinity's lower half is 0 and stays infinity.
+    # plus the last place's own bit, carries exactly where nearest-even rounds up. Infinity's lower
+    # half is 0 and gains no carry; a NaN keeps its upper half.
     bits = value.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (tl.where(value == value, rounded, bits) >> 16).to(tl.int16)
 
 
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,9 +29,10 @@ def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> t
 
 
 def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest bf16, ties to even; NaN becomes 0x7FC0 on every device."""
+    """The nearest bf16, ties to even; a NaN keeps its upper half, which must be a NaN's."""
     code = value.to(torch.bfloat16).view(torch.int16)
-    return torch.where(value.isnan(), 0x7FC0, code).view(torch.bfloat16)
+    upper = (value.view(torch.int32) >> 16).to(torch.int16)
+    return torch.where(value.isnan(), upper, code).view(torch.bfloat16)
 
 
 BFLOAT16 = Format(

@@ -19,9 +19,10 @@ def decode(code, scale):
 
 @helper
 def encode(value, inverse):
-    bits = value.to(tl.float16).to(tl.int16, bitcast=True)
-    # the GPU's conversion makes NaN 0x7FFF, a CPU's 0x7E00: choose one
-    return tl.where(value == value, bits, 0x7E00).to(tl.int16)
+    code = value.to(tl.float16).to(tl.int16, bitcast=True)
+    # processors convert a NaN differently: keep the upper bits of its mantissa
+    nan = ((value.to(tl.int32, bitcast=True) >> 13) & 0x3FF) | 0x7C00
+    return tl.where(value == value, code, nan).to(tl.int16)
 
 
 @helper
@@ -31,7 +32,8 @@ def decode_scaled(code, scale):
 
 @helper
 def encode_scaled(value, inverse):
-    return encode(value * inverse, inverse)
+    # times the inverse only where there is a number: a product changes a NaN's payload
+    return encode(tl.where(value == value, value * inverse, value), inverse)
 
 
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,10 +42,11 @@ def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> t
 
 
 def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest fp16 (of value * inverse), ties to even; NaN becomes 0x7E00 on every device."""
+    """The nearest fp16 (of value * inverse), ties to even; a NaN keeps its upper mantissa."""
     scaled = value if inverse is None else value * inverse.reshape(())
     code = scaled.to(torch.float16).view(torch.int16)
-    return torch.where(scaled.isnan(), 0x7E00, code).view(torch.float16)
+    nan = ((value.view(torch.int32) >> 13) & 0x3FF | 0x7C00).to(torch.int16)
+    return torch.where(value.isnan(), nan, code).view(torch.float16)
 
 
 FLOAT16 = Format(

@@ -22,9 +22,10 @@ def decode(weight_code, code):
 @helper
 def encode(value):
     # lossless for every number: the carry turns at most the largest finite upper half into
-    # infinity's, which decode takes back. The canonical NaN has a zero lower half: no carry, where
-    # TransformerEngine's split turns the GPU's NaN 0x7FFFFFFF into the weight -0.0.
+    # infinity's, which decode takes back. A NaN gives up its lower half: with a carry, as
+    # TransformerEngine splits it, the GPU's NaN 0x7FFFFFFF becomes the weight -0.0.
     bits = value.to(tl.int32, bitcast=True)
+    bits = tl.where(value == value, bits, bits & -65536)
     code = bits.to(tl.int16)
     upper = bits >> 16
     return tl.where(code < 0, upper + 1, upper).to(tl.int16), code
@@ -38,8 +39,9 @@ def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
 
 
 def encode_reference(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bf16 weight and the int16 remainder of an fp32 value whose NaNs are canonical."""
+    """The bf16 weight and the int16 remainder of an fp32 value."""
     bits = value.view(torch.int32)
+    bits = torch.where(value.isnan(), bits & -65536, bits)
     # shifts keep the sign, and torch defines the narrowing of what then fits
     code = (bits << 16) >> 16
     upper = (bits >> 16) + (code < 0).int()

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -153,11 +154,12 @@ def _wall_time(step: Callable[[], object], prepare: Callable[[], object], count:
 
 
 def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
-    ) as profile:
-        step()
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        # torch announces that a later cycle drops this one's events; there is none
+        warnings.simplefilter("ignore", UserWarning)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
     return count_device_work(profile.events() or ())
 
 

@@ -128,6 +128,25 @@ def test_split_kernel_is_the_twin(device):
     assert_same_bits(value, EDGES, "joined again")
 
 
+@pytest.mark.parametrize("pattern", [0x7FC00000, 0x7FFFFFFF, 0xFFC00001, 0xFFFFFFFF], ids=hex)
+@pytest.mark.parametrize("form", [*WEIGHTS.values(), SCALED, REMAINDER16], ids=lambda f: f.name)
+def test_any_quiet_nan_stays_one(form, pattern, device):
+    """Also the GPU's own NaN 0x7FFFFFFF, which contracts that keep the GPU's bits pass on."""
+    value = torch.from_numpy(np.full(4096, pattern, np.uint32).view(np.float32))
+    twin = form.encode_reference(value)
+    twin, *rest = twin if form.joined else (twin,)
+    assert bool(twin.isnan().all())
+    code = torch.zeros(4096, dtype=twin.dtype, device=device)
+    integers = code if code.dtype == torch.float32 else code.view(torch.int16)
+    if form.joined:
+        remainder = torch.ones(4096, dtype=torch.int16, device=device)
+        run(split_kernel, value.to(device), integers, remainder, form=form)
+        assert_same_bits(remainder, rest[0])
+    else:
+        run(encode_kernel, value.to(device), integers, form=form)
+    assert_same_bits(code, twin)
+
+
 @given(arrays(np.uint32, 64, elements=st.integers(0, 2**32 - 1)))
 def test_split_of_any_pattern(patterns):
     value = torch.from_numpy(oracle.canonical(patterns.view(np.float32)))

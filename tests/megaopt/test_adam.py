@@ -3,10 +3,12 @@
 import inspect
 from itertools import chain
 
+import numpy
+import oracle
 import pytest
 import torch
 from bits import assert_same_bits
-from runs import BF16, FORMATS, FP16, FP32, assert_same, assert_same_run, parameters, train
+from runs import BF16, FORMATS, FP16, FP32, assert_same, assert_same_run, parameters, train, values
 
 from megaopt import FusedAdam
 
@@ -232,6 +234,28 @@ def test_groups_have_their_own_hyper_parameters():
         assert_same_bits(first[0].detach(), alone[0].param_groups[0]["params"][0].detach())
         assert_same_bits(second[0].detach(), alone[1].param_groups[0]["params"][0].detach())
         assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("correction", [True, False], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+def test_steps_are_those_of_the_written_list(backend, decoupled, correction):
+    """From the first step on, counted from 1: an oracle in numpy that shares no code."""
+    hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.25}
+    group = {**hyper, "bias_correction": correction}
+    param = torch.nn.Parameter(values((9,), 0, BF16))
+    optimizer = FusedAdam([param], dtype=FP32, adam_w_mode=decoupled, backend=backend, **group)
+    master, first, second = values((9,), 0, BF16).float().numpy(), *numpy.zeros((2, 9), "float32")
+    for step in (1, 2, 3):
+        param.grad = values((9,), step, BF16)
+        optimizer.step()
+        master, first, second = oracle.adam(
+            master, first, second, param.grad.float().numpy(), {**group, "step": step}, decoupled
+        )
+        expected = {"exp_avg": first, "exp_avg_sq": second, "master_param": master}
+        for name, value in expected.items():
+            assert_same_bits(optimizer.state[param][name], torch.from_numpy(value), name)
+        assert_same_bits(param.detach(), torch.from_numpy(master).to(BF16), "weight")
 
 
 def test_l2_and_decoupled_decay_differ():

@@ -148,6 +148,13 @@ def test_sparse_weights_are_refused():
         FusedAdam([torch.ones(3).to_sparse()])
 
 
+def test_weights_whose_elements_share_memory_are_refused():
+    """torch refuses to write them only after other parameters were stepped."""
+    params = [torch.ones(3), torch.ones(1).expand(4)]
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0: strides \(0,\) of shape \(4,\)"):
+        FusedAdam(params)
+
+
 @pytest.mark.parametrize("dtypes", [[FP16], [BF16, FP16]], ids=["fp16", "bf16_and_fp16"])
 def test_remainders_of_fp16_weights_are_refused(dtypes):
     params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
@@ -180,7 +187,10 @@ def test_a_group_that_is_refused_is_not_added():
 # --- gradients
 
 GRADS = {
-    "sparse": (lambda p: torch.ones(p.shape).to_sparse(), r"layout torch.sparse_coo .*strided"),
+    "sparse": (
+        lambda p: torch.ones(p.shape, dtype=BF16).to_sparse(),
+        r"layout torch.sparse_coo .*strided",
+    ),
     "complex": (lambda p: torch.ones(p.shape, dtype=torch.complex64), r"dtype torch.complex64"),
     "fp64": (lambda p: torch.ones(p.shape, dtype=torch.float64), r"dtype torch.float64 .*float32"),
     "integers": (lambda p: torch.ones(p.shape, dtype=torch.int64), r"dtype torch.int64"),
@@ -236,6 +246,18 @@ def test_a_sparse_gradient_of_an_embedding_is_refused():
     assert_same(snapshot(optimizer), before)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sparse_gradient_of_a_transposed_weight_is_refused(backend):
+    param = torch.nn.Parameter(torch.ones(3, 4).t())
+    optimizer = FusedAdam([param], backend=backend)
+    train(optimizer, 1)
+    param.grad = torch.ones(4, 3).to_sparse()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"a gradient of layout torch.sparse_coo"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
 # --- states that someone replaced
 
 STATES = {
@@ -243,6 +265,7 @@ STATES = {
     "another_width": ("exp_avg_sq", lambda t: t.double(), r"torch.float64 of shape"),
     "another_size": ("exp_avg", lambda t: t[:3], r"\(3,\).*allowed: .*\(5,\)"),
     "another_shape": ("exp_avg_sq", lambda t: t.clone()[None], r"\(1, 5\).*allowed: .*\(5,\)"),
+    "another_view": ("exp_avg_sq", lambda t: t.view(1, 5), r"\(1, 5\).*allowed: .*\(5,\)"),
     "another_device": ("exp_avg", lambda t: t.to("meta"), r"on meta; allowed: .*on cpu"),
     "no_master": ("master_param", lambda t: t.to(BF16), r"torch.bfloat16.*allowed: torch.float32"),
     "a_scale_of_another_dtype": ("exp_avg_scale", lambda t: t.double(), r"torch.float64"),
@@ -267,6 +290,17 @@ def test_states_replaced_by_other_ones_are_refused(backend, name, change, messag
     optimizer.state[param][name] = good
     assert_same(snapshot(optimizer), before)
     train(optimizer, 1, first=2)
+
+
+def test_a_refused_first_step_makes_no_state():
+    """Not of the parameters before the one that is refused either."""
+    params = parameters(SHAPES)
+    optimizer = FusedAdam(params, **MASTER)
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(5, dtype=BF16)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="parameter 1 of group 0: state 'exp_avg'"):
+        train(optimizer, 1)
+    assert_same(snapshot(optimizer), before)
 
 
 # --- the rest

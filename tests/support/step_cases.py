@@ -8,6 +8,7 @@ import torch
 from bits import INTEGERS, assert_same_bits
 
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
+from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import ReferencePlan
@@ -20,6 +21,9 @@ GROUP = {
     "bias_correction": True,
     "step": 3,
 }
+
+
+IEEE_RULES = [rule for (_, contract), rule in RULES.items() if contract == "ieee"]
 
 
 def combinations():

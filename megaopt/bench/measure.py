@@ -38,7 +38,7 @@ class Figures:
     copy_ms: float
     copy_ms_quartiles: tuple[float, float]
     wall_ms: float
-    """Mean time until a step is done, as the host sees it, with the gradients where they were."""
+    """Median time until a step is done, as the host sees it, with the gradients in place."""
     wall_moved_ms: float
     """The same with every gradient newly allocated before each step (not timed)."""
     kernels: dict[str, int]
@@ -141,16 +141,17 @@ def _quartiles(times: list[float]) -> tuple[float, float]:
 
 
 def _wall_time(step: Callable[[], object], prepare: Callable[[], object], count: int) -> float:
-    """Return the mean milliseconds from the call of a step until the device has finished it."""
-    total = 0.0
+    """Return the median milliseconds from the call of a step until the device has finished it."""
+    times = []
     for _ in range(count):
         prepare()
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        total += time.perf_counter() - start
-    return 1e3 * total / count
+        times.append(time.perf_counter() - start)
+    # not the mean: some libraries compile again at a later step
+    return 1e3 * statistics.median(times)
 
 
 def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:

@@ -191,3 +191,13 @@ def test_without_anything_to_compare_with_it_says_so(peer) -> None:
     mode, seen = peer(None)
     assert check(mode, TENSORS, DEVICE) == Check(None)
     assert seen == []
+
+
+def test_peer_that_cannot_be_compared_with_gives_no_pass(peer) -> None:
+    class Broken(FusedAdam):
+        def step(self) -> None:
+            raise RuntimeError("no kernel image")
+
+    mode, _ = peer(Broken)
+    expected = "not compared: RuntimeError: no kernel image"
+    assert check(mode, TENSORS, DEVICE) == Check("transformerengine-bf16", expected)

@@ -53,10 +53,10 @@ def _draw_set(path: Path, results: Sequence[Result], hardware: str | None) -> No
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("bytes that the step must move / time, in percent of a same-run copy")
     tensors = results[0].case.tensors
-    axes.set_title(f"{tensors.name}: {tensors.description}", loc="left", fontsize=10)
-    figure.suptitle(f"megaopt on {hardware}", x=0.01, ha="left", fontweight="bold")
+    title = f"{tensors.name}, {hardware}: {tensors.description}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     patches = [Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries")]
-    figure.legend(handles=patches, loc="upper right", ncols=2, fontsize=8, frameon=False)
+    figure.legend(handles=patches, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     figure.savefig(path)
 
 

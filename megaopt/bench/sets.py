@@ -70,8 +70,7 @@ SETS = {
         TensorSet(name="C", description="4,000 tensors of 1,024 elements", sizes=(1024,) * 4000),
         TensorSet(
             name="llama70b-64",
-            description="Llama-3.1-70B's 723 tensors, 1/64 of each: slices of one flat buffer, "
-            "every second one unaligned",
+            description="Llama-3.1-70B's 723 tensors, 1/64 of each, one buffer, half unaligned",
             sizes=_off_alignment([size // 64 for size in _llama(8192, 1024, 28672, 80)]),
             flat=True,
         ),

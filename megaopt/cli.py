@@ -61,17 +61,19 @@ def bench(
     out: Path = Path("out/bench"),
     sets: tuple[str, ...] = (),
     only: tuple[str, ...] = (),
+    peers: bool = True,
 ) -> int:
-    """Time the optimizer step against a copy of the same bytes.
+    """Time the optimizer step, and other libraries' beside it, against a copy of the same bytes.
 
     Args:
-        out: Folder for the record.
+        out: Folder for the record and the pictures.
         sets: Names of the sets of tensors to time; all by default.
-        only: Names of the optimizer forms to time; all by default.
+        only: Names of the optimizer forms to time, ours with their peers; all by default.
+        peers: Time the other libraries' optimizers that are installed.
     """
     from megaopt.bench import main as run
 
-    return run(out, sets, only)
+    return run(out, sets, only, peers)
 
 
 def doctor() -> int:

@@ -1,142 +1,167 @@
-"""What is measured: sets of tensors, and the formats in which a step keeps them."""
+"""What is measured: the formats and contracts of a step of ours, and the cases of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
-__all__ = ["MODES", "SETS", "Case", "Mode", "TensorSet", "select"]
+from megaopt import FusedAdam
+from megaopt.bench.peers import PEERS, SHARED, Peer
+from megaopt.bench.sets import SETS, TensorSet
+from megaopt.kernels.contracts import CONTRACTS
 
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSet:
-    """The tensors of a model, by their numbers of elements."""
-
-    name: str
-    description: str
-    sizes: tuple[int, ...]
-
-    def shrunk(self, elements: int, tensors: int = 64) -> tuple[int, ...]:
-        """Return sizes in the proportions of this set, for a check in place of a measurement.
-
-        Args:
-            elements: At most about so many elements in all; every tensor keeps at least one.
-            tensors: At most how many tensors, taken evenly from the set.
-        """
-        chosen = self.sizes[:: -(-len(self.sizes) // tensors)]
-        total = sum(chosen)
-        return tuple(min(size, max(1, size * elements // total)) for size in chosen)
+__all__ = ["MODES", "Case", "Mode", "select"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """The formats of weight, gradient and state."""
+    """The formats of weight, gradient and state, and the contract."""
 
     name: str
     description: str
     weight_dtype: torch.dtype
     """Of weights and of gradients."""
     options: Mapping[str, Any]
-    """What FusedAdam is given besides the parameters."""
-    bytes_per_parameter: int
+    """What FusedAdam is given besides what every optimizer is given."""
+    bytes_per_parameter: float
     """What a step must move: each input read once, each output written once."""
+    contract: str = "ieee"
+    twin: str | None = None
+    """The peer whose bits the contract promises, by its name in PEERS."""
+    against: tuple[str, ...] = ()
+    """The peers that do the same work, by their names in PEERS."""
+
+    def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> FusedAdam:
+        """Make the optimizer; `more` goes to its constructor."""
+        return FusedAdam(list(parameters), contract=self.contract, **SHARED, **self.options, **more)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a set of tensors in one mode."""
+    """One measurement: a set of tensors, and the optimizer that steps them."""
 
     tensors: TensorSet
-    mode: Mode
+    subject: Mode | Peer
 
     @property
     def name(self) -> str:
         """The name in tables and records, "A/bf16"."""
-        return f"{self.tensors.name}/{self.mode.name}"
+        return f"{self.tensors.name}/{self.subject.name}"
 
-
-def _llama_8b() -> tuple[int, ...]:
-    """Return the numbers of elements of Llama-3.1-8B's 291 tensors, in the model's order."""
-    hidden, key_value, feed_forward, vocabulary, layers = 4096, 1024, 14336, 128256, 32
-    attention = [hidden * hidden, hidden * key_value, hidden * key_value, hidden * hidden]
-    layer = [*attention, *[hidden * feed_forward] * 3, hidden, hidden]
-    return (vocabulary * hidden, *layer * layers, hidden, vocabulary * hidden)
-
-
-SETS = {
-    tensor_set.name: tensor_set
-    for tensor_set in (
-        TensorSet(name="A", description="one tensor of 2**28 elements", sizes=(2**28,)),
-        TensorSet(
-            name="B",
-            description="Llama-3.1-8B's 291 tensors, an eighth of each",
-            sizes=tuple(size // 8 for size in _llama_8b()),
-        ),
-        TensorSet(name="C", description="4,000 tensors of 1,024 elements", sizes=(1024,) * 4000),
-    )
-}
 
 _MASTER = {"dtype": torch.float32}
 _REMAINDERS = {"dtype": torch.float32, "store_param_remainders": True}
 _BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+_FP16_MOMENTS = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
 
 
-def _mode(
-    name: str, description: str, weight: torch.dtype, bytes_per_parameter: int, **options: Any
-) -> Mode:
-    # a decay, so that a step does all that it does in a training run
-    return Mode(
-        name=name,
-        description=description,
-        weight_dtype=weight,
-        options=MappingProxyType({"lr": 1e-3, "weight_decay": 0.1, **options}),
-        bytes_per_parameter=bytes_per_parameter,
-    )
+def _modes(
+    name: str,
+    description: str,
+    bytes_per_parameter: float,
+    options: Mapping[str, Any],
+    *,
+    against: tuple[str, ...],
+    twins: Mapping[str, str] = MappingProxyType({}),
+    weight: torch.dtype = torch.bfloat16,
+) -> Iterator[Mode]:
+    """Give the mode under ieee, and under each contract in `twins`, where that contract exists."""
+    for contract, twin in {"ieee": None, **twins}.items():
+        if contract in CONTRACTS:
+            yield Mode(
+                name=name if contract == "ieee" else f"{contract}:{name}",
+                description=description,
+                weight_dtype=weight,
+                options=MappingProxyType(dict(options)),
+                bytes_per_parameter=bytes_per_parameter,
+                contract=contract,
+                twin=twin,
+                against=against,
+            )
+
+
+def _as_transformer_engine(
+    name: str, description: str, bytes_per_parameter: float, options: Mapping[str, Any]
+) -> Iterator[Mode]:
+    peer = f"transformerengine-{name}"
+    twins = {"te": peer}
+    return _modes(name, description, bytes_per_parameter, options, against=(peer,), twins=twins)
 
 
 MODES = {
     mode.name: mode
-    for mode in (
-        _mode("bf16", "bf16 weights, fp32 masters", torch.bfloat16, 28, **_MASTER),
-        _mode(
-            "bf16-remainders", "bf16 weights, int16 remainders", torch.bfloat16, 26, **_REMAINDERS
+    for modes in (
+        _as_transformer_engine("bf16", "bf16 weights, fp32 masters", 28, _MASTER),
+        _as_transformer_engine(
+            "bf16-remainders", "bf16 weights, int16 remainders", 26, _REMAINDERS
         ),
-        _mode(
+        _as_transformer_engine(
             "bf16-moments",
             "bf16 weights and moments, fp32 masters",
-            torch.bfloat16,
             20,
-            **_MASTER,
-            **_BF16_MOMENTS,
+            {**_MASTER, **_BF16_MOMENTS},
         ),
-        _mode(
+        _modes(
             "bf16-remainders-moments",
             "bf16 weights and moments, int16 remainders",
-            torch.bfloat16,
             18,
-            **_REMAINDERS,
-            **_BF16_MOMENTS,
+            {**_REMAINDERS, **_BF16_MOMENTS},
+            against=("flashoptim-32bit-master",),
         ),
-        _mode("fp32", "fp32 weights", torch.float32, 28),
+        _as_transformer_engine(
+            "fp16-moments",
+            "bf16 weights, fp32 masters, fp16 moments",
+            20,
+            {**_MASTER, **_FP16_MOMENTS},
+        ),
+        _modes(
+            "fp32",
+            "fp32 weights",
+            28,
+            {},
+            against=("torch-fused-fp32", "torch-foreach-fp32", "apex-fp32"),
+            twins={"torch": "torch-fused-fp32"},
+            weight=torch.float32,
+        ),
     )
+    for mode in modes
 }
 
 
-def select(sets: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[Case]:
-    """Return the cases of the named sets and modes, set by set; no name means all of them.
+def select(
+    sets: tuple[str, ...] = (), only: tuple[str, ...] = (), peers: Sequence[Peer] = ()
+) -> list[Case]:
+    """Return the cases of a run, set by set, a peer behind the modes that it is compared with.
+
+    Args:
+        sets: Names of SETS; none means all.
+        only: Names of modes and peers; none means all. A mode brings the peers it is against.
+        peers: Those that may be measured.
 
     Raises:
-        ValueError: A name is none of SETS, or none of MODES.
+        ValueError: A name is none of SETS, or none of MODES and PEERS.
     """
-    for parameter, names, table in (("sets", sets, SETS), ("only", only, MODES)):
+    for parameter, names, table in (("sets", sets, SETS), ("only", only, {**MODES, **PEERS})):
         if unknown := [name for name in names if name not in table]:
             allowed = ", ".join(table)
             raise ValueError(f"{parameter}={unknown}: unknown; allowed are {allowed}")
+    modes = [mode for mode in MODES.values() if mode.name in (only or MODES)]
+    wanted = {*only, *(name for mode in modes for name in mode.against)}
+    chosen = [peer for peer in peers if not only or peer.name in wanted]
     return [
-        Case(SETS[tensor_set], MODES[mode])
-        for tensor_set in SETS
-        for mode in MODES
-        if tensor_set in (sets or SETS) and mode in (only or MODES)
+        Case(tensor_set, subject)
+        for tensor_set in SETS.values()
+        if tensor_set.name in (sets or SETS)
+        for subject in _in_order(modes, chosen)
     ]
+
+
+def _in_order(modes: Sequence[Mode], peers: Sequence[Peer]) -> Iterator[Mode | Peer]:
+    last = {name: mode.name for mode in modes for name in mode.against}
+    for mode in modes:
+        yield mode
+        yield from (peer for peer in peers if last.get(peer.name) == mode.name)
+    yield from (peer for peer in peers if peer.name not in last)

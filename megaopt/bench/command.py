@@ -1,19 +1,24 @@
-"""`megaopt bench`: checks every case against the reference, then times it."""
+"""`megaopt bench`: checks every case of ours, then times it beside other libraries' optimizers."""
 
 import gc
 import shlex
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from megaopt import environment
-from megaopt.bench.cases import Case, select
-from megaopt.bench.equality import first_difference
+from megaopt.bench.cases import Case, Mode, select
+from megaopt.bench.equality import check
 from megaopt.bench.instance import build
-from megaopt.bench.measure import Copy, measure
-from megaopt.bench.report import Result, draw, record_of, table_of, write_record
+from megaopt.bench.measure import Copy, Figures, measure
+from megaopt.bench.peers import PEERS, Peer
+from megaopt.bench.picture import draw
+from megaopt.bench.report import print_table, record_of, table_of, write_record
+from megaopt.bench.results import Result
 from megaopt.kernels.backends import BACKENDS
 
 __all__ = ["main"]
@@ -22,31 +27,40 @@ CHECKED_ELEMENTS = 2**20
 
 
 def main(
-    out: Path = Path("out/bench"), sets: tuple[str, ...] = (), only: tuple[str, ...] = ()
+    out: Path = Path("out/bench"),
+    sets: tuple[str, ...] = (),
+    only: tuple[str, ...] = (),
+    peers: bool = True,
 ) -> int:
-    """Measure the optimizer step against a same-run device-to-device copy.
+    """Measure the optimizer step, ours and the peers', against a same-run copy on the device.
 
     Args:
-        out: The folder for record.json and speed.png; made where it is missing.
-        sets: Names of tensor sets (cases.SETS); none means all.
-        only: Names of modes (cases.MODES); none means all.
+        out: The folder for record.json and a speed_<set>.png for each set; made where missing.
+        sets: Names of tensor sets (sets.SETS); none means all.
+        only: Names of modes (cases.MODES) and peers (peers.PEERS); none means all. A mode brings
+            the peers that it is compared with.
+        peers: Whether peers are measured, as far as they are installed.
 
     Returns:
-        0 when every case had the reference's bits and was measured, 1 when one was not, 2 for an
-        unknown name, or without a CUDA GPU on which the kernels run.
+        0 when every case of ours was measured, 1 when one was refused, 2 for an unknown name, or
+        without a CUDA GPU on which the kernels run.
     """
     console, errors = Console(), Console(stderr=True)
     try:
-        cases = select(sets, only)
+        wanted = select(sets, only, tuple(PEERS.values()) if peers else ())
     except ValueError as error:
         errors.print(f"bench: {error}", markup=False)
         return 2
     if reason := _why_not():
         errors.print(f"bench: {reason}", markup=False)
         return 2
-    results = _measure_all(cases, torch.device("cuda", torch.cuda.current_device()), console)
-    _report(out, results, console)
-    return 0 if all(result.figures for result in results) else 1
+    cases, skipped = _installed(wanted)
+    for reason in skipped.values():
+        console.print(f"skipped: {reason}", markup=False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = _measure_all(cases, device, console)
+    _report(out, results, skipped, console)
+    return 0 if all(r.figures for r in results if isinstance(r.case.subject, Mode)) else 1
 
 
 def _why_not() -> str | None:
@@ -55,12 +69,25 @@ def _why_not() -> str | None:
     return BACKENDS["triton"].why_not(torch.device("cuda"))
 
 
+def _installed(cases: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
+    """Return the cases that can be run, and the libraries that the others lack with the reason."""
+    peers = [case.subject for case in cases if isinstance(case.subject, Peer)]
+    reasons = {peer.library: peer.why_not() for peer in peers}
+    skipped = {library: reason for library, reason in reasons.items() if reason is not None}
+    kept = [
+        case
+        for case in cases
+        if isinstance(case.subject, Mode) or case.subject.library not in skipped
+    ]
+    return kept, skipped
+
+
 def _measure_all(cases: list[Case], device: torch.device, console: Console) -> list[Result]:
     copy = Copy(device)
     results = []
     for case in cases:
         # a line and no spinner: its thread would stand in the way of the host's times
-        console.print(f"{case.name}: {case.mode.description}", markup=False)
+        console.print(f"{case.name}: {case.subject.description}", markup=False)
         result = run(case, device, copy)
         gc.collect()  # an optimizer can be part of a reference cycle
         torch.cuda.empty_cache()
@@ -71,21 +98,43 @@ def _measure_all(cases: list[Case], device: torch.device, console: Console) -> l
 
 
 def run(case: Case, device: torch.device, copy: Copy) -> Result:
-    """Check a case on a smaller instance, and measure it where every bit is the reference's."""
+    """Measure a case; one of ours only where a smaller instance of it has the promised bits."""
+    if isinstance(case.subject, Peer):
+        return _run_peer(case, case.subject, device, copy)
+    return _run_ours(case, case.subject, device, copy)
+
+
+def _run_ours(case: Case, mode: Mode, device: torch.device, copy: Copy) -> Result:
     try:
-        sizes = case.tensors.shrunk(CHECKED_ELEMENTS)
-        if found := first_difference(case.mode, sizes, device):
-            return Result(case, None, f"the kernel differs from the reference: {found}")
-        instance = build(case.mode, case.tensors.sizes, device, "triton")
-        return Result(case, measure(instance, copy))
+        checked = check(mode, case.tensors.shrunk(CHECKED_ELEMENTS), device)
+        if checked.difference is not None:
+            problem = f"differs from {checked.against}: {checked.difference}"
+            return Result(case, None, problem, checked)
+        make = partial(mode.optimizer, backend="triton")
+        instance = build(make, case.tensors, mode.weight_dtype, device)
+        return Result(case, measure(instance, copy), None, checked)
     except torch.OutOfMemoryError as error:
         return Result(case, None, f"out of memory: {error}")
 
 
-def _report(out: Path, results: list[Result], console: Console) -> None:
+def _run_peer(case: Case, peer: Peer, device: torch.device, copy: Copy) -> Result:
+    try:
+        instance = build(peer.optimizer, case.tensors, peer.weight_dtype, device)
+        figures: Figures = measure(instance, copy)
+        return Result(case, figures)
+    except Exception as error:  # another library fails in its own way; the run goes on
+        return Result(case, None, f"{type(error).__name__}: {error}")
+
+
+def _report(out: Path, results: list[Result], skipped: dict[str, str], console: Console) -> None:
     described = environment.describe()
+    peers = [r.case.subject for r in results if isinstance(r.case.subject, Peer)]
+    libraries = {peer.library: peer.version() for peer in peers}
+    command = shlex.join(sys.argv)
+    record = record_of(results, described, command, dict(sorted(libraries.items())), skipped)
     out.mkdir(parents=True, exist_ok=True)
-    write_record(out / "record.json", record_of(results, described, shlex.join(sys.argv)))
-    draw(out / "speed.png", results, described["gpu"])
-    console.print(table_of(results))
-    console.print(f"{out / 'record.json'}, {out / 'speed.png'}", markup=False)
+    write_record(out / "record.json", record)
+    pictures = draw(out, results, described["gpu"])
+    print_table(console, table_of(results))
+    files = ", ".join(map(str, [out / "record.json", *pictures]))
+    console.print(files, markup=False)

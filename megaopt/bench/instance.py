@@ -1,85 +1,134 @@
 """A case made real: parameters, gradients, an optimizer, and the bytes that a step must move."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megaopt import FusedAdam
-from megaopt.bench.cases import Mode
+from megaopt.bench.sets import TensorSet
 
 __all__ = ["Instance", "build", "bytes_per_step", "state_tensors"]
 
 STATES = ("exp_avg", "exp_avg_sq", "master_param")
+SCALED = (torch.float16, torch.uint8)
 
 
 @dataclass
 class Instance:
     """Parameters with gradients, and the optimizer that updates them."""
 
+    tensors: TensorSet
     parameters: list[Parameter]
-    optimizer: FusedAdam
+    optimizer: torch.optim.Optimizer
     generator: torch.Generator
+    grad_name: str
+    """The parameters' attribute that the optimizer reads: grad or decoupled_grad."""
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients, a parameter's each."""
+        return [getattr(parameter, self.grad_name) for parameter in self.parameters]
 
     def draw_gradients(self) -> None:
         """Fill every gradient with fresh values, in place."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.normal_(generator=self.generator)
+        for gradient in self.gradients:
+            gradient.normal_(generator=self.generator)
 
     def move_gradients(self) -> None:
         """Put every gradient at another address, as a backward pass after zero_grad does."""
-        for parameter in self.parameters:
-            assert parameter.grad is not None  # build drew them
-            parameter.grad = parameter.grad.clone()
+        old = self.gradients
+        new = _allocate(self.tensors, old[0].dtype, old[0].device)
+        for parameter, there, here in zip(self.parameters, old, new, strict=True):
+            setattr(parameter, self.grad_name, here.copy_(there))
 
 
 def build(
-    mode: Mode, sizes: Sequence[int], device: torch.device, backend: str, seed: int = 0
+    make: Callable[[Sequence[Parameter]], torch.optim.Optimizer],
+    tensors: TensorSet,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    grad_dtype: torch.dtype | None = None,
+    seed: int = 0,
 ) -> Instance:
     """Make parameters and gradients of random values: the same for the same seed and device.
 
     Args:
-        mode: The formats.
-        sizes: Elements of each tensor.
+        make: Makes the optimizer of the parameters.
+        tensors: The set that is made real.
+        weight_dtype: Of the parameters.
         device: Where everything lies.
-        backend: FusedAdam's backend, "triton" or "reference".
+        grad_dtype: Of gradients in `decoupled_grad`; None for gradients in `grad`.
         seed: Of the generator that draws weights and gradients.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    parameters = []
-    for size in sizes:
-        weight = torch.empty(size, dtype=mode.weight_dtype, device=device)
-        parameters.append(Parameter(weight.normal_(0, 0.02, generator=generator)))
-    optimizer = FusedAdam(parameters, backend=backend, **mode.options)
-    instance = Instance(parameters, optimizer, generator)
+    weights = _allocate(tensors, weight_dtype, device)
+    parameters = [Parameter(weight.normal_(0, 0.02, generator=generator)) for weight in weights]
+    name = "grad" if grad_dtype is None else "decoupled_grad"
+    gradients = _allocate(tensors, grad_dtype or weight_dtype, device)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        setattr(parameter, name, gradient)
+    instance = Instance(tensors, parameters, make(parameters), generator, name)
     instance.draw_gradients()
     return instance
 
 
+def _allocate(tensors: TensorSet, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    if not tensors.flat:
+        return [torch.empty(size, dtype=dtype, device=device) for size in tensors.sizes]
+    whole = torch.empty(sum(tensors.sizes), dtype=dtype, device=device)
+    return list(torch.split(whole, list(tensors.sizes)))
+
+
 def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]:
-    """Return the weight and every state tensor of one parameter by name, as stored."""
+    """Return the weight, and the moments, master and scales of one parameter, as stored.
+
+    They have the names that FusedAdam gives them, also for a peer that stores what FusedAdam does.
+    """
     state = instance.optimizer.state[parameter]
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {"weight": parameter.detach(), **tensors}
+    # TransformerEngine keeps its scales outside the state
+    scales = getattr(instance.optimizer, "_scales", {}).get(parameter, {})
+    tensors = {"weight": parameter.detach()}
+    for name in STATES:
+        if isinstance(state.get(name), Tensor):
+            tensors[name] = state[name]
+            if state[name].dtype in SCALED:
+                scale_name = f"{name}_scale"
+                tensors[scale_name] = state.get(scale_name, scales.get(name))
+    return tensors
 
 
 def bytes_per_step(instance: Instance) -> int:
     """Return the bytes that a step must move, counted on the tensors that it uses.
 
     Gradients are read; moments and masters are read and written; a weight is written, and is read
-    too where it holds (the upper half of) the value that is updated. Call it after a first step.
+    too where it holds (the upper half of) the value that is updated. Scales of blocks count, single
+    numbers and tables of codes do not. Call it after a first step.
     """
     return sum(_bytes_of(instance, parameter) for parameter in instance.parameters)
 
 
 def _bytes_of(instance: Instance, parameter: Parameter) -> int:
-    assert parameter.grad is not None  # build drew them
-    tensors = state_tensors(instance, parameter)
-    stored = sum(2 * tensors[name].nbytes for name in STATES if name in tensors)
-    master = tensors.get("master_param")
+    gradient: Tensor = getattr(parameter, instance.grad_name)
+    state = instance.optimizer.state[parameter]
+    values = [value for name, value in state.items() if not name.startswith("qmap")]
+    stored = sum(2 * t.nbytes for value in values for t in _stored_in(value) if t.numel() > 1)
+    master = state.get("master_param")
     weight_is_read = master is None or master.dtype is torch.int16
-    return parameter.grad.nbytes + stored + parameter.nbytes * (2 if weight_is_read else 1)
+    return gradient.nbytes + stored + parameter.nbytes * (2 if weight_is_read else 1)
+
+
+def _stored_in(value: Any) -> Iterator[Tensor]:
+    """Give the plain tensors that make up an entry of a state, of whatever library."""
+    if isinstance(getattr(value, "_data", None), Tensor):  # beside it there may be a transpose
+        yield value._data
+    elif hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        yield from (getattr(value, name) for name in names if name != "qmap")
+    elif isinstance(value, Tensor):
+        yield value
+    elif hasattr(value, "__dict__"):
+        yield from (entry for entry in vars(value).values() if isinstance(entry, Tensor))

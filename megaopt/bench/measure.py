@@ -12,10 +12,12 @@ import torch
 
 from megaopt.bench.instance import Instance, bytes_per_step
 
-__all__ = ["Copy", "Figures", "count_device_work", "measure"]
+__all__ = ["Copy", "Figures", "count_device_work", "measure", "repetitions"]
 
-REPETITIONS = 50
-WALL_STEPS = 30
+MOST_STEPS = 50
+LEAST_STEPS = 3
+SECONDS = 0.6
+"""About how long a case's steps may take in one loop: a slow step is repeated less often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +28,17 @@ class Figures:
     elements: int
     bytes: int
     """What a step must move, counted on the tensors."""
+    repetitions: int
+    """Steps behind each time."""
     step_ms: float
+    """Median; with the host's time where the device waits for it, through 10 copies and more."""
     step_ms_quartiles: tuple[float, float]
     copy_bytes: int
     """What the copy moves: bytes read plus bytes written."""
     copy_ms: float
     copy_ms_quartiles: tuple[float, float]
     wall_ms: float
-    """Mean time until a step is done, as the host sees it, with the gradients where they were."""
+    """Median time until a step is done, as the host sees it, with the gradients in place."""
     wall_moved_ms: float
     """The same with every gradient newly allocated before each step (not timed)."""
     kernels: dict[str, int]
@@ -74,30 +79,40 @@ class Copy:
 
 
 def measure(instance: Instance, copy: Copy) -> Figures:
-    """Measure a case on the current CUDA device; its optimizer steps some hundred times."""
+    """Measure a case on the current CUDA device; its optimizer steps up to some 150 times."""
     step = instance.optimizer.step
-    for _ in range(3):  # compile, allocate the state, fill the plan
+    for _ in range(2):  # compile, allocate the state, fill the plan
         step()
-    copies, steps = _device_times(step, copy)
+    scratch, seconds = _scratch_and_time(step)
+    count = repetitions(seconds)
+    copies, steps = _device_times(step, copy, count)
     kernels, transfers = _launches(step)
     return Figures(
         tensors=len(instance.parameters),
         elements=sum(parameter.numel() for parameter in instance.parameters),
         bytes=bytes_per_step(instance),
+        repetitions=count,
         step_ms=statistics.median(steps),
         step_ms_quartiles=_quartiles(steps),
         copy_bytes=copy.bytes,
         copy_ms=statistics.median(copies),
         copy_ms_quartiles=_quartiles(copies),
-        wall_ms=_wall_time(step, lambda: None),
-        wall_moved_ms=_wall_time(step, instance.move_gradients),
+        wall_ms=_wall_time(step, lambda: None, count),
+        wall_moved_ms=_wall_time(step, instance.move_gradients, count),
         kernels=kernels,
         transfers=transfers,
-        scratch_bytes=_scratch(step),
+        scratch_bytes=scratch,
     )
 
 
-def _device_times(step: Callable[[], object], copy: Copy) -> tuple[list[float], list[float]]:
+def repetitions(seconds: float) -> int:
+    """Return how often a step that takes so many seconds is repeated."""
+    return max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds)))
+
+
+def _device_times(
+    step: Callable[[], object], copy: Copy, count: int
+) -> tuple[list[float], list[float]]:
     """Return the times of the copies and of the steps, interleaved, in milliseconds.
 
     Untimed copies go first: while the device works on them, the host enqueues the timed pair, so
@@ -105,7 +120,7 @@ def _device_times(step: Callable[[], object], copy: Copy) -> tuple[list[float], 
     case in the cache.
     """
     pairs = []
-    for _ in range(REPETITIONS):
+    for _ in range(count):
         for _ in range(10):
             copy()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
@@ -125,17 +140,18 @@ def _quartiles(times: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def _wall_time(step: Callable[[], object], prepare: Callable[[], object]) -> float:
-    """Return the mean milliseconds from the call of a step until the device has finished it."""
-    total = 0.0
-    for _ in range(WALL_STEPS):
+def _wall_time(step: Callable[[], object], prepare: Callable[[], object], count: int) -> float:
+    """Return the median milliseconds from the call of a step until the device has finished it."""
+    times = []
+    for _ in range(count):
         prepare()
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        total += time.perf_counter() - start
-    return 1e3 * total / WALL_STEPS
+        times.append(time.perf_counter() - start)
+    # not the mean: some libraries compile again at a later step
+    return 1e3 * statistics.median(times)
 
 
 def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
@@ -164,10 +180,11 @@ def count_device_work(events: Iterable[Any]) -> tuple[dict[str, int], dict[str, 
     return dict(Counter(work) - transfers), dict(transfers)
 
 
-def _scratch(step: Callable[[], object]) -> int:
+def _scratch_and_time(step: Callable[[], object]) -> tuple[int, float]:
+    """Return the memory that a step takes above what is allocated before it, and its seconds."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
     step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - before, time.perf_counter() - start

@@ -1,52 +1,69 @@
-"""What the bench leaves behind: a table, a record and a picture."""
+"""What the bench leaves behind in words: a table and a record."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from megaopt.bench.cases import SETS, Case
-from megaopt.bench.measure import Figures
+from megaopt.bench.cases import Mode
+from megaopt.bench.results import Result, ratios
 
-__all__ = ["Result", "draw", "record_of", "table_of", "write_record"]
+__all__ = ["print_table", "record_of", "table_of", "write_record"]
+
+HEADINGS = ("B/param", "ms", "of copy", "wall", "new grads", "launches", "scratch")
 
 
-@dataclass(frozen=True)
-class Result:
-    """One case: figures where its bits are the reference's, otherwise why there are none."""
-
-    case: Case
-    figures: Figures | None
-    problem: str | None = None
+def print_table(console: Console, table: Table) -> None:
+    """Print a table whole: wider than the terminal where it needs more than that."""
+    unlimited = console.options.update_width(10_000)
+    needed = Measurement.get(console, unlimited, table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def table_of(results: Sequence[Result]) -> Table:
     """Return the figures as a table for the terminal."""
-    table = Table(title="the step against a same-run copy", title_justify="left")
+    table = Table(
+        title="the step against a same-run copy: ms on the device, wall ms, wall ms with new "
+        "gradients, MiB of scratch",
+        title_justify="left",
+    )
     table.add_column("case")
-    names = ("B/param", "ms", "of copy", "wall ms", "wall ms, new grads", "launches", "scratch MiB")
-    for heading in names:
+    table.add_column("bits")
+    for heading in HEADINGS:
         table.add_column(heading, justify="right")
+    table.add_column("against: ours faster, ms / wall / new grads")
     previous = None
     for result in results:
         if previous not in (None, result.case.tensors):
             table.add_section()
         previous = result.case.tensors
-        table.add_row(result.case.name, *_cells(result))
+        table.add_row(result.case.name, _bits(result), *_cells(result), _against(result, results))
     return table
 
 
+def _bits(result: Result) -> str:
+    check = result.check
+    if check is None:
+        return ""
+    if check.difference is not None:
+        return "[red]differ[/red]"
+    if check.against is None:
+        return "unchecked"
+    return "✓ reference" if check.against == "reference" else "✓ peer"
+
+
 def _cells(result: Result) -> list[str]:
-    figures = result.figures
+    figures, size = result.figures, f"{result.bytes_per_parameter:.4g}"
     if figures is None:
-        return [str(result.case.mode.bytes_per_parameter), "[red]no speed[/red]"]
+        return [size, "[red]no speed[/red]", *[""] * 5]
     return [
-        f"{figures.bytes / figures.elements:g}",
+        size,
         f"{figures.step_ms:.3f}",
         f"{figures.percent_of_copy:.1f}%",
         f"{figures.wall_ms:.3f}",
@@ -56,79 +73,66 @@ def _cells(result: Result) -> list[str]:
     ]
 
 
+def _against(result: Result, results: Sequence[Result]) -> str:
+    return "\n".join(
+        f"{ratio.peer} {ratio.step:.2f}x / {ratio.wall:.2f}x / {ratio.wall_moved:.2f}x"
+        for ratio in ratios(result, results)
+    )
+
+
 def record_of(
-    results: Sequence[Result], environment: Mapping[str, str | None], command: str
+    results: Sequence[Result],
+    environment: Mapping[str, str | None],
+    command: str,
+    libraries: Mapping[str, str] | None = None,
+    skipped: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return everything that was measured, and with what, ready for JSON."""
+    """Return everything that was measured, and with what, ready for JSON.
+
+    Args:
+        results: Of the run, in its order.
+        environment: What environment.describe gave.
+        command: The command line.
+        libraries: Versions of the peers' libraries.
+        skipped: Libraries that could not be imported, and why.
+    """
     return {
         "environment": dict(environment),
         "command": command,
+        "libraries": dict(libraries or {}),
+        "skipped": dict(skipped or {}),
         "sets": {result.case.tensors.name: result.case.tensors.description for result in results},
-        "cases": [_case_record(result) for result in results],
+        "cases": [_case_record(result, results) for result in results],
     }
 
 
-def _case_record(result: Result) -> dict[str, Any]:
-    case, figures = result.case, result.figures
+def _case_record(result: Result, results: Sequence[Result]) -> dict[str, Any]:
+    case, figures, check = result.case, result.figures, result.check
+    ours = isinstance(case.subject, Mode)
     record: dict[str, Any] = {
         "case": case.name,
         "set": case.tensors.name,
-        "mode": case.mode.name,
-        "description": case.mode.description,
-        "bytes_per_parameter": case.mode.bytes_per_parameter,
-        "equal_to_reference": figures is not None,
+        "ours" if ours else "peer": case.subject.name,
+        "description": case.subject.description,
+        "bytes_per_parameter": result.bytes_per_parameter,
         "problem": result.problem,
     }
+    if isinstance(case.subject, Mode):
+        record["contract"] = case.subject.contract
+        record["checked_against"] = check.against if check else None
+        equal = None if check is None or check.against is None else check.difference is None
+        record["equal"] = equal
     if figures is not None:
         record |= asdict(figures) | {
             "launches": figures.launches,
             "copy_bandwidth": figures.copy_bandwidth,
             "percent_of_copy": figures.percent_of_copy,
         }
+        if ours:
+            record["times_faster_than"] = [asdict(ratio) for ratio in ratios(result, results)]
     return record
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON."""
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def draw(path: Path, results: Sequence[Result], hardware: str | None) -> None:
-    """Draw the percentages of copy as horizontal bars, one panel per set, into a PNG."""
-    names = list(dict.fromkeys(result.case.tensors.name for result in results))
-    groups = [[r for r in results if r.case.tensors.name == name] for name in names]
-    rows = [len(group) for group in groups]
-    # notes stand in one column, right of the line and of the longest bar
-    column = 3 + max([100.0, *(r.figures.percent_of_copy for r in results if r.figures)])
-    figure = Figure(figsize=(9, 0.9 + sum(0.34 * count + 0.75 for count in rows)), dpi=150)
-    figure.set_layout_engine("constrained")
-    panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    for panel, name, group in zip(panels, names, groups, strict=True):
-        _draw_set(panel, group, column)
-        panel.set_title(f"{name}: {SETS[name].description}", loc="left", fontsize=10)
-    panels[-1].set_xticks(range(0, 101, 20))
-    panels[-1].set_xlabel("bytes that the step must move / time, in percent of a same-run copy")
-    figure.suptitle(f"megaopt on {hardware}", x=0.01, ha="left", fontweight="bold")
-    figure.savefig(path)
-
-
-def _draw_set(panel: Axes, group: Sequence[Result], column: float) -> None:
-    labels = [f"{r.case.mode.name} ({r.case.mode.bytes_per_parameter} B)" for r in group]
-    speeds = [r.figures.percent_of_copy if r.figures else 0.0 for r in group]
-    panel.barh(range(len(group)), speeds, color="#3b6ea5", height=0.7)
-    panel.set_yticks(range(len(group)), labels)
-    panel.invert_yaxis()
-    panel.axvline(100, color="#222222", linewidth=1, linestyle="--")
-    panel.set_xlim(0, column + 45)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    for row, result in enumerate(group):
-        panel.text(column, row, _note(result), va="center", fontsize=8)
-
-
-def _note(result: Result) -> str:
-    figures = result.figures
-    if figures is None:
-        return "no speed: see record.json"
-    times = f"{figures.step_ms:.2f} ms, wall {figures.wall_ms:.2f} ms"
-    return f"{figures.percent_of_copy:.0f}%  {times}"

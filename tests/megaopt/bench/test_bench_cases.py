@@ -1,63 +1,75 @@
-"""The bench's cases: the model's tensors, and the bytes that each mode declares."""
+"""The bench's cases: modes of ours under each contract, their bytes, and the order of a run."""
+
+from functools import partial
 
 import pytest
 import torch
 
-from megaopt.bench.cases import MODES, SETS, select
+from megaopt.bench import cases
+from megaopt.bench.cases import MODES, Mode, select
 from megaopt.bench.instance import build, bytes_per_step
+from megaopt.bench.peers import PEERS
+from megaopt.bench.sets import SETS, TensorSet
+from megaopt.kernels.contracts import CONTRACTS, IEEE
 
 CPU = torch.device("cpu")
+SIZES = TensorSet(name="s", description="", sizes=(3, 8, 100))
+IEEE_MODES = {name: mode for name, mode in MODES.items() if mode.contract == "ieee"}
+BYTES = {
+    "bf16": 28,
+    "bf16-remainders": 26,
+    "bf16-moments": 20,
+    "bf16-remainders-moments": 18,
+    "fp16-moments": 20,
+    "fp32": 28,
+}
 
 
-def test_set_b_is_llamas_291_tensors() -> None:
-    sizes = SETS["B"].sizes
-    assert len(sizes) == 291
-    assert sum(sizes) * 8 == 8_030_261_248  # the parameters of Llama-3.1-8B
-    assert sizes.count(4096 // 8) == 65  # two norms a layer and the last
-
-
-def test_sets_a_and_c() -> None:
-    assert SETS["A"].sizes == (268_435_456,)
-    assert SETS["C"].sizes == (1024,) * 4000
-
-
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_declared_bytes_are_those_of_the_tensors(mode) -> None:
-    instance = build(mode, (3, 8, 100), CPU, "reference")
+@pytest.mark.parametrize("mode", IEEE_MODES.values(), ids=IEEE_MODES)
+def test_declared_bytes_are_those_of_the_tensors(mode: Mode) -> None:
+    make = partial(mode.optimizer, backend="reference")
+    instance = build(make, SIZES, mode.weight_dtype, CPU)
     instance.optimizer.step()
     assert bytes_per_step(instance) == 111 * mode.bytes_per_parameter
 
 
-def test_modes_are_the_28_26_20_and_18_bytes() -> None:
-    assert [mode.bytes_per_parameter for mode in MODES.values()] == [28, 26, 20, 18, 28]
+def test_modes_under_ieee_and_their_bytes() -> None:
+    assert {name: mode.bytes_per_parameter for name, mode in IEEE_MODES.items()} == BYTES
 
 
-@pytest.mark.parametrize("tensor_set", SETS.values(), ids=SETS)
-def test_shrunk_set_is_small_and_of_the_same_kind(tensor_set) -> None:
-    sizes = tensor_set.shrunk(2**16)
-    assert 1 <= len(sizes) <= 64
-    assert sum(sizes) <= 2**16 + 64
-    assert min(sizes) >= 1
-    assert max(sizes) <= max(tensor_set.sizes)
-    assert len(set(sizes)) == len(set(tensor_set.sizes[:: max(1, len(tensor_set.sizes) // 64)]))
+def test_every_contract_that_exists_has_modes_and_no_other() -> None:
+    assert {mode.contract for mode in MODES.values()} == {*CONTRACTS} & {"ieee", "te", "torch"}
 
 
-def test_same_seed_draws_the_same_case_and_another_seed_another() -> None:
-    mode = MODES["bf16"]
-    one, same = build(mode, (50,), CPU, "reference"), build(mode, (50,), CPU, "reference")
-    other = build(mode, (50,), CPU, "reference", seed=1)
-    assert torch.equal(one.parameters[0], same.parameters[0])
-    assert torch.equal(one.parameters[0].grad, same.parameters[0].grad)
-    assert not torch.equal(one.parameters[0], other.parameters[0])
+def test_modes_of_other_contracts_are_left_out_or_named_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cases, "CONTRACTS", {"ieee": IEEE, "te": IEEE})
+    made = partial(cases._modes, "m", "some", 20, {}, against=("torch-fused-fp32",))
+    modes = list(made(twins={"te": "transformerengine-bf16", "torch": "torch-fused-fp32"}))
+    assert [(mode.name, mode.contract, mode.twin) for mode in modes] == [
+        ("m", "ieee", None),
+        ("te:m", "te", "transformerengine-bf16"),
+    ]
 
 
-def test_moved_gradients_have_other_addresses_and_the_same_values() -> None:
-    instance = build(MODES["bf16"], (5, 7), CPU, "reference")
-    before = [parameter.grad for parameter in instance.parameters]
-    instance.move_gradients()
-    for old, parameter in zip(before, instance.parameters, strict=True):
-        assert old.data_ptr() != parameter.grad.data_ptr()
-        assert torch.equal(old, parameter.grad)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
+    assert mode.against
+    for name in {*mode.against, *([mode.twin] if mode.twin else [])}:
+        assert PEERS[name].weight_dtype == mode.weight_dtype
+        assert PEERS[name].bytes_per_parameter == mode.bytes_per_parameter
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_contract_and_formats_reach_the_optimizer(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "FusedAdam", lambda parameters, **options: (parameters, options))
+    parameters, options = mode.optimizer((1, 2), backend="triton")
+    assert parameters == [1, 2]
+    expected = {"lr": 1e-3, "weight_decay": 0.1, "contract": mode.contract, "backend": "triton"}
+    assert options == {**expected, **mode.options}
 
 
 def test_select_takes_names_in_the_tables_order() -> None:
@@ -66,10 +78,22 @@ def test_select_takes_names_in_the_tables_order() -> None:
     assert names == ["A/bf16", "A/fp32", "C/bf16", "C/fp32"]
 
 
+def test_a_mode_brings_its_peers_and_stands_before_them() -> None:
+    everything = tuple(PEERS.values())
+    names = [case.subject.name for case in select(("A",), ("fp32", "torchao-8bit"), everything)]
+    assert names == ["fp32", "torch-fused-fp32", "torch-foreach-fp32", "apex-fp32", "torchao-8bit"]
+    only_peer = select(("A",), ("bitsandbytes-8bit",), everything)
+    assert [case.subject.name for case in only_peer] == ["bitsandbytes-8bit"]
+    everywhere = [case.subject.name for case in select(("A",), (), everything)]
+    assert sorted(everywhere) == sorted([*MODES, *PEERS])
+    for mode in MODES.values():
+        assert all(everywhere.index(mode.name) < everywhere.index(name) for name in mode.against)
+
+
 @pytest.mark.parametrize(
     ("sets", "only", "message"),
     [
-        (("A", "D"), (), r"sets=\['D'\]: unknown; allowed are A, B, C"),
+        (("A", "D"), (), r"sets=\['D'\]: unknown; allowed are A, B, C, llama70b-64, "),
         ((), ("fp8",), r"only=\['fp8'\]: unknown; allowed are bf16, "),
     ],
 )

@@ -1,14 +1,21 @@
 """`megaopt bench` as a command: exit statuses, the gate, and, on a GPU, a whole small run."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 from megaopt.bench import command, main
-from megaopt.bench.cases import select
+from megaopt.bench.cases import MODES, Case, select
+from megaopt.bench.equality import Check, check
+from megaopt.bench.peers import PEERS, Peer
+from megaopt.bench.results import Result
+from megaopt.bench.sets import SETS
 from megaopt.kernels.backends import BACKENDS
+
+CPU = torch.device("cpu")
 
 
 def test_without_a_gpu_it_says_so_and_returns_2(
@@ -36,38 +43,102 @@ def test_unknown_names_return_2(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "only=['Z']" in capsys.readouterr().err
 
 
-def test_case_that_differs_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_called(*_: object) -> None:
-        raise AssertionError("a case whose bits are wrong was built or measured")
+def not_called(*_: object) -> None:
+    raise AssertionError("a case whose bits are wrong was built or measured")
 
-    monkeypatch.setattr(command, "first_difference", lambda *_: "step 1, tensor 0")
+
+def test_case_that_differs_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "check", lambda *_: Check("reference", "step 1, tensor 0"))
     monkeypatch.setattr(command, "build", not_called)
     monkeypatch.setattr(command, "measure", not_called)
-    result = command.run(select(("A",), ("bf16",))[0], torch.device("cpu"), None)
+    result = command.run(select(("A",), ("bf16",))[0], CPU, None)
     assert result.figures is None
-    assert "differs from the reference: step 1, tensor 0" in result.problem
+    assert result.problem == "differs from reference: step 1, tensor 0"
+
+
+def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("needs amp_C")
+
+    monkeypatch.setattr(command, "check", not_called)  # a peer promises nothing
+    monkeypatch.setattr(command, "build", failing)
+    peer = Case(SETS["C"], PEERS["apex-fp32"])
+    result = command.run(peer, CPU, None)
+    assert (result.figures, result.problem) == (None, "RuntimeError: needs amp_C")
+    with pytest.raises(AssertionError):  # the check: ours is not run without it
+        command.run(Case(SETS["C"], MODES["bf16"]), CPU, None)
+
+
+class Absent(Peer):
+    def why_not(self) -> str | None:
+        return "apex is not installed"
+
+
+def test_peers_that_are_not_installed_are_left_out_and_named() -> None:
+    apex = PEERS["apex-fp32"]
+    absent = Absent(**{field.name: getattr(apex, field.name) for field in fields(apex)})
+    subjects = [MODES["fp32"], absent, PEERS["torch-fused-fp32"]]
+    kept, skipped = command._installed([Case(SETS["A"], subject) for subject in subjects])
+    assert [case.subject.name for case in kept] == ["fp32", "torch-fused-fp32"]
+    assert skipped == {"apex": "apex is not installed"}
+
+
+@pytest.mark.parametrize(("peers", "count"), [(True, 1 + 3), (False, 1)])
+def test_peers_are_measured_unless_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: bool, count: int
+) -> None:
+    seen: list[Case] = []
+
+    def measured(cases: list[Case], *_: object) -> list[Result]:
+        seen.extend(cases)
+        return [Result(case, None, "not measured") for case in cases]
+
+    monkeypatch.setattr(command, "_why_not", lambda: None)
+    monkeypatch.setattr(command, "_installed", lambda cases: (cases, {}))
+    monkeypatch.setattr(command, "_measure_all", measured)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(Peer, "version", lambda _: "1.0")
+    assert main(tmp_path, ("A",), ("fp32",), peers) == 1
+    assert len(seen) == count
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [case["case"] for case in record["cases"]] == [case.name for case in seen]
+    assert (tmp_path / "speed_A.png").exists()
 
 
 @pytest.mark.gpu
 def test_difference_reaches_the_exit_status_and_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "first_difference", lambda *_: "step 1, tensor 0")
-    assert main(tmp_path, ("C",), ("bf16",)) == 1
+    monkeypatch.setattr(command, "check", lambda *_: Check("reference", "step 1, tensor 0"))
+    assert main(tmp_path, ("C",), ("bf16",), peers=False) == 1
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
-    assert case["equal_to_reference"] is False
+    assert case["equal"] is False
     assert "percent_of_copy" not in case
 
 
 @pytest.mark.gpu
 def test_small_run_on_a_gpu(tmp_path: Path) -> None:
-    assert main(tmp_path, ("C",), ("bf16", "bf16-remainders")) == 0
+    only = ("bf16", "bf16-remainders", "fp32", "torch-fused-fp32")
+    assert main(tmp_path, ("C", "gpt2"), only, peers=True) == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["environment"]["gpu"]
-    assert [case["case"] for case in record["cases"]] == ["C/bf16", "C/bf16-remainders"]
-    for case in record["cases"]:
-        assert case["tensors"] == 4000
-        assert case["bytes"] == case["bytes_per_parameter"] * 4_096_000
-        assert case["launches"] in (None, 1)  # None where the profiler may not look
-        assert case["wall_ms"] > 0
-    assert (tmp_path / "speed.png").stat().st_size > 5000
+    assert record["libraries"]["torch"] == torch.__version__
+    measured = {case["case"]: case for case in record["cases"]}
+    assert {f"{name}/{mode}" for name in ("C", "gpt2") for mode in only} <= set(measured)
+    for name, case in measured.items():
+        if "ours" in case:
+            assert case["bytes"] == case["bytes_per_parameter"] * case["elements"]
+            assert case["launches"] in (None, 1)  # None where the profiler may not look
+        assert case.get("wall_ms", 1) > 0, name
+    assert "torch-fused-fp32" in {r["peer"] for r in measured["C/fp32"]["times_faster_than"]}
+    for name in ("C", "gpt2"):
+        assert (tmp_path / f"speed_{name}.png").stat().st_size > 5000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_passes_its_gate_on_unaligned_shards(name: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = check(MODES[name], SETS["llama70b-64"].shrunk(2**20), device)
+    assert found.difference is None
+    assert found.against is not None or MODES[name].contract == "te"

@@ -15,8 +15,6 @@ class Contract:
     """The backends on which the promise can be kept."""
     needs_gpu: str | None = None
     """Why only an NVIDIA GPU gives these bits; None where every device does."""
-    scaled_fp16_moments: bool = True
-    """Moments in fp16 have a scale per tensor; without one small squares become 0, as in torch."""
 
 
 IEEE = Contract(
@@ -38,7 +36,6 @@ TORCH = Contract(
     "the bits of torch.optim.Adam and AdamW with fused=True, on the GPU",
     ("triton", "reference"),
     "torch's fused kernels compute bias corrections with CUDA's powf",
-    scaled_fp16_moments=False,
 )
 
 CONTRACTS = {contract.name: contract for contract in (IEEE, TE, TORCH)}

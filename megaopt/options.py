@@ -35,6 +35,13 @@ class Options:
         one_of("master_weight_dtype", self.master_weight_dtype, (torch.float32, torch.float16))
         one_of("exp_avg_dtype", self.exp_avg_dtype, MOMENTS)
         one_of("exp_avg_sq_dtype", self.exp_avg_sq_dtype, MOMENTS)
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if self.contract == "torch" and getattr(self, name) == torch.float16:
+                raise ValueError(
+                    f"{name}=torch.float16 is not allowed with contract='torch': torch's own bits "
+                    "then depend on alignment and place (docs/numbers.md); torch.float32, "
+                    "torch.bfloat16"
+                )
         if self.dtype is not None and self.master_weight_dtype != self.dtype:
             raise ValueError(
                 f"dtype={self.dtype} asks for fp32 masters and master_weight_dtype="

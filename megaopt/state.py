@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from megaopt.batches import MASTER, SCALE, state_name
-from megaopt.kernels.contracts import CONTRACTS
-from megaopt.kernels.formats import GRADS, MOMENTS, PLAIN_MOMENTS, WEIGHTS, Format
+from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
@@ -21,13 +20,12 @@ def formats_of(
     weight: torch.Tensor, grad_dtype: torch.dtype, options: Options, masters: bool
 ) -> Formats:
     """The formats of a parameter's buffers under these options."""
-    moments = MOMENTS if CONTRACTS[options.contract].scaled_fp16_moments else PLAIN_MOMENTS
     return Formats(
         GRADS[grad_dtype],
         WEIGHTS[weight.dtype],
         options.master_format(weight.dtype, masters),
-        moments[options.exp_avg_dtype],
-        moments[options.exp_avg_sq_dtype],
+        MOMENTS[options.exp_avg_dtype],
+        MOMENTS[options.exp_avg_sq_dtype],
     )
 
 

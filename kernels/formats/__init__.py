@@ -19,8 +19,6 @@ GRADS = {f.dtype: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
 WEIGHTS = {f.dtype: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
 MASTERS = {f.dtype: f for f in (FLOAT32, SCALED_FLOAT16, REMAINDER16, NONE)}
 MOMENTS = {f.dtype: f for f in (FLOAT32, BFLOAT16, SCALED_FLOAT16)}
-PLAIN_MOMENTS = {f.dtype: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
-"""Under a contract that keeps fp16 moments without a scale."""
 
 
 def names(table: dict[torch.dtype | None, Format]) -> str:
@@ -28,4 +26,4 @@ def names(table: dict[torch.dtype | None, Format]) -> str:
     return ", ".join(str(dtype) for dtype in table)
 
 
-__all__ = ["GRADS", "MASTERS", "MOMENTS", "NONE", "PLAIN_MOMENTS", "WEIGHTS", "Format", "names"]
+__all__ = ["GRADS", "MASTERS", "MOMENTS", "NONE", "WEIGHTS", "Format", "names"]

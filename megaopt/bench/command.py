@@ -130,7 +130,7 @@ def _report(out: Path, results: list[Result], skipped: dict[str, str], console: 
     described = environment.describe()
     peers = [r.case.subject for r in results if isinstance(r.case.subject, Peer)]
     libraries = {peer.library: peer.version() for peer in peers}
-    command = shlex.join(sys.argv)
+    command = shlex.join(["megaopt", *sys.argv[1:]])
     record = record_of(results, described, command, dict(sorted(libraries.items())), skipped)
     out.mkdir(parents=True, exist_ok=True)
     write_record(out / "record.json", record)

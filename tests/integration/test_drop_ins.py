@@ -84,6 +84,11 @@ def test_l2_decay_under_contract_torch_is_refused():
         FusedAdam([parameter()], contract="torch", adam_w_mode=False, weight_decay=0.1)
 
 
+def test_fp16_moments_under_contract_torch_are_refused():
+    with pytest.raises(ValueError, match=r"exp_avg_dtype=torch.float16.* not allowed.*float32"):
+        FusedAdam([parameter()], contract="torch", exp_avg_dtype=torch.float16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("set_grad_none", [True, False])
 def test_apex_zero_grad_follows_set_grad_none(set_grad_none):

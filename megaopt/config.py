@@ -104,9 +104,31 @@ class UnfusedVariant:
     name: str
     """Name in tables and records."""
     kind: Literal["unfused"] = "unfused"
-    """Which of the two kinds of variant this is."""
+    """Which of the kinds of variant this is."""
     rounding: Literal["nearest_even", "nearest_away"] = "nearest_even"
     """How a master is rounded to its bf16 weight: where ties between two neighbours go."""
+
+    @property
+    def baseline(self) -> None:
+        """A baseline is compared with nothing."""
+        return None
+
+    @property
+    def resume_after(self) -> None:
+        """A baseline runs straight through."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerVariant:
+    """Another library's fused Adam with fp32 masters: a baseline for the contract of its bits."""
+
+    name: str
+    """Name in tables and records."""
+    kind: Literal["peer"] = "peer"
+    """Which of the kinds of variant this is."""
+    library: Literal["transformer_engine"]
+    """Whose optimizer trains; it must be installed, and the device be an NVIDIA GPU."""
 
     @property
     def baseline(self) -> None:
@@ -126,9 +148,11 @@ class FusedVariant:
     name: str
     """Name in tables and records."""
     kind: Literal["fused"] = "fused"
-    """Which of the two kinds of variant this is."""
+    """Which of the kinds of variant this is."""
     baseline: str
-    """Name of the unfused variant that this one must equal bit for bit."""
+    """Name of the unfused or peer variant that this one must equal bit for bit."""
+    contract: Literal["ieee", "te", "torch"] = "ieee"
+    """Contract of FusedAdam."""
     backend: Literal["auto", "triton", "reference"] = "auto"
     """Backend of FusedAdam."""
     masters: Literal["created", "external", "remainders"] = "created"
@@ -139,13 +163,18 @@ class FusedVariant:
     """Step after which the run is saved and continued in a fresh process; None: never."""
 
     def __post_init__(self) -> None:
-        require(bool(self.baseline), "baseline", self.baseline, "the name of an unfused variant")
+        require(bool(self.baseline), "baseline", self.baseline, "the name of a baseline variant")
         if self.resume_after is not None:
             _require_at_least(self, 1, "resume_after")
 
 
-Variant = UnfusedVariant | FusedVariant
-VARIANT_KINDS: dict[str, type[Any]] = {"unfused": UnfusedVariant, "fused": FusedVariant}
+Baseline = UnfusedVariant | PeerVariant
+Variant = Baseline | FusedVariant
+VARIANT_KINDS: dict[str, type[Any]] = {
+    "unfused": UnfusedVariant,
+    "peer": PeerVariant,
+    "fused": FusedVariant,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +204,7 @@ class RunConfig:
         _require_at_least(self, 0, "seed")
         _require_at_least(self, 1, "steps", "batch_size", "cpu_threads")
         names = [variant.name for variant in self.variant]
-        baselines = [v.name for v in self.variant if isinstance(v, UnfusedVariant)]
+        baselines = [v.name for v in self.variant if isinstance(v, Baseline)]
         require(len(names) > 0, "variant", [], "at least one [[variant]]")
         for variant in self.variant:
             self._check_variant(variant, names, baselines)
@@ -184,9 +213,9 @@ class RunConfig:
         named = re.fullmatch(r"[A-Za-z0-9_.-]+", variant.name) is not None
         require(named, "variant name", variant.name, "letters, digits, '_', '-' and '.'")
         require(names.count(variant.name) == 1, "variant name", variant.name, "a name used once")
-        if isinstance(variant, UnfusedVariant):
+        if isinstance(variant, Baseline):
             return
-        allowed = f"the name of an unfused variant: {', '.join(baselines) or 'there is none'}"
+        allowed = f"the name of a baseline variant: {', '.join(baselines) or 'there is none'}"
         require(
             variant.baseline in baselines, f"{variant.name}.baseline", variant.baseline, allowed
         )

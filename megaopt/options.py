@@ -12,6 +12,7 @@ import torch
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format, names
+from megaopt.kernels.rules.base import round_to_fp32
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ def check_group(group: Mapping[str, Any], where: str) -> None:
     lr, eps, weight_decay = (
         number(group[name], f"{where}: {name}") for name in ("lr", "eps", "weight_decay")
     )
-    check("lr", group["lr"], 0 <= lr < math.inf, "a finite number, at least 0")
-    check("eps", group["eps"], 0 <= eps < math.inf, "a finite number, at least 0")
-    check("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "a finite number, at least 0")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        fits = value >= 0 and round_to_fp32(value) < math.inf
+        check(name, group[name], fits, "a finite number, at least 0, in fp32")
     betas = group["betas"]
     check("betas", betas, isinstance(betas, (tuple, list)) and len(betas) == 2, "two numbers")
     for index, beta in enumerate(betas):

@@ -88,8 +88,9 @@ def _row(lane: Lane) -> tuple[str, str, str, str, str]:
 
 def _report(regression: Regression, folder: Path, console: Console) -> int:
     table = Table(title=f"{regression.config.name}: {regression.config.steps} steps")
-    for column in ("variant", "baseline", "final loss", "identical", "first difference"):
-        table.add_column(column, overflow="fold")
+    for column in ("variant", "baseline", "final loss", "identical"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("first difference", overflow="fold")
     for lane in regression.lanes:
         table.add_row(*_row(lane))
     console.print(table)

@@ -93,6 +93,7 @@ class FusedWeights:
             store_param_remainders=remainders,
             bias_correction=config.bias_correction,
             adam_w_mode=config.adam_w_mode,
+            contract=variant.contract,
             backend=variant.backend,
         )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megaopt.config import ConfigError, RunConfig, UnfusedVariant, Variant
+from megaopt.config import ConfigError, PeerVariant, RunConfig, UnfusedVariant, Variant
 from megaopt.regression.fused import FusedWeights
+from megaopt.regression.peer import PeerWeights
 from megaopt.regression.unfused import UnfusedAdam
 from megaopt.training.model import GPT, build_model
 from megaopt.training.trainer import Trainer, WeightOwner
@@ -28,4 +29,6 @@ def build_trainer(config: RunConfig, variant: Variant, device: torch.device) -> 
 def _build_owner(model: GPT, config: RunConfig, variant: Variant) -> WeightOwner:
     if isinstance(variant, UnfusedVariant):
         return UnfusedAdam(model, config.optimizer, variant)
+    if isinstance(variant, PeerVariant):
+        return PeerWeights(model, config.optimizer, variant)
     return FusedWeights(model, config.optimizer, variant)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megaopt.config import ConfigError, FusedVariant, UnfusedVariant, read_config
+from megaopt.config import ConfigError, FusedVariant, PeerVariant, UnfusedVariant, read_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("gpt_*.toml"))
 
@@ -100,12 +100,16 @@ REFUSED = {
         "learning_rate = 1\nbeta2 = 1",
         r"optimizer\.beta2 = 1\.0 .*\[0, 1\)",
     ),
-    "no kind": ('kind = "unfused"', "", r"variant\[0\]\.kind = None .*'unfused', 'fused'"),
-    "unknown kind": ('"fused"', '"fuzed"', r"variant\[1\]\.kind = 'fuzed' .*'unfused', 'fused'"),
+    "no kind": ('kind = "unfused"', "", r"variant\[0\]\.kind = None .*'unfused', 'peer', 'fused'"),
+    "unknown kind": (
+        '"fused"',
+        '"fuzed"',
+        r"variant\[1\]\.kind = 'fuzed' .*'unfused', 'peer', 'fused'",
+    ),
     "unknown baseline": (
         'baseline = "unfused"',
         'baseline = "x"',
-        r"stopped\.baseline = 'x' .*unfused variant: unfused",
+        r"stopped\.baseline = 'x' .*baseline variant: unfused",
     ),
     "fused baseline": ('baseline = "unfused"', 'baseline = "stopped"', r"stopped\.baseline"),
     "name used twice": ('name = "stopped"', 'name = "unfused"', r"'unfused' .*used once"),
@@ -141,7 +145,10 @@ def test_an_unknown_variant_is_refused_with_the_known_ones(tmp_path):
         config.find_variant("x")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+PLAIN = [path for path in CONFIGS if not path.stem.endswith("_te")]
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
 def test_the_configs_of_the_repository_compare_all_forms(path):
     config = read_config(path)
     fused = [variant for variant in config.variant if isinstance(variant, FusedVariant)]
@@ -156,5 +163,17 @@ def test_the_configs_of_the_repository_compare_all_forms(path):
     }
 
 
-def test_both_configs_are_found():
-    assert [path.stem for path in CONFIGS] == ["gpt_124m", "gpt_tiny"]
+def test_the_configs_are_found():
+    assert [path.stem for path in CONFIGS] == ["gpt_124m", "gpt_124m_te", "gpt_tiny"]
+
+
+def test_the_te_config_differs_from_its_model_only_in_the_variants():
+    plain, te = (read_config(path) for path in CONFIGS[:2])
+    assert (te.model, te.optimizer, te.steps, te.seed) == (
+        plain.model,
+        plain.optimizer,
+        plain.steps,
+        plain.seed,
+    )
+    assert isinstance(te.variant[0], PeerVariant)
+    assert {v.contract for v in te.variant if isinstance(v, FusedVariant)} == {"te"}

@@ -62,6 +62,7 @@ HYPER = {
     "lr_negative": ({"lr": -1e-3}, r"lr=-0\.001 is not allowed: a finite number, at least 0"),
     "lr_nan": ({"lr": NAN}, r"lr=nan is not allowed"),
     "lr_inf": ({"lr": INF}, r"lr=inf is not allowed"),
+    "lr_inf_in_fp32": ({"lr": 1e39}, r"lr=1e\+39 is not allowed: a finite number"),
     "lr_text": ({"lr": "fast"}, r"lr='fast' is not allowed: a number"),
     "lr_none": ({"lr": None}, r"lr=None is not allowed: a number"),
     "lr_tensor_nan": ({"lr": torch.tensor(NAN)}, r"lr=tensor\(nan\) is not allowed"),

@@ -76,11 +76,15 @@ def bench(
     return run(out, sets, only, peers)
 
 
-def doctor() -> int:
-    """Show what is installed, and which backends and contracts work here."""
+def doctor(*, check: bool = False) -> int:
+    """Show what is installed, and which backends and contracts work here.
+
+    Args:
+        check: Also step beside the installed peers whose bits a contract promises, and compare.
+    """
     from megaopt.doctor import main as run
 
-    return run()
+    return run(check)
 
 
 def choose_triton_mode() -> None:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from megaopt import FusedAdam, environment
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.parity import examine_parity, parity_table, peers_table
 
 __all__ = ["Finding", "examine", "main"]
 
@@ -32,17 +33,25 @@ class Finding:
     note: str
 
 
-def main() -> int:
-    """Print versions, devices and findings.
+def main(check: bool = False) -> int:
+    """Print versions, devices, other libraries and findings.
+
+    Args:
+        check: Also step beside the installed peers whose bits a contract promises, and compare.
 
     Returns:
-        0 when all that is meant to work here works, 1 otherwise.
+        0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
     """
     console = Console()
     console.print(_environment_table(environment.describe()))
     findings = [finding for device in devices() for finding in examine(device)]
     console.print(_findings_table(findings))
-    return 1 if any(finding.works is False for finding in findings) else 0
+    console.print(peers_table())
+    parities = examine_parity() if check else []
+    if check:
+        console.print(parity_table(parities))
+    broken = any(finding.works is False for finding in findings)
+    return 1 if broken or any(parity.holds is False for parity in parities) else 0
 
 
 def devices() -> list[torch.device]:

@@ -1,0 +1,74 @@
+"""The peers whose bits the contracts promise: which are here, and whether the promise holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from megaopt.bench.cases import MODES
+from megaopt.bench.equality import check
+from megaopt.bench.peers import PEERS
+from megaopt.bench.sets import TensorSet
+from megaopt.kernels.contracts import CONTRACTS
+
+__all__ = ["Parity", "examine_parity", "parity_table", "peers_table"]
+
+# below, at and above a program's chunk, one that is unaligned in 16 bytes, and many chunks
+CHECKED = TensorSet(
+    name="check", description="shapes of a check", sizes=(1, 7, 2047, 2048, 2049, 65_537)
+)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What became of one of our modes beside the optimizer that it promises to equal."""
+
+    mode: str
+    against: str
+    holds: bool | None
+    """None where the peer is not installed, or there is no GPU."""
+    note: str
+
+
+def examine_parity() -> list[Parity]:
+    """Steps each mode of a contract that another library keeps beside that library, on the GPU."""
+    return [_examine(name) for name, mode in MODES.items() if mode.twin is not None]
+
+
+def _examine(name: str) -> Parity:
+    mode = MODES[name]
+    peer = PEERS[str(mode.twin)]
+    reason = peer.why_not()
+    if not torch.cuda.is_available():
+        reason = "there is no CUDA GPU"
+    if reason is not None:
+        return Parity(name, peer.name, None, reason)
+    difference = check(mode, CHECKED, torch.device("cuda")).difference
+    if difference is not None:
+        return Parity(name, peer.name, False, difference)
+    return Parity(name, peer.name, True, CONTRACTS[mode.contract].promise)
+
+
+def peers_table() -> Table:
+    """The libraries that the bench knows, with their versions or why they are absent."""
+    table = Table(title="other libraries", title_justify="left")
+    table.add_column("library")
+    table.add_column("version, or why not")
+    libraries = {peer.library: peer for peer in PEERS.values()}
+    for library, peer in libraries.items():
+        table.add_row(library, peer.why_not() or peer.version())
+    return table
+
+
+def parity_table(findings: list[Parity]) -> Table:
+    """The outcome of examine_parity."""
+    table = Table(title="parity", title_justify="left")
+    for heading in ("ours", "theirs", "same bits", "note"):
+        table.add_column(heading)
+    words = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "not here"}
+    for found in findings:
+        note = found.note.replace("[", r"\[")
+        table.add_row(found.mode, found.against, words[found.holds], note)
+    return table

@@ -37,11 +37,16 @@ def examine_parity() -> list[Parity]:
     return [_examine(name) for name, mode in MODES.items() if mode.twin is not None]
 
 
+def gpu_is_there() -> bool:
+    """Whether promises can be checked here."""
+    return torch.cuda.is_available()
+
+
 def _examine(name: str) -> Parity:
     mode = MODES[name]
     peer = PEERS[str(mode.twin)]
     reason = peer.why_not()
-    if not torch.cuda.is_available():
+    if not gpu_is_there():
         reason = "there is no CUDA GPU"
     if reason is not None:
         return Parity(name, peer.name, None, reason)

@@ -28,7 +28,7 @@ def test_without_a_gpu_nothing_is_claimed_and_nothing_is_broken(capsys):
 
 @pytest.mark.parametrize(("difference", "status"), [(None, 0), ("step 1, weight[3]", 1)])
 def test_a_difference_is_shown_and_counts(monkeypatch, capsys, difference, status):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(parity, "gpu_is_there", lambda: True)
     monkeypatch.setattr(doctor, "devices", list)
     monkeypatch.setattr(parity, "check", lambda *_: Check("torch-fused-fp32", difference))
     monkeypatch.setattr(parity, "MODES", {"torch:fp32": MODES["torch:fp32"]})
@@ -37,7 +37,7 @@ def test_a_difference_is_shown_and_counts(monkeypatch, capsys, difference, statu
 
 
 def test_a_missing_peer_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(parity, "gpu_is_there", lambda: True)
     name = "te:bf16"
     peer = replace(parity.PEERS[MODES[name].twin], module="no_such_library.optimizers")
     monkeypatch.setitem(parity.PEERS, MODES[name].twin, peer)

@@ -61,7 +61,7 @@ def peers_table() -> Table:
     table = Table(title="other libraries", title_justify="left")
     table.add_column("library")
     table.add_column("version, or why not")
-    libraries = {peer.library: peer for peer in PEERS.values()}
+    libraries = {peer.package: peer for peer in PEERS.values()}
     for library, peer in libraries.items():
         table.add_row(library, peer.why_not() or peer.version())
     return table

@@ -13,6 +13,7 @@ import torch
 
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.base import Rule, power, round_to_fp32
+from megaopt.kernels.rules.loading import load_nine
 
 Scalars = tuple[float, ...]
 
@@ -35,21 +36,6 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
     row = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections)
     row += (float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
     return tuple(round_to_fp32(value) for value in row)
-
-
-@helper
-def load(row_ptr):
-    return (
-        tl.load(row_ptr),
-        tl.load(row_ptr + 1),
-        tl.load(row_ptr + 2),
-        tl.load(row_ptr + 3),
-        tl.load(row_ptr + 4),
-        tl.load(row_ptr + 5),
-        tl.load(row_ptr + 6),
-        tl.load(row_ptr + 7),
-        tl.load(row_ptr + 8),
-    )
 
 
 @helper
@@ -161,5 +147,5 @@ def adam_reference(
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_IEEE = Rule("adamw", "ieee", MOMENTS, scalars, load, adamw, adamw_reference)
-ADAM_IEEE = Rule("adam", "ieee", MOMENTS, scalars, load, adam, adam_reference)
+ADAMW_IEEE = Rule("adamw", "ieee", MOMENTS, scalars, load_nine, adamw, adamw_reference)
+ADAM_IEEE = Rule("adam", "ieee", MOMENTS, scalars, load_nine, adam, adam_reference)

@@ -16,6 +16,7 @@ import torch
 
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.base import Rule, round_to_fp32
+from megaopt.kernels.rules.loading import load_nine
 
 
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -36,21 +37,6 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     row = (*map(float, betas), *one_minus, *corrections)
     row += (float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
     return tuple(round_to_fp32(value) for value in row)
-
-
-@helper
-def load(row_ptr):
-    return (
-        tl.load(row_ptr),
-        tl.load(row_ptr + 1),
-        tl.load(row_ptr + 2),
-        tl.load(row_ptr + 3),
-        tl.load(row_ptr + 4),
-        tl.load(row_ptr + 5),
-        tl.load(row_ptr + 6),
-        tl.load(row_ptr + 7),
-        tl.load(row_ptr + 8),
-    )
 
 
 # Outputs param $0, exp_avg $1, exp_avg_sq $2; inputs param $3, exp_avg $4, exp_avg_sq $5, grad $6,
@@ -122,5 +108,5 @@ def no_twin(*_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_TE = Rule("adamw", "te", MOMENTS, scalars, load, adamw, no_twin)
-ADAM_TE = Rule("adam", "te", MOMENTS, scalars, load, adam, no_twin)
+ADAMW_TE = Rule("adamw", "te", MOMENTS, scalars, load_nine, adamw, no_twin)
+ADAM_TE = Rule("adam", "te", MOMENTS, scalars, load_nine, adam, no_twin)

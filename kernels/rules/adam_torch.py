@@ -16,6 +16,7 @@ import torch
 
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.base import Rule, round_to_fp32
+from megaopt.kernels.rules.loading import load_nine
 
 # Powers are computed so many at a time: one wait for the GPU in 4,096 steps.
 POWERS = 4096
@@ -56,21 +57,6 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
         row += (lr / corrections[0], numpy.sqrt(corrections[1]), float(group["eps"]))
         row += (decay, lr * decay)
     return tuple(round_to_fp32(float(value)) for value in row)
-
-
-@helper
-def load(row_ptr):
-    return (
-        tl.load(row_ptr),
-        tl.load(row_ptr + 1),
-        tl.load(row_ptr + 2),
-        tl.load(row_ptr + 3),
-        tl.load(row_ptr + 4),
-        tl.load(row_ptr + 5),
-        tl.load(row_ptr + 6),
-        tl.load(row_ptr + 7),
-        tl.load(row_ptr + 8),
-    )
 
 
 @helper
@@ -166,5 +152,5 @@ def adam_reference(
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_TORCH = Rule("adamw", "torch", MOMENTS, scalars, load, adamw, adamw_reference)
-ADAM_TORCH = Rule("adam", "torch", MOMENTS, scalars, load, adam, adam_reference)
+ADAMW_TORCH = Rule("adamw", "torch", MOMENTS, scalars, load_nine, adamw, adamw_reference)
+ADAM_TORCH = Rule("adam", "torch", MOMENTS, scalars, load_nine, adam, adam_reference)

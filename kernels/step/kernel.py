@@ -42,6 +42,28 @@ def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
 
 
 @helper
+def pointers_of(
+    table_ptr,
+    tensors,
+    tensor,
+    start,
+    GRAD_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,
+    MASTER_FORMAT: tl.constexpr,
+    FIRST_FORMAT: tl.constexpr,
+    SECOND_FORMAT: tl.constexpr,
+):
+    """To a chunk's first element in each buffer; a null pointer where there is no buffer."""
+    return (
+        pointer(table_ptr, GRAD, tensors, tensor, start, GRAD_FORMAT),
+        pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT),
+        pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT),
+        pointer(table_ptr, FIRST, tensors, tensor, start, FIRST_FORMAT),
+        pointer(table_ptr, SECOND, tensors, tensor, start, SECOND_FORMAT),
+    )
+
+
+@helper
 def load_block(ptr, offset, mask, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     pointers = ptr + (offset + tl.arange(0, BLOCK))
     if MASKED:
@@ -222,13 +244,10 @@ def amax_kernel(
     """
     tensor, start, elements, _ = chunk_of(table_ptr, chunks_ptr, tensors, chunks, BLOCK, ITERATIONS)
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
-    pointers = (
-        pointer(table_ptr, GRAD, tensors, tensor, start, GRAD_FORMAT),
-        pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT),
-        pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT),
-        pointer(table_ptr, FIRST, tensors, tensor, start, FIRST_FORMAT),
-        pointer(table_ptr, SECOND, tensors, tensor, start, SECOND_FORMAT),
-    )
+    pointers = pointers_of(
+        table_ptr, tensors, tensor, start,
+        GRAD_FORMAT, WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT,
+    )  # fmt: skip
     master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
     first_scale = old_scale(table_ptr, FIRST_SCALE, tensors, tensor, FIRST_FORMAT)
     second_scale = old_scale(table_ptr, SECOND_SCALE, tensors, tensor, SECOND_FORMAT)
@@ -277,13 +296,10 @@ def step_kernel(
         table_ptr, chunks_ptr, tensors, chunks, BLOCK, ITERATIONS
     )
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
-    pointers = (
-        pointer(table_ptr, GRAD, tensors, tensor, start, GRAD_FORMAT),
-        pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT),
-        pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT),
-        pointer(table_ptr, FIRST, tensors, tensor, start, FIRST_FORMAT),
-        pointer(table_ptr, SECOND, tensors, tensor, start, SECOND_FORMAT),
-    )
+    pointers = pointers_of(
+        table_ptr, tensors, tensor, start,
+        GRAD_FORMAT, WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT,
+    )  # fmt: skip
     scales = (
         kept_scale(scratch_ptr, 0, tensors, tensor, MASTER_FORMAT),
         kept_scale(scratch_ptr, 1, tensors, tensor, FIRST_FORMAT),

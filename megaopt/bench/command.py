@@ -72,12 +72,12 @@ def _why_not() -> str | None:
 def _installed(cases: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
     """Return the cases that can be run, and the libraries that the others lack with the reason."""
     peers = [case.subject for case in cases if isinstance(case.subject, Peer)]
-    reasons = {peer.library: peer.why_not() for peer in peers}
+    reasons = {peer.package: peer.why_not() for peer in peers}
     skipped = {library: reason for library, reason in reasons.items() if reason is not None}
     kept = [
         case
         for case in cases
-        if isinstance(case.subject, Mode) or case.subject.library not in skipped
+        if isinstance(case.subject, Mode) or case.subject.package not in skipped
     ]
     return kept, skipped
 
@@ -129,7 +129,7 @@ def _run_peer(case: Case, peer: Peer, device: torch.device, copy: Copy) -> Resul
 def _report(out: Path, results: list[Result], skipped: dict[str, str], console: Console) -> None:
     described = environment.describe()
     peers = [r.case.subject for r in results if isinstance(r.case.subject, Peer)]
-    libraries = {peer.library: peer.version() for peer in peers}
+    libraries = {peer.package: peer.version() for peer in peers}
     command = shlex.join(["megaopt", *sys.argv[1:]])
     record = record_of(results, described, command, dict(sorted(libraries.items())), skipped)
     out.mkdir(parents=True, exist_ok=True)

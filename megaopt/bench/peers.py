@@ -38,7 +38,7 @@ class Peer:
     """Whether it can read `p.decoupled_grad`, of another dtype than the weight."""
 
     @property
-    def library(self) -> str:
+    def package(self) -> str:
         """The name of the package that is imported."""
         return self.module.partition(".")[0]
 
@@ -48,9 +48,9 @@ class Peer:
 
     def version(self) -> str:
         """Return the version of the library, which is installed."""
-        found = getattr(importlib.import_module(self.library), "__version__", None)
+        found = getattr(importlib.import_module(self.package), "__version__", None)
         try:
-            return str(found or version(self.library))
+            return str(found or version(self.package))
         except PackageNotFoundError:
             return "unknown"
 

@@ -15,7 +15,7 @@ from megaopt.bench.sets import TensorSet
 
 CPU = torch.device("cpu")
 TENSORS = TensorSet(name="s", description="", sizes=(4096, 8192))
-TORCH = {name: peer for name, peer in PEERS.items() if peer.library == "torch"}
+TORCH = {name: peer for name, peer in PEERS.items() if peer.package == "torch"}
 
 
 @pytest.mark.parametrize("peer", TORCH.values(), ids=TORCH)
@@ -47,7 +47,7 @@ def test_library_that_fails_to_import_gives_its_reason(
 
 
 def test_no_library_is_imported_before_it_is_used() -> None:
-    libraries = sorted({peer.library for peer in PEERS.values()} - {"torch"})
+    libraries = sorted({peer.package for peer in PEERS.values()} - {"torch"})
     code = f"import sys, megaopt.bench; print([n for n in {libraries} if n in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.stdout == "[]\n"

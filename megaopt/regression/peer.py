@@ -39,7 +39,7 @@ class PeerWeights:
         self.parameters = dict(model.named_parameters())
         pieces = [p for item in self.parameters.items() for p in whole_pieces(*item)]
         groups = group_pieces(pieces, config, ways=1)
-        self.optimizer = LIBRARIES[variant.package](groups, config)
+        self.optimizer = LIBRARIES[variant.library](groups, config)
 
     def step(self, learning_rate: float) -> None:
         """Updates state and weights in the library's own step."""

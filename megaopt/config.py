@@ -97,8 +97,24 @@ class OptimizerConfig:
         return self.learning_rate * step / self.warmup_steps
 
 
+class Baseline:
+    """A variant that others are compared with."""
+
+    __slots__ = ()
+
+    @property
+    def baseline(self) -> None:
+        """A baseline is compared with nothing."""
+        return None
+
+    @property
+    def resume_after(self) -> None:
+        """A baseline runs straight through."""
+        return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnfusedVariant:
+class UnfusedVariant(Baseline):
     """Adam in plain torch operations on fp32 masters, then a cast into the weights: a baseline."""
 
     name: str
@@ -108,19 +124,9 @@ class UnfusedVariant:
     rounding: Literal["nearest_even", "nearest_away"] = "nearest_even"
     """How a master is rounded to its bf16 weight: where ties between two neighbours go."""
 
-    @property
-    def baseline(self) -> None:
-        """A baseline is compared with nothing."""
-        return None
-
-    @property
-    def resume_after(self) -> None:
-        """A baseline runs straight through."""
-        return None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerVariant:
+class PeerVariant(Baseline):
     """Another library's fused Adam with fp32 masters: a baseline for the contract of its bits."""
 
     name: str
@@ -129,16 +135,6 @@ class PeerVariant:
     """Which of the kinds of variant this is."""
     library: Literal["transformer_engine"]
     """Whose optimizer trains; it must be installed, and the device be an NVIDIA GPU."""
-
-    @property
-    def baseline(self) -> None:
-        """A baseline is compared with nothing."""
-        return None
-
-    @property
-    def resume_after(self) -> None:
-        """A baseline runs straight through."""
-        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,8 +164,7 @@ class FusedVariant:
             _require_at_least(self, 1, "resume_after")
 
 
-Baseline = UnfusedVariant | PeerVariant
-Variant = Baseline | FusedVariant
+Variant = UnfusedVariant | PeerVariant | FusedVariant
 VARIANT_KINDS: dict[str, type[Any]] = {
     "unfused": UnfusedVariant,
     "peer": PeerVariant,

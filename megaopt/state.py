@@ -72,15 +72,14 @@ def set_unscaled(
 ) -> None:
     """Stores an fp32 value in its format, making the tensors that are not there yet.
 
-    A joined master sets the weight too: only together do they say the value. Its NaNs become the
-    canonical one, which alone survives the split.
+    A joined master sets the weight too: only together do they say the value.
     """
     value = value.to(weight.device, torch.float32).reshape(weight.shape)
     code = state.get(name)
     if code is None:
         code = torch.empty(weight.shape, dtype=form.dtype, device=weight.device)
     if form.joined:
-        upper, lower = form.encode_reference(torch.where(value.isnan(), torch.nan, value))
+        upper, lower = form.encode_reference(value)
         weight.copy_(upper)
         code.copy_(lower)
     elif not form.scaled or value.numel() == 0:

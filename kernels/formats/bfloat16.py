@@ -17,10 +17,10 @@ def decode(code, scale):
 def encode(value, inverse):
     # integers, because the interpreter's cast truncates; adding half of the last place less one,
     # plus the last place's own bit, carries exactly where nearest-even rounds up. Infinity's lower
-    # half is 0 and gains no carry; a NaN keeps its upper half.
+    # half is 0 and gains no carry; a NaN keeps its upper half, made quiet.
     bits = value.to(tl.int32, bitcast=True)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    return (tl.where(value == value, rounded, bits) >> 16).to(tl.int16)
+    return (tl.where(value == value, rounded, bits | 0x400000) >> 16).to(tl.int16)
 
 
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,9 +29,9 @@ def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> t
 
 
 def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest bf16, ties to even; a NaN keeps its upper half, which must be a NaN's."""
+    """The nearest bf16, ties to even; a NaN keeps its upper half, made quiet."""
     code = value.to(torch.bfloat16).view(torch.int16)
-    upper = (value.view(torch.int32) >> 16).to(torch.int16)
+    upper = ((value.view(torch.int32) | 0x400000) >> 16).to(torch.int16)
     return torch.where(value.isnan(), upper, code).view(torch.bfloat16)
 
 

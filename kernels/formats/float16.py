@@ -20,8 +20,8 @@ def decode(code, scale):
 @helper
 def encode(value, inverse):
     code = value.to(tl.float16).to(tl.int16, bitcast=True)
-    # processors convert a NaN differently: keep the upper bits of its mantissa
-    nan = ((value.to(tl.int32, bitcast=True) >> 13) & 0x3FF) | 0x7C00
+    # processors convert a NaN differently: keep the upper bits of its mantissa, made quiet
+    nan = ((value.to(tl.int32, bitcast=True) >> 13) & 0x3FF) | 0x7E00
     return tl.where(value == value, code, nan).to(tl.int16)
 
 
@@ -45,7 +45,7 @@ def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -
     """The nearest fp16 (of value * inverse), ties to even; a NaN keeps its upper mantissa."""
     scaled = value if inverse is None else value * inverse.reshape(())
     code = scaled.to(torch.float16).view(torch.int16)
-    nan = ((value.view(torch.int32) >> 13) & 0x3FF | 0x7C00).to(torch.int16)
+    nan = ((value.view(torch.int32) >> 13) & 0x3FF | 0x7E00).to(torch.int16)
     return torch.where(value.isnan(), nan, code).view(torch.float16)
 
 

@@ -25,7 +25,7 @@ def encode(value):
     # infinity's, which decode takes back. A NaN gives up its lower half: with a carry, as
     # TransformerEngine splits it, the GPU's NaN 0x7FFFFFFF becomes the weight -0.0.
     bits = value.to(tl.int32, bitcast=True)
-    bits = tl.where(value == value, bits, bits & -65536)
+    bits = tl.where(value == value, bits, (bits & -65536) | 0x400000)
     code = bits.to(tl.int16)
     upper = bits >> 16
     return tl.where(code < 0, upper + 1, upper).to(tl.int16), code
@@ -41,7 +41,7 @@ def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
 def encode_reference(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bf16 weight and the int16 remainder of an fp32 value."""
     bits = value.view(torch.int32)
-    bits = torch.where(value.isnan(), bits & -65536, bits)
+    bits = torch.where(value.isnan(), (bits & -65536) | 0x400000, bits)
     # shifts keep the sign, and torch defines the narrowing of what then fits
     code = (bits << 16) >> 16
     upper = (bits >> 16) + (code < 0).int()

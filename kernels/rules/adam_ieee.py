@@ -12,8 +12,17 @@ from typing import Any
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.base import Rule, power, round_to_fp32
-from megaopt.kernels.rules.loading import load_nine
+from megaopt.kernels.rules.base import (
+    BETA1,
+    BETA2,
+    BIAS_CORRECTION,
+    EPS,
+    WEIGHT_DECAY,
+    Rule,
+    power,
+    round_to_fp32,
+)
+from megaopt.kernels.rules.loading import load_nine, number, store_nine
 
 Scalars = tuple[float, ...]
 
@@ -36,6 +45,41 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
     row = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections)
     row += (float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
     return tuple(round_to_fp32(value) for value in row)
+
+
+@helper
+def power_on_device(base, exponent):
+    """megaopt.kernels.rules.base.power: the bits above the highest multiply 1 by itself."""
+    result = tl.full((), 1.0, tl.float64)
+    for place in range(31):
+        result = result * result
+        result = tl.where((exponent >> (30 - place)) & 1 != 0, result * base, result)
+    return result
+
+
+@helper
+def correction(beta, step, bias_correction):
+    one = tl.full((), 1.0, tl.float64)
+    return tl.where(bias_correction != 0, one / (one - power_on_device(beta, step)), one)
+
+
+@helper
+def prepare(hyper_ptr, lr, step, row_ptr):
+    one = tl.full((), 1.0, tl.float64)
+    beta1, beta2 = number(hyper_ptr, BETA1), number(hyper_ptr, BETA2)
+    bias_correction = number(hyper_ptr, BIAS_CORRECTION)
+    row = (
+        beta1.to(tl.float32),
+        (one - beta1).to(tl.float32),
+        beta2.to(tl.float32),
+        (one - beta2).to(tl.float32),
+        correction(beta1, step, bias_correction).to(tl.float32),
+        correction(beta2, step, bias_correction).to(tl.float32),
+        number(hyper_ptr, EPS).to(tl.float32),
+        number(hyper_ptr, WEIGHT_DECAY).to(tl.float32),
+        lr,
+    )
+    store_nine(row_ptr, row)
 
 
 @helper
@@ -147,5 +191,15 @@ def adam_reference(
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_IEEE = Rule("adamw", "ieee", MOMENTS, scalars, load_nine, adamw, adamw_reference)
-ADAM_IEEE = Rule("adam", "ieee", MOMENTS, scalars, load_nine, adam, adam_reference)
+ADAMW_IEEE = Rule("adamw", "ieee", MOMENTS, scalars, load_nine, prepare, adamw, adamw_reference)
+ADAM_IEEE = Rule(
+    "adam",
+    "ieee",
+    MOMENTS,
+    scalars,
+    load_nine,
+    prepare,
+    adam,
+    adam_reference,
+    moments_use_param=True,
+)

@@ -108,5 +108,5 @@ def no_twin(*_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_TE = Rule("adamw", "te", MOMENTS, scalars, load_nine, adamw, no_twin)
-ADAM_TE = Rule("adam", "te", MOMENTS, scalars, load_nine, adam, no_twin)
+ADAMW_TE = Rule("adamw", "te", MOMENTS, scalars, load_nine, prepare, adamw, no_twin)
+ADAM_TE = Rule("adam", "te", MOMENTS, scalars, load_nine, prepare, adam, no_twin, moments_use_param=True)

@@ -8,6 +8,7 @@ repeats in every bit, nor the powf of Triton's library (another at step 1): they
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,18 @@ import numpy
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.base import Rule, round_to_fp32
-from megaopt.kernels.rules.loading import load_nine
+from megaopt.kernels.rules.base import (
+    BETA1,
+    BETA2,
+    BIAS_CORRECTION,
+    EPS,
+    TABLE_LENGTHS,
+    TABLES,
+    WEIGHT_DECAY,
+    Rule,
+    round_to_fp32,
+)
+from megaopt.kernels.rules.loading import load_nine, number, store_nine
 
 # Powers are computed so many at a time: one wait for the GPU in 4,096 steps.
 POWERS = 4096
@@ -59,6 +70,72 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(round_to_fp32(float(value)) for value in row)
 
 
+# A table of powers on the device takes at most this much (beta 1 - 1e-6: 69 MiB).
+MOST_POWERS = 2**26
+
+
+@functools.lru_cache(maxsize=16)
+def table_of_powers(beta: float, device: torch.device) -> torch.Tensor:
+    """fp32 beta**step by torch's pow, for every step until 1 - beta**step rounds to 1.
+
+    Raises:
+        ValueError: beta is so close to 1 that the table would not fit.
+    """
+    # beyond, beta**step is below 2**-26, a quarter of the last place of 1
+    count = 2 if beta == 0 else 2 + math.ceil(-26 * math.log(2) / math.log(beta))
+    if count > MOST_POWERS:
+        raise ValueError(
+            f"beta={beta!r} is not allowed with contract='torch' and capturable=True: "
+            f"its {count} powers that matter do not fit a table of {MOST_POWERS}"
+        )
+    steps = torch.arange(count, device=device).float()
+    return torch.pow(torch.tensor(beta, dtype=torch.float32, device=device), steps)
+
+
+def tables(group: Mapping[str, Any], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The powers of both betas."""
+    return tuple(table_of_powers(float(beta), device) for beta in group["betas"])
+
+
+@helper
+def one_minus_power(hyper_ptr, INDEX: tl.constexpr, step):
+    powers_ptr = tl.load(hyper_ptr + TABLES + INDEX).to(tl.pointer_type(tl.float32))
+    count = tl.load(hyper_ptr + TABLE_LENGTHS + INDEX)
+    found = tl.load(powers_ptr + step, mask=step < count, other=0.0)
+    return tl.where(number(hyper_ptr, BIAS_CORRECTION) != 0, 1.0 - found, 1.0)
+
+
+@helper
+def prepare(hyper_ptr, lr, step, row_ptr):
+    beta1 = number(hyper_ptr, BETA1).to(tl.float32)
+    beta2 = number(hyper_ptr, BETA2).to(tl.float32)
+    decay = number(hyper_ptr, WEIGHT_DECAY).to(tl.float32)
+    row = (
+        beta1,
+        beta2,
+        1.0 - beta1,
+        1.0 - beta2,
+        tl.math.div_rn(lr, one_minus_power(hyper_ptr, 0, step)),
+        tl.math.sqrt_rn(one_minus_power(hyper_ptr, 1, step)),
+        number(hyper_ptr, EPS).to(tl.float32),
+        decay,
+        lr * decay,
+    )
+    store_nine(row_ptr, row)
+
+
+@helper
+def unscale(grad, grad_scale, inverse):
+    return tl.math.div_rn(grad, grad_scale + tl.zeros_like(grad))
+
+
+def unscale_reference(
+    grad: torch.Tensor, grad_scale: torch.Tensor, inverse: torch.Tensor
+) -> torch.Tensor:
+    """The gradient divided by the scale, as torch's fused kernels do it, fp32."""
+    return grad / grad_scale
+
+
 @helper
 def updated(param, exp_avg, exp_avg_sq, grad, scalars):
     beta1, beta2, one_minus_beta1, one_minus_beta2, step_size, correction2, eps, _, _ = scalars
@@ -79,9 +156,11 @@ def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
 
 
 @helper
-def adam(param, exp_avg, exp_avg_sq, grad, scalars):
+def adam(param, exp_avg, exp_avg_sq, grad, scalars, first_lane):
     decay = scalars[7] + tl.zeros_like(param)
-    grad = tl.where(decay == 0, grad, tl.fma(param, decay, grad))
+    # nvcc contracts this for three of the four elements that a thread takes, not for the first
+    decayed = tl.where(first_lane, grad + param * decay, tl.fma(param, decay, grad))
+    grad = tl.where(decay == 0, grad, decayed)
     return updated(param, exp_avg, exp_avg_sq, grad, scalars)
 
 
@@ -143,14 +222,45 @@ def adam_reference(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scalars: tuple[float, ...],
+    first_lane: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One Adam update with L2 weight decay as torch's fused kernel computes it."""
+    """One Adam update with L2 weight decay as torch's fused kernel computes it.
+
+    `first_lane` (bool, param's shape) says which elements are a thread's first of four.
+    """
     row = row_of(scalars, param)
     if scalars[7]:
-        grad = fused_multiply_add(param, row[7], grad)
+        contracted = fused_multiply_add(param, row[7], grad)
+        grad = torch.where(first_lane, grad + param * row[7], contracted)
     return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_TORCH = Rule("adamw", "torch", MOMENTS, scalars, load_nine, adamw, adamw_reference)
-ADAM_TORCH = Rule("adam", "torch", MOMENTS, scalars, load_nine, adam, adam_reference)
+ADAMW_TORCH = Rule(
+    "adamw",
+    "torch",
+    MOMENTS,
+    scalars,
+    load_nine,
+    prepare,
+    adamw,
+    adamw_reference,
+    unscale,
+    unscale_reference,
+    tables,
+)
+ADAM_TORCH = Rule(
+    "adam",
+    "torch",
+    MOMENTS,
+    scalars,
+    load_nine,
+    prepare,
+    adam,
+    adam_reference,
+    unscale,
+    unscale_reference,
+    tables,
+    moments_use_param=True,
+    lanes=True,
+)

@@ -10,6 +10,36 @@ from typing import Any
 import numpy
 import torch
 
+from megaopt.kernels.optional_triton import helper, tl
+
+# Where a rule's prepare finds a group's numbers: the bits of their fp64, then the addresses and the
+# lengths of the rule's tables.
+BETA1: tl.constexpr = tl.constexpr(0)
+BETA2: tl.constexpr = tl.constexpr(1)
+EPS: tl.constexpr = tl.constexpr(2)
+WEIGHT_DECAY: tl.constexpr = tl.constexpr(3)
+BIAS_CORRECTION: tl.constexpr = tl.constexpr(4)
+TABLES: tl.constexpr = tl.constexpr(5)
+TABLE_LENGTHS: tl.constexpr = tl.constexpr(7)
+HYPER_COLUMNS = 9
+
+
+@helper
+def unscale(grad, grad_scale, inverse):
+    return grad * inverse
+
+
+def unscale_reference(
+    grad: torch.Tensor, grad_scale: torch.Tensor, inverse: torch.Tensor
+) -> torch.Tensor:
+    """The gradient times the scale's reciprocal, fp32."""
+    return grad * inverse
+
+
+def no_tables(group: Mapping[str, Any], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Of a rule that needs none."""
+    return ()
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -18,6 +48,8 @@ class Rule:
     `update(param, first, second, grad, scalars)` (Triton) and `update_reference` (torch) return the
     new (param, first, second) and give the same bits. `scalars(group)` makes the row of numbers
     that a group needs; `load(row_ptr)` reads that row in the kernel as a tuple, in its order.
+    Where lr and step are on the device, `prepare(hyper_ptr, lr, step, row_ptr)` makes the row there,
+    the same bits. `unscale(grad, grad_scale, inverse)` takes a gradient scale away.
     """
 
     name: str
@@ -26,14 +58,27 @@ class Rule:
     """The state's names for the first and second moment."""
     scalars: Callable[[Mapping[str, Any]], tuple[float, ...]]
     load: Any
+    prepare: Any
     update: Any
     update_reference: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    unscale: Any = unscale
+    unscale_reference: Callable[..., torch.Tensor] = unscale_reference
+    tables: Callable[[Mapping[str, Any], torch.device], tuple[torch.Tensor, ...]] = no_tables
+    """At most two fp32 tensors on the device that `prepare` reads."""
+    moments_use_param: bool = False
+    """The new moments depend on the parameter (decay that is added to the gradient)."""
+    lanes: bool = False
+    """`update` and its twin take a last argument: whether torch's kernel has the element first
+    among a thread's four (megaopt.kernels.rules.lanes)."""
+    capturable: Rule | None = None
+    """The rule in its place where lr and step are on the device, if its bits are others."""
 
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        functions = [getattr(f, "cache_key", "") for f in (self.load, self.update)]
-        return f"{self.name}:{self.contract}:{functions}"
+        functions = (self.load, self.prepare, self.update, self.unscale)
+        keys = [getattr(function, "cache_key", "") for function in functions]
+        return f"{self.name}:{self.contract}:{self.moments_use_param}:{self.lanes}:{keys}"
 
 
 def round_to_fp32(value: float) -> float:

@@ -1,4 +1,4 @@
-"""Reading a row of scalars in the kernel."""
+"""Reading and writing a row of scalars on the device."""
 
 from __future__ import annotations
 
@@ -19,3 +19,23 @@ def load_nine(row_ptr):
         tl.load(row_ptr + 7),
         tl.load(row_ptr + 8),
     )
+
+
+@helper
+def store_nine(row_ptr, row):
+    """Writes what load_nine reads."""
+    tl.store(row_ptr, row[0])
+    tl.store(row_ptr + 1, row[1])
+    tl.store(row_ptr + 2, row[2])
+    tl.store(row_ptr + 3, row[3])
+    tl.store(row_ptr + 4, row[4])
+    tl.store(row_ptr + 5, row[5])
+    tl.store(row_ptr + 6, row[6])
+    tl.store(row_ptr + 7, row[7])
+    tl.store(row_ptr + 8, row[8])
+
+
+@helper
+def number(hyper_ptr, column):
+    """One of a group's fp64 numbers."""
+    return tl.load(hyper_ptr + column).to(tl.float64, bitcast=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -45,6 +46,11 @@ class Formats:
     def scaled(self) -> bool:
         """Whether a scale has to be known before the codes can be stored."""
         return any(slot.endswith("_scale") for slot in self.slots)
+
+    @cached_property
+    def cache_key(self) -> str:
+        """What Triton's compilation cache needs to know: a change of the source changes it."""
+        return "/".join(getattr(self, slot).cache_key for slot in SLOTS[:5])
 
     def dtype(self, slot: str) -> torch.dtype:
         """The dtype that a slot's tensors have; scales are fp32 tensors of one element."""

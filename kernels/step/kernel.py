@@ -4,12 +4,28 @@ A program works through one chunk of one tensor. Where the chunk's whole blocks 
 without a mask: a mask whose bound the compiler does not know costs the vectorization, 62% of copy
 instead of 95%. The path does not change a bit.
 
+Formats with a scale per tensor need the new values' amax before a code can be stored, so their
+tensors are worked through twice in the same launch: first for the amaxes, then for the step, whose
+programs wait for all of their tensor's first ones (megaopt.kernels.step.scales).
+
 Formats and rules come in as compile-time values (megaopt.kernels.formats, megaopt.kernels.rules).
 """
 
 from __future__ import annotations
 
 from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.step import controls as order
+from megaopt.kernels.step.scales import (
+    AMAX_PHASE,
+    finite_amax_bits,
+    finish,
+    keep_amax,
+    kept_scale,
+    new_scale,
+    old_scale,
+    take_ticket,
+    wait_for_amaxes,
+)
 
 # Rows of the int64 table, one column a tensor: addresses first, in the order of batch.SLOTS.
 GRAD: tl.constexpr = tl.constexpr(0)
@@ -23,16 +39,14 @@ SECOND_SCALE: tl.constexpr = tl.constexpr(7)
 NUMEL: tl.constexpr = tl.constexpr(8)
 GROUP: tl.constexpr = tl.constexpr(9)
 ALIGNED: tl.constexpr = tl.constexpr(10)
-ROWS = 11
+VECTORIZED: tl.constexpr = tl.constexpr(11)
+ROWS = 12
 
-# Rows of the int32 scratch of scaled formats: the bits of amaxes, then of the scales before the
-# step, each for master, first and second.
-AMAX: tl.constexpr = tl.constexpr(0)
-OLD_SCALE: tl.constexpr = tl.constexpr(3)
-SCRATCH_ROWS = 6
-
-# The smallest normal number: a scale below it would have no finite reciprocal.
-SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
+# Places in the fp32 controls, as in controls.py.
+GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)
+INVERSE_SCALE: tl.constexpr = tl.constexpr(order.INVERSE_SCALE)
+COEFFICIENT: tl.constexpr = tl.constexpr(order.COEFFICIENT)
+SKIP: tl.constexpr = tl.constexpr(order.SKIP)
 
 
 @helper
@@ -42,24 +56,14 @@ def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
 
 
 @helper
-def pointers_of(
-    table_ptr,
-    tensors,
-    tensor,
-    start,
-    GRAD_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-    MASTER_FORMAT: tl.constexpr,
-    FIRST_FORMAT: tl.constexpr,
-    SECOND_FORMAT: tl.constexpr,
-):
+def pointers_of(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr):
     """To a chunk's first element in each buffer; a null pointer where there is no buffer."""
     return (
-        pointer(table_ptr, GRAD, tensors, tensor, start, GRAD_FORMAT),
-        pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT),
-        pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT),
-        pointer(table_ptr, FIRST, tensors, tensor, start, FIRST_FORMAT),
-        pointer(table_ptr, SECOND, tensors, tensor, start, SECOND_FORMAT),
+        pointer(table_ptr, GRAD, tensors, tensor, start, FORMATS.grad),
+        pointer(table_ptr, WEIGHT, tensors, tensor, start, FORMATS.weight),
+        pointer(table_ptr, MASTER, tensors, tensor, start, FORMATS.master),
+        pointer(table_ptr, FIRST, tensors, tensor, start, FORMATS.first),
+        pointer(table_ptr, SECOND, tensors, tensor, start, FORMATS.second),
     )
 
 
@@ -84,37 +88,87 @@ def store_block(ptr, offset, code, mask, BLOCK: tl.constexpr, MASKED: tl.constex
 
 
 @helper
-def updated_block(
-    pointers,
-    scales,
-    scalars,
+def loaded_param(
+    weight_ptr,
+    master_ptr,
+    master_scale,
     offset,
     mask,
-    GRAD_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-    MASTER_FORMAT: tl.constexpr,
-    FIRST_FORMAT: tl.constexpr,
-    SECOND_FORMAT: tl.constexpr,
-    RULE: tl.constexpr,
+    FORMATS: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The new fp32 (param, first, second) of one block; nothing is stored."""
-    grad_ptr, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
-    master_scale, first_scale, second_scale = scales
-    grad = GRAD_FORMAT.decode(load_block(grad_ptr, offset, mask, BLOCK, MASKED), 1.0)
-    first = FIRST_FORMAT.decode(load_block(first_ptr, offset, mask, BLOCK, MASKED), first_scale)
-    second = SECOND_FORMAT.decode(load_block(second_ptr, offset, mask, BLOCK, MASKED), second_scale)
-    if MASTER_FORMAT.joined:
+    """The fp32 value that the rule updates: the master's where there is one, else the weight's."""
+    if FORMATS.master.joined:
         weight_code = load_block(weight_ptr, offset, mask, BLOCK, MASKED)
         master_code = load_block(master_ptr, offset, mask, BLOCK, MASKED)
-        param = MASTER_FORMAT.decode(weight_code, master_code)
-    elif MASTER_FORMAT.present:
+        param = FORMATS.master.decode(weight_code, master_code)
+    elif FORMATS.master.present:
         master_code = load_block(master_ptr, offset, mask, BLOCK, MASKED)
-        param = MASTER_FORMAT.decode(master_code, master_scale)
+        param = FORMATS.master.decode(master_code, master_scale)
     else:
-        param = WEIGHT_FORMAT.decode(load_block(weight_ptr, offset, mask, BLOCK, MASKED), 1.0)
-    return RULE.update(param, first, second, grad, scalars)
+        param = FORMATS.weight.decode(load_block(weight_ptr, offset, mask, BLOCK, MASKED), 1.0)
+    return param
+
+
+@helper
+def controlled_grad(grad, controls, RULE: tl.constexpr, CONTROLLED: tl.constexpr):
+    """The gradient unscaled and clipped, each with one rounding."""
+    if CONTROLLED:
+        grad_scale, inverse_scale, coefficient = controls
+        grad = RULE.unscale(grad, grad_scale, inverse_scale) * coefficient
+    return grad
+
+
+@helper
+def first_lane(table_ptr, tensors, tensor, start, offset, BLOCK: tl.constexpr):
+    """Whether torch's kernel takes an element as the first of a thread's four (adam_torch)."""
+    vectorized = tl.load(table_ptr + VECTORIZED * tensors + tensor)
+    index = (start % 65536).to(tl.int32) + offset + tl.arange(0, BLOCK)
+    return tl.where(vectorized != 0, index, index // 512) % 4 == 0
+
+
+@helper
+def updated_block(
+    table_ptr,
+    place,
+    pointers,
+    scales,
+    scalars,
+    controls,
+    offset,
+    mask,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    WITH_PARAM: tl.constexpr,
+):
+    """The new fp32 (param, first, second) of one block; nothing is stored.
+
+    Without WITH_PARAM param is neither loaded nor meant: the moments of a rule that do not need it.
+    """
+    tensors, tensor, start = place
+    grad_ptr, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
+    master_scale, first_scale, second_scale = scales
+    grad = FORMATS.grad.decode(load_block(grad_ptr, offset, mask, BLOCK, MASKED), 1.0)
+    grad = controlled_grad(grad, controls, RULE, CONTROLLED)
+    first = FORMATS.first.decode(load_block(first_ptr, offset, mask, BLOCK, MASKED), first_scale)
+    second = load_block(second_ptr, offset, mask, BLOCK, MASKED)
+    second = FORMATS.second.decode(second, second_scale)
+    if WITH_PARAM:
+        param = loaded_param(
+            weight_ptr, master_ptr, master_scale, offset, mask, FORMATS, BLOCK, MASKED
+        )
+    else:
+        param = tl.zeros_like(grad)
+    if RULE.lanes:
+        lane = first_lane(table_ptr, tensors, tensor, start, offset, BLOCK)
+        values = RULE.update(param, first, second, grad, scalars, lane)
+    else:
+        values = RULE.update(param, first, second, grad, scalars)
+    return values
 
 
 @helper
@@ -124,10 +178,7 @@ def stored_block(
     values,
     offset,
     mask,
-    WEIGHT_FORMAT: tl.constexpr,
-    MASTER_FORMAT: tl.constexpr,
-    FIRST_FORMAT: tl.constexpr,
-    SECOND_FORMAT: tl.constexpr,
+    FORMATS: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -135,77 +186,24 @@ def stored_block(
     _, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
     master_inverse, first_inverse, second_inverse = inverses
     param, first, second = values
-    if MASTER_FORMAT.joined:
-        weight_code, master_code = MASTER_FORMAT.encode(param)
+    if FORMATS.master.joined:
+        weight_code, master_code = FORMATS.master.encode(param)
         store_block(master_ptr, offset, master_code, mask, BLOCK, MASKED)
     else:
-        weight_code = WEIGHT_FORMAT.encode(param, 1.0)
-        if MASTER_FORMAT.present:
-            master_code = MASTER_FORMAT.encode(param, master_inverse)
+        weight_code = FORMATS.weight.encode(param, 1.0)
+        if FORMATS.master.present:
+            master_code = FORMATS.master.encode(param, master_inverse)
             store_block(master_ptr, offset, master_code, mask, BLOCK, MASKED)
     store_block(weight_ptr, offset, weight_code, mask, BLOCK, MASKED)
-    first_code = FIRST_FORMAT.encode(first, first_inverse)
+    first_code = FORMATS.first.encode(first, first_inverse)
     store_block(first_ptr, offset, first_code, mask, BLOCK, MASKED)
-    second_code = SECOND_FORMAT.encode(second, second_inverse)
+    second_code = FORMATS.second.encode(second, second_inverse)
     store_block(second_ptr, offset, second_code, mask, BLOCK, MASKED)
 
 
 @helper
-def old_scale(table_ptr, row, tensors, tensor, FORMAT: tl.constexpr):
-    if FORMAT.scaled:
-        address = tl.load(table_ptr + row * tensors + tensor)
-        scale = tl.load(address.to(tl.pointer_type(tl.float32)))
-    else:
-        scale = 1.0
-    return scale
-
-
-@helper
-def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr):
-    """The scale from before the step, which amax_kernel put aside."""
-    if FORMAT.scaled:
-        bits = tl.load(scratch_ptr + (OLD_SCALE + index) * tensors + tensor)
-        scale = bits.to(tl.float32, bitcast=True)
-    else:
-        scale = 1.0
-    return scale
-
-
-@helper
-def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT: tl.constexpr):
-    """Stores the tensor's new scale (its first chunk does) and gives the scale's reciprocal."""
-    if FORMAT.scaled:
-        bits = tl.load(scratch_ptr + (AMAX + index) * tensors + tensor)
-        code_max = tl.full((), FORMAT.code_max, tl.float32)
-        scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), code_max)
-        scale = tl.maximum(scale, SMALLEST_SCALE)
-        address = tl.load(table_ptr + row * tensors + tensor)
-        tl.store(address.to(tl.pointer_type(tl.float32)), scale, mask=start == 0)
-        inverse = tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)
-    else:
-        inverse = 1.0
-    return inverse
-
-
-@helper
-def keep_amax(scratch_ptr, index, tensors, tensor, start, amax_bits, scale, FORMAT: tl.constexpr):
-    if FORMAT.scaled:
-        tl.atomic_max(scratch_ptr + (AMAX + index) * tensors + tensor, amax_bits)
-        bits = scale.to(tl.int32, bitcast=True)
-        tl.store(scratch_ptr + (OLD_SCALE + index) * tensors + tensor, bits, mask=start == 0)
-
-
-@helper
-def finite_amax_bits(value, mask):
-    """The bits of the largest finite magnitude: as integers they order like the numbers."""
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.where(mask & (bits < 0x7F800000), bits, 0), 0)
-
-
-@helper
-def chunk_of(table_ptr, chunks_ptr, tensors, chunks, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
-    """This program's tensor, first element there, elements, and the blocks that go unmasked."""
-    program = tl.program_id(0)
+def chunk_of(table_ptr, chunks_ptr, tensors, chunks, program, BLOCK, ITERATIONS):
+    """A program's tensor, first element there, elements, and the blocks that go unmasked."""
     tensor = tl.load(chunks_ptr + program)
     start = tl.load(chunks_ptr + chunks + program).to(tl.int64) * (BLOCK * ITERATIONS)
     numel = tl.load(table_ptr + NUMEL * tensors + tensor)
@@ -220,120 +218,167 @@ def scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE: tl.c
     return RULE.load(scalars_ptr + group * scalar_count)
 
 
-@jit(do_not_specialize=["tensors", "chunks", "scalar_count"])
-def amax_kernel(
-    table_ptr,  # *int64 [ROWS, tensors]
-    chunks_ptr,  # *int32 [2, chunks]: the chunk's tensor, its place there in units of chunks
-    scalars_ptr,  # *fp32 [groups, scalar_count]
-    scratch_ptr,  # *int32 [SCRATCH_ROWS, tensors], zero
-    tensors,
-    chunks,
-    scalar_count,
-    GRAD_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-    MASTER_FORMAT: tl.constexpr,
-    FIRST_FORMAT: tl.constexpr,
-    SECOND_FORMAT: tl.constexpr,
+@helper
+def controls_of(controls_ptr, CONTROLLED: tl.constexpr):
+    if CONTROLLED:
+        controls = (
+            tl.load(controls_ptr + GRAD_SCALE),
+            tl.load(controls_ptr + INVERSE_SCALE),
+            tl.load(controls_ptr + COEFFICIENT),
+        )
+    else:
+        controls = (1.0, 1.0, 1.0)
+    return controls
+
+
+@helper
+def find_amaxes(
+    table_ptr,
+    scratch_ptr,
+    place,
+    pointers,
+    scalars,
+    controls,
+    elements,
+    unmasked,
+    FORMATS: tl.constexpr,
     RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
     BLOCK: tl.constexpr,
-    ITERATIONS: tl.constexpr,
 ):
-    """What the scales of this step's codes must cover: computes the update and stores only amaxes.
+    """A chunk's part in what the new scales must cover: the update, of which nothing is stored.
 
     Computing the update twice moves fewer bytes than an fp32 scratch copy of it would.
     """
-    tensor, start, elements, _ = chunk_of(table_ptr, chunks_ptr, tensors, chunks, BLOCK, ITERATIONS)
-    scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
-    pointers = pointers_of(
-        table_ptr, tensors, tensor, start,
-        GRAD_FORMAT, WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT,
-    )  # fmt: skip
-    master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
-    first_scale = old_scale(table_ptr, FIRST_SCALE, tensors, tensor, FIRST_FORMAT)
-    second_scale = old_scale(table_ptr, SECOND_SCALE, tensors, tensor, SECOND_FORMAT)
-    scales = (master_scale, first_scale, second_scale)
-    master_amax = tl.zeros((), tl.int32)
-    first_amax = tl.zeros((), tl.int32)
-    second_amax = tl.zeros((), tl.int32)
-    block = tl.zeros((), tl.int32)
-    while block * BLOCK < elements:
-        offset = block * BLOCK
-        mask = offset + tl.arange(0, BLOCK) < elements
-        param, first, second = updated_block(
-            pointers, scales, scalars, offset, mask,
-            GRAD_FORMAT, WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT, RULE,
-            BLOCK, True,
-        )  # fmt: skip
-        master_amax = tl.maximum(master_amax, finite_amax_bits(param, mask))
-        first_amax = tl.maximum(first_amax, finite_amax_bits(first, mask))
-        second_amax = tl.maximum(second_amax, finite_amax_bits(second, mask))
-        block += 1
-    keep_amax(scratch_ptr, 0, tensors, tensor, start, master_amax, master_scale, MASTER_FORMAT)
-    keep_amax(scratch_ptr, 1, tensors, tensor, start, first_amax, first_scale, FIRST_FORMAT)
-    keep_amax(scratch_ptr, 2, tensors, tensor, start, second_amax, second_scale, SECOND_FORMAT)
-
-
-@jit(do_not_specialize=["tensors", "chunks", "scalar_count"])
-def step_kernel(
-    table_ptr,
-    chunks_ptr,
-    scalars_ptr,
-    scratch_ptr,  # *int32 [SCRATCH_ROWS, tensors] as amax_kernel left it; unread without scales
-    tensors,
-    chunks,
-    scalar_count,
-    GRAD_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-    MASTER_FORMAT: tl.constexpr,
-    FIRST_FORMAT: tl.constexpr,
-    SECOND_FORMAT: tl.constexpr,
-    RULE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-):
-    """One optimizer step of one chunk."""
-    tensor, start, elements, unmasked = chunk_of(
-        table_ptr, chunks_ptr, tensors, chunks, BLOCK, ITERATIONS
-    )
-    scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
-    pointers = pointers_of(
-        table_ptr, tensors, tensor, start,
-        GRAD_FORMAT, WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT,
-    )  # fmt: skip
+    tensors, tensor, start = place
     scales = (
-        kept_scale(scratch_ptr, 0, tensors, tensor, MASTER_FORMAT),
-        kept_scale(scratch_ptr, 1, tensors, tensor, FIRST_FORMAT),
-        kept_scale(scratch_ptr, 2, tensors, tensor, SECOND_FORMAT),
+        old_scale(table_ptr, MASTER_SCALE, tensors, tensor, FORMATS.master),
+        old_scale(table_ptr, FIRST_SCALE, tensors, tensor, FORMATS.first),
+        old_scale(table_ptr, SECOND_SCALE, tensors, tensor, FORMATS.second),
+    )
+    WITH_PARAM: tl.constexpr = RULE.moments_use_param or FORMATS.master.scaled
+    master_amax = tl.zeros((BLOCK,), tl.int32)
+    first_amax = tl.zeros((BLOCK,), tl.int32)
+    second_amax = tl.zeros((BLOCK,), tl.int32)
+    block = tl.zeros((), tl.int32)
+    while block < unmasked:
+        param, first, second = updated_block(
+            table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, None,
+            FORMATS, RULE, CONTROLLED, BLOCK, False, WITH_PARAM,
+        )  # fmt: skip
+        master_amax = finite_amax_bits(master_amax, param, FORMATS.master)
+        first_amax = finite_amax_bits(first_amax, first, FORMATS.first)
+        second_amax = finite_amax_bits(second_amax, second, FORMATS.second)
+        block += 1
+    while block * BLOCK < elements:
+        mask = block * BLOCK + tl.arange(0, BLOCK) < elements
+        param, first, second = updated_block(
+            table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, mask,
+            FORMATS, RULE, CONTROLLED, BLOCK, True, WITH_PARAM,
+        )  # fmt: skip
+        master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), FORMATS.master)
+        first_amax = finite_amax_bits(first_amax, tl.where(mask, first, 0.0), FORMATS.first)
+        second_amax = finite_amax_bits(second_amax, tl.where(mask, second, 0.0), FORMATS.second)
+        block += 1
+    amaxes = (master_amax, first_amax, second_amax)
+    keep_amax(scratch_ptr, 0, tensors, tensor, start, amaxes[0], scales[0], FORMATS.master)
+    keep_amax(scratch_ptr, 1, tensors, tensor, start, amaxes[1], scales[1], FORMATS.first)
+    keep_amax(scratch_ptr, 2, tensors, tensor, start, amaxes[2], scales[2], FORMATS.second)
+
+
+@helper
+def step_chunk(
+    table_ptr,
+    scratch_ptr,
+    place,
+    pointers,
+    scalars,
+    controls,
+    elements,
+    unmasked,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The step of one chunk."""
+    tensors, tensor, start = place
+    scales = (
+        kept_scale(scratch_ptr, 0, tensors, tensor, FORMATS.master),
+        kept_scale(scratch_ptr, 1, tensors, tensor, FORMATS.first),
+        kept_scale(scratch_ptr, 2, tensors, tensor, FORMATS.second),
     )
     inverses = (
-        new_scale(table_ptr, MASTER_SCALE, scratch_ptr, 0, tensors, tensor, start, MASTER_FORMAT),
-        new_scale(table_ptr, FIRST_SCALE, scratch_ptr, 1, tensors, tensor, start, FIRST_FORMAT),
-        new_scale(table_ptr, SECOND_SCALE, scratch_ptr, 2, tensors, tensor, start, SECOND_FORMAT),
+        new_scale(table_ptr, MASTER_SCALE, scratch_ptr, 0, tensors, tensor, start, FORMATS.master),
+        new_scale(table_ptr, FIRST_SCALE, scratch_ptr, 1, tensors, tensor, start, FORMATS.first),
+        new_scale(table_ptr, SECOND_SCALE, scratch_ptr, 2, tensors, tensor, start, FORMATS.second),
     )
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
     block = tl.zeros((), tl.int32)
     while block < unmasked:
-        offset = block * BLOCK
         values = updated_block(
-            pointers, scales, scalars, offset, None,
-            GRAD_FORMAT, WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT, RULE,
-            BLOCK, False,
+            table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, None,
+            FORMATS, RULE, CONTROLLED, BLOCK, False, True,
         )  # fmt: skip
-        stored_block(
-            pointers, inverses, values, offset, None,
-            WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT, BLOCK, False,
-        )  # fmt: skip
+        stored_block(pointers, inverses, values, block * BLOCK, None, FORMATS, BLOCK, False)
         block += 1
     while block * BLOCK < elements:
-        offset = block * BLOCK
-        mask = offset + tl.arange(0, BLOCK) < elements
+        mask = block * BLOCK + tl.arange(0, BLOCK) < elements
         values = updated_block(
-            pointers, scales, scalars, offset, mask,
-            GRAD_FORMAT, WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT, RULE,
-            BLOCK, True,
+            table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, mask,
+            FORMATS, RULE, CONTROLLED, BLOCK, True, True,
         )  # fmt: skip
-        stored_block(
-            pointers, inverses, values, offset, mask,
-            WEIGHT_FORMAT, MASTER_FORMAT, FIRST_FORMAT, SECOND_FORMAT, BLOCK, True,
-        )  # fmt: skip
+        stored_block(pointers, inverses, values, block * BLOCK, mask, FORMATS, BLOCK, True)
         block += 1
+
+
+@jit(do_not_specialize=["tensors", "chunks", "scalar_count"])
+def step_kernel(
+    table_ptr,  # *int64 [ROWS, tensors]
+    chunks_ptr,  # *int32 [3, chunks]: the tensor, the place there in units of chunks, the phase
+    scalars_ptr,  # *fp32 [groups, scalar_count]
+    controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    scratch_ptr,  # *int32 as scales.py lays it out, zero; unread without scales
+    tensors,
+    chunks,
+    scalar_count,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+):
+    """One optimizer step of one chunk, or, for a scale per tensor, what has to come before it."""
+    if CONTROLLED:
+        if tl.load(controls_ptr + SKIP) != 0:
+            return
+    program = tl.program_id(0)
+    if FORMATS.scaled:
+        program = take_ticket(scratch_ptr, tensors, chunks)
+    tensor, start, elements, unmasked = chunk_of(
+        table_ptr, chunks_ptr, tensors, chunks, program, BLOCK, ITERATIONS
+    )
+    place = (tensors, tensor, start)
+    scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
+    controls = controls_of(controls_ptr, CONTROLLED)
+    pointers = pointers_of(table_ptr, tensors, tensor, start, FORMATS)
+    if FORMATS.scaled:
+        numel = tl.load(table_ptr + NUMEL * tensors + tensor)
+        own_chunks = tl.cdiv(numel, BLOCK * ITERATIONS).to(tl.int32)
+        if tl.load(chunks_ptr + 2 * chunks + program) == AMAX_PHASE:
+            find_amaxes(
+                table_ptr, scratch_ptr, place, pointers, scalars, controls, elements, unmasked,
+                FORMATS, RULE, CONTROLLED, BLOCK,
+            )  # fmt: skip
+        else:
+            wait_for_amaxes(scratch_ptr, tensors, tensor, own_chunks)
+            step_chunk(
+                table_ptr, scratch_ptr, place, pointers, scalars, controls, elements, unmasked,
+                FORMATS, RULE, CONTROLLED, BLOCK,
+            )  # fmt: skip
+        finish(scratch_ptr, tensors, tensor, own_chunks)
+    else:
+        step_chunk(
+            table_ptr, scratch_ptr, place, pointers, scalars, controls, elements, unmasked,
+            FORMATS, RULE, CONTROLLED, BLOCK,
+        )  # fmt: skip

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy
 import torch
 
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.lanes import vectorized
 from megaopt.kernels.step import kernel
 from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
+from megaopt.kernels.step.scales import SCRATCH_ROWS
+from megaopt.kernels.step.table import (
+    DeviceTable,
+    Geometry,
+    chunk_table,
+    to_device,
+    two_phase_chunk_table,
+)
 from megaopt.kernels.step.watch import Watch, module_for
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How the elements are dealt out to programs; it changes no bit of the result."""
-
-    block: int
-    """Elements that a program loads at a time; a power of two."""
-    iterations: int
-    """Blocks that a program works through."""
-    warps: int = 4
 
 
 # On an H200, percent of copy on set B for fp32 masters, remainders, bf16 moments, both:
@@ -32,6 +29,8 @@ class Geometry:
 COMPILED = Geometry(512, 4)
 # An interpreted operation costs some 15 microseconds whatever its size: fewer, larger programs.
 INTERPRETER = Geometry(16384, 1)
+# Programs at work at a time on an H200: 132 processors, at most 16 of 4 warps each.
+LAG = 2112
 
 
 class TritonPlan:
@@ -58,18 +57,18 @@ class TritonPlan:
         self.formats, self.rule, self.device = formats, rule, device
         self.geometry = geometry or (INTERPRETER if INTERPRETED else COMPILED)
         self._rows = numpy.zeros((kernel.ROWS, len(numels)), dtype=numpy.int64)
-        self._rows[len(SLOTS)] = numels
-        self._rows[len(SLOTS) + 1] = groups
+        self._rows[kernel.NUMEL.value] = numels
+        self._rows[kernel.GROUP.value] = groups
         module = module_for(len(numels))
         self._watches = {slot: Watch(len(numels), module) for slot in formats.slots}
         self._stale = True
-        self._chunks = to_device(chunk_table(numels, self.geometry), device)
-        self._table = torch.empty(0)
-        self._scratch = torch.zeros(
-            (kernel.SCRATCH_ROWS if formats.scaled else 0, len(numels)),
-            dtype=torch.int32,
-            device=device,
-        )
+        chunks = chunk_table(numels, self.geometry)
+        if formats.scaled:
+            chunks = two_phase_chunk_table(chunks, LAG)
+        self.chunks = to_device(chunks, device)
+        self._addresses = DeviceTable(device)
+        scratch = SCRATCH_ROWS.value * len(numels) + 1 if formats.scaled else 0
+        self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
 
     def look(self, buffers: Buffers) -> int:
         """Notes where the buffers lie, for the step.
@@ -84,74 +83,75 @@ class TritonPlan:
         self._stale = self._stale or any(found.values())
         return max(found.values())
 
-    def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
+    def step(
+        self,
+        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
+        controls: torch.Tensor | None = None,
+    ) -> None:
         """One step of every tensor, where `look` last saw it.
 
         Args:
-            scalars: the rule's row for each parameter group.
+            scalars: the rule's row for each parameter group; or these rows on the device, fp32.
+            controls: fp32 [CONTROLS] on the device: what happens to gradients first, and whether
+                the step is skipped. None leaves gradients as they are.
         """
-        self._refresh()
-        rows = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
-        if self._chunks.shape[1] == 0:
+        if self.chunks.shape[1] == 0:
             return
-        if self.formats.scaled:
-            self._scratch.zero_()
-            self._launch(kernel.amax_kernel, rows)
-        self._launch(kernel.step_kernel, rows)
+        table = self.table()
+        if not isinstance(scalars, torch.Tensor):
+            scalars = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
+        sizes = (self._rows.shape[1], self.chunks.shape[1], scalars.shape[1])
+        arguments = (table, self.chunks, scalars, controls, self._scratch, *sizes)
+        options = {"FORMATS": self.formats, "RULE": self.rule, "CONTROLLED": controls is not None}
+        launch(kernel.step_kernel, self.chunks.shape[1], arguments, options, self.geometry)
 
-    def _refresh(self) -> None:
-        """Brings the table on the device up to date."""
-        if not self._stale:
-            return
-        for slot, watch in self._watches.items():
-            self._rows[SLOTS.index(slot)] = watch.addresses
-        in_use = self._rows[: SLOTS.index("second") + 1]
-        self._rows[len(SLOTS) + 2] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
-        self._table = to_device(self._rows, self.device)
-        self._stale = False
+    def table(self) -> torch.Tensor:
+        """int64 [ROWS, tensors] on the device, brought up to date."""
+        if self._stale:
+            for slot, watch in self._watches.items():
+                self._rows[SLOTS.index(slot)] = watch.addresses
+            in_use = self._rows[: SLOTS.index("second") + 1]
+            self._rows[kernel.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
+            if self.rule.lanes:
+                self._rows[kernel.VECTORIZED.value] = self._vectorized()
+            self._stale = False
+        return self._addresses.update(self._rows)
 
-    def _launch(self, function: object, scalars: torch.Tensor) -> None:
-        chunks = self._chunks.shape[1]
-        sizes = (self._rows.shape[1], chunks, scalars.shape[1])
-        arguments = (self._table, self._chunks, scalars, self._scratch, *sizes)
-        formats = self.formats
-        options = {
-            "GRAD_FORMAT": formats.grad,
-            "WEIGHT_FORMAT": formats.weight,
-            "MASTER_FORMAT": formats.master,
-            "FIRST_FORMAT": formats.first,
-            "SECOND_FORMAT": formats.second,
-            "RULE": self.rule,
-            "BLOCK": self.geometry.block,
-            "ITERATIONS": self.geometry.iterations,
-            "num_warps": self.geometry.warps,
-            # the contract rounds every operation: no contraction of a product and a sum
-            "enable_fp_fusion": False,
-        }
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                function[(chunks,)](*arguments, **options)  # type: ignore[index]
-        else:
-            # numpy, which the interpreter computes with, warns of what IEEE 754 defines
-            with numpy.errstate(all="ignore"):
-                function[(chunks,)](*arguments, **options)  # type: ignore[index]
+    def _vectorized(self) -> numpy.ndarray:
+        columns = [
+            (self._rows[SLOTS.index(slot)], self.formats.dtype(slot).itemsize)
+            for slot in self.formats.slots
+        ]
+        return vectorized(self._rows[kernel.NUMEL.value], columns)
 
 
-def chunk_table(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
-    """int32 [2, chunks]: for each program its tensor and its place there, in units of chunks."""
-    size = geometry.block * geometry.iterations
-    counts = -(-numpy.array(numels, dtype=numpy.int64) // size)
-    tensors = numpy.repeat(numpy.arange(len(numels)), counts)
-    firsts = numpy.repeat(numpy.cumsum(counts) - counts, counts)
-    return numpy.stack([tensors, numpy.arange(len(tensors)) - firsts]).astype(numpy.int32)
+def launch(
+    function: object,
+    programs: int,
+    arguments: tuple[object, ...],
+    options: dict[str, object],
+    geometry: Geometry,
+) -> None:
+    """Launches a kernel over tensors' chunks on the device of its first argument, a tensor."""
+    options = {
+        **options,
+        "BLOCK": geometry.block,
+        "ITERATIONS": geometry.iterations,
+        "num_warps": geometry.warps,
+    }
+    call(function, programs, arguments, options)
 
 
-def to_device(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, made without waiting for the work queued there.
-
-    The pinned memory goes back to torch's host allocator, which reuses it only after the copy.
-    """
-    host = torch.from_numpy(array)
-    if device.type == "cpu":
-        return host.clone()
-    return host.pin_memory().to(device, non_blocking=True)
+def call(
+    function: object, programs: int, arguments: tuple[object, ...], options: dict[str, object]
+) -> None:
+    """Runs a kernel without contraction of products and sums: contracts round every operation."""
+    first = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
+    options = {**options, "enable_fp_fusion": False}
+    if first.device.type == "cuda":
+        with torch.cuda.device(first.device):
+            function[(programs,)](*arguments, **options)  # type: ignore[index]
+    else:
+        # numpy, which the interpreter computes with, warns of what IEEE 754 defines
+        with numpy.errstate(all="ignore"):
+            function[(programs,)](*arguments, **options)  # type: ignore[index]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
 
 from megaopt.kernels.formats import Format
 from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
 from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.watch import CHANGED
 
 SMALLEST_SCALE = 2.0**-126
@@ -37,10 +40,34 @@ def store_scaled(
     code.copy_(form.encode_reference(value, inverse))
 
 
+def controlled_grad(grad: torch.Tensor, controls: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """The fp32 gradient unscaled and clipped, each with one rounding."""
+    grad_scale, inverse, coefficient = controls[:SKIP]
+    return rule.unscale_reference(grad, grad_scale, inverse) * coefficient
+
+
+def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which elements torch's kernel would take as the first of a thread's four."""
+    addresses = [
+        (numpy.array([tensor.data_ptr()]), tensor.element_size()) for tensor in tensors.values()
+    ]
+    numel = tensors["weight"].numel()
+    is_vectorized = bool(vectorized(numpy.array([numel]), addresses)[0])
+    first = first_lane_reference(numel, is_vectorized, tensors["weight"].device)
+    return first.view(tensors["weight"].shape)
+
+
 def step_tensor(
-    tensors: dict[str, torch.Tensor], formats: Formats, rule: Rule, scalars: tuple[float, ...]
+    tensors: dict[str, torch.Tensor],
+    formats: Formats,
+    rule: Rule,
+    scalars: tuple[float, ...],
+    controls: torch.Tensor | None = None,
 ) -> None:
-    """One optimizer step of one parameter; `tensors` maps slots to contiguous tensors."""
+    """One optimizer step of one parameter; `tensors` maps slots to contiguous tensors.
+
+    controls: fp32, in the order of megaopt.kernels.step.controls; None leaves gradients as they are.
+    """
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
     first = formats.first.decode_reference(tensors["first"], tensors.get("first_scale"))
     second = formats.second.decode_reference(tensors["second"], tensors.get("second_scale"))
@@ -51,7 +78,10 @@ def step_tensor(
     else:
         param = formats.weight.decode_reference(weight)
     grad = formats.grad.decode_reference(grad)
-    param, first, second = rule.update_reference(param, first, second, grad, scalars)
+    if controls is not None:
+        grad = controlled_grad(grad, controls, rule)
+    lanes = (lanes_of(tensors),) if rule.lanes else ()
+    param, first, second = rule.update_reference(param, first, second, grad, scalars, *lanes)
     if formats.master.joined:
         weight_code, code = formats.master.encode_reference(param)
         tensors["master"].copy_(code)
@@ -76,10 +106,20 @@ class ReferencePlan:
         self._buffers = buffers
         return CHANGED
 
-    def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
-        """One step; `scalars` has the rule's row for each parameter group."""
+    def step(
+        self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
+    ) -> None:
+        """One step.
+
+        Args:
+            scalars: the rule's row for each parameter group.
+            controls: what happens to gradients first, and whether the step is skipped; on a GPU it
+                is waited for.
+        """
         buffers, self._buffers = self._buffers, {}
+        if controls is not None and bool(controls[SKIP]):
+            return
         for index, group in enumerate(self.groups):
             tensors = {slot: buffers[slot][index] for slot in self.formats.slots}
             if tensors["weight"].numel():
-                step_tensor(tensors, self.formats, self.rule, scalars[group])
+                step_tensor(tensors, self.formats, self.rule, scalars[group], controls)

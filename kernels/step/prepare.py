@@ -1,0 +1,93 @@
+"""What a step reads from the device before it starts: the groups' scalars, and the controls.
+
+One small launch, so that lr, step, gradient scale, clip coefficient and found_inf may live on the
+device: nothing waits for them, and a CUDA graph that captured the step reads them at every replay.
+"""
+
+from __future__ import annotations
+
+from megaopt.kernels.norm.kernel import total_of
+from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.step.kernel import COEFFICIENT, GRAD_SCALE, INVERSE_SCALE, SKIP
+
+# Columns of the int64 table of groups, a row a group: addresses of lr (fp32) and step (int32), then
+# what the rule's prepare reads (megaopt.kernels.rules.base.HYPER).
+LR: tl.constexpr = tl.constexpr(0)
+STEP: tl.constexpr = tl.constexpr(1)
+HYPER: tl.constexpr = tl.constexpr(2)
+
+
+@helper
+def one_number(ptr):
+    """The fp32 number at an address; 1 where there is none."""
+    if ptr is None:
+        value = tl.full((), 1.0, tl.float32)
+    else:
+        value = tl.load(ptr).to(tl.float32)
+    return value
+
+
+@helper
+def is_set(ptr):
+    """Whether the number at an address is not 0; false where there is none."""
+    if ptr is None:
+        value = tl.full((), 0, tl.int32) != 0
+    else:
+        value = tl.load(ptr) != 0
+    return value
+
+
+@helper
+def clip_coefficient(norm, clip_norm):
+    """torch.nn.utils.clip_grad_norm_'s, each operation rounded once; NaN where the norm is."""
+    coefficient = tl.math.div_rn(clip_norm, norm + 1e-6)
+    return tl.where(coefficient > 1.0, 1.0, coefficient)
+
+
+@helper
+def prepared_scalars(group_ptr, scalars_ptr, skip, RULE: tl.constexpr):
+    """Counts the step, unless it is skipped, and stores the group's row of scalars."""
+    lr = tl.load(tl.load(group_ptr + LR).to(tl.pointer_type(tl.float32)))
+    step_ptr = tl.load(group_ptr + STEP).to(tl.pointer_type(tl.int32))
+    step = tl.load(step_ptr) + 1
+    tl.store(step_ptr, step, mask=skip == 0)
+    RULE.prepare(group_ptr + HYPER, lr, step, scalars_ptr)
+
+
+@jit(do_not_specialize=["columns", "scalar_count", "clip_norm"])
+def prepare_kernel(
+    groups_ptr,  # *int64 [groups, columns], or None: the scalars come from the host
+    scalars_ptr,  # *fp32 [groups, scalar_count], written
+    controls_ptr,  # *fp32 [CONTROLS], written
+    grad_scale_ptr,  # *fp32, or None: gradients are so many times too large
+    found_inf_ptr,  # *fp32, or None: not 0 skips the step
+    coefficient_ptr,  # *fp32, or None: what gradients are multiplied by
+    bins_ptr,  # of megaopt.kernels.norm, or None
+    norm_ptr,  # *fp32, written with the norm of the unscaled gradients where there are bins
+    clip_norm,  # fp32, or None: gradients of a larger norm are multiplied down to this one
+    columns,
+    scalar_count,
+    RULE: tl.constexpr,
+    SKIP_NONFINITE: tl.constexpr,
+):
+    """The scalars of one group a program; every program finds the controls, the first stores them."""
+    group = tl.program_id(0)
+    grad_scale = one_number(grad_scale_ptr)
+    inverse = (tl.full((), 1.0, tl.float64) / grad_scale.to(tl.float64)).to(tl.float32)
+    coefficient = one_number(coefficient_ptr)
+    skip = is_set(found_inf_ptr)
+    if bins_ptr is not None:
+        norm, nonfinite = total_of(bins_ptr)
+        norm = norm * inverse
+        tl.store(norm_ptr, norm, mask=group == 0)
+        if clip_norm is not None:
+            coefficient = clip_coefficient(norm, clip_norm)
+        if SKIP_NONFINITE:
+            skip = skip | nonfinite
+    tl.store(controls_ptr + GRAD_SCALE, grad_scale, mask=group == 0)
+    tl.store(controls_ptr + INVERSE_SCALE, inverse, mask=group == 0)
+    tl.store(controls_ptr + COEFFICIENT, coefficient, mask=group == 0)
+    tl.store(controls_ptr + SKIP, tl.where(skip, 1.0, 0.0), mask=group == 0)
+    if groups_ptr is not None:
+        row_ptr = scalars_ptr + group * scalar_count
+        prepared_scalars(groups_ptr + group * columns, row_ptr, skip, RULE)

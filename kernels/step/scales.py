@@ -1,0 +1,115 @@
+"""The scales per tensor: amaxes found, then waited for, in one launch.
+
+Programs take tickets, and the work is dealt out in the tickets' order: a program that waits for
+others knows that they have been started. All counters are zero again when the launch is over.
+"""
+
+from __future__ import annotations
+
+from megaopt.kernels.optional_triton import helper, tl
+
+# Rows of the int32 scratch, one column a tensor: the bits of amaxes, then of the scales before the
+# step, each for master, first and second, then the finished chunks. One number follows: the ticket.
+AMAX: tl.constexpr = tl.constexpr(0)
+OLD_SCALE: tl.constexpr = tl.constexpr(3)
+FINISHED: tl.constexpr = tl.constexpr(6)
+SCRATCH_ROWS: tl.constexpr = tl.constexpr(7)
+
+# What a program does with its chunk.
+AMAX_PHASE: tl.constexpr = tl.constexpr(0)
+STEP_PHASE: tl.constexpr = tl.constexpr(1)
+
+# The smallest normal number: a scale below it would have no finite reciprocal.
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
+
+
+@helper
+def take_ticket(scratch_ptr, tensors, chunks):
+    """The next place in the table of chunks; the last ticket leaves the counter at zero."""
+    ticket_ptr = scratch_ptr + SCRATCH_ROWS * tensors
+    ticket = tl.atomic_add(ticket_ptr, 1)
+    if ticket == chunks - 1:
+        tl.atomic_xchg(ticket_ptr, 0)
+    return ticket
+
+
+@helper
+def wait_for_amaxes(scratch_ptr, tensors, tensor, own_chunks):
+    """Returns when every chunk of the tensor has been through the first phase."""
+    finished_ptr = scratch_ptr + FINISHED * tensors + tensor
+    while tl.atomic_add(finished_ptr, 0) < own_chunks:
+        pass
+
+
+@helper
+def finish(scratch_ptr, tensors, tensor, own_chunks):
+    """Counts a chunk's phase; the tensor's very last leaves its scratch at zero."""
+    # every thread has read the amaxes before one of them can be cleared
+    tl.debug_barrier()
+    finished_ptr = scratch_ptr + FINISHED * tensors + tensor
+    if tl.atomic_add(finished_ptr, 1) == 2 * own_chunks - 1:
+        tl.atomic_xchg(finished_ptr, 0)
+        for index in tl.static_range(3):
+            tl.atomic_xchg(scratch_ptr + (AMAX + index) * tensors + tensor, 0)
+
+
+@helper
+def old_scale(table_ptr, row, tensors, tensor, FORMAT: tl.constexpr):
+    if FORMAT.scaled:
+        address = tl.load(table_ptr + row * tensors + tensor)
+        scale = tl.load(address.to(tl.pointer_type(tl.float32)))
+    else:
+        scale = 1.0
+    return scale
+
+
+@helper
+def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr):
+    """The scale from before the step, which the first phase put aside."""
+    if FORMAT.scaled:
+        bits = tl.load(scratch_ptr + (OLD_SCALE + index) * tensors + tensor, volatile=True)
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = 1.0
+    return scale
+
+
+@helper
+def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT: tl.constexpr):
+    """Stores the tensor's new scale (its first chunk does) and gives the scale's reciprocal."""
+    if FORMAT.scaled:
+        bits = tl.load(scratch_ptr + (AMAX + index) * tensors + tensor, volatile=True)
+        code_max = tl.full((), FORMAT.code_max, tl.float32)
+        scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), code_max)
+        scale = tl.maximum(scale, SMALLEST_SCALE)
+        address = tl.load(table_ptr + row * tensors + tensor)
+        tl.store(address.to(tl.pointer_type(tl.float32)), scale, mask=start == 0)
+        inverse = tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)
+    else:
+        inverse = 1.0
+    return inverse
+
+
+@helper
+def finite_amax_bits(amax_bits, value, FORMAT: tl.constexpr):
+    """Element by element the larger of amax_bits and the bits of a finite magnitude.
+
+    As integers the bits of magnitudes order like the numbers.
+    """
+    if FORMAT.scaled:
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        amax_bits = tl.maximum(amax_bits, tl.where(bits < 0x7F800000, bits, 0))
+    return amax_bits
+
+
+@helper
+def keep_amax(scratch_ptr, index, tensors, tensor, start, amax_bits, scale, FORMAT: tl.constexpr):
+    """Adds a chunk's amax to the tensor's; its first chunk puts the old scale aside.
+
+    Atomics throughout: one thread does them in this order, before it counts the chunk as finished.
+    """
+    if FORMAT.scaled:
+        tl.atomic_max(scratch_ptr + (AMAX + index) * tensors + tensor, tl.max(amax_bits, 0))
+        bits = scale.to(tl.int32, bitcast=True)
+        old_ptr = scratch_ptr + (OLD_SCALE + index) * tensors + tensor
+        tl.atomic_xchg(old_ptr, bits, mask=start == 0)

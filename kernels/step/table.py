@@ -1,0 +1,101 @@
+"""Tables on the device: where tensors lie, how they are cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from megaopt.kernels.step.scales import AMAX_PHASE, STEP_PHASE
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the elements are dealt out to programs; it changes no bit of the result."""
+
+    block: int
+    """Elements that a program loads at a time; a power of two."""
+    iterations: int
+    """Blocks that a program works through."""
+    warps: int = 4
+
+
+class DeviceTable:
+    """A host array's copy on the device, made anew where the array changed.
+
+    What a CUDA graph captured has to stay as it was for as long as the graph is replayed: those
+    copies are kept with the table, and are never written again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensor = torch.empty(0)
+        self._host: numpy.ndarray | None = None
+        self._captured: list[torch.Tensor] = []
+
+    def update(self, array: numpy.ndarray) -> torch.Tensor:
+        """The array on the device, uploaded only where it differs from the last one."""
+        if self._host is None or not numpy.array_equal(self._host, array):
+            self._host = array.copy()
+            pinned = pinned_copy(array, self.device)
+            self.tensor = pinned.to(self.device, non_blocking=True, copy=True)
+            if is_capturing(self.device):
+                self._captured.append(pinned)
+        if is_capturing(self.device):
+            self._captured.append(self.tensor)
+        return self.tensor
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def pinned_copy(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
+    """The array in memory from which the device copies without being waited for."""
+    host = torch.from_numpy(array)
+    return host.clone() if device.type == "cpu" else host.pin_memory()
+
+
+def to_device(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, made without waiting for the work queued there.
+
+    The pinned memory goes back to torch's host allocator, which reuses it only after the copy.
+    """
+    return pinned_copy(array, device).to(device, non_blocking=True, copy=True)
+
+
+def chunk_table(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
+    """int32 [3, chunks]: for each program its tensor, its place there in units of chunks, its phase.
+
+    Here every chunk is stepped at once.
+    """
+    size = geometry.block * geometry.iterations
+    counts = -(-numpy.array(numels, dtype=numpy.int64) // size)
+    tensors = numpy.repeat(numpy.arange(len(numels)), counts)
+    firsts = numpy.repeat(numpy.cumsum(counts) - counts, counts)
+    places = numpy.arange(len(tensors)) - firsts
+    phases = numpy.full(len(tensors), STEP_PHASE.value)
+    return numpy.stack([tensors, places, phases]).astype(numpy.int32)
+
+
+def two_phase_chunk_table(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
+    """Each tensor's chunks twice: for the amaxes, and, from `lag` programs later on, for the step.
+
+    Args:
+        chunks: as chunk_table gives it.
+        lag: programs that start between a tensor's last chunk for the amaxes and its first for the
+            step, where there is as much other work: so many are at work at a time, and a program
+            that waits keeps its place on the processor.
+    """
+    tensors = chunks[0]
+    order = numpy.arange(len(tensors))
+    ends = numpy.searchsorted(tensors, tensors, side="right")  # past each tensor's last chunk
+    amaxes, steps = chunks.copy(), chunks.copy()
+    amaxes[2], steps[2] = AMAX_PHASE.value, STEP_PHASE.value
+    # a step's key is later than the keys of all its tensor's amaxes, which are their own order
+    keys = numpy.concatenate([order, ends + lag - 0.5 + 0 * order])
+    merged = numpy.concatenate([amaxes, steps], axis=1)
+    return merged[:, numpy.argsort(keys, kind="stable")]

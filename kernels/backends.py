@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,7 @@ from megaopt.kernels.optional_triton import INTERPRETED, MISSING
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.preparation import ReferencePreparation, TritonPreparation
 from megaopt.kernels.step.reference import ReferencePlan
 
 
@@ -21,8 +22,17 @@ class Plan(Protocol):
     def look(self, buffers: Buffers) -> int:
         """Notes where the buffers lie; gives what megaopt.kernels.step.watch calls a change."""
 
-    def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
-        """One step of every tensor in the buffers that were looked at last."""
+    def accumulate(self, bins: torch.Tensor) -> None:
+        """Adds the gradients' squares to the bins of megaopt.kernels.norm."""
+
+    def step(self, scalars: Any, controls: torch.Tensor | None = None) -> None:
+        """One step of every tensor in the buffers that were looked at last.
+
+        Args:
+            scalars: the rule's row for each group, on the host or as the backend's preparation
+                made them.
+            controls: what the preparation made.
+        """
 
 
 class Triton:
@@ -56,6 +66,10 @@ class Triton:
         """Tables on the device for tensors of these sizes; `groups` are their rows of scalars."""
         return TritonPlan(formats, rule, numels, groups, device)
 
+    def preparation(self, rule: Rule, device: torch.device) -> TritonPreparation:
+        """The scalars and controls of steps on the device."""
+        return TritonPreparation(rule, device)
+
 
 class Reference:
     """Plain torch, tensor by tensor, on any device."""
@@ -76,6 +90,10 @@ class Reference:
     ) -> Plan:
         """Nothing is laid out ahead."""
         return ReferencePlan(formats, rule, groups)
+
+    def preparation(self, rule: Rule, device: torch.device) -> ReferencePreparation:
+        """The scalars and controls of steps on the device, made on the host."""
+        return ReferencePreparation(rule, device)
 
 
 BACKENDS: dict[str, Triton | Reference] = {

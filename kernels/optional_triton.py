@@ -12,6 +12,7 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import libdevice
 except ImportError as error:
     MISSING: str | None = f"Triton cannot be imported ({error})"
     INTERPRETED = False
@@ -27,6 +28,7 @@ except ImportError as error:
             return name
 
     tl: Any = _Names()  # type: ignore[no-redef]
+    libdevice: Any = _Names()  # type: ignore[no-redef]
 
     def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leaves the function as it is: no one launches it without Triton."""
@@ -49,4 +51,4 @@ else:
         return function if INTERPRETED else triton.jit(function)
 
 
-__all__ = ["INTERPRETED", "MISSING", "helper", "jit", "tl"]
+__all__ = ["INTERPRETED", "MISSING", "helper", "jit", "libdevice", "tl"]

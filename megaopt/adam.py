@@ -48,7 +48,14 @@ class FusedAdam(FusedOptimizer):
         bias_correction: divides the moments by 1 - beta**step.
         adam_w_mode: AdamW; False for Adam with L2 weight decay.
         use_decoupled_grad: reads `p.decoupled_grad`, of any of the three dtypes, not `p.grad`.
-        capturable: only False.
+        capturable: lr and step become tensors on the parameters' device (fp32 of shape (), int32 of
+            shape (1,)): a step waits for nothing, and a CUDA graph can capture it. Change lr by
+            `group["lr"].fill_`, as torch's schedulers do; the other numbers of a group are as they
+            were at the capture. Needs all parameters on one device.
+        nonfinite: what an infinity or NaN among the gradients does: "propagate" lets it through the
+            arithmetic; "skip" leaves the step out, so that nothing changes, step counts included;
+            "error" raises. "skip" and "error" cost a pass over the gradients, and, without
+            capturable, waiting for it.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
 
@@ -77,12 +84,12 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: bool = True,
         use_decoupled_grad: bool = False,
         capturable: bool = False,
+        nonfinite: str = "propagate",
         contract: str = "ieee",
         backend: str = "auto",
     ) -> None:
-        for name, value in (("amsgrad", amsgrad), ("capturable", capturable)):
-            if value:
-                raise ValueError(f"{name}={value!r} is not allowed: False")
+        if amsgrad:
+            raise ValueError(f"amsgrad={amsgrad!r} is not allowed: False")
         options = Options(
             dtype=dtype,
             master_weight_dtype=master_weight_dtype,
@@ -92,6 +99,8 @@ class FusedAdam(FusedOptimizer):
             adam_w_mode=adam_w_mode,
             contract=contract,
             backend=backend,
+            capturable=capturable,
+            nonfinite=nonfinite,
         )
         defaults = {
             "lr": lr,
@@ -106,4 +115,5 @@ class FusedAdam(FusedOptimizer):
     @property
     def rule(self) -> Rule:
         """AdamW or Adam, under the optimizer's contract."""
-        return RULES["adamw" if self.options.adam_w_mode else "adam", self.options.contract]
+        rule = RULES["adamw" if self.options.adam_w_mode else "adam", self.options.contract]
+        return rule.capturable if self.options.capturable and rule.capturable else rule

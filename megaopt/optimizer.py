@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt import state_dict as state_dicts
 from megaopt.batches import MASTER, SCALE, Batch, Batches, check_grad, check_state, state_name
+from megaopt.capture import check_capture, check_captured_batches, check_device_numbers, to_device
 from megaopt.kernels.backends import BACKENDS, default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.controls import SKIP
+from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.watch import grads_of
 from megaopt.masters import MasterWeights, check_master_weights
-from megaopt.options import Options, check_contract, check_group, check_weight
+from megaopt.options import Options, check_clipping, check_group, check_weight
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled
 
 
@@ -28,6 +32,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     first step with a gradient, by `initialize_state`, or by a load: nothing is bound to the
     parameters before, so `param_groups` may be replaced after construction.
     """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to us
 
     use_decoupled_grad: bool = False
     """Read `p.decoupled_grad` instead of `p.grad`; may be assigned at any time."""
@@ -41,9 +47,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.options = options
         self._master_weights: MasterWeights = None
-        self._batches: Batches | None = None
+        self._forget()
         super().__init__(params, {**defaults, "step": 0})
         self.master_weights = master_weights
+
+    def _forget(self) -> None:
+        """Lets go of everything that is made again when it is needed."""
+        self._batches: Batches | None = None
+        self._captured: list[Batches] = []  # CUDA graphs read their tables
+        self._preparations: dict[torch.device, Any] = {}
 
     @property
     def rule(self) -> Rule:
@@ -57,9 +69,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_group(group, f"group {len(self.param_groups) - 1}")
+            self._check_group(group, f"group {len(self.param_groups) - 1}", new=True)
             for index, param in enumerate(group["params"]):
                 self._check_param(param, self._where(len(self.param_groups) - 1, index))
+            if self.options.capturable:
+                self._to_device()
         except (ValueError, RuntimeError):
             self.param_groups.pop()
             raise
@@ -111,9 +125,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = self.param_groups[group].get("param_names")
         return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
 
-    def _check_group(self, group: dict[str, Any], where: str) -> None:
+    def _check_group(self, group: dict[str, Any], where: str, new: bool = False) -> None:
+        if self.options.capturable and not new:
+            check_device_numbers(group, self._device(), where)
+            group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
         check_group(group, where)
-        check_contract(self.options, group, where)
+
+    def _device(self) -> torch.device:
+        """Of the parameters under capturable, or the CPU without parameters.
+
+        Raises ValueError where they are on several.
+        """
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
+                "capturable=True: one device"
+            )
+        return devices.pop() if devices else torch.device("cpu")
+
+    def _to_device(self) -> None:
+        device = self._device()
+        for group in self.param_groups:
+            to_device(group, device)
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
         subclass: object = param  # for mypy, to which no tensor is such a subclass
@@ -149,13 +183,26 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        clip_norm: float | None = None,
+        clip_coefficient: torch.Tensor | None = None,
+    ) -> Any:
         """One update of every parameter that has a gradient.
+
+        torch.amp.GradScaler works natively: `grad_scaler.step(optimizer)` sets `grad_scale` and
+        `found_inf` on the optimizer, the step unscales the gradients as it reads them, and an
+        overflow leaves everything as it is. Without capturable the host waits for found_inf.
 
         Args:
             closure: reevaluates the model and returns the loss.
-            grad_scaler: not supported here; call `grad_scaler.step(optimizer)` instead, which
-                unscales the gradients and skips the step on overflow.
+            clip_norm: the largest L2 norm of all gradients together; larger ones count multiplied
+                by clip_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ multiplies them, but
+                stay as they are themselves. `grad_norm` then has the norm. Nothing waits for it.
+            clip_coefficient: instead, what gradients are multiplied by: one fp32 number on the
+                parameters' device, of a norm over other ranks' gradients too, say.
 
         Returns:
             What the closure returned, or None.
@@ -163,23 +210,93 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a gradient, parameter, state tensor or hyper-parameter is not allowed; then
                 no weight, no state and no step count has changed.
+            FloatingPointError: nonfinite="error", and an infinity or NaN is among the gradients.
+            RuntimeError: a CUDA graph captures what it cannot repeat.
         """
-        if grad_scaler is not None:
-            raise ValueError(
-                "grad_scaler is not allowed here: call grad_scaler.step(optimizer), which unscales "
-                "the gradients and skips the step on overflow"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        request = self._request(clip_norm, clip_coefficient)
+        if not self.options.capturable and request.found_inf is not None:
+            if bool(request.found_inf):
+                return loss
+            request = replace(request, found_inf=None)
         rows = self._rows()
         batches, grads = self._gather()
-        for group in self.param_groups:  # also the empty ones
-            group["step"] += 1
         for batch in batches.batches:
-            batch.step(grads, rows)
+            batch.enter(grads)
+        prepared = self._prepare(batches, request)
+        if rows is not None:
+            if self._is_skipped(controls for _, controls in prepared.values()):
+                return loss
+            for group in self.param_groups:  # also the empty ones
+                group["step"] += 1
+        for batch in batches.batches:
+            scalars, controls = prepared[batch.device]
+            batch.plan.step(rows if scalars is None else scalars, controls)
+            batch.leave()
         return loss
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """fp32, shape (): the gradients' L2 norm at the last step that had to know it (clip_norm, or
+        nonfinite other than "propagate"), after unscaling, before clipping; on their device.
+        """
+        found = list(self._preparations.values())
+        if len(found) != 1:
+            raise RuntimeError(
+                f"grad_norm is known on {len(found)} devices: a step with clip_norm, with all "
+                "parameters on one device, finds it"
+            )
+        norm: torch.Tensor = found[0].norm
+        return norm
+
+    def _request(self, clip_norm: float | None, coefficient: torch.Tensor | None) -> Request:
+        """What the arguments of a step, a GradScaler's attributes and the options ask for."""
+        check_clipping(clip_norm, coefficient)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        # a GradScaler looks for infinities in p.grad alone
+        unseen = grad_scale is not None and self.use_decoupled_grad
+        return Request(
+            grad_scale=grad_scale,
+            # a GradScaler that saw no gradient sets the number 0
+            found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
+            coefficient=coefficient,
+            clip_norm=clip_norm,
+            skip_nonfinite=self.options.nonfinite != "propagate" or unseen,
+        )
+
+    def _prepare(self, batches: Batches, request: Request) -> dict[torch.device, tuple[Any, Any]]:
+        """For each device the scalars, if they are made there, and the controls."""
+        groups = self.param_groups if self.options.capturable else None
+        devices = {batch.device for batch in batches.batches}
+        if groups is not None:
+            devices = {self._device()}
+        if len(devices) > 1 and request.clip_norm is not None:
+            raise ValueError(
+                f"clip_norm={request.clip_norm!r} is not allowed with parameters on "
+                f"{', '.join(sorted(map(str, devices)))}: one device"
+            )
+        prepared = {}
+        for device in devices:
+            if device not in self._preparations:
+                backend = BACKENDS[self._backend(device)]
+                self._preparations[device] = backend.preparation(self.rule, device)
+            plans = [batch.plan for batch in batches.batches if batch.device == device]
+            prepared[device] = self._preparations[device].make(groups, request.on(device), plans)
+        return prepared
+
+    def _is_skipped(self, controls: Iterable[torch.Tensor | None]) -> bool:
+        """Whether an infinity or NaN among the gradients ends the step here; waits to see."""
+        if self.options.nonfinite == "propagate" and not self.use_decoupled_grad:
+            return False
+        found = any(bool(each[SKIP]) for each in controls if each is not None)
+        if found and self.options.nonfinite == "error":
+            raise FloatingPointError(
+                "an infinity or NaN is among the gradients, which nonfinite='error' does not allow"
+            )
+        return found
 
     def _gather(self) -> tuple[Batches, list[torch.Tensor | None]]:
         """The batches of this step: those of the last one where everything is as it was."""
@@ -189,7 +306,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         grads = self._grads(params)
         states = list(self.state.values())
         batches = self._batches
-        if batches is None or not batches.fit(params, groups, grads, states):
+        fit = batches is not None and batches.fit(params, groups, grads, states)
+        for device in {param.device for param in params}:
+            check_captured_batches(device, fit, any(batch.staged for batch in batches.batches))
+        if not fit:
             self._batches = None  # they noted addresses that a refusal below must not let stand
             batches = self._batches = self._sort(grads)
         return batches, grads
@@ -199,10 +319,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             return [getattr(param, "decoupled_grad", None) for param in params]
         return grads_of(params)
 
-    def _rows(self) -> list[tuple[float, ...]]:
-        """The groups' scalars for the coming step; their hyper-parameters must be in range."""
+    def _rows(self) -> list[tuple[float, ...]] | None:
+        """The groups' scalars for the coming step, None where they are made on the device.
+
+        The hyper-parameters must be in range.
+        """
         for index, group in enumerate(self.param_groups):
             self._check_group(group, f"group {index}")
+        if self.options.capturable:
+            return None
         return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
 
     def _sort(self, grads: list[torch.Tensor | None]) -> Batches:
@@ -406,6 +531,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state.update(loaded.states)
         self.param_groups = loaded.groups
         self._batches = None
+        if self.options.capturable:
+            self._to_device()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -416,4 +543,5 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up what __getstate__ gave."""
-        super().__setstate__({**state, "_batches": None})
+        super().__setstate__(state)
+        self._forget()

@@ -15,6 +15,11 @@ from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format, nam
 from megaopt.kernels.rules.base import round_to_fp32
 
 
+NONFINITE = ("propagate", "skip", "error")
+"""What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
+step out; raises FloatingPointError."""
+
+
 @dataclass(frozen=True)
 class Options:
     """The choices that hold for all groups of an optimizer, as FusedAdam documents them."""
@@ -27,6 +32,8 @@ class Options:
     adam_w_mode: bool
     contract: str
     backend: str
+    capturable: bool = False
+    nonfinite: str = "propagate"
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that is not allowed."""
@@ -43,6 +50,12 @@ class Options:
                     "then depend on alignment and place (docs/numbers.md); torch.float32, "
                     "torch.bfloat16"
                 )
+        one_of("nonfinite", self.nonfinite, NONFINITE)
+        if self.capturable and self.nonfinite == "error":
+            raise ValueError(
+                "nonfinite='error' is not allowed with capturable=True: nothing waits for the "
+                "gradients then; 'propagate' or 'skip'"
+            )
         if self.dtype is not None and self.master_weight_dtype != self.dtype:
             raise ValueError(
                 f"dtype={self.dtype} asks for fp32 masters and master_weight_dtype="
@@ -60,17 +73,6 @@ class Options:
         if not wanted or weight_dtype == torch.float32:
             return NONE
         return MASTERS[torch.int16 if self.store_param_remainders else self.master_weight_dtype]
-
-
-def check_contract(options: Options, group: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError for hyper-parameters under which a contract cannot be kept."""
-    l2_decay = not options.adam_w_mode and float(group["weight_decay"]) != 0
-    if options.contract == "torch" and l2_decay:
-        raise ValueError(
-            f"{where}: weight_decay={group['weight_decay']!r} is not allowed with contract='torch' "
-            "and adam_w_mode=False: torch's own bits then depend on alignment and place "
-            "(docs/numbers.md); 0, adam_w_mode=True, or contract='ieee'"
-        )
 
 
 def one_of(name: str, value: object, allowed: Any) -> None:

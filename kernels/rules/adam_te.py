@@ -8,15 +8,24 @@ there is no twin.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import torch
 
-from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.base import Rule, round_to_fp32
-from megaopt.kernels.rules.loading import load_nine
+from megaopt.kernels.optional_triton import helper, libdevice, tl
+from megaopt.kernels.rules.base import (
+    BETA1,
+    BETA2,
+    BIAS_CORRECTION,
+    EPS,
+    WEIGHT_DECAY,
+    Rule,
+    round_to_fp32,
+)
+from megaopt.kernels.rules.loading import load_nine, number, store_nine
 
 
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -61,9 +70,15 @@ DIRECTION = """
 """
 DECAY = "fma.rn.ftz.f32 update, $3, $14, update;\n"
 PARAM = "neg.ftz.f32 update, update;\nfma.rn.ftz.f32 $0, update, $15, $3; }"
+# the capturable kernels, in which lr comes from memory, round the product
+PARAM_CAPTURABLE = "mul.rn.ftz.f32 update, update, $15;\nsub.rn.ftz.f32 $0, $3, update; }"
 
-ADAMW: tl.constexpr = tl.constexpr(DECLARATIONS + PLAIN_GRAD + DIRECTION + DECAY + PARAM)
-ADAM: tl.constexpr = tl.constexpr(DECLARATIONS + GRAD_WITH_DECAY + DIRECTION + PARAM)
+WITH_DECAY = DECLARATIONS + PLAIN_GRAD + DIRECTION + DECAY
+WITH_L2 = DECLARATIONS + GRAD_WITH_DECAY + DIRECTION
+ADAMW: tl.constexpr = tl.constexpr(WITH_DECAY + PARAM)
+ADAM: tl.constexpr = tl.constexpr(WITH_L2 + PARAM)
+ADAMW_CAPTURABLE: tl.constexpr = tl.constexpr(WITH_DECAY + PARAM_CAPTURABLE)
+ADAM_CAPTURABLE: tl.constexpr = tl.constexpr(WITH_L2 + PARAM_CAPTURABLE)
 
 
 @helper
@@ -102,11 +117,65 @@ def adam(param, exp_avg, exp_avg_sq, grad, scalars):
     return instructions(param, exp_avg, exp_avg_sq, grad, scalars, ADAM)
 
 
+@helper
+def adamw_capturable(param, exp_avg, exp_avg_sq, grad, scalars):
+    return instructions(param, exp_avg, exp_avg_sq, grad, scalars, ADAMW_CAPTURABLE)
+
+
+@helper
+def adam_capturable(param, exp_avg, exp_avg_sq, grad, scalars):
+    return instructions(param, exp_avg, exp_avg_sq, grad, scalars, ADAM_CAPTURABLE)
+
+
+@helper
+def correction(beta, step, bias_correction):
+    """1 - beta**step of the fp32 beta, in fp64, by the CUDA library's pow as TransformerEngine's."""
+    one = tl.full((), 1.0, tl.float64)
+    found = one - libdevice.pow(beta.to(tl.float64), step.to(tl.float64))
+    return tl.where(bias_correction != 0, found, one).to(tl.float32)
+
+
+@helper
+def prepare(hyper_ptr, lr, step, row_ptr):
+    beta1 = number(hyper_ptr, BETA1).to(tl.float32)
+    beta2 = number(hyper_ptr, BETA2).to(tl.float32)
+    bias_correction = number(hyper_ptr, BIAS_CORRECTION)
+    row = (
+        beta1,
+        beta2,
+        1.0 - beta1,
+        1.0 - beta2,
+        correction(beta1, step, bias_correction),
+        correction(beta2, step, bias_correction),
+        number(hyper_ptr, EPS).to(tl.float32),
+        number(hyper_ptr, WEIGHT_DECAY).to(tl.float32),
+        lr,
+    )
+    store_nine(row_ptr, row)
+
+
 def no_twin(*_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Raises NotImplementedError: only an NVIDIA GPU gives these bits."""
     raise NotImplementedError("contract 'te' has no twin: its approximations are an NVIDIA GPU's")
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_TE = Rule("adamw", "te", MOMENTS, scalars, load_nine, prepare, adamw, no_twin)
-ADAM_TE = Rule("adam", "te", MOMENTS, scalars, load_nine, prepare, adam, no_twin, moments_use_param=True)
+def rule(name: str, update: Any, update_capturable: Any, moments_use_param: bool) -> Rule:
+    """TransformerEngine's two kernels for one update: with lr on the host, and on the device."""
+    moments = ("exp_avg", "exp_avg_sq")
+    plain = Rule(
+        name,
+        "te",
+        moments,
+        scalars,
+        load_nine,
+        prepare,
+        update,
+        no_twin,
+        moments_use_param=moments_use_param,
+    )
+    capturable = dataclasses.replace(plain, update=update_capturable)
+    return dataclasses.replace(plain, capturable=capturable)
+
+
+ADAMW_TE = rule("adamw", adamw, adamw_capturable, False)
+ADAM_TE = rule("adam", adam, adam_capturable, True)

@@ -17,7 +17,9 @@ PER_THREAD = 4
 THREADS = 512
 
 
-def vectorized(numels: numpy.ndarray, columns: Sequence[tuple[numpy.ndarray, int]]) -> numpy.ndarray:
+def vectorized(
+    numels: numpy.ndarray, columns: Sequence[tuple[numpy.ndarray, int]]
+) -> numpy.ndarray:
     """For each tensor whether torch's kernel takes four neighbours a thread.
 
     Args:

@@ -59,11 +59,11 @@ def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
 def pointers_of(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr):
     """To a chunk's first element in each buffer; a null pointer where there is no buffer."""
     return (
-        pointer(table_ptr, GRAD, tensors, tensor, start, FORMATS.grad),
-        pointer(table_ptr, WEIGHT, tensors, tensor, start, FORMATS.weight),
-        pointer(table_ptr, MASTER, tensors, tensor, start, FORMATS.master),
-        pointer(table_ptr, FIRST, tensors, tensor, start, FORMATS.first),
-        pointer(table_ptr, SECOND, tensors, tensor, start, FORMATS.second),
+        pointer(table_ptr, GRAD, tensors, tensor, start, tl.constexpr(FORMATS.grad)),
+        pointer(table_ptr, WEIGHT, tensors, tensor, start, tl.constexpr(FORMATS.weight)),
+        pointer(table_ptr, MASTER, tensors, tensor, start, tl.constexpr(FORMATS.master)),
+        pointer(table_ptr, FIRST, tensors, tensor, start, tl.constexpr(FORMATS.first)),
+        pointer(table_ptr, SECOND, tensors, tensor, start, tl.constexpr(FORMATS.second)),
     )
 
 
@@ -251,10 +251,13 @@ def find_amaxes(
     Computing the update twice moves fewer bytes than an fp32 scratch copy of it would.
     """
     tensors, tensor, start = place
+    MASTER_FORMAT: tl.constexpr = FORMATS.master
+    FIRST_FORMAT: tl.constexpr = FORMATS.first
+    SECOND_FORMAT: tl.constexpr = FORMATS.second
     scales = (
-        old_scale(table_ptr, MASTER_SCALE, tensors, tensor, FORMATS.master),
-        old_scale(table_ptr, FIRST_SCALE, tensors, tensor, FORMATS.first),
-        old_scale(table_ptr, SECOND_SCALE, tensors, tensor, FORMATS.second),
+        old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT),
+        old_scale(table_ptr, FIRST_SCALE, tensors, tensor, FIRST_FORMAT),
+        old_scale(table_ptr, SECOND_SCALE, tensors, tensor, SECOND_FORMAT),
     )
     WITH_PARAM: tl.constexpr = RULE.moments_use_param or FORMATS.master.scaled
     master_amax = tl.zeros((BLOCK,), tl.int32)
@@ -266,9 +269,9 @@ def find_amaxes(
             table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, None,
             FORMATS, RULE, CONTROLLED, BLOCK, False, WITH_PARAM,
         )  # fmt: skip
-        master_amax = finite_amax_bits(master_amax, param, FORMATS.master)
-        first_amax = finite_amax_bits(first_amax, first, FORMATS.first)
-        second_amax = finite_amax_bits(second_amax, second, FORMATS.second)
+        master_amax = finite_amax_bits(master_amax, param, MASTER_FORMAT)
+        first_amax = finite_amax_bits(first_amax, first, FIRST_FORMAT)
+        second_amax = finite_amax_bits(second_amax, second, SECOND_FORMAT)
         block += 1
     while block * BLOCK < elements:
         mask = block * BLOCK + tl.arange(0, BLOCK) < elements
@@ -276,14 +279,19 @@ def find_amaxes(
             table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, mask,
             FORMATS, RULE, CONTROLLED, BLOCK, True, WITH_PARAM,
         )  # fmt: skip
-        master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), FORMATS.master)
-        first_amax = finite_amax_bits(first_amax, tl.where(mask, first, 0.0), FORMATS.first)
-        second_amax = finite_amax_bits(second_amax, tl.where(mask, second, 0.0), FORMATS.second)
+        master_amax = finite_amax_bits(
+            master_amax, tl.where(mask, param, 0.0), tl.constexpr(FORMATS.master)
+        )
+        first_amax = finite_amax_bits(
+            first_amax, tl.where(mask, first, 0.0), tl.constexpr(FORMATS.first)
+        )
+        second_amax = finite_amax_bits(
+            second_amax, tl.where(mask, second, 0.0), tl.constexpr(FORMATS.second)
+        )
         block += 1
-    amaxes = (master_amax, first_amax, second_amax)
-    keep_amax(scratch_ptr, 0, tensors, tensor, start, amaxes[0], scales[0], FORMATS.master)
-    keep_amax(scratch_ptr, 1, tensors, tensor, start, amaxes[1], scales[1], FORMATS.first)
-    keep_amax(scratch_ptr, 2, tensors, tensor, start, amaxes[2], scales[2], FORMATS.second)
+    keep_amax(scratch_ptr, 0, tensors, tensor, start, master_amax, scales[0], MASTER_FORMAT)
+    keep_amax(scratch_ptr, 1, tensors, tensor, start, first_amax, scales[1], FIRST_FORMAT)
+    keep_amax(scratch_ptr, 2, tensors, tensor, start, second_amax, scales[2], SECOND_FORMAT)
 
 
 @helper
@@ -303,15 +311,18 @@ def step_chunk(
 ):
     """The step of one chunk."""
     tensors, tensor, start = place
+    MASTER_FORMAT: tl.constexpr = FORMATS.master
+    FIRST_FORMAT: tl.constexpr = FORMATS.first
+    SECOND_FORMAT: tl.constexpr = FORMATS.second
     scales = (
-        kept_scale(scratch_ptr, 0, tensors, tensor, FORMATS.master),
-        kept_scale(scratch_ptr, 1, tensors, tensor, FORMATS.first),
-        kept_scale(scratch_ptr, 2, tensors, tensor, FORMATS.second),
+        kept_scale(scratch_ptr, 0, tensors, tensor, MASTER_FORMAT),
+        kept_scale(scratch_ptr, 1, tensors, tensor, FIRST_FORMAT),
+        kept_scale(scratch_ptr, 2, tensors, tensor, SECOND_FORMAT),
     )
     inverses = (
-        new_scale(table_ptr, MASTER_SCALE, scratch_ptr, 0, tensors, tensor, start, FORMATS.master),
-        new_scale(table_ptr, FIRST_SCALE, scratch_ptr, 1, tensors, tensor, start, FORMATS.first),
-        new_scale(table_ptr, SECOND_SCALE, scratch_ptr, 2, tensors, tensor, start, FORMATS.second),
+        new_scale(table_ptr, MASTER_SCALE, scratch_ptr, 0, tensors, tensor, start, MASTER_FORMAT),
+        new_scale(table_ptr, FIRST_SCALE, scratch_ptr, 1, tensors, tensor, start, FIRST_FORMAT),
+        new_scale(table_ptr, SECOND_SCALE, scratch_ptr, 2, tensors, tensor, start, SECOND_FORMAT),
     )
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
     block = tl.zeros((), tl.int32)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy
 import torch
 
-from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import vectorized
 from megaopt.kernels.step import kernel
 from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
 from megaopt.kernels.step.scales import SCRATCH_ROWS
 from megaopt.kernels.step.table import (
+    OWN,
     DeviceTable,
     Geometry,
     chunk_table,
@@ -23,12 +24,6 @@ from megaopt.kernels.step.table import (
 from megaopt.kernels.step.watch import Watch, module_for
 
 
-# On an H200, percent of copy on set B for fp32 masters, remainders, bf16 moments, both:
-# 512 x 4: 97.0 98.3 97.0 96.0; 1024 x 4: 96.5 97.1 94.3 94.8; 512 x 8: 95.6 96.3 96.0 96.5;
-# 1024 x 8: 95.1 96.2 94.9 95.2; 512 x 16: 94.8 95.4 94.9 95.0; 8 warps: 79.9 to 96.3
-COMPILED = Geometry(512, 4)
-# An interpreted operation costs some 15 microseconds whatever its size: fewer, larger programs.
-INTERPRETER = Geometry(16384, 1)
 # Programs at work at a time on an H200: 132 processors, at most 16 of 4 warps each.
 LAG = 2112
 
@@ -55,7 +50,7 @@ class TritonPlan:
         geometry: Geometry | None = None,
     ) -> None:
         self.formats, self.rule, self.device = formats, rule, device
-        self.geometry = geometry or (INTERPRETER if INTERPRETED else COMPILED)
+        self.geometry = geometry or OWN
         self._rows = numpy.zeros((kernel.ROWS, len(numels)), dtype=numpy.int64)
         self._rows[kernel.NUMEL.value] = numels
         self._rows[kernel.GROUP.value] = groups
@@ -63,9 +58,10 @@ class TritonPlan:
         self._watches = {slot: Watch(len(numels), module) for slot in formats.slots}
         self._stale = True
         chunks = chunk_table(numels, self.geometry)
+        self._once = to_device(chunks, device)  # every chunk once, for the norm
+        self._chunks = self._once
         if formats.scaled:
-            chunks = two_phase_chunk_table(chunks, LAG)
-        self.chunks = to_device(chunks, device)
+            self._chunks = to_device(two_phase_chunk_table(chunks, LAG), device)
         self._addresses = DeviceTable(device)
         scratch = SCRATCH_ROWS.value * len(numels) + 1 if formats.scaled else 0
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
@@ -83,6 +79,11 @@ class TritonPlan:
         self._stale = self._stale or any(found.values())
         return max(found.values())
 
+    def accumulate(self, bins: torch.Tensor) -> None:
+        """Adds the gradients' squares to the bins of megaopt.kernels.norm: one launch."""
+        norm = NormPlan(self.formats.grad, self.geometry)
+        norm.accumulate(self.table(), self._once, bins)
+
     def step(
         self,
         scalars: Sequence[tuple[float, ...]] | torch.Tensor,
@@ -95,26 +96,27 @@ class TritonPlan:
             controls: fp32 [CONTROLS] on the device: what happens to gradients first, and whether
                 the step is skipped. None leaves gradients as they are.
         """
-        if self.chunks.shape[1] == 0:
+        if self._chunks.shape[1] == 0:
             return
         table = self.table()
         if not isinstance(scalars, torch.Tensor):
             scalars = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
-        sizes = (self._rows.shape[1], self.chunks.shape[1], scalars.shape[1])
-        arguments = (table, self.chunks, scalars, controls, self._scratch, *sizes)
+        sizes = (self._rows.shape[1], self._chunks.shape[1], scalars.shape[1])
+        arguments = (table, self._chunks, scalars, controls, self._scratch, *sizes)
         options = {"FORMATS": self.formats, "RULE": self.rule, "CONTROLLED": controls is not None}
-        launch(kernel.step_kernel, self.chunks.shape[1], arguments, options, self.geometry)
+        launch(kernel.step_kernel, self._chunks.shape[1], arguments, options, self.geometry)
 
     def table(self) -> torch.Tensor:
         """int64 [ROWS, tensors] on the device, brought up to date."""
-        if self._stale:
-            for slot, watch in self._watches.items():
-                self._rows[SLOTS.index(slot)] = watch.addresses
-            in_use = self._rows[: SLOTS.index("second") + 1]
-            self._rows[kernel.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
-            if self.rule.lanes:
-                self._rows[kernel.VECTORIZED.value] = self._vectorized()
-            self._stale = False
+        if not self._stale:
+            return self._addresses.kept()
+        for slot, watch in self._watches.items():
+            self._rows[SLOTS.index(slot)] = watch.addresses
+        in_use = self._rows[: SLOTS.index("second") + 1]
+        self._rows[kernel.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
+        if self.rule.lanes:
+            self._rows[kernel.VECTORIZED.value] = self._vectorized()
+        self._stale = False
         return self._addresses.update(self._rows)
 
     def _vectorized(self) -> numpy.ndarray:

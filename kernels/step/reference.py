@@ -8,6 +8,7 @@ import numpy
 import torch
 
 from megaopt.kernels.formats import Format
+from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
 from megaopt.kernels.step.batch import Buffers, Formats
@@ -105,6 +106,10 @@ class ReferencePlan:
         """Notes the buffers for the step; as if seen for the first time, watch.CHANGED."""
         self._buffers = buffers
         return CHANGED
+
+    def accumulate(self, bins: torch.Tensor) -> None:
+        """Adds the gradients' squares to the bins of megaopt.kernels.norm."""
+        accumulate_reference(self._buffers["grad"], bins)
 
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None

@@ -18,7 +18,7 @@ from step_cases import (
 )
 
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step.launch import Geometry
+from megaopt.kernels.step.table import Geometry
 
 SMALL = Geometry(64, 2)
 ADAMW = RULES["adamw", "ieee"]

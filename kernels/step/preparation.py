@@ -1,0 +1,176 @@
+"""Makes what a step reads before it starts, on the host or on the device: scalars and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+from megaopt.kernels.norm.bins import new_bins
+from megaopt.kernels.norm.reference import total_reference
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.base import HYPER_COLUMNS
+from megaopt.kernels.step.controls import COUNT
+from megaopt.kernels.step.launch import call
+from megaopt.kernels.step.prepare import prepare_kernel
+from megaopt.kernels.step.table import DeviceTable
+
+Group = Mapping[str, Any]
+# Of every rule's row: all have the nine of megaopt.kernels.rules.loading.
+SCALARS = 9
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a step is asked to do with the gradients, and when to leave everything as it is.
+
+    The tensors have one element, on the parameters' device, and may be computed there just now:
+    nothing waits for them.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    """Gradients are so many times too large (a loss scale): they are unscaled first."""
+    found_inf: torch.Tensor | None = None
+    """Anything but 0 skips the step."""
+    coefficient: torch.Tensor | None = None
+    """What the unscaled gradients are multiplied by."""
+    clip_norm: float | None = None
+    """Gradients whose norm, over all parameters and after unscaling, is larger are multiplied by
+    clip_norm / (norm + 1e-6); not together with a coefficient."""
+    skip_nonfinite: bool = False
+    """An infinity or NaN among the gradients skips the step."""
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the gradients have to be looked through before the step."""
+        return self.clip_norm is not None or self.skip_nonfinite
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether gradients are taken as they are, in every case."""
+        given = (self.grad_scale, self.found_inf, self.coefficient)
+        return not self.needs_norm and all(tensor is None for tensor in given)
+
+
+class Measured(Protocol):
+    """A plan (megaopt.kernels.backends.Plan) whose gradients can be measured."""
+
+    def accumulate(self, bins: torch.Tensor) -> None:
+        """Adds the gradients' squares to the bins of megaopt.kernels.norm."""
+
+
+class Preparation:
+    """The buffers on one device; they stay where they are, so that a CUDA graph can capture them.
+
+    Attributes:
+        norm: fp32, shape (): the norm of the gradients of the last step that measured it, after
+            unscaling, before clipping.
+    """
+
+    def __init__(self, rule: Rule, device: torch.device) -> None:
+        self.rule, self.device = rule, device
+        self.norm = torch.zeros((), dtype=torch.float32, device=device)
+        self._bins = new_bins(device)
+
+    def measure(self, plans: Sequence[Measured]) -> torch.Tensor:
+        """The bins with the squares of all the plans' gradients."""
+        self._bins.zero_()
+        for plan in plans:
+            plan.accumulate(self._bins)
+        return self._bins
+
+
+class TritonPreparation(Preparation):
+    """By one small launch."""
+
+    def __init__(self, rule: Rule, device: torch.device) -> None:
+        super().__init__(rule, device)
+        self._controls = torch.zeros(COUNT, dtype=torch.float32, device=device)
+        self._scalars = torch.zeros((0, SCALARS), dtype=torch.float32, device=device)
+        self._groups = DeviceTable(device)
+
+    def make(
+        self, groups: Sequence[Group] | None, request: Request, plans: Sequence[Measured]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scalars of groups whose lr and step are on the device, and the controls, both there.
+
+        Counts a step in each group unless it is skipped.
+
+        Args:
+            groups: None where the scalars come from the host.
+            request: what to do with the gradients.
+            plans: whose gradients the norm is of.
+
+        Returns:
+            None for scalars without groups, and for controls that would change nothing.
+        """
+        if groups is None and request.is_empty:
+            return None, None
+        table = scalars = None
+        if groups is not None:
+            table = self._groups.update(self._rows(groups))
+            if len(self._scalars) != len(groups):
+                self._scalars = torch.zeros((len(groups), SCALARS), device=self.device)
+            scalars = self._scalars
+        bins = self.measure(plans) if request.needs_norm else None
+        given = (request.grad_scale, request.found_inf, request.coefficient)
+        arguments = (table, scalars, self._controls, *given, bins, self.norm, request.clip_norm)
+        columns = 2 + HYPER_COLUMNS
+        options = {"RULE": self.rule, "SKIP_NONFINITE": request.skip_nonfinite, "num_warps": 1}
+        programs = max(1, len(groups or ()))
+        call(prepare_kernel, programs, (*arguments, columns, SCALARS), options)
+        return scalars, None if request.is_empty else self._controls
+
+    def _rows(self, groups: Sequence[Group]) -> numpy.ndarray:
+        """int64 [groups, 2 + HYPER_COLUMNS], as prepare.py reads it."""
+        rows = numpy.zeros((len(groups), 2 + HYPER_COLUMNS), dtype=numpy.int64)
+        for row, group in zip(rows, groups, strict=True):
+            tables = self.rule.tables(group, self.device)
+            row[:2] = group["lr"].data_ptr(), group["step"].data_ptr()
+            numbers = (*group["betas"], group["eps"], group["weight_decay"])
+            bits = numpy.array(
+                (*map(float, numbers), bool(group["bias_correction"])), numpy.float64
+            )
+            row[2:7] = bits.view(numpy.int64)
+            row[7 : 7 + len(tables)] = [table.data_ptr() for table in tables]
+            row[9 : 9 + len(tables)] = [len(table) for table in tables]
+        return rows
+
+
+class ReferencePreparation(Preparation):
+    """The twin: on the host, which waits for what is on a device."""
+
+    def make(
+        self, groups: Sequence[Group] | None, request: Request, plans: Sequence[Measured]
+    ) -> tuple[list[tuple[float, ...]] | None, torch.Tensor | None]:
+        """As TritonPreparation.make, with the scalars on the host."""
+        controls = None if request.is_empty else self._controls(request, plans)
+        if groups is None:
+            return None, controls
+        skip = controls is not None and bool(controls[-1])
+        scalars = []
+        for group in groups:
+            step = int(group["step"]) + 1
+            scalars.append(self.rule.scalars({**group, "lr": float(group["lr"]), "step": step}))
+            group["step"].fill_(step - skip)
+        return scalars, controls
+
+    def _controls(self, request: Request, plans: Sequence[Measured]) -> torch.Tensor:
+        one = torch.ones((), device=self.device)
+        grad_scale = one if request.grad_scale is None else request.grad_scale.float().reshape(())
+        inverse = (1.0 / grad_scale.double()).float()
+        coefficient = one if request.coefficient is None else request.coefficient.reshape(())
+        skip = request.found_inf is not None and bool(request.found_inf)
+        if request.needs_norm:
+            norm, nonfinite = total_reference(self.measure(plans))
+            self.norm.copy_(norm * inverse)
+            if request.clip_norm is not None:
+                clip_norm = torch.full((), request.clip_norm, device=self.device)
+                # not clamp: a NaN stays
+                coefficient = clip_norm / (self.norm + 1e-6)
+                coefficient = torch.where(coefficient > 1.0, 1.0, coefficient)
+            skip = skip or (request.skip_nonfinite and bool(nonfinite))
+        return torch.stack([grad_scale, inverse, coefficient, one * skip])

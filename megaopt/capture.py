@@ -1,0 +1,75 @@
+"""Groups whose lr and step are on the device, and what a CUDA graph may capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megaopt.kernels.step.table import is_capturing
+from megaopt.options import number
+
+DTYPES = {"lr": torch.float32, "step": torch.int32}
+SHAPES = {"lr": (), "step": (1,)}
+
+
+def to_device(group: dict[str, Any], device: torch.device) -> None:
+    """Makes lr and step of a group tensors on the device; those that are already stay the same."""
+    for name, dtype in DTYPES.items():
+        value = group[name]
+        if not _fits(value, name, device):
+            value = number(value, name)
+            group[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
+
+
+def to_host(group: dict[str, Any]) -> None:
+    """Makes lr and step of a group numbers again."""
+    group["lr"], group["step"] = number(group["lr"], "lr"), int(group["step"])
+
+
+def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:
+    """Raises ValueError unless lr and step are what `to_device` makes."""
+    for name, dtype in DTYPES.items():
+        if not _fits(group[name], name, device):
+            raise ValueError(
+                f"{where}: {name}={group[name]!r} is not allowed with capturable=True: a {dtype} "
+                f"tensor of shape {SHAPES[name]} on {device}; to change it, use "
+                f"group[{name!r}].fill_(...)"
+            )
+
+
+def _fits(value: Any, name: str, device: torch.device) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == DTYPES[name]
+        and value.numel() == 1
+        and value.device == device
+    )
+
+
+def check_capture(device: torch.device, capturable: bool) -> None:
+    """Raises RuntimeError where a CUDA graph captures a step that reads numbers of the host."""
+    if is_capturing(device) and not capturable:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
+            "step's lr and step for ever; pass capturable=True"
+        )
+
+
+def check_captured_batches(device: torch.device, fit: bool, staged: bool) -> None:
+    """Raises RuntimeError for what a step can do only outside a graph."""
+    if not is_capturing(device):
+        return
+    if not fit:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and the parameters, gradients or states are not those "
+            "of the last step (other dtypes, sizes or parameters with gradients, or no step yet): "
+            "take one step like this one before the capture; only the gradients' addresses may "
+            "differ"
+        )
+    if staged:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
+            "only contiguous ones are allowed in a capture"
+        )

@@ -5,11 +5,11 @@ the one that tests/kernels/test_step.py makes.
 """
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from mutants import mutant
 from step_cases import CURATED, GROUP, assert_all_agree, name_of
 
 from megaopt import kernels
@@ -118,18 +118,6 @@ FORMAT_MUTANTS = {
         (SCALED, "first"),
     ),
 }  # fmt: skip
-
-
-def mutant(path, change, folder):
-    old, new = change
-    source = path.read_text()
-    assert source.count(old) == 1, f"{path.name} has {source.count(old)} times: {old}"
-    target = folder / f"mutant_{path.name}"
-    target.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(target.stem, target)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("formats", [PLAIN, REMAINDER, SCALED], ids=name_of)

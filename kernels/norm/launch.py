@@ -1,0 +1,121 @@
+"""Launches the norm over the tables of a step, or over tables of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+
+from megaopt.kernels.formats import Format
+from megaopt.kernels.norm import kernel
+from megaopt.kernels.norm.bins import MOST
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.step.kernel import ALIGNED, GRAD, NUMEL
+from megaopt.kernels.step.kernel import ROWS as TABLE_ROWS
+from megaopt.kernels.step.launch import COMPILED, INTERPRETER, Geometry, chunk_table, to_device
+
+# On a GPU one warp takes a block, so that no warp waits for another: 64 elements a thread share the
+# reductions and atomics. Tiles of 256 keep it at 96 to 128 registers; 230 without tiles.
+BLOCK, TILE = 2048, 256
+# A program takes several chunks, one after another: starting one costs about as much as reading
+# 2,048 elements of 16 bits. Up to as many programs as fill a large GPU, each has one chunk.
+CHUNKS = 8
+PROGRAMS = 2048
+
+
+class NormPlan:
+    """The launch over gradients of one format.
+
+    The tables that it is given are those of a step (megaopt.kernels.step): of the addresses only
+    the rows GRAD, NUMEL and ALIGNED are read. `tables_of` makes such tables for gradients alone.
+
+    Args:
+        form: of the gradients, from GRADS.
+        geometry: with which the table of chunks was made.
+        programs: for tests; chosen by the number of chunks otherwise.
+    """
+
+    def __init__(
+        self, form: Format, geometry: Geometry | None = None, programs: int | None = None
+    ) -> None:
+        self.form, self.programs = form, programs
+        geometry = geometry or (INTERPRETER if INTERPRETED else COMPILED)
+        chunk = geometry.block * geometry.iterations
+        # the largest power of two that divides a chunk
+        self.block = min(chunk & -chunk, MOST if INTERPRETED else BLOCK)
+        self.iterations = chunk // self.block
+
+    def accumulate(self, table: torch.Tensor, chunks: torch.Tensor, bins: torch.Tensor) -> None:
+        """Adds the squares of all elements to the bins: one launch, nothing is waited for.
+
+        Gradients that were multiplied by a loss scale give that multiple of the norm: multiplying
+        the norm by the inverse is exact for powers of two, as long as it does not leave fp32.
+
+        Args:
+            table: int64 [rows, tensors], the addresses and sizes of contiguous tensors.
+            chunks: int32 [2, chunks].
+            bins: int64, of megaopt.kernels.norm.bins.new_bins; all three on one device.
+        """
+        count = chunks.shape[1]
+        if count == 0:
+            return
+        programs = self.programs or max(min(count, PROGRAMS), -(-count // CHUNKS))
+        options = {
+            "FORMAT": self.form,
+            "BLOCK": self.block,
+            "TILE": self.block if INTERPRETED else min(self.block, TILE),
+            "ITERATIONS": self.iterations,
+            "num_warps": 1,
+        }
+        arguments = (table, chunks, bins, table.shape[1], count)
+        launch(kernel.norm_kernel, programs, arguments, options, bins.device)
+
+
+def total(bins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of what was added to the bins, which stay as they are; nothing is waited for.
+
+    Args:
+        bins: int64 [BANKS, ROWS, 2], of one table or the sum of several.
+
+    Returns:
+        norm: fp32, shape (), on the bins' device. 0 without elements; NaN if there was a NaN, else
+            infinity if there was one or if the norm is too large for fp32.
+        nonfinite: bool, shape (): whether there was an infinity or a NaN among the elements.
+    """
+    norm = torch.empty((), dtype=torch.float32, device=bins.device)
+    nonfinite = torch.empty((), dtype=torch.int8, device=bins.device)
+    launch(kernel.total_kernel, 1, (bins, norm, nonfinite), {"num_warps": 1}, bins.device)
+    return norm, nonfinite.view(torch.bool)
+
+
+def tables_of(
+    grads: Sequence[torch.Tensor], geometry: Geometry | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table of addresses and that of chunks, for contiguous gradients on one device."""
+    geometry = geometry or (INTERPRETER if INTERPRETED else COMPILED)
+    rows = numpy.zeros((TABLE_ROWS, len(grads)), dtype=numpy.int64)
+    rows[int(GRAD)] = [grad.data_ptr() for grad in grads]
+    rows[int(NUMEL)] = [grad.numel() for grad in grads]
+    rows[int(ALIGNED)] = rows[int(GRAD)] % 16 == 0
+    device = grads[0].device
+    chunks = chunk_table(rows[int(NUMEL)].tolist(), geometry)
+    return to_device(rows, device), to_device(chunks, device)
+
+
+def launch(
+    function: object,
+    programs: int,
+    arguments: tuple[object, ...],
+    options: dict[str, object],
+    device: torch.device,
+) -> None:
+    """Launches a kernel on the device, a CUDA device or the CPU under Triton's interpreter."""
+    options = {**options, "enable_fp_fusion": False}
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            function[(programs,)](*arguments, **options)  # type: ignore[index]
+    else:
+        # numpy, which the interpreter computes with, warns of what IEEE 754 defines
+        with numpy.errstate(all="ignore"):
+            function[(programs,)](*arguments, **options)  # type: ignore[index]

@@ -1,0 +1,15 @@
+"""Modules with one piece of their text replaced, to see a check notice."""
+
+import importlib.util
+
+
+def mutant(path, change, folder):
+    old, new = change
+    source = path.read_text()
+    assert source.count(old) == 1, f"{path.name} has {source.count(old)} times: {old}"
+    target = folder / f"mutant_{path.name}"
+    target.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(target.stem, target)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,22 +38,31 @@ class Batch:
     states: list[dict[str, Any]]
     staged: bool
     """Some tensors are not contiguous: the step works on copies and copies the results back."""
+    _copies: Buffers = field(default_factory=dict)
 
-    def step(
-        self, grads: Sequence[torch.Tensor | None], scalars: Sequence[tuple[float, ...]]
-    ) -> None:
-        """One launch; for staged tensors with copies around it."""
-        if not self.staged:
-            self.plan.step(scalars)
-            return
-        own = self.buffers(grads)
-        copies = {slot: [t.contiguous() for t in tensors] for slot, tensors in own.items()}
-        self.plan.look(copies)
-        self.plan.step(scalars)
-        for slot in own.keys() - {"grad"}:
-            for tensor, copy in zip(own[slot], copies[slot], strict=True):
+    @property
+    def device(self) -> torch.device:
+        """Of all its tensors."""
+        return self.params[0].device
+
+    def enter(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Before a step: staged tensors are copied, and the plan works on the copies."""
+        if self.staged:
+            own = self.buffers(grads)
+            self._copies = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
+            self.plan.look(self._copies)
+
+    def leave(self) -> None:
+        """After a step: the results are copied back to staged tensors."""
+        copies, self._copies = self._copies, {}
+        for slot in copies.keys() - {"grad"}:
+            own = self.params if slot == "weight" else self._own_states(slot)
+            for tensor, copy in zip(own, copies[slot], strict=True):
                 if copy is not tensor:
                     tensor.copy_(copy)
+
+    def _own_states(self, slot: str) -> list[torch.Tensor]:
+        return [state[state_name(slot, self.moments)] for state in self.states]
 
     def buffers(self, grads: Sequence[torch.Tensor | None]) -> Buffers:
         """The tensors in use now, by slot."""
@@ -62,8 +71,7 @@ class Batch:
             "weight": self.params,
         }
         for slot in self.formats.slots[2:]:
-            name = state_name(slot, self.moments)
-            own[slot] = [state[name] for state in self.states]
+            own[slot] = self._own_states(slot)
         return own
 
     def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:

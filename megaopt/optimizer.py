@@ -18,6 +18,7 @@ from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.table import is_capturing
 from megaopt.kernels.step.watch import grads_of
 from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_clipping, check_group, check_weight
@@ -232,6 +233,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return loss
             for group in self.param_groups:  # also the empty ones
                 group["step"] += 1
+        if self.options.capturable and is_capturing(self._device()):
+            self._captured.append(batches)
         for batch in batches.batches:
             scalars, controls = prepared[batch.device]
             batch.plan.step(rows if scalars is None else scalars, controls)
@@ -308,7 +311,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         batches = self._batches
         fit = batches is not None and batches.fit(params, groups, grads, states)
         for device in {param.device for param in params}:
-            check_captured_batches(device, fit, any(batch.staged for batch in batches.batches))
+            check_capture(device, self.options.capturable)
+            staged = fit and any(batch.staged for batch in batches.batches)
+            check_captured_batches(device, fit, staged)
         if not fit:
             self._batches = None  # they noted addresses that a refusal below must not let stand
             batches = self._batches = self._sort(grads)

@@ -14,7 +14,6 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format, names
 from megaopt.kernels.rules.base import round_to_fp32
 
-
 NONFINITE = ("propagate", "skip", "error")
 """What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
 step out; raises FloatingPointError."""
@@ -101,6 +100,22 @@ def check_group(group: Mapping[str, Any], where: str) -> None:
         check(f"betas[{index}]", beta, fits, "at least 0, less than 1")
     step = group["step"]
     check("step", step, isinstance(step, int) and step >= 0, "a whole number, at least 0")
+
+
+def check_clipping(clip_norm: float | None, coefficient: torch.Tensor | None) -> None:
+    """Raises ValueError for a step's arguments that are not allowed."""
+    if clip_norm is not None and not 0 < number(clip_norm, "clip_norm") <= torch.finfo().max:
+        raise ValueError(f"clip_norm={clip_norm!r} is not allowed: a finite number above 0")
+    if coefficient is None:
+        return
+    if not isinstance(coefficient, torch.Tensor) or coefficient.numel() != 1:
+        raise ValueError(
+            f"clip_coefficient={coefficient!r} is not allowed: a torch.float32 tensor of one element"
+        )
+    if coefficient.dtype != torch.float32:
+        raise ValueError(f"clip_coefficient is {coefficient.dtype}: torch.float32 is allowed")
+    if clip_norm is not None:
+        raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
 
 
 def number(value: Any, name: str) -> float:

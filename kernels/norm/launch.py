@@ -13,7 +13,7 @@ from megaopt.kernels.norm.bins import MOST
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.step.kernel import ALIGNED, GRAD, NUMEL
 from megaopt.kernels.step.kernel import ROWS as TABLE_ROWS
-from megaopt.kernels.step.launch import COMPILED, INTERPRETER, Geometry, chunk_table, to_device
+from megaopt.kernels.step.table import OWN, Geometry, chunk_table, to_device
 
 # On a GPU one warp takes a block, so that no warp waits for another: 64 elements a thread share the
 # reductions and atomics. Tiles of 256 keep it at 96 to 128 registers; 230 without tiles.
@@ -40,7 +40,7 @@ class NormPlan:
         self, form: Format, geometry: Geometry | None = None, programs: int | None = None
     ) -> None:
         self.form, self.programs = form, programs
-        geometry = geometry or (INTERPRETER if INTERPRETED else COMPILED)
+        geometry = geometry or OWN
         chunk = geometry.block * geometry.iterations
         # the largest power of two that divides a chunk
         self.block = min(chunk & -chunk, MOST if INTERPRETED else BLOCK)
@@ -93,7 +93,7 @@ def tables_of(
     grads: Sequence[torch.Tensor], geometry: Geometry | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The table of addresses and that of chunks, for contiguous gradients on one device."""
-    geometry = geometry or (INTERPRETER if INTERPRETED else COMPILED)
+    geometry = geometry or OWN
     rows = numpy.zeros((TABLE_ROWS, len(grads)), dtype=numpy.int64)
     rows[int(GRAD)] = [grad.data_ptr() for grad in grads]
     rows[int(NUMEL)] = [grad.numel() for grad in grads]

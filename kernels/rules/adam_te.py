@@ -129,7 +129,7 @@ def adam_capturable(param, exp_avg, exp_avg_sq, grad, scalars):
 
 @helper
 def correction(beta, step, bias_correction):
-    """1 - beta**step of the fp32 beta, in fp64, by the CUDA library's pow as TransformerEngine's."""
+    """1 - beta**step of the fp32 beta, in fp64 by the CUDA library's pow, as TransformerEngine."""
     one = tl.full((), 1.0, tl.float64)
     found = one - libdevice.pow(beta.to(tl.float64), step.to(tl.float64))
     return tl.where(bias_correction != 0, found, one).to(tl.float32)

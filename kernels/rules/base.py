@@ -48,8 +48,8 @@ class Rule:
     `update(param, first, second, grad, scalars)` (Triton) and `update_reference` (torch) return the
     new (param, first, second) and give the same bits. `scalars(group)` makes the row of numbers
     that a group needs; `load(row_ptr)` reads that row in the kernel as a tuple, in its order.
-    Where lr and step are on the device, `prepare(hyper_ptr, lr, step, row_ptr)` makes the row there,
-    the same bits. `unscale(grad, grad_scale, inverse)` takes a gradient scale away.
+    Where lr and step are on the device, `prepare(hyper_ptr, lr, step, row_ptr)` makes the row
+    there, the same bits. `unscale(grad, grad_scale, inverse)` takes a gradient scale away.
     """
 
     name: str

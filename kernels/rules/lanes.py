@@ -33,6 +33,6 @@ def vectorized(
 
 
 def first_lane_reference(numel: int, is_vectorized: bool, device: torch.device) -> torch.Tensor:
-    """bool [numel]: whether an element is the first of its thread's four."""
+    """Bool [numel]: whether an element is the first of its thread's four."""
     index = torch.arange(numel, device=device)
     return (index if is_vectorized else index // THREADS) % PER_THREAD == 0

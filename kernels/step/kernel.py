@@ -17,8 +17,8 @@ from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.step import controls as order
 from megaopt.kernels.step.scales import (
     AMAX_PHASE,
-    finite_amax_bits,
     finish,
+    finite_amax_bits,
     keep_amax,
     kept_scale,
     new_scale,
@@ -360,8 +360,8 @@ def step_kernel(
     ITERATIONS: tl.constexpr,
 ):
     """One optimizer step of one chunk, or, for a scale per tensor, what has to come before it."""
-    if CONTROLLED:
-        if tl.load(controls_ptr + SKIP) != 0:
+    if CONTROLLED:  # at compile time; the other at run time
+        if tl.load(controls_ptr + SKIP) != 0:  # noqa: SIM102
             return
     program = tl.program_id(0)
     if FORMATS.scaled:

@@ -23,7 +23,6 @@ from megaopt.kernels.step.table import (
 )
 from megaopt.kernels.step.watch import Watch, module_for
 
-
 # Programs at work at a time on an H200: 132 processors, at most 16 of 4 warps each.
 LAG = 2112
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy
@@ -47,6 +47,14 @@ class Request:
     def needs_norm(self) -> bool:
         """Whether the gradients have to be looked through before the step."""
         return self.clip_norm is not None or self.skip_nonfinite
+
+    def on(self, device: torch.device) -> Request:
+        """The same with the tensors on a device."""
+        given = {name: getattr(self, name) for name in ("grad_scale", "found_inf", "coefficient")}
+        moved = {
+            name: t.to(device, non_blocking=True) for name, t in given.items() if t is not None
+        }
+        return replace(self, **moved)
 
     @property
     def is_empty(self) -> bool:

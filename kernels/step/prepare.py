@@ -20,7 +20,7 @@ HYPER: tl.constexpr = tl.constexpr(2)
 @helper
 def one_number(ptr):
     """The fp32 number at an address; 1 where there is none."""
-    if ptr is None:
+    if ptr is None:  # noqa: SIM108 at compile time
         value = tl.full((), 1.0, tl.float32)
     else:
         value = tl.load(ptr).to(tl.float32)
@@ -30,7 +30,7 @@ def one_number(ptr):
 @helper
 def is_set(ptr):
     """Whether the number at an address is not 0; false where there is none."""
-    if ptr is None:
+    if ptr is None:  # noqa: SIM108 at compile time
         value = tl.full((), 0, tl.int32) != 0
     else:
         value = tl.load(ptr) != 0
@@ -70,7 +70,7 @@ def prepare_kernel(
     RULE: tl.constexpr,
     SKIP_NONFINITE: tl.constexpr,
 ):
-    """The scalars of one group a program; every program finds the controls, the first stores them."""
+    """A program makes the scalars of one group; all find the controls, the first stores them."""
     group = tl.program_id(0)
     grad_scale = one_number(grad_scale_ptr)
     inverse = (tl.full((), 1.0, tl.float64) / grad_scale.to(tl.float64)).to(tl.float32)

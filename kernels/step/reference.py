@@ -67,7 +67,7 @@ def step_tensor(
 ) -> None:
     """One optimizer step of one parameter; `tensors` maps slots to contiguous tensors.
 
-    controls: fp32, in the order of megaopt.kernels.step.controls; None leaves gradients as they are.
+    controls: fp32, in the order of megaopt.kernels.step.controls; None leaves gradients alone.
     """
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
     first = formats.first.decode_reference(tensors["first"], tensors.get("first_scale"))

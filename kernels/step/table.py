@@ -82,7 +82,7 @@ def to_device(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def chunk_table(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
-    """int32 [3, chunks]: for each program the tensor, the place there in units of chunks, the phase.
+    """int32 [3, chunks]: for each program the tensor, the place there in chunks, the phase.
 
     Here every chunk is stepped at once.
     """

@@ -14,6 +14,12 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format, names
 from megaopt.kernels.rules.base import round_to_fp32
 
+TORCH_REFUSES = {
+    torch.float16: "torch's own bits then depend on alignment and place (docs/numbers.md)",
+    torch.float8_e4m3fn: "torch's optimizers keep none in fp8",
+}
+"""Moments that contract torch does not cover, and why."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -29,20 +35,13 @@ class Options:
     backend: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value that is not allowed."""
+        """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
         one_of("contract", self.contract, CONTRACTS)
         one_of("backend", self.backend, ("auto", *BACKENDS))
         one_of("dtype", self.dtype, (None, torch.float32))
         one_of("master_weight_dtype", self.master_weight_dtype, (torch.float32, torch.float16))
-        one_of("exp_avg_dtype", self.exp_avg_dtype, MOMENTS)
-        one_of("exp_avg_sq_dtype", self.exp_avg_sq_dtype, MOMENTS)
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if self.contract == "torch" and getattr(self, name) == torch.float16:
-                raise ValueError(
-                    f"{name}=torch.float16 is not allowed with contract='torch': torch's own bits "
-                    "then depend on alignment and place (docs/numbers.md); torch.float32, "
-                    "torch.bfloat16"
-                )
+        self._check_moment("exp_avg_dtype")
+        self._check_moment("exp_avg_sq_dtype")
         if self.dtype is not None and self.master_weight_dtype != self.dtype:
             raise ValueError(
                 f"dtype={self.dtype} asks for fp32 masters and master_weight_dtype="
@@ -53,6 +52,18 @@ class Options:
             raise ValueError(
                 "store_param_remainders=True keeps exact fp32 masters: master_weight_dtype="
                 f"{self.master_weight_dtype} is not allowed beside it, only torch.float32"
+            )
+
+    def _check_moment(self, name: str) -> None:
+        if getattr(self, name) == torch.uint8:  # as TransformerEngine calls fp8, always e4m3
+            object.__setattr__(self, name, torch.float8_e4m3fn)
+        dtype = getattr(self, name)
+        one_of(name, dtype, MOMENTS)
+        if self.contract == "torch" and dtype in TORCH_REFUSES:
+            allowed = (str(other) for other in MOMENTS if other not in TORCH_REFUSES)
+            raise ValueError(
+                f"{name}={dtype} is not allowed with contract='torch': {TORCH_REFUSES[dtype]}; "
+                f"{', '.join(allowed)}"
             )
 
     def master_format(self, weight_dtype: torch.dtype, wanted: bool) -> Format:

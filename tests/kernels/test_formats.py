@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megaopt.kernels.formats import MASTERS, MOMENTS, WEIGHTS
+from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2, MASTERS, MOMENTS, WEIGHTS
 from megaopt.kernels.optional_triton import jit, tl
 from megaopt.kernels.step.reference import scale_reference
 
 REMAINDER16 = MASTERS[torch.int16]
 SCALED = MOMENTS[torch.float16]
+FLOAT8 = [FLOAT8_E4M3, FLOAT8_E5M2]
+SCALED_FLOAT8 = MOMENTS[torch.float8_e4m3fn]
 
 # Around every tie of a conversion that drops 16 bits (bf16) or 13 (fp16): both neighbours of each.
 LOWER_HALVES = [
@@ -82,14 +84,19 @@ def oracle_codes(form, values):
     return torch.from_numpy(np.ascontiguousarray(codes))
 
 
+def kernel_codes(form, values, device):
+    """What the kernel stores for values, a multiple of 4096 of them."""
+    code = torch.zeros(values.numel(), dtype=form.dtype, device=device)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.float32}[code.element_size()]
+    run(encode_kernel, values.to(device), code.view(integer), form=form)
+    return code
+
+
 @pytest.mark.parametrize("form", WEIGHTS.values(), ids=lambda form: form.name)
 def test_encode_at_every_edge(form, device):
     expected = oracle_codes(form, EDGES).view(form.dtype)
     assert_same_bits(form.encode_reference(EDGES), expected, "twin")
-    code = torch.zeros_like(expected, device=device)
-    integers = code if form.dtype == torch.float32 else code.view(torch.int16)
-    run(encode_kernel, EDGES.to(device), integers, form=form)
-    assert_same_bits(code, expected, "kernel")
+    assert_same_bits(kernel_codes(form, EDGES, device), expected, "kernel")
 
 
 @pytest.mark.parametrize("form", list(WEIGHTS.values())[1:], ids=lambda form: form.name)
@@ -131,22 +138,24 @@ def test_split_kernel_is_the_twin(device):
 @pytest.mark.parametrize(
     "pattern", [0x7FC00000, 0x7FFFFFFF, 0xFFC00001, 0x7F800001, 0xFF800001], ids=hex
 )
-@pytest.mark.parametrize("form", [*WEIGHTS.values(), SCALED, REMAINDER16], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "form",
+    [*WEIGHTS.values(), SCALED, REMAINDER16, *FLOAT8, SCALED_FLOAT8],
+    ids=lambda f: f.name,
+)
 def test_any_nan_stays_one(form, pattern, device):
     """Also the GPU's own 0x7FFFFFFF, and those whose upper half alone would be infinity."""
     value = torch.from_numpy(np.full(4096, pattern, np.uint32).view(np.float32))
     twin = form.encode_reference(value)
     twin, *rest = twin if form.joined else (twin,)
-    assert bool(twin.isnan().all())
-    code = torch.zeros(4096, dtype=twin.dtype, device=device)
-    integers = code if code.dtype == torch.float32 else code.view(torch.int16)
-    if form.joined:
-        remainder = torch.ones(4096, dtype=torch.int16, device=device)
-        run(split_kernel, value.to(device), integers, remainder, form=form)
-        assert_same_bits(remainder, rest[0])
-    else:
-        run(encode_kernel, value.to(device), integers, form=form)
-    assert_same_bits(code, twin)
+    assert bool(twin.float().isnan().all())
+    if not form.joined:
+        assert_same_bits(kernel_codes(form, value, device), twin)
+        return
+    code, remainder = (torch.ones(4096, dtype=torch.int16, device=device) for _ in range(2))
+    run(split_kernel, value.to(device), code, remainder, form=form)
+    assert_same_bits(code.view(twin.dtype), twin)
+    assert_same_bits(remainder, rest[0])
 
 
 @given(arrays(np.uint32, 64, elements=st.integers(0, 2**32 - 1)))
@@ -174,25 +183,145 @@ def test_nearest_even_cannot_be_split():
 
 
 SCALES = [
-    ([0.0, 0.0], 2.0**-126),
-    ([1.0, -32752.0], 1.0),
-    ([torch.inf, -2.0, torch.nan], 2.0 / 32752.0),
-    ([torch.nan], 2.0**-126),
-    ([1e-40], 2.0**-126),
-    ([3.4e38], 3.4e38 / 32752.0),
+    ([0.0, 0.0], 0.0),
+    ([1.0, -32752.0], 32752.0),
+    ([448.0, -1.0], 448.0),
+    ([torch.inf, -2.0, torch.nan], 2.0),
+    ([torch.nan], 0.0),
+    ([1e-40], 1e-40),
+    ([3.4e38], 3.4e38),
 ]
 
 
-@pytest.mark.parametrize(("values", "expected"), SCALES, ids=str)
-def test_scale_covers_the_largest_finite_magnitude(values, expected):
-    scale, inverse = scale_reference(torch.tensor(values), SCALED.code_max)
-    wanted = oracle.divide(np.float32(expected * 32752.0), np.float32(32752.0))
-    wanted = max(wanted, np.float32(2.0**-126))
-    assert_same_bits(scale, torch.tensor([wanted]))
-    assert_same_bits(inverse, torch.tensor([oracle.divide(np.float32(1), wanted)]))
-    code = SCALED.encode_reference(torch.tensor(values), inverse)
+@pytest.mark.parametrize(("values", "amax"), SCALES, ids=str)
+@pytest.mark.parametrize("form", [SCALED, SCALED_FLOAT8], ids=lambda form: form.name)
+def test_scale_covers_the_largest_finite_magnitude(form, values, amax):
+    scale, inverse = scale_reference(torch.tensor(values), form)
+    quotient = oracle.divide(np.float32(amax), np.float32(form.code_max))
+    quotient = max(quotient, np.float32(2.0**-126))
+    wanted = oracle.divide(np.float32(1), quotient)
+    assert_same_bits(inverse, torch.tensor([wanted]))
+    kept = oracle.divide(np.float32(1), wanted) if form is SCALED_FLOAT8 else quotient
+    assert_same_bits(scale, torch.tensor([kept]))
+    code = form.encode_reference(torch.tensor(values), inverse)
     finite = torch.tensor(values).isfinite()
-    assert code.isfinite().equal(finite)
+    assert code.float().isfinite().equal(finite)
+
+
+def test_fp8_keeps_the_reciprocal_of_the_inverse():
+    """As TransformerEngine; it is another number than the quotient for some amaxes."""
+    amax = torch.linspace(1, 2, 1000)
+    scales = [scale_reference(value.reshape(1), SCALED_FLOAT8)[0] for value in amax]
+    different = torch.cat(scales) != amax / 448.0
+    assert 0 < int(different.sum()) < 1000
+
+
+def test_the_largest_magnitude_of_a_tensor_has_the_largest_code():
+    """Whatever the three roundings on the way do: 448 never becomes 416, nor NaN."""
+    amax = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, 2000).astype(np.float32))
+    for value in torch.cat([amax, amax * 2.0**-100, torch.tensor([3.4028235e38])]).split(1):
+        _, inverse = scale_reference(value, SCALED_FLOAT8)
+        assert SCALED_FLOAT8.encode_reference(value, inverse).float() == 448.0
+
+
+# --- fp8
+
+
+def every_pattern_of_16_bits():
+    """As fp32: all of bf16, all of fp16."""
+    patterns = np.arange(2**16, dtype=np.uint16)
+    upper = (patterns.astype(np.uint32) << 16).view(np.float32)
+    return torch.from_numpy(np.concatenate([upper, patterns.view(np.float16).astype(np.float32)]))
+
+
+def ties(form):
+    """Between each two neighbouring codes the middle, and the fp32 numbers just beside it.
+
+    Returns the values and the codes that they must get: on a tie the even one.
+    """
+    positive = torch.arange(256, dtype=torch.uint8).view(form.dtype).float()[:128]
+    codes = [code for code in range(127) if positive[code + 1].isfinite()]
+    values, expected = [], []
+    for code in codes:
+        middle = np.float32((positive[code].double() + positive[code + 1].double()) / 2)
+        values += [np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.float32(9e9))]
+        expected += [code, code + code % 2, code + 1]
+    values = torch.from_numpy(np.array([values, np.negative(values)]).reshape(-1))
+    expected = torch.tensor(expected + [code + 128 for code in expected], dtype=torch.uint8)
+    return values, expected.view(form.dtype)
+
+
+def random_patterns(count):
+    """Half of all fp32 patterns, half of numbers where fp8 has codes."""
+    generator = np.random.default_rng(0)
+    patterns = generator.integers(0, 2**32, count // 2, dtype=np.uint32).view(np.float32)
+    exponents = np.exp2(generator.integers(-24, 18, count // 2)).astype(np.float32)
+    near = generator.standard_normal(count // 2, dtype=np.float32) * exponents
+    return torch.from_numpy(np.concatenate([patterns, near]))
+
+
+@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
+def test_fp8_of_every_16_bit_number(form, device):
+    values = every_pattern_of_16_bits()
+    expected = oracle_codes(form, values).view(form.dtype)
+    assert len(expected.view(torch.uint8).unique()) == (255 if form is FLOAT8_E4M3 else 249)
+    assert_same_bits(form.encode_reference(values), expected, "twin")
+    assert_same_bits(kernel_codes(form, values, device), expected, "kernel")
+
+
+@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
+def test_fp8_at_every_tie(form, device):
+    values, expected = ties(form)
+    assert_same_bits(form.encode_reference(values), expected, "twin")
+    padding = torch.zeros(-len(values) % 4096)
+    found = kernel_codes(form, torch.cat([values, padding]), device)[: len(values)]
+    assert_same_bits(found, expected, "kernel")
+
+
+@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
+def test_fp8_of_random_patterns(form, device):
+    values = random_patterns(2**22)
+    expected = oracle_codes(form, values).view(form.dtype)
+    assert_same_bits(form.encode_reference(values), expected, "twin")
+    step = 1 if device.type == "cuda" else 16  # the interpreter takes fewer
+    found = kernel_codes(form, values[::step].contiguous(), device)
+    assert_same_bits(found, expected[::step], "kernel")
+
+
+@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
+def test_fp8_saturates(form, device):
+    """Where torch's own cast gives NaN or infinity, in some versions of torch."""
+    largest = torch.finfo(form.dtype).max
+    beyond = torch.tensor([largest, largest * 1.2, 1e30, 3.4028235e38, torch.inf]).repeat(2)
+    beyond[5:] *= -1
+    expected = torch.full((10,), largest).copysign(beyond).to(form.dtype)
+    assert_same_bits(form.encode_reference(beyond), expected, "twin")
+    found = kernel_codes(form, torch.cat([beyond, torch.zeros(4086)]), device)[:10]
+    assert_same_bits(found, expected, "kernel")
+
+
+@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
+def test_decode_of_every_fp8_code(form, device):
+    """NaNs too: they are read as 0x7FC00000 everywhere."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = torch.from_numpy(oracle.decode(form.name, codes.numpy(), None))
+    assert_same_bits(form.decode_reference(codes.view(form.dtype)), expected, "twin")
+    value = torch.zeros(4096, device=device)
+    run(decode_kernel, codes.view(torch.int8).repeat(16).to(device), value, form=form)
+    assert_same_bits(value, expected.repeat(16), "kernel")
+    numbers = ~expected.isnan() & ~expected.isinf()
+    again = form.encode_reference(expected).view(torch.uint8)
+    assert_same_bits(again[numbers], codes[numbers], "encoded again")
+
+
+def test_fp8_moments_that_overflowed_are_nan(device):
+    """A number in an infinity's place would hide that the moment is lost."""
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, 448.0, 449.0, -1e30])
+    expected = torch.tensor([0x7F, 0x7F, 0x7F, 0x7F, 0x7E, 0x7E, 0xFE], dtype=torch.uint8)
+    expected = expected.view(torch.float8_e4m3fn)
+    assert_same_bits(SCALED_FLOAT8.encode_reference(values, torch.ones(1)), expected, "twin")
+    found = kernel_codes(SCALED_FLOAT8, torch.cat([values, torch.zeros(4089)]), device)[:7]
+    assert_same_bits(found, expected, "kernel")
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda size: f"{size} bytes")

@@ -6,8 +6,8 @@ import torch
 
 from megaopt.kernels.formats.base import Format
 from megaopt.kernels.formats.bfloat16 import BFLOAT16
-from megaopt.kernels.formats.float16 import FLOAT16, SCALED_FLOAT16
 from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2, SCALED_FLOAT8_E4M3
+from megaopt.kernels.formats.float16 import FLOAT16, SCALED_FLOAT16
 from megaopt.kernels.formats.float32 import FLOAT32, decode, decode_reference, encode
 from megaopt.kernels.formats.float32 import encode_reference as _encode_reference
 from megaopt.kernels.formats.remainder16 import REMAINDER16

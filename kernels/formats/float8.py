@@ -106,16 +106,12 @@ def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> t
     return value if scale is None else value * scale.reshape(())
 
 
-def encode_e4m3_reference(
-    value: torch.Tensor, inverse: torch.Tensor | None = None
-) -> torch.Tensor:
+def encode_e4m3_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest e4m3fn, ties to even; beyond 448, infinities too, 448; NaN is 0x7F."""
     return encode_reference(value, torch.float8_e4m3fn)
 
 
-def encode_e5m2_reference(
-    value: torch.Tensor, inverse: torch.Tensor | None = None
-) -> torch.Tensor:
+def encode_e5m2_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest e5m2, ties to even; beyond 57344, infinities too, 57344; NaN is 0x7F."""
     return encode_reference(value, torch.float8_e5m2)
 

@@ -5,6 +5,7 @@ import oracle
 import pytest
 import torch
 from bits import INTEGERS, assert_same_bits
+from encoding_cases import decode_kernel, kernel_codes, oracle_codes, run
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -46,18 +47,6 @@ EDGES = edges()
 
 
 @jit
-def encode_kernel(value_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(code_ptr + offsets, FORMAT.encode(tl.load(value_ptr + offsets), 1.0))
-
-
-@jit
-def decode_kernel(code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(value_ptr + offsets, FORMAT.decode(tl.load(code_ptr + offsets), 1.0))
-
-
-@jit
 def split_kernel(value_ptr, weight_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     weight, code = FORMAT.encode(tl.load(value_ptr + offsets))
@@ -70,26 +59,6 @@ def join_kernel(weight_ptr, code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = FORMAT.decode(tl.load(weight_ptr + offsets), tl.load(code_ptr + offsets))
     tl.store(value_ptr + offsets, value)
-
-
-def run(kernel, *tensors, form):
-    block = 4096
-    assert tensors[0].numel() % block == 0
-    with np.errstate(all="ignore"):
-        kernel[(tensors[0].numel() // block,)](*tensors, form, block)
-
-
-def oracle_codes(form, values):
-    codes, _ = oracle.encode(form.name, values.numpy())
-    return torch.from_numpy(np.ascontiguousarray(codes))
-
-
-def kernel_codes(form, values, device):
-    """What the kernel stores for values, a multiple of 4096 of them."""
-    code = torch.zeros(values.numel(), dtype=form.dtype, device=device)
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.float32}[code.element_size()]
-    run(encode_kernel, values.to(device), code.view(integer), form=form)
-    return code
 
 
 @pytest.mark.parametrize("form", WEIGHTS.values(), ids=lambda form: form.name)
@@ -206,122 +175,6 @@ def test_scale_covers_the_largest_finite_magnitude(form, values, amax):
     code = form.encode_reference(torch.tensor(values), inverse)
     finite = torch.tensor(values).isfinite()
     assert code.float().isfinite().equal(finite)
-
-
-def test_fp8_keeps_the_reciprocal_of_the_inverse():
-    """As TransformerEngine; it is another number than the quotient for some amaxes."""
-    amax = torch.linspace(1, 2, 1000)
-    scales = [scale_reference(value.reshape(1), SCALED_FLOAT8)[0] for value in amax]
-    different = torch.cat(scales) != amax / 448.0
-    assert 0 < int(different.sum()) < 1000
-
-
-def test_the_largest_magnitude_of_a_tensor_has_the_largest_code():
-    """Whatever the three roundings on the way do: 448 never becomes 416, nor NaN."""
-    amax = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, 2000).astype(np.float32))
-    for value in torch.cat([amax, amax * 2.0**-100, torch.tensor([3.4028235e38])]).split(1):
-        _, inverse = scale_reference(value, SCALED_FLOAT8)
-        assert SCALED_FLOAT8.encode_reference(value, inverse).float() == 448.0
-
-
-# --- fp8
-
-
-def every_pattern_of_16_bits():
-    """As fp32: all of bf16, all of fp16."""
-    patterns = np.arange(2**16, dtype=np.uint16)
-    upper = (patterns.astype(np.uint32) << 16).view(np.float32)
-    return torch.from_numpy(np.concatenate([upper, patterns.view(np.float16).astype(np.float32)]))
-
-
-def ties(form):
-    """Between each two neighbouring codes the middle, and the fp32 numbers just beside it.
-
-    Returns the values and the codes that they must get: on a tie the even one.
-    """
-    positive = torch.arange(256, dtype=torch.uint8).view(form.dtype).float()[:128]
-    codes = [code for code in range(127) if positive[code + 1].isfinite()]
-    values, expected = [], []
-    for code in codes:
-        middle = np.float32((positive[code].double() + positive[code + 1].double()) / 2)
-        values += [np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.float32(9e9))]
-        expected += [code, code + code % 2, code + 1]
-    values = torch.from_numpy(np.array([values, np.negative(values)]).reshape(-1))
-    expected = torch.tensor(expected + [code + 128 for code in expected], dtype=torch.uint8)
-    return values, expected.view(form.dtype)
-
-
-def random_patterns(count):
-    """Half of all fp32 patterns, half of numbers where fp8 has codes."""
-    generator = np.random.default_rng(0)
-    patterns = generator.integers(0, 2**32, count // 2, dtype=np.uint32).view(np.float32)
-    exponents = np.exp2(generator.integers(-24, 18, count // 2)).astype(np.float32)
-    near = generator.standard_normal(count // 2, dtype=np.float32) * exponents
-    return torch.from_numpy(np.concatenate([patterns, near]))
-
-
-@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
-def test_fp8_of_every_16_bit_number(form, device):
-    values = every_pattern_of_16_bits()
-    expected = oracle_codes(form, values).view(form.dtype)
-    assert len(expected.view(torch.uint8).unique()) == (255 if form is FLOAT8_E4M3 else 249)
-    assert_same_bits(form.encode_reference(values), expected, "twin")
-    assert_same_bits(kernel_codes(form, values, device), expected, "kernel")
-
-
-@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
-def test_fp8_at_every_tie(form, device):
-    values, expected = ties(form)
-    assert_same_bits(form.encode_reference(values), expected, "twin")
-    padding = torch.zeros(-len(values) % 4096)
-    found = kernel_codes(form, torch.cat([values, padding]), device)[: len(values)]
-    assert_same_bits(found, expected, "kernel")
-
-
-@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
-def test_fp8_of_random_patterns(form, device):
-    values = random_patterns(2**22)
-    expected = oracle_codes(form, values).view(form.dtype)
-    assert_same_bits(form.encode_reference(values), expected, "twin")
-    step = 1 if device.type == "cuda" else 16  # the interpreter takes fewer
-    found = kernel_codes(form, values[::step].contiguous(), device)
-    assert_same_bits(found, expected[::step], "kernel")
-
-
-@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
-def test_fp8_saturates(form, device):
-    """Where torch's own cast gives NaN or infinity, in some versions of torch."""
-    largest = torch.finfo(form.dtype).max
-    beyond = torch.tensor([largest, largest * 1.2, 1e30, 3.4028235e38, torch.inf]).repeat(2)
-    beyond[5:] *= -1
-    expected = torch.full((10,), largest).copysign(beyond).to(form.dtype)
-    assert_same_bits(form.encode_reference(beyond), expected, "twin")
-    found = kernel_codes(form, torch.cat([beyond, torch.zeros(4086)]), device)[:10]
-    assert_same_bits(found, expected, "kernel")
-
-
-@pytest.mark.parametrize("form", FLOAT8, ids=lambda form: form.name)
-def test_decode_of_every_fp8_code(form, device):
-    """NaNs too: they are read as 0x7FC00000 everywhere."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    expected = torch.from_numpy(oracle.decode(form.name, codes.numpy(), None))
-    assert_same_bits(form.decode_reference(codes.view(form.dtype)), expected, "twin")
-    value = torch.zeros(4096, device=device)
-    run(decode_kernel, codes.view(torch.int8).repeat(16).to(device), value, form=form)
-    assert_same_bits(value, expected.repeat(16), "kernel")
-    numbers = ~expected.isnan() & ~expected.isinf()
-    again = form.encode_reference(expected).view(torch.uint8)
-    assert_same_bits(again[numbers], codes[numbers], "encoded again")
-
-
-def test_fp8_moments_that_overflowed_are_nan(device):
-    """A number in an infinity's place would hide that the moment is lost."""
-    values = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, 448.0, 449.0, -1e30])
-    expected = torch.tensor([0x7F, 0x7F, 0x7F, 0x7F, 0x7E, 0x7E, 0xFE], dtype=torch.uint8)
-    expected = expected.view(torch.float8_e4m3fn)
-    assert_same_bits(SCALED_FLOAT8.encode_reference(values, torch.ones(1)), expected, "twin")
-    found = kernel_codes(SCALED_FLOAT8, torch.cat([values, torch.zeros(4089)]), device)[:7]
-    assert_same_bits(found, expected, "kernel")
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda size: f"{size} bytes")

@@ -19,7 +19,9 @@ class FusedAdam(megaopt.FusedAdam):
     """TransformerEngine 2.20's FusedAdam, equal in every bit on an NVIDIA GPU.
 
     The arguments are TransformerEngine's, with its order and defaults; megaopt.FusedAdam documents
-    them. Not supported yet, and refused: capturable, moments in fp8 (torch.uint8), fp8 weights.
+    them. Moments in fp8 (torch.uint8) are plain torch.float8_e4m3fn tensors, and the scale of
+    exp_avg is `state[p]["exp_avg_scale"]`, where TransformerEngine has a Float8Tensor's _data and
+    _scale_inv. Not supported yet, and refused: capturable, fp8 weights.
 
     Raises:
         ValueError: as megaopt.FusedAdam; also store_param_remainders without master_weights or

@@ -40,7 +40,8 @@ class FusedAdam(FusedOptimizer):
             fp32 weight), used as they are, not copied. None or False without dtype: the weights
             alone are updated. May be assigned after construction.
         master_weight_dtype: torch.float32, or torch.float16 with a scale per tensor.
-        exp_avg_dtype: torch.float32, torch.bfloat16, or torch.float16 with a scale per tensor.
+        exp_avg_dtype: torch.float32, torch.bfloat16, or, with a scale per tensor, torch.float16 or
+            torch.float8_e4m3fn (which torch.uint8 stands for too, as in TransformerEngine).
         exp_avg_sq_dtype: likewise, chosen independently.
         store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not
             hold: exact, 2 bytes less per weight; weights then round ties away from zero. Needs

@@ -243,8 +243,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """fp32, shape (): the gradients' L2 norm at the last step that had to know it (clip_norm, or
-        nonfinite other than "propagate"), after unscaling, before clipping; on their device.
+        """The gradients' L2 norm, fp32 of shape (), at the last step that had to know it.
+
+        After unscaling, before clipping. Steps know it that have clip_norm, or nonfinite other than
+        "propagate". Raises RuntimeError before any step, and with parameters on several devices.
         """
         found = list(self._preparations.values())
         if len(found) != 1:

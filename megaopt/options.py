@@ -18,6 +18,12 @@ NONFINITE = ("propagate", "skip", "error")
 """What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
 step out; raises FloatingPointError."""
 
+TORCH_REFUSES = {
+    torch.float16: "torch's own bits then depend on alignment and place (docs/numbers.md)",
+    torch.float8_e4m3fn: "torch's optimizers keep none in fp8",
+}
+"""Moments that contract torch does not cover, and why."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -35,20 +41,13 @@ class Options:
     nonfinite: str = "propagate"
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value that is not allowed."""
+        """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
         one_of("contract", self.contract, CONTRACTS)
         one_of("backend", self.backend, ("auto", *BACKENDS))
         one_of("dtype", self.dtype, (None, torch.float32))
         one_of("master_weight_dtype", self.master_weight_dtype, (torch.float32, torch.float16))
-        one_of("exp_avg_dtype", self.exp_avg_dtype, MOMENTS)
-        one_of("exp_avg_sq_dtype", self.exp_avg_sq_dtype, MOMENTS)
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if self.contract == "torch" and getattr(self, name) == torch.float16:
-                raise ValueError(
-                    f"{name}=torch.float16 is not allowed with contract='torch': torch's own bits "
-                    "then depend on alignment and place (docs/numbers.md); torch.float32, "
-                    "torch.bfloat16"
-                )
+        self._check_moment("exp_avg_dtype")
+        self._check_moment("exp_avg_sq_dtype")
         one_of("nonfinite", self.nonfinite, NONFINITE)
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
@@ -65,6 +64,18 @@ class Options:
             raise ValueError(
                 "store_param_remainders=True keeps exact fp32 masters: master_weight_dtype="
                 f"{self.master_weight_dtype} is not allowed beside it, only torch.float32"
+            )
+
+    def _check_moment(self, name: str) -> None:
+        if getattr(self, name) == torch.uint8:  # as TransformerEngine calls fp8, always e4m3
+            object.__setattr__(self, name, torch.float8_e4m3fn)
+        dtype = getattr(self, name)
+        one_of(name, dtype, MOMENTS)
+        if self.contract == "torch" and dtype in TORCH_REFUSES:
+            allowed = (str(other) for other in MOMENTS if other not in TORCH_REFUSES)
+            raise ValueError(
+                f"{name}={dtype} is not allowed with contract='torch': {TORCH_REFUSES[dtype]}; "
+                f"{', '.join(allowed)}"
             )
 
     def master_format(self, weight_dtype: torch.dtype, wanted: bool) -> Format:
@@ -110,7 +121,7 @@ def check_clipping(clip_norm: float | None, coefficient: torch.Tensor | None) ->
         return
     if not isinstance(coefficient, torch.Tensor) or coefficient.numel() != 1:
         raise ValueError(
-            f"clip_coefficient={coefficient!r} is not allowed: a torch.float32 tensor of one element"
+            f"clip_coefficient={coefficient!r} is not allowed: one element of torch.float32"
         )
     if coefficient.dtype != torch.float32:
         raise ValueError(f"clip_coefficient is {coefficient.dtype}: torch.float32 is allowed")

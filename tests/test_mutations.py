@@ -9,10 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from encoding_cases import assert_encodes, every_pattern_of_16_bits, oracle_codes, ties
 from mutants import mutant
-from step_cases import CURATED, GROUP, assert_all_agree, name_of
+from step_cases import (
+    CURATED,
+    GROUP,
+    assert_all_agree,
+    assert_same_buffers,
+    buffers,
+    copied,
+    name_of,
+    oracle_step,
+    reference_step,
+    triton_step,
+)
 
 from megaopt import kernels
+from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2
 from megaopt.kernels.rules import RULES
 
 SOURCES = Path(kernels.__file__).parent
@@ -21,6 +34,7 @@ REMAINDER = next(
     f for f in CURATED if name_of(f) == "bfloat16-bfloat16-remainder16-float32-float32"
 )
 SCALED = next(f for f in CURATED if name_of(f) == "float32-float32-none-scaled_float16-bfloat16")
+FLOAT8 = next(f for f in CURATED if name_of(f) == "float32-float32-none-scaled_float8_e4m3-float32")
 COUNTS = [1, 1000]
 
 RULE_MUTANTS = {
@@ -117,10 +131,68 @@ FORMAT_MUTANTS = {
         ("CODE_MAX = 32752.0", "CODE_MAX = 65504.0"),
         (SCALED, "first"),
     ),
+    "scaled fp8 kernel: scale left out": (
+        "float8.py",
+        ("return decode_e4m3(code, scale) * scale", "return decode_e4m3(code, scale)"),
+        (FLOAT8, "first"),
+    ),
+    "scaled fp8 kernel: infinities saturate": (
+        "float8.py",
+        ("& 0x7FFFFFFF) < 0x7F800000", "& 0x7FFFFFFF) <= 0x7F800000"),
+        (FLOAT8, "first"),
+    ),
+    "scaled fp8 twin: infinities saturate": (
+        "float8.py",
+        ("torch.where(value.isfinite(), scaled, torch.nan)", "scaled"),
+        (FLOAT8, "first"),
+    ),
+    "scaled fp8 twin: other largest code": (
+        "float8.py",
+        ("CODE_MAX = 448.0", "CODE_MAX = 224.0"),
+        (FLOAT8, "first"),
+    ),
 }  # fmt: skip
 
+FLOAT8_MUTANTS = {
+    "kernel: truncation": (
+        "power = (tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000) + (DROPPED << 23)\n",
+        "power = (tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000) + (DROPPED << 23)\n"
+        "    magnitude = tl.where(magnitude < SMALLEST_NORMAL, magnitude, (magnitude >> DROPPED)"
+        " << DROPPED)\n",
+    ),
+    "kernel: ties away": (
+        "total = magnitude.to(tl.float32, bitcast=True)",
+        "total = (magnitude | 1).to(tl.float32, bitcast=True)",
+    ),
+    "kernel: no subnormal codes": (
+        "tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000",
+        "magnitude & 0x7F800000",
+    ),
+    "kernel: subnormals end one binade too early": (
+        "tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000",
+        "tl.maximum(magnitude, SMALLEST_NORMAL - 0x800000) & 0x7F800000",
+    ),
+    "kernel: nothing saturates": (
+        "tl.minimum(bits & 0x7FFFFFFF, LARGEST)",
+        "(bits & 0x7FFFFFFF)",
+    ),
+    "kernel: no sign": (" | ((bits >> 24) & 0x80)", ""),
+    "twin: nothing saturates": (
+        "value.clamp(-largest, largest).to(dtype)",
+        "torch.where(value.abs() > largest, torch.nan, value).to(dtype)",
+    ),
+    "twin: NaN as torch casts it": (
+        "torch.where(value.isnan(), 0x7F, code)",
+        "torch.where(value.isnan() & (value > 0), 0x7F, code)",
+    ),
+    "twin: rounded to bf16 first": (
+        "value.clamp(-largest, largest).to(dtype)",
+        "value.clamp(-largest, largest).bfloat16().to(dtype)",
+    ),
+}
 
-@pytest.mark.parametrize("formats", [PLAIN, REMAINDER, SCALED], ids=name_of)
+
+@pytest.mark.parametrize("formats", [PLAIN, REMAINDER, SCALED, FLOAT8], ids=name_of)
 def test_the_check_passes_on_the_true_source(formats, device):
     assert_all_agree(formats, RULES["adamw", "ieee"], GROUP, COUNTS, device)
 
@@ -136,15 +208,40 @@ def test_the_check_notices_a_mutant_of_the_rule(change, tmp_path, device):
 def test_the_check_notices_a_mutant_of_a_format(case, tmp_path, device):
     file, change, (formats, slot) = case
     module = mutant(SOURCES / "formats" / file, change, tmp_path)
-    name = {
-        "bfloat16": "BFLOAT16",
-        "remainder16": "REMAINDER16",
-        "scaled_float16": "SCALED_FLOAT16",
-    }
-    changed = getattr(module, name[getattr(formats, slot).name])
+    changed = getattr(module, getattr(formats, slot).name.upper())
     mutated = dataclasses.replace(formats, **{slot: changed})
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_all_agree(mutated, RULES["adamw", "ieee"], GROUP, COUNTS, device)
+
+
+def assert_encodes_all(form, device):
+    values = every_pattern_of_16_bits()
+    assert_encodes(form, values, oracle_codes(form, values).view(form.dtype), device)
+    assert_encodes(form, *ties(form), device)
+
+
+@pytest.mark.parametrize("form", [FLOAT8_E4M3, FLOAT8_E5M2], ids=lambda form: form.name)
+@pytest.mark.parametrize("change", FLOAT8_MUTANTS.values(), ids=FLOAT8_MUTANTS)
+def test_the_check_notices_a_mutant_of_fp8(change, form, tmp_path, device):
+    assert_encodes_all(form, device)
+    module = mutant(SOURCES / "formats" / "float8.py", change, tmp_path)
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
+        assert_encodes_all(getattr(module, form.name.upper()), device)
+
+
+@pytest.mark.parametrize("step", [triton_step, reference_step], ids=["kernel", "twin"])
+def test_the_check_notices_an_fp8_scale_that_is_the_quotient(step, device):
+    """Most quotients are the reciprocal of their own reciprocal: it takes some tensors."""
+    other = dataclasses.replace(FLOAT8.first, scale_of_inverse=False)
+    found = buffers(FLOAT8, [3] * 40, device)
+    wrong, expected = copied(found), copied(found)
+    rule = RULES["adamw", "ieee"]
+    oracle_step(expected, FLOAT8, rule, GROUP)
+    step(found, FLOAT8, rule, GROUP)
+    assert_same_buffers(found, expected)
+    step(wrong, dataclasses.replace(FLOAT8, first=other), rule, GROUP)
+    with pytest.raises(AssertionError, match="first_scale"):
+        assert_same_buffers(wrong, expected)
 
 
 def test_the_check_notices_another_optimizer(device):

@@ -6,6 +6,7 @@ import torch
 
 from megaopt.kernels.formats.base import Format
 from megaopt.kernels.formats.bfloat16 import BFLOAT16
+from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2, SCALED_FLOAT8_E4M3
 from megaopt.kernels.formats.float16 import FLOAT16, SCALED_FLOAT16
 from megaopt.kernels.formats.float32 import FLOAT32, decode, decode_reference, encode
 from megaopt.kernels.formats.float32 import encode_reference as _encode_reference
@@ -18,7 +19,7 @@ NONE = Format("none", None, tl.int8, decode, encode, decode_reference, _encode_r
 GRADS = {f.dtype: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
 WEIGHTS = {f.dtype: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
 MASTERS = {f.dtype: f for f in (FLOAT32, SCALED_FLOAT16, REMAINDER16, NONE)}
-MOMENTS = {f.dtype: f for f in (FLOAT32, BFLOAT16, SCALED_FLOAT16)}
+MOMENTS = {f.dtype: f for f in (FLOAT32, BFLOAT16, SCALED_FLOAT16, SCALED_FLOAT8_E4M3)}
 
 
 def names(table: dict[torch.dtype | None, Format]) -> str:
@@ -26,4 +27,14 @@ def names(table: dict[torch.dtype | None, Format]) -> str:
     return ", ".join(str(dtype) for dtype in table)
 
 
-__all__ = ["GRADS", "MASTERS", "MOMENTS", "NONE", "WEIGHTS", "Format", "names"]
+__all__ = [
+    "FLOAT8_E4M3",
+    "FLOAT8_E5M2",
+    "GRADS",
+    "MASTERS",
+    "MOMENTS",
+    "NONE",
+    "WEIGHTS",
+    "Format",
+    "names",
+]

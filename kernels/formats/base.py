@@ -39,6 +39,9 @@ class Format:
     code_max: float = 0.0
     """Where positive: a scale per tensor goes with the codes, the tensor's largest finite magnitude
     divided by code_max."""
+    scale_of_inverse: bool = False
+    """The scale is 1 / inverse, rounded once more, as TransformerEngine's Float8Tensor keeps it;
+    otherwise the quotient by code_max itself."""
     joined: bool = False
     """The codes mean something only together with the weight's."""
 
@@ -56,4 +59,5 @@ class Format:
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         functions = [getattr(f, "cache_key", "") for f in (self.decode, self.encode)]
-        return f"{self.name}:{self.element}:{self.code_max}:{self.joined}:{functions}"
+        fields = (self.name, self.element, self.code_max, self.scale_of_inverse, self.joined)
+        return f"{':'.join(map(str, fields))}:{functions}"

@@ -360,8 +360,8 @@ def step_kernel(
     ITERATIONS: tl.constexpr,
 ):
     """One optimizer step of one chunk, or, for a scale per tensor, what has to come before it."""
-    if CONTROLLED:  # at compile time; the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:  # noqa: SIM102
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if tl.load(controls_ptr + SKIP) != 0:
             return
     program = tl.program_id(0)
     if FORMATS.scaled:

@@ -18,16 +18,18 @@ from megaopt.kernels.step.watch import CHANGED
 SMALLEST_SCALE = 2.0**-126
 
 
-def scale_reference(value: torch.Tensor, code_max: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale of a tensor's codes and its reciprocal, both fp32 of shape (1,).
+def scale_reference(value: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale of a tensor's codes and its inverse, both fp32 of shape (1,).
 
     amax / code_max, where amax is the largest finite magnitude; at least 2**-126, the smallest
-    normal number, because a smaller scale has no finite reciprocal.
+    normal number, because a smaller scale has no finite reciprocal. Some formats then keep the
+    inverse's reciprocal in the scale's place.
     """
     magnitude = torch.where(value.isfinite(), value.abs(), 0.0)
-    scale = magnitude.max().reshape(1) / torch.full((1,), code_max, device=value.device)
+    scale = magnitude.max().reshape(1) / torch.full((1,), form.code_max, device=value.device)
     scale = scale.clamp(min=SMALLEST_SCALE)
-    return scale, torch.ones_like(scale) / scale
+    inverse = torch.ones_like(scale) / scale
+    return (torch.ones_like(inverse) / inverse if form.scale_of_inverse else scale), inverse
 
 
 def store_scaled(
@@ -36,7 +38,7 @@ def store_scaled(
     """Encodes `value` into `code`, and the new scale, where the format has one, into `scale`."""
     inverse = None
     if scale is not None:
-        new, inverse = scale_reference(value, form.code_max)
+        new, inverse = scale_reference(value, form)
         scale.copy_(new)
     code.copy_(form.encode_reference(value, inverse))
 

@@ -82,9 +82,12 @@ def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT
         code_max = tl.full((), FORMAT.code_max, tl.float32)
         scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), code_max)
         scale = tl.maximum(scale, SMALLEST_SCALE)
+        one = tl.full((), 1.0, tl.float32)
+        inverse = tl.math.div_rn(one, scale)
+        if FORMAT.scale_of_inverse:
+            scale = tl.math.div_rn(one, inverse)
         address = tl.load(table_ptr + row * tensors + tensor)
         tl.store(address.to(tl.pointer_type(tl.float32)), scale, mask=start == 0)
-        inverse = tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)
     else:
         inverse = 1.0
     return inverse

@@ -56,6 +56,7 @@ _MASTER = {"dtype": torch.float32}
 _REMAINDERS = {"dtype": torch.float32, "store_param_remainders": True}
 _BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 _FP16_MOMENTS = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
+_FP8_MOMENTS = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn}
 
 
 def _modes(
@@ -116,6 +117,12 @@ MODES = {
             "bf16 weights, fp32 masters, fp16 moments",
             20,
             {**_MASTER, **_FP16_MOMENTS},
+        ),
+        _as_transformer_engine(
+            "fp8-moments",
+            "bf16 weights, fp32 masters, fp8 moments",
+            16,
+            {**_MASTER, **_FP8_MOMENTS},
         ),
         _modes(
             "fp32",

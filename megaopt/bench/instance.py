@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megaopt.bench.sets import TensorSet
+from megaopt.kernels.formats import MASTERS, MOMENTS
 
 __all__ = ["Instance", "build", "bytes_per_step", "state_tensors"]
 
 STATES = ("exp_avg", "exp_avg_sq", "master_param")
-SCALED = (torch.float16, torch.uint8)
+SCALED = {f.dtype for table in (MOMENTS, MASTERS) for f in table.values() if f.scaled}
 
 
 @dataclass
@@ -93,10 +94,15 @@ def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]
     scales = getattr(instance.optimizer, "_scales", {}).get(parameter, {})
     tensors = {"weight": parameter.detach()}
     for name in STATES:
-        if isinstance(state.get(name), Tensor):
-            tensors[name] = state[name]
-            if state[name].dtype in SCALED:
-                scale_name = f"{name}_scale"
+        value, scale_name = state.get(name), f"{name}_scale"
+        if hasattr(
+            value, "_scale_inv"
+        ):  # TransformerEngine's Float8Tensor, which calls itself fp32
+            tensors[name] = value._data.view(torch.float8_e4m3fn)
+            tensors[scale_name] = value._scale_inv
+        elif isinstance(value, Tensor):
+            tensors[name] = value
+            if value.dtype in SCALED:
                 tensors[scale_name] = state.get(scale_name, scales.get(name))
     return tensors
 

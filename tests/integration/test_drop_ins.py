@@ -84,9 +84,20 @@ def test_l2_decay_under_contract_torch_is_refused():
         FusedAdam([parameter()], contract="torch", adam_w_mode=False, weight_decay=0.1)
 
 
-def test_fp16_moments_under_contract_torch_are_refused():
-    with pytest.raises(ValueError, match=r"exp_avg_dtype=torch.float16.* not allowed.*float32"):
-        FusedAdam([parameter()], contract="torch", exp_avg_dtype=torch.float16)
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [
+        (torch.float16, "float16"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+        (torch.uint8, "float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_scaled_moments_under_contract_torch_are_refused(name, dtype, named):
+    message = rf"{name}=torch.{named} is not allowed with .*; torch.float32, torch.bfloat16$"
+    with pytest.raises(ValueError, match=message):
+        FusedAdam([parameter()], contract="torch", **{name: dtype})
 
 
 @pytest.mark.gpu

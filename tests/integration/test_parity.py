@@ -11,6 +11,7 @@ pytestmark = pytest.mark.gpu
 SIZES = (1, 7, 1000, 4096, 65537)
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8 = torch.uint8  # as TransformerEngine calls it
 STEPS = 5
 
 
@@ -37,6 +38,10 @@ def assert_same_state(theirs, ours, peer, optimizer):
         for name, value in peer.state[other].items():
             own = optimizer.state[param].get(name)
             if name != "step" and own is not None:
+                if hasattr(value, "_scale_inv"):  # TransformerEngine's Float8Tensor
+                    scale = optimizer.state[param][f"{name}_scale"]
+                    assert_same_bits(scale, value._scale_inv.reshape(1), f"{name}_scale {index}")
+                    own, value = own.view(torch.uint8), value._data
                 assert_same_bits(own, value, f"{name} {index}")
                 compared += 1
         assert compared >= 2
@@ -72,6 +77,28 @@ TE_CASES = {
     "fp16 moments": (
         BF16,
         {"master_weights": True, "exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16},
+        None,
+    ),
+    "fp8 moments": (
+        BF16,
+        {"master_weights": True, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
+        None,
+    ),
+    "remainders, fp8 moments, fp32 gradients": (
+        BF16,
+        {
+            "master_weights": True,
+            "store_param_remainders": True,
+            "exp_avg_dtype": FP8,
+            "exp_avg_sq_dtype": FP8,
+            "use_decoupled_grad": True,
+        },
+        FP32,
+    ),
+    "fp32, fp8 and fp16 moments": (FP32, {"exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP16}, None),
+    "fp16, bf16 and fp8 moments": (
+        FP16,
+        {"master_weights": True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": FP8},
         None,
     ),
     "fp16 masters": (BF16, {"master_weights": True, "master_weight_dtype": FP16}, None),

@@ -5,16 +5,19 @@ import oracle
 import pytest
 import torch
 from bits import INTEGERS, assert_same_bits
+from encoding_cases import decode_kernel, kernel_codes, oracle_codes, run
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megaopt.kernels.formats import MASTERS, MOMENTS, WEIGHTS
+from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2, MASTERS, MOMENTS, WEIGHTS
 from megaopt.kernels.optional_triton import jit, tl
 from megaopt.kernels.step.reference import scale_reference
 
 REMAINDER16 = MASTERS[torch.int16]
 SCALED = MOMENTS[torch.float16]
+FLOAT8 = [FLOAT8_E4M3, FLOAT8_E5M2]
+SCALED_FLOAT8 = MOMENTS[torch.float8_e4m3fn]
 
 # Around every tie of a conversion that drops 16 bits (bf16) or 13 (fp16): both neighbours of each.
 LOWER_HALVES = [
@@ -44,18 +47,6 @@ EDGES = edges()
 
 
 @jit
-def encode_kernel(value_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(code_ptr + offsets, FORMAT.encode(tl.load(value_ptr + offsets), 1.0))
-
-
-@jit
-def decode_kernel(code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(value_ptr + offsets, FORMAT.decode(tl.load(code_ptr + offsets), 1.0))
-
-
-@jit
 def split_kernel(value_ptr, weight_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     weight, code = FORMAT.encode(tl.load(value_ptr + offsets))
@@ -70,26 +61,11 @@ def join_kernel(weight_ptr, code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl
     tl.store(value_ptr + offsets, value)
 
 
-def run(kernel, *tensors, form):
-    block = 4096
-    assert tensors[0].numel() % block == 0
-    with np.errstate(all="ignore"):
-        kernel[(tensors[0].numel() // block,)](*tensors, form, block)
-
-
-def oracle_codes(form, values):
-    codes, _ = oracle.encode(form.name, values.numpy())
-    return torch.from_numpy(np.ascontiguousarray(codes))
-
-
 @pytest.mark.parametrize("form", WEIGHTS.values(), ids=lambda form: form.name)
 def test_encode_at_every_edge(form, device):
     expected = oracle_codes(form, EDGES).view(form.dtype)
     assert_same_bits(form.encode_reference(EDGES), expected, "twin")
-    code = torch.zeros_like(expected, device=device)
-    integers = code if form.dtype == torch.float32 else code.view(torch.int16)
-    run(encode_kernel, EDGES.to(device), integers, form=form)
-    assert_same_bits(code, expected, "kernel")
+    assert_same_bits(kernel_codes(form, EDGES, device), expected, "kernel")
 
 
 @pytest.mark.parametrize("form", list(WEIGHTS.values())[1:], ids=lambda form: form.name)
@@ -131,22 +107,24 @@ def test_split_kernel_is_the_twin(device):
 @pytest.mark.parametrize(
     "pattern", [0x7FC00000, 0x7FFFFFFF, 0xFFC00001, 0x7F800001, 0xFF800001], ids=hex
 )
-@pytest.mark.parametrize("form", [*WEIGHTS.values(), SCALED, REMAINDER16], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "form",
+    [*WEIGHTS.values(), SCALED, REMAINDER16, *FLOAT8, SCALED_FLOAT8],
+    ids=lambda f: f.name,
+)
 def test_any_nan_stays_one(form, pattern, device):
     """Also the GPU's own 0x7FFFFFFF, and those whose upper half alone would be infinity."""
     value = torch.from_numpy(np.full(4096, pattern, np.uint32).view(np.float32))
     twin = form.encode_reference(value)
     twin, *rest = twin if form.joined else (twin,)
-    assert bool(twin.isnan().all())
-    code = torch.zeros(4096, dtype=twin.dtype, device=device)
-    integers = code if code.dtype == torch.float32 else code.view(torch.int16)
-    if form.joined:
-        remainder = torch.ones(4096, dtype=torch.int16, device=device)
-        run(split_kernel, value.to(device), integers, remainder, form=form)
-        assert_same_bits(remainder, rest[0])
-    else:
-        run(encode_kernel, value.to(device), integers, form=form)
-    assert_same_bits(code, twin)
+    assert bool(twin.float().isnan().all())
+    if not form.joined:
+        assert_same_bits(kernel_codes(form, value, device), twin)
+        return
+    code, remainder = (torch.ones(4096, dtype=torch.int16, device=device) for _ in range(2))
+    run(split_kernel, value.to(device), code, remainder, form=form)
+    assert_same_bits(code.view(twin.dtype), twin)
+    assert_same_bits(remainder, rest[0])
 
 
 @given(arrays(np.uint32, 64, elements=st.integers(0, 2**32 - 1)))
@@ -174,25 +152,29 @@ def test_nearest_even_cannot_be_split():
 
 
 SCALES = [
-    ([0.0, 0.0], 2.0**-126),
-    ([1.0, -32752.0], 1.0),
-    ([torch.inf, -2.0, torch.nan], 2.0 / 32752.0),
-    ([torch.nan], 2.0**-126),
-    ([1e-40], 2.0**-126),
-    ([3.4e38], 3.4e38 / 32752.0),
+    ([0.0, 0.0], 0.0),
+    ([1.0, -32752.0], 32752.0),
+    ([448.0, -1.0], 448.0),
+    ([torch.inf, -2.0, torch.nan], 2.0),
+    ([torch.nan], 0.0),
+    ([1e-40], 1e-40),
+    ([3.4e38], 3.4e38),
 ]
 
 
-@pytest.mark.parametrize(("values", "expected"), SCALES, ids=str)
-def test_scale_covers_the_largest_finite_magnitude(values, expected):
-    scale, inverse = scale_reference(torch.tensor(values), SCALED.code_max)
-    wanted = oracle.divide(np.float32(expected * 32752.0), np.float32(32752.0))
-    wanted = max(wanted, np.float32(2.0**-126))
-    assert_same_bits(scale, torch.tensor([wanted]))
-    assert_same_bits(inverse, torch.tensor([oracle.divide(np.float32(1), wanted)]))
-    code = SCALED.encode_reference(torch.tensor(values), inverse)
+@pytest.mark.parametrize(("values", "amax"), SCALES, ids=str)
+@pytest.mark.parametrize("form", [SCALED, SCALED_FLOAT8], ids=lambda form: form.name)
+def test_scale_covers_the_largest_finite_magnitude(form, values, amax):
+    scale, inverse = scale_reference(torch.tensor(values), form)
+    quotient = oracle.divide(np.float32(amax), np.float32(form.code_max))
+    quotient = max(quotient, np.float32(2.0**-126))
+    wanted = oracle.divide(np.float32(1), quotient)
+    assert_same_bits(inverse, torch.tensor([wanted]))
+    kept = oracle.divide(np.float32(1), wanted) if form is SCALED_FLOAT8 else quotient
+    assert_same_bits(scale, torch.tensor([kept]))
+    code = form.encode_reference(torch.tensor(values), inverse)
     finite = torch.tensor(values).isfinite()
-    assert code.isfinite().equal(finite)
+    assert code.float().isfinite().equal(finite)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda size: f"{size} bytes")

@@ -36,6 +36,7 @@ def example() -> dict:
         "state": {
             "bf16": of_patterns(PATTERNS_16, torch.bfloat16),
             "fp16": of_patterns(PATTERNS_16, torch.float16),
+            "fp8": of_patterns([0x00, 0x80, 0x01, 0x7E, 0xFE, 0x7F, 0xFF], torch.float8_e4m3fn),
             "int16": of_patterns(PATTERNS_16, torch.int16),
             "fp32": of_patterns(PATTERNS_32, torch.float32),
             "none": None,

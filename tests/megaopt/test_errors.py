@@ -29,12 +29,17 @@ OPTIONS = {
         r"master_weight_dtype=torch.bfloat16 .*one of torch.float32, torch.float16",
     ),
     "exp_avg_dtype": (
-        {"exp_avg_dtype": torch.uint8},
-        r"exp_avg_dtype=torch.uint8 .*one of torch.float32, torch.bfloat16, torch.float16",
+        {"exp_avg_dtype": torch.int8},
+        r"exp_avg_dtype=torch.int8 .*one of torch.float32, torch.bfloat16, torch.float16, "
+        r"torch.float8_e4m3fn$",
     ),
     "exp_avg_sq_dtype": (
         {"exp_avg_sq_dtype": torch.float64},
         r"exp_avg_sq_dtype=torch.float64 .*one of torch.float32",
+    ),
+    "fp8_of_the_other_kind": (
+        {"exp_avg_dtype": torch.float8_e5m2},
+        r"exp_avg_dtype=torch.float8_e5m2 is not allowed: one of .*torch.float8_e4m3fn",
     ),
     "dtype_against_master_weight_dtype": (
         {"dtype": FP32, "master_weight_dtype": FP16},

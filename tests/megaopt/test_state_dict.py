@@ -9,11 +9,11 @@ from bits import assert_same_bits
 from runs import (
     BF16,
     FORMATS,
-    FP16,
     FP16_MASTER,
     FP32,
     MASTER,
     REMAINDERS,
+    SCALED,
     SHAPES,
     assert_same,
     assert_same_run,
@@ -214,7 +214,9 @@ TORCH_CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 @pytest.mark.parametrize("weight", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("name", TORCH_CLASSES)
 @pytest.mark.parametrize(
-    "options", [{}, MASTER, FORMATS["fp16_master_bf16_fp16"]], ids=["none", "fp32", "fp16"]
+    "options",
+    [{}, MASTER, FORMATS["fp16_master_bf16_fp16"], FORMATS["fp8_moments"]],
+    ids=["none", "fp32", "fp16", "fp8"],
 )
 def test_torchs_state_dicts_load(name, weight, options):
     theirs = TORCH_CLASSES[name](
@@ -236,7 +238,7 @@ def test_torchs_state_dicts_load(name, weight, options):
         for moment in ("exp_avg", "exp_avg_sq"):
             value = theirs.state[param][moment].float()
             given.set_scaled_state(other, moment, value)
-            if FP16 not in options.values():
+            if not SCALED & {*options.values()}:
                 assert_same_bits(ours.get_unscaled_state(own, moment), value, moment)
     train(ours, 2)
     train(given, 2)
@@ -466,6 +468,8 @@ def test_a_refused_load_of_torchs_state_changes_nothing(change, message):
         pytest.param(FP16_MASTER, MASTER, id="fp16_and_fp32"),
         pytest.param(FORMATS["bf16_moments"], MASTER, id="bf16_moments_and_fp32"),
         pytest.param(MASTER, FORMATS["fp16_moments"], id="fp32_moments_and_fp16"),
+        pytest.param(MASTER, FORMATS["fp8_moments"], id="fp32_moments_and_fp8"),
+        pytest.param(FORMATS["fp8_moments"], MASTER, id="fp8_moments_and_fp32"),
     ],
 )
 def test_a_state_dict_of_another_format_is_refused(saved, own):

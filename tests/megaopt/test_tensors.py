@@ -10,6 +10,7 @@ from runs import (
     FP32,
     MASTER,
     REMAINDERS,
+    SCALED,
     assert_same,
     assert_same_run,
     give_gradients,
@@ -24,7 +25,7 @@ from megaopt.kernels.step.launch import INTERPRETER
 
 BLOCK = INTERPRETER.block * INTERPRETER.iterations
 BACKENDS = ["reference", "triton"]
-UNSCALED = {n: o for n, o in FORMATS.items() if FP16 not in {*o.values()}}
+UNSCALED = {n: o for n, o in FORMATS.items() if not SCALED & {*o.values()}}
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 
 both_backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -3,7 +3,7 @@
 Rounding the fp64 result of one operation on fp32 numbers to fp32 gives the correctly rounded fp32
 result: for +, -, *, / and the root, 53 bits are at least 2 * 24 + 2 (Figueroa 1995), and where the
 fp32 result is subnormal it has fewer bits still, so that the same bound holds. Nothing of megaopt
-is used here but the names of its formats; bf16 and fp16 come from ml_dtypes and numpy.
+is used here but the names of its formats; bf16, fp8 and fp16 come from ml_dtypes and numpy.
 """
 
 from fractions import Fraction
@@ -12,6 +12,11 @@ import ml_dtypes
 import numpy as np
 
 F32 = np.float32
+FLOAT8 = {
+    "float8_e4m3": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "scaled_float8_e4m3": ml_dtypes.float8_e4m3fn,
+}
 NAN = np.uint32(0x7FC00000).view(F32)
 
 
@@ -67,8 +72,8 @@ def decode(name, code, scale):
         return code.view(F32)
     if name == "bfloat16":
         return code.view(ml_dtypes.bfloat16).astype(F32)
-    value = code.view(np.float16).astype(F32)
-    return multiply(value, scale) if name == "scaled_float16" else value
+    value = canonical(code.view(FLOAT8.get(name, np.float16)).astype(F32))
+    return multiply(value, scale) if name.startswith("scaled") else value
 
 
 def encode(name, value):
@@ -80,13 +85,31 @@ def encode(name, value):
         return np.where(np.isnan(value), np.uint16(0x7FC0), code), None
     scale = None
     if name == "scaled_float16":
-        finite = np.abs(value[np.isfinite(value)])
-        amax = finite.max() if finite.size else F32(0)
-        scale = np.maximum(divide(amax, F32(32752)), F32(2.0**-126))
+        scale = scale_of(value, 32752)
         value = multiply(value, divide(F32(1), scale))
+    if name == "scaled_float8_e4m3":
+        inverse = divide(F32(1), scale_of(value, 448))
+        scale = divide(F32(1), inverse)
+        value = multiply(np.where(np.isfinite(value), value, NAN), inverse)
+    if name in FLOAT8:
+        return float8_codes(value, FLOAT8[name]), scale
     with np.errstate(over="ignore"):
         code = value.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(value), np.uint16(0x7E00), code), scale
+
+
+def scale_of(value, code_max):
+    finite = np.abs(value[np.isfinite(value)])
+    amax = finite.max() if finite.size else F32(0)
+    return np.maximum(divide(amax, F32(code_max)), F32(2.0**-126))
+
+
+def float8_codes(value, dtype):
+    """The nearest codes: too large ones saturate, infinities too; a NaN is 0x7F."""
+    largest = F32(ml_dtypes.finfo(dtype).max)
+    with np.errstate(invalid="ignore"):
+        code = np.clip(value, -largest, largest).astype(dtype).view(np.uint8)
+    return np.where(np.isnan(value), np.uint8(0x7F), code)
 
 
 def join(weight_code, remainder):

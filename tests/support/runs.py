@@ -6,6 +6,9 @@ import torch
 from bits import assert_same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8 = torch.float8_e4m3fn
+SCALED = {FP16, FP8}
+"""The dtypes that a scale per tensor goes with, as masters and moments."""
 
 MASTER = {"dtype": FP32}
 REMAINDERS = {"dtype": FP32, "store_param_remainders": True}
@@ -19,8 +22,10 @@ FORMATS = {
     "fp16_masters": FP16_MASTER,
     "bf16_moments": {**MASTER, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
     "fp16_moments": {**REMAINDERS, "exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16},
+    "fp8_moments": {**MASTER, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
     "bf16_exp_avg_only": {**REMAINDERS, "exp_avg_dtype": BF16},
     "fp16_master_bf16_fp16": {**FP16_MASTER, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": FP16},
+    "remainders_fp8_exp_avg_sq": {**REMAINDERS, "exp_avg_sq_dtype": FP8},
 }
 
 SHAPES = [(3, 4), (), (0,), (5,)]

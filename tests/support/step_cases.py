@@ -61,9 +61,13 @@ CURATED = [
         "float32-float32-none-scaled_float16-bfloat16",
         "bfloat16-float32-none-bfloat16-scaled_float16",
         "float16-bfloat16-float32-scaled_float16-float32",
+        "bfloat16-bfloat16-float32-scaled_float8_e4m3-scaled_float8_e4m3",
+        "float32-bfloat16-remainder16-bfloat16-scaled_float8_e4m3",
+        "float16-float16-scaled_float16-scaled_float8_e4m3-scaled_float16",
+        "float32-float32-none-scaled_float8_e4m3-float32",
     }
 ]
-assert len(CURATED) == 14
+assert len(CURATED) == 18
 
 
 def hard_values(count, generator, positive=False):

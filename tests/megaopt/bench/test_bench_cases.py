@@ -21,6 +21,7 @@ BYTES = {
     "bf16-moments": 20,
     "bf16-remainders-moments": 18,
     "fp16-moments": 20,
+    "fp8-moments": 16,
     "fp32": 28,
 }
 

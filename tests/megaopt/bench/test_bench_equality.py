@@ -45,7 +45,7 @@ def stepped(mode_name: str) -> Instance:
     return instance
 
 
-NAMED = ["bf16", "bf16-remainders", "bf16-moments", "fp16-moments", "fp32"]
+NAMED = ["bf16", "bf16-remainders", "bf16-moments", "fp16-moments", "fp8-moments", "fp32"]
 
 
 @pytest.mark.parametrize("mode_name", NAMED)
@@ -53,7 +53,7 @@ def test_one_flipped_bit_is_named_in_every_tensor(mode_name: str) -> None:
     reference = stepped(mode_name)
     names = list(state_tensors(reference, reference.parameters[1]))
     assert {"weight", "exp_avg", "exp_avg_sq"} <= set(names)
-    assert ("exp_avg_scale" in names) == (mode_name == "fp16-moments")
+    assert ("exp_avg_scale" in names) == (mode_name in ("fp16-moments", "fp8-moments"))
     for name in names:
         other = stepped(mode_name)
         assert equality.compare(other, reference) is None

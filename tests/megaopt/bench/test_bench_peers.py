@@ -114,6 +114,27 @@ def test_scales_kept_outside_the_state_are_found() -> None:
     assert found["exp_avg_scale"] is scales["exp_avg"]
 
 
+class Float8Tensor:
+    """Codes and scale as TransformerEngine keeps them; it calls itself fp32."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        self._data = torch.arange(4096).to(torch.uint8)
+        self._scale_inv = torch.full([1], 3.0)
+
+
+def test_codes_and_scale_of_a_float8_tensor_have_our_names_and_dtype() -> None:
+    exp_avg = Float8Tensor()
+    instance = with_state({"exp_avg": exp_avg})
+    instance.optimizer._scales = {instance.parameters[0]: {"exp_avg": torch.full([1], 2.0)}}
+    found = state_tensors(instance, instance.parameters[0])
+    assert list(found) == ["weight", "exp_avg", "exp_avg_scale"]
+    assert found["exp_avg"].dtype == torch.float8_e4m3fn
+    assert torch.equal(found["exp_avg"].view(torch.uint8), exp_avg._data)
+    assert found["exp_avg_scale"] is exp_avg._scale_inv
+
+
 def test_options_go_to_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     module = SimpleNamespace(FusedAdam=lambda *_, **options: made.append(options))

@@ -1,0 +1,91 @@
+"""fp8: codes against ml_dtypes and at the middles between codes; saturation, NaN, the scale."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from bits import assert_same_bits
+from encoding_cases import (
+    assert_encodes,
+    decode_kernel,
+    every_pattern_of_16_bits,
+    oracle_codes,
+    random_patterns,
+    run,
+    ties,
+)
+
+from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2, MOMENTS
+from megaopt.kernels.step.reference import scale_reference
+
+SCALED = MOMENTS[torch.float8_e4m3fn]
+both_formats = pytest.mark.parametrize("form", [FLOAT8_E4M3, FLOAT8_E5M2], ids=lambda f: f.name)
+
+
+def test_fp8_keeps_the_reciprocal_of_the_inverse():
+    """As TransformerEngine; it is another number than the quotient for some amaxes."""
+    amax = torch.linspace(1, 2, 1000)
+    scales = [scale_reference(value.reshape(1), SCALED)[0] for value in amax]
+    different = torch.cat(scales) != amax / 448.0
+    assert 0 < int(different.sum()) < 1000
+
+
+def test_the_largest_magnitude_of_a_tensor_has_the_largest_code():
+    """Whatever the three roundings on the way do: 448 never becomes 416, nor NaN."""
+    amax = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, 2000).astype(np.float32))
+    for value in torch.cat([amax, amax * 2.0**-100, torch.tensor([3.4028235e38])]).split(1):
+        _, inverse = scale_reference(value, SCALED)
+        assert SCALED.encode_reference(value, inverse).float() == 448.0
+
+
+@both_formats
+def test_fp8_of_every_16_bit_number(form, device):
+    values = every_pattern_of_16_bits()
+    expected = oracle_codes(form, values).view(form.dtype)
+    assert len(expected.view(torch.uint8).unique()) == (255 if form is FLOAT8_E4M3 else 249)
+    assert_encodes(form, values, expected, device)
+
+
+@both_formats
+def test_fp8_at_every_tie(form, device):
+    assert_encodes(form, *ties(form), device)
+
+
+@both_formats
+def test_fp8_of_random_patterns(form, device):
+    values = random_patterns(2**22)
+    expected = oracle_codes(form, values).view(form.dtype)
+    assert_same_bits(form.encode_reference(values), expected, "twin")
+    some = slice(None, None, 1 if device.type == "cuda" else 16)  # the interpreter is slow
+    assert_encodes(form, values[some].contiguous(), expected[some].contiguous(), device)
+
+
+@both_formats
+def test_fp8_saturates(form, device):
+    """Where torch's own cast gives NaN or infinity, in some versions of torch."""
+    largest = torch.finfo(form.dtype).max
+    beyond = torch.tensor([largest, largest * 1.2, 1e30, 3.4028235e38, torch.inf]).repeat(2)
+    beyond[5:] *= -1
+    expected = torch.full((10,), largest).copysign(beyond).to(form.dtype)
+    assert_encodes(form, beyond, expected, device)
+
+
+@both_formats
+def test_decode_of_every_fp8_code(form, device):
+    """NaNs too: they are read as 0x7FC00000 everywhere."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = torch.from_numpy(oracle.decode(form.name, codes.numpy(), None))
+    assert_same_bits(form.decode_reference(codes.view(form.dtype)), expected, "twin")
+    value = torch.zeros(4096, device=device)
+    run(decode_kernel, codes.view(torch.int8).repeat(16).to(device), value, form=form)
+    assert_same_bits(value, expected.repeat(16), "kernel")
+    numbers = ~expected.isnan() & ~expected.isinf()
+    again = form.encode_reference(expected).view(torch.uint8)
+    assert_same_bits(again[numbers], codes[numbers], "encoded again")
+
+
+def test_fp8_moments_that_overflowed_are_nan(device):
+    """A number in an infinity's place would hide that the moment is lost."""
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, 448.0, 449.0, -1e30])
+    expected = torch.tensor([0x7F, 0x7F, 0x7F, 0x7F, 0x7E, 0x7E, 0xFE], dtype=torch.uint8)
+    assert_encodes(SCALED, values, expected.view(torch.float8_e4m3fn), device)

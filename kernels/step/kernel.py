@@ -58,12 +58,17 @@ def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
 @helper
 def pointers_of(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr):
     """To a chunk's first element in each buffer; a null pointer where there is no buffer."""
+    GRAD_FORMAT: tl.constexpr = FORMATS.grad
+    WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
+    MASTER_FORMAT: tl.constexpr = FORMATS.master
+    FIRST_FORMAT: tl.constexpr = FORMATS.first
+    SECOND_FORMAT: tl.constexpr = FORMATS.second
     return (
-        pointer(table_ptr, GRAD, tensors, tensor, start, tl.constexpr(FORMATS.grad)),
-        pointer(table_ptr, WEIGHT, tensors, tensor, start, tl.constexpr(FORMATS.weight)),
-        pointer(table_ptr, MASTER, tensors, tensor, start, tl.constexpr(FORMATS.master)),
-        pointer(table_ptr, FIRST, tensors, tensor, start, tl.constexpr(FORMATS.first)),
-        pointer(table_ptr, SECOND, tensors, tensor, start, tl.constexpr(FORMATS.second)),
+        pointer(table_ptr, GRAD, tensors, tensor, start, GRAD_FORMAT),
+        pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT),
+        pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT),
+        pointer(table_ptr, FIRST, tensors, tensor, start, FIRST_FORMAT),
+        pointer(table_ptr, SECOND, tensors, tensor, start, SECOND_FORMAT),
     )
 
 
@@ -279,15 +284,9 @@ def find_amaxes(
             table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, mask,
             FORMATS, RULE, CONTROLLED, BLOCK, True, WITH_PARAM,
         )  # fmt: skip
-        master_amax = finite_amax_bits(
-            master_amax, tl.where(mask, param, 0.0), tl.constexpr(FORMATS.master)
-        )
-        first_amax = finite_amax_bits(
-            first_amax, tl.where(mask, first, 0.0), tl.constexpr(FORMATS.first)
-        )
-        second_amax = finite_amax_bits(
-            second_amax, tl.where(mask, second, 0.0), tl.constexpr(FORMATS.second)
-        )
+        master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), MASTER_FORMAT)
+        first_amax = finite_amax_bits(first_amax, tl.where(mask, first, 0.0), FIRST_FORMAT)
+        second_amax = finite_amax_bits(second_amax, tl.where(mask, second, 0.0), SECOND_FORMAT)
         block += 1
     keep_amax(scratch_ptr, 0, tensors, tensor, start, master_amax, scales[0], MASTER_FORMAT)
     keep_amax(scratch_ptr, 1, tensors, tensor, start, first_amax, scales[1], FIRST_FORMAT)

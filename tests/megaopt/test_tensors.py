@@ -21,7 +21,7 @@ from runs import (
 )
 
 from megaopt import FusedAdam
-from megaopt.kernels.step.launch import INTERPRETER
+from megaopt.kernels.step.table import INTERPRETER
 
 BLOCK = INTERPRETER.block * INTERPRETER.iterations
 BACKENDS = ["reference", "triton"]

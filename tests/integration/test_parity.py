@@ -143,18 +143,87 @@ def test_te_frozen_and_empty_parameters():
         assert_same_bits(param, other, f"weight {index}")
 
 
+TE_CAPTURABLE_CASES = {
+    "bf16, fp32 masters": (BF16, {"master_weights": True}),
+    "fp16, fp32 masters": (FP16, {"master_weights": True}),
+    "fp32": (FP32, {}),
+    "bf16": (BF16, {}),
+    "fp16": (FP16, {}),
+    "bf16 moments": (
+        BF16,
+        {"master_weights": True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+@pytest.mark.parametrize("scale", [None, 3.0, 65536.0])
+@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
+@pytest.mark.parametrize("case", TE_CAPTURABLE_CASES.values(), ids=TE_CAPTURABLE_CASES)
+def test_te_is_transformer_engine_capturable(case, adam_w_mode, bias_correction, scale):
+    """With a GradScaler the third step's gradients overflow, and it is skipped."""
+    reason = "TransformerEngine is not installed"
+    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
+    from megaopt.integration.transformer_engine import FusedAdam as Ours
+
+    dtype, options = case
+    options = {**HYPER, **options, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
+    sides = []
+    for cls in (te.FusedAdam, Ours):
+        params = parameters(dtype)
+        optimizer = cls(params, bias_correction=bias_correction, capturable=True, **options)
+        scaler = torch.amp.GradScaler("cuda", init_scale=scale or 1.0, enabled=scale is not None)
+        sides.append((params, optimizer, scaler))
+    for step in range(STEPS):
+        for params, optimizer, scaler in sides:
+            give_grads(params, step)
+            if scale is not None and step == 2:
+                params[-1].grad[5] = torch.inf
+            scaler.scale(torch.zeros((), device="cuda"))  # as a loss would, it makes the scale
+            scaler.step(optimizer)
+            scaler.update()
+        (theirs, peer, _), (ours, optimizer, _) = sides
+        assert_same_state(theirs, ours, peer, optimizer)
+
+
+def test_capturable_te_bias_corrections_are_the_hosts():
+    """The GPU's pow and the C library's: the same fp32 corrections, which both kernels divide by."""
+    from megaopt.kernels.rules import RULES
+    from megaopt.kernels.step.preparation import Request, TritonPreparation
+
+    rule = RULES["adamw", "te"]
+    steps = [*range(1, 400), *range(400, 100_000, 1009)]
+    for beta1, beta2 in ((0.9, 0.999), (0.95, 0.98), (0.5, 0.9999), (0.0, 0.99)):
+        groups = [
+            {**HYPER, "betas": (beta1, beta2), "weight_decay": 0.1, "bias_correction": True}
+            for _ in steps
+        ]
+        for group, step in zip(groups, steps, strict=True):
+            group["lr"] = torch.full((), 3e-3, device="cuda")
+            group["step"] = torch.full((1,), step - 1, dtype=torch.int32, device="cuda")
+        preparation = TritonPreparation(rule.capturable, torch.device("cuda"))
+        found, _ = preparation.make(groups, Request(), [])
+        rows = [rule.scalars({**g, "lr": 3e-3, "step": n}) for g, n in zip(groups, steps)]
+        assert_same_bits(found.cpu(), torch.tensor(rows, dtype=torch.float32), f"{beta1} {beta2}")
+
+
 @pytest.mark.parametrize("start", [0, 3, 1000, 4094, 99_990])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize(("name", "weight_decay"), [("AdamW", 0.0), ("AdamW", 0.1), ("Adam", 0.0)])
-def test_torch_is_torch(name, dtype, weight_decay, start):
+@pytest.mark.parametrize(
+    ("name", "weight_decay"), [("AdamW", 0.0), ("AdamW", 0.1), ("Adam", 0.0), ("Adam", 0.1)]
+)
+@pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
+def test_torch_is_torch(name, dtype, weight_decay, start, capturable):
     """Moments have the parameter's dtype, as torch keeps them; steps from 1 to 100,000."""
     options = {**HYPER, "weight_decay": weight_decay}
     theirs, ours = parameters(dtype), parameters(dtype)
     peer = getattr(torch.optim, name)(theirs, fused=True, **options)
     moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     adam_w_mode = name == "AdamW"
-    optimizer = FusedAdam(ours, contract="torch", adam_w_mode=adam_w_mode, **options, **moments)
-    optimizer.param_groups[0]["step"] = start
+    options = {**options, **moments, "adam_w_mode": adam_w_mode, "capturable": capturable}
+    optimizer = FusedAdam(ours, contract="torch", **options)
+    optimizer.param_groups[0]["step"] += start
     for param in theirs:
         peer.state[param] = {
             "step": torch.tensor(float(start), device="cuda"),
@@ -169,14 +238,60 @@ def test_torch_is_torch(name, dtype, weight_decay, start):
         assert_same_state(theirs, ours, peer, optimizer)
 
 
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_torch_is_torch_wherever_its_tensors_lie(dtype, shift):
+    """L2 decay: torch's bits depend on alignment and size, for one tensor and its copy."""
+    options = {**HYPER, "weight_decay": 0.1}
+    sides = []
+    for _ in range(2):
+        bases = parameters(dtype, (200_000, 70_003, 4099, 516))
+        views = [base.detach()[shift:] for base in bases]
+        sides.append([torch.nn.Parameter(view) for view in views])
+    peer = torch.optim.Adam(sides[0], fused=True, **options)
+    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    optimizer = FusedAdam(sides[1], contract="torch", adam_w_mode=False, **options, **moments)
+    for step in range(STEPS):
+        for params in sides:
+            give_grads(params, step)
+        peer.step()
+        optimizer.step()
+        assert_same_state(*sides, peer, optimizer)
+
+
+@pytest.mark.parametrize("scale", [3.0, 65536.0])
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_torch_is_torch_under_a_grad_scaler(name, scale):
+    """torch divides by the scale inside its kernel; the third step overflows and is skipped."""
+    options = {**HYPER, "weight_decay": 0.1}
+    sides = []
+    for make in (
+        lambda params: getattr(torch.optim, name)(params, fused=True, **options),
+        lambda params: FusedAdam(
+            params, contract="torch", adam_w_mode=name == "AdamW", capturable=True, **options
+        ),
+    ):
+        params = parameters(FP32)
+        sides.append((params, make(params), torch.amp.GradScaler("cuda", init_scale=scale)))
+    for step in range(STEPS):
+        for params, optimizer, scaler in sides:
+            give_grads(params, step)
+            if step == 2:
+                params[-1].grad[5] = torch.inf
+            scaler.scale(torch.zeros((), device="cuda"))
+            scaler.step(optimizer)
+            scaler.update()
+        (theirs, peer, _), (ours, optimizer, _) = sides
+        assert_same_state(theirs, ours, peer, optimizer)
+
+
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("step", [1, 2, 3, 6, 100, 5000])
 def test_torch_twin_on_the_gpu_is_the_kernel(adam_w_mode, step):
     found = []
     for backend in ("triton", "reference"):
         params = parameters(FP32)
-        decay = 0.1 if adam_w_mode else 0.0
-        options = {**HYPER, "weight_decay": decay, "adam_w_mode": adam_w_mode}
+        options = {**HYPER, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
         optimizer = FusedAdam(params, contract="torch", backend=backend, **options)
         optimizer.param_groups[0]["step"] = step - 1
         give_grads(params, step)

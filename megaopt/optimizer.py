@@ -14,7 +14,7 @@ from megaopt.kernels.backends import BACKENDS, default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.watch import grads_of
+from megaopt.kernels.step.watch import Grads, grads_of
 from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_contract, check_group, check_weight
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled
@@ -181,23 +181,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.step(grads, rows)
         return loss
 
-    def _gather(self) -> tuple[Batches, list[torch.Tensor | None]]:
+    def _gather(self) -> tuple[Batches, Grads]:
         """The batches of this step: those of the last one where everything is as it was."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        groups = [index for index, size in enumerate(sizes) for _ in range(size)]
-        grads = self._grads(params)
-        states = list(self.state.values())
-        batches = self._batches
-        if batches is None or not batches.fit(params, groups, grads, states):
-            self._batches = None  # they noted addresses that a refusal below must not let stand
-            batches = self._batches = self._sort(grads)
+        now = (self.param_groups, self.state, self.use_decoupled_grad)
+        batches, self._batches = self._batches, None  # only batches that fit may stay
+        grads = None if batches is None else batches.look(*now)
+        if grads is None:
+            batches = self._sort(grads_of(self._flat()[0], self.use_decoupled_grad))
+            grads = batches.look(*now)
+        if batches is None or grads is None:
+            raise RuntimeError("batches made from the tensors at hand do not fit them")
+        self._batches = batches
         return batches, grads
-
-    def _grads(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        if self.use_decoupled_grad:
-            return [getattr(param, "decoupled_grad", None) for param in params]
-        return grads_of(params)
 
     def _rows(self) -> list[tuple[float, ...]]:
         """The groups' scalars for the coming step; their hyper-parameters must be in range."""
@@ -205,7 +200,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_group(group, f"group {index}")
         return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
 
-    def _sort(self, grads: list[torch.Tensor | None]) -> Batches:
+    def _sort(self, grads: Grads) -> Batches:
         """Checks everything, completes the states, and makes the batches anew."""
         params, groups, wheres = self._flat()
         for param, grad, where in zip(params, grads, wheres, strict=True):
@@ -226,11 +221,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param, state in completed.items():  # now that nothing was refused
             self.state[param].update(state)
         batches = [self._batch(*kind, where, params, groups) for kind, where in kinds.items()]
-        absent = [grad is None for grad in grads]
-        made = Batches(batches, params, groups, absent, list(self.state.values()))
-        if not all(batch.fits(grads) for batch in batches):
-            raise RuntimeError("a batch made from the tensors at hand does not fit them")
-        return made
+        return Batches(batches, self.param_groups, self.state)
 
     def _completed(
         self, param: torch.Tensor, formats: Formats, external: torch.Tensor | None, where: str

@@ -12,7 +12,7 @@ from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step import kernel
 from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
-from megaopt.kernels.step.watch import Watch, module_for
+from megaopt.kernels.step.watch import note_row
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,8 @@ class TritonPlan:
         self._rows = numpy.zeros((kernel.ROWS, len(numels)), dtype=numpy.int64)
         self._rows[len(SLOTS)] = numels
         self._rows[len(SLOTS) + 1] = groups
-        module = module_for(len(numels))
-        self._watches = {slot: Watch(len(numels), module) for slot in formats.slots}
-        self._stale = True
+        self.addresses = {slot: self._rows[SLOTS.index(slot)] for slot in formats.slots}
+        self.stale = True
         self._chunks = to_device(chunk_table(numels, self.geometry), device)
         self._table = torch.empty(0)
         self._scratch = torch.zeros(
@@ -71,18 +70,14 @@ class TritonPlan:
             device=device,
         )
 
-    def look(self, buffers: Buffers) -> int:
+    def look(self, buffers: Buffers) -> None:
         """Notes where the buffers lie, for the step.
 
         Args:
             buffers: for each slot of the formats a list of one contiguous tensor per parameter.
-
-        Returns:
-            watch.SAME, MOVED or CHANGED, the greatest of all slots.
         """
-        found = {slot: watch.look(buffers[slot]) for slot, watch in self._watches.items()}
-        self._stale = self._stale or any(found.values())
-        return max(found.values())
+        moved = [note_row(row, buffers[slot]) for slot, row in self.addresses.items()]
+        self.stale = self.stale or any(moved)
 
     def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
         """One step of every tensor, where `look` last saw it.
@@ -101,14 +96,12 @@ class TritonPlan:
 
     def _refresh(self) -> None:
         """Brings the table on the device up to date."""
-        if not self._stale:
+        if not self.stale:
             return
-        for slot, watch in self._watches.items():
-            self._rows[SLOTS.index(slot)] = watch.addresses
         in_use = self._rows[: SLOTS.index("second") + 1]
         self._rows[len(SLOTS) + 2] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
         self._table = to_device(self._rows, self.device)
-        self._stale = False
+        self.stale = False
 
     def _launch(self, function: object, scalars: torch.Tensor) -> None:
         chunks = self._chunks.shape[1]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
 
 from megaopt.kernels.formats import Format
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import CHANGED
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -69,12 +69,13 @@ class ReferencePlan:
 
     def __init__(self, formats: Formats, rule: Rule, groups: Sequence[int]) -> None:
         self.formats, self.rule, self.groups = formats, rule, groups
+        self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
+        self.stale = True
         self._buffers: Buffers = {}
 
-    def look(self, buffers: Buffers) -> int:
-        """Notes the buffers for the step; as if seen for the first time, watch.CHANGED."""
+    def look(self, buffers: Buffers) -> None:
+        """Notes the buffers for the step."""
         self._buffers = buffers
-        return CHANGED
 
     def step(self, scalars: Sequence[tuple[float, ...]]) -> None:
         """One step; `scalars` has the rule's row for each parameter group."""

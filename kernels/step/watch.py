@@ -50,19 +50,13 @@ class Seen(NamedTuple):
 
 
 class Gradients(Sequence[Any]):
-    """The gradients, fetched when asked for: most steps need no Python objects for them.
+    """The .grad of parameters, fetched when asked for: most steps need no Python objects for it."""
 
-    Args:
-        params: all parameters.
-        decoupled: whether their gradients are in decoupled_grad.
-        kept: what has to live as long as this.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor], decoupled: bool, kept: object) -> None:
-        self._params, self._decoupled, self._kept = params, decoupled, kept
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
 
     def __getitem__(self, place: Any) -> Any:
-        return grads_of([self._params[place]], self._decoupled)[0]
+        return self._params[place].grad
 
     def __len__(self) -> int:
         return len(self._params)
@@ -113,7 +107,10 @@ class Watch:
         if self.module is not None:
             was = (self.params, self.sizes, self.states, self.keys, self.values)
             found = self.module.look(self._wanted, *was, param_groups, state, decoupled)
-            return found and Seen(found[0], Gradients(self.params, decoupled, found[1]))
+            if found is None:
+                return None
+            moved, grads = found
+            return Seen(moved, Gradients(self.params) if grads is None else grads)
         if not self._is_the_same(param_groups, state):
             return None
         grads = grads_of(self.params, decoupled)
@@ -139,12 +136,8 @@ class Watch:
         """Gradients, weights, and what the states have by each of the names."""
         places = wanted.positions
         states: list[Any] = [self.states[place] for place in places]
-        named = [[state.get(name) for state in states] for name in wanted.names]
-        return [
-            [grads[place] for place in places],
-            [self.params[place] for place in places],
-            *named,
-        ]
+        own = [[of[place] for place in places] for of in (grads, self.params)]
+        return own + [[state.get(name) for state in states] for name in wanted.names]
 
 
 def same_objects(some: Collection[object], others: Collection[object]) -> bool:
@@ -172,13 +165,14 @@ def note(wanted: Wanted, slots: Sequence[list[torch.Tensor]]) -> bool:
     """Notes the addresses of a batch; whether any is another than before."""
     if not wanted.addresses:
         return False
-    return any([note_row(*pair) for pair in zip(wanted.addresses, slots, strict=True)])
+    moved = [note_row(*pair) for pair in zip(wanted.addresses, slots, strict=True)]
+    return any(moved)
 
 
 def note_row(row: numpy.ndarray, tensors: Iterable[torch.Tensor]) -> bool:
     """Notes the tensors' addresses in an int64 row; whether any is another than before."""
     now = list(map(torch.Tensor.data_ptr, tensors))
-    moved = now != row.tolist()
+    moved: bool = now != row.tolist()
     row[:] = now
     return moved
 

@@ -163,6 +163,7 @@ CHANGES = {
     "dtype": lambda t: t.view(torch.float16 if t.dtype == BF16 else torch.int32),
     "size": lambda t: torch.zeros(7, dtype=t.dtype),
     "shape": lambda t: t.view(1, *t.shape),
+    "a_dimension_more": lambda t: t.view(*t.shape, 1),
     "as_many_elements": lambda t: t.view(-1, 1) if t.numel() == 1 else t.view(2, 8),
     "device": lambda t: t.to("meta"),
     "layout": lambda t: t.to_sparse(),

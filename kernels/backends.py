@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from megaopt.kernels.contracts import Contract
@@ -19,8 +20,15 @@ from megaopt.kernels.step.reference import ReferencePlan
 class Plan(Protocol):
     """A combination of formats, ready to be stepped again and again."""
 
-    def look(self, buffers: Buffers) -> int:
-        """Notes where the buffers lie; gives what megaopt.kernels.step.watch calls a change."""
+    addresses: dict[str, numpy.ndarray]
+    """For each slot the int64 row that a step takes addresses from; empty if `look` must be told.
+
+    Whoever writes into a row sets `stale`.
+    """
+    stale: bool
+
+    def look(self, buffers: Buffers) -> None:
+        """Notes the buffers for the step, instead of the addresses in the rows."""
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm."""

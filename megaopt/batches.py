@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import CHANGED
+from megaopt.kernels.step.watch import Grads, Wanted, Watch, module_for
 
 MASTER = "master_param"
 SCALE = "_scale"
@@ -45,9 +45,9 @@ class Batch:
         """Of all its tensors."""
         return self.params[0].device
 
-    def enter(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Before a step: staged tensors are copied, and the plan works on the copies."""
-        if self.staged:
+    def enter(self, grads: Grads) -> None:
+        """Before a step: a plan that works on tensors gets them; copies where they are staged."""
+        if not self.addresses:
             own = self.buffers(grads)
             self._copies = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
             self.plan.look(self._copies)
@@ -62,9 +62,21 @@ class Batch:
                     tensor.copy_(copy)
 
     def _own_states(self, slot: str) -> list[torch.Tensor]:
-        return [state[state_name(slot, self.moments)] for state in self.states]
+        name = state_name(slot, self.moments)
+        return [state[name] for state in self.states]
 
-    def buffers(self, grads: Sequence[torch.Tensor | None]) -> Buffers:
+    @property
+    def addresses(self) -> list[numpy.ndarray]:
+        """The plan's rows of addresses, by slot; empty where it is given tensors instead."""
+        rows = {} if self.staged else self.plan.addresses
+        return [rows[slot] for slot in self.formats.slots] if rows else []
+
+    @property
+    def names(self) -> list[str]:
+        """What the slots after gradient and weight are called in a parameter's state."""
+        return [state_name(slot, self.moments) for slot in self.formats.slots[2:]]
+
+    def buffers(self, grads: Grads) -> Buffers:
         """The tensors in use now, by slot."""
         own: Buffers = {
             "grad": [grads[position] for position in self.positions],  # type: ignore[misc]
@@ -74,65 +86,65 @@ class Batch:
             own[slot] = self._own_states(slot)
         return own
 
-    def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the tensors are still what the batch was made for; notes their addresses."""
-        try:
-            own = self.buffers(grads)
-        except KeyError:
-            return False
-        if self.staged:
-            return self._alike(own)
-        return self.plan.look(own) != CHANGED or self._alike(own)
-
-    def _alike(self, buffers: Buffers) -> bool:
-        """Whether each tensor has its slot's dtype and its parameter's shape and device."""
-        for slot, tensors in buffers.items():
-            dtype = self.formats.dtype(slot)
-            for tensor, param in zip(tensors, self.params, strict=True):
-                shape = (1,) if slot.endswith(SCALE) else param.shape
-                if tensor.dtype != dtype or tensor.shape != shape or tensor.device != param.device:
-                    return False
-                if tensor.layout != torch.strided or not (self.staged or tensor.is_contiguous()):
-                    return False
-        return True
-
-
-@dataclass
-class Batches:
-    """All batches of an optimizer, with what they were made from."""
-
-    batches: list[Batch]
-    params: list[torch.Tensor]
-    groups: list[int]
-    absent: list[bool]
-    """For each parameter, whether it had no gradient."""
-    states: list[dict[str, Any]]
-    """Every value of the optimizer's state, in its order."""
-
-    def fit(
-        self,
-        params: Sequence[torch.Tensor],
-        groups: Sequence[int],
-        grads: Sequence[torch.Tensor | None],
-        states: Sequence[dict[str, Any]],
-    ) -> bool:
-        """Whether a step with these can use the batches as they are."""
-        return (
-            same_objects(params, self.params)
-            and groups == self.groups
-            and same_objects(states, self.states)
-            and [grad is None for grad in grads] == self.absent
-            and all(batch.fits(grads) for batch in self.batches)
+    def wanted(self) -> Wanted:
+        """What the tensors are now, at which the batch was made."""
+        slots = self.formats.slots
+        return Wanted(
+            positions=self.positions,
+            names=self.names,
+            dtypes=[self.formats.dtype(slot) for slot in slots],
+            scales=[slot.endswith(SCALE) for slot in slots],
+            shapes=[param.shape for param in self.params],
+            device=self.params[0].device,
+            contiguous=not self.staged,
+            addresses=self.addresses,
         )
 
 
-def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two sequences hold the very same objects in one order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+class Batches:
+    """All batches of an optimizer, and the watch over what they were made from.
+
+    Args:
+        batches: of the parameters that have a gradient.
+        param_groups: the optimizer's.
+        state: the optimizer's, complete for these parameters.
+    """
+
+    def __init__(
+        self,
+        batches: list[Batch],
+        param_groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Any, dict[str, Any]],
+    ) -> None:
+        self.batches = batches
+        params = tuple(param for group in param_groups for param in group["params"])
+        stepped = {position for batch in batches for position in batch.positions}
+        self._watch = Watch(
+            params=params,
+            sizes=[len(group["params"]) for group in param_groups],
+            states=tuple(state[p] if i in stepped else None for i, p in enumerate(params)),
+            keys=tuple(state.keys()),
+            values=tuple(state.values()),
+            batches=[batch.wanted() for batch in batches],
+            module=module_for(len(params)),
+        )
+
+    def look(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
+    ) -> Grads | None:
+        """The gradients for a step with these batches, or None if they do not fit what is there."""
+        seen = self._watch.look(param_groups, state, decoupled)
+        if seen is None:
+            return None
+        for batch, moved in zip(self.batches, seen.moved, strict=True):
+            batch.plan.stale = batch.plan.stale or moved
+        return seen.grads
 
 
 def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
     """Raises ValueError for a gradient that the step cannot read."""
+    if not isinstance(grad, torch.Tensor):
+        raise ValueError(f"{where}: {grad!r} as gradient is not allowed: a torch.Tensor")
     if grad.layout != torch.strided:
         raise ValueError(
             f"{where}: a gradient of layout {grad.layout} is not allowed: torch.strided"
@@ -158,6 +170,10 @@ def check_state(
     """Raises ValueError where a state tensor is not what the formats ask for."""
     for slot in formats.slots[2:]:
         tensor = state[names[slot]]
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"{where}: state {names[slot]!r} is {tensor!r}; allowed: a torch.Tensor"
+            )
         shape = (1,) if slot.endswith(SCALE) else tuple(param.shape)
         wanted = (formats.dtype(slot), shape, param.device)
         found = (tensor.dtype, tuple(tensor.shape), tensor.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.step.table import is_capturing
+from megaopt.batches import Batches
 from megaopt.options import number
 
 DTYPES = {"lr": torch.float32, "step": torch.int32}
@@ -48,27 +48,25 @@ def _fits(value: Any, name: str, device: torch.device) -> bool:
     )
 
 
-def check_capture(device: torch.device, capturable: bool) -> None:
+def check_capture(capturable: bool) -> None:
     """Raises RuntimeError where a CUDA graph captures a step that reads numbers of the host."""
-    if is_capturing(device) and not capturable:
+    if not capturable:
         raise RuntimeError(
             "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
             "step's lr and step for ever; pass capturable=True"
         )
 
 
-def check_captured_batches(device: torch.device, fit: bool, staged: bool) -> None:
+def check_captured_batches(fit: bool, batches: Batches | None) -> None:
     """Raises RuntimeError for what a step can do only outside a graph."""
-    if not is_capturing(device):
-        return
-    if not fit:
+    if not fit or batches is None:
         raise RuntimeError(
             "a CUDA graph is being captured, and the parameters, gradients or states are not those "
             "of the last step (other dtypes, sizes or parameters with gradients, or no step yet): "
             "take one step like this one before the capture; only the gradients' addresses may "
             "differ"
         )
-    if staged:
+    if any(batch.staged for batch in batches.batches):
         raise RuntimeError(
             "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
             "only contiguous ones are allowed in a capture"

@@ -19,7 +19,7 @@ from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.table import is_capturing
-from megaopt.kernels.step.watch import grads_of
+from megaopt.kernels.step.watch import Grads, grads_of
 from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_clipping, check_group, check_weight
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled
@@ -133,19 +133,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         check_group(group, where)
 
     def _device(self) -> torch.device:
-        """Of the parameters under capturable, or the CPU without parameters.
+        """Of the first parameter, under capturable that of all; the CPU without parameters."""
+        firsts = (group["params"][0].device for group in self.param_groups if group["params"])
+        return next(firsts, torch.device("cpu"))
 
-        Raises ValueError where they are on several.
-        """
+    def _check_one_device(self) -> None:
         devices = {param.device for group in self.param_groups for param in group["params"]}
-        if len(devices) > 1:
+        if len(devices) > 1 and self.options.capturable:
             raise ValueError(
                 f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
                 "capturable=True: one device"
             )
-        return devices.pop() if devices else torch.device("cpu")
 
     def _to_device(self) -> None:
+        self._check_one_device()
         device = self._device()
         for group in self.param_groups:
             to_device(group, device)
@@ -303,28 +304,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return found
 
-    def _gather(self) -> tuple[Batches, list[torch.Tensor | None]]:
+    def _gather(self) -> tuple[Batches, Grads]:
         """The batches of this step: those of the last one where everything is as it was."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        groups = [index for index, size in enumerate(sizes) for _ in range(size)]
-        grads = self._grads(params)
-        states = list(self.state.values())
-        batches = self._batches
-        fit = batches is not None and batches.fit(params, groups, grads, states)
-        for device in {param.device for param in params}:
-            check_capture(device, self.options.capturable)
-            staged = fit and any(batch.staged for batch in batches.batches)
-            check_captured_batches(device, fit, staged)
-        if not fit:
-            self._batches = None  # they noted addresses that a refusal below must not let stand
-            batches = self._batches = self._sort(grads)
+        capturing = is_capturing(self._device())
+        if capturing:
+            check_capture(self.options.capturable)
+        now = (self.param_groups, self.state, self.use_decoupled_grad)
+        batches, self._batches = self._batches, None  # only batches that fit may stay
+        grads = None if batches is None else batches.look(*now)
+        if capturing:
+            check_captured_batches(grads is not None, batches)
+        if grads is None:
+            batches = self._sort(grads_of(self._flat()[0], self.use_decoupled_grad))
+            grads = batches.look(*now)
+        if batches is None or grads is None:
+            raise RuntimeError("batches made from the tensors at hand do not fit them")
+        self._batches = batches
         return batches, grads
-
-    def _grads(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        if self.use_decoupled_grad:
-            return [getattr(param, "decoupled_grad", None) for param in params]
-        return grads_of(params)
 
     def _rows(self) -> list[tuple[float, ...]] | None:
         """The groups' scalars for the coming step, None where they are made on the device.
@@ -337,8 +333,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             return None
         return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
 
-    def _sort(self, grads: list[torch.Tensor | None]) -> Batches:
+    def _sort(self, grads: Grads) -> Batches:
         """Checks everything, completes the states, and makes the batches anew."""
+        self._check_one_device()
         params, groups, wheres = self._flat()
         for param, grad, where in zip(params, grads, wheres, strict=True):
             if grad is not None:
@@ -358,11 +355,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param, state in completed.items():  # now that nothing was refused
             self.state[param].update(state)
         batches = [self._batch(*kind, where, params, groups) for kind, where in kinds.items()]
-        absent = [grad is None for grad in grads]
-        made = Batches(batches, params, groups, absent, list(self.state.values()))
-        if not all(batch.fits(grads) for batch in batches):
-            raise RuntimeError("a batch made from the tensors at hand does not fit them")
-        return made
+        return Batches(batches, self.param_groups, self.state)
 
     def _completed(
         self, param: torch.Tensor, formats: Formats, external: torch.Tensor | None, where: str
@@ -393,7 +386,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         numels = [param.numel() for param in own]
         rows = [groups[position] for position in positions]
         backend = BACKENDS[self._backend(device)]
-        plan = backend.plan(formats, self.rule, numels, rows, device)
+        float16 = self.rule.plain_float16 if formats.first.name == "float16" else None
+        plan = backend.plan(formats, float16 or self.rule, numels, rows, device)
         states = [self.state[param] for param in own]
         return Batch(formats, plan, self.rule.moments, positions, own, states, staged)
 

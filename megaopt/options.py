@@ -19,7 +19,6 @@ NONFINITE = ("propagate", "skip", "error")
 step out; raises FloatingPointError."""
 
 TORCH_REFUSES = {
-    torch.float16: "torch's own bits then depend on alignment and place (docs/numbers.md)",
     torch.float8_e4m3fn: "torch's optimizers keep none in fp8",
 }
 """Moments that contract torch does not cover, and why."""
@@ -77,6 +76,11 @@ class Options:
                 f"{name}={dtype} is not allowed with contract='torch': {TORCH_REFUSES[dtype]}; "
                 f"{', '.join(allowed)}"
             )
+
+    def moment_format(self, dtype: torch.dtype) -> Format:
+        """How a moment is stored: under contract torch fp16 has no scale, as torch keeps it."""
+        plain = self.contract == "torch" and dtype == torch.float16
+        return WEIGHTS[dtype] if plain else MOMENTS[dtype]
 
     def master_format(self, weight_dtype: torch.dtype, wanted: bool) -> Format:
         """How the master of a weight of this dtype is stored; NONE where it has none."""

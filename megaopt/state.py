@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megaopt.batches import MASTER, SCALE, state_name
-from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
+from megaopt.kernels.formats import GRADS, WEIGHTS, Format
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
@@ -24,8 +24,8 @@ def formats_of(
         GRADS[grad_dtype],
         WEIGHTS[weight.dtype],
         options.master_format(weight.dtype, masters),
-        MOMENTS[options.exp_avg_dtype],
-        MOMENTS[options.exp_avg_sq_dtype],
+        options.moment_format(options.exp_avg_dtype),
+        options.moment_format(options.exp_avg_sq_dtype),
     )
 
 

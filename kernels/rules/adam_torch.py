@@ -7,6 +7,7 @@ repeats in every bit, nor the powf of Triton's library (another at step 1): they
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -137,9 +138,12 @@ def unscale_reference(
 
 
 @helper
-def updated(param, exp_avg, exp_avg_sq, grad, scalars):
+def updated(param, exp_avg, exp_avg_sq, grad, scalars, POSITIVE_ZERO: tl.constexpr):
     beta1, beta2, one_minus_beta1, one_minus_beta2, step_size, correction2, eps, _, _ = scalars
-    exp_avg = tl.fma(beta1 + tl.zeros_like(grad), exp_avg, one_minus_beta1 * grad)
+    part = one_minus_beta1 * grad
+    if POSITIVE_ZERO:
+        part = part + 0.0
+    exp_avg = tl.fma(beta1 + tl.zeros_like(grad), exp_avg, part)
     square = one_minus_beta2 * (grad * grad)
     exp_avg_sq = tl.fma(beta2 + tl.zeros_like(grad), exp_avg_sq, square)
     root = tl.math.div_rn(tl.math.sqrt_rn(exp_avg_sq), correction2 + tl.zeros_like(grad))
@@ -148,20 +152,40 @@ def updated(param, exp_avg, exp_avg_sq, grad, scalars):
 
 
 @helper
-def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
+def decayed_param(param, scalars):
     decay = scalars[8] + tl.zeros_like(param)
     # without decay torch leaves the product out, and with it the NaN of 0 * infinity
-    param = tl.where(decay == 0, param, tl.fma(-decay, param, param))
-    return updated(param, exp_avg, exp_avg_sq, grad, scalars)
+    return tl.where(decay == 0, param, tl.fma(-decay, param, param))
+
+
+@helper
+def decayed_grad(param, grad, scalars, first_lane):
+    decay = scalars[7] + tl.zeros_like(param)
+    # nvcc contracts this for three of the four elements that a thread takes, not for the first
+    decayed = tl.where(first_lane, grad + param * decay, tl.fma(param, decay, grad))
+    return tl.where(decay == 0, grad, decayed)
+
+
+@helper
+def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
+    return updated(decayed_param(param, scalars), exp_avg, exp_avg_sq, grad, scalars, False)
 
 
 @helper
 def adam(param, exp_avg, exp_avg_sq, grad, scalars, first_lane):
-    decay = scalars[7] + tl.zeros_like(param)
-    # nvcc contracts this for three of the four elements that a thread takes, not for the first
-    decayed = tl.where(first_lane, grad + param * decay, tl.fma(param, decay, grad))
-    grad = tl.where(decay == 0, grad, decayed)
-    return updated(param, exp_avg, exp_avg_sq, grad, scalars)
+    grad = decayed_grad(param, grad, scalars, first_lane)
+    return updated(param, exp_avg, exp_avg_sq, grad, scalars, False)
+
+
+@helper
+def adamw_float16(param, exp_avg, exp_avg_sq, grad, scalars):
+    return updated(decayed_param(param, scalars), exp_avg, exp_avg_sq, grad, scalars, True)
+
+
+@helper
+def adam_float16(param, exp_avg, exp_avg_sq, grad, scalars, first_lane):
+    grad = decayed_grad(param, grad, scalars, first_lane)
+    return updated(param, exp_avg, exp_avg_sq, grad, scalars, True)
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -193,10 +217,16 @@ def updated_reference(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     row: list[torch.Tensor],
+    positive_zero: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new param, exp_avg and exp_avg_sq after weight decay, fp32 of one shape."""
+    """The new param, exp_avg and exp_avg_sq after weight decay, fp32 of one shape.
+
+    positive_zero: of fp16 parameters. torch's kernel then adds 0 to the gradient's part of exp_avg,
+    so that two negative zeros give a positive one.
+    """
     beta1, beta2, one_minus_beta1, one_minus_beta2, step_size, correction2, eps = row[:7]
-    exp_avg = fused_multiply_add(beta1, exp_avg, one_minus_beta1 * grad)
+    part = one_minus_beta1 * grad
+    exp_avg = fused_multiply_add(beta1, exp_avg, part + 0.0 if positive_zero else part)
     exp_avg_sq = fused_multiply_add(beta2, exp_avg_sq, one_minus_beta2 * (grad * grad))
     root = exp_avg_sq.double().sqrt().float() / correction2
     return param - (step_size * exp_avg) / (root + eps), exp_avg, exp_avg_sq
@@ -208,12 +238,13 @@ def adamw_reference(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scalars: tuple[float, ...],
+    positive_zero: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One AdamW update as torch's fused kernel computes it; the arguments stay as they are."""
     row = row_of(scalars, param)
     if scalars[8]:
         param = fused_multiply_add(-row[8], param, param)
-    return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
+    return updated_reference(param, exp_avg, exp_avg_sq, grad, row, positive_zero)
 
 
 def adam_reference(
@@ -223,6 +254,7 @@ def adam_reference(
     grad: torch.Tensor,
     scalars: tuple[float, ...],
     first_lane: torch.Tensor,
+    positive_zero: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One Adam update with L2 weight decay as torch's fused kernel computes it.
 
@@ -232,35 +264,29 @@ def adam_reference(
     if scalars[7]:
         contracted = fused_multiply_add(param, row[7], grad)
         grad = torch.where(first_lane, grad + param * row[7], contracted)
-    return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
+    return updated_reference(param, exp_avg, exp_avg_sq, grad, row, positive_zero)
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_TORCH = Rule(
-    "adamw",
-    "torch",
-    MOMENTS,
-    scalars,
-    load_nine,
-    prepare,
-    adamw,
-    adamw_reference,
-    unscale,
-    unscale_reference,
-    tables,
-)
-ADAM_TORCH = Rule(
-    "adam",
-    "torch",
-    MOMENTS,
-    scalars,
-    load_nine,
-    prepare,
-    adam,
-    adam_reference,
-    unscale,
-    unscale_reference,
-    tables,
-    moments_use_param=True,
-    lanes=True,
-)
+def rule(name: str, updates: tuple[Any, Any], reference: Any, **more: Any) -> Rule:
+    """Torch's two kernels for one update: for fp32 and bf16 parameters, and for fp16."""
+    moments = ("exp_avg", "exp_avg_sq")
+    row = (scalars, load_nine, prepare)
+    plain = Rule(
+        name,
+        "torch",
+        moments,
+        *row,
+        updates[0],
+        reference,
+        unscale,
+        unscale_reference,
+        tables,
+        **more,
+    )
+    twin = functools.partial(reference, positive_zero=True)
+    float16 = dataclasses.replace(plain, update=updates[1], update_reference=twin)
+    return dataclasses.replace(plain, plain_float16=float16)
+
+
+ADAMW_TORCH = rule("adamw", (adamw, adamw_float16), adamw_reference)
+ADAM_TORCH = rule("adam", (adam, adam_float16), adam_reference, moments_use_param=True, lanes=True)

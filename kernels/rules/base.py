@@ -69,7 +69,9 @@ class Rule:
     """The new moments depend on the parameter (decay that is added to the gradient)."""
     lanes: bool = False
     """`update` and its twin take a last argument: whether torch's kernel has the element first
-    among a thread's four (megaopt.kernels.rules.lanes)."""
+    among a thread's four (megaopt.kernels.rules.lanes), never so under a gradient scale."""
+    plain_float16: Rule | None = None
+    """The rule in its place for moments in fp16 without a scale, if its bits are others."""
     capturable: Rule | None = None
     """The rule in its place where lr and step are on the device, if its bits are others."""
 

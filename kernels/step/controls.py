@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-GRAD_SCALE, INVERSE_SCALE, COEFFICIENT, SKIP = range(4)
+GRAD_SCALE, INVERSE_SCALE, COEFFICIENT, SKIP, UNSCALED = range(5)
 """Gradients are so many times too large; its reciprocal; what they are multiplied by; whether the
-step is left out."""
-COUNT = 4
+step is left out; whether a gradient scale was given at all."""
+COUNT = 5

@@ -47,6 +47,7 @@ GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)
 INVERSE_SCALE: tl.constexpr = tl.constexpr(order.INVERSE_SCALE)
 COEFFICIENT: tl.constexpr = tl.constexpr(order.COEFFICIENT)
 SKIP: tl.constexpr = tl.constexpr(order.SKIP)
+UNSCALED: tl.constexpr = tl.constexpr(order.UNSCALED)
 
 
 @helper
@@ -120,7 +121,7 @@ def loaded_param(
 def controlled_grad(grad, controls, RULE: tl.constexpr, CONTROLLED: tl.constexpr):
     """The gradient unscaled and clipped, each with one rounding."""
     if CONTROLLED:
-        grad_scale, inverse_scale, coefficient = controls
+        grad_scale, inverse_scale, coefficient, _ = controls
         grad = RULE.unscale(grad, grad_scale, inverse_scale) * coefficient
     return grad
 
@@ -169,7 +170,7 @@ def updated_block(
     else:
         param = tl.zeros_like(grad)
     if RULE.lanes:
-        lane = first_lane(table_ptr, tensors, tensor, start, offset, BLOCK)
+        lane = first_lane(table_ptr, tensors, tensor, start, offset, BLOCK) & (controls[3] == 0)
         values = RULE.update(param, first, second, grad, scalars, lane)
     else:
         values = RULE.update(param, first, second, grad, scalars)
@@ -230,9 +231,10 @@ def controls_of(controls_ptr, CONTROLLED: tl.constexpr):
             tl.load(controls_ptr + GRAD_SCALE),
             tl.load(controls_ptr + INVERSE_SCALE),
             tl.load(controls_ptr + COEFFICIENT),
+            tl.load(controls_ptr + UNSCALED),
         )
     else:
-        controls = (1.0, 1.0, 1.0)
+        controls = (1.0, 1.0, 1.0, 0.0)
     return controls
 
 

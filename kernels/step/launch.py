@@ -15,13 +15,14 @@ from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
 from megaopt.kernels.step.scales import SCRATCH_ROWS
 from megaopt.kernels.step.table import (
     OWN,
+    OWN_SCALED,
     DeviceTable,
     Geometry,
     chunk_table,
     to_device,
     two_phase_chunk_table,
 )
-from megaopt.kernels.step.watch import Watch, module_for
+from megaopt.kernels.step.watch import note_row
 
 # Programs at work at a time on an H200: 132 processors, at most 16 of 4 warps each.
 LAG = 2112
@@ -49,34 +50,29 @@ class TritonPlan:
         geometry: Geometry | None = None,
     ) -> None:
         self.formats, self.rule, self.device = formats, rule, device
-        self.geometry = geometry or OWN
+        self.geometry = geometry or (OWN_SCALED if formats.scaled else OWN)
         self._rows = numpy.zeros((kernel.ROWS, len(numels)), dtype=numpy.int64)
         self._rows[kernel.NUMEL.value] = numels
         self._rows[kernel.GROUP.value] = groups
-        module = module_for(len(numels))
-        self._watches = {slot: Watch(len(numels), module) for slot in formats.slots}
-        self._stale = True
+        self.addresses = {slot: self._rows[SLOTS.index(slot)] for slot in formats.slots}
+        self.stale = True
         chunks = chunk_table(numels, self.geometry)
         self._once = to_device(chunks, device)  # every chunk once, for the norm
         self._chunks = self._once
         if formats.scaled:
             self._chunks = to_device(two_phase_chunk_table(chunks, LAG), device)
-        self._addresses = DeviceTable(device)
+        self._table = DeviceTable(device)
         scratch = SCRATCH_ROWS.value * len(numels) + 1 if formats.scaled else 0
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
 
-    def look(self, buffers: Buffers) -> int:
+    def look(self, buffers: Buffers) -> None:
         """Notes where the buffers lie, for the step.
 
         Args:
             buffers: for each slot of the formats a list of one contiguous tensor per parameter.
-
-        Returns:
-            watch.SAME, MOVED or CHANGED, the greatest of all slots.
         """
-        found = {slot: watch.look(buffers[slot]) for slot, watch in self._watches.items()}
-        self._stale = self._stale or any(found.values())
-        return max(found.values())
+        moved = [note_row(row, buffers[slot]) for slot, row in self.addresses.items()]
+        self.stale = self.stale or any(moved)
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm: one launch."""
@@ -107,16 +103,14 @@ class TritonPlan:
 
     def table(self) -> torch.Tensor:
         """int64 [ROWS, tensors] on the device, brought up to date."""
-        if not self._stale:
-            return self._addresses.kept()
-        for slot, watch in self._watches.items():
-            self._rows[SLOTS.index(slot)] = watch.addresses
+        if not self.stale:
+            return self._table.kept()
         in_use = self._rows[: SLOTS.index("second") + 1]
         self._rows[kernel.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
         if self.rule.lanes:
             self._rows[kernel.VECTORIZED.value] = self._vectorized()
-        self._stale = False
-        return self._addresses.update(self._rows)
+        self.stale = False
+        return self._table.update(self._rows)
 
     def _vectorized(self) -> numpy.ndarray:
         columns = [

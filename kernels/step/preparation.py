@@ -13,7 +13,7 @@ from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.base import HYPER_COLUMNS
-from megaopt.kernels.step.controls import COUNT
+from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import call
 from megaopt.kernels.step.prepare import prepare_kernel
 from megaopt.kernels.step.table import DeviceTable
@@ -158,7 +158,7 @@ class ReferencePreparation(Preparation):
         controls = None if request.is_empty else self._controls(request, plans)
         if groups is None:
             return None, controls
-        skip = controls is not None and bool(controls[-1])
+        skip = controls is not None and bool(controls[SKIP])
         scalars = []
         for group in groups:
             step = int(group["step"]) + 1
@@ -181,4 +181,5 @@ class ReferencePreparation(Preparation):
                 coefficient = clip_norm / (self.norm + 1e-6)
                 coefficient = torch.where(coefficient > 1.0, 1.0, coefficient)
             skip = skip or (request.skip_nonfinite and bool(nonfinite))
-        return torch.stack([grad_scale, inverse, coefficient, one * skip])
+        unscaled = one * (request.grad_scale is not None)
+        return torch.stack([grad_scale, inverse, coefficient, one * skip, unscaled])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megaopt.kernels.norm.kernel import total_of
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.step.kernel import COEFFICIENT, GRAD_SCALE, INVERSE_SCALE, SKIP
+from megaopt.kernels.step.kernel import COEFFICIENT, GRAD_SCALE, INVERSE_SCALE, SKIP, UNSCALED
 
 # Columns of the int64 table of groups, a row a group: addresses of lr (fp32) and step (int32), then
 # what the rule's prepare reads (megaopt.kernels.rules.base.HYPER).
@@ -88,6 +88,8 @@ def prepare_kernel(
     tl.store(controls_ptr + INVERSE_SCALE, inverse, mask=group == 0)
     tl.store(controls_ptr + COEFFICIENT, coefficient, mask=group == 0)
     tl.store(controls_ptr + SKIP, tl.where(skip, 1.0, 0.0), mask=group == 0)
+    unscaled = 0.0 if grad_scale_ptr is None else 1.0
+    tl.store(controls_ptr + UNSCALED, unscaled, mask=group == 0)
     if groups_ptr is not None:
         row_ptr = scalars_ptr + group * scalar_count
         prepared_scalars(groups_ptr + group * columns, row_ptr, skip, RULE)

@@ -12,8 +12,7 @@ from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.controls import SKIP
-from megaopt.kernels.step.watch import CHANGED
+from megaopt.kernels.step.controls import SKIP, UNSCALED
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -83,7 +82,8 @@ def step_tensor(
     grad = formats.grad.decode_reference(grad)
     if controls is not None:
         grad = controlled_grad(grad, controls, rule)
-    lanes = (lanes_of(tensors),) if rule.lanes else ()
+    unscaled = controls is not None and bool(controls[UNSCALED])
+    lanes = (lanes_of(tensors) & (not unscaled),) if rule.lanes else ()
     param, first, second = rule.update_reference(param, first, second, grad, scalars, *lanes)
     if formats.master.joined:
         weight_code, code = formats.master.encode_reference(param)
@@ -102,12 +102,13 @@ class ReferencePlan:
 
     def __init__(self, formats: Formats, rule: Rule, groups: Sequence[int]) -> None:
         self.formats, self.rule, self.groups = formats, rule, groups
+        self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
+        self.stale = True
         self._buffers: Buffers = {}
 
-    def look(self, buffers: Buffers) -> int:
-        """Notes the buffers for the step; as if seen for the first time, watch.CHANGED."""
+    def look(self, buffers: Buffers) -> None:
+        """Notes the buffers for the step."""
         self._buffers = buffers
-        return CHANGED
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm."""

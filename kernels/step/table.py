@@ -27,9 +27,15 @@ class Geometry:
 # 512 x 4: 97.0 98.3 97.0 96.0; 1024 x 4: 96.5 97.1 94.3 94.8; 512 x 8: 95.6 96.3 96.0 96.5;
 # 1024 x 8: 95.1 96.2 94.9 95.2; 512 x 16: 94.8 95.4 94.9 95.0; 8 warps: 79.9 to 96.3
 COMPILED = Geometry(512, 4)
+# With scales per tensor (two phases, a ticket for each program): ms on set B for fp16 and for fp8
+# moments, contract te; copying their 26 and 20 bytes takes 6.1 and 4.7. 512 x 32 with 2 warps: 6.39
+# 5.24; with 4: 6.53 5.50; 1024 x 32: 6.45 5.42; 512 x 16: 6.70 5.64; 512 x 8: 7.16 6.02; 512 x 4:
+# 8.28 7.09. Lags of 1,056 to 4,224 programs are alike; 528: 6.83 5.91.
+COMPILED_SCALED = Geometry(512, 32, 2)
 # An interpreted operation costs some 15 microseconds whatever its size: fewer, larger programs.
 INTERPRETER = Geometry(16384, 1)
 OWN = INTERPRETER if INTERPRETED else COMPILED
+OWN_SCALED = INTERPRETER if INTERPRETED else COMPILED_SCALED
 
 
 class DeviceTable:

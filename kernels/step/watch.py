@@ -3,55 +3,178 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 from megaopt.kernels.step import native
 
-SAME, MOVED, CHANGED = 0, 1, 2
-"""All as they were; only addresses differ; a dtype, size, device or the contiguity differs."""
-
-_QUALITIES: tuple[Callable[[torch.Tensor], object], ...] = (
-    operator.attrgetter("dtype"),
-    operator.attrgetter("shape"),
-    torch.Tensor.is_contiguous,
-    operator.attrgetter("device"),
-)
+Grads = Sequence[torch.Tensor | None]
+"""The gradient of each parameter, None where it has none."""
 
 
-class Watch:
-    """Looks at a list of tensors, always of the same length, step after step.
+@dataclass(frozen=True)
+class Wanted:
+    """What the tensors of a batch were when it was made, and have to be still.
 
-    Everything is looked at each time: `param.data = ...` gives a parameter another layout, or
-    another dtype, at the same address.
-
-    Args:
-        count: how many tensors.
-        module: the extension that native.build made, or None for the twin in Python.
+    Something else needs another kernel, other tables, or an error message.
     """
 
-    def __init__(self, count: int, module: Any = None) -> None:
-        self.addresses = numpy.full(count, -1, dtype=numpy.int64)
-        self._module = module
-        self._kinds: Any = None
-        if module is not None:
-            self._kinds = [numpy.zeros(count, dtype=numpy.int64) for _ in range(2)]
+    positions: list[int]
+    """Places of the batch's parameters among all."""
+    names: list[str]
+    """Which tensors of a parameter's state take part."""
+    dtypes: list[torch.dtype]
+    """Of the gradients, of the weights, and of each of the state's tensors."""
+    scales: list[bool]
+    """For each of these whether it has the shape (1,); otherwise it has its parameter's."""
+    shapes: list[torch.Size]
+    """Of each parameter."""
+    device: torch.device
+    contiguous: bool
+    """Whether all have to be contiguous."""
+    addresses: list[numpy.ndarray]
+    """int64 rows, one for each dtype, to note addresses in; empty where nobody reads them."""
 
-    def look(self, tensors: list[torch.Tensor]) -> int:
-        """SAME, MOVED or CHANGED since the last look; the first gives CHANGED."""
-        if self._module is not None:
-            return int(self._module.look(tensors, self.addresses, *self._kinds))
-        try:
-            now = list(map(torch.Tensor.data_ptr, tensors))
-        except RuntimeError:  # a sparse tensor has none
-            return CHANGED
-        kinds = [list(map(quality, tensors)) for quality in _QUALITIES]
-        changed, moved = kinds != self._kinds, now != self.addresses.tolist()
-        self._kinds, self.addresses[:] = kinds, now
-        return CHANGED if changed else MOVED if moved else SAME
+
+class Seen(NamedTuple):
+    """What a look found where everything fits."""
+
+    moved: list[bool]
+    """For each batch whether an address is not the one of the last look."""
+    grads: Grads
+    """To hold until they have been read: a property may have made them for this step alone."""
+
+
+class Gradients(Sequence[Any]):
+    """The .grad of parameters, fetched when asked for: most steps need no Python objects for it."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._params[place].grad
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+@dataclass
+class Watch:
+    """Looks at all tensors of an optimizer, step after step; remembers nothing but addresses.
+
+    Everything is looked at each time: `param.data = ...` gives a parameter another layout, or
+    another dtype, at the same address, and groups and states are anyone's to edit.
+    """
+
+    params: tuple[torch.Tensor, ...]
+    sizes: list[int]
+    """How many of the parameters each group has."""
+    states: tuple[Mapping[str, Any] | None, ...]
+    """Each parameter's state, None for those that had no gradient."""
+    keys: tuple[object, ...]
+    """The keys of the optimizer's whole state, in its order."""
+    values: tuple[object, ...]
+    batches: list[Wanted]
+    module: Any
+    """The extension that native.build made, or None for the twin in Python."""
+
+    def __post_init__(self) -> None:
+        self._wanted: list[Any] = []
+        if any(type(state) not in (dict, type(None)) for state in self.states):
+            self.module = None  # the extension reads past what a subclass may do
+        if self.module is not None:
+            fields = [vars(wanted).values() for wanted in self.batches]
+            self._wanted = [self.module.Wanted(*each) for each in fields]
+
+    def look(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
+    ) -> Seen | None:
+        """Notes where the tensors of this step lie.
+
+        Args:
+            param_groups: the optimizer's, as they are now.
+            state: the optimizer's, as it is now.
+            decoupled: whether gradients are in decoupled_grad.
+
+        Returns:
+            None if anything is not what it was but for its address. Then the batches have to be
+            made anew: some addresses are noted, others are not.
+        """
+        if self.module is not None:
+            was = (self.params, self.sizes, self.states, self.keys, self.values)
+            found = self.module.look(self._wanted, *was, param_groups, state, decoupled)
+            if found is None:
+                return None
+            moved, grads = found
+            return Seen(moved, Gradients(self.params) if grads is None else grads)
+        if not self._is_the_same(param_groups, state):
+            return None
+        grads = grads_of(self.params, decoupled)
+        if [grad is None for grad in grads] != [state is None for state in self.states]:
+            return None
+        tensors = [self._tensors(wanted, grads) for wanted in self.batches]
+        if not all(map(fit, self.batches, tensors)):
+            return None
+        return Seen(list(map(note, self.batches, tensors)), grads)
+
+    def _is_the_same(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
+    ) -> bool:
+        """Whether the groups have the very same parameters, and these the very same states."""
+        return (
+            [len(group["params"]) for group in param_groups] == self.sizes
+            and same_objects([p for group in param_groups for p in group["params"]], self.params)
+            and same_objects(state.keys(), self.keys)
+            and same_objects(state.values(), self.values)
+        )
+
+    def _tensors(self, wanted: Wanted, grads: Grads) -> list[list[Any]]:
+        """Gradients, weights, and what the states have by each of the names."""
+        places = wanted.positions
+        states: list[Any] = [self.states[place] for place in places]
+        own = [[of[place] for place in places] for of in (grads, self.params)]
+        return own + [[state.get(name) for state in states] for name in wanted.names]
+
+
+def same_objects(some: Collection[object], others: Collection[object]) -> bool:
+    """Whether two collections hold the very same objects in one order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def fit(wanted: Wanted, slots: Sequence[list[Any]]) -> bool:
+    """Whether all tensors of a batch are what is wanted."""
+    for tensors, dtype, scale in zip(slots, wanted.dtypes, wanted.scales, strict=True):
+        if not all(issubclass(kind, torch.Tensor) for kind in {*map(type, tensors)}):
+            return False
+        shapes = [torch.Size([1])] * len(tensors) if scale else wanted.shapes
+        if [tensor.shape for tensor in tensors] != shapes:
+            return False
+        one = (dtype, wanted.device, torch.strided)
+        if any((each.dtype, each.device, each.layout) != one for each in tensors):
+            return False
+        if wanted.contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
+            return False
+    return True
+
+
+def note(wanted: Wanted, slots: Sequence[list[torch.Tensor]]) -> bool:
+    """Notes the addresses of a batch; whether any is another than before."""
+    if not wanted.addresses:
+        return False
+    moved = [note_row(*pair) for pair in zip(wanted.addresses, slots, strict=True)]
+    return any(moved)
+
+
+def note_row(row: numpy.ndarray, tensors: Iterable[torch.Tensor]) -> bool:
+    """Notes the tensors' addresses in an int64 row; whether any is another than before."""
+    now = list(map(torch.Tensor.data_ptr, tensors))
+    moved: bool = now != row.tolist()
+    row[:] = now
+    return moved
 
 
 def module_for(count: int) -> Any:
@@ -59,10 +182,8 @@ def module_for(count: int) -> Any:
     return native.build()[0] if count >= native.WORTH_BUILDING else None
 
 
-def grads_of(params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Each parameter's .grad."""
-    module = module_for(len(params))
-    if module is not None:
-        found: list[torch.Tensor | None] = module.grads(params)
-        return found
+def grads_of(params: Iterable[torch.Tensor], decoupled: bool) -> list[torch.Tensor | None]:
+    """Each parameter's gradient, from .decoupled_grad or .grad."""
+    if decoupled:
+        return [getattr(param, "decoupled_grad", None) for param in params]
     return [param.grad for param in params]

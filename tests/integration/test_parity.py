@@ -22,7 +22,7 @@ def parameters(dtype, sizes=SIZES):
 
 
 def give_grads(params, step, dtype=None, attribute="grad"):
-    """Gradients over 28 binades, the same for the same step."""
+    """Gradients over 28 binades, the same for the same step; zeros of both signs in fp16."""
     generator = torch.Generator("cuda").manual_seed(100 + step)
     for param in params:
         values = torch.randn(param.shape, device="cuda", generator=generator)
@@ -168,6 +168,8 @@ def test_te_is_transformer_engine_capturable(case, adam_w_mode, bias_correction,
     from megaopt.integration.transformer_engine import FusedAdam as Ours
 
     dtype, options = case
+    if dtype == BF16 and scale is not None:
+        pytest.skip("torch's GradScaler does not unscale bf16 gradients")
     options = {**HYPER, **options, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
     sides = []
     for cls in (te.FusedAdam, Ours):
@@ -188,7 +190,7 @@ def test_te_is_transformer_engine_capturable(case, adam_w_mode, bias_correction,
 
 
 def test_capturable_te_bias_corrections_are_the_hosts():
-    """The GPU's pow and the C library's: the same fp32 corrections, which both kernels divide by."""
+    """The GPU's pow and the C library's, rounded to the fp32 corrections that both kernels use."""
     from megaopt.kernels.rules import RULES
     from megaopt.kernels.step.preparation import Request, TritonPreparation
 
@@ -204,12 +206,14 @@ def test_capturable_te_bias_corrections_are_the_hosts():
             group["step"] = torch.full((1,), step - 1, dtype=torch.int32, device="cuda")
         preparation = TritonPreparation(rule.capturable, torch.device("cuda"))
         found, _ = preparation.make(groups, Request(), [])
-        rows = [rule.scalars({**g, "lr": 3e-3, "step": n}) for g, n in zip(groups, steps)]
+        rows = [
+            rule.scalars({**g, "lr": 3e-3, "step": n}) for g, n in zip(groups, steps, strict=True)
+        ]
         assert_same_bits(found.cpu(), torch.tensor(rows, dtype=torch.float32), f"{beta1} {beta2}")
 
 
 @pytest.mark.parametrize("start", [0, 3, 1000, 4094, 99_990])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize(
     ("name", "weight_decay"), [("AdamW", 0.0), ("AdamW", 0.1), ("Adam", 0.0), ("Adam", 0.1)]
 )
@@ -239,7 +243,7 @@ def test_torch_is_torch(name, dtype, weight_decay, start, capturable):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_torch_is_torch_wherever_its_tensors_lie(dtype, shift):
     """L2 decay: torch's bits depend on alignment and size, for one tensor and its copy."""
     options = {**HYPER, "weight_decay": 0.1}
@@ -259,19 +263,19 @@ def test_torch_is_torch_wherever_its_tensors_lie(dtype, shift):
         assert_same_state(*sides, peer, optimizer)
 
 
-@pytest.mark.parametrize("scale", [3.0, 65536.0])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 65536.0])
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_torch_is_torch_under_a_grad_scaler(name, scale):
+def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
     """torch divides by the scale inside its kernel; the third step overflows and is skipped."""
     options = {**HYPER, "weight_decay": 0.1}
+    own = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "adam_w_mode": name == "AdamW"}
     sides = []
     for make in (
         lambda params: getattr(torch.optim, name)(params, fused=True, **options),
-        lambda params: FusedAdam(
-            params, contract="torch", adam_w_mode=name == "AdamW", capturable=True, **options
-        ),
+        lambda params: FusedAdam(params, contract="torch", capturable=True, **options, **own),
     ):
-        params = parameters(FP32)
+        params = parameters(dtype)
         sides.append((params, make(params), torch.amp.GradScaler("cuda", init_scale=scale)))
     for step in range(STEPS):
         for params, optimizer, scaler in sides:

@@ -21,6 +21,7 @@ from runs import (
 )
 
 from megaopt import FusedAdam
+from megaopt.kernels.step import native
 from megaopt.kernels.step.table import INTERPRETER
 
 BLOCK = INTERPRETER.block * INTERPRETER.iterations
@@ -29,6 +30,17 @@ UNSCALED = {n: o for n, o in FORMATS.items() if not SCALED & {*o.values()}}
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(params=["python", "native"])
+def looks(request, monkeypatch):
+    """Tensors are looked at by the Python twin, and by the extension."""
+    if request.param == "native" and native.build()[0] is None:
+        pytest.skip(f"the extension cannot be built here: {native.build()[1]}")
+    monkeypatch.setattr(native, "WORTH_BUILDING", 1 if request.param == "native" else 10**9)
+
+
+both_looks = pytest.mark.usefixtures("looks")
 
 
 def grads_of(params):
@@ -322,6 +334,7 @@ MOVES = [
 ]  # fmt: skip
 
 
+@both_looks
 @both_backends
 @pytest.mark.parametrize("move", MOVES, ids=[move.__name__ for move in MOVES])
 def test_tensors_that_move_between_steps(backend, move):
@@ -343,6 +356,7 @@ def test_tensors_that_move_between_steps(backend, move):
     assert old  # what was moved away stayed alive, so that no address came back by chance
 
 
+@both_looks
 @both_backends
 def test_the_memory_that_a_tensor_left_is_not_written(backend):
     (param,) = parameters([(5,)])
@@ -356,6 +370,7 @@ def test_the_memory_that_a_tensor_left_is_not_written(backend):
     assert_same(left, before)
 
 
+@both_looks
 @both_backends
 @pytest.mark.parametrize("shape", [(2,), (9,), (2, 5)], ids=str)
 def test_a_weight_that_changed_its_shape_is_refused(backend, shape):
@@ -374,6 +389,7 @@ def test_a_weight_that_changed_its_shape_is_refused(backend, shape):
     assert_same(snapshot(optimizer), before)
 
 
+@both_looks
 @both_backends
 def test_a_weight_cast_after_the_first_step_is_served(backend):
     """module.half() between steps: the masters are fp32 still, the weights another format."""
@@ -387,6 +403,7 @@ def test_a_weight_cast_after_the_first_step_is_served(backend):
     assert_same_bits(param.detach(), master.to(FP16))
 
 
+@both_looks
 @both_backends
 def test_decoupled_gradients_change_their_dtype_between_steps(backend):
     changing, steady = parameters([(5,)]), parameters([(5,)])
@@ -401,6 +418,7 @@ def test_decoupled_gradients_change_their_dtype_between_steps(backend):
         assert_same_run(found, expected)
 
 
+@both_looks
 @both_backends
 def test_one_parameter_changes_the_dtype_of_its_gradient_and_another_does_not(backend):
     params, same = parameters([(5,), (3,)]), parameters([(5,), (3,)])
@@ -414,3 +432,59 @@ def test_one_parameter_changes_the_dtype_of_its_gradient_and_another_does_not(ba
         found.step()
         expected.step()
     assert_same_run(found, expected)
+
+
+@both_looks
+@both_backends
+def test_a_weight_and_all_its_states_change_their_size(backend):
+    """All agree with one another still, only not with the tables that were made for them."""
+    moving, still = parameters([(5,), (3,)]), parameters([(9,), (3,)])
+    found = FusedAdam(moving, backend=backend, **MASTER)
+    expected = FusedAdam(still, backend="reference", **MASTER)
+    train(found, 2)
+    train(expected, 1)
+    moving[0].data = still[0].data.clone()
+    moving[1].data = still[1].data.clone()
+    for param, twin in zip(moving, still, strict=True):
+        found.state[param].update({n: t.clone() for n, t in expected.state[twin].items()})
+    found.param_groups[0]["step"] = 1
+    train(found, 2, first=1)
+    train(expected, 2, first=1)
+    assert_same_run(found, expected)
+
+
+@both_looks
+@both_backends
+def test_a_master_set_to_none_is_made_from_the_weight(backend):
+    (param,) = parameters([(5,)])
+    optimizer = FusedAdam([param], backend=backend, lr=0.0, **MASTER)
+    train(optimizer, 2)
+    optimizer.state[param]["master_param"] = None
+    train(optimizer, 1, first=2)
+    assert_same_bits(optimizer.state[param]["master_param"], param.detach().float())
+
+
+@both_looks
+@both_backends
+@pytest.mark.parametrize("value", [0.5, [0.0] * 5], ids=["number", "list"])
+def test_a_state_that_is_no_tensor_is_refused(backend, value):
+    (param,) = parameters([(5,)])
+    optimizer = FusedAdam([param], backend=backend, **MASTER)
+    train(optimizer, 1)
+    optimizer.state[param]["exp_avg"] = value
+    before = param.detach().clone()
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0: state 'exp_avg' is .*Tensor"):
+        train(optimizer, 1, first=1)
+    assert_same_bits(param.detach(), before)
+    assert optimizer.param_groups[0]["step"] == 1
+
+
+@both_looks
+@both_backends
+def test_a_gradient_that_is_no_tensor_is_refused(backend):
+    (param,) = parameters([(5,)])
+    optimizer = FusedAdam([param], backend=backend, use_decoupled_grad=True, **MASTER)
+    param.decoupled_grad = 0.5
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"parameter 0 of group 0: 0.5 as gradient"):
+            optimizer.step()

@@ -88,7 +88,7 @@ RULE_MUTANTS = {
     ),
     "both: beta rounded to fp32 before the power": (
         'power(beta, group["step"])',
-        'power(round_to_fp32(beta), group["step"])',
+        'power(round_row([beta])[0], group["step"])',
     ),
 }
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True)
+# equal only to itself: launches hash it
+@dataclass(frozen=True, eq=False)
 class Format:
     """How fp32 values are kept in memory: one file a format, one row in the tables of this package.
 

@@ -20,7 +20,7 @@ from megaopt.kernels.rules.base import (
     WEIGHT_DECAY,
     Rule,
     power,
-    round_to_fp32,
+    round_row,
 )
 from megaopt.kernels.rules.loading import load_nine, number, store_nine
 
@@ -44,7 +44,7 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
         corrections = [1.0 / (1.0 - power(beta, group["step"])) for beta in (beta1, beta2)]
     row = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections)
     row += (float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
-    return tuple(round_to_fp32(value) for value in row)
+    return round_row(row)
 
 
 @helper

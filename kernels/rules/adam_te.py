@@ -23,7 +23,7 @@ from megaopt.kernels.rules.base import (
     EPS,
     WEIGHT_DECAY,
     Rule,
-    round_to_fp32,
+    round_row,
 )
 from megaopt.kernels.rules.loading import load_nine, number, store_nine
 
@@ -45,7 +45,7 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     one_minus = [float(numpy.float32(1) - beta) for beta in betas]
     row = (*map(float, betas), *one_minus, *corrections)
     row += (float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
-    return tuple(round_to_fp32(value) for value in row)
+    return round_row(row)
 
 
 # Outputs param $0, exp_avg $1, exp_avg_sq $2; inputs param $3, exp_avg $4, exp_avg_sq $5, grad $6,

@@ -26,7 +26,7 @@ from megaopt.kernels.rules.base import (
     TABLES,
     WEIGHT_DECAY,
     Rule,
-    round_to_fp32,
+    round_row,
 )
 from megaopt.kernels.rules.loading import load_nine, number, store_nine
 
@@ -68,7 +68,7 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
         row = (*betas, one - betas[0], one - betas[1])
         row += (lr / corrections[0], numpy.sqrt(corrections[1]), float(group["eps"]))
         row += (decay, lr * decay)
-    return tuple(round_to_fp32(float(value)) for value in row)
+    return round_row(map(float, row))
 
 
 # A table of powers on the device takes at most this much (beta 1 - 1e-6: 69 MiB).

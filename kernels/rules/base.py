@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,7 +42,8 @@ def no_tables(group: Mapping[str, Any], device: torch.device) -> tuple[torch.Ten
     return ()
 
 
-@dataclass(frozen=True)
+# equal only to itself: launches hash it
+@dataclass(frozen=True, eq=False)
 class Rule:
     """One update rule under one contract: a pure function of fp32 values that knows no format.
 
@@ -80,7 +82,23 @@ class Rule:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         functions = (self.load, self.prepare, self.update, self.unscale)
         keys = [getattr(function, "cache_key", "") for function in functions]
-        return f"{self.name}:{self.contract}:{self.moments_use_param}:{self.lanes}:{keys}"
+        return digest(f"{self.name}:{self.contract}:{self.moments_use_param}:{self.lanes}:{keys}")
+
+    def __repr__(self) -> str:
+        """Short, as Triton writes it down at every launch; not the same for two sources."""
+        return f"Rule({self.name}, {self.contract}, {self.cache_key})"
+
+
+def digest(text: str) -> str:
+    """A short name for a long text, for keys that are compared at every launch."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def round_row(values: Iterable[float]) -> tuple[float, ...]:
+    """The fp32 nearest to each fp64, as `round_to_fp32`."""
+    with numpy.errstate(over="ignore"):
+        row: list[float] = numpy.array([*values]).astype(numpy.float32).tolist()
+    return tuple(row)
 
 
 def round_to_fp32(value: float) -> float:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from megaopt.kernels.formats import Format
+from megaopt.kernels.rules.base import digest
 
 SLOTS = (
     "grad",
@@ -50,7 +51,12 @@ class Formats:
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        return "/".join(getattr(self, slot).cache_key for slot in SLOTS[:5])
+        return digest("/".join(getattr(self, slot).cache_key for slot in SLOTS[:5]))
+
+    def __repr__(self) -> str:
+        """Short, as Triton writes it down at every launch; not the same for two sources."""
+        names = ", ".join(getattr(self, slot).name for slot in SLOTS[:5])
+        return f"Formats({names}, {self.cache_key})"
 
     def dtype(self, slot: str) -> torch.dtype:
         """The dtype that a slot's tensors have; scales are fp32 tensors of one element."""

@@ -1,0 +1,136 @@
+"""How weights become fp8: the recipes of TransformerEngine, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megaopt.kernels.formats.base import Format
+from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2
+
+FLOAT8 = {form.dtype: form for form in (FLOAT8_E4M3, FLOAT8_E5M2)}
+"""The formats of codes, by dtype."""
+
+BLOCKS: dict[str, tuple[int, int] | None] = {
+    "delayed": None,
+    "current": None,
+    "block_128x128": (128, 128),
+    "block_1x128": (1, 128),
+    "mxfp8": (1, 32),
+}
+"""By scaling: rows and columns of a block that shares a scale; None where the whole tensor does."""
+
+ALGORITHMS = ("max", "most_recent")
+
+
+@dataclass(frozen=True)
+class Float8Recipe:
+    """How the values of a weight become fp8 codes and a scale; checked when it is made.
+
+    Raises ValueError for what is not allowed, naming it.
+    """
+
+    scaling: str
+    """"delayed": a scale per tensor, from the amaxes of earlier steps. "current": per tensor, from
+    the values' own amax. "block_128x128", "block_1x128": per block, from its amax. "mxfp8": per 32
+    in a row, a power of two that is kept as its exponent (E8M0)."""
+    dtype: torch.dtype = torch.float8_e4m3fn
+    """Of the codes: torch.float8_e4m3fn or torch.float8_e5m2."""
+    margin: int = 0
+    """delayed: the scale is 2**margin times smaller than it could be."""
+    amax_history_len: int = 1024
+    """delayed: how many steps' amaxes are kept."""
+    amax_compute_algo: str = "max"
+    """delayed: the scale is found from the "max" of the history, or from its "most_recent"."""
+    power_of_two_scales: bool | None = None
+    """current and blocks: scales are rounded down to powers of two. None: for blocks they are."""
+    amax_epsilon: float = 0.0
+    """current and blocks: the least amax, in the values' unit."""
+    direct: bool = False
+    """fp32 values are encoded, and their amax found, with no rounding to the weight's dtype first: as
+    TransformerEngine's fused optimizer does, and not as bf16 weights that are cast."""
+
+    def __post_init__(self) -> None:
+        _one_of("scaling", self.scaling, BLOCKS)
+        _one_of("dtype", self.dtype, FLOAT8)
+        _one_of("amax_compute_algo", self.amax_compute_algo, ALGORITHMS)
+        _one_of("power_of_two_scales", self.power_of_two_scales, (None, True, False))
+        _one_of("direct", self.direct, (True, False))
+        self._check_numbers()
+        self._check_scaling()
+        if self.power_of_two_scales is None:
+            object.__setattr__(self, "power_of_two_scales", self.block is not None)
+
+    def _check_numbers(self) -> None:
+        for name in ("margin", "amax_history_len"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is not allowed: a whole number")
+        if self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len={self.amax_history_len} is not allowed: at least 1")
+        if abs(self.margin) > 100:  # code_max / 2**margin is a normal number of fp32
+            raise ValueError(f"margin={self.margin} is not allowed: from -100 to 100")
+        epsilon = self.amax_epsilon
+        if not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= torch.finfo().max:
+            raise ValueError(f"amax_epsilon={epsilon!r} is not allowed: finite, at least 0")
+        if torch.tensor(epsilon, dtype=torch.float32).item() != epsilon:
+            raise ValueError(f"amax_epsilon={epsilon!r} is not allowed: a number of fp32")
+
+    def _check_scaling(self) -> None:
+        """Refuses what the scaling would not look at."""
+        if self.scaling == "delayed":
+            unused = ["power_of_two_scales", "amax_epsilon"]
+        else:
+            unused = ["margin", "amax_history_len", "amax_compute_algo"]
+        if self.scaling == "mxfp8":
+            unused.append("amax_epsilon")
+            if self.power_of_two_scales is False:
+                raise ValueError(
+                    "power_of_two_scales=False is not allowed with scaling='mxfp8': E8M0 scales are"
+                )
+        for name in unused:
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            # False is what None has become here: dataclasses.replace passes it
+            if value != default and value is not False:
+                raise ValueError(f"{name}={value!r} is not allowed with scaling={self.scaling!r}")
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None: the whole tensor."""
+        return BLOCKS[self.scaling]
+
+    @property
+    def format(self) -> Format:
+        """How a scaled value becomes a code, and a code a value."""
+        return FLOAT8[self.dtype]
+
+    @property
+    def code_max(self) -> float:
+        """What a scale takes the amax to: the dtype's largest number, 2**margin times smaller."""
+        return math.ldexp(torch.finfo(self.dtype).max, -self.margin)
+
+    def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """The shape of scales for a weight: (1,), or rows and columns of blocks.
+
+        Raises ValueError for block scaling of a weight that has not two dimensions.
+        """
+        if self.block is None:
+            return (1,)
+        if len(shape) != 2:
+            raise ValueError(
+                f"shape {tuple(shape)} is not allowed with scaling={self.scaling!r}: two dimensions"
+            )
+        return tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
+
+
+def _one_of(name: str, value: object, allowed: Iterable[object]) -> None:
+    choices = list(allowed)
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not allowed: one of {', '.join(map(str, choices))}")
+
+
+RECIPES = {scaling: Float8Recipe(scaling) for scaling in BLOCKS}
+"""The recipes with TransformerEngine's defaults, by name."""

@@ -1,0 +1,131 @@
+"""The linear layer with an fp8 weight, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaopt.kernels.float8 import RECIPES, Float8Recipe, dequantize_reference, quantize_reference
+
+INPUT = RECIPES["current"]
+"""How the input of a scaled product is quantized: e4m3fn, per tensor, from its own amax."""
+
+_scaled: ContextVar[bool] = ContextVar("megaopt.float8.scaled_matmul", default=False)
+
+
+@contextmanager
+def scaled_matmul(enabled: bool = True) -> Iterator[None]:
+    """Within it, linear layers with a scale per tensor quantize their input and multiply in fp8.
+
+    On a GPU of capability 8.9 or newer, with e4m3fn codes, both sizes of the weight multiples of 16
+    and bf16 or fp32 input, by torch._scaled_mm; elsewhere the product of the dequantized two, which
+    has other bits. The gradients are those of the dequantized input and weight. Layers with block
+    scales multiply as ever.
+    """
+    token = _scaled.set(enabled)
+    try:
+        yield
+    finally:
+        _scaled.reset(token)
+
+
+def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear of a Float8Weight.
+
+    Args:
+        input: (..., columns).
+        weight: a Float8Weight, (rows, columns).
+        bias: (rows,).
+
+    Returns:
+        (..., rows): the bits of F.linear(input, weight.dequantize(), bias), and of its gradients.
+    """
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    if torch.is_autocast_enabled(kind) and input.is_floating_point():
+        input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
+    scaled = _scaled.get() and weight.recipe.block is None
+    result: Tensor = _Linear.apply(input, weight, bias, dtype, scaled)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps codes for the backward pass, one byte a weight, and dequantizes them again there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Any, bias: Tensor | None, dtype: torch.dtype, scaled: bool
+    ) -> Tensor:
+        product = None
+        if scaled:
+            quantized = quantize_reference(input, INPUT, input.dtype)
+            product = _scaled_product(quantized.codes, quantized.scale_inv, weight, bias, input)
+            input = dequantize_reference(quantized.codes, quantized.scale_inv, INPUT, input.dtype)
+        ctx.save_for_backward(input, weight)
+        ctx.dtype = dtype
+        if product is None:
+            product = torch.nn.functional.linear(input, _dense(weight, dtype), bias)
+        return product
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """As torch differentiates F.linear: the same products, in the same order."""
+        input, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _times(rows, _dense(weight, ctx.dtype), input)
+        if ctx.needs_input_grad[1]:
+            grad_weight = rows.t().mm(input.reshape(-1, input.shape[-1])).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _dense(weight: Any, dtype: torch.dtype) -> Tensor:
+    """The values, plain; hooks on saved tensors may have made them plain already."""
+    dense: Tensor = weight.dequantize() if hasattr(weight, "data8") else weight
+    return dense.to(dtype)
+
+
+def _times(grad: Tensor, dense: Tensor, input: Tensor) -> Tensor:
+    """Grad @ dense in the input's shape; of an input that is a transpose, as a transpose."""
+    flat = input.reshape(-1, input.shape[-1])
+    if flat.stride() == (1, flat.shape[0]):
+        return dense.t().mm(grad.t()).t().reshape(input.shape)
+    return grad.mm(dense).reshape(input.shape)
+
+
+def _scaled_product(
+    codes: Tensor, scale_inv: Tensor, weight: Any, bias: Tensor | None, input: Tensor
+) -> Tensor | None:
+    """The product in fp8, in the input's dtype; None where torch._scaled_mm does not work."""
+    if not _multiplies_fp8(input, weight.data8, weight.recipe):
+        return None
+    product: Tensor = torch._scaled_mm(
+        codes.reshape(-1, codes.shape[-1]),
+        weight.data8.t(),
+        scale_a=scale_inv.reshape(()),
+        scale_b=weight.scale_inv.reshape(()),
+        bias=bias,
+        out_dtype=input.dtype,
+    )
+    return product.reshape(*input.shape[:-1], weight.shape[0])
+
+
+def _multiplies_fp8(input: Tensor, data8: Tensor, recipe: Float8Recipe) -> bool:
+    return (
+        input.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(input.device) >= (8, 9)
+        and recipe.dtype == torch.float8_e4m3fn
+        and input.dtype == torch.bfloat16
+        and input.numel() > 0
+        and all(size % 16 == 0 for size in data8.shape)
+    )

@@ -1,0 +1,167 @@
+"""What torch's operations do with a Float8Weight: the few that keep it one, and all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from megaopt.float8.linear import linear
+
+aten = torch.ops.aten
+
+
+def is_float8(value: object) -> bool:
+    """Whether it is a Float8Weight, whose module imports this one."""
+    return isinstance(value, Tensor) and hasattr(value, "data8")
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of torch's with a Float8Weight among its arguments, above autograd."""
+    if func is torch.nn.functional.linear and _is_weight_alone(*args, **kwargs):
+        return linear(*args, **kwargs)
+    if func in OF_STORAGE and is_float8(args[0]):
+        return OF_STORAGE[func](*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator of torch's with a Float8Weight among its arguments, below autograd."""
+    if func in OWN and is_float8(args[0]):
+        return OWN[func](*args, **kwargs)
+    _refuse_in_place(func, args, kwargs)
+    shape_alone = func in SHAPE_ALONE
+
+    def plain(value: Any) -> Any:
+        if not is_float8(value):
+            return value
+        if shape_alone:
+            return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        return value.dequantize()
+
+    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _is_weight_alone(input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> bool:
+    """Whether F.linear has its fp8 tensor where a weight is."""
+    return is_float8(weight) and not is_float8(input) and not is_float8(bias)
+
+
+def _alias(weight: Any) -> Any:
+    same = weight._mapped(lambda tensor: tensor)
+    same._initial = weight._initial
+    return same
+
+
+def _clone(weight: Any, *, memory_format: Any = None) -> Any:
+    copied = weight._mapped(torch.clone)
+    copied._initial = list(weight._initial)
+    return copied
+
+
+def _to(weight: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    options.pop("memory_format", None)
+    if dtype is not None and dtype != weight.dtype:
+        return weight.dequantize().to(dtype=dtype, **_placed(options))
+    moved = weight._mapped(lambda tensor: tensor.to(copy=True, **_placed(options)))
+    moved._initial = [value.to(**_placed(options)) for value in weight._initial]
+    return moved
+
+
+def _placed(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("device", "non_blocking") if options.get(name)}
+
+
+def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not is_float8(source):
+        return weight.quantize_(source.expand(weight.shape))
+    same = ("recipe", "dtype", "shape")
+    if any(getattr(source, name) != getattr(weight, name) for name in same):
+        raise ValueError(
+            f"copy_ from {source!r} is not allowed: its codes would be others under {weight!r}; "
+            "source.dequantize() gives their values"
+        )
+    theirs = source.tensors()
+    for name, tensor in weight.tensors().items():
+        tensor.copy_(theirs[name], non_blocking)
+    weight._changed()
+    return weight
+
+
+def _share(weight: Any) -> Any:
+    for tensor in weight.tensors().values():
+        tensor.share_memory_()
+    return weight
+
+
+def _set_data(weight: Any, source: Any) -> None:
+    if not is_float8(source):
+        raise TypeError(
+            f"data={type(source).__name__} is not allowed for a Float8Weight, nor is another dtype "
+            "for its module: quantize_ sets values, module.weight = torch.nn.Parameter(values) "
+            "replaces it"
+        )
+    if source.shape != weight.shape or source.dtype != weight.dtype:
+        raise ValueError(f"data={source!r} is not allowed for {weight!r}: its shape and dtype")
+    for name in ("data8", "scale_inv", "scale", "amax_history", "recipe", "_initial"):
+        setattr(weight, name, getattr(source, name))
+
+
+def _refuse(weight: Any, *_: Any) -> None:
+    raise TypeError("a Float8Weight has no storage of its own: see its data8, scale_inv, scale")
+
+
+def _set_item(weight: Any, *_: Any) -> None:
+    raise TypeError("weight[...] = is not allowed for a Float8Weight: quantize_ sets all values")
+
+
+OF_STORAGE: dict[Any, Callable[..., Any]] = {
+    Tensor.share_memory_: _share,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.__setitem__: _set_item,
+    Tensor.data_ptr: _refuse,
+    Tensor.untyped_storage: _refuse,
+}
+"""What would go past the codes."""
+
+OWN: dict[Any, Callable[..., Tensor]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to,
+    aten.copy_.default: _copy,
+}
+SHAPE_ALONE = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+"""Operations that do not look at the values."""
+
+
+def _refuse_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises TypeError where a Float8Weight would be written."""
+    if any(is_float8(value) for value in _written(func, args, kwargs)):
+        raise TypeError(
+            f"{func} in place on a Float8Weight is not allowed: it would write to a copy. "
+            "quantize_ sets them; an optimizer must know fp8 weights, as megaopt's do"
+        )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from tree_flatten(value)[0]

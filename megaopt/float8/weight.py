@@ -1,0 +1,307 @@
+"""A weight that is fp8 codes and scales, and a tensor of its own dtype to everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaopt.float8.operations import call, dispatch
+from megaopt.kernels.float8 import (
+    RECIPES,
+    Float8Recipe,
+    dequantize_reference,
+    quantize_reference,
+)
+from megaopt.kernels.float8.quantize import amax_reference
+from megaopt.kernels.float8.scale import scale_from_amax_reference
+
+TENSORS = ("data8", "scale_inv", "scale", "amax_history")
+"""What a Float8Weight is made of; the last two None but for delayed scaling."""
+
+
+def named_recipe(recipe: Float8Recipe | str) -> Float8Recipe:
+    """A recipe, by name or as it is; raises ValueError for another name, TypeError for neither."""
+    if isinstance(recipe, Float8Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe={recipe!r} is not allowed: a Float8Recipe or a name")
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is not allowed: one of {', '.join(RECIPES)}")
+    return RECIPES[recipe]
+
+
+class Float8Weight(Tensor):
+    """A tensor of `dtype` (torch.bfloat16, say) that is kept as fp8 codes; it can be a parameter.
+
+    Operations read what `dequantize` gives and return plain tensors; a view is a view of that, not
+    of the codes. Operations in place are refused with TypeError, but for `copy_`: from a
+    Float8Weight of the same recipe it copies codes and scales; what is plain it quantizes.
+    F.linear has a gradient of its own; gradients are plain tensors of `dtype`.
+
+    state_dict, torch.save, pickle and copy.deepcopy keep codes and scales exactly. A plain weight
+    that loads a Float8Weight's state gets the dequantized values.
+    """
+
+    data8: Tensor
+    """The codes: the recipe's dtype, the weight's shape, contiguous."""
+    scale_inv: Tensor
+    """What codes are multiplied by: fp32, the recipe's `scale_shape` ((1,), or one a block); for
+    mxfp8 the E8M0 code, uint8."""
+    scale: Tensor | None
+    """Delayed scaling: what the next values will be multiplied by; fp32, (1,). Else None."""
+    amax_history: Tensor | None
+    """Delayed scaling: fp32, (amax_history_len,), the amax since `update_scales` first, then the
+    oldest to the newest. Else None."""
+    recipe: Float8Recipe
+    _initial: list[Tensor]  # shared with detached aliases: at most one tensor
+
+    @staticmethod
+    def __new__(
+        cls: type[Float8Weight],
+        data8: Tensor,
+        scale_inv: Tensor,
+        scale: Tensor | None,
+        amax_history: Tensor | None,
+        recipe: Float8Recipe,
+        dtype: torch.dtype = torch.bfloat16,
+        requires_grad: bool = False,
+    ) -> Float8Weight:
+        """Puts together what is there; `from_values` makes one from numbers."""
+        made: Float8Weight = Tensor._make_wrapper_subclass(
+            cls, data8.shape, dtype=dtype, device=data8.device, requires_grad=requires_grad
+        )
+        return made
+
+    def __init__(
+        self,
+        data8: Tensor,
+        scale_inv: Tensor,
+        scale: Tensor | None,
+        amax_history: Tensor | None,
+        recipe: Float8Recipe,
+        dtype: torch.dtype = torch.bfloat16,
+        requires_grad: bool = False,
+    ) -> None:
+        self.data8, self.scale_inv = data8, scale_inv
+        self.scale, self.amax_history = scale, amax_history
+        self.recipe = recipe
+        self._initial = []
+        self._check()
+
+    def _check(self) -> None:
+        recipe, shape = self.recipe, self.recipe.scale_shape(self.shape)
+        wanted: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
+            "data8": (recipe.dtype, tuple(self.shape)),
+            "scale_inv": (torch.uint8 if recipe.scaling == "mxfp8" else torch.float32, shape),
+            "scale": None,
+            "amax_history": None,
+        }
+        if recipe.scaling == "delayed":
+            wanted["scale"] = (torch.float32, shape)
+            wanted["amax_history"] = (torch.float32, (recipe.amax_history_len,))
+        for name, allowed in wanted.items():
+            tensor = getattr(self, name)
+            found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+            if found != allowed:
+                raise ValueError(
+                    f"{name} {found} is not allowed with scaling={recipe.scaling!r}: {allowed}"
+                )
+
+    @classmethod
+    def from_values(
+        cls,
+        values: Tensor,
+        recipe: Float8Recipe | str,
+        *,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> Float8Weight:
+        """A weight of these values, which it keeps as `high_precision_initial_value`.
+
+        With delayed scaling, which has no amax to go by yet, the first scale is that of the values
+        themselves, and their amax the first of the history.
+
+        Args:
+            values: bf16, fp16 or fp32; two dimensions for block scaling.
+            recipe: a recipe or its name.
+            dtype: the weight's; None: the values'.
+            requires_grad: of the weight.
+
+        Raises:
+            ValueError: a dtype, shape or name that is not allowed.
+        """
+        recipe = named_recipe(recipe)
+        dtype = values.dtype if dtype is None else dtype
+        for name, found in (("values", values.dtype), ("dtype", dtype)):
+            if found not in (torch.bfloat16, torch.float16, torch.float32):
+                raise ValueError(f"{name} {found} is not allowed: bfloat16, float16 or float32")
+        values = values.detach()
+        scale = history = None
+        if recipe.scaling == "delayed":
+            history = values.new_zeros(recipe.amax_history_len, dtype=torch.float32)
+            encoded = values.float() if recipe.direct else values.to(dtype).float()
+            scale = scale_from_amax_reference(amax_reference(encoded, recipe), recipe.code_max)
+        made = quantize_reference(values, recipe, dtype, scale)
+        if history is not None:
+            history[:1] = made.amax
+        weight = cls(made.codes, made.scale_inv, scale, history, recipe, dtype, requires_grad)
+        weight._initial.append(values)
+        return weight
+
+    # --- values
+
+    @property
+    def latest_amax(self) -> Tensor | None:
+        """Delayed scaling: the largest magnitude since `update_scales`; a view, fp32, (1,)."""
+        return None if self.amax_history is None else self.amax_history[:1]
+
+    def dequantize(self) -> Tensor:
+        """The numbers: code * scale_inv, rounded to fp32, then to `dtype`; a plain tensor."""
+        with torch.no_grad():
+            return dequantize_reference(self.data8, self.scale_inv, self.recipe, self.dtype)
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> Float8Weight:
+        """Becomes these values, in place; with delayed scaling their amax joins `latest_amax`.
+
+        Args:
+            values: the weight's shape; any floating dtype.
+
+        Raises:
+            ValueError: another shape, or no floating dtype; nothing has changed then.
+        """
+        if values.shape != self.shape or not values.is_floating_point():
+            raise ValueError(
+                f"values of shape {tuple(values.shape)} and dtype {values.dtype} are not allowed: "
+                f"shape {tuple(self.shape)}, a floating dtype"
+            )
+        made = quantize_reference(values.to(self.device), self.recipe, self.dtype, self.scale)
+        self.data8.copy_(made.codes)
+        self.scale_inv.copy_(made.scale_inv)
+        if self.latest_amax is not None:
+            self.latest_amax.copy_(torch.maximum(self.latest_amax, made.amax))
+        self._changed()
+        return self
+
+    def _changed(self) -> None:
+        """To autograd, and to whoever would make a master: the values are others now."""
+        self.drop_high_precision_initial_value()
+        torch.autograd.graph.increment_version(self)
+
+    def high_precision_initial_value(self) -> Tensor | None:
+        """The values that the weight was made of, not rounded to fp8: what its master starts from.
+
+        None once they were dropped, or the weight has become others; it is not saved.
+        """
+        return self._initial[0] if self._initial else None
+
+    def drop_high_precision_initial_value(self) -> None:
+        """Frees it: there is a master now."""
+        self._initial.clear()
+
+    # --- as a tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it is made of, by name, without what is None."""
+        found = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Float8Weight:
+        """One made of the tensors that the function gives for its own."""
+        made = {name: function(tensor) for name, tensor in self.tensors().items()}
+        return _put_together(made, self.recipe, self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Float8Recipe, torch.dtype, bool]]:
+        return list(self.tensors()), (self.recipe, self.dtype, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        tensors: dict[str, Tensor],
+        kept: tuple[Float8Recipe, torch.dtype, bool],
+        size: Sequence[int],
+        stride: Sequence[int],
+    ) -> Float8Weight:
+        recipe, dtype, requires_grad = kept
+        return _put_together(tensors, recipe, dtype, requires_grad)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what its printer passes
+        return (
+            f"Float8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"recipe={self.recipe})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Weight:
+        if id(self) not in memo:
+            copied = self._mapped(torch.clone)
+            copied._initial = [value.clone() for value in self._initial]
+            memo[id(self)] = _finished(copied, self.requires_grad, isinstance(self, _PARAMETER))
+        found: Float8Weight = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        is_parameter = isinstance(self, _PARAMETER)
+        kept = {name: getattr(self.recipe, name) for name in self.recipe.__dataclass_fields__}
+        # plain pickle cannot write fp8 storages
+        parts = self.tensors() | {"data8": self.data8.view(torch.uint8)}
+        return _rebuild, (parts, kept, self.dtype, self.requires_grad, is_parameter)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a stand-in
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+# --- saved and loaded
+
+_PARAMETER = torch.nn.Parameter
+
+
+def _put_together(
+    tensors: dict[str, Tensor],
+    recipe: Float8Recipe,
+    dtype: torch.dtype,
+    requires_grad: bool = False,
+) -> Float8Weight:
+    scale, history = tensors.get("scale"), tensors.get("amax_history")
+    return Float8Weight(
+        tensors["data8"], tensors["scale_inv"], scale, history, recipe, dtype, requires_grad
+    )
+
+
+def _finished(weight: Float8Weight, requires_grad: bool, is_parameter: bool) -> Float8Weight:
+    made: Any = torch.nn.Parameter(weight, requires_grad) if is_parameter else weight
+    found: Float8Weight = made.requires_grad_(requires_grad)
+    return found
+
+
+def _rebuild(
+    tensors: dict[str, Tensor],
+    kept: dict[str, Any],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Float8Weight:
+    recipe = Float8Recipe(**kept)
+    tensors = tensors | {"data8": tensors["data8"].view(recipe.dtype)}
+    return _finished(_put_together(tensors, recipe, dtype), requires_grad, is_parameter)
+
+
+torch.serialization.add_safe_globals([_rebuild])  # it runs nothing but the checks of what it makes

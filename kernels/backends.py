@@ -11,7 +11,7 @@ import torch
 from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.batch import Buffers, Extent, Formats
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.preparation import ReferencePreparation, TritonPreparation
 from megaopt.kernels.step.reference import ReferencePlan
@@ -42,6 +42,9 @@ class Plan(Protocol):
             controls: what the preparation made.
         """
 
+    def cast(self) -> None:
+        """After a step, and after the ranks have put their amaxes together: stores fp8 weights."""
+
 
 class Triton:
     """One launch for all tensors of a combination of formats."""
@@ -70,9 +73,10 @@ class Triton:
         numels: Sequence[int],
         groups: Sequence[int],
         device: torch.device,
+        extents: Sequence[Extent] | None = None,
     ) -> Plan:
         """Tables on the device for tensors of these sizes; `groups` are their rows of scalars."""
-        return TritonPlan(formats, rule, numels, groups, device)
+        return TritonPlan(formats, rule, numels, groups, device, extents=extents)
 
     def preparation(self, rule: Rule, device: torch.device) -> TritonPreparation:
         """The scalars and controls of steps on the device."""
@@ -95,9 +99,10 @@ class Reference:
         numels: Sequence[int],
         groups: Sequence[int],
         device: torch.device,
+        extents: Sequence[Extent] | None = None,
     ) -> Plan:
         """Nothing is laid out ahead."""
-        return ReferencePlan(formats, rule, groups)
+        return ReferencePlan(formats, rule, groups, extents)
 
     def preparation(self, rule: Rule, device: torch.device) -> ReferencePreparation:
         """The scalars and controls of steps on the device, made on the host."""

@@ -52,7 +52,7 @@ class Batch:
             self._copies = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
             self.plan.look(self._copies)
 
-    def leave(self) -> None:
+    def leave(self, controls: torch.Tensor | None = None) -> None:
         """After a step: the results are copied back to staged tensors."""
         copies, self._copies = self._copies, {}
         for slot in copies.keys() - {"grad"}:
@@ -74,7 +74,7 @@ class Batch:
     @property
     def names(self) -> list[str]:
         """What the slots after gradient and weight are called in a parameter's state."""
-        return [state_name(slot, self.moments) for slot in self.formats.slots[2:]]
+        return [state_name(slot, self.moments) for slot in self.formats.state_slots]
 
     def buffers(self, grads: Grads) -> Buffers:
         """The tensors in use now, by slot."""
@@ -82,7 +82,7 @@ class Batch:
             "grad": [grads[position] for position in self.positions],  # type: ignore[misc]
             "weight": self.params,
         }
-        for slot in self.formats.slots[2:]:
+        for slot in self.formats.state_slots:
             own[slot] = self._own_states(slot)
         return own
 
@@ -168,7 +168,7 @@ def check_state(
     state: dict[str, Any], formats: Formats, param: torch.Tensor, names: dict[str, str], where: str
 ) -> None:
     """Raises ValueError where a state tensor is not what the formats ask for."""
-    for slot in formats.slots[2:]:
+    for slot in formats.state_slots:
         tensor = state[names[slot]]
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt import state_dict as state_dicts
 from megaopt.batches import MASTER, SCALE, Batch, Batches, check_grad, check_state, state_name
 from megaopt.capture import check_capture, check_captured_batches, check_device_numbers, to_device
+from megaopt.float8.batch import Float8Batch, extent_of, plan_formats, weight_of
 from megaopt.kernels.backends import BACKENDS, default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
@@ -22,7 +23,7 @@ from megaopt.kernels.step.table import is_capturing
 from megaopt.kernels.step.watch import Grads, grads_of
 from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_clipping, check_group, check_weight
-from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled
+from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled, value_of
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -153,12 +154,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
         subclass: object = param  # for mypy, to which no tensor is such a subclass
-        if is_traceable_wrapper_subclass(subclass):
+        if is_traceable_wrapper_subclass(subclass) and weight_of(param) is None:
             raise ValueError(
-                f"{where}: tensor subclass {type(subclass).__name__} is not allowed: torch.Tensor"
+                f"{where}: tensor subclass {type(subclass).__name__} is not allowed: torch.Tensor, "
+                "or megaopt.float8.Float8Weight"
             )
         masters = self._wants_masters(self._master_weights)
-        check_weight(param, where, self.options, masters)
+        check_weight(param, where, self.options, masters, weight_of(param) is not None)
         contract = CONTRACTS[self.options.contract]
         reason = why_not(self._backend(param.device), contract, param.device)
         if reason is not None:
@@ -239,7 +241,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for batch in batches.batches:
             scalars, controls = prepared[batch.device]
             batch.plan.step(rows if scalars is None else scalars, controls)
-            batch.leave()
+            batch.leave(controls)
         return loss
 
     @property
@@ -342,7 +344,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._check_param(param, where)
                 check_grad(grad, param, where)
         external = self._external(params, wheres)
-        kinds: dict[tuple[torch.device, Formats, bool], list[int]] = {}
+        kinds: dict[tuple[torch.device, Formats, bool, Any], list[int]] = {}
         masters = self._wants_masters(self._master_weights)
         completed: dict[torch.Tensor, State] = {}
         for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
@@ -350,11 +352,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 formats = formats_of(param, grad.dtype, self.options, masters)
                 state = self._completed(param, formats, external[index], wheres[index])
                 staged = self._is_staged(param, grad, formats, state)
-                kinds.setdefault((param.device, formats, staged), []).append(index)
+                ranks = getattr(param, "group", None)
+                kinds.setdefault((param.device, formats, staged, ranks), []).append(index)
                 completed[param] = state
         for param, state in completed.items():  # now that nothing was refused
             self.state[param].update(state)
-        batches = [self._batch(*kind, where, params, groups) for kind, where in kinds.items()]
+        batches = [self._batch(*kind[:3], where, params, groups) for kind, where in kinds.items()]
         return Batches(batches, self.param_groups, self.state)
 
     def _completed(
@@ -363,14 +366,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What a parameter's state becomes; the state itself stays as it is."""
         state: State = dict(self.state.get(param, {}))
         complete(state, param, formats, self.rule, external)
-        names = {slot: state_name(slot, self.rule.moments) for slot in formats.slots[2:]}
+        names = {slot: state_name(slot, self.rule.moments) for slot in formats.state_slots}
         check_state(state, formats, param, names, where)
         return state
 
     def _is_staged(
         self, param: torch.Tensor, grad: torch.Tensor, formats: Formats, state: State
     ) -> bool:
-        stored = [state[state_name(slot, self.rule.moments)] for slot in formats.slots[2:]]
+        if formats.cast is not None:
+            return False
+        stored = [state[state_name(slot, self.rule.moments)] for slot in formats.state_slots]
         return not all(tensor.is_contiguous() for tensor in (param, grad, *stored))
 
     def _batch(
@@ -387,8 +392,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         rows = [groups[position] for position in positions]
         backend = BACKENDS[self._backend(device)]
         float16 = self.rule.plain_float16 if formats.first.name == "float16" else None
-        plan = backend.plan(formats, float16 or self.rule, numels, rows, device)
         states = [self.state[param] for param in own]
+        if formats.cast is not None:
+            extents = [extent_of(param) for param in own]
+            plan = backend.plan(
+                plan_formats(formats), float16 or self.rule, numels, rows, device, extents
+            )
+            return Float8Batch(formats, plan, self.rule.moments, positions, own, states, staged)
+        plan = backend.plan(formats, float16 or self.rule, numels, rows, device)
         return Batch(formats, plan, self.rule.moments, positions, own, states, staged)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -462,7 +473,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return scale
         form = getattr(self._formats(param), self._slot(state_name))
         if state_name == MASTER and not form.present:
-            return self._formats(param).weight.decode_reference(param.detach())
+            return value_of(param.detach(), self._formats(param))
         return get_unscaled(state, state_name, form, param.detach())
 
     @torch.no_grad()

@@ -82,9 +82,14 @@ class Options:
         plain = self.contract == "torch" and dtype == torch.float16
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
 
-    def master_format(self, weight_dtype: torch.dtype, wanted: bool) -> Format:
-        """How the master of a weight of this dtype is stored; NONE where it has none."""
-        if not wanted or weight_dtype == torch.float32:
+    def master_format(
+        self, weight_dtype: torch.dtype, wanted: bool, float8: bool = False
+    ) -> Format:
+        """How the master of a weight of this dtype is stored; NONE where it has none.
+
+        float8: the weight is kept in fp8; weight_dtype is what it is to everybody.
+        """
+        if not wanted or (weight_dtype == torch.float32 and not float8):
             return NONE
         return MASTERS[torch.int16 if self.store_param_remainders else self.master_weight_dtype]
 
@@ -145,8 +150,13 @@ def number(value: Any, name: str) -> float:
         raise ValueError(f"{name}={value!r} is not allowed: a number") from None
 
 
-def check_weight(weight: torch.Tensor, where: str, options: Options, masters: bool) -> None:
-    """Raises ValueError for a parameter that this optimizer cannot own."""
+def check_weight(
+    weight: torch.Tensor, where: str, options: Options, masters: bool, float8: bool = False
+) -> None:
+    """Raises ValueError for a parameter that this optimizer cannot own.
+
+    float8: it is kept in fp8, and has no memory of its own to look at.
+    """
     if weight.layout != torch.strided:
         raise ValueError(f"{where}: layout {weight.layout} is not allowed: torch.strided")
     if any(
@@ -159,6 +169,11 @@ def check_weight(weight: torch.Tensor, where: str, options: Options, masters: bo
     if weight.dtype not in WEIGHTS:
         raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {names(WEIGHTS)}")
     remainders = options.store_param_remainders and masters
+    if remainders and float8:
+        raise ValueError(
+            f"{where}: store_param_remainders=True is not allowed for fp8 weights: a remainder is "
+            "the half of a master that its bf16 weight does not hold"
+        )
     if remainders and weight.dtype == torch.float16:
         raise ValueError(
             f"{where}: store_param_remainders=True is not allowed for torch.float16 weights: "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megaopt.batches import MASTER, SCALE, state_name
+from megaopt.float8.batch import cast_of, first_master
 from megaopt.kernels.formats import GRADS, WEIGHTS, Format
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
@@ -20,12 +21,14 @@ def formats_of(
     weight: torch.Tensor, grad_dtype: torch.dtype, options: Options, masters: bool
 ) -> Formats:
     """The formats of a parameter's buffers under these options."""
+    cast = cast_of(weight)
     return Formats(
         GRADS[grad_dtype],
-        WEIGHTS[weight.dtype],
-        options.master_format(weight.dtype, masters),
+        WEIGHTS[weight.dtype] if cast is None else cast.recipe.format,
+        options.master_format(weight.dtype, masters, cast is not None),
         options.moment_format(options.exp_avg_dtype),
         options.moment_format(options.exp_avg_sq_dtype),
+        cast,
     )
 
 
@@ -53,11 +56,16 @@ def complete(
     elif not formats.master.present:
         state[MASTER] = None
     elif state.get(MASTER) is None:
-        value = formats.weight.decode_reference(weight)
+        value = value_of(weight, formats)
         if formats.master.joined:  # the weight stays as it is
             state[MASTER] = formats.master.encode_reference(value)[1]
         else:
             set_unscaled(state, MASTER, value, formats.master, weight)
+
+
+def value_of(weight: torch.Tensor, formats: Formats) -> torch.Tensor:
+    """The fp32 value of a weight without a master; of fp8 what it was made from, if kept."""
+    return first_master(weight) if formats.cast else formats.weight.decode_reference(weight)
 
 
 def get_unscaled(state: State, name: str, form: Format, weight: torch.Tensor) -> torch.Tensor:

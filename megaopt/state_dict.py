@@ -131,7 +131,7 @@ def _group(
 def _ours(saved: State, optimizer: FusedOptimizer, param: torch.Tensor, where: str) -> State:
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
     formats = optimizer._formats(param)
-    names = {state_name(s, optimizer.rule.moments): s for s in (*formats.slots[2:], "master")}
+    names = {state_name(s, optimizer.rule.moments): s for s in (*formats.state_slots, "master")}
     state: State = {}
     for name, slot in names.items():
         if name not in saved:

@@ -100,12 +100,12 @@ def quantize_reference(
         )
     values = values.float() if recipe.direct else values.to(dtype).float()
     amax = amax_reference(values, recipe)
-    scale, scale_inv = _scales(amax, recipe, scale)
+    scale, scale_inv = scales_reference(amax, recipe, scale)
     codes = recipe.format.encode_reference(multiplied(values, scale, recipe.block))
     return Quantized(codes, scale, scale_inv, amax)
 
 
-def _scales(
+def scales_reference(
     amax: torch.Tensor, recipe: Float8Recipe, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and its inverse, from amaxes or, delayed, as it is."""

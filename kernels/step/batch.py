@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from megaopt.kernels.formats import Format
+from megaopt.kernels.float8 import Float8Recipe
+from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.rules.base import digest
 
 SLOTS = (
@@ -19,11 +21,42 @@ SLOTS = (
     "master_scale",
     "first_scale",
     "second_scale",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_amax",
 )
 """The kinds of buffer, in the order of the kernel's table of addresses."""
 
 Buffers = dict[str, list[torch.Tensor]]
 """For each slot in use, one contiguous tensor per parameter, in one order."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How the new values of fp8 weights become codes."""
+
+    recipe: Float8Recipe
+    dtype: torch.dtype
+    """The weights' own, to which values are rounded first, unless the recipe is direct."""
+
+    @property
+    def rounding(self) -> Format:
+        """The format through which values go before they are encoded."""
+        return WEIGHTS[torch.float32 if self.recipe.direct else self.dtype]
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """What lies beside the codes."""
+        delayed = ("weight_scale",) if self.recipe.scaling == "delayed" else ()
+        return (*delayed, "weight_scale_inv", "weight_amax")
+
+
+class Extent(NamedTuple):
+    """Which elements of a weight a tensor holds: `numel` from `start` on, row by row."""
+
+    rows: int
+    columns: int
+    start: int
 
 
 @dataclass(frozen=True)
@@ -35,23 +68,31 @@ class Formats:
     master: Format
     first: Format
     second: Format
+    cast: Cast | None = None
+    """Where weights are fp8 codes with scales of their own; else None."""
 
     @property
     def slots(self) -> tuple[str, ...]:
         """The slots that hold tensors."""
         buffers = [slot for slot in SLOTS[:5] if getattr(self, slot).present]
         scales = [f"{slot}_scale" for slot in SLOTS[2:5] if getattr(self, slot).scaled]
-        return (*buffers, *scales)
+        return (*buffers, *scales, *(self.cast.slots if self.cast else ()))
+
+    @property
+    def state_slots(self) -> tuple[str, ...]:
+        """The slots whose tensors are in the optimizer's state."""
+        return tuple(slot for slot in self.slots[2:] if not slot.startswith("weight"))
 
     @property
     def scaled(self) -> bool:
         """Whether a scale has to be known before the codes can be stored."""
-        return any(slot.endswith("_scale") for slot in self.slots)
+        return any(getattr(self, slot).scaled for slot in SLOTS[2:5])
 
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        return digest("/".join(getattr(self, slot).cache_key for slot in SLOTS[:5]))
+        keys = [getattr(self, slot).cache_key for slot in SLOTS[:5]]
+        return digest(f"{'/'.join(keys)}/{self.cast}")
 
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""
@@ -60,7 +101,9 @@ class Formats:
 
     def dtype(self, slot: str) -> torch.dtype:
         """The dtype that a slot's tensors have; scales are fp32 tensors of one element."""
-        if slot.endswith("_scale"):
+        if slot == "weight_scale_inv" and self.cast and self.cast.recipe.scaling == "mxfp8":
+            return torch.uint8
+        if slot.endswith(("_scale", "_scale_inv", "_amax")):
             return torch.float32
         form: Format = getattr(self, slot)
         assert form.dtype is not None

@@ -36,11 +36,18 @@ SECOND: tl.constexpr = tl.constexpr(4)
 MASTER_SCALE: tl.constexpr = tl.constexpr(5)
 FIRST_SCALE: tl.constexpr = tl.constexpr(6)
 SECOND_SCALE: tl.constexpr = tl.constexpr(7)
-NUMEL: tl.constexpr = tl.constexpr(8)
-GROUP: tl.constexpr = tl.constexpr(9)
-ALIGNED: tl.constexpr = tl.constexpr(10)
-VECTORIZED: tl.constexpr = tl.constexpr(11)
-ROWS = 12
+WEIGHT_SCALE: tl.constexpr = tl.constexpr(8)
+WEIGHT_SCALE_INV: tl.constexpr = tl.constexpr(9)
+WEIGHT_AMAX: tl.constexpr = tl.constexpr(10)
+NUMEL: tl.constexpr = tl.constexpr(11)
+GROUP: tl.constexpr = tl.constexpr(12)
+ALIGNED: tl.constexpr = tl.constexpr(13)
+VECTORIZED: tl.constexpr = tl.constexpr(14)
+# of fp8 weights: the whole weight's rows and columns, and where in it the tensor starts
+WEIGHT_ROWS: tl.constexpr = tl.constexpr(15)
+WEIGHT_COLUMNS: tl.constexpr = tl.constexpr(16)
+WEIGHT_START: tl.constexpr = tl.constexpr(17)
+ROWS = 18
 
 # Places in the fp32 controls, as in controls.py.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy
 import torch
 
+from megaopt.kernels.float8.shard import shard_amax_reference, shard_codes_reference
 from megaopt.kernels.formats import Format
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
-from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.batch import Buffers, Extent, Formats
 from megaopt.kernels.step.controls import SKIP, UNSCALED
 
 SMALLEST_SCALE = 2.0**-126
@@ -65,8 +66,11 @@ def step_tensor(
     rule: Rule,
     scalars: tuple[float, ...],
     controls: torch.Tensor | None = None,
+    extent: Extent | None = None,
 ) -> None:
     """One optimizer step of one parameter; `tensors` maps slots to contiguous tensors.
+
+    fp8 weights are not stored here but by cast_tensor; their amaxes are found.
 
     controls: fp32, in the order of megaopt.kernels.step.controls; None leaves gradients alone.
     """
@@ -90,18 +94,57 @@ def step_tensor(
         tensors["master"].copy_(code)
         weight.copy_(weight_code)
     else:
-        weight.copy_(formats.weight.encode_reference(param))
+        if formats.cast is None:
+            weight.copy_(formats.weight.encode_reference(param))
         if master is not None:
             store_scaled(master, tensors.get("master_scale"), param, formats.master)
+    if formats.cast is not None:
+        note_amax(tensors, formats, extent)
     store_scaled(tensors["first"], tensors.get("first_scale"), first, formats.first)
     store_scaled(tensors["second"], tensors.get("second_scale"), second, formats.second)
+
+
+def values_to_cast(tensors: dict[str, torch.Tensor], formats: Formats) -> torch.Tensor:
+    """What fp8 weights are made of: the stored master, rounded as the recipe says; fp32."""
+    assert formats.cast is not None
+    value = formats.master.decode_reference(tensors["master"], tensors.get("master_scale"))
+    rounding = formats.cast.rounding
+    return rounding.decode_reference(rounding.encode_reference(value))
+
+
+def note_amax(tensors: dict[str, torch.Tensor], formats: Formats, extent: Extent | None) -> None:
+    """Raises the amaxes of the weight to those of this part of it."""
+    assert formats.cast is not None
+    assert extent is not None
+    values, amax = values_to_cast(tensors, formats), tensors["weight_amax"]
+    found = shard_amax_reference(values, formats.cast.recipe, *extent)
+    amax.copy_(torch.maximum(amax, found.view(amax.shape)))
+
+
+def cast_tensor(tensors: dict[str, torch.Tensor], formats: Formats, extent: Extent) -> None:
+    """Stores the codes of a part of an fp8 weight, and the whole weight's scale_inv."""
+    assert formats.cast is not None
+    recipe, amax = formats.cast.recipe, tensors["weight_amax"]
+    amax = amax.view(recipe.scale_shape(torch.Size(extent[:2])))
+    values = values_to_cast(tensors, formats)
+    scale = tensors.get("weight_scale")
+    codes, scale_inv = shard_codes_reference(values, recipe, *extent, amax, scale)
+    tensors["weight"].copy_(codes.view(tensors["weight"].shape))
+    tensors["weight_scale_inv"].copy_(scale_inv.view(tensors["weight_scale_inv"].shape))
 
 
 class ReferencePlan:
     """Steps one combination of formats tensor by tensor."""
 
-    def __init__(self, formats: Formats, rule: Rule, groups: Sequence[int]) -> None:
+    def __init__(
+        self,
+        formats: Formats,
+        rule: Rule,
+        groups: Sequence[int],
+        extents: Sequence[Extent] | None = None,
+    ) -> None:
         self.formats, self.rule, self.groups = formats, rule, groups
+        self.extents = extents or [None] * len(groups)
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
         self._buffers: Buffers = {}
@@ -124,10 +167,23 @@ class ReferencePlan:
             controls: what happens to gradients first, and whether the step is skipped; on a GPU it
                 is waited for.
         """
-        buffers, self._buffers = self._buffers, {}
-        if controls is not None and bool(controls[SKIP]):
+        self._skipped = controls is not None and bool(controls[SKIP])
+        if self._skipped:
             return
         for index, group in enumerate(self.groups):
-            tensors = {slot: buffers[slot][index] for slot in self.formats.slots}
+            tensors = self._tensors(index)
             if tensors["weight"].numel():
-                step_tensor(tensors, self.formats, self.rule, scalars[group], controls)
+                extent = self.extents[index]
+                step_tensor(tensors, self.formats, self.rule, scalars[group], controls, extent)
+        if self.formats.cast is None:
+            self._buffers = {}  # gradients may go
+
+    def cast(self) -> None:
+        """After a step, and after the ranks have put their amaxes together: stores fp8 weights."""
+        for index, extent in enumerate(self.extents):
+            if extent is not None and not self._skipped:
+                cast_tensor(self._tensors(index), self.formats, extent)
+        self._buffers = {}
+
+    def _tensors(self, index: int) -> dict[str, torch.Tensor]:
+        return {slot: self._buffers[slot][index] for slot in self.formats.slots}

@@ -1,0 +1,150 @@
+"""fp8 weights in a step: their buffers, the ranks' amaxes put together, the cast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaopt.batches import SCALE, Batch
+from megaopt.float8.delayed import update_scales
+from megaopt.float8.shard import Float8Shard
+from megaopt.float8.weight import Float8Weight
+from megaopt.kernels.formats import MASTERS
+from megaopt.kernels.step.batch import Buffers, Cast, Extent, Formats
+from megaopt.kernels.step.controls import SKIP
+from megaopt.kernels.step.watch import Grads, Wanted
+
+FP32_MASTER = MASTERS[torch.float32]
+
+
+def weight_of(param: torch.Tensor) -> Float8Weight | None:
+    """The fp8 weight that a parameter is or is a part of; None for a plain one."""
+    if isinstance(param, Float8Shard):
+        return param.weight
+    return param if isinstance(param, Float8Weight) else None
+
+
+def extent_of(param: torch.Tensor) -> Extent:
+    """Which elements of the weight a parameter holds."""
+    weight = weight_of(param)
+    assert weight is not None
+    columns = weight.shape[-1] if weight.dim() else 1
+    start = param.start if isinstance(param, Float8Shard) else 0
+    return Extent(weight.numel() // max(columns, 1), columns, start)
+
+
+def cast_of(param: torch.Tensor) -> Cast | None:
+    """How a parameter's new values become fp8; None for a plain one."""
+    weight = weight_of(param)
+    return None if weight is None else Cast(weight.recipe, weight.dtype)
+
+
+def codes_of(param: torch.Tensor) -> torch.Tensor:
+    """A parameter's fp8 codes, a view, one-dimensional."""
+    weight = weight_of(param)
+    assert weight is not None
+    start = extent_of(param).start
+    return weight.data8.view(-1)[start : start + param.numel()]
+
+
+def first_master(param: torch.Tensor) -> torch.Tensor:
+    """fp32 values that a master starts from: those that the weight was made of, if still there."""
+    weight = weight_of(param)
+    assert weight is not None
+    values = weight.high_precision_initial_value()
+    whole = weight.dequantize() if values is None else values
+    start = extent_of(param).start
+    return whole.flatten()[start : start + param.numel()].view(param.shape).float()
+
+
+def plan_formats(formats: Formats) -> Formats:
+    """The formats that kernels step: without a master fp8 weights get one for the step."""
+    return formats if formats.master.present else replace(formats, master=FP32_MASTER)
+
+
+@dataclass
+class Float8Batch(Batch):
+    """The fp8 weights, or parts of them, of one device, combination of formats and group of ranks.
+
+    The kernels step masters. A weight without one is dequantized into an fp32 master that lasts for
+    the step (4 bytes a parameter of scratch).
+    """
+
+    _amaxes: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def addresses(self) -> list[Any]:
+        """None: the plan is given tensors, which are not those of the parameters."""
+        return []
+
+    def enter(self, grads: Grads) -> None:
+        """Before a step: gathers the tensors behind the weights, and amaxes that are 0."""
+        self._copies = {
+            slot: [tensor.contiguous() for tensor in tensors]
+            for slot, tensors in self._own(grads).items()
+        }
+        flat = {slot: [t.view(-1) for t in tensors] for slot, tensors in self._copies.items()}
+        self.plan.look({**flat, **self._beside()})
+
+    def _own(self, grads: Grads) -> Buffers:
+        own = super().buffers(grads)
+        own["weight"] = [codes_of(param) for param in self.params]
+        if not self.formats.master.present:
+            own["master"] = [first_master(param).flatten() for param in self.params]
+        return own
+
+    def _beside(self) -> Buffers:
+        """Scales and amaxes of the whole weights."""
+        weights = [weight_of(param) for param in self.params]
+        sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in weights]  # type: ignore[union-attr]
+        if not len(self._amaxes):
+            self._amaxes = torch.zeros(sum(sizes), device=self.device)
+        self._amaxes.zero_()
+        return {
+            "weight_scale": [weight.scale for weight in weights],  # type: ignore[union-attr,misc]
+            "weight_scale_inv": [weight.scale_inv for weight in weights],  # type: ignore[union-attr]
+            "weight_amax": list(self._amaxes.split(sizes)),
+        }
+
+    def leave(self, controls: torch.Tensor | None = None) -> None:
+        """After a step: the ranks' amaxes are put together, and the weights are cast."""
+        group = self._group()
+        if group is not None:
+            dist.all_reduce(self._amaxes, dist.ReduceOp.MAX, group=group)
+        self.plan.cast()
+        if self.formats.cast is not None and self.formats.cast.recipe.scaling == "delayed":
+            self._move_scales(None if controls is None else controls[SKIP] != 0)
+        for param in self.params:
+            weight_of(param)._changed()  # type: ignore[union-attr]
+        copies, self._copies = self._copies, {}
+        for slot in self.formats.state_slots:
+            for tensor, copy in zip(self._own_states(slot), copies[slot], strict=True):
+                if copy is not tensor:
+                    tensor.copy_(copy)
+
+    def _group(self) -> dist.ProcessGroup | None:
+        shards = [param for param in self.params if isinstance(param, Float8Shard)]
+        if not shards or not dist.is_initialized():
+            return None
+        return shards[0].group or dist.group.WORLD
+
+    def _move_scales(self, skip: torch.Tensor | None) -> None:
+        """The next step's scales, from this one's amaxes."""
+        for param, amax in zip(self.params, self._amaxes.split(1), strict=True):
+            weight = weight_of(param)
+            assert weight is not None
+            assert weight.latest_amax is not None
+            weight.latest_amax.copy_(torch.maximum(weight.latest_amax, amax))
+            update_scales(weight, skip)
+
+    def wanted(self) -> Wanted:
+        """As of plain weights; the parameters have no memory to look at."""
+        wanted = super().wanted()
+        dtypes = list(wanted.dtypes[: 2 + len(self.names)])
+        dtypes[1] = self.params[0].dtype
+        scales = [False, False, *(name.endswith(SCALE) for name in self.names)]
+        return replace(wanted, dtypes=dtypes, scales=scales, contiguous=False)

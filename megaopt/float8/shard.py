@@ -1,0 +1,78 @@
+"""A rank's part of an fp8 weight, as ZeRO cuts weights: what an optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaopt.float8.weight import Float8Weight
+
+
+class Float8Shard(Tensor):
+    """Elements of a Float8Weight from `start` on, row by row; one-dimensional, may be empty.
+
+    Of the weight's dtype to everybody; it holds no memory of its own. The optimizer writes its
+    codes into the weight's, and scales and amaxes for the whole weight: every rank of the group has
+    one for each weight, in the same order, empty where it owns nothing, with a gradient of its
+    size. The codes of other ranks are gathered by whoever shards (`weight.data8`, as bytes).
+
+    Args:
+        weight: the whole weight, on every rank.
+        start: the first element.
+        stop: past the last one.
+        group: the ranks whose shards make up the weight; None: the default group.
+
+    Raises:
+        ValueError: a range that is not in the weight.
+    """
+
+    weight: Float8Weight
+    start: int
+    group: dist.ProcessGroup | None
+
+    @staticmethod
+    def __new__(
+        cls: type[Float8Shard],
+        weight: Float8Weight,
+        start: int,
+        stop: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> Float8Shard:
+        """Checks the range."""
+        if not 0 <= start <= stop <= weight.numel():
+            raise ValueError(
+                f"start={start}, stop={stop} are not allowed: from 0 to {weight.numel()}, in order"
+            )
+        made: Float8Shard = Tensor._make_wrapper_subclass(
+            cls, (stop - start,), dtype=weight.dtype, device=weight.device, requires_grad=True
+        )
+        return made
+
+    def __init__(
+        self,
+        weight: Float8Weight,
+        start: int,
+        stop: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.weight, self.start, self.group = weight, start, group
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what its printer passes
+        return f"Float8Shard({self.start}:{self.start + self.numel()} of {self.weight!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a stand-in
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            own = args[0]
+            return Float8Shard(own.weight, own.start, own.start + own.numel(), own.group)
+        raise TypeError(f"{func} is not allowed on a Float8Shard: use its weight")

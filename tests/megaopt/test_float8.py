@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -86,10 +87,11 @@ def cast_model(plain, float8):
     return nn.Sequential(*layers)
 
 
-def gradients(net, x):
-    """The output, the input's gradient and those of all parameters."""
+def gradients(net, x, around=nullcontext):
+    """The output, the input's gradient and those of all parameters; the forward pass `around`."""
     x = x.detach().requires_grad_()
-    out = net(x)
+    with around():
+        out = net(x)
     out.float().square().sum().backward()
     found = {"out": out.detach(), "input": x.grad}
     for name, param in net.named_parameters():
@@ -97,8 +99,8 @@ def gradients(net, x):
     return found
 
 
-def assert_same_training(float8, cast, x):
-    found, expected = gradients(float8, x), gradients(cast, x)
+def assert_same_training(float8, cast, x, around=nullcontext):
+    found, expected = gradients(float8, x, around), gradients(cast, x, around)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert type(found[name]) is torch.Tensor
@@ -153,8 +155,9 @@ def test_a_step_changes_the_output(recipe):
 def test_autocast(dtype):
     plain = model(dtype)
     float8 = megaopt.to_float8(copy.deepcopy(plain), "current")
-    with torch.autocast("cpu", dtype=BF16):
-        assert_same_training(float8, cast_model(plain, float8), torch.randn(5, 48).to(dtype))
+    x = torch.randn(5, 48).to(dtype)
+    cast = cast_model(plain, float8)
+    assert_same_training(float8, cast, x, lambda: torch.autocast("cpu", dtype=BF16))
 
 
 def test_checkpointed_activations():

@@ -435,6 +435,14 @@ def test_moving_to_another_device():
         assert tensor.is_meta, name
     assert isinstance(moved[0].weight, nn.Parameter)
     assert type(moved[0].weight) is Float8Weight
+    assert moved(torch.ones(3, 48, dtype=BF16, device="meta")).shape == (3, 10)
+
+
+def test_a_compiled_model_has_the_same_bits():
+    net, x = megaopt.to_float8(model(), "block_128x128"), torch.randn(5, 48).bfloat16()
+    expected, found = gradients(net, x), gradients(torch.compile(net, backend="aot_eager"), x)
+    for (name, tensor), other in zip(expected.items(), found.values(), strict=True):
+        assert_same_bits(other, tensor, name)
 
 
 @pytest.mark.gpu

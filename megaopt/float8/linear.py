@@ -23,7 +23,7 @@ def scaled_matmul(enabled: bool = True) -> Iterator[None]:
     """Within it, linear layers with a scale per tensor quantize their input and multiply in fp8.
 
     On a GPU of capability 8.9 or newer, with e4m3fn codes, both sizes of the weight multiples of 16
-    and bf16 or fp32 input, by torch._scaled_mm; elsewhere the product of the dequantized two, which
+    and bf16 input, by torch._scaled_mm; elsewhere the product of the dequantized two, which
     has other bits. The gradients are those of the dequantized input and weight. Layers with block
     scales multiply as ever.
     """

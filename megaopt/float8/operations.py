@@ -88,7 +88,7 @@ def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
     theirs = source.tensors()
     for name, tensor in weight.tensors().items():
         tensor.copy_(theirs[name], non_blocking)
-    weight._changed()
+    weight.values_changed()
     return weight
 
 

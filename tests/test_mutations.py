@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from encoding_cases import assert_encodes, every_pattern_of_16_bits, oracle_codes, ties
+from float8_cases import EDGES, assert_e8m0, assert_scales, hard_amaxes, random_amaxes
 from mutants import mutant
 from step_cases import (
     CURATED,
@@ -25,6 +26,7 @@ from step_cases import (
 )
 
 from megaopt import kernels
+from megaopt.kernels.float8 import scale as true_scale
 from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2
 from megaopt.kernels.rules import RULES
 
@@ -192,6 +194,57 @@ FLOAT8_MUTANTS = {
 }
 
 
+SCALE_MUTANTS = {
+    "kernel: approximate quotient": (
+        "quotient = tl.math.div_rn(tl.full((), code_max, tl.float32), tl.where(usable, amax, 1.0))",
+        "quotient = code_max * tl.math.div_rn(tl.full((), 1.0, tl.float32), "
+        "tl.where(usable, amax, 1.0))",
+    ),
+    "kernel: infinite scales": ("tl.minimum(quotient.to(tl.int32, bitcast=True), LARGEST)",
+                                "quotient.to(tl.int32, bitcast=True)"),
+    "kernel: epsilon left out": ("tl.where(amax < epsilon, epsilon, amax)", "amax"),
+    "kernel: infinite amaxes": ("(bits < INFINITY)", "(bits <= INFINITY)"),
+    "kernel: powers of two to nearest": ("bits & INFINITY  #", "(bits + 0x400000) & INFINITY  #"),
+    "kernel: 1 in place of the scale there is": (
+        "bits.to(tl.float32, bitcast=True), otherwise)", "bits.to(tl.float32, bitcast=True), 1.0)",
+    ),
+    "kernel: subnormal reciprocals flushed": (
+        "    return tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)",
+        "    inverse = tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)\n"
+        "    return tl.where(inverse < 2.0**-126, 0.0, inverse)",
+    ),
+    "twin: approximate quotient": (
+        "torch.full_like(amax, code_max) / torch.where(usable, amax, 1.0)",
+        "code_max / torch.where(usable, amax, 1.0)",
+    ),
+    "twin: infinite scales": ("quotient.clamp(max=FP32_MAX)", "quotient"),
+    "twin: NaN is below epsilon": (
+        "torch.where(amax < epsilon,", "torch.where(~(amax >= epsilon),",
+    ),
+    "twin: powers of two up": (
+        "(quotient.view(torch.int32) & int(INFINITY))",
+        "((quotient.view(torch.int32) + 0x7FFFFF) & int(INFINITY))",
+    ),
+}  # fmt: skip
+E8M0_MUTANTS = {
+    "kernel: rounded down": ("tl.minimum(exponent + 1, E8M0_LARGEST)", "exponent"),
+    "kernel: 2**-127 rounded up": ("(bits <= TWO_TO_MINUS_127)", "(bits < TWO_TO_MINUS_127)"),
+    "kernel: infinity is the NaN": ("tl.where(bits == INFINITY, E8M0_LARGEST, code)", "code"),
+    "kernel: multiplier of 0xFE": (
+        "tl.where(code == E8M0_LARGEST, TWO_TO_MINUS_127, (E8M0_LARGEST - code) << 23)",
+        "(E8M0_LARGEST - code) << 23",
+    ),
+    "kernel: value of 0": ("tl.where(code == 0, TWO_TO_MINUS_127, code << 23)", "code << 23"),
+    "twin: infinity is the NaN": (
+        "torch.where(quotient == torch.inf, 0xFE, code)",
+        "torch.where(quotient == torch.inf, 0xFF, code)",
+    ),
+    "twin: always up": ("torch.where(mantissa == 0.5, exponent - 1, exponent)", "exponent"),
+    "twin: no NaN": ("torch.where(nan, torch.nan, bits.view(torch.float32))",
+                     "bits.view(torch.float32)"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("formats", [PLAIN, REMAINDER, SCALED, FLOAT8], ids=name_of)
 def test_the_check_passes_on_the_true_source(formats, device):
     assert_all_agree(formats, RULES["adamw", "ieee"], GROUP, COUNTS, device)
@@ -227,6 +280,31 @@ def test_the_check_notices_a_mutant_of_fp8(change, form, tmp_path, device):
     module = mutant(SOURCES / "formats" / "float8.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_encodes_all(getattr(module, form.name.upper()), device)
+
+
+def assert_scales_all(module, device):
+    amax = torch.cat([EDGES, random_amaxes(500)])
+    for epsilon in (0.0, 2.0):
+        for power_of_two in (False, True):
+            assert_scales(module, amax, 448.0, epsilon, power_of_two, device)
+
+
+def assert_e8m0_all(module, device):
+    for code_max in (448.0, 57344.0):
+        assert_e8m0(module, hard_amaxes(code_max), code_max, device)
+
+
+@pytest.mark.parametrize(
+    ("check", "change"),
+    [(assert_scales_all, change) for change in SCALE_MUTANTS.values()]
+    + [(assert_e8m0_all, change) for change in E8M0_MUTANTS.values()],
+    ids=[*(f"scale {name}" for name in SCALE_MUTANTS), *(f"e8m0 {name}" for name in E8M0_MUTANTS)],
+)
+def test_the_check_notices_a_mutant_of_fp8_scales(check, change, tmp_path, device):
+    check(true_scale, device)
+    module = mutant(SOURCES / "float8" / "scale.py", change, tmp_path)
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
+        check(module, device)
 
 
 @pytest.mark.parametrize("step", [triton_step, reference_step], ids=["kernel", "twin"])

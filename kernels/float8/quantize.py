@@ -47,7 +47,7 @@ def multiplied(
     if block is None:
         return values * scale.reshape(())
     product = in_blocks(values, block) * scale[:, None, :, None]
-    whole = product.reshape(product.shape[0] * product.shape[1], -1)
+    whole = product.flatten(2, 3).flatten(0, 1)
     return whole[: values.shape[0], : values.shape[1]]
 
 

@@ -50,7 +50,7 @@ class Float8Recipe:
     amax_epsilon: float = 0.0
     """current and blocks: the least amax, in the values' unit."""
     direct: bool = False
-    """fp32 values are encoded, and their amax found, with no rounding to the weight's dtype first:
+    """fp32 values are encoded, and their amax found, with no rounding to the weight's dtype first,
     as TransformerEngine's fused optimizer does, and not as bf16 weights that are cast."""
 
     def __post_init__(self) -> None:

@@ -119,7 +119,7 @@ class Float8Batch(Batch):
         if self.formats.cast is not None and self.formats.cast.recipe.scaling == "delayed":
             self._move_scales(None if controls is None else controls[SKIP] != 0)
         for param in self.params:
-            weight_of(param)._changed()  # type: ignore[union-attr]
+            weight_of(param).values_changed()  # type: ignore[union-attr]
         copies, self._copies = self._copies, {}
         for slot in self.formats.state_slots:
             for tensor, copy in zip(self._own_states(slot), copies[slot], strict=True):

@@ -23,7 +23,7 @@ def scaled_matmul(enabled: bool = True) -> Iterator[None]:
     """Within it, linear layers with a scale per tensor quantize their input and multiply in fp8.
 
     On a GPU of capability 8.9 or newer, with e4m3fn codes, both sizes of the weight multiples of 16
-    and bf16 or fp32 input, by torch._scaled_mm; elsewhere the product of the dequantized two, which
+    and bf16 input, by torch._scaled_mm; elsewhere the product of the dequantized two, which
     has other bits. The gradients are those of the dequantized input and weight. Layers with block
     scales multiply as ever.
     """
@@ -45,9 +45,9 @@ def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     Returns:
         (..., rows): the bits of F.linear(input, weight.dequantize(), bias), and of its gradients.
     """
-    kind = input.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    if torch.is_autocast_enabled(kind) and input.is_floating_point():
+    kind, dtype = input.device.type, weight.dtype
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
     scaled = _scaled.get() and weight.recipe.block is None
     result: Tensor = _Linear.apply(input, weight, bias, dtype, scaled)  # type: ignore[no-untyped-call]

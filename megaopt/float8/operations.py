@@ -88,7 +88,7 @@ def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
     theirs = source.tensors()
     for name, tensor in weight.tensors().items():
         tensor.copy_(theirs[name], non_blocking)
-    weight._changed()
+    weight.values_changed()
     return weight
 
 
@@ -124,7 +124,6 @@ OF_STORAGE: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.__setitem__: _set_item,
     Tensor.data_ptr: _refuse,
-    Tensor.untyped_storage: _refuse,
 }
 """What would go past the codes."""
 

@@ -183,11 +183,11 @@ class Float8Weight(Tensor):
         self.scale_inv.copy_(made.scale_inv)
         if self.latest_amax is not None:
             self.latest_amax.copy_(torch.maximum(self.latest_amax, made.amax))
-        self._changed()
+        self.values_changed()
         return self
 
-    def _changed(self) -> None:
-        """To autograd, and to whoever would make a master: the values are others now."""
+    def values_changed(self) -> None:
+        """For whoever has written codes: autograd and the initial value are told, nothing waits."""
         self.drop_high_precision_initial_value()
         torch.autograd.graph.increment_version(self)
 

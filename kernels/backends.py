@@ -12,6 +12,7 @@ from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
+from megaopt.kernels.step.cast_launch import CastPlan
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.preparation import ReferencePreparation, TritonPreparation
 from megaopt.kernels.step.reference import ReferencePlan
@@ -76,7 +77,9 @@ class Triton:
         extents: Sequence[Extent] | None = None,
     ) -> Plan:
         """Tables on the device for tensors of these sizes; `groups` are their rows of scalars."""
-        return TritonPlan(formats, rule, numels, groups, device, extents=extents)
+        if formats.cast is not None and extents is not None:
+            return CastPlan(formats, rule, numels, groups, device, extents)
+        return TritonPlan(formats, rule, numels, groups, device)
 
     def preparation(self, rule: Rule, device: torch.device) -> TritonPreparation:
         """The scalars and controls of steps on the device."""

@@ -56,7 +56,7 @@ def top_row(amax_bits):
 def block_amax(grad_ptr, elements, FORMAT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """The pattern of the largest |grad|: as integers they order like the numbers, NaNs on top."""
     mask = tl.arange(0, BLOCK) < elements
-    grad = FORMAT.decode(load_block(grad_ptr, 0, mask, BLOCK, MASKED), 1.0)
+    grad = FORMAT.decode(load_block(grad_ptr, tl.arange(0, BLOCK), mask, MASKED), 1.0)
     return tl.max(grad.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
@@ -83,7 +83,7 @@ def block_sums(
     offset = tl.zeros((), tl.int32)
     while offset < BLOCK:
         mask = offset + tl.arange(0, TILE) < elements
-        grad = FORMAT.decode(load_block(grad_ptr, offset, mask, TILE, MASKED), 1.0)
+        grad = FORMAT.decode(load_block(grad_ptr, offset + tl.arange(0, TILE), mask, MASKED), 1.0)
         value = grad.to(tl.float64)
         upper = tl.fma(value, value, upper_magic)
         rest = tl.fma(value, value, upper_magic - upper)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy
 import torch
 
 from megaopt.kernels.float8 import Float8Recipe
@@ -57,6 +58,8 @@ class Extent(NamedTuple):
     rows: int
     columns: int
     start: int
+    shared: bool = False
+    """Other ranks hold the rest, and need the amaxes."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,63 @@ class Formats:
         buffers = [slot for slot in SLOTS[:5] if getattr(self, slot).present]
         scales = [f"{slot}_scale" for slot in SLOTS[2:5] if getattr(self, slot).scaled]
         return (*buffers, *scales, *(self.cast.slots if self.cast else ()))
+
+    # what kernels ask of the cast, as plain values
+    @property
+    def is_delayed(self) -> bool:
+        """fp8 weights with delayed scaling: their codes can be stored with the step."""
+        return self.cast is not None and self.cast.recipe.scaling == "delayed"
+
+    @property
+    def casts_along(self) -> bool:
+        """fp8 weights that the step's own pass can cast, or at least find amaxes for.
+
+        Not where the master is scaled: its stored value, of which the weight is made, is known only
+        when the tensor is through. Nor blocks beside scaled moments.
+        """
+        if self.cast is None or self.master.scaled:
+            return False
+        return self.cast.recipe.block is None or not self.scaled
+
+    @property
+    def is_e8m0(self) -> bool:
+        """fp8 weights whose scales are exponents."""
+        return self.cast is not None and self.cast.recipe.scaling == "mxfp8"
+
+    @property
+    def shares_rows(self) -> bool:
+        """fp8 weights in blocks of several rows."""
+        block = self.cast.recipe.block if self.cast else None
+        return block is not None and block[0] > 1
+
+    @property
+    def block_columns(self) -> int:
+        """Of fp8 weights in blocks."""
+        block = self.cast.recipe.block if self.cast else None
+        return block[1] if block else 0
+
+    @property
+    def rounding(self) -> Format:
+        """Through which values go before they become fp8."""
+        return self.cast.rounding if self.cast else WEIGHTS[torch.float32]
+
+    @property
+    def code_max(self) -> float:
+        """What a scale takes an amax of fp8 weights to; for E8M0 its reciprocal, an fp32."""
+        if self.cast is None:
+            return 1.0
+        code_max = self.cast.recipe.code_max
+        return float(numpy.float32(1 / code_max)) if self.is_e8m0 else code_max
+
+    @property
+    def amax_epsilon(self) -> float:
+        """The least amax of fp8 weights."""
+        return float(self.cast.recipe.amax_epsilon) if self.cast else 0.0
+
+    @property
+    def power_of_two_scales(self) -> bool:
+        """Whether scales of fp8 weights are rounded down to powers of two."""
+        return self.cast is not None and bool(self.cast.recipe.power_of_two_scales)
 
     @property
     def state_slots(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ Formats and rules come in as compile-time values (megaopt.kernels.formats, megao
 
 from __future__ import annotations
 
+from megaopt.kernels.float8.scale import magnitude_bits, reciprocal
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.step import controls as order
 from megaopt.kernels.step.scales import (
@@ -81,10 +82,12 @@ def pointers_of(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr):
 
 
 @helper
-def load_block(ptr, offset, mask, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    pointers = ptr + (offset + tl.arange(0, BLOCK))
+def load_block(ptr, offsets, mask, MASKED: tl.constexpr):
+    pointers = ptr + offsets
     if MASKED:
         code = tl.load(pointers, mask=mask, other=0)
+    elif len(offsets.shape) == 2:
+        code = tl.load(tl.multiple_of(pointers, [16, 16]))
     else:
         # on the sum: a hint on a function's argument would be lost
         code = tl.load(tl.multiple_of(pointers, 16))
@@ -92,10 +95,12 @@ def load_block(ptr, offset, mask, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 
 @helper
-def store_block(ptr, offset, code, mask, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    pointers = ptr + (offset + tl.arange(0, BLOCK))
+def store_block(ptr, offsets, code, mask, MASKED: tl.constexpr):
+    pointers = ptr + offsets
     if MASKED:
         tl.store(pointers, code, mask=mask)
+    elif len(offsets.shape) == 2:
+        tl.store(tl.multiple_of(pointers, [16, 16]), code)
     else:
         tl.store(tl.multiple_of(pointers, 16), code)
 
@@ -105,22 +110,21 @@ def loaded_param(
     weight_ptr,
     master_ptr,
     master_scale,
-    offset,
+    offsets,
     mask,
     FORMATS: tl.constexpr,
-    BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The fp32 value that the rule updates: the master's where there is one, else the weight's."""
     if FORMATS.master.joined:
-        weight_code = load_block(weight_ptr, offset, mask, BLOCK, MASKED)
-        master_code = load_block(master_ptr, offset, mask, BLOCK, MASKED)
+        weight_code = load_block(weight_ptr, offsets, mask, MASKED)
+        master_code = load_block(master_ptr, offsets, mask, MASKED)
         param = FORMATS.master.decode(weight_code, master_code)
     elif FORMATS.master.present:
-        master_code = load_block(master_ptr, offset, mask, BLOCK, MASKED)
+        master_code = load_block(master_ptr, offsets, mask, MASKED)
         param = FORMATS.master.decode(master_code, master_scale)
     else:
-        param = FORMATS.weight.decode(load_block(weight_ptr, offset, mask, BLOCK, MASKED), 1.0)
+        param = FORMATS.weight.decode(load_block(weight_ptr, offsets, mask, MASKED), 1.0)
     return param
 
 
@@ -134,10 +138,10 @@ def controlled_grad(grad, controls, RULE: tl.constexpr, CONTROLLED: tl.constexpr
 
 
 @helper
-def first_lane(table_ptr, tensors, tensor, start, offset, BLOCK: tl.constexpr):
+def first_lane(table_ptr, tensors, tensor, start, offsets):
     """Whether torch's kernel takes an element as the first of a thread's four (adam_torch)."""
     vectorized = tl.load(table_ptr + VECTORIZED * tensors + tensor)
-    index = (start % 65536).to(tl.int32) + offset + tl.arange(0, BLOCK)
+    index = (start % 65536).to(tl.int32) + offsets
     return tl.where(vectorized != 0, index, index // 512) % 4 == 0
 
 
@@ -149,12 +153,11 @@ def updated_block(
     scales,
     scalars,
     controls,
-    offset,
+    offsets,
     mask,
     FORMATS: tl.constexpr,
     RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
-    BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
     WITH_PARAM: tl.constexpr,
 ):
@@ -165,19 +168,17 @@ def updated_block(
     tensors, tensor, start = place
     grad_ptr, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
     master_scale, first_scale, second_scale = scales
-    grad = FORMATS.grad.decode(load_block(grad_ptr, offset, mask, BLOCK, MASKED), 1.0)
+    grad = FORMATS.grad.decode(load_block(grad_ptr, offsets, mask, MASKED), 1.0)
     grad = controlled_grad(grad, controls, RULE, CONTROLLED)
-    first = FORMATS.first.decode(load_block(first_ptr, offset, mask, BLOCK, MASKED), first_scale)
-    second = load_block(second_ptr, offset, mask, BLOCK, MASKED)
+    first = FORMATS.first.decode(load_block(first_ptr, offsets, mask, MASKED), first_scale)
+    second = load_block(second_ptr, offsets, mask, MASKED)
     second = FORMATS.second.decode(second, second_scale)
     if WITH_PARAM:
-        param = loaded_param(
-            weight_ptr, master_ptr, master_scale, offset, mask, FORMATS, BLOCK, MASKED
-        )
+        param = loaded_param(weight_ptr, master_ptr, master_scale, offsets, mask, FORMATS, MASKED)
     else:
         param = tl.zeros_like(grad)
     if RULE.lanes:
-        lane = first_lane(table_ptr, tensors, tensor, start, offset, BLOCK) & (controls[3] == 0)
+        lane = first_lane(table_ptr, tensors, tensor, start, offsets) & (controls[3] == 0)
         values = RULE.update(param, first, second, grad, scalars, lane)
     else:
         values = RULE.update(param, first, second, grad, scalars)
@@ -189,29 +190,63 @@ def stored_block(
     pointers,
     inverses,
     values,
-    offset,
+    weight_scale,
+    amax_bits,
+    offsets,
     mask,
     FORMATS: tl.constexpr,
-    BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Encodes and stores what updated_block gave."""
+    """Encodes and stores what updated_block gave; of fp8 weights also raises the bits of amaxes."""
     _, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
     master_inverse, first_inverse, second_inverse = inverses
     param, first, second = values
     if FORMATS.master.joined:
         weight_code, master_code = FORMATS.master.encode(param)
-        store_block(master_ptr, offset, master_code, mask, BLOCK, MASKED)
-    else:
-        weight_code = FORMATS.weight.encode(param, 1.0)
-        if FORMATS.master.present:
-            master_code = FORMATS.master.encode(param, master_inverse)
-            store_block(master_ptr, offset, master_code, mask, BLOCK, MASKED)
-    store_block(weight_ptr, offset, weight_code, mask, BLOCK, MASKED)
+        store_block(master_ptr, offsets, master_code, mask, MASKED)
+        store_block(weight_ptr, offsets, weight_code, mask, MASKED)
+    elif FORMATS.master.present:
+        master_code = FORMATS.master.encode(param, master_inverse)
+        store_block(master_ptr, offsets, master_code, mask, MASKED)
+    if FORMATS.casts_along:
+        value = FORMATS.rounding.decode(FORMATS.rounding.encode(param, 1.0), 1.0)
+        if MASKED:
+            value = tl.where(mask, value, 0.0)
+        amax_bits = tl.maximum(amax_bits, magnitude_bits(value))
+        if FORMATS.is_delayed:
+            weight_code = FORMATS.weight.encode(value * weight_scale, 1.0)
+            store_block(weight_ptr, offsets, weight_code, mask, MASKED)
+    elif not (FORMATS.master.joined or FORMATS.cast):
+        store_block(weight_ptr, offsets, FORMATS.weight.encode(param, 1.0), mask, MASKED)
     first_code = FORMATS.first.encode(first, first_inverse)
-    store_block(first_ptr, offset, first_code, mask, BLOCK, MASKED)
+    store_block(first_ptr, offsets, first_code, mask, MASKED)
     second_code = FORMATS.second.encode(second, second_inverse)
-    store_block(second_ptr, offset, second_code, mask, BLOCK, MASKED)
+    store_block(second_ptr, offsets, second_code, mask, MASKED)
+    return amax_bits
+
+
+@helper
+def weight_scale_of(table_ptr, tensors, tensor, FORMATS: tl.constexpr):
+    """What values of fp8 weights are multiplied by under delayed scaling."""
+    if FORMATS.is_delayed:
+        address = tl.load(table_ptr + WEIGHT_SCALE * tensors + tensor)
+        scale = tl.load(address.to(tl.pointer_type(tl.float32)))
+    else:
+        scale = 1.0
+    return scale
+
+
+@helper
+def finish_cast(table_ptr, place, weight_scale, amax_bits, FORMATS: tl.constexpr):
+    """Raises the tensor's amax; its first chunk stores scale_inv, which delayed scaling knows."""
+    if FORMATS.casts_along:
+        tensors, tensor, start = place
+        address = tl.load(table_ptr + WEIGHT_AMAX * tensors + tensor)
+        tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(amax_bits, 0))
+        if FORMATS.is_delayed:
+            address = tl.load(table_ptr + WEIGHT_SCALE_INV * tensors + tensor)
+            scale_inv_ptr = address.to(tl.pointer_type(tl.float32))
+            tl.store(scale_inv_ptr, reciprocal(weight_scale), mask=start == 0)
 
 
 @helper
@@ -279,19 +314,21 @@ def find_amaxes(
     second_amax = tl.zeros((BLOCK,), tl.int32)
     block = tl.zeros((), tl.int32)
     while block < unmasked:
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
         param, first, second = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, None,
-            FORMATS, RULE, CONTROLLED, BLOCK, False, WITH_PARAM,
+            table_ptr, place, pointers, scales, scalars, controls, offsets, None,
+            FORMATS, RULE, CONTROLLED, False, WITH_PARAM,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, param, MASTER_FORMAT)
         first_amax = finite_amax_bits(first_amax, first, FIRST_FORMAT)
         second_amax = finite_amax_bits(second_amax, second, SECOND_FORMAT)
         block += 1
     while block * BLOCK < elements:
-        mask = block * BLOCK + tl.arange(0, BLOCK) < elements
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < elements
         param, first, second = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, mask,
-            FORMATS, RULE, CONTROLLED, BLOCK, True, WITH_PARAM,
+            table_ptr, place, pointers, scales, scalars, controls, offsets, mask,
+            FORMATS, RULE, CONTROLLED, True, WITH_PARAM,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), MASTER_FORMAT)
         first_amax = finite_amax_bits(first_amax, tl.where(mask, first, 0.0), FIRST_FORMAT)
@@ -332,23 +369,32 @@ def step_chunk(
         new_scale(table_ptr, FIRST_SCALE, scratch_ptr, 1, tensors, tensor, start, FIRST_FORMAT),
         new_scale(table_ptr, SECOND_SCALE, scratch_ptr, 2, tensors, tensor, start, SECOND_FORMAT),
     )
+    weight_scale = weight_scale_of(table_ptr, tensors, tensor, FORMATS)
+    amax_bits = tl.zeros((BLOCK,), tl.int32)
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
     block = tl.zeros((), tl.int32)
     while block < unmasked:
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
         values = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, None,
-            FORMATS, RULE, CONTROLLED, BLOCK, False, True,
+            table_ptr, place, pointers, scales, scalars, controls, offsets, None,
+            FORMATS, RULE, CONTROLLED, False, True,
         )  # fmt: skip
-        stored_block(pointers, inverses, values, block * BLOCK, None, FORMATS, BLOCK, False)
+        amax_bits = stored_block(
+            pointers, inverses, values, weight_scale, amax_bits, offsets, None, FORMATS, False
+        )
         block += 1
     while block * BLOCK < elements:
-        mask = block * BLOCK + tl.arange(0, BLOCK) < elements
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < elements
         values = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, block * BLOCK, mask,
-            FORMATS, RULE, CONTROLLED, BLOCK, True, True,
+            table_ptr, place, pointers, scales, scalars, controls, offsets, mask,
+            FORMATS, RULE, CONTROLLED, True, True,
         )  # fmt: skip
-        stored_block(pointers, inverses, values, block * BLOCK, mask, FORMATS, BLOCK, True)
+        amax_bits = stored_block(
+            pointers, inverses, values, weight_scale, amax_bits, offsets, mask, FORMATS, True
+        )
         block += 1
+    finish_cast(table_ptr, place, weight_scale, amax_bits, FORMATS)
 
 
 @jit(do_not_specialize=["tensors", "chunks", "scalar_count"])

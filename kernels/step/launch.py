@@ -101,6 +101,9 @@ class TritonPlan:
         options = {"FORMATS": self.formats, "RULE": self.rule, "CONTROLLED": controls is not None}
         launch(kernel.step_kernel, self._chunks.shape[1], arguments, options, self.geometry)
 
+    def cast(self) -> None:
+        """Nothing: these weights are stored with the step."""
+
     def table(self) -> torch.Tensor:
         """int64 [ROWS, tensors] on the device, brought up to date."""
         if not self.stale:

@@ -117,7 +117,7 @@ def note_amax(tensors: dict[str, torch.Tensor], formats: Formats, extent: Extent
     assert formats.cast is not None
     assert extent is not None
     values, amax = values_to_cast(tensors, formats), tensors["weight_amax"]
-    found = shard_amax_reference(values, formats.cast.recipe, *extent)
+    found = shard_amax_reference(values, formats.cast.recipe, *extent[:3])
     amax.copy_(torch.maximum(amax, found.view(amax.shape)))
 
 
@@ -128,7 +128,7 @@ def cast_tensor(tensors: dict[str, torch.Tensor], formats: Formats, extent: Exte
     amax = amax.view(recipe.scale_shape(torch.Size(extent[:2])))
     values = values_to_cast(tensors, formats)
     scale = tensors.get("weight_scale")
-    codes, scale_inv = shard_codes_reference(values, recipe, *extent, amax, scale)
+    codes, scale_inv = shard_codes_reference(values, recipe, *extent[:3], amax, scale)
     tensors["weight"].copy_(codes.view(tensors["weight"].shape))
     tensors["weight_scale_inv"].copy_(scale_inv.view(tensors["weight_scale_inv"].shape))
 

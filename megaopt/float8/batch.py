@@ -33,8 +33,9 @@ def extent_of(param: torch.Tensor) -> Extent:
     weight = weight_of(param)
     assert weight is not None
     columns = weight.shape[-1] if weight.dim() else 1
+    shared = isinstance(param, Float8Shard)
     start = param.start if isinstance(param, Float8Shard) else 0
-    return Extent(weight.numel() // max(columns, 1), columns, start)
+    return Extent(weight.numel() // max(columns, 1), columns, start, shared)
 
 
 def cast_of(param: torch.Tensor) -> Cast | None:

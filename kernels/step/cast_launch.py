@@ -1,0 +1,163 @@
+"""The plan of a step of fp8 weights: which launches, and what comes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+
+from megaopt.kernels.float8.quantize import scales_reference
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step import kernel
+from megaopt.kernels.step.batch import Buffers, Extent, Formats
+from megaopt.kernels.step.cast import TILE, cast_kernel, cast_tiles_kernel, tile_kernel
+from megaopt.kernels.step.controls import SKIP
+from megaopt.kernels.step.launch import TritonPlan, call, launch
+from megaopt.kernels.step.table import Geometry, to_device
+
+
+class CastPlan(TritonPlan):
+    """As TritonPlan; `step`, then the ranks put amaxes together, then `cast`.
+
+    Delayed scaling is cast by the step. With a scale per tensor from its own amax the step finds
+    that and `cast` reads the masters again. Blocks are cast by the step, but for those of which
+    other ranks have a part. See Formats.casts_along for what cannot be had along with the step:
+    then amaxes and codes take a pass each over the masters.
+
+    Args:
+        formats: with a cast.
+        rule: the update rule.
+        numels: elements of each tensor.
+        groups: for each tensor, its row in the scalars.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+        extents: what each tensor holds of its weight.
+        geometry: for tests.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        rule: Rule,
+        numels: Sequence[int],
+        groups: Sequence[int],
+        device: torch.device,
+        extents: Sequence[Extent],
+        geometry: Geometry | None = None,
+    ) -> None:
+        super().__init__(formats, rule, numels, groups, device, geometry)
+        assert formats.cast is not None
+        self.recipe, self.extents = formats.cast.recipe, extents
+        self.in_blocks = self.recipe.block is not None
+        self.shared = any(extent.shared for extent in extents)
+        self._rows[kernel.WEIGHT_ROWS.value] = [extent.rows for extent in extents]
+        self._rows[kernel.WEIGHT_COLUMNS.value] = [extent.columns for extent in extents]
+        self._rows[kernel.WEIGHT_START.value] = [extent.start for extent in extents]
+        self._tiles = torch.empty(0)
+        if self.in_blocks:
+            self._tiles = to_device(tile_table(numels, extents), device)
+        self._buffers: Buffers = {}
+        self._controls: torch.Tensor | None = None
+
+    def look(self, buffers: Buffers) -> None:
+        """Notes where the buffers lie, and keeps those that `cast` computes with."""
+        super().look(buffers)
+        kept = ("weight_scale", "weight_scale_inv", "weight_amax")
+        self._buffers = {slot: buffers[slot] for slot in kept if slot in buffers}
+
+    def step(
+        self,
+        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
+        controls: torch.Tensor | None = None,
+    ) -> None:
+        """As TritonPlan.step; raises the buffers of amaxes, and casts what it can."""
+        self._controls = controls
+        along = self.formats.casts_along
+        if not (along and self.in_blocks):
+            super().step(scalars, controls)
+            if not along and self.recipe.scaling != "delayed":
+                self._cast_all(only_amax=True)
+            elif not along:
+                self._cast_tensors(only_amax=True)
+            return
+        if not isinstance(scalars, torch.Tensor):
+            scalars = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
+        options = {"RULE": self.rule, "SHARDED": self.shared}
+        self._launch_tiles(tile_kernel, (scalars,), (scalars.shape[1],), options)
+
+    def cast(self) -> None:
+        """Casts what the step could not, and stores scale_inv where other ranks made codes."""
+        if not self.formats.casts_along:
+            self._cast_all(only_amax=False)
+        elif self.in_blocks and self.shared:
+            options = {"ONLY_AMAX": False, "ALL": False}
+            self._launch_tiles(cast_tiles_kernel, (), (), options)
+        elif self.recipe.scaling == "current":
+            self._cast_tensors(only_amax=False)
+        if self.shared or (self.in_blocks and not self.formats.casts_along):
+            self._store_scale_invs()
+
+    def _cast_all(self, only_amax: bool) -> None:
+        if self.in_blocks:
+            options = {"ONLY_AMAX": only_amax, "ALL": True}
+            self._launch_tiles(cast_tiles_kernel, (), (), options)
+        else:
+            self._cast_tensors(only_amax)
+
+    def _cast_tensors(self, only_amax: bool) -> None:
+        chunks = self._once.shape[1]
+        if chunks == 0:
+            return
+        arguments = (self.table(), self._once, self._controls, self._rows.shape[1], chunks)
+        options = {"ONLY_AMAX": only_amax, **self._constants()}
+        launch(cast_kernel, chunks, arguments, options, self.geometry)
+
+    def _launch_tiles(
+        self,
+        function: object,
+        tensors: tuple[torch.Tensor, ...],
+        sizes: tuple[int, ...],
+        options: dict[str, object],
+    ) -> None:
+        tiles = self._tiles.shape[1]
+        if tiles == 0:
+            return
+        arguments = (self.table(), self._tiles, *tensors, self._controls)
+        arguments = (*arguments, self._rows.shape[1], tiles, *sizes)
+        call(function, tiles, arguments, {**options, **self._constants(), "num_warps": WARPS})
+
+    def _constants(self) -> dict[str, object]:
+        return {"FORMATS": self.formats, "CONTROLLED": self._controls is not None}
+
+    def _store_scale_invs(self) -> None:
+        """Of whole weights, from the amaxes of all ranks; on the device, by torch's operations."""
+        skip = None if self._controls is None else self._controls[SKIP] != 0
+        for index, extent in enumerate(self.extents):
+            stored = self._buffers["weight_scale_inv"][index]
+            shape = self.recipe.scale_shape(torch.Size((extent.rows, extent.columns)))
+            amax = self._buffers["weight_amax"][index].view(shape)
+            scales = self._buffers.get("weight_scale")
+            _, new = scales_reference(amax, self.recipe, scales[index] if scales else None)
+            new = new.view(stored.shape)
+            stored.copy_(new if skip is None else torch.where(skip, stored, new))
+
+
+WARPS = 4
+
+
+def tile_table(numels: Sequence[int], extents: Sequence[Extent]) -> numpy.ndarray:
+    """int32 [3, tiles]: for each program its tensor, and row and column of the tile, in tiles.
+
+    All tiles of the weight of which the tensor has elements.
+    """
+    size = TILE.value
+    found = [numpy.zeros((3, 0), dtype=numpy.int64)]
+    for index, (numel, extent) in enumerate(zip(numels, extents, strict=True)):
+        if numel == 0:
+            continue
+        first, last = extent.start // extent.columns, (extent.start + numel - 1) // extent.columns
+        rows = numpy.arange(first // size, last // size + 1)
+        columns = numpy.arange(-(-extent.columns // size))
+        row, column = (each.ravel() for each in numpy.meshgrid(rows, columns, indexing="ij"))
+        found.append(numpy.stack([numpy.full_like(row, index), row, column]))
+    return numpy.ascontiguousarray(numpy.concatenate(found, axis=1).astype(numpy.int32))

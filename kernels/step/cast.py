@@ -42,6 +42,7 @@ from megaopt.kernels.step.scales import old_scale
 TILE: tl.constexpr = tl.constexpr(128)
 # Elements of a piece.
 PIECE: tl.constexpr = tl.constexpr(512)
+LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 @helper
@@ -141,83 +142,86 @@ def cast_kernel(
 
 
 @helper
-def piece_of(piece, corner, shape, numel, FORMATS: tl.constexpr):
-    """A piece of a tile: offsets in the tensor, which of them it has, and its rows' blocks.
+def tile_of(table_ptr, tiles_ptr, tensors, tiles):
+    """This program's tensor and tile.
 
     Returns:
-        offsets: int64 [rows of the piece, columns].
-        mask: whether an offset is in the weight and in the tensor.
-        blocks: int64 [rows of the piece], the number of each one's block.
-        whole: whether the tensor has all of the block's row.
-        inside: whether the weight has it.
+        tensor: its number.
+        base: int64, the tile's first element in the tensor; negative where a shard starts later.
+        tile: the rows and columns that the weight has from the tile's corner on, the weight's
+            columns, and the offsets from `base` between which the tensor has elements; int32.
+        block: int64, the numbers of the tile's first row and column, and the weight's columns.
     """
-    row_0, column_0 = corner
-    rows, columns, start = shape
+    program = tl.program_id(0)
+    tensor = tl.load(tiles_ptr + program)
+    row = tl.load(tiles_ptr + tiles + program).to(tl.int64) * TILE
+    column = tl.load(tiles_ptr + 2 * tiles + program).to(tl.int64) * TILE
+    rows = tl.load(table_ptr + WEIGHT_ROWS * tensors + tensor)
+    columns = tl.load(table_ptr + WEIGHT_COLUMNS * tensors + tensor)
+    start = tl.load(table_ptr + WEIGHT_START * tensors + tensor)
+    numel = tl.load(table_ptr + NUMEL * tensors + tensor)
+    base = row * columns + column - start
+    # offsets within a tile fit 32 bits: 128 rows of fewer than 2**24 elements
+    lower = tl.minimum(tl.maximum(-base, 0), LARGEST_OFFSET).to(tl.int32)
+    upper = tl.minimum(tl.maximum(numel - base, 0), LARGEST_OFFSET).to(tl.int32)
+    height = tl.minimum(rows - row, TILE).to(tl.int32)
+    width = tl.minimum(columns - column, TILE).to(tl.int32)
+    tile = (height, width, columns.to(tl.int32), lower, upper)
+    return tensor, base, tile, (row, column, columns)
+
+
+@helper
+def tile_is_whole(tile):
+    """Whether the tensor has every element that the weight has of the tile."""
+    height, width, columns, lower, upper = tile
+    return (lower == 0) & ((height - 1) * columns + width <= upper)
+
+
+@helper
+def piece_of(piece, tile, FORMATS: tl.constexpr):
+    """A piece of a tile: offsets from the tile's first element, which the tensor has, its lines.
+
+    Returns:
+        offsets: int32 [lines, columns of a block].
+        mask: likewise, whether an offset is in the weight and in the tensor.
+        row: int32 [lines], in the tile.
+        first: int32 [lines], the line's first column in the tile.
+    """
+    height, width, columns, lower, upper = tile
     WIDTH: tl.constexpr = FORMATS.block_columns
     LINES: tl.constexpr = PIECE // WIDTH
     ACROSS: tl.constexpr = TILE // WIDTH
     line = piece * LINES + tl.arange(0, LINES)
-    row = row_0 + line // ACROSS
-    first = column_0 + (line % ACROSS) * WIDTH
+    row = line // ACROSS
+    first = (line % ACROSS) * WIDTH
     column = first[:, None] + tl.arange(0, WIDTH)[None, :]
-    begin = row * columns + first - start
-    end = row * columns + tl.minimum(first + WIDTH, columns) - start
-    offsets = begin[:, None] + tl.arange(0, WIDTH)[None, :]
-    mask = (row[:, None] < rows) & (column < columns) & (offsets >= 0) & (offsets < numel)
-    blocks = row * tl.cdiv(columns, WIDTH) + first // WIDTH
-    inside = (row < rows) & (first < columns)
-    return offsets, mask, blocks, (begin >= 0) & (end <= numel), inside
+    offsets = row[:, None] * columns + column
+    mask = (row[:, None] < height) & (column < width) & (offsets >= lower) & (offsets < upper)
+    return offsets, mask, row, first
 
 
 @helper
-def cast_lines(
-    weight_ptr,
-    amax_ptr,
-    scale_inv_ptr,
-    value,
-    piece,
-    FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-    SHARDED: tl.constexpr,
-):
-    """Encodes a piece whose rows are blocks of their own; those of which others have parts wait."""
-    offsets, mask, blocks, whole, inside = piece
-    amax_bits = tl.max(magnitude_bits(tl.where(mask, value, 0.0)), 1)
-    if SHARDED:
-        tl.atomic_max(amax_ptr + blocks, amax_bits, mask=inside)
-    scale, scale_inv = scale_of(amax_bits, FORMATS)
-    code = FORMATS.weight.encode(value * scale[:, None], 1.0)
-    if MASKED:
-        store_block(weight_ptr, offsets, code, mask & whole[:, None], True)
+def lines_are_whole(row, first, tile, WIDTH: tl.constexpr):
+    """For each line whether the tensor has all that the weight has of it; whether there is any."""
+    height, width, columns, lower, upper = tile
+    begin = row * columns + first
+    end = row * columns + tl.minimum(first + WIDTH, width)
+    inside = (row < height) & (first < width)
+    return (begin >= lower) & (end <= upper), inside
+
+
+@helper
+def blocks_of(row, first, block, FORMATS: tl.constexpr):
+    """int64 [lines], the number of each line's block in the weight's scales."""
+    row_0, column_0, columns = block
+    if FORMATS.shares_rows:
+        number = (row_0 // TILE) * tl.cdiv(columns, TILE) + column_0 // TILE
+        blocks = row.to(tl.int64) * 0 + number
     else:
-        store_block(weight_ptr, offsets, code, None, False)
-    tl.store(scale_inv_ptr + blocks, scale_inv, mask=inside & whole)
-
-
-@helper
-def tile_of(table_ptr, tiles_ptr, tensors, tiles):
-    """This program's tensor, the tile's first row and column, the weight's shape and start."""
-    program = tl.program_id(0)
-    tensor = tl.load(tiles_ptr + program)
-    row_0 = tl.load(tiles_ptr + tiles + program).to(tl.int64) * TILE
-    column_0 = tl.load(tiles_ptr + 2 * tiles + program).to(tl.int64) * TILE
-    rows = tl.load(table_ptr + WEIGHT_ROWS * tensors + tensor)
-    columns = tl.load(table_ptr + WEIGHT_COLUMNS * tensors + tensor)
-    start = tl.load(table_ptr + WEIGHT_START * tensors + tensor)
-    return tensor, (row_0, column_0), (rows, columns, start)
-
-
-@helper
-def tile_is_whole(corner, shape, numel):
-    """Whether the tensor has every element that the weight has of the tile; and all 128 x 128."""
-    row_0, column_0 = corner
-    rows, columns, start = shape
-    last_row = tl.minimum(row_0 + TILE, rows) - 1
-    begin = row_0 * columns + column_0 - start
-    end = last_row * columns + tl.minimum(column_0 + TILE, columns) - start
-    whole = (begin >= 0) & (end <= numel)
-    full = whole & (row_0 + TILE <= rows) & (column_0 + TILE <= columns)
-    return whole, full
+        WIDTH: tl.constexpr = FORMATS.block_columns
+        across = tl.cdiv(columns, WIDTH)
+        blocks = (row_0 + row) * across + (column_0 + first) // WIDTH
+    return blocks
 
 
 @helper
@@ -246,6 +250,121 @@ def step_piece(
     return rounded(param, FORMATS)
 
 
+@helper
+def cast_lines(
+    weight_ptr,
+    amax_ptr,
+    scale_inv_ptr,
+    value,
+    piece,
+    tile,
+    block,
+    FORMATS: tl.constexpr,
+    MASKED: tl.constexpr,
+    SHARDED: tl.constexpr,
+):
+    """Encodes a piece whose lines are blocks of their own; those that others have parts of wait."""
+    offsets, mask, row, first = piece
+    blocks = blocks_of(row, first, block, FORMATS)
+    amax_bits = tl.max(magnitude_bits(value), 1)
+    scale, scale_inv = scale_of(amax_bits, FORMATS)
+    code = FORMATS.weight.encode(value * scale[:, None], 1.0)
+    whole, inside = lines_are_whole(row, first, tile, FORMATS.block_columns)
+    if SHARDED:
+        tl.atomic_max(amax_ptr + blocks, amax_bits, mask=inside)
+    if MASKED:
+        store_block(weight_ptr, offsets, code, mask & whole[:, None], True)
+        tl.store(scale_inv_ptr + blocks, scale_inv, mask=inside & whole)
+    else:
+        store_block(weight_ptr, offsets, code, None, False)
+        tl.store(scale_inv_ptr + blocks, scale_inv)
+
+
+@helper
+def tile_in_lines(
+    table_ptr,
+    place,
+    pointers,
+    outputs,
+    scalars,
+    controls,
+    tile,
+    block,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SHARDED: tl.constexpr,
+):
+    """Step and cast of a tile whose blocks lie in one row each."""
+    amax_ptr, scale_inv_ptr = outputs
+    index = tl.zeros((), tl.int32)
+    while index < TILE * TILE // PIECE:
+        piece = piece_of(index, tile, FORMATS)
+        value = step_piece(
+            table_ptr, place, pointers, scalars, controls, piece[0], piece[1],
+            FORMATS, RULE, CONTROLLED, MASKED,
+        )  # fmt: skip
+        if MASKED:
+            value = tl.where(piece[1], value, 0.0)
+        cast_lines(
+            pointers[1], amax_ptr, scale_inv_ptr, value, piece, tile, block,
+            FORMATS, MASKED, SHARDED,
+        )  # fmt: skip
+        index += 1
+
+
+@helper
+def tile_as_one(
+    table_ptr,
+    place,
+    pointers,
+    outputs,
+    scalars,
+    controls,
+    tile,
+    block,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SHARDED: tl.constexpr,
+):
+    """Step and cast of a tile that is one block: its masters are read again, from the cache."""
+    amax_ptr, scale_inv_ptr = outputs
+    WIDTH: tl.constexpr = FORMATS.block_columns
+    LINES: tl.constexpr = PIECE // WIDTH
+    bits = tl.zeros((LINES, WIDTH), tl.int32)
+    index = tl.zeros((), tl.int32)
+    while index < TILE * TILE // PIECE:
+        piece = piece_of(index, tile, FORMATS)
+        value = step_piece(
+            table_ptr, place, pointers, scalars, controls, piece[0], piece[1],
+            FORMATS, RULE, CONTROLLED, MASKED,
+        )  # fmt: skip
+        if MASKED:
+            value = tl.where(piece[1], value, 0.0)
+        bits = tl.maximum(bits, magnitude_bits(value))
+        index += 1
+    amax_bits = tl.max(tl.max(bits, 1), 0)
+    number = (block[0] // TILE) * tl.cdiv(block[2], TILE) + block[1] // TILE
+    if SHARDED:
+        tl.atomic_max(amax_ptr + number, amax_bits)
+    if tile_is_whole(tile):
+        # what other threads of the program have stored is there
+        tl.debug_barrier()
+        scale, scale_inv = scale_of(amax_bits, FORMATS)
+        tl.store(scale_inv_ptr + number, scale_inv)
+        index = tl.zeros((), tl.int32)
+        while index < TILE * TILE // PIECE:
+            piece = piece_of(index, tile, FORMATS)
+            code = load_block(pointers[2], piece[0], piece[1], MASKED)
+            value = rounded(FORMATS.master.decode(code, 1.0), FORMATS)
+            code = FORMATS.weight.encode(value * scale, 1.0)
+            store_block(pointers[1], piece[0], code, piece[1], MASKED)
+            index += 1
+
+
 @jit(do_not_specialize=["tensors", "tiles", "scalar_count"])
 def tile_kernel(
     table_ptr,  # *int64 [ROWS, tensors]
@@ -267,74 +386,36 @@ def tile_kernel(
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if tl.load(controls_ptr + SKIP) != 0:
             return
-    tensor, corner, shape = tile_of(table_ptr, tiles_ptr, tensors, tiles)
-    numel = tl.load(table_ptr + NUMEL * tensors + tensor)
-    whole, full = tile_is_whole(corner, shape, numel)
-    aligned = (tl.load(table_ptr + ALIGNED * tensors + tensor) != 0) & full
-    aligned = aligned & (shape[1] % 16 == 0) & (shape[2] % 16 == 0)
-    start = tl.zeros((), tl.int64)
-    place = (tensors, tensor, start)
+    tensor, base, tile, block = tile_of(table_ptr, tiles_ptr, tensors, tiles)
+    place = (tensors, tensor, base)
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
     controls = controls_of(controls_ptr, CONTROLLED)
-    pointers = pointers_of(table_ptr, tensors, tensor, start, FORMATS)
+    pointers = pointers_of(table_ptr, tensors, tensor, base, FORMATS)
     amax_ptr = amax_pointer(table_ptr, tensors, tensor)
-    scale_inv_ptr = scale_inv_pointer(table_ptr, tensors, tensor, FORMATS)
-    WIDTH: tl.constexpr = FORMATS.block_columns
-    LINES: tl.constexpr = PIECE // WIDTH
-    amax_bits = tl.zeros((LINES, WIDTH), tl.int32)
-    for index in range(TILE * TILE // PIECE):
-        piece = piece_of(index, corner, shape, numel, FORMATS)
-        offsets, mask, _blocks, _whole, _inside = piece
-        if aligned:
-            value = step_piece(
-                table_ptr, place, pointers, scalars, controls, offsets, None,
-                FORMATS, RULE, CONTROLLED, False,
-            )  # fmt: skip
-            if not FORMATS.shares_rows:
-                cast_lines(
-                    pointers[1], amax_ptr, scale_inv_ptr, value, piece, FORMATS, False, SHARDED
-                )
-        else:
-            value = step_piece(
-                table_ptr, place, pointers, scalars, controls, offsets, mask,
-                FORMATS, RULE, CONTROLLED, True,
-            )  # fmt: skip
-            value = tl.where(mask, value, 0.0)
-            if not FORMATS.shares_rows:
-                cast_lines(
-                    pointers[1], amax_ptr, scale_inv_ptr, value, piece, FORMATS, True, SHARDED
-                )
+    outputs = (amax_ptr, scale_inv_pointer(table_ptr, tensors, tensor, FORMATS))
+    full = tile_is_whole(tile) & (tile[0] == TILE) & (tile[1] == TILE)
+    aligned = tl.load(table_ptr + ALIGNED * tensors + tensor) != 0
+    if full & aligned & (base % 16 == 0) & (tile[2] % 16 == 0):
         if FORMATS.shares_rows:
-            amax_bits = tl.maximum(amax_bits, magnitude_bits(value))
-    if FORMATS.shares_rows:
-        tile_bits = tl.max(tl.max(amax_bits, 1), 0)
-        block = (corner[0] // TILE) * tl.cdiv(shape[1], TILE) + corner[1] // TILE
-        if SHARDED:
-            tl.atomic_max(amax_ptr + block, tile_bits)
-        if whole:
-            # every thread reads what it stored itself, but for the compiler's order
-            tl.debug_barrier()
-            cast_tile(pointers, scale_inv_ptr, tile_bits, corner, shape, numel, aligned, FORMATS)
-
-
-@helper
-def cast_tile(
-    pointers, scale_inv_ptr, amax_bits, corner, shape, numel, aligned, FORMATS: tl.constexpr
-):
-    """Casts a tile with one scale; its masters have just been stored, and come from the cache."""
-    scale, scale_inv = scale_of(amax_bits, FORMATS)
-    block = (corner[0] // TILE) * tl.cdiv(shape[1], TILE) + corner[1] // TILE
-    tl.store(scale_inv_ptr + block, scale_inv)
-    for index in range(TILE * TILE // PIECE):
-        offsets, mask, _blocks, _whole, _inside = piece_of(index, corner, shape, numel, FORMATS)
-        if aligned:
-            value = FORMATS.master.decode(load_block(pointers[2], offsets, None, False), 1.0)
-            code = FORMATS.weight.encode(rounded(value, FORMATS) * scale, 1.0)
-            store_block(pointers[1], offsets, code, None, False)
+            tile_as_one(
+                table_ptr, place, pointers, outputs, scalars, controls, tile, block,
+                FORMATS, RULE, CONTROLLED, False, SHARDED,
+            )  # fmt: skip
         else:
-            value = FORMATS.master.decode(load_block(pointers[2], offsets, mask, True), 1.0)
-            code = FORMATS.weight.encode(rounded(value, FORMATS) * scale, 1.0)
-            store_block(pointers[1], offsets, code, mask, True)
+            tile_in_lines(
+                table_ptr, place, pointers, outputs, scalars, controls, tile, block,
+                FORMATS, RULE, CONTROLLED, False, SHARDED,
+            )  # fmt: skip
+    elif FORMATS.shares_rows:
+        tile_as_one(
+            table_ptr, place, pointers, outputs, scalars, controls, tile, block,
+            FORMATS, RULE, CONTROLLED, True, SHARDED,
+        )  # fmt: skip
+    else:
+        tile_in_lines(
+            table_ptr, place, pointers, outputs, scalars, controls, tile, block,
+            FORMATS, RULE, CONTROLLED, True, SHARDED,
+        )  # fmt: skip
 
 
 @jit(do_not_specialize=["tensors", "tiles"])
@@ -356,20 +437,18 @@ def cast_tiles_kernel(
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if tl.load(controls_ptr + SKIP) != 0:
             return
-    tensor, corner, shape = tile_of(table_ptr, tiles_ptr, tensors, tiles)
-    numel = tl.load(table_ptr + NUMEL * tensors + tensor)
-    tile_whole, _full = tile_is_whole(corner, shape, numel)
-    start = tl.zeros((), tl.int64)
-    pointers = pointers_of(table_ptr, tensors, tensor, start, FORMATS)
+    tensor, base, tile, block = tile_of(table_ptr, tiles_ptr, tensors, tiles)
+    pointers = pointers_of(table_ptr, tensors, tensor, base, FORMATS)
     amax_ptr = amax_pointer(table_ptr, tensors, tensor)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
-    for index in range(TILE * TILE // PIECE):
-        offsets, mask, blocks, whole, inside = piece_of(index, corner, shape, numel, FORMATS)
+    index = tl.zeros((), tl.int32)
+    while index < TILE * TILE // PIECE:
+        offsets, mask, row, first = piece_of(index, tile, FORMATS)
+        blocks = blocks_of(row, first, block, FORMATS)
+        whole, inside = lines_are_whole(row, first, tile, FORMATS.block_columns)
         if FORMATS.shares_rows:
-            tile = (corner[0] // TILE) * tl.cdiv(shape[1], TILE) + corner[1] // TILE
-            blocks = blocks * 0 + tile
-            whole = (blocks >= 0) & tile_whole
+            whole = (row >= 0) & tile_is_whole(tile)
         code = load_block(pointers[2], offsets, mask, True)
         value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
         if ONLY_AMAX:
@@ -382,3 +461,4 @@ def cast_tiles_kernel(
             if not ALL:
                 mask = mask & (whole == 0)[:, None]
             store_block(pointers[1], offsets, code, mask, True)
+        index += 1

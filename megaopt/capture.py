@@ -23,11 +23,6 @@ def to_device(group: dict[str, Any], device: torch.device) -> None:
             group[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
 
 
-def to_host(group: dict[str, Any]) -> None:
-    """Makes lr and step of a group numbers again."""
-    group["lr"], group["step"] = number(group["lr"], "lr"), int(group["step"])
-
-
 def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:
     """Raises ValueError unless lr and step are what `to_device` makes."""
     for name, dtype in DTYPES.items():
@@ -48,9 +43,16 @@ def _fits(value: Any, name: str, device: torch.device) -> bool:
     )
 
 
-def check_capture(device: torch.device, capturable: bool) -> None:
+def check_capture(device: torch.device, capturable: bool, backend: str) -> None:
     """Raises RuntimeError where a CUDA graph captures a step that reads numbers of the host."""
-    if is_capturing(device) and not capturable:
+    if not is_capturing(device):
+        return
+    if backend != "triton":
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and backend={backend!r} computes on the host: only "
+            "backend='triton' can be captured"
+        )
+    if not capturable:
         raise RuntimeError(
             "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
             "step's lr and step for ever; pass capturable=True"

@@ -70,7 +70,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_group(group, f"group {len(self.param_groups) - 1}", new=True)
+            check_group(group, f"group {len(self.param_groups) - 1}")
             for index, param in enumerate(group["params"]):
                 self._check_param(param, self._where(len(self.param_groups) - 1, index))
             if self.options.capturable:
@@ -126,22 +126,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = self.param_groups[group].get("param_names")
         return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
 
-    def _check_group(self, group: dict[str, Any], where: str, new: bool = False) -> None:
-        if self.options.capturable and not new:
-            check_device_numbers(group, self._device(), where)
-            group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
-        check_group(group, where)
+    def _check_groups(self, device: torch.device) -> None:
+        for index, group in enumerate(self.param_groups):
+            where = f"group {index}"
+            if self.options.capturable:
+                check_device_numbers(group, device, where)
+                group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
+            check_group(group, where)
 
-    def _device(self) -> torch.device:
-        """Of the parameters under capturable, or the CPU without parameters.
+    def _device(self, reason: str = "capturable=True") -> torch.device:
+        """Of the parameters, or the CPU without parameters.
 
-        Raises ValueError where they are on several.
+        Raises ValueError where they are on several, which `reason` does not allow.
         """
         devices = {param.device for group in self.param_groups for param in group["params"]}
         if len(devices) > 1:
             raise ValueError(
                 f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
-                "capturable=True: one device"
+                f"{reason}: one device"
             )
         return devices.pop() if devices else torch.device("cpu")
 
@@ -211,7 +213,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a gradient, parameter, state tensor or hyper-parameter is not allowed; then
                 no weight, no state and no step count has changed.
-            FloatingPointError: nonfinite="error", and an infinity or NaN is among the gradients.
+            FloatingPointError: nonfinite="error", and an infinity or NaN is among the gradients;
+                then nothing has changed either, except that a first step has made the state.
             RuntimeError: a CUDA graph captures what it cannot repeat.
         """
         loss = None
@@ -219,6 +222,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         request = self._request(clip_norm, clip_coefficient)
+        self._check_capture()
         if not self.options.capturable and request.found_inf is not None:
             if bool(request.found_inf):
                 return loss
@@ -229,11 +233,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.enter(grads)
         prepared = self._prepare(batches, request)
         if rows is not None:
-            if self._is_skipped(controls for _, controls in prepared.values()):
+            if request.skip_nonfinite and self._is_skipped(prepared):
+                for batch in batches.batches:
+                    batch.abandon()
                 return loss
             for group in self.param_groups:  # also the empty ones
                 group["step"] += 1
-        if self.options.capturable and is_capturing(self._device()):
+        elif any(is_capturing(device) for device in prepared):
             self._captured.append(batches)
         for batch in batches.batches:
             scalars, controls = prepared[batch.device]
@@ -246,13 +252,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The gradients' L2 norm, fp32 of shape (), at the last step that had to know it.
 
         After unscaling, before clipping. Steps know it that have clip_norm, or nonfinite other than
-        "propagate". Raises RuntimeError before any step, and with parameters on several devices.
+        "propagate". The next such step writes into the same tensor. Raises RuntimeError before the
+        first, and with parameters on several devices.
         """
-        found = list(self._preparations.values())
+        found = [each for each in self._preparations.values() if each.measured]
         if len(found) != 1:
             raise RuntimeError(
-                f"grad_norm is known on {len(found)} devices: a step with clip_norm, with all "
-                "parameters on one device, finds it"
+                f"grad_norm is known on {len(found)} devices: a step with clip_norm, or under "
+                "nonfinite='skip', with all parameters on one device, finds it"
             )
         norm: torch.Tensor = found[0].norm
         return norm
@@ -260,15 +267,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _request(self, clip_norm: float | None, coefficient: torch.Tensor | None) -> Request:
         """What the arguments of a step, a GradScaler's attributes and the options ask for."""
         check_clipping(clip_norm, coefficient)
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if clip_norm is not None:
+            self._device(f"clip_norm={clip_norm!r}")
+        found_inf = getattr(self, "found_inf", None)
         # a GradScaler looks for infinities in p.grad alone
-        unseen = grad_scale is not None and self.use_decoupled_grad
+        unseen = found_inf is not None and self.use_decoupled_grad
         return Request(
-            grad_scale=grad_scale,
+            grad_scale=getattr(self, "grad_scale", None),
             # a GradScaler that saw no gradient sets the number 0
             found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
             coefficient=coefficient,
-            clip_norm=clip_norm,
+            clip_norm=None if clip_norm is None else float(clip_norm),
             skip_nonfinite=self.options.nonfinite != "propagate" or unseen,
         )
 
@@ -278,30 +287,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         devices = {batch.device for batch in batches.batches}
         if groups is not None:
             devices = {self._device()}
-        if len(devices) > 1 and request.clip_norm is not None:
-            raise ValueError(
-                f"clip_norm={request.clip_norm!r} is not allowed with parameters on "
-                f"{', '.join(sorted(map(str, devices)))}: one device"
-            )
         prepared = {}
         for device in devices:
             if device not in self._preparations:
-                backend = BACKENDS[self._backend(device)]
-                self._preparations[device] = backend.preparation(self.rule, device)
+                self._preparations[device] = self._preparation(device)
             plans = [batch.plan for batch in batches.batches if batch.device == device]
             prepared[device] = self._preparations[device].make(groups, request.on(device), plans)
         return prepared
 
-    def _is_skipped(self, controls: Iterable[torch.Tensor | None]) -> bool:
+    def _preparation(self, device: torch.device) -> Any:
+        backend = BACKENDS[self._backend(device)]
+        if backend.why_not(device) is not None:
+            backend = BACKENDS["reference"]  # there are no parameters, only steps to count
+        return backend.preparation(self.rule, device)
+
+    def _is_skipped(self, prepared: dict[torch.device, tuple[Any, Any]]) -> bool:
         """Whether an infinity or NaN among the gradients ends the step here; waits to see."""
-        if self.options.nonfinite == "propagate" and not self.use_decoupled_grad:
-            return False
-        found = any(bool(each[SKIP]) for each in controls if each is not None)
+        found = any(bool(controls[SKIP]) for _, controls in prepared.values())
         if found and self.options.nonfinite == "error":
             raise FloatingPointError(
                 "an infinity or NaN is among the gradients, which nonfinite='error' does not allow"
             )
         return found
+
+    def _check_capture(self) -> None:
+        """Before anything that waits for a device, which would break a capture."""
+        for device in {param.device for group in self.param_groups for param in group["params"]}:
+            check_capture(device, self.options.capturable, self._backend(device))
 
     def _gather(self) -> tuple[Batches, list[torch.Tensor | None]]:
         """The batches of this step: those of the last one where everything is as it was."""
@@ -311,13 +323,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         grads = self._grads(params)
         states = list(self.state.values())
         batches = self._batches
-        fit = batches is not None and batches.fit(params, groups, grads, states)
+        if batches is not None and not batches.fit(params, groups, grads, states):
+            # they noted addresses that a refusal below must not let stand
+            batches = self._batches = None
+        staged = batches is not None and any(batch.staged for batch in batches.batches)
         for device in {param.device for param in params}:
-            check_capture(device, self.options.capturable)
-            staged = fit and any(batch.staged for batch in batches.batches)
-            check_captured_batches(device, fit, staged)
-        if not fit:
-            self._batches = None  # they noted addresses that a refusal below must not let stand
+            check_captured_batches(device, batches is not None, staged)
+        if batches is None:
             batches = self._batches = self._sort(grads)
         return batches, grads
 
@@ -331,8 +343,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         The hyper-parameters must be in range.
         """
-        for index, group in enumerate(self.param_groups):
-            self._check_group(group, f"group {index}")
+        device = self._device() if self.options.capturable else torch.device("cpu")
+        self._check_groups(device)
         if self.options.capturable:
             return None
         return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]

@@ -139,13 +139,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError where they are on several, which `reason` does not allow.
         """
-        devices = {param.device for group in self.param_groups for param in group["params"]}
+        devices = self._devices()
         if len(devices) > 1:
             raise ValueError(
                 f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
                 f"{reason}: one device"
             )
-        return devices.pop() if devices else torch.device("cpu")
+        return devices.pop()
+
+    def _devices(self) -> set[torch.device]:
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        return devices or {torch.device("cpu")}
 
     def _to_device(self) -> None:
         device = self._device()
@@ -284,11 +288,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _prepare(self, batches: Batches, request: Request) -> dict[torch.device, tuple[Any, Any]]:
         """For each device the scalars, if they are made there, and the controls."""
         groups = self.param_groups if self.options.capturable else None
-        devices = {batch.device for batch in batches.batches}
-        if groups is not None:
-            devices = {self._device()}
         prepared = {}
-        for device in devices:
+        for device in self._devices():  # without a gradient there too
             if device not in self._preparations:
                 self._preparations[device] = self._preparation(device)
             plans = [batch.plan for batch in batches.batches if batch.device == device]
@@ -312,7 +313,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_capture(self) -> None:
         """Before anything that waits for a device, which would break a capture."""
-        for device in {param.device for group in self.param_groups for param in group["params"]}:
+        for device in self._devices():
             check_capture(device, self.options.capturable, self._backend(device))
 
     def _gather(self) -> tuple[Batches, list[torch.Tensor | None]]:

@@ -6,20 +6,27 @@ itself is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 import megaopt
+from megaopt.integration.grad_scaler import step_with
 
 
 class FusedAdam(megaopt.FusedAdam):
     """apex's FusedAdam, equal in every bit on an NVIDIA GPU.
 
-    The arguments are apex's, with its order and defaults; the state is fp32, and the weights alone
-    are updated. Refused: capturable, and master_weights, which apex has only with it.
+    The arguments are apex's, with its order and defaults; the state is fp32. With capturable, lr
+    and step are tensors on the device; megaopt.integration.transformer_engine says what differs
+    there from apex on purpose too: the count of steps after an overflow, and that gradients stay as
+    they are.
 
     Raises:
-        ValueError: as megaopt.FusedAdam.
+        ValueError: as megaopt.FusedAdam; also master_weights without capturable, as in apex, and
+            master_weights with bf16 weights, whose masters apex makes and never uses.
         RuntimeError: a parameter is not on an NVIDIA GPU.
     """
 
@@ -51,10 +58,57 @@ class FusedAdam(megaopt.FusedAdam):
             amsgrad,
             bias_correction=bias_correction,
             adam_w_mode=adam_w_mode,
+            master_weights=master_weights,
             capturable=capturable,
             contract="te",
         )
         self.set_grad_none = set_grad_none
+        for param, _, where in zip(*self._flat(), strict=True):
+            self._check_param(param, where)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]  # true for all there
+        """Whether a torch.amp.GradScaler passes itself to the step; otherwise it unscales."""
+        return self.options.capturable
+
+    def _check_param(self, param: torch.Tensor, where: str) -> None:
+        super()._check_param(param, where)
+        if self._wants_masters(self._master_weights) and param.dtype == torch.bfloat16:
+            raise ValueError(
+                f"{where}: master_weights=True is not allowed for torch.bfloat16 weights, whose "
+                "masters apex makes and never uses: torch.float16, torch.float32; "
+                "megaopt.FusedAdam(..., contract='te', master_weights=True) has masters for both"
+            )
+
+    def step(  # type: ignore[override]  # apex's face
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: None = None,
+        output_params: None = None,
+        scale: None = None,
+        grad_norms: None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """One update, as megaopt.FusedAdam.step, without clipping.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            grads: only None, as in apex; likewise output_params, scale and grad_norms.
+            output_params: only None.
+            scale: only None.
+            grad_norms: only None.
+            grad_scaler: with capturable, gradients are unscaled by its scale, and an infinity or
+                NaN that it finds among them skips the step.
+
+        Raises:
+            ValueError: as megaopt.FusedAdam.step; an argument that has to be None is not; also
+                grad_scaler without capturable, which apex ignores in silence.
+        """
+        given = {"grads": grads, "output_params": output_params, "scale": scale}
+        for name, value in {**given, "grad_norms": grad_norms}.items():
+            if value is not None:
+                raise ValueError(f"{name}={value!r} is not allowed: None")
+        return step_with(self, functools.partial(super().step, closure), grad_scaler, "apex")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets the gradients to None, or to zero where set_grad_none is False."""

@@ -6,12 +6,14 @@ is not needed. Where TransformerEngine ignores an option in silence, this one ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 import megaopt
+from megaopt.integration.grad_scaler import step_with
 from megaopt.masters import MasterWeights
 
 
@@ -21,7 +23,19 @@ class FusedAdam(megaopt.FusedAdam):
     The arguments are TransformerEngine's, with its order and defaults; megaopt.FusedAdam documents
     them. Moments in fp8 (torch.uint8) are plain torch.float8_e4m3fn tensors, and the scale of
     exp_avg is `state[p]["exp_avg_scale"]`, where TransformerEngine has a Float8Tensor's _data and
-    _scale_inv. Not supported yet, and refused: capturable, fp8 weights.
+    _scale_inv. Not supported yet, and refused: fp8 weights.
+
+    With capturable, lr and step are tensors on the device, and the bits are those of
+    TransformerEngine's capturable kernels. Beyond TransformerEngine, all formats are allowed then
+    (its step has only fp32 masters, and moments that are both fp32 or both bf16): each stores the
+    values of the same kernel. Three things differ on purpose:
+
+    - `group["step"]` counts the steps that were taken. TransformerEngine's count looks at the
+      overflow of the step before: after an overflow it is one too high until the next step, which
+      it leaves out instead. Every update has the same number, and the same bits; but an overflow at
+      the very first step stays counted there in all groups but the first.
+    - Gradients stay as they are. TransformerEngine writes the unscaled ones back into `p.grad`.
+    - Gradients that `GradScaler.unscale_` has unscaled are not unscaled again.
 
     Raises:
         ValueError: as megaopt.FusedAdam; also store_param_remainders without master_weights or
@@ -71,3 +85,27 @@ class FusedAdam(megaopt.FusedAdam):
             store_param_remainders=store_param_remainders,
             contract="te",
         )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]  # true for all there
+        """Whether a torch.amp.GradScaler passes itself to the step; otherwise it unscales."""
+        return self.options.capturable
+
+    def step(  # type: ignore[override]  # TransformerEngine's face
+        self,
+        closure: Callable[[], Any] | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """One update, as megaopt.FusedAdam.step, without clipping.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            grad_scaler: with capturable, gradients are unscaled by its scale, and an infinity or
+                NaN that it finds among them skips the step.
+
+        Raises:
+            ValueError: as megaopt.FusedAdam.step; also grad_scaler without capturable, which
+                TransformerEngine ignores in silence.
+        """
+        own = functools.partial(super().step, closure)
+        return step_with(self, own, grad_scaler, "TransformerEngine")

@@ -61,6 +61,10 @@ class Batch:
                 if copy is not tensor:
                     tensor.copy_(copy)
 
+    def abandon(self) -> None:
+        """In place of `leave`, where nothing was stepped."""
+        self._copies = {}
+
     def _own_states(self, slot: str) -> list[torch.Tensor]:
         name = state_name(slot, self.moments)
         return [state[name] for state in self.states]

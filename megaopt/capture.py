@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megaopt.batches import Batches
+from megaopt.kernels.step.table import is_capturing
 from megaopt.options import number
 
 DTYPES = {"lr": torch.float32, "step": torch.int32}
@@ -21,11 +21,6 @@ def to_device(group: dict[str, Any], device: torch.device) -> None:
         if not _fits(value, name, device):
             value = number(value, name)
             group[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
-
-
-def to_host(group: dict[str, Any]) -> None:
-    """Makes lr and step of a group numbers again."""
-    group["lr"], group["step"] = number(group["lr"], "lr"), int(group["step"])
 
 
 def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:
@@ -48,8 +43,15 @@ def _fits(value: Any, name: str, device: torch.device) -> bool:
     )
 
 
-def check_capture(capturable: bool) -> None:
+def check_capture(device: torch.device, capturable: bool, backend: str) -> None:
     """Raises RuntimeError where a CUDA graph captures a step that reads numbers of the host."""
+    if not is_capturing(device):
+        return
+    if backend != "triton":
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and backend={backend!r} computes on the host: only "
+            "backend='triton' can be captured"
+        )
     if not capturable:
         raise RuntimeError(
             "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
@@ -57,16 +59,18 @@ def check_capture(capturable: bool) -> None:
         )
 
 
-def check_captured_batches(fit: bool, batches: Batches | None) -> None:
+def check_captured_batches(device: torch.device, fit: bool, staged: bool) -> None:
     """Raises RuntimeError for what a step can do only outside a graph."""
-    if not fit or batches is None:
+    if not is_capturing(device):
+        return
+    if not fit:
         raise RuntimeError(
             "a CUDA graph is being captured, and the parameters, gradients or states are not those "
             "of the last step (other dtypes, sizes or parameters with gradients, or no step yet): "
             "take one step like this one before the capture; only the gradients' addresses may "
             "differ"
         )
-    if any(batch.staged for batch in batches.batches):
+    if staged:
         raise RuntimeError(
             "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
             "only contiguous ones are allowed in a capture"

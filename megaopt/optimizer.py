@@ -71,7 +71,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_group(group, f"group {len(self.param_groups) - 1}", new=True)
+            check_group(group, f"group {len(self.param_groups) - 1}")
             for index, param in enumerate(group["params"]):
                 self._check_param(param, self._where(len(self.param_groups) - 1, index))
             if self.options.capturable:
@@ -127,23 +127,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = self.param_groups[group].get("param_names")
         return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
 
-    def _check_group(self, group: dict[str, Any], where: str, new: bool = False) -> None:
-        if self.options.capturable and not new:
-            check_device_numbers(group, self._device(), where)
-            group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
-        check_group(group, where)
+    def _check_groups(self, device: torch.device) -> None:
+        for index, group in enumerate(self.param_groups):
+            where = f"group {index}"
+            if self.options.capturable:
+                check_device_numbers(group, device, where)
+                group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
+            check_group(group, where)
 
     def _device(self) -> torch.device:
-        """Of the first parameter, under capturable that of all; the CPU without parameters."""
+        """Of the first parameter; the CPU without parameters."""
         firsts = (group["params"][0].device for group in self.param_groups if group["params"])
         return next(firsts, torch.device("cpu"))
 
-    def _check_one_device(self) -> None:
+    def _check_one_device(self, reason: str = "capturable=True") -> None:
+        """Raises ValueError where parameters are on several, which `reason` does not allow."""
         devices = {param.device for group in self.param_groups for param in group["params"]}
-        if len(devices) > 1 and self.options.capturable:
+        if len(devices) > 1:
             raise ValueError(
                 f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
-                "capturable=True: one device"
+                f"{reason}: one device"
             )
 
     def _to_device(self) -> None:
@@ -214,7 +217,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a gradient, parameter, state tensor or hyper-parameter is not allowed; then
                 no weight, no state and no step count has changed.
-            FloatingPointError: nonfinite="error", and an infinity or NaN is among the gradients.
+            FloatingPointError: nonfinite="error", and an infinity or NaN is among the gradients;
+                then nothing has changed either, except that a first step has made the state.
             RuntimeError: a CUDA graph captures what it cannot repeat.
         """
         loss = None
@@ -222,6 +226,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         request = self._request(clip_norm, clip_coefficient)
+        self._check_capture()
         if not self.options.capturable and request.found_inf is not None:
             if bool(request.found_inf):
                 return loss
@@ -232,11 +237,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.enter(grads)
         prepared = self._prepare(batches, request)
         if rows is not None:
-            if self._is_skipped(controls for _, controls in prepared.values()):
+            if request.skip_nonfinite and self._is_skipped(prepared):
+                for batch in batches.batches:
+                    batch.abandon()
                 return loss
             for group in self.param_groups:  # also the empty ones
                 group["step"] += 1
-        if self.options.capturable and is_capturing(self._device()):
+        elif any(is_capturing(device) for device in prepared):
             self._captured.append(batches)
         for batch in batches.batches:
             scalars, controls = prepared[batch.device]
@@ -249,13 +256,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The gradients' L2 norm, fp32 of shape (), at the last step that had to know it.
 
         After unscaling, before clipping. Steps know it that have clip_norm, or nonfinite other than
-        "propagate". Raises RuntimeError before any step, and with parameters on several devices.
+        "propagate". The next such step writes into the same tensor. Raises RuntimeError before the
+        first, and with parameters on several devices.
         """
-        found = list(self._preparations.values())
+        found = [each for each in self._preparations.values() if each.measured]
         if len(found) != 1:
             raise RuntimeError(
-                f"grad_norm is known on {len(found)} devices: a step with clip_norm, with all "
-                "parameters on one device, finds it"
+                f"grad_norm is known on {len(found)} devices: a step with clip_norm, or under "
+                "nonfinite='skip', with all parameters on one device, finds it"
             )
         norm: torch.Tensor = found[0].norm
         return norm
@@ -263,59 +271,59 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _request(self, clip_norm: float | None, coefficient: torch.Tensor | None) -> Request:
         """What the arguments of a step, a GradScaler's attributes and the options ask for."""
         check_clipping(clip_norm, coefficient)
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if clip_norm is not None:
+            self._check_one_device(f"clip_norm={clip_norm!r}")
+        found_inf = getattr(self, "found_inf", None)
         # a GradScaler looks for infinities in p.grad alone
-        unseen = grad_scale is not None and self.use_decoupled_grad
+        unseen = found_inf is not None and self.use_decoupled_grad
         return Request(
-            grad_scale=grad_scale,
+            grad_scale=getattr(self, "grad_scale", None),
             # a GradScaler that saw no gradient sets the number 0
             found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
             coefficient=coefficient,
-            clip_norm=clip_norm,
+            clip_norm=None if clip_norm is None else float(clip_norm),
             skip_nonfinite=self.options.nonfinite != "propagate" or unseen,
         )
 
     def _prepare(self, batches: Batches, request: Request) -> dict[torch.device, tuple[Any, Any]]:
         """For each device the scalars, if they are made there, and the controls."""
         groups = self.param_groups if self.options.capturable else None
-        devices = {batch.device for batch in batches.batches}
-        if groups is not None:
-            devices = {self._device()}
-        if len(devices) > 1 and request.clip_norm is not None:
-            raise ValueError(
-                f"clip_norm={request.clip_norm!r} is not allowed with parameters on "
-                f"{', '.join(sorted(map(str, devices)))}: one device"
-            )
         prepared = {}
-        for device in devices:
+        # the first parameter's too, which may have no gradient
+        for device in {self._device(), *(batch.device for batch in batches.batches)}:
             if device not in self._preparations:
-                backend = BACKENDS[self._backend(device)]
-                self._preparations[device] = backend.preparation(self.rule, device)
+                self._preparations[device] = self._preparation(device)
             plans = [batch.plan for batch in batches.batches if batch.device == device]
             prepared[device] = self._preparations[device].make(groups, request.on(device), plans)
         return prepared
 
-    def _is_skipped(self, controls: Iterable[torch.Tensor | None]) -> bool:
+    def _preparation(self, device: torch.device) -> Any:
+        backend = BACKENDS[self._backend(device)]
+        if backend.why_not(device) is not None:
+            backend = BACKENDS["reference"]  # there are no parameters, only steps to count
+        return backend.preparation(self.rule, device)
+
+    def _is_skipped(self, prepared: dict[torch.device, tuple[Any, Any]]) -> bool:
         """Whether an infinity or NaN among the gradients ends the step here; waits to see."""
-        if self.options.nonfinite == "propagate" and not self.use_decoupled_grad:
-            return False
-        found = any(bool(each[SKIP]) for each in controls if each is not None)
+        found = any(bool(controls[SKIP]) for _, controls in prepared.values())
         if found and self.options.nonfinite == "error":
             raise FloatingPointError(
                 "an infinity or NaN is among the gradients, which nonfinite='error' does not allow"
             )
         return found
 
+    def _check_capture(self) -> None:
+        """Before anything that waits for a device, which would break a capture."""
+        device = self._device()
+        check_capture(device, self.options.capturable, self._backend(device))
+
     def _gather(self) -> tuple[Batches, Grads]:
         """The batches of this step: those of the last one where everything is as it was."""
-        capturing = is_capturing(self._device())
-        if capturing:
-            check_capture(self.options.capturable)
         now = (self.param_groups, self.state, self.use_decoupled_grad)
         batches, self._batches = self._batches, None  # only batches that fit may stay
         grads = None if batches is None else batches.look(*now)
-        if capturing:
-            check_captured_batches(grads is not None, batches)
+        staged = batches is not None and any(batch.staged for batch in batches.batches)
+        check_captured_batches(self._device(), grads is not None, staged)
         if grads is None:
             batches = self._sort(grads_of(self._flat()[0], self.use_decoupled_grad))
             grads = batches.look(*now)
@@ -329,15 +337,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         The hyper-parameters must be in range.
         """
-        for index, group in enumerate(self.param_groups):
-            self._check_group(group, f"group {index}")
+        device = self._device() if self.options.capturable else torch.device("cpu")
+        self._check_groups(device)
         if self.options.capturable:
             return None
         return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
 
     def _sort(self, grads: Grads) -> Batches:
         """Checks everything, completes the states, and makes the batches anew."""
-        self._check_one_device()
+        if self.options.capturable:
+            self._check_one_device()
         params, groups, wheres = self._flat()
         for param, grad, where in zip(params, grads, wheres, strict=True):
             if grad is not None:

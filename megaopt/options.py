@@ -122,18 +122,25 @@ def check_group(group: Mapping[str, Any], where: str) -> None:
     check("step", step, isinstance(step, int) and step >= 0, "a whole number, at least 0")
 
 
-def check_clipping(clip_norm: float | None, coefficient: torch.Tensor | None) -> None:
+def check_clipping(clip_norm: Any, coefficient: Any) -> None:
     """Raises ValueError for a step's arguments that are not allowed."""
-    if clip_norm is not None and not 0 < number(clip_norm, "clip_norm") <= torch.finfo().max:
-        raise ValueError(f"clip_norm={clip_norm!r} is not allowed: a finite number above 0")
+    if clip_norm is not None:
+        if isinstance(clip_norm, torch.Tensor):
+            raise ValueError(
+                f"clip_norm={clip_norm!r} is not allowed: a number of the host; clip_coefficient "
+                "may be a tensor"
+            )
+        if not 0 < round_to_fp32(number(clip_norm, "clip_norm")) < math.inf:
+            raise ValueError(
+                f"clip_norm={clip_norm!r} is not allowed: a finite number above 0, in fp32"
+            )
     if coefficient is None:
         return
-    if not isinstance(coefficient, torch.Tensor) or coefficient.numel() != 1:
+    is_tensor = isinstance(coefficient, torch.Tensor)
+    if not is_tensor or coefficient.numel() != 1 or coefficient.dtype != torch.float32:
         raise ValueError(
             f"clip_coefficient={coefficient!r} is not allowed: one element of torch.float32"
         )
-    if coefficient.dtype != torch.float32:
-        raise ValueError(f"clip_coefficient is {coefficient.dtype}: torch.float32 is allowed")
     if clip_norm is not None:
         raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
 

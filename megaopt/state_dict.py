@@ -11,7 +11,7 @@ import torch
 
 from megaopt.batches import MASTER, SCALE, state_name
 from megaopt.kernels.step.batch import Formats
-from megaopt.options import Options, check_group
+from megaopt.options import Options, check_group, number
 from megaopt.state import State, set_unscaled
 
 if TYPE_CHECKING:
@@ -124,6 +124,9 @@ def _group(
     group = {**own, **kept}
     if step is not None:
         group["step"] = step
+    if isinstance(group["step"], torch.Tensor):  # capturable: numbers, until the load is over
+        group["step"] = int(number(group["step"], f"{where}: step"))
+        group["lr"] = number(group["lr"], f"{where}: lr")
     check_group(group, where)
     return group
 

@@ -26,7 +26,7 @@ def vectorized(
         numels: elements of each tensor.
         columns: for each kind of buffer the tensors' addresses and the bytes of an element.
     """
-    fits = numels % PER_THREAD == 0
+    fits: numpy.ndarray = numels % PER_THREAD == 0
     for addresses, size in columns:
         fits &= addresses % (PER_THREAD * size) == 0
     return fits

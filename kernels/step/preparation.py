@@ -16,7 +16,7 @@ from megaopt.kernels.rules.base import HYPER_COLUMNS
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import call
 from megaopt.kernels.step.prepare import prepare_kernel
-from megaopt.kernels.step.table import DeviceTable
+from megaopt.kernels.step.table import DeviceTable, is_capturing
 
 Group = Mapping[str, Any]
 # Of every rule's row: all have the nine of megaopt.kernels.rules.loading.
@@ -76,15 +76,18 @@ class Preparation:
     Attributes:
         norm: fp32, shape (): the norm of the gradients of the last step that measured it, after
             unscaling, before clipping.
+        measured: whether there was such a step.
     """
 
     def __init__(self, rule: Rule, device: torch.device) -> None:
         self.rule, self.device = rule, device
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
+        self.measured = False
         self._bins = new_bins(device)
 
     def measure(self, plans: Sequence[Measured]) -> torch.Tensor:
         """The bins with the squares of all the plans' gradients."""
+        self.measured = True
         self._bins.zero_()
         for plan in plans:
             plan.accumulate(self._bins)
@@ -99,6 +102,7 @@ class TritonPreparation(Preparation):
         self._controls = torch.zeros(COUNT, dtype=torch.float32, device=device)
         self._scalars = torch.zeros((0, SCALARS), dtype=torch.float32, device=device)
         self._groups = DeviceTable(device)
+        self._captured: list[object] = []  # what CUDA graphs read and write
 
     def make(
         self, groups: Sequence[Group] | None, request: Request, plans: Sequence[Measured]
@@ -123,6 +127,8 @@ class TritonPreparation(Preparation):
             if len(self._scalars) != len(groups):
                 self._scalars = torch.zeros((len(groups), SCALARS), device=self.device)
             scalars = self._scalars
+            if is_capturing(self.device):
+                self._captured.append((scalars, *self._read(groups)))
         bins = self.measure(plans) if request.needs_norm else None
         given = (request.grad_scale, request.found_inf, request.coefficient)
         arguments = (table, scalars, self._controls, *given, bins, self.norm, request.clip_norm)
@@ -131,6 +137,12 @@ class TritonPreparation(Preparation):
         programs = max(1, len(groups or ()))
         call(prepare_kernel, programs, (*arguments, columns, SCALARS), options)
         return scalars, None if request.is_empty else self._controls
+
+    def _read(self, groups: Sequence[Group]) -> list[torch.Tensor]:
+        """All tensors whose addresses `_rows` gives."""
+        numbers = [group[name] for group in groups for name in ("lr", "step")]
+        tables = [self.rule.tables(group, self.device) for group in groups]
+        return [*numbers, *(table for each in tables for table in each)]
 
     def _rows(self, groups: Sequence[Group]) -> numpy.ndarray:
         """int64 [groups, 2 + HYPER_COLUMNS], as prepare.py reads it."""

@@ -46,7 +46,8 @@ def store_scaled(
 def controlled_grad(grad: torch.Tensor, controls: torch.Tensor, rule: Rule) -> torch.Tensor:
     """The fp32 gradient unscaled and clipped, each with one rounding."""
     grad_scale, inverse, coefficient = controls[:SKIP]
-    return rule.unscale_reference(grad, grad_scale, inverse) * coefficient
+    controlled: torch.Tensor = rule.unscale_reference(grad, grad_scale, inverse) * coefficient
+    return controlled
 
 
 def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:

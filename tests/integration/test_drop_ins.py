@@ -1,12 +1,18 @@
 """The drop-ins for TransformerEngine and apex: their faces, their refusals, and contract te's."""
 
+import functools
 import inspect
+import math
+import pickle
 from importlib import import_module
 
 import pytest
 import torch
+from bits import assert_same_bits
+from runs import assert_same, assert_same_run, snapshot
 
 from megaopt import FusedAdam
+from megaopt.integration.grad_scaler import step_with
 
 TRANSFORMER_ENGINE = {
     "params": inspect.Parameter.empty,
@@ -79,11 +85,6 @@ def test_deprecated_set_grad_none_is_refused():
         drop_in("transformer_engine")([parameter()], set_grad_none=True)
 
 
-def test_l2_decay_under_contract_torch_is_refused():
-    with pytest.raises(ValueError, match=r"weight_decay=0.1 is not allowed with contract='torch'"):
-        FusedAdam([parameter()], contract="torch", adam_w_mode=False, weight_decay=0.1)
-
-
 @pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])
 @pytest.mark.parametrize(
     ("dtype", "named"),
@@ -98,6 +99,120 @@ def test_scaled_moments_under_contract_torch_are_refused(name, dtype, named):
     message = rf"{name}=torch.{named} is not allowed with .*; torch.float32, torch.bfloat16$"
     with pytest.raises(ValueError, match=message):
         FusedAdam([parameter()], contract="torch", **{name: dtype})
+
+
+def without_parameters(system, **options):
+    """On a CPU the contract te allows no parameter; a rank may have none."""
+    return drop_in(system)([{"params": []}], **options)
+
+
+@pytest.mark.parametrize("system", FACES)
+@pytest.mark.parametrize("scaler", [object(), 0, torch.amp.GradScaler("cpu")], ids=str)
+def test_a_scaler_that_the_peers_ignore_is_refused(system, scaler):
+    optimizer = without_parameters(system)
+    with pytest.raises(ValueError, match=r"grad_scaler=.* not allowed with capturable=False"):
+        optimizer.step(grad_scaler=scaler)
+    assert optimizer.param_groups[0]["step"] == 0
+
+
+@pytest.mark.parametrize("system", FACES)
+def test_what_is_no_scaler_is_refused(system):
+    optimizer = without_parameters(system, capturable=True)
+    with pytest.raises(ValueError, match=r"grad_scaler=1024 is not allowed: a torch.amp.Grad"):
+        optimizer.step(grad_scaler=1024)
+    assert int(optimizer.param_groups[0]["step"]) == 0
+
+
+@pytest.mark.parametrize("system", FACES)
+@pytest.mark.parametrize("capturable", [False, True])
+def test_scaling_is_left_to_the_step_with_capturable_alone(system, capturable):
+    optimizer = without_parameters(system, capturable=capturable)
+    assert optimizer._step_supports_amp_scaling is capturable
+    assert pickle.loads(pickle.dumps(optimizer))._step_supports_amp_scaling is capturable
+
+
+@pytest.mark.parametrize("system", FACES)
+def test_capturable_counts_where_there_are_no_parameters(system):
+    optimizer = without_parameters(system, capturable=True)
+    optimizer.step()
+    optimizer.step(grad_scaler=None)
+    (group,) = optimizer.param_groups
+    assert_same_bits(group["step"], torch.tensor([2], dtype=torch.int32))
+    assert_same_bits(group["lr"], torch.tensor(1e-3))
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
+def test_apexs_older_arguments_are_refused(name):
+    optimizer = without_parameters("apex")
+    with pytest.raises(ValueError, match=rf"{name}=\[1\] is not allowed: None"):
+        optimizer.step(**{name: [1]})
+    assert optimizer.param_groups[0]["step"] == 0
+
+
+class WithScaler(FusedAdam):
+    """The drop-ins' step on a CPU, under a contract that works there."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, grad_scaler=None):
+        return step_with(self, functools.partial(super().step, closure), grad_scaler, "the peer")
+
+
+def scaled_step(optimizer, scaler, gradient, before=lambda: None):
+    """One step as torch's loop has it, with the warning that torch gives for such optimizers."""
+    scaler.scale(torch.ones(()))
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.full_like(param, gradient) * scaler.get_scale()
+    before()
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        scaler.step(optimizer)
+    scaler.update()
+
+
+def with_scaler():
+    return WithScaler([parameter()], capturable=True, master_weights=True)
+
+
+@pytest.mark.parametrize("unscaled_before", [False, True])
+def test_a_scaler_that_passes_itself_unscales_once(unscaled_before):
+    found, expected = with_scaler(), FusedAdam([parameter()], capturable=True, master_weights=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    before = functools.partial(scaler.unscale_, found) if unscaled_before else lambda: None
+    for gradient in (0.25, -3.0):
+        scaled_step(found, scaler, gradient, before)
+        expected.param_groups[0]["params"][0].grad = torch.full(
+            (3,), gradient, dtype=torch.bfloat16
+        )
+        expected.step()
+    assert_same_run(found, expected)
+    assert not hasattr(found, "grad_scale")
+    assert not hasattr(found, "found_inf")
+
+
+def test_a_scaler_that_passes_itself_skips_and_backs_off():
+    optimizer, scaler = with_scaler(), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    scaled_step(optimizer, scaler, 0.25)
+    before = snapshot(optimizer)
+    scaled_step(optimizer, scaler, math.inf)
+    assert_same(snapshot(optimizer), before)
+    assert scaler.get_scale() == 2.0**11
+    scaled_step(optimizer, scaler, 0.25)
+    assert int(optimizer.param_groups[0]["step"]) == 2
+
+
+def test_a_disabled_scaler_that_is_passed_changes_nothing():
+    found, expected = with_scaler(), with_scaler()
+    for optimizer in (found, expected):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(3, dtype=torch.bfloat16)
+    found.step(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    expected.step()
+    assert_same_run(found, expected)
+
+
+@pytest.mark.gpu
+def test_apexs_unused_masters_are_refused():
+    with pytest.raises(ValueError, match=r"master_weights=True .* torch.bfloat16 weights, whose"):
+        drop_in("apex")([parameter("cuda")], master_weights=True, capturable=True)
 
 
 @pytest.mark.gpu

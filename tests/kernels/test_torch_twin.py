@@ -1,34 +1,14 @@
 """Contract torch's twin on the CPU: its fused multiply-add rounds once, its order is torch's."""
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
 from step_cases import hard_values
+from torch_oracle import F32, fma, one_element
 
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.rules.adam_torch import fused_multiply_add
-
-F32 = np.float32
-
-
-def nearest(value):
-    """The fp32 nearest to a fraction, ties to even: the nearer of two neighbours of a guess."""
-    guess = F32(float(value))
-    around = [np.nextafter(guess, F32(-np.inf)), guess, np.nextafter(guess, F32(np.inf))]
-    finite = [x for x in around if np.isfinite(x)]
-    even = {x: int(x.view(np.uint32)) & 1 for x in finite}
-    return min(finite, key=lambda x: (abs(Fraction(float(x)) - value), even[x]))
-
-
-def fma(a, b, c):
-    return nearest(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
-
-
-def rounded(value):
-    return nearest(Fraction(value))
 
 
 @pytest.mark.parametrize("spread", [0, 12, 24, 40])
@@ -80,14 +60,3 @@ def test_twin_takes_torchs_operations(weight_decay):
     ]
     for tensor, values in zip(found, zip(*expected, strict=True), strict=True):
         assert_same_bits(tensor, torch.from_numpy(np.array(values, dtype=F32)))
-
-
-def one_element(param, exp_avg, exp_avg_sq, grad, group):
-    p, m, v, g = (F32(each.item()) for each in (param, exp_avg, exp_avg_sq, grad))
-    beta1, beta2 = map(F32, group["betas"])
-    lr, decay, eps = F32(group["lr"]), F32(group["weight_decay"]), F32(group["eps"])
-    if decay:
-        p = fma(-(lr * decay), p, p)
-    m = fma(beta1, m, (F32(1) - beta1) * g)
-    v = fma(beta2, v, (F32(1) - beta2) * (g * g))
-    return p - (lr * m) / (np.sqrt(v) + eps), m, v

@@ -8,11 +8,8 @@ from runs import (
     FP32,
     MASTER,
     REMAINDERS,
-    assert_same,
     assert_same_run,
-    give_gradients,
     parameters,
-    snapshot,
     train,
     values,
 )
@@ -129,50 +126,6 @@ def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned():
     assert_same_bits(loss.detach(), expected)
     assert calls == [True]
     assert_same_run(optimizer, plain)
-
-
-@pytest.mark.parametrize(
-    "scaler", [object(), 0, torch.amp.GradScaler("cpu")], ids=["object", "0", "amp"]
-)
-def test_a_grad_scaler_passed_to_the_step_is_refused(scaler):
-    optimizer = FusedAdam(parameters([(3,)]))
-    give_gradients(optimizer.param_groups[0]["params"], 0)
-    before = snapshot(optimizer)
-    with pytest.raises(
-        ValueError, match=r"grad_scaler is not allowed .*grad_scaler.step\(optimizer\)"
-    ):
-        optimizer.step(grad_scaler=scaler)
-    assert_same(snapshot(optimizer), before)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_torchs_grad_scaler_around_the_step(dtype):
-    """It unscales (by a power of two: exactly), and skips the step where a gradient is infinite."""
-    scaled, plain = (FusedAdam(parameters([(3,), (4,)], dtype), **MASTER) for _ in range(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    scaler.scale(torch.ones(()))
-    params = scaled.param_groups[0]["params"]
-    for step in range(2):
-        give_gradients(params, step)
-        for param in params:
-            param.grad *= 2.0**10
-        scaler.step(scaled)
-        scaler.update()
-    train(plain, 2)
-    assert_same_run(scaled, plain)
-    give_gradients(params, 2)
-    params[1].grad[2] = float("inf")
-    before = snapshot(scaled)
-    assert scaler.step(scaled) is None
-    scaler.update()
-    assert scaler.get_scale() == 2.0**9
-    assert_same(snapshot(scaled), before)
-    give_gradients(params, 2)
-    for param in params:
-        param.grad *= 2.0**9
-    scaler.step(scaled)
-    train(plain, 1, first=2)
-    assert_same_run(scaled, plain)
 
 
 def test_megatrons_checkpoint_by_unscaled_states():

@@ -20,7 +20,14 @@ SHAPES = [(3, 4), (5,)]
 
 OPTIONS = {
     "amsgrad": ({"amsgrad": True}, r"amsgrad=True is not allowed: False"),
-    "capturable": ({"capturable": True}, r"capturable=True is not allowed: False"),
+    "nonfinite": (
+        {"nonfinite": "ignore"},
+        r"nonfinite='ignore' is not allowed: one of propagate, skip, error",
+    ),
+    "error_that_nothing_waits_for": (
+        {"nonfinite": "error", "capturable": True},
+        r"nonfinite='error' is not allowed with capturable=True: .*'propagate' or 'skip'",
+    ),
     "contract": ({"contract": "fast"}, r"contract='fast' is not allowed: one of ieee"),
     "backend": ({"backend": "cuda"}, r"backend='cuda' .*one of auto, triton, reference"),
     "dtype": ({"dtype": BF16}, r"dtype=torch.bfloat16 .*one of None, torch.float32"),

@@ -1,0 +1,59 @@
+"""torch.amp.GradScaler as an argument of step, as TransformerEngine and apex take it.
+
+A GradScaler passes itself to a step that has an argument of this name (with torch's FutureWarning),
+and leaves it to the step to look for infinities and to unscale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+
+def step_with(
+    optimizer: Any,
+    step: Callable[[], Any],
+    grad_scaler: torch.amp.GradScaler | None,
+    peer: str,
+) -> Any:
+    """Steps with the scaler's scale and the infinities that it finds, all on the device.
+
+    Args:
+        optimizer: the megaopt.FusedAdam whose step it is; under capturable.
+        step: takes no argument; what it returns is returned.
+        grad_scaler: None steps as if there were none.
+        peer: in whose place the optimizer is, for messages.
+
+    Raises:
+        ValueError: a scaler without capturable, which the peers ignore in silence.
+    """
+    if grad_scaler is None:
+        return step()
+    if not optimizer.options.capturable:
+        raise ValueError(
+            f"grad_scaler={grad_scaler!r} is not allowed with capturable=False, where {peer} "
+            "ignores it and steps with the scaled gradients: None; grad_scaler.step(optimizer) "
+            "unscales before the step"
+        )
+    if not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed: a torch.amp.GradScaler")
+    if not grad_scaler.is_enabled():
+        return step()
+    _hand_over(optimizer, grad_scaler)
+    try:
+        return step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def _hand_over(optimizer: Any, grad_scaler: Any) -> None:
+    """Sets what the step reads, as torch does where the step has no argument for the scaler."""
+    is_unscaled = grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+    found = grad_scaler._check_inf_per_device(optimizer)
+    scale = grad_scaler._get_scale_async()
+    optimizer.grad_scale = None if is_unscaled else scale
+    overflows = (each.to(scale.device) for each in found.values())
+    optimizer.found_inf = sum(overflows, scale.new_zeros(()))

@@ -1,0 +1,358 @@
+"""capturable=True: lr and step live on the device, and no bit of a run is another."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import (
+    BF16,
+    FORMATS,
+    MASTER,
+    REMAINDERS,
+    assert_same,
+    assert_same_run,
+    give_gradients,
+    parameters,
+    snapshot,
+    through_a_file,
+    train,
+)
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
+
+from megaopt import FusedAdam, checkpoint
+
+BACKENDS = ["reference", "triton"]
+SHAPES = [(3, 4), (5,), (0,), (), (7,), (2, 2)]
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
+every_format = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+
+
+def groups():
+    """Three groups with numbers of their own, one of them empty."""
+    params = parameters(SHAPES)
+    return [
+        {"params": params[:3], "lr": 0.02, "weight_decay": 0.1},
+        {"params": []},
+        {"params": params[3:], "betas": (0.5, 0.75), "bias_correction": False, "eps": 1e-4},
+    ]
+
+
+def made(options, capturable=True, **others):
+    return FusedAdam(groups(), capturable=capturable, **{**others, **options})
+
+
+def plain(options, **others):
+    return made(options, capturable=False, **others)
+
+
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def numbers_of_the_host(found):
+    """A snapshot with lr and step as numbers."""
+    for group in found["groups"]:
+        group["lr"], group["step"] = float(group["lr"]), int(group["step"])
+    return found
+
+
+def assert_same_numbers(found, expected):
+    """Fails unless weights, states and step counts are the same, and lr in fp32."""
+    found, expected = (numbers_of_the_host(snapshot(each)) for each in (found, expected))
+    for group in expected["groups"]:
+        group["lr"] = float(torch.tensor(group["lr"]))
+    assert_same(found, expected)
+
+
+@both_backends
+@every_format
+def test_capturable_moves_no_bit(options, backend):
+    found, expected = made(options, backend=backend), plain(options, backend="reference")
+    for step in range(10):
+        lr = 0.03 / (step + 1)
+        found.param_groups[0]["lr"].fill_(lr)
+        expected.param_groups[0]["lr"] = lr
+        for optimizer in (found, expected):
+            give_gradients(params_of(optimizer), step)
+            if step < 5:  # one that gets its first gradient late
+                params_of(optimizer)[-1].grad = None
+            if step == 3:
+                params_of(optimizer)[0].grad = None
+            optimizer.step()
+        assert_same_numbers(found, expected)
+    assert [int(group["step"]) for group in found.param_groups] == [10, 10, 10]
+
+
+@both_backends
+def test_l2_decay_too(backend):
+    options = {"adam_w_mode": False, **FORMATS["fp16_moments"]}
+    found, expected = made(options, backend=backend), plain(options, backend="reference")
+    train(found, 4)
+    train(expected, 4)
+    assert_same_numbers(found, expected)
+
+
+def test_lr_and_step_are_tensors_of_the_documented_kind():
+    optimizer = made(MASTER)
+    train(optimizer, 2)
+    for group, lr in zip(optimizer.param_groups, (0.02, 1e-3, 1e-3), strict=True):
+        assert_same_bits(group["lr"], torch.tensor(lr))
+        assert_same_bits(group["step"], torch.tensor([2], dtype=torch.int32))
+    assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == 3
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda own: LambdaLR(own, [lambda step: 1 / (step + 1)] * 3),
+        lambda own: ExponentialLR(own, 0.7),
+        lambda own: CosineAnnealingLR(own, 5),
+    ],
+    ids=["lambda", "exponential", "cosine"],
+)
+@both_backends
+def test_a_scheduler_writes_into_the_tensors(backend, schedule):
+    """torch computes with fp32 tensors then; the plain run is given what it made of them."""
+    found, expected = made(MASTER, backend=backend), plain(MASTER, backend="reference")
+    tensors, seen = [group["lr"] for group in found.param_groups], []
+    scheduler = schedule(found)
+    for step in range(6):
+        seen.append(float(tensors[0]))
+        for ours, theirs in zip(found.param_groups, expected.param_groups, strict=True):
+            theirs["lr"] = float(ours["lr"])
+        train(found, 1, first=step)
+        train(expected, 1, first=step)
+        scheduler.step()
+    assert [id(group["lr"]) for group in found.param_groups] == [id(each) for each in tensors]
+    assert len(set(seen)) == 6 or isinstance(scheduler, CosineAnnealingLR)
+    assert_same(snapshot(found)["weights"], snapshot(expected)["weights"])
+    assert_same(snapshot(found)["states"], snapshot(expected)["states"])
+
+
+def test_a_tensor_for_lr_stays_the_same_object():
+    lr = torch.tensor(0.25)
+    optimizer = FusedAdam(groups()[1:], lr=lr, capturable=True)
+    assert all(group["lr"] is lr for group in optimizer.param_groups)
+    optimizer.add_param_group({"params": parameters([(9,)])})
+    train(optimizer, 2)
+    assert all(group["lr"] is lr for group in optimizer.param_groups)
+    lr.fill_(0.0)  # what the user writes is what the step reads
+    before = copy.deepcopy(snapshot(optimizer)["weights"])
+    train(optimizer, 1, first=2)
+    assert_same(snapshot(optimizer)["weights"], before)
+
+
+@pytest.mark.parametrize(
+    "lr", [torch.tensor(0.1, dtype=torch.float64), torch.tensor(1), 1], ids=str
+)
+def test_another_number_for_lr_becomes_such_a_tensor(lr):
+    optimizer = FusedAdam(parameters(), lr=lr, capturable=True)
+    assert_same_bits(optimizer.param_groups[0]["lr"], torch.tensor(float(lr)))
+    assert optimizer.defaults["lr"] is lr
+
+
+@both_backends
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lr", 0.5, r"lr=0\.5 .* torch.float32 tensor of shape \(\).*group\['lr'\]\.fill_"),
+        ("lr", torch.tensor(0.5, dtype=torch.float64), r"lr=tensor\(0\.5.*\) is not allowed"),
+        ("lr", torch.ones(2), r"lr=tensor\(\[1., 1.\]\) is not allowed"),
+        ("lr", torch.ones((), device="meta"), r"lr=tensor\(.*on cpu; to change it"),
+        ("step", 3, r"step=3 .* torch.int32 tensor of shape \(1,\) on cpu"),
+        ("step", torch.tensor([3]), r"step=tensor\(\[3\]\) is not allowed"),
+        ("eps", -1.0, r"eps=-1\.0 is not allowed: a finite number, at least 0"),
+        ("betas", (0.9, 1.0), r"betas\[1\]=1\.0 is not allowed"),
+    ],
+    ids=str,
+)
+def test_what_is_assigned_to_a_group_is_checked(backend, name, value, message):
+    optimizer = made(MASTER, backend=backend)
+    train(optimizer, 1)
+    good = optimizer.param_groups[2][name]
+    optimizer.param_groups[2][name] = value
+    give_gradients(params_of(optimizer), 1)
+    weights, states = (copy.deepcopy(snapshot(optimizer)[part]) for part in ("weights", "states"))
+    with pytest.raises(ValueError, match="group 2: " + message):
+        optimizer.step()
+    assert_same([snapshot(optimizer)[part] for part in ("weights", "states")], [weights, states])
+    optimizer.param_groups[2][name] = good
+    expected = plain(MASTER, backend="reference")
+    train(expected, 2)
+    optimizer.step()
+    assert_same_numbers(optimizer, expected)
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan"), "fast", torch.ones(2)], ids=str)
+def test_a_bad_lr_is_refused_at_construction_and_later(lr):
+    with pytest.raises(ValueError, match="group 0: lr"):
+        FusedAdam(parameters(), lr=lr, capturable=True)
+    optimizer = made(MASTER)
+    with pytest.raises(ValueError, match="group 3: lr"):
+        optimizer.add_param_group({"params": parameters([(9,)]), "lr": lr})
+    assert len(optimizer.param_groups) == 3
+
+
+def test_parameters_on_several_devices_are_refused():
+    here, elsewhere = parameters([(3,)]), [torch.nn.Parameter(torch.ones(3, device="meta"))]
+    message = r"parameters on cpu, meta are not allowed with capturable=True: one device"
+    with pytest.raises(ValueError, match=message):
+        FusedAdam([*here, *elsewhere], capturable=True, backend="reference")
+    optimizer = FusedAdam(here, capturable=True, backend="reference")
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": elsewhere})
+    assert len(optimizer.param_groups) == 1
+
+
+@both_backends
+def test_a_group_added_later_counts_from_its_own_start(backend):
+    found, expected = (
+        FusedAdam(groups()[:1], capturable=capturable, backend=each, **MASTER)
+        for capturable, each in ((True, backend), (False, "reference"))
+    )
+    for optimizer in (found, expected):
+        train(optimizer, 2)
+        optimizer.add_param_group({"params": parameters([(9,), (130,)]), "lr": 0.5})
+        train(optimizer, 2, first=2)
+    assert_same_numbers(found, expected)
+    assert [int(group["step"]) for group in found.param_groups] == [4, 2]
+
+
+@both_backends
+def test_parameters_without_gradients_count_their_steps_too(backend):
+    optimizer = made(MASTER, backend=backend)
+    before = copy.deepcopy(snapshot(optimizer)["weights"])
+    optimizer.step()
+    assert [int(group["step"]) for group in optimizer.param_groups] == [1, 1, 1]
+    assert_same(snapshot(optimizer)["weights"], before)
+    assert len(optimizer.state) == 0
+
+
+@both_backends
+def test_without_parameters_steps_are_counted(backend):
+    optimizer = FusedAdam([{"params": []}], capturable=True, backend=backend)
+    optimizer.step()
+    assert int(optimizer.param_groups[0]["step"]) == 1
+
+
+@pytest.mark.parametrize(("backend", "backend_after"), [BACKENDS, BACKENDS[::-1]])
+@pytest.mark.parametrize("through", [lambda value: value, copy.deepcopy, through_a_file])
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("name", ["remainders", "fp16_master_bf16_fp16"])
+def test_resumed_is_straight(name, before, after, through, backend, backend_after):
+    options = FORMATS[name]
+    source = made(options, before, backend=backend)
+    train(source, 3)
+    straight = plain(options, backend="reference")
+    train(straight, 5)
+    weights = [param.detach().clone() for param in params_of(source)]
+    resumed = made(options, after, backend=backend_after)
+    for param, weight in zip(params_of(resumed), weights, strict=True):
+        param.data.copy_(weight)
+    saved = through(source.state_dict())
+    resumed.load_state_dict(saved)
+    kinds = [(type(group["lr"]), type(group["step"])) for group in resumed.param_groups]
+    assert kinds == [(torch.Tensor, torch.Tensor) if after else (float, int)] * 3
+    train(source, 1, first=3)  # which must not reach what was loaded
+    train(resumed, 2, first=3)
+    assert_same_numbers(resumed, straight)
+
+
+def test_a_checkpoint_file_keeps_the_tensors(tmp_path):
+    source, target = made(REMAINDERS), made(REMAINDERS)
+    train(source, 3)
+    checkpoint.save(tmp_path / "a.pt", {"optimizer": source.state_dict()})
+    loaded = checkpoint.load(tmp_path / "a.pt")["optimizer"]
+    assert_same_bits(loaded["param_groups"][0]["step"], torch.tensor([3], dtype=torch.int32))
+    assert_same_bits(loaded["param_groups"][0]["lr"], torch.tensor(0.02))
+    target.load_state_dict(loaded)
+    assert_same(snapshot(target)["states"], snapshot(source)["states"])
+    assert_same(snapshot(target)["groups"], snapshot(source)["groups"])
+
+
+def test_what_was_loaded_is_no_alias():
+    source, target = made(MASTER), made(MASTER)
+    train(source, 1)
+    target.load_state_dict(source.state_dict())
+    target.param_groups[0]["lr"].fill_(0.5)
+    target.param_groups[0]["step"].fill_(9)
+    assert float(source.param_groups[0]["lr"]) == float(torch.tensor(0.02))
+    assert int(source.param_groups[0]["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("step", torch.tensor([-1], dtype=torch.int32), r"group 0: step=-1 is not allowed"),
+        ("step", torch.ones(2), r"group 0: step is a tensor of shape \(2,\): one element"),
+        ("lr", torch.tensor(-0.5), r"group 0: lr=-0\.5 is not allowed"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("capturable", [True, False])
+def test_a_bad_tensor_in_a_state_dict_is_refused(capturable, name, value, message):
+    source, target = made(MASTER), made(MASTER, capturable)
+    train(source, 1)
+    saved = source.state_dict()
+    saved["param_groups"][0] = {**saved["param_groups"][0], name: value}
+    before = snapshot(target)
+    with pytest.raises(ValueError, match=message):
+        target.load_state_dict(saved)
+    assert_same(snapshot(target), before)
+
+
+@both_backends
+@pytest.mark.parametrize(
+    "cloned", [copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))], ids=["copy", "pickle"]
+)
+def test_a_clone_goes_its_own_way(backend, cloned):
+    optimizer, expected = made(MASTER, backend=backend), plain(MASTER, backend="reference")
+    train(optimizer, 2)
+    clone = cloned(optimizer)
+    assert_same_run(clone, optimizer)
+    clone.param_groups[0]["lr"].fill_(0.0)
+    train(clone, 1, first=2)
+    assert int(optimizer.param_groups[0]["step"]) == 2
+    train(optimizer, 1, first=2)
+    train(expected, 3)
+    assert_same_numbers(optimizer, expected)
+    assert not torch.equal(params_of(clone)[0], params_of(optimizer)[0])
+
+
+def test_torchs_and_transformer_engines_capturable_state_dicts_load():
+    """torch keeps fp32 steps with the parameters, TransformerEngine int32 ones with the groups."""
+    param = parameters([(5,)], torch.float32)[0]
+    state = {"exp_avg": torch.ones(5), "exp_avg_sq": torch.ones(5)}
+    group = {"lr": torch.tensor(0.5), "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    theirs = {
+        "torch": ({**state, "step": torch.tensor(4.0)}, {**group, "capturable": True}),
+        "te": (state, {**group, "step": torch.tensor([4], dtype=torch.int)}),
+    }
+    for name, (saved, saved_group) in theirs.items():
+        for capturable in (True, False):
+            optimizer = FusedAdam([copy.deepcopy(param)], capturable=capturable)
+            packed = {"state": {0: saved}, "param_groups": [{**saved_group, "params": [0]}]}
+            optimizer.load_state_dict(packed)
+            (own,) = optimizer.param_groups
+            assert (float(own["lr"]), int(own["step"])) == (0.5, 4), name
+            train(optimizer, 1)
+            assert int(own["step"]) == 5
+
+
+def test_bf16_gradients_of_a_model_under_capturable():
+    """The whole of a training step, backward included."""
+    found, expected = (torch.nn.Linear(4, 3, dtype=BF16) for _ in range(2))
+    expected.load_state_dict(found.state_dict())
+    pair = [
+        FusedAdam(found.parameters(), capturable=True, backend="triton", **REMAINDERS),
+        FusedAdam(expected.parameters(), backend="reference", **REMAINDERS),
+    ]
+    for step in range(3):
+        for model, optimizer in zip((found, expected), pair, strict=True):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(8, 4, generator=generator).to(BF16)).square().mean().backward()
+            optimizer.step()
+    assert_same_numbers(*pair)

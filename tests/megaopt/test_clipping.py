@@ -1,0 +1,334 @@
+"""clip_norm and clip_coefficient: the norm's definition, the coefficient's, then a plain step."""
+
+import copy
+import math
+
+import pytest
+import torch
+from bits import assert_same_bits
+from norm_oracle import norm_of
+from runs import (
+    BF16,
+    FORMATS,
+    FP16,
+    FP32,
+    MASTER,
+    REMAINDERS,
+    assert_same,
+    assert_same_run,
+    give_gradients,
+    parameters,
+    snapshot,
+    values,
+)
+
+from megaopt import FusedAdam
+
+BACKENDS = ["reference", "triton"]
+SHAPES = [(3, 4), (), (0,), (5,), (300,)]
+SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
+both_modes = pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
+every_format = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+
+
+def made(options=MASTER, params=None, **others):
+    """An optimizer of decoupled gradients, which may be fp32 beside any weight."""
+    params = parameters(SHAPES) if params is None else params
+    return FusedAdam(params, use_decoupled_grad=True, **{**SETTINGS, **others, **options})
+
+
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def grads_of(step, dtype=FP32, shapes=SHAPES, factor=1.0):
+    return [
+        (values(shape, 1000 * step + index) * factor).to(dtype)
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def give(optimizer, grads):
+    for param, grad in zip(params_of(optimizer), grads, strict=True):
+        param.decoupled_grad = grad
+
+
+def coefficient_of(norm, clip_norm):
+    """In the order of docs/numbers.md, by torch's fp32 operations on one number."""
+    found = torch.tensor(clip_norm) / (norm + torch.tensor(1e-6))
+    return torch.tensor(1.0) if bool(found > 1) else found
+
+
+def clipped_by_hand(grads, clip_norm, scale=1.0):
+    """fp32 gradients, unscaled and clipped, each product rounded once."""
+    inverse = (1 / torch.tensor(scale).double()).float()
+    coefficient = coefficient_of(norm_of(grads) * inverse, clip_norm)
+    return [grad.float() * inverse * coefficient for grad in grads]
+
+
+def assert_clips(options, clip_norm, grads, **others):
+    """Fails unless two clipped steps are plain steps with gradients multiplied by hand."""
+    found, expected = made(options, **others), made(options, backend="reference")
+    for _ in range(2):
+        before = copy.deepcopy(grads)
+        give(found, grads)
+        give(expected, clipped_by_hand(grads, clip_norm))
+        found.step(clip_norm=clip_norm)
+        expected.step()
+        assert_same_bits(found.grad_norm.cpu(), norm_of(grads), "grad_norm")
+        assert_same(grads, before, "the gradients themselves")
+    for part in ("weights", "states"):
+        assert_same(snapshot(found)[part], snapshot(expected)[part], part)
+    assert [int(group["step"]) for group in found.param_groups] == [2]
+
+
+@both_modes
+@both_backends
+@every_format
+def test_a_clipped_step_is_a_plain_one_with_clipped_gradients(options, backend, capturable):
+    assert_clips(options, 0.3, grads_of(1), backend=backend, capturable=capturable)
+
+
+@both_backends
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", ["no_masters", "remainders", "fp8_moments"])
+def test_gradients_of_16_bits(name, dtype, backend):
+    assert_clips(FORMATS[name], 0.3, grads_of(1, dtype), backend=backend)
+
+
+@both_backends
+@both_modes
+@pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
+def test_gradients_that_are_not_contiguous(name, backend, capturable):
+    wide = [values((2 * max(len(g.flatten()), 1),), i)[::2] for i, g in enumerate(grads_of(1))]
+    grads = [w[: g.numel()].view(g.shape) for w, g in zip(wide, grads_of(1), strict=True)]
+    assert not all(grad.is_contiguous() for grad in grads)
+    assert_clips(FORMATS[name], 0.3, grads, backend=backend, capturable=capturable)
+
+
+HARD = {
+    "tiny": (1e-40, 1.0),
+    "tiny, and clipped": (1e-30, 1e-33),
+    "subnormal result": (1e-5, 1e-38),
+    "large": (1e30, 1.0),
+    "the norm alone overflows": (1e38, 1.0),
+    "zero": (0.0, 1.0),
+}
+
+
+@both_backends
+@pytest.mark.parametrize(("factor", "clip_norm"), HARD.values(), ids=HARD)
+def test_norms_of_all_sizes(factor, clip_norm, backend):
+    assert_clips(MASTER, clip_norm, grads_of(1, factor=factor), backend=backend)
+
+
+@both_backends
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
+def test_infinities_and_nans_propagate(name, bad, backend):
+    """inf * 0 is NaN, and a NaN norm makes every gradient NaN, as with torch's function."""
+    grads = grads_of(1)
+    grads[3][2] = bad
+    found, expected = made(FORMATS[name], backend=backend), made(FORMATS[name], backend="reference")
+    give(found, grads)
+    coefficient = torch.tensor(math.nan if math.isnan(bad) else 0.0)
+    give(expected, [grad * coefficient for grad in grads])
+    found.step(clip_norm=1.0)
+    expected.step()
+    assert_same_run(found, expected)
+    norm = found.grad_norm
+    assert norm.isnan() if math.isnan(bad) else norm == math.inf
+
+
+@both_backends
+@both_modes
+@pytest.mark.parametrize("name", ["remainders", "fp16_moments"])
+def test_below_clip_norm_nothing_is_another_bit(name, backend, capturable):
+    found = made(FORMATS[name], backend=backend, capturable=capturable)
+    expected = made(FORMATS[name], backend="reference", capturable=capturable)
+    for step in range(3):
+        grads = grads_of(step)
+        for optimizer in (found, expected):
+            give(optimizer, grads)
+        found.step(clip_norm=float(norm_of(grads)) + 1e-3)
+        expected.step()
+    assert_same_run(found, expected)
+
+
+@both_backends
+def test_the_coefficient_is_of_all_batches_groups_and_dtypes_together(backend):
+    """Weights and gradients of all dtypes: many launches, one norm."""
+    dtypes = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP32, FP32), (FP32, BF16)]
+
+    def build(name):
+        params = [torch.nn.Parameter(values((7,), i).to(d)) for i, (d, _) in enumerate(dtypes)]
+        groups = [{"params": params[:2], "lr": 0.5}, {"params": params[2:]}, {"params": []}]
+        return made(MASTER, groups, backend=name)
+
+    found, expected = build(backend), build("reference")
+    for step in range(2):
+        grads = [values((7,), 10 * step + i).to(g) for i, (_, g) in enumerate(dtypes)]
+        give(found, grads)
+        give(expected, clipped_by_hand(grads, 0.25))
+        found.step(clip_norm=0.25)
+        expected.step()
+        assert_same_bits(found.grad_norm, norm_of(grads))
+    assert_same_run(found, expected)
+
+
+def split_up(tensor, sizes):
+    return [piece.clone() for piece in tensor.split(sizes)]
+
+
+@both_backends
+@pytest.mark.parametrize(
+    "options", [{}, MASTER, REMAINDERS, FORMATS["bf16_moments"]], ids=["no", "fp32", "16", "bf16"]
+)
+@pytest.mark.parametrize("cut", [[300], [1, 299], [128, 129, 43], [299, 0, 1]], ids=str)
+def test_the_cutting_of_parameters_shows_in_no_bit(cut, options, backend):
+    """One tensor, its pieces, in reversed order and in a group each."""
+    weight, grads = values((300,), 5).to(BF16), [values((300,), step) for step in range(2)]
+    whole = made(options, [torch.nn.Parameter(weight.clone())], backend="reference")
+    pieces = [torch.nn.Parameter(piece) for piece in split_up(weight, cut)]
+    found = made(options, [{"params": [piece]} for piece in reversed(pieces)], backend=backend)
+    for grad in grads:
+        give(whole, [grad])
+        give(found, list(reversed(split_up(grad, cut))))
+        whole.step(clip_norm=0.5)
+        found.step(clip_norm=0.5)
+        assert_same_bits(found.grad_norm, whole.grad_norm)
+    assert_same_bits(torch.cat([p.detach() for p in pieces]), params_of(whole)[0].detach())
+
+
+@both_backends
+def test_clipping_agrees_with_torchs_function_on_an_exact_norm(backend):
+    """3, 4 and the norm 5 leave torch's own sum nothing to round."""
+    found, expected = (
+        FusedAdam([torch.nn.Parameter(torch.ones(2))], backend=each)
+        for each in (backend, "reference")
+    )
+    for optimizer in (found, expected):
+        params_of(optimizer)[0].grad = torch.tensor([3.0, 4.0])
+    found.step(clip_norm=0.7)
+    torch.nn.utils.clip_grad_norm_(params_of(expected), 0.7)
+    expected.step()
+    assert_same_run(found, expected)
+    assert_same_bits(params_of(found)[0].grad, torch.tensor([3.0, 4.0]))
+
+
+@both_backends
+@both_modes
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_coefficient_of_the_users(backend, capturable, shape):
+    found = made(backend=backend, capturable=capturable)
+    expected = made(backend="reference", capturable=capturable)
+    for step in range(3):
+        coefficient = torch.tensor(0.3 / (step + 1))
+        give(found, grads_of(step))
+        give(expected, [grad * coefficient for grad in grads_of(step)])
+        found.step(clip_coefficient=coefficient.reshape(shape))
+        expected.step()
+    assert_same_run(found, expected)
+
+
+def test_grad_norm_is_not_known_before_a_step_measured_it():
+    optimizer = made()
+    message = "grad_norm is known on 0 devices: a step with clip_norm"
+    with pytest.raises(RuntimeError, match=message):
+        _ = optimizer.grad_norm
+    give(optimizer, grads_of(1))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=message):
+        _ = optimizer.grad_norm
+    optimizer.step(clip_norm=1.0)
+    kept = optimizer.grad_norm.clone()
+    optimizer.step()
+    assert_same_bits(optimizer.grad_norm, kept)
+
+
+@both_backends
+def test_parameters_without_gradients_have_no_part_in_the_norm(backend):
+    optimizer = FusedAdam(parameters(SHAPES), backend=backend)
+    params = params_of(optimizer)
+    give_gradients(params, 0)
+    params[0].grad = None
+    optimizer.step(clip_norm=0.1)
+    assert_same_bits(optimizer.grad_norm, norm_of([p.grad for p in params[1:]]))
+    for param in params:
+        param.grad = None
+    optimizer.step(clip_norm=0.1)
+    assert_same_bits(optimizer.grad_norm, torch.tensor(0.0))
+
+
+BAD = {
+    "zero": ({"clip_norm": 0.0}, r"clip_norm=0\.0 is not allowed: a finite number above 0"),
+    "zero in fp32": ({"clip_norm": 1e-60}, r"clip_norm=1e-60 is not allowed: .*in fp32"),
+    "negative": ({"clip_norm": -1.0}, r"clip_norm=-1\.0 is not allowed: a finite number"),
+    "nan": ({"clip_norm": math.nan}, r"clip_norm=nan is not allowed: a finite number"),
+    "inf": ({"clip_norm": math.inf}, r"clip_norm=inf is not allowed: a finite number"),
+    "inf in fp32": ({"clip_norm": 1e39}, r"clip_norm=1e\+39 is not allowed: a finite number"),
+    "text": ({"clip_norm": "one"}, r"clip_norm='one' is not allowed: a number"),
+    "a tensor": ({"clip_norm": torch.ones(())}, r"clip_norm=tensor\(1\.\) .*clip_coefficient"),
+    "coefficient: a number": (
+        {"clip_coefficient": 0.5},
+        r"clip_coefficient=0\.5 is not allowed: one element of torch.float32",
+    ),
+    "coefficient: two": (
+        {"clip_coefficient": torch.ones(2)},
+        r"clip_coefficient=tensor\(\[1., 1.\]\) is not allowed: one element of torch.float32",
+    ),
+    "coefficient: dtype": (
+        {"clip_coefficient": torch.ones((), dtype=BF16)},
+        r"clip_coefficient=tensor\(1., dtype=torch.bfloat16\) .*torch.float32",
+    ),
+    "both": (
+        {"clip_coefficient": torch.ones(()), "clip_norm": 2.0},
+        r"clip_norm=2\.0 is not allowed beside clip_coefficient",
+    ),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("steps", [0, 1], ids=["at_the_first_step", "later"])
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_change_nothing(arguments, message, steps, capturable):
+    optimizer = made(capturable=capturable)
+    for step in range(steps):
+        give(optimizer, grads_of(step))
+        optimizer.step()
+    give(optimizer, grads_of(7))
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(**arguments)
+    assert_same(snapshot(optimizer), before)
+
+
+def test_a_norm_over_several_devices_is_refused_before_anything_changed():
+    elsewhere = torch.nn.Parameter(torch.ones(3, device="meta"))
+    optimizer = FusedAdam([*parameters([(3,)]), elsewhere], backend="reference")
+    give_gradients(params_of(optimizer)[:1], 0)
+    with pytest.raises(ValueError, match=r"on cpu, meta are not allowed with clip_norm=1\.0"):
+        optimizer.step(clip_norm=1.0)
+    assert len(optimizer.state) == 0
+    assert optimizer.param_groups[0]["step"] == 0
+
+
+def test_whole_numbers_and_numpys_are_numbers():
+    found, expected = made(backend="triton"), made(backend="reference")
+    for optimizer, clip_norm in ((found, 1), (expected, 1.0)):
+        give(optimizer, grads_of(3))
+        optimizer.step(clip_norm=clip_norm)
+    assert_same_run(found, expected)
+
+
+@both_backends
+def test_clipping_and_a_plain_step_may_alternate(backend):
+    found, expected = made(backend=backend), made(backend="reference")
+    for step in range(4):
+        grads = grads_of(step)
+        give(found, grads)
+        give(expected, clipped_by_hand(grads, 0.3) if step % 2 else grads)
+        found.step(clip_norm=0.3 if step % 2 else None)
+        expected.step()
+    assert_same_run(found, expected)

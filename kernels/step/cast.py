@@ -40,8 +40,6 @@ from megaopt.kernels.step.kernel import (
 from megaopt.kernels.step.scales import old_scale
 
 TILE: tl.constexpr = tl.constexpr(128)
-# Elements of a piece.
-PIECE: tl.constexpr = tl.constexpr(512)
 LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
@@ -178,7 +176,7 @@ def tile_is_whole(tile):
 
 
 @helper
-def piece_of(piece, tile, FORMATS: tl.constexpr):
+def piece_of(piece, tile, FORMATS: tl.constexpr, PIECE: tl.constexpr):
     """A piece of a tile: offsets from the tile's first element, which the tensor has, its lines.
 
     Returns:
@@ -295,12 +293,13 @@ def tile_in_lines(
     CONTROLLED: tl.constexpr,
     MASKED: tl.constexpr,
     SHARDED: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """Step and cast of a tile whose blocks lie in one row each."""
     amax_ptr, scale_inv_ptr = outputs
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
-        piece = piece_of(index, tile, FORMATS)
+        piece = piece_of(index, tile, FORMATS, PIECE)
         value = step_piece(
             table_ptr, place, pointers, scalars, controls, piece[0], piece[1],
             FORMATS, RULE, CONTROLLED, MASKED,
@@ -329,6 +328,8 @@ def tile_as_one(
     CONTROLLED: tl.constexpr,
     MASKED: tl.constexpr,
     SHARDED: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECE_AGAIN: tl.constexpr,
 ):
     """Step and cast of a tile that is one block: its masters are read again, from the cache."""
     amax_ptr, scale_inv_ptr = outputs
@@ -337,7 +338,7 @@ def tile_as_one(
     bits = tl.zeros((LINES, WIDTH), tl.int32)
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
-        piece = piece_of(index, tile, FORMATS)
+        piece = piece_of(index, tile, FORMATS, PIECE)
         value = step_piece(
             table_ptr, place, pointers, scalars, controls, piece[0], piece[1],
             FORMATS, RULE, CONTROLLED, MASKED,
@@ -356,8 +357,8 @@ def tile_as_one(
         scale, scale_inv = scale_of(amax_bits, FORMATS)
         tl.store(scale_inv_ptr + number, scale_inv)
         index = tl.zeros((), tl.int32)
-        while index < TILE * TILE // PIECE:
-            piece = piece_of(index, tile, FORMATS)
+        while index < TILE * TILE // PIECE_AGAIN:
+            piece = piece_of(index, tile, FORMATS, PIECE_AGAIN)
             code = load_block(pointers[2], piece[0], piece[1], MASKED)
             value = rounded(FORMATS.master.decode(code, 1.0), FORMATS)
             code = FORMATS.weight.encode(value * scale, 1.0)
@@ -378,6 +379,8 @@ def tile_kernel(
     RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
     SHARDED: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECE_AGAIN: tl.constexpr,
 ):
     """The step of one tile, and the cast of its blocks of which no other rank has a part.
 
@@ -399,22 +402,22 @@ def tile_kernel(
         if FORMATS.shares_rows:
             tile_as_one(
                 table_ptr, place, pointers, outputs, scalars, controls, tile, block,
-                FORMATS, RULE, CONTROLLED, False, SHARDED,
+                FORMATS, RULE, CONTROLLED, False, SHARDED, PIECE, PIECE_AGAIN,
             )  # fmt: skip
         else:
             tile_in_lines(
                 table_ptr, place, pointers, outputs, scalars, controls, tile, block,
-                FORMATS, RULE, CONTROLLED, False, SHARDED,
+                FORMATS, RULE, CONTROLLED, False, SHARDED, PIECE,
             )  # fmt: skip
     elif FORMATS.shares_rows:
         tile_as_one(
             table_ptr, place, pointers, outputs, scalars, controls, tile, block,
-            FORMATS, RULE, CONTROLLED, True, SHARDED,
+            FORMATS, RULE, CONTROLLED, True, SHARDED, PIECE, PIECE_AGAIN,
         )  # fmt: skip
     else:
         tile_in_lines(
             table_ptr, place, pointers, outputs, scalars, controls, tile, block,
-            FORMATS, RULE, CONTROLLED, True, SHARDED,
+            FORMATS, RULE, CONTROLLED, True, SHARDED, PIECE,
         )  # fmt: skip
 
 
@@ -429,6 +432,7 @@ def cast_tiles_kernel(
     CONTROLLED: tl.constexpr,
     ONLY_AMAX: tl.constexpr,
     ALL: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """Casts masters of a tile with the amaxes that are known now, or only raises those.
 
@@ -444,7 +448,7 @@ def cast_tiles_kernel(
     master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
-        offsets, mask, row, first = piece_of(index, tile, FORMATS)
+        offsets, mask, row, first = piece_of(index, tile, FORMATS, PIECE)
         blocks = blocks_of(row, first, block, FORMATS)
         whole, inside = lines_are_whole(row, first, tile, FORMATS.block_columns)
         if FORMATS.shares_rows:

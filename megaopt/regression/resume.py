@@ -24,6 +24,7 @@ def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
     return {
         "model": repr(config.model),
         "optimizer": repr(config.optimizer),
+        "float8": repr(config.float8),
         "variant": repr(variant),
         "seed": config.seed,
         "batch_size": config.batch_size,
@@ -56,6 +57,28 @@ def load_trainer(path: Path, config: RunConfig, variant: Variant, trainer: Train
                 f"but the config's is {value}"
             )
     trainer.load_state_dict(payload["trainer"])
+
+
+def pack_snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    """For a file or a pipe: integers with their dtype's name, so that no bit is touched."""
+    return {
+        name: {
+            kind: (str(tensor.dtype), as_integers(tensor).cpu().numpy())
+            for kind, tensor in kinds.items()
+        }
+        for name, kinds in snapshot.items()
+    }
+
+
+def unpack_snapshot(packed: dict[str, Any], device: torch.device) -> Snapshot:
+    """What `pack_snapshot` packed, onto a device."""
+    return {
+        name: {
+            kind: torch.from_numpy(array).to(device).view(getattr(torch, dtype.removeprefix("torch.")))
+            for kind, (dtype, array) in kinds.items()
+        }
+        for name, kinds in packed.items()
+    }
 
 
 def save_result(path: Path, losses: list[float], snapshot: Snapshot) -> None:

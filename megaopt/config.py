@@ -151,7 +151,7 @@ class UnfusedVariant(Baseline):
 
     @property
     def recipe_misfit(self) -> tuple[str, object, str] | None:
-        """The key, its value and what is allowed, where a recipe and this variant do not go together."""
+        """The key, its value and what is allowed, where no recipe goes with this variant."""
         even = self.rounding == "nearest_even"
         return None if even else ("rounding", self.rounding, "'nearest_even' under [float8]")
 
@@ -215,7 +215,7 @@ class FusedVariant:
 
     @property
     def recipe_misfit(self) -> tuple[str, object, str] | None:
-        """The key, its value and what is allowed, where a recipe and this variant do not go together."""
+        """The key, its value and what is allowed, where no recipe goes with this variant."""
         if self.masters == "remainders":
             return "masters", self.masters, "'created' or 'external' under [float8]"
         if self.layout != "whole":
@@ -233,10 +233,11 @@ VARIANT_KINDS: dict[str, type[Any]] = {
 
 def with_recipe(variant: Variant, recipe: Recipe) -> Variant:
     """The variant with fp8 weights by this recipe, which leads its name and its baseline's."""
-    names = {"name": f"{recipe}.{variant.name}"}
-    if variant.baseline is not None:
-        names["baseline"] = f"{recipe}.{variant.baseline}"
-    return dataclasses.replace(variant, recipe=recipe, **names)
+    name = f"{recipe}.{variant.name}"
+    if isinstance(variant, FusedVariant):
+        baseline = f"{recipe}.{variant.baseline}"
+        return dataclasses.replace(variant, recipe=recipe, name=name, baseline=baseline)
+    return dataclasses.replace(variant, recipe=recipe, name=name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,7 +365,7 @@ def _read_value(hint: Any, value: Any, key: str) -> Any:
     """Checks one value against its field's type; an integer may stand for a float."""
     if get_origin(hint) in (Union, types.UnionType):
         # the optional types here are `int | None` and a table's, and TOML has no None
-        hint = next((each for each in get_args(hint) if each is not type(None)))
+        hint = next(each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is tuple:
         element = get_args(hint)[0]
         if get_origin(element) is Literal:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from megaopt.config import FusedVariant, RunConfig
-from megaopt.regression.compare import find_mismatch, loss_bits
-from megaopt.regression.resume import pack_snapshot, unpack_snapshot
+from megaopt.regression.compare import as_integers, find_mismatch, from_integers, loss_bits
 from megaopt.regression.shards import ShardedWeights
 from megaopt.regression.variants import build_trainer_with
 from megaopt.training.determinism import deterministic
@@ -40,6 +40,25 @@ class Reply(NamedTuple):
 def variants_with_ranks(config: RunConfig) -> list[FusedVariant]:
     """Those that a crew trains."""
     return [run for run in config.runs if isinstance(run, FusedVariant) and run.ranks is not None]
+
+
+def pack(snapshot: Snapshot) -> dict[str, Any]:
+    """For a pipe: arrays of integers, beside their dtype's name."""
+    return {
+        name: {kind: (str(t.dtype), as_integers(t).cpu().numpy()) for kind, t in kinds.items()}
+        for name, kinds in snapshot.items()
+    }
+
+
+def unpack(packed: dict[str, Any], device: torch.device) -> Snapshot:
+    """What `pack` packed, onto a device."""
+    return {
+        name: {
+            kind: from_integers(torch.from_numpy(array), dtype, device)
+            for kind, (dtype, array) in kinds.items()
+        }
+        for name, kinds in packed.items()
+    }
 
 
 # --- in the processes
@@ -73,7 +92,9 @@ def _build_trainers(rank: int, config: RunConfig, device: torch.device) -> dict[
             config,
             variant,
             device,
-            lambda model, run, own: ShardedWeights(model, run.optimizer, own, groups[own.ranks]),  # type: ignore[index]
+            lambda model, run, own: ShardedWeights(
+                model, run.optimizer, own, groups[own.ranks or 0]
+            ),
         )
         for variant in variants
         if variant.ranks is not None and rank < variant.ranks
@@ -84,7 +105,7 @@ def _train(trainer: Trainer, batch: Batch) -> Reply:
     loss, owner = trainer.train_step(batch), trainer.owner
     assert isinstance(owner, ShardedWeights)
     gathered = owner.snapshot()
-    return Reply(loss, pack_snapshot(gathered if owner.rank == 0 else owner.weights()))
+    return Reply(loss, pack(gathered if owner.rank == 0 else owner.weights()))
 
 
 # --- beside the other variants
@@ -127,7 +148,8 @@ class Crew:
     ) -> None:
         for process, connection in zip(self._processes, self._connections, strict=True):
             if error is None:
-                connection.send(None)
+                with suppress(OSError):
+                    connection.send(None)
                 process.join()
             else:
                 process.terminate()  # it may wait for another rank
@@ -138,7 +160,8 @@ class Crew:
         """Lets all variants train on a batch; returns at once."""
         self._replies = []
         for connection in self._connections:
-            connection.send([tensor.numpy() for tensor in batch])
+            with suppress(OSError):  # of a process that has ended: `replies` says so
+                connection.send([tensor.numpy() for tensor in batch])
 
     def replies(self, name: str) -> list[Reply]:
         """What a variant's ranks tell of the step; waits for them.
@@ -151,18 +174,24 @@ class Crew:
         return [replies[name] for replies in self._replies if name in replies]
 
     def _receive(self) -> list[dict[str, Reply]]:
-        received: dict[Any, dict[str, Reply]] = {}
+        received: dict[int, dict[str, Reply]] = {}
         while len(received) < len(self._connections):
-            for ready in wait([each for each in self._connections if each not in received]):
-                try:
-                    reply = ready.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    reply = "it ended"
-                if isinstance(reply, str):
-                    rank = self._connections.index(ready)  # type: ignore[arg-type]
-                    raise RankError(f"rank {rank} failed: {reply[-2000:].strip()}")
-                received[ready] = reply
-        return [received[connection] for connection in self._connections]
+            missing = {c: r for r, c in enumerate(self._connections) if r not in received}
+            # whoever is first: one that failed lets the others wait
+            for ready in wait(list(missing)):
+                rank = missing[cast("Connection", ready)]
+                received[rank] = self._take(rank)
+        return [replies for _, replies in sorted(received.items())]
+
+    def _take(self, rank: int) -> dict[str, Reply]:
+        try:
+            reply = self._connections[rank].recv()
+        except (EOFError, OSError):
+            reply = "its process ended"
+        if isinstance(reply, str):
+            raise RankError(f"rank {rank} failed: {reply[-2000:].strip()}")
+        taken: dict[str, Reply] = reply
+        return taken
 
 
 class CrewTrainer:
@@ -183,9 +212,9 @@ class CrewTrainer:
     def train_step(self, batch: Batch) -> float:
         """The loss of the step that `Crew.begin` began with the batch."""
         first, *others = self.crew.replies(self.name)
-        self._snapshot = unpack_snapshot(first.packed, self.crew.device)
+        self._snapshot = unpack(first.packed, self.crew.device)
         for other in others:
-            theirs = unpack_snapshot(other.packed, self.crew.device)
+            theirs = unpack(other.packed, self.crew.device)
             snapshot = {name: {**kinds, **theirs[name]} for name, kinds in self._snapshot.items()}
             if find_mismatch(snapshot, self._snapshot) is not None:
                 self._snapshot = snapshot

@@ -52,8 +52,8 @@ def block_amax(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The largest magnitude of each block of a matrix; blocks at the edges may be smaller."""
     rows, columns = (-size % length for size, length in zip(values.shape, block, strict=True))
     padded = functional.pad(values.float().abs(), (0, columns, 0, rows))
-    by_rows = padded.unflatten(0, (-1, block[0])).amax(1)
-    return by_rows.unflatten(1, (-1, block[1])).amax(2)
+    by_rows = padded.view(-1, block[0], padded.shape[1]).amax(1)
+    return by_rows.view(len(by_rows), -1, block[1]).amax(2)
 
 
 def scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ def fake_quantize_model(model: nn.Module, recipe: str, scaled_matmul: bool) -> N
     for name, layer in list(model.named_modules()):
         if in_a_block(name, layer):
             owner, _, own_name = name.rpartition(".")
-            made = FakeQuantizedLinear(layer.weight, recipe, scaled_matmul)  # type: ignore[arg-type]
+            made = FakeQuantizedLinear(layer.weight, recipe, scaled_matmul)
             setattr(model.get_submodule(owner), own_name, made)
 
 

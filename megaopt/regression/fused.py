@@ -26,8 +26,8 @@ class Piece:
     """Name of the parameter in the model."""
     source: nn.Parameter
     """The model's parameter."""
-    tensor: nn.Parameter
-    """The parameter itself, or a view of elements start to stop of its memory."""
+    tensor: torch.Tensor
+    """The parameter itself, or a view, or shard, of elements start to stop of its memory."""
     start: int
     stop: int
 
@@ -59,7 +59,7 @@ def unaligned_pieces(name: str, parameter: nn.Parameter) -> Iterator[Piece]:
 
 def group_pieces(pieces: list[Piece], config: OptimizerConfig, ways: int) -> list[dict[str, Any]]:
     """Param groups: pieces that decay and pieces that do not, each kind dealt out `ways` ways."""
-    groups: dict[tuple[float, int], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, int], list[torch.Tensor]] = {}
     for number, piece in enumerate(pieces):
         key = (weight_decay_of(piece.source, config), number % ways)
         groups.setdefault(key, []).append(piece.tensor)

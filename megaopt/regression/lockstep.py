@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from megaopt.regression.variants import build_trainer
 from megaopt.training.text import Batches
 from megaopt.training.trainer import Snapshot, Trainer
 
+PROCESSES = 2
+"""How many resumed variants continue at a time."""
+
 
 class Lane:
     """One variant under way: its trainer, its losses, and its first difference, if any."""
@@ -38,6 +42,11 @@ class Lane:
         self.difference: Difference | None = None
         self.final: Snapshot = {}
         self.sha256: dict[str, str] = {}
+
+    @property
+    def short_name(self) -> str:
+        """The variant's name in the config, without its recipe."""
+        return self.variant.name.removeprefix(f"{self.variant.recipe}.")
 
     @property
     def is_compared(self) -> bool:
@@ -137,9 +146,10 @@ class Regression:
                 self._stop_lanes_to_resume(step)
                 on_step(step)
         self._finish_lanes()
+        resumed = [lane for lane in self.lanes if lane.variant.resume_after is not None]
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            list(pool.map(self._resume, resumed))
         for lane in self.lanes:
-            if lane.variant.resume_after is not None:
-                self._resume(lane)
             lane.sha256 = hash_snapshot(lane.final)
 
     def _train_step(self, step: int) -> None:
@@ -151,7 +161,7 @@ class Regression:
             if lane.trainer is None:
                 continue
             lane.losses.append(lane.trainer.train_step(batch))
-            if step == self.perturb and lane.variant is self.perturbed:
+            if step == self.perturb and lane.variant == self.perturbed:
                 flip_master_bit(lane.trainer)
 
     def _compare_step(self, step: int) -> None:
@@ -200,8 +210,9 @@ def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
     require(1 <= step <= config.steps, "perturb", step, f"a step, 1 to {config.steps}")
     for variant in config.runs:
         stops = variant.resume_after is not None and variant.resume_after < step
-        fused = isinstance(variant, FusedVariant) and variant.ranks is None
-        if fused and variant.masters != "remainders" and not stops:
+        if not isinstance(variant, FusedVariant) or variant.ranks is not None or stops:
+            continue
+        if variant.masters != "remainders":
             return variant
     raise ConfigError(
         f"perturb = {step!r} is not allowed: no fused variant of {config.name} that holds fp32 "

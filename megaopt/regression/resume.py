@@ -11,7 +11,7 @@ import torch
 
 from megaopt import checkpoint
 from megaopt.config import ConfigError, RunConfig, Variant
-from megaopt.regression.compare import as_integers
+from megaopt.regression.compare import as_integers, from_integers
 from megaopt.training.trainer import Snapshot, Trainer
 
 
@@ -59,28 +59,6 @@ def load_trainer(path: Path, config: RunConfig, variant: Variant, trainer: Train
     trainer.load_state_dict(payload["trainer"])
 
 
-def pack_snapshot(snapshot: Snapshot) -> dict[str, Any]:
-    """For a file or a pipe: integers with their dtype's name, so that no bit is touched."""
-    return {
-        name: {
-            kind: (str(tensor.dtype), as_integers(tensor).cpu().numpy())
-            for kind, tensor in kinds.items()
-        }
-        for name, kinds in snapshot.items()
-    }
-
-
-def unpack_snapshot(packed: dict[str, Any], device: torch.device) -> Snapshot:
-    """What `pack_snapshot` packed, onto a device."""
-    return {
-        name: {
-            kind: torch.from_numpy(array).to(device).view(getattr(torch, dtype.removeprefix("torch.")))
-            for kind, (dtype, array) in kinds.items()
-        }
-        for name, kinds in packed.items()
-    }
-
-
 def save_result(path: Path, losses: list[float], snapshot: Snapshot) -> None:
     """Writes what a continued run hands back; tensors as integers, so that no bit is touched."""
     tensors = {
@@ -97,8 +75,7 @@ def load_result(path: Path, device: torch.device) -> tuple[list[float], Snapshot
     payload = checkpoint.load(path)
     snapshot = {
         name: {
-            kind: tensor.to(device).view(getattr(torch, dtype.removeprefix("torch.")))
-            for kind, (dtype, tensor) in kinds.items()
+            kind: from_integers(tensor, dtype, device) for kind, (dtype, tensor) in kinds.items()
         }
         for name, kinds in payload["tensors"].items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,10 +111,9 @@ class ShardedWeights:
         mine = torch.nn.functional.pad(own, (0, max(sizes) - len(own)))
         dist.all_gather(received, mine, group=self.group)
         for places, data in zip(parts, received, strict=True):
-            lengths = [place.numel() for place in places]
-            pieces = data[: sum(lengths)].split(lengths)
-            for place, piece in zip(places, pieces, strict=True):
-                place.copy_(piece)
+            for place in places:
+                place.copy_(data[: place.numel()])
+                data = data[place.numel() :]
 
     def _parts(self, whole: dict[str, torch.Tensor], rank: int) -> list[torch.Tensor]:
         """The bytes of a rank's shards, views."""
@@ -122,6 +122,14 @@ class ShardedWeights:
             as_bytes(tensor[bounds[name][rank] : bounds[name][rank + 1]])
             for name, tensor in whole.items()
         ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """FusedAdam's own, of this rank's shards."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """FusedAdam's own, exact to the bit."""
+        self.optimizer.load_state_dict(state_dict)
 
     def weights(self) -> Snapshot:
         """The weights, as this rank has them."""

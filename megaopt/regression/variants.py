@@ -7,7 +7,14 @@ from typing import TypeVar
 
 import torch
 
-from megaopt.config import ConfigError, FusedVariant, PeerVariant, RunConfig, UnfusedVariant, Variant
+from megaopt.config import (
+    ConfigError,
+    FusedVariant,
+    PeerVariant,
+    RunConfig,
+    UnfusedVariant,
+    Variant,
+)
 from megaopt.regression.float8 import FakeQuantizedAdam, fake_quantize_model, quantize_model
 from megaopt.regression.fused import FusedWeights
 from megaopt.regression.peer import PeerWeights

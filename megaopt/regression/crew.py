@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from megaopt.config import FusedVariant, RunConfig
+from megaopt.config import ConfigError, FusedVariant, RunConfig
 from megaopt.regression.compare import as_integers, find_mismatch, from_integers, loss_bits
 from megaopt.regression.shards import ShardedWeights
 from megaopt.regression.variants import build_trainer_with
@@ -78,8 +78,9 @@ def _serve(
                 batch = torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1])
                 parent.send({name: _train(each, batch) for name, each in trainers.items()})
             dist.destroy_process_group()
-    except Exception:
-        parent.send(traceback.format_exc())
+    except Exception as error:
+        expected = isinstance(error, ConfigError)
+        parent.send(str(error) if expected else traceback.format_exc())
 
 
 def _build_trainers(rank: int, config: RunConfig, device: torch.device) -> dict[str, Trainer]:

@@ -127,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     choose_triton_mode()
     from megaopt.checkpoint import CheckpointError
     from megaopt.config import ConfigError
+    from megaopt.regression.crew import RankError
     from megaopt.regression.resume import ResumeError
     from megaopt.training.text import CorpusError
 
@@ -135,6 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as leaving:
         # tyro's way to end: 0 after --help, 2 after an argument that it refuses
         return leaving.code if isinstance(leaving.code, int) else BAD_INPUT
-    except (ConfigError, CheckpointError, CorpusError, ResumeError, OSError) as error:
+    except (ConfigError, CheckpointError, CorpusError, RankError, ResumeError, OSError) as error:
         print(f"megaopt: {error}", file=sys.stderr)
         return BAD_INPUT

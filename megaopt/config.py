@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,9 @@ TOML_MODULE = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 tomllib: Any = importlib.import_module(TOML_MODULE)
 
 T = TypeVar("T")
+
+DERIVED = {"derived": True}
+"""Metadata of a field that no file sets."""
 
 
 class ConfigError(ValueError):
@@ -97,6 +100,26 @@ class OptimizerConfig:
         return self.learning_rate * step / self.warmup_steps
 
 
+Recipe = Literal["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
+"""Names in megaopt.float8.RECIPES, which is not imported to read a file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Float8Config:
+    """Which linear layers have fp8 weights: all, with every variant once for each recipe."""
+
+    recipes: tuple[Recipe, ...]
+    """At least one, each once."""
+    scaled_matmul: bool = False
+    """Layers with a scale per tensor quantize their input too and multiply in fp8; sizes are then
+    multiples of 16."""
+
+    def __post_init__(self) -> None:
+        require(len(self.recipes) > 0, "recipes", [], "at least one recipe")
+        for recipe in self.recipes:
+            require(self.recipes.count(recipe) == 1, "recipes", recipe, "each recipe once")
+
+
 class Baseline:
     """A variant that others are compared with."""
 
@@ -123,6 +146,14 @@ class UnfusedVariant(Baseline):
     """Which of the kinds of variant this is."""
     rounding: Literal["nearest_even", "nearest_away"] = "nearest_even"
     """How a master is rounded to its bf16 weight: where ties between two neighbours go."""
+    recipe: Recipe | None = field(default=None, metadata=DERIVED)
+    """Under [float8]: how bf16 weights are cast to fp8 and back in the forward pass."""
+
+    @property
+    def recipe_misfit(self) -> tuple[str, object, str] | None:
+        """The key, its value and what is allowed, where no recipe goes with this variant."""
+        even = self.rounding == "nearest_even"
+        return None if even else ("rounding", self.rounding, "'nearest_even' under [float8]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +166,13 @@ class PeerVariant(Baseline):
     """Which of the kinds of variant this is."""
     library: Literal["transformer_engine"]
     """Whose optimizer trains; it must be installed, and the device be an NVIDIA GPU."""
+    recipe: Recipe | None = field(default=None, metadata=DERIVED)
+    """None."""
+
+    @property
+    def recipe_misfit(self) -> tuple[str, object, str] | None:
+        """The key, its value and what is allowed: there are no peers for fp8 weights."""
+        return "kind", self.kind, "'unfused' or 'fused' under [float8]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,11 +195,32 @@ class FusedVariant:
     """The model's parameters, or two unaligned views of each, spread over four param groups."""
     resume_after: int | None = None
     """Step after which the run is saved and continued in a fresh process; None: never."""
+    ranks: int | None = None
+    """Processes that share the step: each has an uneven, unaligned part of every weight and its
+    state, and then gathers the others' weights. None: the step is of this process alone."""
+    recipe: Recipe | None = field(default=None, metadata=DERIVED)
+    """Under [float8]: how the weights of linear layers are kept in fp8."""
 
     def __post_init__(self) -> None:
         require(bool(self.baseline), "baseline", self.baseline, "the name of a baseline variant")
         if self.resume_after is not None:
             _require_at_least(self, 1, "resume_after")
+        if self.ranks is not None:
+            _require_at_least(self, 1, "ranks")
+            for key, allowed in (("masters", "created"), ("layout", "whole")):
+                value = getattr(self, key)
+                require(value == allowed, key, value, f"{allowed!r} with {self.ranks=}")
+            resume = self.resume_after
+            require(resume is None, "resume_after", resume, f"no such key with {self.ranks=}")
+
+    @property
+    def recipe_misfit(self) -> tuple[str, object, str] | None:
+        """The key, its value and what is allowed, where no recipe goes with this variant."""
+        if self.masters == "remainders":
+            return "masters", self.masters, "'created' or 'external' under [float8]"
+        if self.layout != "whole":
+            return "layout", self.layout, "'whole' under [float8], whose weights `ranks` cuts"
+        return None
 
 
 Variant = UnfusedVariant | PeerVariant | FusedVariant
@@ -170,6 +229,15 @@ VARIANT_KINDS: dict[str, type[Any]] = {
     "peer": PeerVariant,
     "fused": FusedVariant,
 }
+
+
+def with_recipe(variant: Variant, recipe: Recipe) -> Variant:
+    """The variant with fp8 weights by this recipe, which leads its name and its baseline's."""
+    name = f"{recipe}.{variant.name}"
+    if isinstance(variant, FusedVariant):
+        baseline = f"{recipe}.{variant.baseline}"
+        return dataclasses.replace(variant, recipe=recipe, name=name, baseline=baseline)
+    return dataclasses.replace(variant, recipe=recipe, name=name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,6 +260,8 @@ class RunConfig:
     """The model."""
     optimizer: OptimizerConfig
     """The hyper-parameters."""
+    float8: Float8Config | None = None
+    """fp8 weights; None: there are none."""
     variant: tuple[Variant, ...]
     """What is trained and compared; baselines first or last, as you like."""
 
@@ -203,6 +273,8 @@ class RunConfig:
         require(len(names) > 0, "variant", [], "at least one [[variant]]")
         for variant in self.variant:
             self._check_variant(variant, names, baselines)
+        if self.float8 is not None:
+            self._check_float8(self.float8)
 
     def _check_variant(self, variant: Variant, names: list[str], baselines: list[str]) -> None:
         named = re.fullmatch(r"[A-Za-z0-9_.-]+", variant.name) is not None
@@ -219,12 +291,33 @@ class RunConfig:
             key = f"{variant.name}.resume_after"
             require(inside, key, variant.resume_after, f"less than {self.steps=}")
 
-    def find_variant(self, name: str) -> Variant:
-        """The variant of that name; a `ConfigError` lists the names where there is none."""
+    def _check_float8(self, float8: Float8Config) -> None:
         for variant in self.variant:
+            if variant.recipe_misfit is not None:
+                key, value, allowed = variant.recipe_misfit
+                require(False, f"{variant.name}.{key}", value, allowed)
+        if float8.scaled_matmul:
+            width = self.model.width
+            allowed = "a multiple of 16 with float8.scaled_matmul = true"
+            require(width % 16 == 0, "model.width", width, allowed)
+
+    @property
+    def runs(self) -> tuple[Variant, ...]:
+        """What is trained: the variants; under [float8] for each recipe, as "recipe.variant"."""
+        if self.float8 is None:
+            return self.variant
+        return tuple(
+            with_recipe(variant, recipe)
+            for recipe in self.float8.recipes
+            for variant in self.variant
+        )
+
+    def find_variant(self, name: str) -> Variant:
+        """What is trained under that name; a `ConfigError` lists the names where there is none."""
+        for variant in self.runs:
             if variant.name == name:
                 return variant
-        names = ", ".join(variant.name for variant in self.variant)
+        names = ", ".join(variant.name for variant in self.runs)
         raise ConfigError(f"variant = {name!r} is not allowed: {self.name} has {names}")
 
 
@@ -252,12 +345,13 @@ def read_config(path: str | Path) -> RunConfig:
 
 def _read_table(cls: type[T], table: dict[str, Any], prefix: str) -> T:
     """Builds a dataclass from a TOML table; prefix is the table's own key with a trailing dot."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    everything = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields = {each.name: each for each in everything if not each.metadata.get("derived")}
     allowed = ", ".join(sorted(fields.keys() - {"name"} if not prefix else fields))
     for key, value in table.items():
         require(key in fields, prefix + key, value, f"unknown key; the keys are {allowed}")
-    for key, field in fields.items():
-        if field.default is dataclasses.MISSING and key not in table:
+    for key, each in fields.items():
+        if each.default is dataclasses.MISSING and key not in table:
             raise ConfigError(f"{prefix}{key} is missing")
     hints = get_type_hints(cls)
     values = {key: _read_value(hints[key], value, prefix + key) for key, value in table.items()}
@@ -269,7 +363,13 @@ def _read_table(cls: type[T], table: dict[str, Any], prefix: str) -> T:
 
 def _read_value(hint: Any, value: Any, key: str) -> Any:
     """Checks one value against its field's type; an integer may stand for a float."""
+    if get_origin(hint) in (Union, types.UnionType):
+        # the optional types here are `int | None` and a table's, and TOML has no None
+        hint = next(each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is tuple:
+        element = get_args(hint)[0]
+        if get_origin(element) is Literal:
+            return _read_list(element, value, key)
         return _read_variants(value, key)
     if dataclasses.is_dataclass(hint):
         require(isinstance(value, dict), key, value, "a table")
@@ -278,14 +378,17 @@ def _read_value(hint: Any, value: Any, key: str) -> Any:
         choices = get_args(hint)
         require(value in choices, key, value, f"one of {', '.join(map(repr, choices))}")
         return value
-    if get_origin(hint) in (Union, types.UnionType):
-        # the one optional type here is `int | None`, and TOML has no None
-        hint = get_args(hint)[0]
     if hint is float and type(value) is int:
         return float(value)
     # `type is` and not isinstance: in Python, True is an int
     require(type(value) is hint, key, value, f"a value of type {hint.__name__}")
     return value
+
+
+def _read_list(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
+    """Reads a list of values of one type."""
+    require(isinstance(value, list), key, value, "a list")
+    return tuple(_read_value(hint, each, f"{key}[{index}]") for index, each in enumerate(value))
 
 
 def _read_variants(value: Any, key: str) -> tuple[Any, ...]:

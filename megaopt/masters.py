@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megaopt.float8.batch import weight_of
 from megaopt.options import Options
 
 MasterWeights = bool | list[torch.Tensor | None] | None
@@ -43,7 +44,7 @@ def check_master_weights(
 def _check_master(
     master: torch.Tensor | None, param: torch.Tensor, where: str, options: Options
 ) -> None:
-    dtype = options.master_format(param.dtype, True).dtype
+    dtype = options.master_format(param.dtype, True, weight_of(param) is not None).dtype
     if dtype is None:
         if master is not None and not is_own_master(master, param):
             raise ValueError(f"{where}: an fp32 weight is its own master: None is allowed")

@@ -13,6 +13,7 @@ from megaopt import state_dict as state_dicts
 from megaopt.batches import MASTER, SCALE, Batch, Batches, check_grad, check_state, state_name
 from megaopt.capture import check_capture, check_captured_batches, check_device_numbers, to_device
 from megaopt.float8.batch import Float8Batch, extent_of, plan_formats, weight_of
+from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.backends import BACKENDS, default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
@@ -185,7 +186,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             return [None] * len(params)
         check_master_weights(masters, params, wheres, self.options)
         pairs = zip(masters, params, strict=True)
-        return [None if p.dtype == torch.float32 else master for master, p in pairs]
+        # an fp32 weight is its own master, unless it is kept in fp8
+        return [
+            None if p.dtype == torch.float32 and weight_of(p) is None else master
+            for master, p in pairs
+        ]
 
     # --- the step
 
@@ -510,14 +515,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if state_name == MASTER and not form.present:
             value = unscaled_state.to(param.device, torch.float32).reshape(param.shape)
+            self._set_weight(param, value)
             state[MASTER] = None
-            param.copy_(self._formats(param).weight.encode_reference(value))
             return
         external = not (self._master_weights is None or isinstance(self._master_weights, bool))
         if state_name == MASTER and state.get(MASTER) is None and external:
             params, _, wheres = self._flat()
             state[MASTER] = self._external(params, wheres)[self._index(param, params)]
         set_unscaled(state, state_name, unscaled_state, form, param)
+
+    def _set_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(param, Float8Weight):
+            param.quantize_(value)
+        elif weight_of(param) is not None:
+            params, _, wheres = self._flat()
+            raise ValueError(
+                f"{wheres[self._index(param, params)]}: {MASTER!r} is not allowed for a "
+                "Float8Shard without a master: its codes go by the values of all ranks; "
+                "quantize_ sets the whole weight"
+            )
+        else:
+            param.copy_(self._formats(param).weight.encode_reference(value))
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.

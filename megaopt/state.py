@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megaopt.batches import MASTER, SCALE, state_name
-from megaopt.float8.batch import cast_of, first_master
+from megaopt.float8.batch import cast_of, dequantized, first_master
 from megaopt.kernels.formats import GRADS, WEIGHTS, Format
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
@@ -42,7 +42,7 @@ def complete(
     """Adds to `state` what is missing: zero moments, and the master, external or made here.
 
     A master made here starts as the weight's own value, which every format holds exactly or, fp16
-    with a scale, to its precision.
+    with a scale, to its precision; that of fp8 as what the weight was made from, if that is kept.
     """
     for slot in ("first", "second"):
         name = state_name(slot, rule.moments)
@@ -56,7 +56,7 @@ def complete(
     elif not formats.master.present:
         state[MASTER] = None
     elif state.get(MASTER) is None:
-        value = value_of(weight, formats)
+        value = first_master(weight) if formats.cast else value_of(weight, formats)
         if formats.master.joined:  # the weight stays as it is
             state[MASTER] = formats.master.encode_reference(value)[1]
         else:
@@ -64,8 +64,8 @@ def complete(
 
 
 def value_of(weight: torch.Tensor, formats: Formats) -> torch.Tensor:
-    """The fp32 value of a weight without a master; of fp8 what it was made from, if kept."""
-    return first_master(weight) if formats.cast else formats.weight.decode_reference(weight)
+    """The fp32 value of a weight without a master; of fp8 what its codes stand for."""
+    return dequantized(weight) if formats.cast else formats.weight.decode_reference(weight)
 
 
 def get_unscaled(state: State, name: str, form: Format, weight: torch.Tensor) -> torch.Tensor:

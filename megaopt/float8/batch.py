@@ -57,7 +57,17 @@ def first_master(param: torch.Tensor) -> torch.Tensor:
     weight = weight_of(param)
     assert weight is not None
     values = weight.high_precision_initial_value()
-    whole = weight.dequantize() if values is None else values
+    return _part(weight.dequantize() if values is None else values, param)
+
+
+def dequantized(param: torch.Tensor) -> torch.Tensor:
+    """The fp32 values that a parameter's codes stand for."""
+    weight = weight_of(param)
+    assert weight is not None
+    return _part(weight.dequantize(), param)
+
+
+def _part(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     start = extent_of(param).start
     return whole.flatten()[start : start + param.numel()].view(param.shape).float()
 
@@ -95,7 +105,7 @@ class Float8Batch(Batch):
         own = super().buffers(grads)
         own["weight"] = [codes_of(param) for param in self.params]
         if not self.formats.master.present:
-            own["master"] = [first_master(param).flatten() for param in self.params]
+            own["master"] = [dequantized(param).flatten() for param in self.params]
         return own
 
     def _beside(self) -> Buffers:

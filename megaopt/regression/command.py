@@ -76,23 +76,36 @@ def _run(regression: Regression, console: Console) -> None:
         regression.run(lambda step: progress.update(task, completed=step))
 
 
-def _row(lane: Lane) -> tuple[str, str, str, str, str]:
+def _row(lane: Lane) -> tuple[str, ...]:
+    """Variant, baseline, final loss, whether they are identical, the first difference."""
     loss = f"{lane.losses[-1]:.9g}"
     if lane.baseline is None:
-        return lane.variant.name, "", loss, "", ""
+        return lane.short_name, "", loss, "", ""
     found = lane.difference
     where = "" if found is None else f"step {found.step}: {found.tensor}[{found.index}]"
     identical = "[green]yes[/]" if found is None else "[red]no[/]"
-    return lane.variant.name, lane.baseline.variant.name, loss, identical, where
+    return lane.short_name, lane.baseline.short_name, loss, identical, where
+
+
+def _table(regression: Regression) -> Table:
+    """A row for each lane; under [float8] a section for each recipe."""
+    table = Table(title=f"{regression.config.name}: {regression.config.steps} steps")
+    recipes = [lane.variant.recipe for lane in regression.lanes]
+    with_recipes = regression.config.float8 is not None
+    names = ("recipe", "variant", "baseline", "final loss", "identical")
+    for name in names if with_recipes else names[1:]:
+        table.add_column(name, no_wrap=True)
+    table.add_column("first difference", overflow="fold")
+    for lane, recipe, following in zip(
+        regression.lanes, recipes, [*recipes[1:], None], strict=True
+    ):
+        leading = (recipe or "",) if with_recipes else ()
+        table.add_row(*leading, *_row(lane), end_section=recipe != following)
+    return table
 
 
 def _report(regression: Regression, folder: Path, console: Console) -> int:
-    table = Table(title=f"{regression.config.name}: {regression.config.steps} steps")
-    for column in ("variant", "baseline", "final loss", "identical"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("first difference", overflow="fold")
-    for lane in regression.lanes:
-        table.add_row(*_row(lane))
+    table = _table(regression)
     console.print(table)
     console.print(f"record and picture: {folder}", soft_wrap=True, highlight=False)
     difference = regression.first_difference()

@@ -53,6 +53,11 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(INTEGER_OF_SIZE[tensor.element_size()])
 
 
+def from_integers(integers: torch.Tensor, dtype: str, device: torch.device) -> torch.Tensor:
+    """What `as_integers` made of a tensor of that dtype, by its name ("torch.float32"); moved."""
+    return integers.to(device).view(getattr(torch, dtype.removeprefix("torch.")))
+
+
 def hexadecimal(tensor: torch.Tensor, index: int) -> str:
     """The bit pattern of one element, by flat index."""
     width = 8 * tensor.element_size()

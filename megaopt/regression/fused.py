@@ -11,6 +11,8 @@ from torch import nn
 
 from megaopt import FusedAdam
 from megaopt.config import FusedVariant, OptimizerConfig
+from megaopt.float8 import Float8Weight
+from megaopt.regression.float8 import initial_master, weight_tensors
 from megaopt.training.trainer import Snapshot, weight_decay_of
 
 STATE_KINDS = ("master_param", "exp_avg", "exp_avg_sq")
@@ -24,8 +26,8 @@ class Piece:
     """Name of the parameter in the model."""
     source: nn.Parameter
     """The model's parameter."""
-    tensor: nn.Parameter
-    """The parameter itself, or a view of elements start to stop of its memory."""
+    tensor: torch.Tensor
+    """The parameter itself, or a view, or shard, of elements start to stop of its memory."""
     start: int
     stop: int
 
@@ -57,11 +59,31 @@ def unaligned_pieces(name: str, parameter: nn.Parameter) -> Iterator[Piece]:
 
 def group_pieces(pieces: list[Piece], config: OptimizerConfig, ways: int) -> list[dict[str, Any]]:
     """Param groups: pieces that decay and pieces that do not, each kind dealt out `ways` ways."""
-    groups: dict[tuple[float, int], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, int], list[torch.Tensor]] = {}
     for number, piece in enumerate(pieces):
         key = (weight_decay_of(piece.source, config), number % ways)
         groups.setdefault(key, []).append(piece.tensor)
     return [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig, variant: FusedVariant
+) -> FusedAdam:
+    """FusedAdam as a config and a variant say."""
+    remainders = variant.masters == "remainders"
+    return FusedAdam(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        dtype=None if remainders else torch.float32,
+        master_weights=True if remainders else None,
+        store_param_remainders=remainders,
+        bias_correction=config.bias_correction,
+        adam_w_mode=config.adam_w_mode,
+        contract=variant.contract,
+        backend=variant.backend,
+    )
 
 
 class FusedWeights:
@@ -73,29 +95,10 @@ class FusedWeights:
         self.names = [name for name, _ in model.named_parameters()]
         self.pieces = [p for item in model.named_parameters() for p in split(*item)]
         groups = group_pieces(self.pieces, config, ways=2 if in_views else 1)
-        self.optimizer = self._build_optimizer(groups, config, variant)
+        self.optimizer = build_optimizer(groups, config, variant)
         self.external_masters: list[torch.Tensor | None] | None = None
         if variant.masters == "external":
             self._hand_over_masters()
-
-    @staticmethod
-    def _build_optimizer(
-        groups: list[dict[str, Any]], config: OptimizerConfig, variant: FusedVariant
-    ) -> FusedAdam:
-        remainders = variant.masters == "remainders"
-        return FusedAdam(
-            groups,
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            dtype=None if remainders else torch.float32,
-            master_weights=True if remainders else None,
-            store_param_remainders=remainders,
-            bias_correction=config.bias_correction,
-            adam_w_mode=config.adam_w_mode,
-            contract=variant.contract,
-            backend=variant.backend,
-        )
 
     def _parameters_in_group_order(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -103,7 +106,7 @@ class FusedWeights:
     def _hand_over_masters(self) -> None:
         """Assigns masters of our own after construction, as Megatron does."""
         self.external_masters = [
-            None if parameter.dtype == torch.float32 else parameter.detach().float()
+            None if parameter.dtype == torch.float32 else initial_master(parameter)
             for parameter in self._parameters_in_group_order()
         ]
         self.optimizer.master_weights = self.external_masters
@@ -140,7 +143,7 @@ class FusedWeights:
         result: Snapshot = {}
         for name, pieces in pieces_of.items():
             source = pieces[0].source.detach()
-            result[name] = {"weight": source}
+            result[name] = weight_tensors(source)
             for kind in STATE_KINDS:
                 parts = [self._state_of(piece, kind) for piece in pieces]
                 tensors = [part.reshape(-1) for part in parts if part is not None]
@@ -150,8 +153,12 @@ class FusedWeights:
         return result
 
     def flip_master_bit(self) -> None:
-        """Flips the lowest mantissa bit of one element in the middle of the first fp32 master."""
-        for piece in self.pieces:
+        """Flips the lowest mantissa bit of one element in the middle of the first fp32 master.
+
+        An fp8 weight's, where there is one.
+        """
+        plain_last = sorted(self.pieces, key=lambda p: not isinstance(p.source, Float8Weight))
+        for piece in plain_last:
             master = self.optimizer.state[piece.tensor]["master_param"]
             if master is not None and master.dtype == torch.float32:
                 bits = master.view(torch.int32).view(-1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,24 +18,35 @@ from megaopt.regression.compare import (
     hash_snapshot,
     loss_bits,
 )
+from megaopt.regression.crew import Crew, CrewTrainer, variants_with_ranks
 from megaopt.regression.fused import FusedWeights
 from megaopt.regression.resume import continue_in_fresh_process, save_trainer
 from megaopt.regression.variants import build_trainer
 from megaopt.training.text import Batches
 from megaopt.training.trainer import Snapshot, Trainer
 
+PROCESSES = 2
+"""How many resumed variants continue at a time."""
+
 
 class Lane:
     """One variant under way: its trainer, its losses, and its first difference, if any."""
 
-    def __init__(self, variant: Variant, trainer: Trainer, baseline: Lane | None) -> None:
+    def __init__(
+        self, variant: Variant, trainer: Trainer | CrewTrainer, baseline: Lane | None
+    ) -> None:
         self.variant = variant
-        self.trainer: Trainer | None = trainer
+        self.trainer: Trainer | CrewTrainer | None = trainer
         self.baseline = baseline
         self.losses: list[float] = []
         self.difference: Difference | None = None
         self.final: Snapshot = {}
         self.sha256: dict[str, str] = {}
+
+    @property
+    def short_name(self) -> str:
+        """The variant's name in the config, without its recipe."""
+        return self.variant.name.removeprefix(f"{self.variant.recipe}.")
 
     @property
     def is_compared(self) -> bool:
@@ -102,38 +115,53 @@ class Regression:
         self.device = device
         self.perturb = perturb
         self.perturbed = None if perturb is None else _variant_to_perturb(config, perturb)
+        self.crew = Crew(config, device, folder) if variants_with_ranks(config) else None
         self.lanes = self._build_lanes()
 
     def _build_lanes(self) -> list[Lane]:
         # baselines first: whoever is compared with one needs to know it
-        variants = sorted(self.config.variant, key=lambda variant: variant.baseline is not None)
+        variants = sorted(self.config.runs, key=lambda variant: variant.baseline is not None)
         lanes: dict[str, Lane] = {}
         for variant in variants:
             baseline = None if variant.baseline is None else lanes[variant.baseline]
-            trainer = build_trainer(self.config, variant, self.device)
-            lanes[variant.name] = Lane(variant, trainer, baseline)
-        return [lanes[variant.name] for variant in self.config.variant]
+            lanes[variant.name] = Lane(variant, self._build_trainer(variant), baseline)
+        return [lanes[variant.name] for variant in self.config.runs]
+
+    def _build_trainer(self, variant: Variant) -> Trainer | CrewTrainer:
+        if self.crew is not None and isinstance(variant, FusedVariant) and variant.ranks:
+            return CrewTrainer(variant.name, self.crew)
+        return build_trainer(self.config, variant, self.device)
 
     def run(self, on_step: Callable[[int], None]) -> None:
-        """Trains and compares all lanes; calls on_step with the number of each finished step."""
-        for step in range(1, self.config.steps + 1):
-            self._train_step(step)
-            self._compare_step(step)
-            self._stop_lanes_to_resume(step)
-            on_step(step)
+        """Trains and compares all lanes; calls on_step with the number of each finished step.
+
+        Raises:
+            RankError: a process of a variant with ranks failed.
+            ResumeError: the fresh process of a resumed variant failed.
+        """
+        with self.crew or nullcontext():
+            for step in range(1, self.config.steps + 1):
+                self._train_step(step)
+                self._compare_step(step)
+                self._stop_lanes_to_resume(step)
+                on_step(step)
         self._finish_lanes()
+        resumed = [lane for lane in self.lanes if lane.variant.resume_after is not None]
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            list(pool.map(self._resume, resumed))
         for lane in self.lanes:
-            if lane.variant.resume_after is not None:
-                self._resume(lane)
             lane.sha256 = hash_snapshot(lane.final)
 
     def _train_step(self, step: int) -> None:
         batch = self.batches.at(step)
-        for lane in self.lanes:
+        if self.crew is not None:
+            self.crew.begin(batch)
+        # the crew's last: until then its processes train beside this one
+        for lane in sorted(self.lanes, key=lambda lane: isinstance(lane.trainer, CrewTrainer)):
             if lane.trainer is None:
                 continue
             lane.losses.append(lane.trainer.train_step(batch))
-            if step == self.perturb and lane.variant is self.perturbed:
+            if step == self.perturb and lane.variant == self.perturbed:
                 flip_master_bit(lane.trainer)
 
     def _compare_step(self, step: int) -> None:
@@ -151,6 +179,7 @@ class Regression:
     def _stop_lanes_to_resume(self, step: int) -> None:
         for lane in self.lanes:
             if lane.trainer is not None and lane.variant.resume_after == step:
+                assert isinstance(lane.trainer, Trainer)
                 save_trainer(self._checkpoint(lane), self.config, lane.variant, lane.trainer)
                 lane.trainer = None
 
@@ -179,9 +208,11 @@ class Regression:
 
 def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
     require(1 <= step <= config.steps, "perturb", step, f"a step, 1 to {config.steps}")
-    for variant in config.variant:
+    for variant in config.runs:
         stops = variant.resume_after is not None and variant.resume_after < step
-        if isinstance(variant, FusedVariant) and variant.masters != "remainders" and not stops:
+        if not isinstance(variant, FusedVariant) or variant.ranks is not None or stops:
+            continue
+        if variant.masters != "remainders":
             return variant
     raise ConfigError(
         f"perturb = {step!r} is not allowed: no fused variant of {config.name} that holds fp32 "
@@ -189,7 +220,7 @@ def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
     )
 
 
-def flip_master_bit(trainer: Trainer) -> None:
+def flip_master_bit(trainer: Trainer | CrewTrainer) -> None:
     """Flips one bit of one master, so that a user sees the difference caught."""
     if not isinstance(trainer.owner, FusedWeights):
         raise TypeError(f"trainer.owner = {trainer.owner!r}: only FusedAdam is perturbed")

@@ -25,13 +25,11 @@ def _draw_losses(axes: Any, baselines: Sequence[Lane], variants: Sequence[Lane])
     for number, lane in enumerate(baselines):
         colour = BASELINE_COLOURS[number % len(BASELINE_COLOURS)]
         steps = range(1, len(lane.losses) + 1)
-        label = f"{lane.variant.name} (baseline)"
+        label = f"{lane.short_name} (baseline)"
         # the later baseline is the narrower, so that both show where they coincide
         axes.plot(steps, lane.losses, color=colour, linewidth=6 - 3 * min(number, 1), label=label)
     for number, lane in enumerate(variants):
         axes.plot(range(1, len(lane.losses) + 1), lane.losses, **_style(number, lane, variants))
-    axes.set_ylabel("loss (nats per byte)")
-    axes.set_title("Loss of every variant", loc="left")
 
 
 def _style(number: int, lane: Lane, variants: Sequence[Lane]) -> dict[str, Any]:
@@ -44,7 +42,7 @@ def _style(number: int, lane: Lane, variants: Sequence[Lane]) -> dict[str, Any]:
         "markeredgewidth": 0.7,
         "linewidth": 0.9,
         "markevery": (number * every // max(1, len(variants)), every),
-        "label": lane.variant.name,
+        "label": lane.short_name,
     }
 
 
@@ -59,9 +57,7 @@ def _draw_differences(axes: Any, variants: Sequence[Lane]) -> None:
         differences = _differences(lane)
         axes.plot(range(1, len(differences) + 1), differences, **_style(number, lane, variants))
     axes.axhline(0, color="#444444", linewidth=0.6, zorder=0)
-    axes.set_ylabel("variant - baseline")
     axes.set_xlabel("step")
-    axes.set_title(_summary(variants), loc="left")
     if all(lane.losses and not any(_differences(lane)) for lane in variants):
         _scale_to_one_unit(axes, variants)
 
@@ -81,32 +77,55 @@ def _scale_to_one_unit(axes: Any, variants: Sequence[Lane]) -> None:
     )  # fmt: skip
 
 
-def _summary(variants: Sequence[Lane]) -> str:
+def _summary(variants: Sequence[Lane], in_short: bool = False) -> str:
+    """What differs; in short for a narrow column."""
     different = [lane.difference for lane in variants if lane.difference is not None]
     if not variants:
         return "Nothing was compared"
+    if not different and in_short:
+        return "Difference: none, in any bit"
     if not different:
         return "Difference from the baseline: none, in any bit of any loss, weight or state"
     first = min(different, key=lambda difference: difference.step)
+    if in_short:
+        return f"Difference: first at step {first.step}"
     where = f"step {first.step}, {first.variant}, {first.tensor}"
     return f"Difference from the baseline: first at {where}"
 
 
-def draw_losses(path: Path, title: str, lanes: Sequence[Lane]) -> None:
-    """Writes the picture as PNG: loss curves above, differences from the baselines beneath."""
-    baselines = [lane for lane in lanes if lane.baseline is None]
-    variants = [lane for lane in lanes if lane.baseline is not None]
-    figure = Figure(figsize=(11, 7.5), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    _draw_losses(upper, baselines, variants)
-    _draw_differences(lower, variants)
+def _draw_column(upper: Any, lower: Any, lanes: Sequence[Lane]) -> None:
+    _draw_losses(upper, *_parted(lanes))
+    _draw_differences(lower, _parted(lanes)[1])
     for axes in (upper, lower):
         axes.grid(color="#E3E6EA", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
+
+
+def _parted(lanes: Sequence[Lane]) -> tuple[list[Lane], list[Lane]]:
+    """Baselines, and what is compared with them."""
+    baselines = [lane for lane in lanes if lane.baseline is None]
+    return baselines, [lane for lane in lanes if lane.baseline is not None]
+
+
+def draw_losses(path: Path, title: str, lanes: Sequence[Lane]) -> None:
+    """Writes the picture as PNG: loss curves above, differences from the baselines beneath.
+
+    Under [float8] in a column for each recipe.
+    """
+    recipes = list(dict.fromkeys(lane.variant.recipe for lane in lanes))
+    figure = Figure(figsize=(7 + 4 * len(recipes), 7.5), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(2, len(recipes), sharex=True, height_ratios=(2, 1), squeeze=False)
+    for recipe, upper, lower in zip(recipes, *rows, strict=True):
+        column = [lane for lane in lanes if lane.variant.recipe == recipe]
+        _draw_column(upper, lower, column)
+        single = len(recipes) == 1
+        upper.set_title("Loss of every variant" if single else f"Losses: {recipe}", loc="left")
+        lower.set_title(_summary(_parted(column)[1], in_short=not single), loc="left")
+    rows[0][0].set_ylabel("loss (nats per byte)")
+    rows[1][0].set_ylabel("variant - baseline")
     figure.suptitle(title, fontweight="bold")
-    figure.legend(
-        *upper.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=10
-    )
+    labels = rows[0][0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside right upper", frameon=False, fontsize=10)
     figure.savefig(path)

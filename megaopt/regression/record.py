@@ -32,6 +32,7 @@ def _lane_record(lane: Lane) -> dict[str, Any]:
     baseline = lane.variant.baseline
     difference = lane.difference
     return {
+        "recipe": lane.variant.recipe,
         "baseline": baseline,
         "identical": None if baseline is None else difference is None,
         "first_difference": None if difference is None else dataclasses.asdict(difference),

@@ -11,7 +11,7 @@ import torch
 
 from megaopt import checkpoint
 from megaopt.config import ConfigError, RunConfig, Variant
-from megaopt.regression.compare import as_integers
+from megaopt.regression.compare import as_integers, from_integers
 from megaopt.training.trainer import Snapshot, Trainer
 
 
@@ -24,6 +24,7 @@ def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
     return {
         "model": repr(config.model),
         "optimizer": repr(config.optimizer),
+        "float8": repr(config.float8),
         "variant": repr(variant),
         "seed": config.seed,
         "batch_size": config.batch_size,
@@ -74,8 +75,7 @@ def load_result(path: Path, device: torch.device) -> tuple[list[float], Snapshot
     payload = checkpoint.load(path)
     snapshot = {
         name: {
-            kind: tensor.to(device).view(getattr(torch, dtype.removeprefix("torch.")))
-            for kind, (dtype, tensor) in kinds.items()
+            kind: from_integers(tensor, dtype, device) for kind, (dtype, tensor) in kinds.items()
         }
         for name, kinds in payload["tensors"].items()
     }

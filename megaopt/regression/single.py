@@ -19,7 +19,7 @@ def _choose_variant(config: RunConfig, name: str | None) -> Variant:
     """The named variant, or else the first that FusedAdam trains."""
     if name is not None:
         return config.find_variant(name)
-    for variant in config.variant:
+    for variant in config.runs:
         if isinstance(variant, FusedVariant):
             return variant
     raise ConfigError(f"variant = None is not allowed: {config.name} has no fused variant")

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
-from megaopt.config import ConfigError, PeerVariant, RunConfig, UnfusedVariant, Variant
+from megaopt.config import (
+    ConfigError,
+    FusedVariant,
+    PeerVariant,
+    RunConfig,
+    UnfusedVariant,
+    Variant,
+)
+from megaopt.regression.float8 import FakeQuantizedAdam, fake_quantize_model, quantize_model
 from megaopt.regression.fused import FusedWeights
 from megaopt.regression.peer import PeerWeights
 from megaopt.regression.unfused import UnfusedAdam
 from megaopt.training.model import GPT, build_model
 from megaopt.training.trainer import Trainer, WeightOwner
+
+V = TypeVar("V", bound=Variant)
 
 
 def build_trainer(config: RunConfig, variant: Variant, device: torch.device) -> Trainer:
@@ -18,17 +31,38 @@ def build_trainer(config: RunConfig, variant: Variant, device: torch.device) -> 
     Raises:
         ConfigError: the variant cannot run here, its backend being absent, say.
     """
+    if isinstance(variant, FusedVariant) and variant.ranks is not None:
+        raise ConfigError(
+            f"variant = {variant.name!r} is not allowed: its {variant.ranks} ranks train in "
+            "`megaopt regress` only"
+        )
+    return build_trainer_with(config, variant, device, _build_owner)
+
+
+def build_trainer_with(
+    config: RunConfig,
+    variant: V,
+    device: torch.device,
+    build_owner: Callable[[GPT, RunConfig, V], WeightOwner],
+) -> Trainer:
+    """As build_trainer, of any variant, with the weights' owner as given."""
     model = build_model(config.model, config.seed, device)
+    scaled = config.float8 is not None and config.float8.scaled_matmul
+    if isinstance(variant, UnfusedVariant) and variant.recipe is not None:
+        fake_quantize_model(model, variant.recipe, scaled)
+    elif variant.recipe is not None:
+        quantize_model(model, variant.recipe)
     try:
-        owner = _build_owner(model, config, variant)
+        owner = build_owner(model, config, variant)
     except (ValueError, ImportError, RuntimeError) as error:
         raise ConfigError(f"variant = {variant.name!r} cannot run here: {error}") from error
-    return Trainer(model, owner, config.optimizer)
+    return Trainer(model, owner, config.optimizer, scaled)
 
 
 def _build_owner(model: GPT, config: RunConfig, variant: Variant) -> WeightOwner:
     if isinstance(variant, UnfusedVariant):
-        return UnfusedAdam(model, config.optimizer, variant)
+        kind = UnfusedAdam if variant.recipe is None else FakeQuantizedAdam
+        return kind(model, config.optimizer, variant)
     if isinstance(variant, PeerVariant):
         return PeerWeights(model, config.optimizer, variant)
     return FusedWeights(model, config.optimizer, variant)

@@ -7,11 +7,14 @@ from typing import Any, Protocol
 import torch
 
 from megaopt.config import OptimizerConfig
+from megaopt.float8 import scaled_matmul
 from megaopt.training.model import GPT
 
 Snapshot = dict[str, dict[str, torch.Tensor]]
 """Parameter name, in model order -> kind ("weight", "master_param", "exp_avg", "exp_avg_sq") ->
-tensor in the weight's shape. There is no master_param where an fp32 weight is its own master."""
+tensor in the weight's shape. There is no master_param where an fp32 weight is its own master.
+An fp8 weight has "codes", "scale_inv" (of its recipe's shape) and, with delayed scaling, "scale"
+and "amax_history" in the place of "weight"."""
 
 
 class WeightOwner(Protocol):
@@ -36,19 +39,30 @@ def weight_decay_of(parameter: torch.Tensor, config: OptimizerConfig) -> float:
 
 
 class Trainer:
-    """A model and the owner of its weights, advanced one batch at a time."""
+    """A model and the owner of its weights, advanced one batch at a time.
 
-    def __init__(self, model: GPT, owner: WeightOwner, config: OptimizerConfig) -> None:
+    Args:
+        model: what is trained.
+        owner: of its weights.
+        config: the hyper-parameters.
+        scaled: whether fp8 weights multiply by `megaopt.float8.scaled_matmul`.
+    """
+
+    def __init__(
+        self, model: GPT, owner: WeightOwner, config: OptimizerConfig, scaled: bool = False
+    ) -> None:
         self.model = model
         self.owner = owner
         self.config = config
+        self.scaled = scaled
         self.steps_done = 0
 
     def train_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """Trains on a batch; the loss before the update, an fp32 value in nats."""
         device = next(self.model.parameters()).device
         inputs, targets = (tensor.to(device) for tensor in batch)
-        loss = self.model(inputs, targets)
+        with scaled_matmul(self.scaled):
+            loss = self.model(inputs, targets)
         loss.backward()
         self.steps_done += 1
         self.owner.step(self.config.learning_rate_at(self.steps_done))

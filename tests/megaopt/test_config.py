@@ -1,9 +1,19 @@
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from megaopt.config import ConfigError, FusedVariant, PeerVariant, UnfusedVariant, read_config
+from megaopt.config import (
+    ConfigError,
+    Float8Config,
+    FusedVariant,
+    PeerVariant,
+    Recipe,
+    UnfusedVariant,
+    read_config,
+)
+from megaopt.float8 import RECIPES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("gpt_*.toml"))
 
@@ -116,6 +126,54 @@ REFUSED = {
     "name that leads elsewhere": ('name = "stopped"', 'name = "../x"', r"name = '\.\./x'"),
     "resumed at the end": ("= 5", "= 10", r"stopped\.resume_after = 10 .*less than .*10"),
     "resumed at 0": ("= 5", "= 0", r"resume_after = 0 .*>= 1"),
+    "no recipe": (
+        "[model]",
+        "[float8]\nrecipes = []\n[model]",
+        r"float8\.recipes = \[\] .*one recipe",
+    ),
+    "no list": (
+        "[model]",
+        '[float8]\nrecipes = "mxfp8"\n[model]',
+        r"float8\.recipes = 'mxfp8' .*a list",
+    ),
+    "no recipes": ("[model]", "[float8]\n[model]", r"float8\.recipes is missing"),
+    "unknown recipe": (
+        "[model]",
+        '[float8]\nrecipes = ["current", "fp8"]\n[model]',
+        r"float8\.recipes\[1\] = 'fp8' .*'delayed', 'current', 'block_128x128', .*'mxfp8'",
+    ),
+    "a recipe twice": (
+        "[model]",
+        '[float8]\nrecipes = ["mxfp8", "mxfp8"]\n[model]',
+        r"float8\.recipes = 'mxfp8' .*each recipe once",
+    ),
+    "unknown key of float8": (
+        "[model]",
+        '[float8]\nrecipes = ["mxfp8"]\nhistory = 3\n[model]',
+        r"float8\.history = 3 .*unknown key; .*recipes",
+    ),
+    "scaled products of odd sizes": (
+        "[model]",
+        '[float8]\nrecipes = ["current"]\nscaled_matmul = true\n[model]',
+        r"model\.width = 8 .*multiple of 16",
+    ),
+    "a recipe of a variant": (
+        '"unfused"\nresume_after = 5',
+        '"unfused"\nrecipe = "mxfp8"',
+        r"variant\[1\]\.recipe = 'mxfp8' .*unknown key",
+    ),
+    "no ranks": ("resume_after = 5", "ranks = 0", r"ranks = 0 .*>= 1"),
+    "ranks and resumed": ("= 5", "= 5\nranks = 2", r"resume_after = 5 .*ranks"),
+    "ranks and views": (
+        "resume_after = 5",
+        'ranks = 2\nlayout = "groups_and_views"',
+        r"layout = 'groups_and_views' .*'whole'",
+    ),
+    "ranks and external masters": (
+        "resume_after = 5",
+        'ranks = 2\nmasters = "external"',
+        r"masters = 'external' .*'created'",
+    ),
     "no TOML": ("seed = 1", "seed = ", r"cannot be read as TOML"),
 }
 
@@ -126,6 +184,60 @@ def test_a_bad_config_is_refused_by_name(tmp_path, old, new, message):
     path = write(tmp_path, GOOD.replace(old, new, 1))
     with pytest.raises(ConfigError, match=rf"(?s)run\.toml: .*{message}"):
         read_config(path)
+
+
+FLOAT8 = GOOD.replace("[model]", '[float8]\nrecipes = ["mxfp8", "current"]\n\n[model]')
+
+
+def test_every_variant_runs_once_for_each_recipe(tmp_path):
+    config = read_config(write(tmp_path, FLOAT8))
+    assert config.float8 == Float8Config(recipes=("mxfp8", "current"))
+    assert config.runs == (
+        UnfusedVariant(name="mxfp8.unfused", recipe="mxfp8"),
+        FusedVariant(
+            name="mxfp8.stopped", baseline="mxfp8.unfused", resume_after=5, recipe="mxfp8"
+        ),
+        UnfusedVariant(name="current.unfused", recipe="current"),
+        FusedVariant(
+            name="current.stopped", baseline="current.unfused", resume_after=5, recipe="current"
+        ),
+    )
+    assert config.find_variant("current.stopped") == config.runs[3]
+    with pytest.raises(ConfigError, match=r"variant = 'stopped' .*mxfp8\.unfused, mxfp8\.stopped"):
+        config.find_variant("stopped")
+    plain = read_config(write(tmp_path, GOOD))
+    assert plain.runs == plain.variant
+
+
+def test_the_recipes_are_those_of_float8():
+    assert get_args(Recipe) == tuple(RECIPES)
+
+
+MISFITS = {
+    "remainders": (
+        "resume_after = 5",
+        'masters = "remainders"',
+        r"stopped\.masters = 'remainders'",
+    ),
+    "views": ("resume_after = 5", 'layout = "groups_and_views"', r"stopped\.layout = .*`ranks`"),
+    "rounding": (
+        'kind = "unfused"',
+        'kind = "unfused"\nrounding = "nearest_away"',
+        r"unfused\.rounding = 'nearest_away' .*'nearest_even'",
+    ),
+    "peer": (
+        'kind = "unfused"',
+        'kind = "peer"\nlibrary = "transformer_engine"',
+        r"unfused\.kind = 'peer' .*'unfused' or 'fused'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), MISFITS.values(), ids=MISFITS)
+def test_variants_that_no_recipe_goes_with_are_refused(tmp_path, old, new, message):
+    read_config(write(tmp_path, GOOD.replace(old, new, 1)))
+    with pytest.raises(ConfigError, match=message):
+        read_config(write(tmp_path, FLOAT8.replace(old, new, 1)))
 
 
 def test_a_config_without_variants_is_refused(tmp_path):
@@ -145,7 +257,7 @@ def test_an_unknown_variant_is_refused_with_the_known_ones(tmp_path):
         config.find_variant("x")
 
 
-PLAIN = [path for path in CONFIGS if not path.stem.endswith("_te")]
+PLAIN = [path for path in CONFIGS if not path.stem.endswith(("_te", "_fp8"))]
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
@@ -164,11 +276,27 @@ def test_the_configs_of_the_repository_compare_all_forms(path):
 
 
 def test_the_configs_are_found():
-    assert [path.stem for path in CONFIGS] == ["gpt_124m", "gpt_124m_te", "gpt_tiny"]
+    assert [path.stem for path in CONFIGS] == [
+        *("gpt_124m", "gpt_124m_fp8", "gpt_124m_te", "gpt_tiny", "gpt_tiny_fp8")
+    ]
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem.endswith("_fp8")], ids=str)
+def test_the_fp8_configs_run_every_recipe(path):
+    config = read_config(path)
+    assert config.float8.recipes == tuple(RECIPES)
+    plain = read_config(path.with_stem(path.stem.removesuffix("_fp8")))
+    if config.device == "cuda":
+        assert config.float8.scaled_matmul
+        assert config.model == plain.model
+    else:
+        fused = [v for v in config.variant if isinstance(v, FusedVariant)]
+        assert {v.ranks for v in fused} == {None, 1, 2, 3}
+        assert [v.resume_after for v in fused if v.resume_after] == [config.steps // 2]
 
 
 def test_the_te_config_differs_from_its_model_only_in_the_variants():
-    plain, te = (read_config(path) for path in CONFIGS[:2])
+    plain, te = (read_config(CONFIGS[0].with_stem(name)) for name in ("gpt_124m", "gpt_124m_te"))
     assert (te.model, te.optimizer, te.steps, te.seed) == (
         plain.model,
         plain.optimizer,

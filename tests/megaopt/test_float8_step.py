@@ -1,0 +1,391 @@
+"""The step of fp8 weights: AdamW on plain numbers, then quantized; nothing else changes a bit."""
+
+import copy
+import dataclasses
+import itertools
+
+import float8_ranks
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import assert_same, copied, through_a_file
+
+from megaopt import FusedAdam, checkpoint
+from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight, update_scales
+from megaopt.float8.shard import Float8Shard
+
+BACKENDS = ["reference"]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+EVERY = {
+    f"{name}-{str(dtype)[13:]}": dataclasses.replace(recipe, dtype=dtype)
+    for name, recipe in RECIPES.items()
+    for dtype in (E4M3, E5M2)
+}
+SPECIAL = {
+    "direct": Float8Recipe("current", direct=True),
+    "most_recent": Float8Recipe("delayed", margin=1, amax_compute_algo="most_recent"),
+    "short_history": Float8Recipe("delayed", amax_history_len=2),
+    "any_scale": Float8Recipe("block_1x128", power_of_two_scales=False, amax_epsilon=0.5),
+}
+MASTERS = {"dtype": FP32}
+STORED = {
+    "fp32_masters": MASTERS,
+    "no_masters": {},
+    "fp16_masters": {"master_weights": True, "master_weight_dtype": FP16},
+    "bf16_moments": {**MASTERS, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+    "fp8_moments": {**MASTERS, "exp_avg_dtype": E4M3, "exp_avg_sq_dtype": E4M3},
+    "fp8_moments_alone": {"exp_avg_dtype": E4M3, "exp_avg_sq_dtype": FP16},
+}
+SHAPES = [(130, 257), (128, 128), (1, 33), (5, 96)]
+HYPER = {"lr": 3e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+every_recipe = pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def values(shape, seed, dtype=BF16):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def float8_weights(recipe, dtype=BF16, seed=0):
+    return [
+        torch.nn.Parameter(Float8Weight.from_values(values(s, seed + i, dtype), recipe))
+        for i, s in enumerate(SHAPES)
+    ]
+
+
+def grads(step, dtype=BF16):
+    return [values(shape, 100 + 10 * step + i, dtype) for i, shape in enumerate(SHAPES)]
+
+
+def give(params, given):
+    for param, grad in zip(params, given, strict=True):
+        param.grad = grad.to(param.dtype)
+
+
+def parts(weights):
+    return copied([weight.tensors() for weight in weights])
+
+
+def everything(optimizer, weights):
+    """All that a step may change."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    states = [dict(optimizer.state[weight]) for weight in weights]
+    return copied({"parts": parts(weights), "states": states, "groups": groups})
+
+
+class Twin:
+    """AdamW on plain parameters, and after each step their values, quantized into fp8 weights.
+
+    The parameters are fp32; bf16 where the masters are to be stored in another format.
+    """
+
+    def __init__(self, weights, options, groups=None):
+        self.weights = [copy.deepcopy(weight) for weight in weights]
+        self.masters = "dtype" in options or "master_weights" in options
+        dtype = BF16 if options.get("master_weight_dtype") == FP16 else FP32
+        self.params = [
+            torch.nn.Parameter(weight.high_precision_initial_value().to(dtype))
+            for weight in weights
+        ]
+        self.optimizer = FusedAdam(self.params, backend="reference", **HYPER, **options)
+
+    def step(self, given, **arguments):
+        if not self.masters:
+            for param, weight in zip(self.params, self.weights, strict=True):
+                param.data.copy_(weight.dequantize())
+        give(self.params, given)
+        self.optimizer.step(**arguments)
+        for param, weight in zip(self.params, self.weights, strict=True):
+            weight.quantize_(self.optimizer.get_unscaled_state(param, "master_param"))
+            if weight.recipe.scaling == "delayed":
+                update_scales(weight)
+
+    def assert_equals(self, optimizer, weights):
+        assert_same(parts(weights), parts(self.weights))
+        for param, weight in zip(self.params, weights, strict=True):
+            theirs, own = self.optimizer.state[param], optimizer.state[weight]
+            for name, tensor in theirs.items():
+                if name != "master_param" or tensor is not None:
+                    assert_same_bits(own[name], tensor, name)
+            if self.masters:
+                master = self.optimizer.get_unscaled_state(param, "master_param")
+                found = optimizer.get_unscaled_state(weight, "master_param")
+                assert_same_bits(found, master, "master")
+
+
+def assert_runs_equal(recipe, options, backend, dtype=BF16, steps=3, **arguments):
+    weights = float8_weights(recipe, dtype)
+    twin = Twin(weights, options)
+    optimizer = FusedAdam(weights, backend=backend, **HYPER, **options)
+    seen = [parts(weights)]
+    for step in range(steps):
+        give(weights, grads(step, dtype))
+        optimizer.step(**arguments)
+        twin.step(grads(step, dtype), **arguments)
+        twin.assert_equals(optimizer, weights)
+        seen.append(parts(weights))
+    for before, after in itertools.pairwise(seen):
+        for old, new in zip(before, after, strict=True):
+            assert not torch.equal(old["data8"].view(torch.uint8), new["data8"].view(torch.uint8))
+
+
+@every_backend
+@every_recipe
+def test_every_recipe(recipe, backend):
+    assert_runs_equal(recipe, MASTERS, backend)
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", SPECIAL.values(), ids=SPECIAL)
+def test_recipes_with_options(recipe, backend):
+    assert_runs_equal(recipe, MASTERS, backend, dtype=FP32 if recipe.direct else BF16)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+def test_other_dtypes_of_weights(dtype, backend):
+    assert_runs_equal(RECIPES["current"], MASTERS, backend, dtype)
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", ["delayed", "block_128x128", "mxfp8"])
+@pytest.mark.parametrize("options", STORED.values(), ids=STORED)
+def test_every_format_of_masters_and_moments(options, recipe, backend):
+    assert_runs_equal(RECIPES[recipe], options, backend)
+
+
+@every_backend
+@pytest.mark.parametrize("options", [MASTERS, {}], ids=["fp32_masters", "no_masters"])
+def test_clipping_by_norm(options, backend):
+    assert_runs_equal(RECIPES["block_1x128"], options, backend, clip_norm=1.0)
+
+
+@every_backend
+def test_a_master_starts_from_the_values_before_fp8(backend):
+    weights = float8_weights(RECIPES["current"])
+    initial = [weight.high_precision_initial_value().float() for weight in weights]
+    optimizer = FusedAdam(weights, backend=backend, **HYPER, **MASTERS)
+    for weight, value in zip(weights, initial, strict=True):
+        optimizer.initialize_state(weight)
+        assert_same_bits(optimizer.state[weight]["master_param"], value)
+        assert not torch.equal(weight.dequantize().float(), value)
+    give(weights, grads(0))
+    optimizer.step()
+    assert all(weight.high_precision_initial_value() is None for weight in weights)
+
+
+# --- steps that are left out
+
+
+def overflow(given):
+    bad = [grad.clone() for grad in given]
+    bad[1][3, 7] = torch.inf
+    return bad
+
+
+def by_scaler(optimizer):
+    """As torch.amp.GradScaler tells of an overflow."""
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(1.0)
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+
+
+SKIPS = {
+    "found_inf": ({}, by_scaler),
+    "nonfinite": ({"nonfinite": "skip"}, FusedAdam.step),
+    "capturable": ({"nonfinite": "skip", "capturable": True}, FusedAdam.step),
+    "capturable_found_inf": ({"capturable": True}, by_scaler),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("masters", [MASTERS, {}], ids=["fp32_masters", "no_masters"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(("options", "skip"), SKIPS.values(), ids=SKIPS)
+def test_a_skipped_step_changes_nothing(options, skip, recipe, masters, backend):
+    weights = float8_weights(recipe)
+    twin = Twin(weights, masters)
+    optimizer = FusedAdam(weights, backend=backend, **HYPER, **masters, **options)
+    for step in range(3):
+        for weight in weights:
+            optimizer.initialize_state(weight)
+        before = everything(optimizer, weights)
+        give(weights, overflow(grads(7)))
+        skip(optimizer)
+        assert_same(everything(optimizer, weights), before)
+        give(weights, grads(step))
+        optimizer.step()
+        twin.step(grads(step))
+        twin.assert_equals(optimizer, weights)
+
+
+# --- several kinds of weights, refusals
+
+
+@every_backend
+def test_groups_of_every_kind(backend):
+    """Groups that mix recipes, dtypes of codes and plain weights: each as if it were alone."""
+
+    def build():
+        delayed, scaled, blocks = (
+            torch.nn.Parameter(Float8Weight.from_values(values((33, 40), seed), recipe))
+            for seed, recipe in enumerate(
+                [RECIPES["delayed"], EVERY["current-e5m2"], EVERY["block_1x128-e5m2"]]
+            )
+        )
+        bf16 = torch.nn.Parameter(values((7, 5), 3))
+        fp32 = torch.nn.Parameter(values((9,), 4, FP32))
+        return [delayed, bf16, scaled, fp32, blocks]
+
+    def run(params, groups):
+        optimizer = FusedAdam(groups, backend=backend, weight_decay=0.1, **MASTERS)
+        for step in range(3):
+            give(params, [values(p.shape, 10 * step + i) for i, p in enumerate(together)])
+            optimizer.step()
+        return optimizer
+
+    def found(param, optimizer):
+        float8 = isinstance(param, Float8Weight)
+        held = param.tensors() if float8 else {"weight": param.detach()}
+        return copied([held, dict(optimizer.state[param])])
+
+    together, alone = build(), build()
+    groups = [{"params": together[:3], "lr": 1e-2}, {"params": together[3:], "lr": 1e-3}]
+    optimizer = run(together, groups)
+    for index, param in enumerate(alone):
+        single = FusedAdam([param], 1e-2 if index < 3 else 1e-3, weight_decay=0.1, **MASTERS)
+        for step in range(3):
+            give([param], [values(param.shape, 10 * step + index)])
+            single.step()
+        assert_same(found(together[index], optimizer), found(param, single))
+
+
+@every_backend
+def test_remainders_are_refused_with_the_reason(backend):
+    weights = float8_weights(RECIPES["current"])
+    with pytest.raises(ValueError, match=r"store_param_remainders=True .*fp8 weights: a remainder"):
+        FusedAdam(weights, backend=backend, store_param_remainders=True, **MASTERS)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_external_masters(dtype, backend):
+    """A list of masters, as Megatron gives them, for weights of fp32 too."""
+    weights = float8_weights(RECIPES["block_128x128"], dtype)
+    masters = [weight.high_precision_initial_value().float().clone() for weight in weights]
+    twin = Twin(weights, MASTERS)
+    optimizer = FusedAdam(weights, backend=backend, master_weights=masters, **HYPER)
+    for step in range(2):
+        give(weights, grads(step))
+        optimizer.step()
+        twin.step([grad.to(dtype) for grad in grads(step)])
+        twin.assert_equals(optimizer, weights)
+    for weight, master in zip(weights, masters, strict=True):
+        assert optimizer.state[weight]["master_param"] is master
+
+
+@every_backend
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_value_is_set_without_a_master(recipe, backend):
+    weights = float8_weights(recipe)
+    optimizer = FusedAdam(weights, backend=backend, **HYPER)
+    expected = copy.deepcopy(weights[0])
+    optimizer.set_scaled_state(weights[0], "master_param", values(SHAPES[0], 9, FP32))
+    expected.quantize_(values(SHAPES[0], 9, FP32))
+    assert_same(parts(weights[:1]), parts([expected]))
+    found = optimizer.get_unscaled_state(weights[0], "master_param")
+    assert_same_bits(found, expected.dequantize().float())
+
+
+def test_a_value_of_a_shard_without_a_master_is_not_set():
+    weight = float8_weights(RECIPES["current"])[0]
+    before = parts([weight])
+    shard = Float8Shard(weight, 3, 100)
+    optimizer = FusedAdam([shard], backend="reference", **HYPER)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*master_param.*Float8Shard"):
+        optimizer.set_scaled_state(shard, "master_param", torch.zeros(97))
+    assert_same(parts([weight]), before)
+
+
+# --- saved and loaded
+
+
+def by_file(model, state, folder):
+    return through_a_file(model), through_a_file(state)
+
+
+def by_checkpoint(model, state, folder):
+    checkpoint.save(folder / "saved", {"model": model, "state": state})
+    loaded = checkpoint.load(folder / "saved")
+    return loaded["model"], loaded["state"]
+
+
+@every_backend
+@pytest.mark.parametrize("through", [by_file, by_checkpoint])
+@pytest.mark.parametrize("options", STORED.values(), ids=STORED)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_resumed_equals_straight(recipe, options, through, backend, tmp_path):
+    def build(seed):
+        weights = float8_weights(recipe, seed=seed)
+        return torch.nn.ParameterList(weights), FusedAdam(
+            weights, backend=backend, **HYPER, **options
+        )
+
+    (straight, first), (resumed, second) = build(0), build(50)
+    for step in range(4):
+        if step == 2:
+            model, state = through(straight.state_dict(), first.state_dict(), tmp_path)
+            resumed.load_state_dict(model)
+            second.load_state_dict(state)
+            assert_same(everything(second, list(resumed)), everything(first, list(straight)))
+        for params, optimizer in ((straight, first), (resumed, second))[: 1 + (step > 1)]:
+            give(list(params), grads(step))
+            optimizer.step()
+    assert_same(everything(second, list(resumed)), everything(first, list(straight)))
+
+
+# --- shards
+
+
+@pytest.mark.parametrize("start", [0, 1, 129])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_range_outside_the_weight_is_refused(recipe, start):
+    weight = float8_weights(recipe)[0]
+    for stop in (start - 1, weight.numel() + 1):
+        with pytest.raises(ValueError, match=rf"start={start}, stop={stop} are not allowed"):
+            Float8Shard(weight, start, stop)
+
+
+@every_backend
+def test_shards_on_two_processes_equal_the_whole(backend, tmp_path):
+    arguments = (str(tmp_path / "meeting"), EVERY, backend, str(tmp_path))
+    torch.multiprocessing.spawn(float8_ranks.step_shards, arguments, nprocs=2)
+    for name, recipe in EVERY.items():
+        weights = float8_ranks.initial_weights(recipe)
+        optimizer = FusedAdam(weights, backend=backend, **float8_ranks.OPTIONS)
+        for step in range(float8_ranks.STEPS):
+            give(weights, float8_ranks.gradients(step))
+            optimizer.step()
+        for rank in range(2):
+            saved = torch.load(tmp_path / f"{name}.{rank}")
+            for index, weight in enumerate(weights):
+                assert_same_shard(saved, index, rank, weight, optimizer.state[weight], name)
+
+
+def assert_same_shard(saved, index, rank, weight, state, name):
+    """The rank's codes and state are those of the whole; its scales are the whole's."""
+    start, stop = float8_ranks.BOUNDS[index][rank : rank + 2]
+    parts = {kind: tensor.view(torch.uint8) for kind, tensor in weight.tensors().items()}
+    found = saved["parts"][index]
+    assert found.keys() == parts.keys()
+    for kind, tensor in parts.items():
+        own, whole = found[kind], tensor
+        if kind == "data8":
+            own, whole = own.flatten()[start:stop], whole.flatten()[start:stop]
+        assert_same_bits(own, whole, f"{name} {index} {kind} of rank {rank}")
+    for kind, tensor in state.items():
+        own = saved["state"][index][kind]
+        assert_same_bits(own, tensor.flatten()[start:stop], f"{name} {index} {kind}, rank {rank}")

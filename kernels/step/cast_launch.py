@@ -142,8 +142,8 @@ class CastPlan(TritonPlan):
             stored.copy_(new if skip is None else torch.where(skip, stored, new))
 
 
-# On an H200, percent of copy on set B for 27 bytes a parameter, by elements of a piece in the step and
-# again in the cast, warps, and registers at most (fewer let more programs work at a time):
+# On an H200, percent of copy on set B for 27 bytes a parameter, by elements of a piece in the step
+# and again in the cast, warps, and registers at most (fewer let more programs work at a time):
 # 128 x 128: 512 512 4 -: 72.9; 512 2048 4 -: 78.9; 512 2048 4 96: 82.5; 1024 4096 8 -: 80.9;
 # 1024 4096 8 80: 86.3; 1024 4096 8 64: 83.8; 1024 8192 8 64: 83.9; 2048 4096 8 -: 63.3
 # 1 x 128: 512 4 -: 81.1; 1024 4 -: 83.9; 512 4 96: 87.6; 512 4 80: 90.5; 512 4 64: 89.7

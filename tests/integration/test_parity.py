@@ -127,44 +127,6 @@ def test_te_is_transformer_engine(case, adam_w_mode, bias_correction):
         assert_same_state(theirs, ours, peer, optimizer)
 
 
-TE_CAPTURABLE = [
-    "bf16, fp32 masters",
-    "fp16, fp32 masters",
-    "fp32",
-    "bf16",
-    "fp16",
-    "bf16 moments",
-]
-
-
-@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
-@pytest.mark.parametrize("name", TE_CAPTURABLE)
-def test_te_capturable_is_transformer_engine(name, adam_w_mode):
-    """With a scaler each, whose fourth step overflows."""
-    reason = "TransformerEngine is not installed"
-    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
-    from megaopt.integration.transformer_engine import FusedAdam as Ours
-
-    dtype, options, _ = TE_CASES[name]
-    options = {**HYPER, **options, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
-    theirs, ours = parameters(dtype), parameters(dtype)
-    pairs = []
-    for cls, params in ((te.FusedAdam, theirs), (Ours, ours)):
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
-        scaler.scale(torch.ones((), device="cuda"))
-        pairs.append((cls(params, capturable=True, **options), scaler, params))
-    for step in range(2 * STEPS):
-        for optimizer, scaler, params in pairs:
-            give_grads(params, step)
-            if step == 3:
-                params[2].grad[5] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-        assert_same_state(theirs, ours, pairs[0][0], pairs[1][0])
-        assert pairs[0][1].get_scale() == pairs[1][1].get_scale()
-
-
 def test_te_frozen_and_empty_parameters():
     reason = "TransformerEngine is not installed"
     te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)

@@ -15,6 +15,7 @@ from megaopt.kernels.float8.scale import (
     reciprocal_reference,
     scale_from_amax_reference,
 )
+from megaopt.kernels.formats import WEIGHTS
 
 
 class Quantized(NamedTuple):
@@ -131,4 +132,11 @@ def dequantize_reference(
     if recipe.scaling == "mxfp8":
         scale_inv = e8m0_value_reference(scale_inv)
     values = recipe.format.decode_reference(codes)
-    return multiplied(values, scale_inv, recipe.block).to(dtype).contiguous()
+    product = multiplied(values, scale_inv, recipe.block)
+    # a product's NaN has a sign and payload that depend on the processor, and so has a cast's
+    product = torch.where(product.isnan(), 0x7FC00000, product.view(torch.int32)).view(
+        torch.float32
+    )
+    if dtype not in WEIGHTS:
+        return product.to(dtype).contiguous()
+    return WEIGHTS[dtype].encode_reference(product).contiguous()

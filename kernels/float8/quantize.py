@@ -139,4 +139,5 @@ def dequantize_reference(
     )
     if dtype not in WEIGHTS:
         return product.to(dtype).contiguous()
-    return WEIGHTS[dtype].encode_reference(product).contiguous()
+    rounded: torch.Tensor = WEIGHTS[dtype].encode_reference(product)
+    return rounded.contiguous()

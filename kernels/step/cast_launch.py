@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy
 import torch
@@ -11,10 +11,16 @@ from megaopt.kernels.float8.quantize import scales_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step import kernel
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
-from megaopt.kernels.step.cast import TILE, cast_kernel, cast_tiles_kernel, tile_kernel
+from megaopt.kernels.step.cast import (
+    TILE,
+    cast_kernel,
+    cast_tiles_kernel,
+    move_scales_kernel,
+    tile_kernel,
+)
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.launch import TritonPlan, call, launch
-from megaopt.kernels.step.table import Geometry, to_device
+from megaopt.kernels.step.table import DeviceTable, Geometry, to_device
 
 
 class CastPlan(TritonPlan):
@@ -57,6 +63,7 @@ class CastPlan(TritonPlan):
         if self.in_blocks:
             self._tiles = to_device(tile_table(numels, extents), device)
         self._buffers: Buffers = {}
+        self._moved = DeviceTable(device)
         self._controls: torch.Tensor | None = None
 
     def look(self, buffers: Buffers) -> None:
@@ -97,6 +104,27 @@ class CastPlan(TritonPlan):
         if self.shared or (self.in_blocks and not self.formats.casts_along):
             self._store_scale_invs()
 
+    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+        """Delayed scaling, after the ranks have put amaxes together: the next step's scales.
+
+        Args:
+            histories: of each weight, fp32, (amax_history_len,).
+        """
+        if not histories:
+            return
+        columns = (histories, self._buffers["weight_scale"], self._buffers["weight_amax"])
+        rows = numpy.array([[tensor.data_ptr() for tensor in column] for column in columns])
+        length = self.recipe.amax_history_len
+        options = {
+            "CODE_MAX": self.recipe.code_max,
+            "MOST_RECENT": self.recipe.amax_compute_algo == "most_recent",
+            "CONTROLLED": self._controls is not None,
+            "PADDED": 1 << (length - 1).bit_length(),
+            "num_warps": 4,
+        }
+        arguments = (self._moved.update(rows), self._controls, len(histories), length)
+        call(move_scales_kernel, len(histories), arguments, options)
+
     def _cast_all(self, only_amax: bool) -> None:
         if self.in_blocks:
             options = {"ONLY_AMAX": only_amax, "ALL": True, **CAST_TILES}
@@ -117,13 +145,13 @@ class CastPlan(TritonPlan):
         function: object,
         tensors: tuple[torch.Tensor, ...],
         sizes: tuple[int, ...],
-        options: dict[str, object],
+        options: Mapping[str, object],
     ) -> None:
         tiles = self._tiles.shape[1]
         if tiles == 0:
             return
-        arguments = (self.table(), self._tiles, *tensors, self._controls)
-        arguments = (*arguments, self._rows.shape[1], tiles, *sizes)
+        buffers = (self.table(), self._tiles, *tensors, self._controls)
+        arguments = (*buffers, self._rows.shape[1], tiles, *sizes)
         call(function, tiles, arguments, {**options, **self._constants()})
 
     def _constants(self) -> dict[str, object]:

@@ -145,7 +145,7 @@ class ReferencePlan:
         extents: Sequence[Extent] | None = None,
     ) -> None:
         self.formats, self.rule, self.groups = formats, rule, groups
-        self.extents = extents or [None] * len(groups)
+        self.extents: Sequence[Extent | None] = extents or [None] * len(groups)
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
         self._buffers: Buffers = {}

@@ -15,6 +15,7 @@ from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.formats import MASTERS
 from megaopt.kernels.step.batch import Buffers, Cast, Extent, Formats
+from megaopt.kernels.step.cast_launch import CastPlan
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.watch import Grads, Wanted
 
@@ -118,7 +119,7 @@ class Float8Batch(Batch):
         return {
             "weight_scale": [weight.scale for weight in weights],  # type: ignore[union-attr,misc]
             "weight_scale_inv": [weight.scale_inv for weight in weights],  # type: ignore[union-attr]
-            "weight_amax": list(self._amaxes.split(sizes)),
+            "weight_amax": list(torch.split(self._amaxes, sizes)),
         }
 
     def leave(self, controls: torch.Tensor | None = None) -> None:
@@ -145,7 +146,11 @@ class Float8Batch(Batch):
 
     def _move_scales(self, skip: torch.Tensor | None) -> None:
         """The next step's scales, from this one's amaxes."""
-        for param, amax in zip(self.params, self._amaxes.split(1), strict=True):
+        if isinstance(self.plan, CastPlan):
+            weights = [weight_of(param) for param in self.params]
+            self.plan.move_scales([weight.amax_history for weight in weights])  # type: ignore[union-attr,misc]
+            return
+        for param, amax in zip(self.params, torch.split(self._amaxes, 1), strict=True):
             weight = weight_of(param)
             assert weight is not None
             assert weight.latest_amax is not None

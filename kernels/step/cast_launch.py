@@ -115,7 +115,7 @@ class CastPlan(TritonPlan):
         columns = (histories, self._buffers["weight_scale"], self._buffers["weight_amax"])
         rows = numpy.array([[tensor.data_ptr() for tensor in column] for column in columns])
         length = self.recipe.amax_history_len
-        options = {
+        options: dict[str, object] = {
             "CODE_MAX": self.recipe.code_max,
             "MOST_RECENT": self.recipe.amax_compute_algo == "most_recent",
             "CONTROLLED": self._controls is not None,

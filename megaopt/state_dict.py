@@ -15,7 +15,7 @@ from megaopt.options import Options, check_group, number
 from megaopt.state import State, set_unscaled
 
 if TYPE_CHECKING:
-    from megaopt.optimizer import FusedOptimizer
+    from megaopt.stateful import StatefulOptimizer
 
 # Keys of a group in a state dict, by policy. Ours alone: they say what the bits mean.
 MARKS = ("contract", "adam_w_mode")
@@ -41,14 +41,14 @@ def mark(packed: dict[str, Any], options: Options) -> dict[str, Any]:
 
 def read(
     state_dict: Mapping[str, Any],
-    optimizer: FusedOptimizer,
+    optimizer: StatefulOptimizer,
     params: list[torch.Tensor],
     wheres: list[str],
 ) -> Loaded:
     """Checks and converts a state dict for an optimizer, which it leaves as it is.
 
     Raises:
-        ValueError: see FusedOptimizer.load_state_dict.
+        ValueError: see FusedAdam.load_state_dict.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -131,7 +131,7 @@ def _group(
     return group
 
 
-def _ours(saved: State, optimizer: FusedOptimizer, param: torch.Tensor, where: str) -> State:
+def _ours(saved: State, optimizer: StatefulOptimizer, param: torch.Tensor, where: str) -> State:
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
     formats = optimizer._formats(param)
     names = {state_name(s, optimizer.rule.moments): s for s in (*formats.state_slots, "master")}
@@ -166,7 +166,7 @@ def _code(saved: Any, formats: Formats, slot: str, param: torch.Tensor, where: s
     return saved.detach().to(param.device, copy=True).contiguous()
 
 
-def _foreign(saved: State, optimizer: FusedOptimizer, param: torch.Tensor, where: str) -> State:
+def _foreign(saved: State, optimizer: StatefulOptimizer, param: torch.Tensor, where: str) -> State:
     """Another optimizer's state, its values stored in our formats."""
     formats = optimizer._formats(param)
     moments = optimizer.rule.moments

@@ -1,0 +1,174 @@
+"""The parameters that an optimizer is given: their groups, masters, backends; all checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megaopt.batches import Batches
+from megaopt.capture import check_device_numbers, to_device
+from megaopt.float8.batch import weight_of
+from megaopt.kernels.backends import default_backend, why_not
+from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.rules import Rule
+from megaopt.masters import MasterWeights, check_master_weights
+from megaopt.options import Options, check_group, check_weight
+
+
+class GroupedOptimizer(torch.optim.Optimizer):
+    """Knows its parameters, and what is allowed for them; binds nothing to them."""
+
+    use_decoupled_grad: bool = False
+    """Read `p.decoupled_grad` instead of `p.grad`; may be assigned at any time."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        options: Options,
+        master_weights: MasterWeights,
+    ) -> None:
+        self.options = options
+        self._master_weights: MasterWeights = None
+        self._forget()
+        super().__init__(params, {**defaults, "step": 0})
+        self.master_weights = master_weights
+
+    def _forget(self) -> None:
+        """Lets go of everything that is made again when it is needed."""
+        self._batches: Batches | None = None
+        self._captured: list[Batches] = []  # CUDA graphs read their tables
+        self._preparations: dict[torch.device, Any] = {}
+
+    @property
+    def rule(self) -> Rule:
+        """The update rule under the optimizer's contract."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch.optim.Optimizer does; raises ValueError before it is added."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group, f"group {len(self.param_groups) - 1}")
+            for index, param in enumerate(group["params"]):
+                self._check_param(param, self._where(len(self.param_groups) - 1, index))
+            if self.options.capturable:
+                self._to_device()
+        except (ValueError, RuntimeError):
+            self.param_groups.pop()
+            raise
+
+    @property
+    def master_weights(self) -> MasterWeights:
+        """Whether weights have masters, or the list of external ones, as it was assigned.
+
+        A list has one tensor per parameter in group order (None for an fp32 weight); the tensors
+        are used as they are: `state[p]["master_param"] is master_weights[i]`. Raises ValueError for
+        a list of wrong length or an entry of wrong shape, dtype or device.
+        """
+        return self._master_weights
+
+    @master_weights.setter
+    def master_weights(self, masters: MasterWeights) -> None:
+        params, _, wheres = self._flat()
+        check_master_weights(masters, params, wheres, self.options)
+        wanted = self._wants_masters(masters)
+        if self.options.store_param_remainders and not wanted:
+            raise ValueError(
+                "store_param_remainders=True needs masters to keep: pass master_weights=True or "
+                "dtype=torch.float32"
+            )
+        if self.options.store_param_remainders and params:
+            for param, where in zip(params, wheres, strict=True):
+                check_weight(param, where, self.options, wanted)
+            if all(param.dtype != torch.bfloat16 for param in params):
+                raise ValueError(
+                    "store_param_remainders=True needs torch.bfloat16 weights; none of the "
+                    f"{len(params)} parameters is"
+                )
+        self._master_weights = masters
+        self._batches = None
+
+    def _wants_masters(self, masters: MasterWeights) -> bool:
+        return self.options.dtype is not None or (masters is not None and masters is not False)
+
+    def _flat(self) -> tuple[list[torch.Tensor], list[int], list[str]]:
+        """All parameters in group order, their groups, and what errors call them."""
+        places = [
+            (param, group, self._where(group, index))
+            for group, content in enumerate(self.param_groups)
+            for index, param in enumerate(content["params"])
+        ]
+        return [p for p, _, _ in places], [g for _, g, _ in places], [w for _, _, w in places]
+
+    def _where(self, group: int, index: int) -> str:
+        names = self.param_groups[group].get("param_names")
+        return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
+
+    def _check_groups(self, device: torch.device) -> None:
+        for index, group in enumerate(self.param_groups):
+            where = f"group {index}"
+            if self.options.capturable:
+                check_device_numbers(group, device, where)
+                group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
+            check_group(group, where)
+
+    def _device(self) -> torch.device:
+        """Of the first parameter; the CPU without parameters."""
+        firsts = (group["params"][0].device for group in self.param_groups if group["params"])
+        return next(firsts, torch.device("cpu"))
+
+    def _check_one_device(self, reason: str = "capturable=True") -> None:
+        """Raises ValueError where parameters are on several, which `reason` does not allow."""
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
+                f"{reason}: one device"
+            )
+
+    def _to_device(self) -> None:
+        self._check_one_device()
+        device = self._device()
+        for group in self.param_groups:
+            to_device(group, device)
+
+    def _check_param(self, param: torch.Tensor, where: str) -> None:
+        subclass: object = param  # for mypy, to which no tensor is such a subclass
+        if is_traceable_wrapper_subclass(subclass) and weight_of(param) is None:
+            raise ValueError(
+                f"{where}: tensor subclass {type(subclass).__name__} is not allowed: torch.Tensor, "
+                "or megaopt.float8.Float8Weight"
+            )
+        masters = self._wants_masters(self._master_weights)
+        check_weight(param, where, self.options, masters, weight_of(param) is not None)
+        contract = CONTRACTS[self.options.contract]
+        reason = why_not(self._backend(param.device), contract, param.device)
+        if reason is not None:
+            asked = "contract" if contract.needs_gpu else "backend"
+            everywhere = "contract='ieee'" if contract.needs_gpu else "backend='reference'"
+            raise RuntimeError(
+                f"{asked}={getattr(self.options, asked)!r} does not work for {where} on "
+                f"{param.device}: {reason}; {everywhere} works everywhere"
+            )
+
+    def _backend(self, device: torch.device) -> str:
+        backend = self.options.backend
+        return default_backend(device) if backend == "auto" else backend
+
+    def _external(self, params: list[torch.Tensor], wheres: list[str]) -> list[torch.Tensor | None]:
+        """The external master of each parameter, checked against the parameters of now."""
+        masters = self._master_weights
+        if masters is None or isinstance(masters, bool):
+            return [None] * len(params)
+        check_master_weights(masters, params, wheres, self.options)
+        pairs = zip(masters, params, strict=True)
+        # an fp32 weight is its own master, unless it is kept in fp8
+        return [
+            None if p.dtype == torch.float32 and weight_of(p) is None else master
+            for master, p in pairs
+        ]

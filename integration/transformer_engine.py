@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import megaopt
+import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
 from megaopt.integration.grad_scaler import step_with
 from megaopt.masters import MasterWeights
 
@@ -23,7 +24,14 @@ class FusedAdam(megaopt.FusedAdam):
     The arguments are TransformerEngine's, with its order and defaults; megaopt.FusedAdam documents
     them. Moments in fp8 (torch.uint8) are plain torch.float8_e4m3fn tensors, and the scale of
     exp_avg is `state[p]["exp_avg_scale"]`, where TransformerEngine has a Float8Tensor's _data and
-    _scale_inv. Not supported yet, and refused: fp8 weights.
+    _scale_inv.
+
+    fp8 weights are its own tensors (integration/transformer_engine_weights.py), cast
+    from fp32 as its optimizer casts them. Four things differ on purpose: transposes are marked
+    stale, which TransformerEngine's fused fp8 step forgets, so that its backward pass goes on with
+    the old ones; weights without masters are updated, which it leaves out in silence; a group may
+    mix e4m3 and e5m2; and masters start from the values that
+    fp8_model_init(preserve_high_precision_init_val=True) kept, where it did.
 
     With capturable, lr and step are tensors on the device, and the bits are those of
     TransformerEngine's capturable kernels. Beyond TransformerEngine, all formats are allowed then
@@ -83,6 +91,7 @@ class FusedAdam(megaopt.FusedAdam):
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             use_decoupled_grad=use_decoupled_grad,
             store_param_remainders=store_param_remainders,
+            direct_cast=True,
             contract="te",
         )
 

@@ -57,6 +57,9 @@ class FusedAdam(FusedOptimizer):
             arithmetic; "skip" leaves the step out, so that nothing changes, step counts included;
             "error" raises. "skip" and "error" cost a pass over the gradients, and, without
             capturable, waiting for it.
+        direct_cast: fp8 weights are made of the new fp32 values as they are (True), or of those
+            rounded to the weight's dtype first (False), as bf16 weights that are cast to fp8 are.
+            None: as each weight's recipe says; TransformerEngine's tensors are rounded first.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
 
@@ -86,6 +89,7 @@ class FusedAdam(FusedOptimizer):
         use_decoupled_grad: bool = False,
         capturable: bool = False,
         nonfinite: str = "propagate",
+        direct_cast: bool | None = None,
         contract: str = "ieee",
         backend: str = "auto",
     ) -> None:
@@ -102,6 +106,7 @@ class FusedAdam(FusedOptimizer):
             backend=backend,
             capturable=capturable,
             nonfinite=nonfinite,
+            direct_cast=direct_cast,
         )
         defaults = {
             "lr": lr,

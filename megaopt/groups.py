@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.batches import Batches
 from megaopt.capture import check_device_numbers, to_device
-from megaopt.float8.batch import weight_of
+from megaopt.float8.batch import check_whole, weight_of
 from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
@@ -138,12 +138,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
             to_device(group, device)
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
+        try:
+            weight_of(param)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
         subclass: object = param  # for mypy, to which no tensor is such a subclass
         if is_traceable_wrapper_subclass(subclass) and weight_of(param) is None:
             raise ValueError(
                 f"{where}: tensor subclass {type(subclass).__name__} is not allowed: torch.Tensor, "
-                "or megaopt.float8.Float8Weight"
+                "megaopt.float8.Float8Weight, or, once megaopt.integration.transformer_engine is "
+                "imported, the fp8 tensors of TransformerEngine"
             )
+        check_whole(param, where)
         masters = self._wants_masters(self._master_weights)
         check_weight(param, where, self.options, masters, weight_of(param) is not None)
         contract = CONTRACTS[self.options.contract]

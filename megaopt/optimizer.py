@@ -10,7 +10,7 @@ import torch
 
 from megaopt.batches import Batch, Batches, check_grad, state_name
 from megaopt.capture import check_capture, check_captured_batches
-from megaopt.float8.batch import Float8Batch, extent_of, plan_formats
+from megaopt.float8.batch import Float8Batch, extent_of, kind_of, plan_formats
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import SKIP
@@ -205,8 +205,8 @@ class FusedOptimizer(StatefulOptimizer):
                 formats = formats_of(param, grad.dtype, self.options, masters)
                 state = self._completed(param, formats, external[index], wheres[index])
                 staged = self._is_staged(param, grad, formats, state)
-                ranks = getattr(param, "group", None)
-                kinds.setdefault((param.device, formats, staged, ranks), []).append(index)
+                kind = (param.device, formats, staged, kind_of(param))
+                kinds.setdefault(kind, []).append(index)
                 completed[param] = state
         for param, state in completed.items():  # now that nothing was refused
             self.state[param].update(state)

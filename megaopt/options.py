@@ -38,6 +38,7 @@ class Options:
     backend: str
     capturable: bool = False
     nonfinite: str = "propagate"
+    direct_cast: bool | None = None
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
@@ -48,6 +49,7 @@ class Options:
         self._check_moment("exp_avg_dtype")
         self._check_moment("exp_avg_sq_dtype")
         one_of("nonfinite", self.nonfinite, NONFINITE)
+        one_of("direct_cast", self.direct_cast, (None, True, False))
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite='error' is not allowed with capturable=True: nothing waits for the "

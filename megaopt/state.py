@@ -21,7 +21,7 @@ def formats_of(
     weight: torch.Tensor, grad_dtype: torch.dtype, options: Options, masters: bool
 ) -> Formats:
     """The formats of a parameter's buffers under these options."""
-    cast = cast_of(weight)
+    cast = cast_of(weight, options.direct_cast)
     return Formats(
         GRADS[grad_dtype],
         WEIGHTS[weight.dtype] if cast is None else cast.recipe.format,

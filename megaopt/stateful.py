@@ -9,7 +9,7 @@ import torch
 from megaopt import state_dict as state_dicts
 from megaopt.batches import MASTER, SCALE, check_state, state_name
 from megaopt.float8.batch import weight_of
-from megaopt.float8.weight import Float8Weight
+from megaopt.float8.shard import Float8Shard
 from megaopt.groups import GroupedOptimizer
 from megaopt.kernels.step.batch import Formats
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled, value_of
@@ -124,9 +124,10 @@ class StatefulOptimizer(GroupedOptimizer):
         set_unscaled(state, state_name, unscaled_state, form, param)
 
     def _set_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(param, Float8Weight):
-            param.quantize_(value)
-        elif weight_of(param) is not None:
+        weight = weight_of(param)
+        if weight is not None and not isinstance(param, Float8Shard):
+            weight.quantize_(value)
+        elif weight is not None:
             params, _, wheres = self._flat()
             raise ValueError(
                 f"{wheres[self._index(param, params)]}: {MASTER!r} is not allowed for a "

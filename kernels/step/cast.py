@@ -26,6 +26,7 @@ from megaopt.kernels.step.kernel import (
     WEIGHT_COLUMNS,
     WEIGHT_ROWS,
     WEIGHT_SCALE_INV,
+    WEIGHT_SCALE_STRIDE,
     WEIGHT_START,
     chunk_of,
     controls_of,
@@ -148,7 +149,8 @@ def tile_of(table_ptr, tiles_ptr, tensors, tiles):
         base: int64, the tile's first element in the tensor; negative where a shard starts later.
         tile: the rows and columns that the weight has from the tile's corner on, the weight's
             columns, and the offsets from `base` between which the tensor has elements; int32.
-        block: int64, the numbers of the tile's first row and column, and the weight's columns.
+        block: int64, the numbers of the tile's first row and column, the weight's columns, and how
+            far apart rows of scale_inv lie.
     """
     program = tl.program_id(0)
     tensor = tl.load(tiles_ptr + program)
@@ -165,7 +167,8 @@ def tile_of(table_ptr, tiles_ptr, tensors, tiles):
     height = tl.minimum(rows - row, TILE).to(tl.int32)
     width = tl.minimum(columns - column, TILE).to(tl.int32)
     tile = (height, width, columns.to(tl.int32), lower, upper)
-    return tensor, base, tile, (row, column, columns)
+    stride = tl.load(table_ptr + WEIGHT_SCALE_STRIDE * tensors + tensor)
+    return tensor, base, tile, (row, column, columns, stride)
 
 
 @helper
@@ -210,16 +213,18 @@ def lines_are_whole(row, first, tile, WIDTH: tl.constexpr):
 
 @helper
 def blocks_of(row, first, block, FORMATS: tl.constexpr):
-    """int64 [lines], the number of each line's block in the weight's scales."""
-    row_0, column_0, columns = block
+    """int64 [lines], the places of each line's block among the weight's amaxes and in scale_inv."""
+    row_0, column_0, columns, stride = block
     if FORMATS.shares_rows:
-        number = (row_0 // TILE) * tl.cdiv(columns, TILE) + column_0 // TILE
-        blocks = row.to(tl.int64) * 0 + number
+        block_row = row.to(tl.int64) * 0 + row_0 // TILE
+        block_column = column_0 // TILE
+        across = tl.cdiv(columns, TILE)
     else:
         WIDTH: tl.constexpr = FORMATS.block_columns
+        block_row = row_0 + row
+        block_column = (column_0 + first) // WIDTH
         across = tl.cdiv(columns, WIDTH)
-        blocks = (row_0 + row) * across + (column_0 + first) // WIDTH
-    return blocks
+    return block_row * across + block_column, block_row * stride + block_column
 
 
 @helper
@@ -263,7 +268,7 @@ def cast_lines(
 ):
     """Encodes a piece whose lines are blocks of their own; those that others have parts of wait."""
     offsets, mask, row, first = piece
-    blocks = blocks_of(row, first, block, FORMATS)
+    blocks, stored = blocks_of(row, first, block, FORMATS)
     amax_bits = tl.max(magnitude_bits(value), 1)
     scale, scale_inv = scale_of(amax_bits, FORMATS)
     code = FORMATS.weight.encode(value * scale[:, None], 1.0)
@@ -272,10 +277,10 @@ def cast_lines(
         tl.atomic_max(amax_ptr + blocks, amax_bits, mask=inside)
     if MASKED:
         store_block(weight_ptr, offsets, code, mask & whole[:, None], True)
-        tl.store(scale_inv_ptr + blocks, scale_inv, mask=inside & whole)
+        tl.store(scale_inv_ptr + stored, scale_inv, mask=inside & whole)
     else:
         store_block(weight_ptr, offsets, code, None, False)
-        tl.store(scale_inv_ptr + blocks, scale_inv)
+        tl.store(scale_inv_ptr + stored, scale_inv)
 
 
 @helper
@@ -348,14 +353,15 @@ def tile_as_one(
         bits = tl.maximum(bits, magnitude_bits(value))
         index += 1
     amax_bits = tl.max(tl.max(bits, 1), 0)
-    number = (block[0] // TILE) * tl.cdiv(block[2], TILE) + block[1] // TILE
     if SHARDED:
+        number = (block[0] // TILE) * tl.cdiv(block[2], TILE) + block[1] // TILE
         tl.atomic_max(amax_ptr + number, amax_bits)
     if tile_is_whole(tile):
         # what other threads of the program have stored is there
         tl.debug_barrier()
         scale, scale_inv = scale_of(amax_bits, FORMATS)
-        tl.store(scale_inv_ptr + number, scale_inv)
+        stored = (block[0] // TILE) * block[3] + block[1] // TILE
+        tl.store(scale_inv_ptr + stored, scale_inv)
         index = tl.zeros((), tl.int32)
         while index < TILE * TILE // PIECE_AGAIN:
             piece = piece_of(index, tile, FORMATS, PIECE_AGAIN)
@@ -449,7 +455,7 @@ def cast_tiles_kernel(
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
         offsets, mask, row, first = piece_of(index, tile, FORMATS, PIECE)
-        blocks = blocks_of(row, first, block, FORMATS)
+        blocks, _stored = blocks_of(row, first, block, FORMATS)
         whole, inside = lines_are_whole(row, first, tile, FORMATS.block_columns)
         if FORMATS.shares_rows:
             whole = (row >= 0) & tile_is_whole(tile)

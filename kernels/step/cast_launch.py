@@ -18,9 +18,19 @@ from megaopt.kernels.step.cast import (
     move_scales_kernel,
     tile_kernel,
 )
+from megaopt.kernels.step.cast_columns import cast_columns_kernel
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.launch import TritonPlan, call, launch
 from megaopt.kernels.step.table import DeviceTable, Geometry, to_device
+
+KEPT = (
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_amax",
+    "weight_columns",
+    "weight_columns_scale_inv",
+)
+"""The buffers of which `cast` needs the tensors."""
 
 
 class CastPlan(TritonPlan):
@@ -63,14 +73,18 @@ class CastPlan(TritonPlan):
         if self.in_blocks:
             self._tiles = to_device(tile_table(numels, extents), device)
         self._buffers: Buffers = {}
-        self._moved = DeviceTable(device)
+        self._moved, self._columns = DeviceTable(device), DeviceTable(device)
         self._controls: torch.Tensor | None = None
 
     def look(self, buffers: Buffers) -> None:
         """Notes where the buffers lie, and keeps those that `cast` computes with."""
         super().look(buffers)
-        kept = ("weight_scale", "weight_scale_inv", "weight_amax")
-        self._buffers = {slot: buffers[slot] for slot in kept if slot in buffers}
+        self._buffers = {slot: buffers[slot] for slot in KEPT if slot in buffers}
+        if self.in_blocks:
+            strides = [scale_inv.stride(0) for scale_inv in buffers["weight_scale_inv"]]
+            row = self._rows[kernel.WEIGHT_SCALE_STRIDE.value]
+            self.stale = self.stale or row.tolist() != strides
+            row[:] = strides
 
     def step(
         self,
@@ -103,6 +117,8 @@ class CastPlan(TritonPlan):
             self._cast_tensors(only_amax=False)
         if self.shared or (self.in_blocks and not self.formats.casts_along):
             self._store_scale_invs()
+        if "weight_columns" in self._buffers:
+            self._cast_columns()
 
     def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
         """Delayed scaling, after the ranks have put amaxes together: the next step's scales.
@@ -124,6 +140,25 @@ class CastPlan(TritonPlan):
         }
         arguments = (self._moved.update(rows), self._controls, len(histories), length)
         call(move_scales_kernel, len(histories), arguments, options)
+
+    def _cast_columns(self) -> None:
+        """Codes along columns of whole weights that have them too, in a launch of their own."""
+        codes = self._buffers["weight_columns"]
+        scale_invs = self._buffers["weight_columns_scale_inv"]
+        rows = [
+            [tensor.data_ptr() for tensor in codes],
+            [tensor.data_ptr() for tensor in scale_invs],
+            [extent.rows for extent in self.extents],
+            [extent.columns for extent in self.extents],
+            [tensor.stride(0) for tensor in scale_invs],
+        ]
+        tiles = self._tiles.shape[1]
+        if tiles == 0:
+            return
+        table = self._columns.update(numpy.array(rows, dtype=numpy.int64))
+        buffers = (self.table(), self._tiles, table, self._controls)
+        options = {"num_warps": 4, **self._constants()}
+        call(cast_columns_kernel, tiles, (*buffers, len(codes), tiles), options)
 
     def _cast_all(self, only_amax: bool) -> None:
         if self.in_blocks:

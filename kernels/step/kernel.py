@@ -48,7 +48,9 @@ VECTORIZED: tl.constexpr = tl.constexpr(14)
 WEIGHT_ROWS: tl.constexpr = tl.constexpr(15)
 WEIGHT_COLUMNS: tl.constexpr = tl.constexpr(16)
 WEIGHT_START: tl.constexpr = tl.constexpr(17)
-ROWS = 18
+# and, in blocks, how far apart the rows of its scale_inv lie
+WEIGHT_SCALE_STRIDE: tl.constexpr = tl.constexpr(18)
+ROWS = 19
 
 # Places in the fp32 controls, as in controls.py.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)

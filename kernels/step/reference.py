@@ -13,6 +13,7 @@ from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
+from megaopt.kernels.step.cast_columns import columns_reference
 from megaopt.kernels.step.controls import SKIP, UNSCALED
 
 SMALLEST_SCALE = 2.0**-126
@@ -184,7 +185,19 @@ class ReferencePlan:
         for index, extent in enumerate(self.extents):
             if extent is not None and not self._skipped:
                 cast_tensor(self._tensors(index), self.formats, extent)
+                if "weight_columns" in self._buffers:
+                    self._cast_columns(index)
         self._buffers = {}
+
+    def _cast_columns(self, index: int) -> None:
+        codes, scale_inv = (
+            self._buffers[slot][index] for slot in ("weight_columns", "weight_columns_scale_inv")
+        )
+        values = values_to_cast(self._tensors(index), self.formats).view(codes.shape)
+        assert self.formats.cast is not None
+        made, made_inv = columns_reference(values, self.formats.cast.recipe)
+        codes.copy_(made)
+        scale_inv.copy_(made_inv)
 
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
         return {slot: self._buffers[slot][index] for slot in self.formats.slots}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megaopt.batches import SCALE, Batch
 from megaopt.float8.delayed import update_scales
+from megaopt.float8.foreign import ForeignWeight, foreign_weight
 from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.formats import MASTERS
@@ -20,13 +21,31 @@ from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.watch import Grads, Wanted
 
 FP32_MASTER = MASTERS[torch.float32]
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def weight_of(param: torch.Tensor) -> Float8Weight | None:
+Weight = Float8Weight | ForeignWeight
+
+
+def weight_of(param: torch.Tensor) -> Weight | None:
     """The fp8 weight that a parameter is or is a part of; None for a plain one."""
-    if isinstance(param, Float8Shard):
-        return param.weight
-    return param if isinstance(param, Float8Weight) else None
+    whole = param.weight if isinstance(param, Float8Shard) else param
+    if isinstance(whole, Float8Weight):
+        return whole
+    return None if type(whole) in PLAIN else foreign_weight(whole)
+
+
+def kind_of(param: torch.Tensor) -> tuple[Any, ...]:
+    """What parameters of one batch have in common beyond their formats: ranks, library, outputs."""
+    weight = weight_of(param)
+    if weight is None:
+        return ()
+    return getattr(param, "group", None), type(weight), columnwise_of(weight) is not None
+
+
+def columnwise_of(weight: Weight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Codes and scales of blocks along columns, where the weight keeps them too."""
+    return weight.columnwise if isinstance(weight, ForeignWeight) else None
 
 
 def extent_of(param: torch.Tensor) -> Extent:
@@ -39,10 +58,16 @@ def extent_of(param: torch.Tensor) -> Extent:
     return Extent(weight.numel() // max(columns, 1), columns, start, shared)
 
 
-def cast_of(param: torch.Tensor) -> Cast | None:
-    """How a parameter's new values become fp8; None for a plain one."""
+def cast_of(param: torch.Tensor, direct: bool | None = None) -> Cast | None:
+    """How a parameter's new values become fp8; None for a plain one.
+
+    direct: as Float8Recipe.direct, in its place; None: the recipe's own.
+    """
     weight = weight_of(param)
-    return None if weight is None else Cast(weight.recipe, weight.dtype)
+    if weight is None:
+        return None
+    recipe = weight.recipe if direct is None else replace(weight.recipe, direct=direct)
+    return Cast(recipe, weight.dtype)
 
 
 def codes_of(param: torch.Tensor) -> torch.Tensor:
@@ -71,6 +96,16 @@ def dequantized(param: torch.Tensor) -> torch.Tensor:
 def _part(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     start = extent_of(param).start
     return whole.flatten()[start : start + param.numel()].view(param.shape).float()
+
+
+def check_whole(param: torch.Tensor, where: str) -> None:
+    """Raises ValueError for a part of a weight whose codes along columns would need all of it."""
+    weight = weight_of(param)
+    if weight is not None and columnwise_of(weight) and param.numel() != weight.numel():
+        raise ValueError(
+            f"{where}: a part ({param.numel()} of {weight.numel()} elements) of a weight with "
+            "columnwise data is not allowed: the whole"
+        )
 
 
 def plan_formats(formats: Formats) -> Formats:
@@ -116,7 +151,13 @@ class Float8Batch(Batch):
         if not len(self._amaxes):
             self._amaxes = torch.zeros(sum(sizes), device=self.device)
         self._amaxes.zero_()
+        columns = [columnwise_of(weight) for weight in weights]  # type: ignore[arg-type]
+        outputs: Buffers = {}
+        if columns[0] is not None:
+            outputs["weight_columns"] = [codes for codes, _ in columns]  # type: ignore[misc]
+            outputs["weight_columns_scale_inv"] = [inv for _, inv in columns]  # type: ignore[misc]
         return {
+            **outputs,
             "weight_scale": [weight.scale for weight in weights],  # type: ignore[union-attr,misc]
             "weight_scale_inv": [weight.scale_inv for weight in weights],  # type: ignore[union-attr]
             "weight_amax": list(torch.split(self._amaxes, sizes)),
@@ -145,14 +186,18 @@ class Float8Batch(Batch):
         return shards[0].group or dist.group.WORLD
 
     def _move_scales(self, skip: torch.Tensor | None) -> None:
-        """The next step's scales, from this one's amaxes."""
+        """The next step's scales, from this one's amaxes; others' libraries move their own."""
+        weights = [weight_of(param) for param in self.params]
+        amaxes = torch.split(self._amaxes, 1)
+        if isinstance(weights[0], ForeignWeight):
+            latest: list[Any] = [weight.latest_amax for weight in weights]  # type: ignore[union-attr]
+            torch._foreach_copy_(latest, torch._foreach_maximum(latest, list[Any](amaxes)))
+            return
         if isinstance(self.plan, CastPlan):
-            weights = [weight_of(param) for param in self.params]
             self.plan.move_scales([weight.amax_history for weight in weights])  # type: ignore[union-attr,misc]
             return
-        for param, amax in zip(self.params, torch.split(self._amaxes, 1), strict=True):
-            weight = weight_of(param)
-            assert weight is not None
+        for weight, amax in zip(weights, amaxes, strict=True):
+            assert isinstance(weight, Float8Weight)
             assert weight.latest_amax is not None
             weight.latest_amax.copy_(torch.maximum(weight.latest_amax, amax))
             update_scales(weight, skip)

@@ -58,15 +58,20 @@ def _beside_peer(mode: Mode, peer: Peer, tensors: TensorSet, device: torch.devic
     ours = partial(mode.optimizer, backend="triton")
     dtype = mode.weight_dtype
     made = partial(build, tensors=tensors, weight_dtype=dtype, device=device)
-    yield str(dtype), made(ours), made(peer.optimizer)
+    yield str(dtype), made(ours, weight=mode.weight), made(peer.optimizer, weight=peer.weight)
     if peer.decoupled_grad and dtype is not torch.float32:
-        pair = [partial(make, use_decoupled_grad=True) for make in (ours, peer.optimizer)]
-        one, other = (made(make, grad_dtype=torch.float32) for make in pair)
+        pair = [(ours, mode.weight), (peer.optimizer, peer.weight)]
+        one, other = (
+            made(partial(make, use_decoupled_grad=True), weight=weight, grad_dtype=torch.float32)
+            for make, weight in pair
+        )
         yield str(torch.float32), one, other
 
 
 def _beside_reference(mode: Mode, tensors: TensorSet, device: torch.device) -> Pairs:
-    made = partial(build, tensors=tensors, weight_dtype=mode.weight_dtype, device=device)
+    made = partial(
+        build, tensors=tensors, weight_dtype=mode.weight_dtype, device=device, weight=mode.weight
+    )
     one, other = (made(partial(mode.optimizer, backend=name)) for name in ("triton", "reference"))
     yield str(mode.weight_dtype), one, other
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megaopt import FusedAdam
-from megaopt.bench.peers import PEERS, SHARED, Peer
+from megaopt.bench.peers import PEERS, SHARED, Peer, describe_float8
 from megaopt.bench.sets import SETS, TensorSet
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.kernels.contracts import CONTRACTS
@@ -107,7 +107,7 @@ def _float8(name: str, bytes_per_parameter: float, *peers: str) -> Iterator[Mode
     """
     modes = _modes(
         f"fp8-{name}",
-        f"fp8 weights ({name}), fp32 masters",
+        describe_float8(name),
         bytes_per_parameter,
         _MASTER,
         against=peers,

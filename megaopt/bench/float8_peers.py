@@ -111,7 +111,7 @@ class AdamThenCast:
     ) -> None:
         self.grad_name = "decoupled_grad" if use_decoupled_grad else "grad"
         self.weights: list[Any] = [p for p in parameters if is_float8(p)]
-        self.masters = [Parameter(weight.initial_value.float()) for weight in self.weights]
+        self.masters: list[Any] = [Parameter(w.initial_value.float()) for w in self.weights]
         for weight in self.weights:
             del weight.initial_value
         # decoupled: torch has no bf16 `grad` of an fp32 parameter
@@ -170,6 +170,7 @@ def one_rank_group(backend: str) -> Any:
     quantize_master_weights puts amaxes together in one, a single rank's too.
     """
     if not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch's documentation has it there
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
         atexit.register(dist.destroy_process_group)
     return dist.group.WORLD

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from megaopt.bench.float8_peers import AdamThenCast, FusedFloat8Adam, float8_parameter
 
-__all__ = ["PEERS", "SHARED", "Float8Peer", "Peer"]
+__all__ = ["PEERS", "SHARED", "Float8Peer", "Peer", "describe_float8"]
 
 SHARED: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "weight_decay": 0.1})
 """What every optimizer is given; a decay, so that a step does all that it does in training."""
@@ -128,10 +128,17 @@ def _transformer_engine(
     )
 
 
-def _float8(name: str, description: str, bytes_per_parameter: float, scaling: str) -> Float8Peer:
+def describe_float8(scaling: str) -> str:
+    """Return the formats of a case with fp8 weights, ours or a peer's."""
+    return f"fp8 matrices ({scaling}), other weights bf16, fp32 masters"
+
+
+def _float8(
+    scaling: str, bytes_per_parameter: float, *, separate_cast: bool, suffix: str = ""
+) -> Float8Peer:
     return Float8Peer(
-        name=f"transformerengine-{name}",
-        description=description,
+        name=f"transformerengine-fp8-{scaling}{suffix}",
+        description=describe_float8(scaling),
         module="transformer_engine.pytorch.optimizers",
         kind="FusedAdam",
         weight_dtype=torch.bfloat16,
@@ -139,7 +146,7 @@ def _float8(name: str, description: str, bytes_per_parameter: float, scaling: st
         options={},
         decoupled_grad=True,
         scaling=scaling,
-        separate_cast=name != "fp8-delayed",
+        separate_cast=separate_cast,
     )
 
 
@@ -214,15 +221,10 @@ PEERS = {
         _transformer_engine(
             "fp8-moments", "bf16 weights, fp32 masters, fp8 moments", 16, **_moments(torch.uint8)
         ),
-        _float8("fp8-delayed", "fp8 weights (delayed), fp32 masters", 27, "delayed"),
-        _float8("fp8-delayed-cast", "fp8 weights (delayed), fp32 masters", 27, "delayed"),
-        _float8("fp8-current", "fp8 weights (current), fp32 masters", 31, "current"),
-        _float8(
-            "fp8-block_128x128",
-            "fp8 weights (block_128x128), fp32 masters",
-            27,
-            "block_128x128",
-        ),
+        _float8("delayed", 27, separate_cast=False),
+        _float8("delayed", 27, separate_cast=True, suffix="-cast"),
+        _float8("current", 31, separate_cast=True),
+        _float8("block_128x128", 27, separate_cast=True),
         _torch("fused-fp32", torch.float32, 28, fused=True),
         _torch("foreach-fp32", torch.float32, 28, foreach=True),
         _apex(),

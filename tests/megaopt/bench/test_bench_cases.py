@@ -101,6 +101,8 @@ def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
         assert PEERS[name].bytes_per_parameter == mode.bytes_per_parameter
         scaling = mode.recipe.scaling if mode.recipe else None
         assert getattr(PEERS[name], "scaling", None) == scaling
+        # one heading for both in the picture
+        assert scaling is None or PEERS[name].description == mode.description
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

@@ -53,9 +53,8 @@ def _shrunk(shape: Shape, elements: int) -> Shape:
     if len(shape) != 2:
         return (elements,)
     wanted = int(shape[1] * math.sqrt(elements / math.prod(shape)))
-    if elements >= 128 * 128:
-        wanted = min(max(wanted, 128), elements // 128)
-    columns = _sixteens(max(1, min(wanted, elements, shape[1])))
+    least = next(size for size in (128, 16, 1) if size * size <= elements)
+    columns = _sixteens(min(max(wanted, least), elements // least, shape[1]))
     return _sixteens(elements // columns), columns
 
 

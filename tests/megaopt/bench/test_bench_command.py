@@ -69,6 +69,17 @@ def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyP
         command.run(Case(SETS["C"], MODES["bf16"]), CPU, None)
 
 
+@pytest.mark.parametrize("name", ["fp8-current", "transformerengine-fp8-current", "bf16"])
+def test_fp8_weights_are_what_is_measured(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    built = []
+    monkeypatch.setattr(command, "check", lambda *_: Check("reference"))
+    monkeypatch.setattr(command, "build", lambda *_, weight: built.append(weight))
+    monkeypatch.setattr(command, "measure", lambda *_: None)
+    subject = {**MODES, **PEERS}[name]
+    assert command.run(Case(SETS["A"], subject), CPU, None).problem is None
+    assert [weight is None for weight in built] == [name == "bf16"]
+
+
 class Absent(Peer):
     def why_not(self) -> str | None:
         return "apex is not installed"

@@ -19,6 +19,9 @@ __all__ = ["Parity", "examine_parity", "parity_table", "peers_table"]
 CHECKED = TensorSet(
     name="check", description="shapes of a check", sizes=(1, 7, 2047, 2048, 2049, 65_537)
 )
+CHECKED_MATRICES = TensorSet.of_shapes(
+    "check", "shapes of a check, in fp8", [(16, 16), (96,), (128, 256), (272, 304), (640, 1024)]
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ def _examine(name: str) -> Parity:
         reason = "there is no CUDA GPU"
     if reason is not None:
         return Parity(name, peer.name, None, reason)
-    difference = check(mode, CHECKED, torch.device("cuda")).difference
+    checked = CHECKED if mode.weight is None else CHECKED_MATRICES
+    difference = check(mode, checked, torch.device("cuda")).difference
     if difference is not None:
         return Parity(name, peer.name, False, difference)
     return Parity(name, peer.name, True, CONTRACTS[mode.contract].promise)

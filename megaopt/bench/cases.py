@@ -1,16 +1,18 @@
 """What is measured: the formats and contracts of a step of ours, and the cases of a run."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from megaopt import FusedAdam
-from megaopt.bench.peers import PEERS, SHARED, Peer
+from megaopt.bench.peers import PEERS, SHARED, Peer, describe_float8
 from megaopt.bench.sets import SETS, TensorSet
+from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.kernels.contracts import CONTRACTS
 
 __all__ = ["MODES", "Case", "Mode", "select"]
@@ -27,12 +29,24 @@ class Mode:
     options: Mapping[str, Any]
     """What FusedAdam is given besides what every optimizer is given."""
     bytes_per_parameter: float
-    """What a step must move: each input read once, each output written once."""
+    """What a step must move: each input read once, each output written once; the master twice
+    where fp8 codes wait for the whole tensor's amax. Scales of blocks are left out."""
     contract: str = "ieee"
     twin: str | None = None
     """The peer whose bits the contract promises, by its name in PEERS."""
     against: tuple[str, ...] = ()
     """The peers that do the same work, by their names in PEERS."""
+    recipe: Float8Recipe | None = None
+    """How matrices are kept in fp8; None: all weights are of weight_dtype."""
+
+    @property
+    def weight(self) -> Callable[[Tensor], Parameter] | None:
+        """What makes an fp8 weight of a matrix; None where weights are of weight_dtype."""
+        return None if self.recipe is None else self._float8_weight
+
+    def _float8_weight(self, values: Tensor) -> Parameter:
+        assert self.recipe is not None
+        return Parameter(Float8Weight.from_values(values, self.recipe))
 
     def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> FusedAdam:
         """Make the optimizer; `more` goes to its constructor."""
@@ -68,6 +82,7 @@ def _modes(
     against: tuple[str, ...],
     twins: Mapping[str, str] = MappingProxyType({}),
     weight: torch.dtype = torch.bfloat16,
+    recipe: Float8Recipe | None = None,
 ) -> Iterator[Mode]:
     """Give the mode under ieee, and under each contract in `twins`, where that contract exists."""
     for contract, twin in {"ieee": None, **twins}.items():
@@ -81,7 +96,27 @@ def _modes(
                 contract=contract,
                 twin=twin,
                 against=against,
+                recipe=recipe,
             )
+
+
+def _float8(name: str, bytes_per_parameter: float, *peers: str) -> Iterator[Mode]:
+    """Give the mode of a recipe; its bits under te are those of the first peer.
+
+    With delayed scaling these are of a fused step, which casts fp32 values directly.
+    """
+    modes = _modes(
+        f"fp8-{name}",
+        describe_float8(name),
+        bytes_per_parameter,
+        _MASTER,
+        against=peers,
+        twins={"te": peers[0]} if peers else {},
+        recipe=RECIPES[name],
+    )
+    for mode in modes:
+        direct = name == "delayed" and mode.contract == "te"
+        yield replace(mode, recipe=replace(RECIPES[name], direct=direct))
 
 
 def _as_transformer_engine(
@@ -124,6 +159,13 @@ MODES = {
             16,
             {**_MASTER, **_FP8_MOMENTS},
         ),
+        _float8(
+            "delayed", 27, "transformerengine-fp8-delayed", "transformerengine-fp8-delayed-cast"
+        ),
+        _float8("current", 31, "transformerengine-fp8-current"),
+        _float8("block_128x128", 27, "transformerengine-fp8-block_128x128"),
+        _float8("block_1x128", 27),
+        _float8("mxfp8", 27),
         _modes(
             "fp32",
             "fp32 weights",
@@ -143,13 +185,16 @@ def select(
 ) -> list[Case]:
     """Return the cases of a run, set by set, a peer behind the modes that it is compared with.
 
+    fp8 weights are measured on sets whose tensors have shapes.
+
     Args:
         sets: Names of SETS; none means all.
         only: Names of modes and peers; none means all. A mode brings the peers it is against.
         peers: Those that may be measured.
 
     Raises:
-        ValueError: A name is none of SETS, or none of MODES and PEERS.
+        ValueError: A name is none of SETS, or none of MODES and PEERS; or all names are of fp8
+            weights, and no set has shapes.
     """
     for parameter, names, table in (("sets", sets, SETS), ("only", only, {**MODES, **PEERS})):
         if unknown := [name for name in names if name not in table]:
@@ -158,12 +203,17 @@ def select(
     modes = [mode for mode in MODES.values() if mode.name in (only or MODES)]
     wanted = {*only, *(name for mode in modes for name in mode.against)}
     chosen = [peer for peer in peers if not only or peer.name in wanted]
-    return [
+    cases = [
         Case(tensor_set, subject)
         for tensor_set in SETS.values()
         if tensor_set.name in (sets or SETS)
         for subject in _in_order(modes, chosen)
+        if subject.weight is None or tensor_set.shapes
     ]
+    if not cases and only and modes + chosen:
+        allowed = ", ".join(tensor_set.name for tensor_set in SETS.values() if tensor_set.shapes)
+        raise ValueError(f"sets={[*sets]}: no matrices for fp8 weights; allowed are {allowed}")
+    return cases
 
 
 def _in_order(modes: Sequence[Mode], peers: Sequence[Peer]) -> Iterator[Mode | Peer]:

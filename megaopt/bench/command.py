@@ -111,7 +111,7 @@ def _run_ours(case: Case, mode: Mode, device: torch.device, copy: Copy) -> Resul
             problem = f"differs from {checked.against}: {checked.difference}"
             return Result(case, None, problem, checked)
         make = partial(mode.optimizer, backend="triton")
-        instance = build(make, case.tensors, mode.weight_dtype, device)
+        instance = build(make, case.tensors, mode.weight_dtype, device, weight=mode.weight)
         return Result(case, measure(instance, copy), None, checked)
     except torch.OutOfMemoryError as error:
         return Result(case, None, f"out of memory: {error}")
@@ -119,7 +119,8 @@ def _run_ours(case: Case, mode: Mode, device: torch.device, copy: Copy) -> Resul
 
 def _run_peer(case: Case, peer: Peer, device: torch.device, copy: Copy) -> Result:
     try:
-        instance = build(peer.optimizer, case.tensors, peer.weight_dtype, device)
+        dtype, weight = peer.weight_dtype, peer.weight
+        instance = build(peer.optimizer, case.tensors, dtype, device, weight=weight)
         figures: Figures = measure(instance, copy)
         return Result(case, figures)
     except Exception as error:  # another library fails in its own way; the run goes on

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,18 +56,26 @@ def _difference(pairs: Pairs) -> str | None:
 
 
 def _beside_peer(mode: Mode, peer: Peer, tensors: TensorSet, device: torch.device) -> Pairs:
-    ours = partial(mode.optimizer, backend="triton")
     dtype = mode.weight_dtype
-    made = partial(build, tensors=tensors, weight_dtype=dtype, device=device)
-    yield str(dtype), made(ours), made(peer.optimizer)
+
+    def pair(grad_dtype: torch.dtype | None = None, **more: Any) -> tuple[Instance, Instance]:
+        ours = partial(mode.optimizer, backend="triton", **more)
+        theirs = partial(peer.optimizer, **more)
+        made = partial(build, tensors=tensors, weight_dtype=dtype, device=device)
+        return (
+            made(ours, weight=mode.weight, grad_dtype=grad_dtype),
+            made(theirs, weight=peer.weight, grad_dtype=grad_dtype),
+        )
+
+    yield str(dtype), *pair()
     if peer.decoupled_grad and dtype is not torch.float32:
-        pair = [partial(make, use_decoupled_grad=True) for make in (ours, peer.optimizer)]
-        one, other = (made(make, grad_dtype=torch.float32) for make in pair)
-        yield str(torch.float32), one, other
+        yield str(torch.float32), *pair(torch.float32, use_decoupled_grad=True)
 
 
 def _beside_reference(mode: Mode, tensors: TensorSet, device: torch.device) -> Pairs:
-    made = partial(build, tensors=tensors, weight_dtype=mode.weight_dtype, device=device)
+    made = partial(
+        build, tensors=tensors, weight_dtype=mode.weight_dtype, device=device, weight=mode.weight
+    )
     one, other = (made(partial(mode.optimizer, backend=name)) for name in ("triton", "reference"))
     yield str(mode.weight_dtype), one, other
 

@@ -1,6 +1,6 @@
 """A case made real: parameters, gradients, an optimizer, and the bytes that a step must move."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megaopt.bench.sets import TensorSet
+from megaopt.bench.weights import is_cast_afterwards, is_float8, weight_tensors
 from megaopt.kernels.formats import MASTERS, MOMENTS
 
 __all__ = ["Instance", "build", "bytes_per_step", "state_tensors"]
@@ -43,7 +44,7 @@ class Instance:
         old = self.gradients
         new = _allocate(self.tensors, old[0].dtype, old[0].device)
         for parameter, there, here in zip(self.parameters, old, new, strict=True):
-            setattr(parameter, self.grad_name, here.copy_(there))
+            setattr(parameter, self.grad_name, here.view_as(there).copy_(there))
 
 
 def build(
@@ -52,6 +53,7 @@ def build(
     weight_dtype: torch.dtype,
     device: torch.device,
     *,
+    weight: Callable[[Tensor], Parameter] | None = None,
     grad_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Instance:
@@ -62,16 +64,24 @@ def build(
         tensors: The set that is made real.
         weight_dtype: Of the parameters.
         device: Where everything lies.
+        weight: Makes an fp8 weight of a matrix; parameters then have the set's shapes, and others
+            than matrices stay plain, as norms and biases do. None: all are plain and flat.
         grad_dtype: Of gradients in `decoupled_grad`; None for gradients in `grad`.
         seed: Of the generator that draws weights and gradients.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    weights = _allocate(tensors, weight_dtype, device)
-    parameters = [Parameter(weight.normal_(0, 0.02, generator=generator)) for weight in weights]
+    values = _allocate(tensors, weight_dtype, device)
+    for value in values:
+        value.normal_(0, 0.02, generator=generator)
+    if weight is None:
+        parameters = [Parameter(value) for value in values]
+    else:
+        matrices = [v.view(shape) for v, shape in zip(values, tensors.shapes, strict=True)]
+        parameters = [weight(m) if m.dim() == 2 else Parameter(m) for m in matrices]
     name = "grad" if grad_dtype is None else "decoupled_grad"
     gradients = _allocate(tensors, grad_dtype or weight_dtype, device)
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        setattr(parameter, name, gradient)
+        setattr(parameter, name, gradient.view(parameter.shape))
     instance = Instance(tensors, parameters, make(parameters), generator, name)
     instance.draw_gradients()
     return instance
@@ -92,7 +102,7 @@ def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]
     state = instance.optimizer.state[parameter]
     # TransformerEngine keeps its scales outside the state
     scales = getattr(instance.optimizer, "_scales", {}).get(parameter, {})
-    tensors = {"weight": parameter.detach()}
+    tensors = weight_tensors(parameter)
     for name in STATES:
         value, scale_name = state.get(name), f"{name}_scale"
         if hasattr(
@@ -111,8 +121,9 @@ def bytes_per_step(instance: Instance) -> int:
     """Return the bytes that a step must move, counted on the tensors that it uses.
 
     Gradients are read; moments and masters are read and written; a weight is written, and is read
-    too where it holds (the upper half of) the value that is updated. Scales of blocks count, single
-    numbers and tables of codes do not. Call it after a first step.
+    too where it holds (the upper half of) the value that is updated. The master of an fp8 weight
+    whose scale comes from its own new amax is read twice. Scales of blocks count, single numbers
+    and tables of codes do not. Call it after a first step.
     """
     return sum(_bytes_of(instance, parameter) for parameter in instance.parameters)
 
@@ -121,10 +132,19 @@ def _bytes_of(instance: Instance, parameter: Parameter) -> int:
     gradient: Tensor = getattr(parameter, instance.grad_name)
     state = instance.optimizer.state[parameter]
     values = [value for name, value in state.items() if not name.startswith("qmap")]
-    stored = sum(2 * t.nbytes for value in values for t in _stored_in(value) if t.numel() > 1)
+    stored = 2 * _bytes_of_many(t for value in values for t in _stored_in(value))
     master = state.get("master_param")
+    if is_float8(parameter):
+        tensors = weight_tensors(parameter)
+        written = [tensors["weight"], tensors["weight_scale_inv"]]
+        read_again = master.nbytes if is_cast_afterwards(parameter) else 0
+        return gradient.nbytes + stored + read_again + _bytes_of_many(written)
     weight_is_read = master is None or master.dtype is torch.int16
     return gradient.nbytes + stored + parameter.nbytes * (2 if weight_is_read else 1)
+
+
+def _bytes_of_many(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
 
 
 def _stored_in(value: Any) -> Iterator[Tensor]:

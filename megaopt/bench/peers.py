@@ -1,18 +1,21 @@
 """Other libraries' optimizers, measured beside ours; each is imported only when it is used."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["PEERS", "SHARED", "Peer"]
+from megaopt.bench.float8_peers import AdamThenCast, FusedFloat8Adam, float8_parameter
+
+__all__ = ["PEERS", "SHARED", "Float8Peer", "Peer", "describe_float8"]
 
 SHARED: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "weight_decay": 0.1})
 """What every optimizer is given; a decay, so that a step does all that it does in training."""
@@ -38,6 +41,11 @@ class Peer:
     """Whether it can read `p.decoupled_grad`, of another dtype than the weight."""
 
     @property
+    def weight(self) -> Callable[[Tensor], Parameter] | None:
+        """What makes an fp8 weight of a matrix; None where weights are of weight_dtype."""
+        return None
+
+    @property
     def package(self) -> str:
         """The name of the package that is imported."""
         return self.module.partition(".")[0]
@@ -59,6 +67,26 @@ class Peer:
         kind = getattr(importlib.import_module(self.module), self.kind)
         made: torch.optim.Optimizer = kind(list(parameters), **SHARED, **self.options, **more)
         return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Peer(Peer):
+    """An optimizer of TransformerEngine that writes its fp8 weights."""
+
+    scaling: str
+    """By its name in megaopt.float8.RECIPES."""
+    separate_cast: bool
+    """Whether the optimizer updates masters and another call casts them."""
+
+    @property
+    def weight(self) -> Callable[[Tensor], Parameter]:
+        """What makes an fp8 weight of a matrix."""
+        return partial(float8_parameter, scaling=self.scaling)
+
+    def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> Any:
+        """Make what has the step and the state of an optimizer; `more` goes to FusedAdam."""
+        kind = AdamThenCast if self.separate_cast else FusedFloat8Adam
+        return kind(parameters, **SHARED, **self.options, **more)
 
 
 @cache
@@ -97,6 +125,28 @@ def _transformer_engine(
         bytes_per_parameter=bytes_per_parameter,
         options={"master_weights": True, **options},
         decoupled_grad=True,
+    )
+
+
+def describe_float8(scaling: str) -> str:
+    """Return the formats of a case with fp8 weights, ours or a peer's."""
+    return f"fp8 matrices ({scaling}), other weights bf16, fp32 masters"
+
+
+def _float8(
+    scaling: str, bytes_per_parameter: float, *, separate_cast: bool, suffix: str = ""
+) -> Float8Peer:
+    return Float8Peer(
+        name=f"transformerengine-fp8-{scaling}{suffix}",
+        description=describe_float8(scaling),
+        module="transformer_engine.pytorch.optimizers",
+        kind="FusedAdam",
+        weight_dtype=torch.bfloat16,
+        bytes_per_parameter=bytes_per_parameter,
+        options={},
+        decoupled_grad=True,
+        scaling=scaling,
+        separate_cast=separate_cast,
     )
 
 
@@ -171,6 +221,10 @@ PEERS = {
         _transformer_engine(
             "fp8-moments", "bf16 weights, fp32 masters, fp8 moments", 16, **_moments(torch.uint8)
         ),
+        _float8("delayed", 27, separate_cast=False),
+        _float8("delayed", 27, separate_cast=True, suffix="-cast"),
+        _float8("current", 31, separate_cast=True),
+        _float8("block_128x128", 27, separate_cast=True),
         _torch("fused-fp32", torch.float32, 28, fused=True),
         _torch("foreach-fp32", torch.float32, 28, foreach=True),
         _apex(),

@@ -119,6 +119,9 @@ def _case_record(result: Result, results: Sequence[Result]) -> dict[str, Any]:
     }
     if isinstance(case.subject, Mode):
         record["contract"] = case.subject.contract
+        if case.subject.recipe is not None:
+            recipe = case.subject.recipe
+            record |= {"scaling": recipe.scaling, "direct": recipe.direct}
         record["checked_against"] = check.against if check else None
         equal = None if check is None or check.against is None else check.difference is None
         record["equal"] = equal

@@ -1,9 +1,12 @@
 """The sets of tensors that are stepped: the shapes of real models, and extremes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["SETS", "TensorSet"]
+__all__ = ["SETS", "Shape", "TensorSet"]
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +18,14 @@ class TensorSet:
     sizes: tuple[int, ...]
     flat: bool = False
     """Consecutive slices of one buffer, wherever they begin; otherwise a buffer for each tensor."""
+    shapes: tuple[Shape, ...] = ()
+    """Of each tensor, for weights whose rows and columns matter; empty: there are only sizes."""
+
+    @classmethod
+    def of_shapes(cls, name: str, description: str, shapes: Sequence[Shape]) -> "TensorSet":
+        """Return the set of tensors of these shapes, a buffer for each."""
+        sizes = tuple(math.prod(shape) for shape in shapes)
+        return cls(name=name, description=description, sizes=sizes, shapes=tuple(shapes))
 
     def shrunk(self, elements: int, tensors: int = 64) -> "TensorSet":
         """Return a set in the proportions of this one, for a check in place of a measurement.
@@ -23,18 +34,41 @@ class TensorSet:
             elements: At most about so many elements in all; every tensor keeps at least one.
             tensors: At most how many tensors, taken evenly from the set.
         """
-        chosen = self.sizes[:: -(-len(self.sizes) // tensors)]
+        step = -(-len(self.sizes) // tensors)
+        chosen = self.sizes[::step]
         total = sum(chosen)
         sizes = tuple(min(size, max(1, size * elements // total)) for size in chosen)
-        return replace(self, sizes=sizes)
+        if not self.shapes:
+            return replace(self, sizes=sizes)
+        shapes = map(_shrunk, self.shapes[::step], sizes)
+        return self.of_shapes(self.name, self.description, tuple(shapes))
 
 
-def _llama(hidden: int, key_value: int, feed_forward: int, layers: int) -> tuple[int, ...]:
-    """Return the elements of each tensor of a Llama 3.1, in the model's order."""
-    vocabulary = 128256
-    attention = [hidden * hidden, hidden * key_value, hidden * key_value, hidden * hidden]
-    layer = [*attention, *[hidden * feed_forward] * 3, hidden, hidden]
-    return (vocabulary * hidden, *layer * layers, hidden, vocabulary * hidden)
+def _shrunk(shape: Shape, elements: int) -> Shape:
+    """Return a shape in the proportions of this one, of at most so many elements.
+
+    Rows and columns are multiples of 16 where there is room, as products in fp8 want them, and
+    where a block of 128 x 128 has room there is one.
+    """
+    if len(shape) != 2:
+        return (elements,)
+    wanted = int(shape[1] * math.sqrt(elements / math.prod(shape)))
+    least = next(size for size in (128, 16, 1) if size * size <= elements)
+    columns = _sixteens(min(max(wanted, least), elements // least, shape[1]))
+    return _sixteens(elements // columns), columns
+
+
+def _sixteens(size: int) -> int:
+    return size - size % 16 if size >= 16 else size
+
+
+def _llama(hidden: int, key_value: int, feed_forward: int, layers: int) -> tuple[Shape, ...]:
+    """Return the shape of each tensor of a Llama 3.1, in the model's order."""
+    ends = (128256, hidden)
+    query, key, norm = (hidden, hidden), (key_value, hidden), (hidden,)
+    up, down = (feed_forward, hidden), (hidden, feed_forward)
+    layer = [query, key, key, query, up, up, down, norm, norm]
+    return (ends, *layer * layers, norm, ends)
 
 
 def _off_alignment(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -42,43 +76,50 @@ def _off_alignment(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(size + (1 if index % 2 == 0 else -1) for index, size in enumerate(sizes))
 
 
-def _experts(layers: int = 4, experts: int = 64) -> tuple[int, ...]:
+def _experts(layers: int = 4, experts: int = 64) -> tuple[Shape, ...]:
     hidden, feed_forward = 2048, 1408
-    layer = [hidden * hidden] * 4 + [experts * hidden] + [hidden, hidden]
-    return (*layer, *[hidden * feed_forward] * (3 * experts)) * layers
+    expert = [(feed_forward, hidden), (feed_forward, hidden), (hidden, feed_forward)]
+    layer = [*[(hidden, hidden)] * 4, (experts, hidden), (hidden,), (hidden,)]
+    return (*layer, *expert * experts) * layers
 
 
-def _gpt2() -> tuple[int, ...]:
-    """Return the elements of GPT-2's 148 tensors: each weight is followed by its bias."""
+def _gpt2() -> tuple[Shape, ...]:
+    """Return the shapes of GPT-2's 148 tensors: each weight is followed by its bias."""
     hidden, layers = 768, 12
-    attention = [3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
-    feed_forward = [4 * hidden * hidden, 4 * hidden, 4 * hidden * hidden, hidden]
-    norm = [hidden, hidden]
+    attention = [(3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,)]
+    feed_forward = [(4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden), (hidden,)]
+    norm = [(hidden,), (hidden,)]
     layer = [*norm, *attention, *norm, *feed_forward]
-    return (50257 * hidden, 1024 * hidden, *layer * layers, *norm)
+    return ((50257, hidden), (1024, hidden), *layer * layers, *norm)
+
+
+def _eighth(shape: Shape) -> Shape:
+    return (shape[0] // 8, *shape[1:])
 
 
 SETS = {
     tensor_set.name: tensor_set
     for tensor_set in (
-        TensorSet(name="A", description="one tensor of 2**28 elements", sizes=(2**28,)),
-        TensorSet(
-            name="B",
-            description="Llama-3.1-8B's 291 tensors, an eighth of each",
-            sizes=tuple(size // 8 for size in _llama(4096, 1024, 14336, 32)),
+        TensorSet.of_shapes("A", "one tensor of 2**28 elements", [(2**14, 2**14)]),
+        TensorSet.of_shapes(
+            "B",
+            "Llama-3.1-8B's 291 tensors, an eighth of each",
+            [_eighth(shape) for shape in _llama(4096, 1024, 14336, 32)],
         ),
         TensorSet(name="C", description="4,000 tensors of 1,024 elements", sizes=(1024,) * 4000),
         TensorSet(
             name="llama70b-64",
             description="Llama-3.1-70B's 723 tensors, 1/64 of each, one buffer, half unaligned",
-            sizes=_off_alignment([size // 64 for size in _llama(8192, 1024, 28672, 80)]),
+            sizes=_off_alignment(
+                [math.prod(shape) // 64 for shape in _llama(8192, 1024, 28672, 80)]
+            ),
             flat=True,
         ),
-        TensorSet(
-            name="moe64",
-            description="4 layers of 64 experts, hidden 2,048, expert 1,408: 796 tensors",
-            sizes=_experts(),
+        TensorSet.of_shapes(
+            "moe64",
+            "4 layers of 64 experts, hidden 2,048, expert 1,408: 796 tensors",
+            _experts(),
         ),
-        TensorSet(name="gpt2", description="GPT-2's 148 tensors (124M)", sizes=_gpt2()),
+        TensorSet.of_shapes("gpt2", "GPT-2's 148 tensors (124M)", _gpt2()),
     )
 }

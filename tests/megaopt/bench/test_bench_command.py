@@ -69,6 +69,17 @@ def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyP
         command.run(Case(SETS["C"], MODES["bf16"]), CPU, None)
 
 
+@pytest.mark.parametrize("name", ["fp8-current", "transformerengine-fp8-current", "bf16"])
+def test_fp8_weights_are_what_is_measured(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    built = []
+    monkeypatch.setattr(command, "check", lambda *_: Check("reference"))
+    monkeypatch.setattr(command, "build", lambda *_, weight: built.append(weight))
+    monkeypatch.setattr(command, "measure", lambda *_: None)
+    subject = {**MODES, **PEERS}[name]
+    assert command.run(Case(SETS["A"], subject), CPU, None).problem is None
+    assert [weight is None for weight in built] == [name == "bf16"]
+
+
 class Absent(Peer):
     def why_not(self) -> str | None:
         return "apex is not installed"
@@ -136,9 +147,22 @@ def test_small_run_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+def test_fp8_weights_are_measured_on_a_gpu(tmp_path: Path) -> None:
+    only = tuple(name for name, mode in MODES.items() if mode.recipe and mode.contract == "ieee")
+    assert main(tmp_path, ("gpt2",), only, peers=False) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [case["ours"] for case in record["cases"]] == list(only)
+    for case in record["cases"]:
+        assert case["equal"] is True
+        declared = MODES[case["ours"]].bytes_per_parameter
+        assert declared <= case["bytes"] / case["elements"] < declared + 0.05
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", MODES)
-def test_every_mode_passes_its_gate_on_unaligned_shards(name: str) -> None:
+def test_every_mode_passes_its_gate_on_unaligned_shards_and_cut_blocks(name: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    found = check(MODES[name], SETS["llama70b-64"].shrunk(2**20), device)
+    tensors = SETS["llama70b-64"] if MODES[name].weight is None else SETS["B"]  # shapes for fp8
+    found = check(MODES[name], tensors.shrunk(2**20), device)
     assert found.difference is None
     assert found.against is not None or MODES[name].contract == "te"

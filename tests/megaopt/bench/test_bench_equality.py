@@ -20,6 +20,7 @@ from megaopt.kernels.contracts import CONTRACTS, Contract
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TENSORS = TensorSet(name="s", description="", sizes=(1, 1000, 5000), flat=True)
+MATRICES = TensorSet.of_shapes("m", "", [(130, 160), (96,), (16, 48)])
 IEEE_MODES = {name: mode for name, mode in MODES.items() if mode.contract == "ieee"}
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -27,7 +28,8 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 @needs_triton
 @pytest.mark.parametrize("mode", IEEE_MODES.values(), ids=IEEE_MODES)
 def test_kernel_passes(mode: Mode) -> None:
-    ((label, one, other),) = equality._beside_reference(mode, TENSORS, DEVICE)
+    tensors = TENSORS if mode.weight is None else MATRICES
+    ((label, one, other),) = equality._beside_reference(mode, tensors, DEVICE)
     assert label == str(mode.weight_dtype)
     assert (one.optimizer.options.backend, other.optimizer.options.backend) == (
         "triton",
@@ -39,27 +41,30 @@ def test_kernel_passes(mode: Mode) -> None:
 def stepped(mode_name: str) -> Instance:
     mode = MODES[mode_name]
     make = partial(mode.optimizer, backend="reference")
-    tensors = TensorSet(name="s", description="", sizes=(3, 40))
-    instance = build(make, tensors, mode.weight_dtype, DEVICE)
+    tensors = TensorSet.of_shapes("s", "", [(3,), (8, 40)])
+    instance = build(make, tensors, mode.weight_dtype, DEVICE, weight=mode.weight)
     instance.optimizer.step()
     return instance
 
 
 NAMED = ["bf16", "bf16-remainders", "bf16-moments", "fp16-moments", "fp8-moments", "fp32"]
+FLOAT8 = [name for name, mode in IEEE_MODES.items() if mode.recipe]
 
 
-@pytest.mark.parametrize("mode_name", NAMED)
+@pytest.mark.parametrize("mode_name", NAMED + FLOAT8)
 def test_one_flipped_bit_is_named_in_every_tensor(mode_name: str) -> None:
     reference = stepped(mode_name)
     names = list(state_tensors(reference, reference.parameters[1]))
     assert {"weight", "exp_avg", "exp_avg_sq"} <= set(names)
     assert ("exp_avg_scale" in names) == (mode_name in ("fp16-moments", "fp8-moments"))
+    assert ("weight_scale_inv" in names) == (mode_name in FLOAT8)
+    assert ("weight_amax_history" in names) == (mode_name == "fp8-delayed")
     for name in names:
         other = stepped(mode_name)
         assert equality.compare(other, reference) is None
         values = state_tensors(other, other.parameters[1])[name]
         at = min(17, values.numel() - 1)
-        values.view(equality.INTEGERS[values.element_size()])[at] ^= 1
+        values.view(equality.INTEGERS[values.element_size()]).view(-1)[at] ^= 1
         found = equality.compare(other, reference)
         assert found is not None
         assert found.startswith(f"tensor 1, {name}[{at}]: 0x")

@@ -123,6 +123,17 @@ def test_record_holds_every_figure(tmp_path: Path) -> None:
     assert not {"step_ms", "percent_of_copy", "times_faster_than"} & bad.keys()
 
 
+def test_record_of_fp8_weights_says_how_they_are_cast() -> None:
+    case = Case(SETS["A"], MODES["fp8-current"])
+    result = Result(case, replace(FIGURES, bytes=31_000), None, Check("reference"))
+    (record,) = record_of([result], HERE, "megaopt bench")["cases"]
+    assert (record["scaling"], record["direct"]) == ("current", False)
+    assert record["bytes_per_parameter"] == 31
+    assert "other weights bf16" in record["description"]
+    peer = Result(Case(SETS["A"], PEERS["transformerengine-fp8-current"]), SLOW)
+    assert [ratio.step for ratio in ratios(result, [result, peer])] == [1.5]
+
+
 def printed(results: list[Result], width: int) -> list[str]:
     text = io.StringIO()
     print_table(Console(width=width, file=text), table_of(results))

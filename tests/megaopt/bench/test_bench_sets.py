@@ -1,5 +1,7 @@
 """The sets of tensors: the models' shapes, and how they lie in memory."""
 
+import math
+
 import pytest
 import torch
 
@@ -15,6 +17,33 @@ def test_set_b_is_llamas_291_tensors() -> None:
     assert len(sizes) == 291
     assert sum(sizes) * 8 == 8_030_261_248  # the parameters of Llama-3.1-8B
     assert sizes.count(4096 // 8) == 65  # two norms a layer and the last
+
+
+def test_set_b_is_an_eighth_of_every_matrixs_rows_and_of_every_norm() -> None:
+    shapes = SETS["B"].shapes
+    assert len([shape for shape in shapes if len(shape) == 2]) == 226
+    assert {(16032, 4096), (128, 4096), (1792, 4096), (512, 14336), (512,)} <= {*shapes}
+
+
+@pytest.mark.parametrize("tensors", SETS.values(), ids=SETS)
+def test_shapes_are_of_the_sizes_also_shrunk(tensors: TensorSet) -> None:
+    for each in (tensors, tensors.shrunk(2**20), tensors.shrunk(100)):
+        assert bool(each.shapes) == bool(tensors.shapes)
+        assert each.sizes == (tuple(math.prod(shape) for shape in each.shapes) or each.sizes)
+    if tensors.shapes:
+        small = tensors.shrunk(2**20)
+        matrices = [shape for shape in small.shapes if len(shape) == 2]
+        assert {len(shape) for shape in tensors.shapes} == {len(shape) for shape in small.shapes}
+        assert any(rows >= 128 and columns >= 128 for rows, columns in matrices)
+        assert {size % 16 for shape in matrices for size in shape} == {0}
+
+
+def test_matrix_is_shrunk_in_its_proportions_to_sizes_of_16() -> None:
+    tensors = TensorSet.of_shapes("s", "", [(16032, 4096), (4, 4096), (512,)])
+    assert tensors.shrunk(2**20).shapes == ((2032, 512), (16, 16), (8,))
+    assert tensors.shrunk(10).shapes == ((9, 1), (1, 1), (1,))
+    narrow = TensorSet.of_shapes("s", "", [(50257, 768)])
+    assert narrow.shrunk(2**16).shapes == ((512, 128),)
 
 
 def test_sets_a_and_c() -> None:

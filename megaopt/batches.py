@@ -65,6 +65,10 @@ class Batch:
         """In place of `leave`, where nothing was stepped."""
         self._copies = {}
 
+    def why_not_captured(self) -> str | None:
+        """None where a CUDA graph can repeat the step of contiguous tensors, else the reason."""
+        return None
+
     def _own_states(self, slot: str) -> list[torch.Tensor]:
         name = state_name(slot, self.moments)
         return [state[name] for state in self.states]
@@ -143,6 +147,11 @@ class Batches:
         for batch, moved in zip(self.batches, seen.moved, strict=True):
             batch.plan.stale = batch.plan.stale or moved
         return seen.grads
+
+    def abandon(self) -> None:
+        """Nothing is stepped after all."""
+        for batch in self.batches:
+            batch.abandon()
 
 
 def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from megaopt.batches import Batch
 from megaopt.kernels.step.table import is_capturing
 from megaopt.options import number
 
@@ -75,3 +76,13 @@ def check_captured_batches(device: torch.device, fit: bool, staged: bool) -> Non
             "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
             "only contiguous ones are allowed in a capture"
         )
+
+
+def check_captured_float8(device: torch.device, batches: Sequence[Batch]) -> None:
+    """Raises RuntimeError for fp8 weights whose step a graph cannot repeat."""
+    if not is_capturing(device):
+        return
+    for batch in batches:
+        reason = batch.why_not_captured()
+        if reason is not None:
+            raise RuntimeError(f"a CUDA graph is being captured, and {reason}")

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt.batches import Batches
 from megaopt.capture import check_device_numbers, to_device
 from megaopt.float8.batch import check_whole, weight_of
+from megaopt.float8.ranks import Agreement
 from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
@@ -41,6 +42,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Lets go of everything that is made again when it is needed."""
         self._batches: Batches | None = None
         self._captured: list[Batches] = []  # CUDA graphs read their tables
+        self._agreement: tuple[Batches, Agreement] | None = None
         self._preparations: dict[torch.device, Any] = {}
 
     @property

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from megaopt.batches import Batch, Batches, check_grad, state_name
-from megaopt.capture import check_capture, check_captured_batches
-from megaopt.float8.batch import Float8Batch, extent_of, kind_of, plan_formats
+from megaopt.capture import check_capture, check_captured_batches, check_captured_float8
+from megaopt.float8.batch import Float8Batch, extent_of, kind_of, plan_formats, share_amaxes
+from megaopt.float8.ranks import Agreement, check_shared, groups_of
+from megaopt.float8.shard import Float8Shard
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import SKIP
@@ -71,19 +73,24 @@ class FusedOptimizer(StatefulOptimizer):
                 loss = closure()
         request = self._request(clip_norm, clip_coefficient)
         self._check_capture()
-        if not self.options.capturable and request.found_inf is not None:
-            if bool(request.found_inf):
-                return loss
-            request = replace(request, found_inf=None)
+        known: Request | None = request
+        groups = groups_of(self._flat()[0])
+        if not groups and (known := self._known(request)) is None:
+            return loss
         rows = self._rows()
         batches, grads = self._gather()
         for batch in batches.batches:
             batch.enter(grads)
+        if groups:
+            known = self._agreed(request, batches, grads)
+        if known is None:
+            batches.abandon()
+            return loss
+        request = known
         prepared = self._prepare(batches, request)
         if rows is not None:
             if request.skip_nonfinite and self._is_skipped(prepared):
-                for batch in batches.batches:
-                    batch.abandon()
+                batches.abandon()
                 return loss
             for group in self.param_groups:  # also the empty ones
                 group["step"] += 1
@@ -92,8 +99,47 @@ class FusedOptimizer(StatefulOptimizer):
         for batch in batches.batches:
             scalars, controls = prepared[batch.device]
             batch.plan.step(rows if scalars is None else scalars, controls)
-            batch.leave(controls)
+        share_amaxes(batches.batches)
+        for batch in batches.batches:
+            batch.leave(prepared[batch.device][1])
         return loss
+
+    def _known(self, request: Request) -> Request | None:
+        """The request, without a found_inf that the host may wait for; None if that is set."""
+        if self.options.capturable or request.found_inf is None:
+            return request
+        return None if bool(request.found_inf) else replace(request, found_inf=None)
+
+    def _agreed(self, request: Request, batches: Batches, grads: Grads) -> Request | None:
+        """The request as all ranks that share fp8 weights see it; None if there is no step.
+
+        A rank that left a step out alone would let the others wait for its amaxes for ever.
+        """
+        params = self._flat()[0]
+        fresh = self._agreement is None or self._agreement[0] is not batches
+        if self._agreement is None or fresh:
+            self._agreement = batches, Agreement(params, grads)
+        device = next(param.device for param in params if isinstance(param, Float8Shard))
+        flags = self._own_flags(request, batches, device)
+        flags = self._agreement[1].reach(flags, wait=fresh)
+        if not request.is_skippable:
+            return request
+        if self.options.capturable:
+            return replace(request, found_inf=flags.amax())
+        # the host has to know, which counts the steps
+        return None if bool(flags[0]) else replace(request, found_inf=flags[1])
+
+    def _own_flags(self, request: Request, batches: Batches, device: torch.device) -> torch.Tensor:
+        """int64: whether found_inf is set; whether an infinity or NaN is to be skipped here."""
+        flags = torch.zeros(2, dtype=torch.int64, device=device)
+        if request.found_inf is not None:
+            flags[:1].copy_(request.found_inf.reshape(1) != 0)
+        if request.skip_nonfinite:
+            for own in {batch.device for batch in batches.batches}:
+                plans = [batch.plan for batch in batches.batches if batch.device == own]
+                found = self._preparation_on(own).has_nonfinite(plans)
+                flags[1:].copy_(torch.maximum(flags[1:], found.to(device, torch.int64)))
+        return flags
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -135,11 +181,15 @@ class FusedOptimizer(StatefulOptimizer):
         prepared = {}
         # the first parameter's too, which may have no gradient
         for device in {self._device(), *(batch.device for batch in batches.batches)}:
-            if device not in self._preparations:
-                self._preparations[device] = self._preparation(device)
             plans = [batch.plan for batch in batches.batches if batch.device == device]
-            prepared[device] = self._preparations[device].make(groups, request.on(device), plans)
+            made = self._preparation_on(device).make(groups, request.on(device), plans)
+            prepared[device] = made
         return prepared
+
+    def _preparation_on(self, device: torch.device) -> Any:
+        if device not in self._preparations:
+            self._preparations[device] = self._preparation(device)
+        return self._preparations[device]
 
     def _preparation(self, device: torch.device) -> Any:
         backend = BACKENDS[self._backend(device)]
@@ -152,7 +202,8 @@ class FusedOptimizer(StatefulOptimizer):
         found = any(bool(controls[SKIP]) for _, controls in prepared.values())
         if found and self.options.nonfinite == "error":
             raise FloatingPointError(
-                "an infinity or NaN is among the gradients, which nonfinite='error' does not allow"
+                "an infinity or NaN is among the gradients (here, or on a rank that shares fp8 "
+                "weights), which nonfinite='error' does not allow"
             )
         return found
 
@@ -168,6 +219,8 @@ class FusedOptimizer(StatefulOptimizer):
         grads = None if batches is None else batches.look(*now)
         staged = batches is not None and any(batch.staged for batch in batches.batches)
         check_captured_batches(self._device(), grads is not None, staged)
+        if batches is not None:
+            check_captured_float8(self._device(), batches.batches)
         if grads is None:
             batches = self._sort(grads_of(self._flat()[0], self.use_decoupled_grad))
             grads = batches.look(*now)
@@ -195,6 +248,7 @@ class FusedOptimizer(StatefulOptimizer):
         for param, grad, where in zip(params, grads, wheres, strict=True):
             if grad is not None:
                 self._check_param(param, where)
+                check_shared(param, where)
                 check_grad(grad, param, where)
         external = self._external(params, wheres)
         kinds: dict[tuple[torch.device, Formats, bool, Any], list[int]] = {}

@@ -214,8 +214,8 @@ SCALE_MUTANTS = {
         "    return tl.where(inverse < 2.0**-126, 0.0, inverse)",
     ),
     "twin: approximate quotient": (
-        "torch.full_like(amax, code_max) / torch.where(usable, amax, 1.0)",
-        "code_max / torch.where(usable, amax, 1.0)",
+        "torch.full_like(amax, code_max) / amax.masked_fill(~usable, 1.0)",
+        "code_max / amax.masked_fill(~usable, 1.0)",
     ),
     "twin: infinite scales": ("quotient.clamp(max=FP32_MAX)", "quotient"),
     "twin: NaN is below epsilon": (
@@ -236,12 +236,11 @@ E8M0_MUTANTS = {
     ),
     "kernel: value of 0": ("tl.where(code == 0, TWO_TO_MINUS_127, code << 23)", "code << 23"),
     "twin: infinity is the NaN": (
-        "torch.where(quotient == torch.inf, 0xFE, code)",
-        "torch.where(quotient == torch.inf, 0xFF, code)",
+        "masked_fill(quotient == torch.inf, 0xFE)",
+        "masked_fill(quotient == torch.inf, 0xFF)",
     ),
     "twin: always up": ("torch.where(mantissa == 0.5, exponent - 1, exponent)", "exponent"),
-    "twin: no NaN": ("torch.where(nan, torch.nan, bits.view(torch.float32))",
-                     "bits.view(torch.float32)"),
+    "twin: no NaN": (".masked_fill(nan, torch.nan)", ""),
 }  # fmt: skip
 
 

@@ -134,9 +134,9 @@ def dequantize_reference(
     values = recipe.format.decode_reference(codes)
     product = multiplied(values, scale_inv, recipe.block)
     # a product's NaN has a sign and payload that depend on the processor, and so has a cast's
-    product = torch.where(product.isnan(), 0x7FC00000, product.view(torch.int32)).view(
-        torch.float32
-    )
+    # (a masked fill: torch.where would copy the number from the host, which no graph captures)
+    bits = product.view(torch.int32).masked_fill(product.isnan(), 0x7FC00000)
+    product = bits.view(torch.float32)
     if dtype not in WEIGHTS:
         return product.to(dtype).contiguous()
     rounded: torch.Tensor = WEIGHTS[dtype].encode_reference(product)

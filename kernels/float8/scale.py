@@ -1,7 +1,8 @@
 """The scales of fp8 weights, from amaxes: as TransformerEngine 2.20 finds them.
 
 A weight is stored as the code of value * scale and read as code * scale_inv. The functions work
-element by element, on one amax or on many.
+element by element, on one amax or on many. Those of torch are captured in CUDA graphs, so that none
+takes a number from the host's memory, as torch.where with a number does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def magnitude_bits(value):
 
 def magnitude_reference(value: torch.Tensor) -> torch.Tensor:
     """The magnitudes, of which amax is the largest; that of a NaN is 0."""
-    return torch.where(value.isnan(), 0.0, value.abs())
+    return value.abs().masked_fill(value.isnan(), 0.0)
 
 
 @helper
@@ -74,10 +75,12 @@ def scale_from_amax_reference(
     # a Python number divided by a tensor is a product with the reciprocal in torch, rounded twice
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     usable = (amax > 0) & amax.isfinite()
-    quotient = torch.full_like(amax, code_max) / torch.where(usable, amax, 1.0)
+    quotient = torch.full_like(amax, code_max) / amax.masked_fill(~usable, 1.0)
     quotient = quotient.clamp(max=FP32_MAX)
     if power_of_two:
         quotient = (quotient.view(torch.int32) & int(INFINITY)).view(torch.float32)
+    if not isinstance(otherwise, torch.Tensor):
+        otherwise = torch.full_like(quotient, otherwise)
     return torch.where(usable, quotient, otherwise)
 
 
@@ -115,14 +118,13 @@ def e8m0_from_amax_reference(amax: torch.Tensor, code_max: float) -> torch.Tenso
         uint8, amax's shape: the exponent of amax * (1 / code_max), both rounded to fp32, rounded up
         to a power of two; 0 (2**-127) for 0 and what is below, 0xFE for infinity, 0xFF for NaN.
     """
-    inverse = torch.tensor(1.0 / code_max, dtype=torch.float32, device=amax.device)
+    inverse = torch.full((), 1.0 / code_max, dtype=torch.float32, device=amax.device)
     quotient = amax * inverse
     mantissa, exponent = torch.frexp(quotient)  # quotient = mantissa * 2**exponent, half to one
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)
     code = (up + 127).clamp(0, 0xFE)
-    code = torch.where(quotient == 0, 0, code)
-    code = torch.where(quotient == torch.inf, 0xFE, code)
-    return torch.where(quotient.isnan(), 0xFF, code).to(torch.uint8)
+    code = code.masked_fill(quotient == 0, 0).masked_fill(quotient == torch.inf, 0xFE)
+    return code.masked_fill(quotient.isnan(), 0xFF).to(torch.uint8)
 
 
 @helper
@@ -139,8 +141,8 @@ def e8m0_multiplier_reference(code: torch.Tensor) -> torch.Tensor:
 
 def _powers(exponent: torch.Tensor, nan: torch.Tensor) -> torch.Tensor:
     """2**(exponent - 127) of int32 from 0 to 254; NaN where `nan`."""
-    bits = torch.where(exponent == 0, int(TWO_TO_MINUS_127), exponent.clamp(min=0) << 23)
-    return torch.where(nan, torch.nan, bits.view(torch.float32))
+    bits = (exponent.clamp(min=0) << 23).masked_fill(exponent == 0, int(TWO_TO_MINUS_127))
+    return bits.view(torch.float32).masked_fill(nan, torch.nan)
 
 
 @helper

@@ -102,7 +102,7 @@ def encode_reference(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """The value, shape of `code`, fp32; times the scale where there is one."""
     value = code.float()
-    value = torch.where(value.isnan(), torch.nan, value)
+    value = value.masked_fill(value.isnan(), torch.nan)
     return value if scale is None else value * scale.reshape(())
 
 

@@ -8,6 +8,7 @@ import numpy
 import torch
 
 from megaopt.kernels.float8.quantize import scales_reference
+from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step import kernel
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
@@ -218,6 +219,9 @@ TILES = {
 }
 # Casting alone, which few tiles need.
 CAST_TILES = {"PIECE": 512, "num_warps": 4}
+if INTERPRETED:  # an interpreted operation costs some 15 microseconds whatever its size
+    CAST_TILES = {"PIECE": 8192}
+    TILES = {scaling: {**CAST_TILES, "PIECE_AGAIN": 8192} for scaling in TILES}
 
 
 def tile_table(numels: Sequence[int], extents: Sequence[Extent]) -> numpy.ndarray:

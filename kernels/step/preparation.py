@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from megaopt.kernels.norm.bins import new_bins
+from megaopt.kernels.norm.bins import NONFINITE, new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.base import HYPER_COLUMNS
@@ -57,6 +57,11 @@ class Request:
         return replace(self, **moved)
 
     @property
+    def is_skippable(self) -> bool:
+        """Whether there are gradients with which the step would be left out."""
+        return self.found_inf is not None or self.skip_nonfinite
+
+    @property
     def is_empty(self) -> bool:
         """Whether gradients are taken as they are, in every case."""
         given = (self.grad_scale, self.found_inf, self.coefficient)
@@ -92,6 +97,10 @@ class Preparation:
         for plan in plans:
             plan.accumulate(self._bins)
         return self._bins
+
+    def has_nonfinite(self, plans: Sequence[Measured]) -> torch.Tensor:
+        """Whether an infinity or NaN is among the plans' gradients; on the device, shape (1,)."""
+        return self.measure(plans)[:, NONFINITE].ne(0).any().reshape(1)
 
 
 class TritonPreparation(Preparation):

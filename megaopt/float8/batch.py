@@ -1,8 +1,9 @@
-"""fp8 weights in a step: their buffers, the ranks' amaxes put together, the cast."""
+"""fp8 weights in a step: their buffers, the cast, delayed scales."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megaopt.batches import SCALE, Batch
 from megaopt.float8.delayed import update_scales
 from megaopt.float8.foreign import ForeignWeight, foreign_weight
+from megaopt.float8.ranks import group_of, put_together
 from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.formats import MASTERS
@@ -40,7 +42,7 @@ def kind_of(param: torch.Tensor) -> tuple[Any, ...]:
     weight = weight_of(param)
     if weight is None:
         return ()
-    return getattr(param, "group", None), type(weight), columnwise_of(weight) is not None
+    return group_of(param), type(weight), columnwise_of(weight) is not None
 
 
 def columnwise_of(weight: Weight) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -122,6 +124,7 @@ class Float8Batch(Batch):
     """
 
     _amaxes: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    _sizes: list[int] = field(default_factory=list)
 
     @property
     def addresses(self) -> list[Any]:
@@ -147,9 +150,9 @@ class Float8Batch(Batch):
     def _beside(self) -> Buffers:
         """Scales and amaxes of the whole weights."""
         weights = [weight_of(param) for param in self.params]
-        sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in weights]  # type: ignore[union-attr]
         if not len(self._amaxes):
-            self._amaxes = torch.zeros(sum(sizes), device=self.device)
+            self._sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in weights]  # type: ignore[union-attr]
+            self._amaxes = torch.zeros(sum(self._sizes), device=self.device)
         self._amaxes.zero_()
         columns = [columnwise_of(weight) for weight in weights]  # type: ignore[arg-type]
         outputs: Buffers = {}
@@ -160,14 +163,29 @@ class Float8Batch(Batch):
             **outputs,
             "weight_scale": [weight.scale for weight in weights],  # type: ignore[union-attr,misc]
             "weight_scale_inv": [weight.scale_inv for weight in weights],  # type: ignore[union-attr]
-            "weight_amax": list(torch.split(self._amaxes, sizes)),
+            "weight_amax": list(torch.split(self._amaxes, self._sizes)),
         }
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the weights; None where there are no others."""
+        return group_of(self.params[0])
+
+    def amaxes(self) -> list[tuple[int, torch.Tensor]]:
+        """The parameters' places, and their weights' amaxes, which a step has raised."""
+        parts = torch.split(self._amaxes, self._sizes)
+        return list(zip(self.positions, parts, strict=True))
+
+    def why_not_captured(self) -> str | None:
+        """None where a CUDA graph can repeat the step of these weights, else the reason."""
+        if self.group is not None:
+            return "fp8 weights are shared with other ranks, with which a graph would have to meet"
+        if isinstance(weight_of(self.params[0]), ForeignWeight):
+            return "another library's fp8 weights are told of new codes by the host"
+        return None
+
     def leave(self, controls: torch.Tensor | None = None) -> None:
-        """After a step: the ranks' amaxes are put together, and the weights are cast."""
-        group = self._group()
-        if group is not None:
-            dist.all_reduce(self._amaxes, dist.ReduceOp.MAX, group=group)
+        """After a step, and after the ranks have put amaxes together: the weights are cast."""
         self.plan.cast()
         if self.formats.cast is not None and self.formats.cast.recipe.scaling == "delayed":
             self._move_scales(None if controls is None else controls[SKIP] != 0)
@@ -178,12 +196,6 @@ class Float8Batch(Batch):
             for tensor, copy in zip(self._own_states(slot), copies[slot], strict=True):
                 if copy is not tensor:
                     tensor.copy_(copy)
-
-    def _group(self) -> dist.ProcessGroup | None:
-        shards = [param for param in self.params if isinstance(param, Float8Shard)]
-        if not shards or not dist.is_initialized():
-            return None
-        return shards[0].group or dist.group.WORLD
 
     def _move_scales(self, skip: torch.Tensor | None) -> None:
         """The next step's scales, from this one's amaxes; others' libraries move their own."""
@@ -209,3 +221,12 @@ class Float8Batch(Batch):
         dtypes[1] = self.params[0].dtype
         scales = [False, False, *(name.endswith(SCALE) for name in self.names)]
         return replace(wanted, dtypes=dtypes, scales=scales, contiguous=False)
+
+
+def share_amaxes(batches: Sequence[Batch]) -> None:
+    """Between steps and casts: amaxes become the largest of all ranks."""
+    shared: dict[dist.ProcessGroup, list[tuple[int, torch.Tensor]]] = {}
+    for batch in batches:
+        if isinstance(batch, Float8Batch) and batch.group is not None:
+            shared.setdefault(batch.group, []).extend(batch.amaxes())
+    put_together(shared)

@@ -18,7 +18,9 @@ class Float8Shard(Tensor):
     Of the weight's dtype to everybody; it holds no memory of its own. The optimizer writes its
     codes into the weight's, and scales and amaxes for the whole weight: every rank of the group has
     one for each weight, in the same order, empty where it owns nothing, with a gradient of its
-    size. The codes of other ranks are gathered by whoever shards (`weight.data8`, as bytes).
+    size (docs/numbers.md, "Before the rule"). A step refuses a part of a weight without a group
+    of several ranks. The codes of other ranks are gathered by whoever shards (`weight.data8`, as
+    bytes).
 
     Args:
         weight: the whole weight, on every rank.

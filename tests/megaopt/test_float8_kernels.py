@@ -5,7 +5,12 @@ import torch
 from bits import assert_same_bits
 
 from megaopt import FusedAdam
-from megaopt.float8 import RECIPES, Float8Weight
+from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight, update_scales
+from megaopt.float8.batch import FP32_MASTER
+from megaopt.kernels.formats import GRADS
+from megaopt.kernels.rules import RULES
+from megaopt.kernels.step.batch import Cast, Extent, Formats
+from megaopt.kernels.step.cast_launch import CastPlan
 
 MASTERS = {"dtype": torch.float32}
 OPTIONS = {
@@ -48,6 +53,48 @@ def test_kernels_write_what_the_reference_writes(recipe):
         for backend in ("triton", "reference")
     ]
     assert_same_weights(*each)
+
+
+AMAXES = [0.0, 3.5, torch.inf, torch.nan, 2.0**-149, 2.0**-127, 3.4028234663852886e38]
+
+
+@pytest.mark.parametrize("skip", [None, 0.0, 1.0])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 3, 1024])
+def test_the_kernel_moves_scales_as_update_scales_does(length, algorithm, skip, device):
+    """A weight for each amax that a step may leave, beside histories of all of them."""
+    recipe = Float8Recipe("delayed", amax_history_len=length, amax_compute_algo=algorithm, margin=1)
+    generator = torch.Generator().manual_seed(length)
+    histories = [torch.rand(length, generator=generator).to(device) for _ in AMAXES]
+    for index, history in enumerate(histories):
+        history[:: index + 2] = AMAXES[index]
+        history[length // 2] = AMAXES[-1 - index]
+    scales = [torch.full((1,), 3.0, device=device) for _ in AMAXES]
+    amaxes = [torch.full((1,), amax, device=device) for amax in AMAXES if amax == amax]
+    amaxes.append(torch.zeros(1, device=device))  # the step passes NaNs over
+    weights = []
+    for history, scale, amax in zip(histories, scales, amaxes, strict=True):
+        codes = torch.zeros(1, device=device).to(recipe.dtype)
+        own = (torch.ones(1, device=device), scale.clone(), history.clone())
+        weight = Float8Weight(codes, *own, recipe)
+        if not skip:
+            weight.latest_amax.copy_(torch.maximum(weight.latest_amax, amax))
+        update_scales(weight, None if skip is None else torch.tensor(skip != 0, device=device))
+        weights.append(weight)
+    form = FP32_MASTER
+    formats = Formats(
+        GRADS[torch.float32], recipe.format, form, form, form, Cast(recipe, torch.bfloat16)
+    )
+    count = len(AMAXES)
+    rule = RULES["adamw", "ieee"]
+    plan = CastPlan(formats, rule, [1] * count, [0] * count, device, [Extent(1, 1, 0)] * count)
+    plan._buffers = {"weight_scale": scales, "weight_amax": amaxes}
+    if skip is not None:
+        plan._controls = torch.tensor([1.0, 1.0, 1.0, skip, 0.0], device=device)
+    plan.move_scales(histories)
+    for index, weight in enumerate(weights):
+        assert_same_bits(scales[index], weight.scale, f"scale {index}")
+        assert_same_bits(histories[index], weight.amax_history, f"history {index}")
 
 
 @pytest.mark.gpu

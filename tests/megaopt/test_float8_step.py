@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import itertools
 
-import float8_ranks
 import pytest
 import torch
 from bits import assert_same_bits
@@ -357,35 +356,3 @@ def test_a_range_outside_the_weight_is_refused(recipe, start):
     for stop in (start - 1, weight.numel() + 1):
         with pytest.raises(ValueError, match=rf"start={start}, stop={stop} are not allowed"):
             Float8Shard(weight, start, stop)
-
-
-@every_backend
-def test_shards_on_two_processes_equal_the_whole(backend, tmp_path):
-    arguments = (str(tmp_path / "meeting"), EVERY, backend, str(tmp_path))
-    torch.multiprocessing.spawn(float8_ranks.step_shards, arguments, nprocs=2)
-    for name, recipe in EVERY.items():
-        weights = float8_ranks.initial_weights(recipe)
-        optimizer = FusedAdam(weights, backend=backend, **float8_ranks.OPTIONS)
-        for step in range(float8_ranks.STEPS):
-            give(weights, float8_ranks.gradients(step))
-            optimizer.step()
-        for rank in range(2):
-            saved = torch.load(tmp_path / f"{name}.{rank}")
-            for index, weight in enumerate(weights):
-                assert_same_shard(saved, index, rank, weight, optimizer.state[weight], name)
-
-
-def assert_same_shard(saved, index, rank, weight, state, name):
-    """The rank's codes and state are those of the whole; its scales are the whole's."""
-    start, stop = float8_ranks.BOUNDS[index][rank : rank + 2]
-    parts = {kind: tensor.view(torch.uint8) for kind, tensor in weight.tensors().items()}
-    found = saved["parts"][index]
-    assert found.keys() == parts.keys()
-    for kind, tensor in parts.items():
-        own, whole = found[kind], tensor
-        if kind == "data8":
-            own, whole = own.flatten()[start:stop], whole.flatten()[start:stop]
-        assert_same_bits(own, whole, f"{name} {index} {kind} of rank {rank}")
-    for kind, tensor in state.items():
-        own = saved["state"][index][kind]
-        assert_same_bits(own, tensor.flatten()[start:stop], f"{name} {index} {kind}, rank {rank}")

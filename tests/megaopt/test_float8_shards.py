@@ -1,0 +1,157 @@
+"""fp8 weights on several processes: what each rank writes is what the whole weight would get."""
+
+import dataclasses
+import re
+
+import float8_ranks
+import pytest
+import torch
+from bits import assert_same_bits
+from float8_ranks import BOUNDS, Case
+
+from megaopt import FusedAdam
+from megaopt.float8 import RECIPES
+from megaopt.float8.shard import Float8Shard
+
+FP32 = torch.float32
+MASTERS = {"dtype": FP32}
+FP16_MASTERS = {"master_weights": True, "master_weight_dtype": torch.float16}
+FP16_MOMENT = {**MASTERS, "exp_avg_dtype": torch.float16}
+E5M2 = {
+    f"{name}-e5m2": dataclasses.replace(recipe, dtype=torch.float8_e5m2)
+    for name, recipe in RECIPES.items()
+}
+PAIRS = {
+    **{
+        f"{name}, {ranks} ranks": Case(ranks, "triton", recipe, MASTERS, controlled=ranks == 3)
+        for name, recipe in RECIPES.items()
+        for ranks in (2, 3)
+    },
+    **{
+        f"{name}, no masters": Case(2, "triton", RECIPES[name], {}) for name in ("current", "mxfp8")
+    },
+}
+REFERENCE = {
+    f"{name}, reference": Case(3, "reference", recipe, MASTERS, controlled=True)
+    for name, recipe in {**RECIPES, **E5M2}.items()
+}
+WHOLE = {**PAIRS, **REFERENCE}
+SCALED = {
+    f"{recipe}, {kind}": Case(2, "triton", RECIPES[recipe], options)
+    for recipe in ("delayed", "block_128x128", "mxfp8")
+    for kind, options in (("fp16 masters", FP16_MASTERS), ("fp16 moment", FP16_MOMENT))
+}
+"""A shard's master or moment has a scale of its own: not the whole's, but the reference's."""
+TWINS = {f"{name}, twin": case._replace(backend="reference") for name, case in SCALED.items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What each rank has after all the cases."""
+    folder = tmp_path_factory.mktemp("ranks")
+    arguments = (str(folder / "meeting"), {**WHOLE, **SCALED, **TWINS}, str(folder))
+    torch.multiprocessing.spawn(float8_ranks.step_cases, arguments, nprocs=float8_ranks.WORLD)
+    return [torch.load(folder / str(rank)) for rank in range(float8_ranks.WORLD)]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_shards_are_the_whole(name, saved):
+    case = WHOLE[name]
+    weights, optimizer = float8_ranks.whole(case)
+    for rank in range(case.ranks):
+        for index, weight in enumerate(weights):
+            assert_same_shard(saved[rank][name], case, index, rank, weight, optimizer.state[weight])
+
+
+def assert_same_shard(found, case, index, rank, weight, state):
+    """The rank's codes and state are those of the whole; its scales are the whole's."""
+    start, stop = BOUNDS[case.ranks][index][rank : rank + 2]
+    parts = float8_ranks.bytes_of(weight)
+    assert found["parts"][index].keys() == parts.keys()
+    for kind, tensor in parts.items():
+        own, expected = found["parts"][index][kind], tensor
+        if kind == "data8":
+            own, expected = own.flatten()[start:stop], expected.flatten()[start:stop]
+        assert_same_bits(own, expected, f"weight {index}, {kind} of rank {rank}")
+    for kind, tensor in state.items():
+        own = found["state"][index][kind]
+        if tensor is None:
+            assert own is None
+        else:
+            expected = tensor.flatten()[start:stop]
+            assert_same_bits(own, expected, f"weight {index}, {kind} of rank {rank}")
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_kernels_on_shards_are_the_reference(name, saved):
+    for rank in range(SCALED[name].ranks):
+        found, expected = saved[rank][name], saved[rank][f"{name}, twin"]
+        for index in range(len(float8_ranks.SHAPES)):
+            for part in ("parts", "state"):
+                for kind, tensor in expected[part][index].items():
+                    what = f"weight {index}, {kind} of rank {rank}"
+                    assert_same_bits(found[part][index][kind], tensor, what)
+
+
+# --- what one rank does alone
+
+
+@pytest.fixture(scope="module")
+def hazards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hazards")
+    arguments = (str(folder / "meeting"), str(folder))
+    torch.multiprocessing.spawn(float8_ranks.meet_hazards, arguments, nprocs=float8_ranks.WORLD)
+    return [torch.load(folder / str(rank)) for rank in range(float8_ranks.WORLD)]
+
+
+@pytest.mark.parametrize("name", float8_ranks.SKIPS)
+def test_a_step_that_one_rank_skips_is_skipped_by_all(name, hazards):
+    weights, _ = float8_ranks.whole(Case(3, "reference", RECIPES["current"], MASTERS))
+    for rank in range(3):
+        found = hazards[rank][name]
+        assert found["steps"] == 2
+        assert found["raised"] is (name == "error")
+        for index, weight in enumerate(weights):
+            start, stop = BOUNDS[3][index][rank : rank + 2]
+            expected, own = float8_ranks.bytes_of(weight), found["parts"][index]
+            assert_same_bits(own["scale_inv"], expected["scale_inv"], f"rank {rank}")
+            codes = [part["data8"].flatten()[start:stop] for part in (own, expected)]
+            assert_same_bits(*codes, f"codes of weight {index}, rank {rank}")
+
+
+def test_a_rank_without_a_gradient_that_others_have_is_refused(hazards):
+    for rank, found in enumerate(hazards):
+        given = 2 if rank == 1 else 3
+        expected = (
+            f"not step the same fp8 weights .*rank {rank} has a gradient for {given} of its 3"
+        )
+        assert re.search(expected, found["unlike"]["message"])
+        assert found["unlike"]["unchanged"]
+
+
+def test_groups_of_other_ranks_and_batches_of_other_dtypes(hazards):
+    weights, _ = float8_ranks.whole(Case(3, "reference", RECIPES["current"], {}))
+    for rank, found in enumerate(hazards):
+        for index, ranks in ((0, 2), (1, 3)):
+            if rank < ranks:
+                start, stop = BOUNDS[ranks][index][rank : rank + 2]
+                expected, own = float8_ranks.bytes_of(weights[index]), found["groups"][index]
+                assert_same_bits(own["scale_inv"], expected["scale_inv"], f"rank {rank}")
+                codes = [part["data8"].flatten()[start:stop] for part in (own, expected)]
+                assert_same_bits(*codes, f"codes of weight {index}, rank {rank}")
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_part_alone_is_refused_and_the_whole_is_not(backend):
+    weight = float8_ranks.initial_weights(RECIPES["current"])[1]
+    before = {name: tensor.clone() for name, tensor in float8_ranks.bytes_of(weight).items()}
+    part, all_of_it = Float8Shard(weight, 0, 899), Float8Shard(weight, 0, 900)
+    part.grad, all_of_it.grad = torch.ones(899).bfloat16(), torch.ones(900).bfloat16()
+    optimizer = FusedAdam([all_of_it, part], backend=backend)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0: elements 0 to 899 .* of 900"):
+        optimizer.step()
+    assert len(optimizer.state) == 0
+    for name, tensor in float8_ranks.bytes_of(weight).items():
+        assert_same_bits(tensor, before[name], name)
+    FusedAdam([all_of_it], backend=backend).step()
+    assert not torch.equal(float8_ranks.bytes_of(weight)["data8"], before["data8"])

@@ -13,6 +13,8 @@ Read in TransformerEngine 2.20 (pytorch/tensor). It is not imported: a tensor is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +23,12 @@ from megaopt.float8.foreign import ADAPTERS, ForeignWeight
 from megaopt.kernels.float8 import Float8Recipe
 from megaopt.kernels.rules.base import round_to_fp32
 
+DELAYED = ("scale", "amax")
+"""What a quantizer has with delayed scaling."""
+BY_ROWS = attrgetter("_rowwise_data", "_rowwise_scale_inv")
+BOTH_WAYS = attrgetter(
+    "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"
+)
 DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
@@ -89,9 +97,14 @@ def _per_tensor(tensor: Any) -> ForeignWeight:
         tensor._reset_caches()  # the transpose
         _forget_initial(tensor)
 
-    scale_inv = tensor._scale_inv.view(1)
-    codes = _codes(tensor, "_data")
-    return ForeignWeight(tensor, recipe, codes, scale_inv, changed, _initial(tensor), scale, amax)
+    def made_of() -> tuple[torch.Tensor | None, ...]:
+        own = tensor._quantizer
+        return tensor._data, tensor._scale_inv, *(getattr(own, name, None) for name in DELAYED)
+
+    scale_inv, codes = tensor._scale_inv.view(1), _codes(tensor, "_data")
+    return ForeignWeight(
+        tensor, recipe, codes, scale_inv, changed, made_of, _initial(tensor), scale, amax
+    )
 
 
 def _blocks(tensor: Any) -> ForeignWeight:
@@ -113,7 +126,8 @@ def _blocks(tensor: Any) -> ForeignWeight:
         _forget_initial(tensor)
 
     scale_inv = _unpadded(tensor._rowwise_scale_inv, recipe, tensor.shape)
-    return ForeignWeight(tensor, recipe, codes, scale_inv, changed, _initial(tensor))
+    made_of = partial(BY_ROWS, tensor)
+    return ForeignWeight(tensor, recipe, codes, scale_inv, changed, made_of, _initial(tensor))
 
 
 def _mxfp8(tensor: Any) -> ForeignWeight:
@@ -138,6 +152,7 @@ def _mxfp8(tensor: Any) -> ForeignWeight:
         codes,
         _unpadded(tensor._rowwise_scale_inv, recipe, tensor.shape),
         lambda: _forget_initial(tensor),
+        partial(BOTH_WAYS, tensor),
         _initial(tensor),
         columnwise=columnwise,
     )

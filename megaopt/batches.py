@@ -116,6 +116,7 @@ class Batches:
         batches: of the parameters that have a gradient.
         param_groups: the optimizer's.
         state: the optimizer's, complete for these parameters.
+        groups: the groups of ranks that share some of all its parameters.
     """
 
     def __init__(
@@ -123,8 +124,9 @@ class Batches:
         batches: list[Batch],
         param_groups: Sequence[Mapping[str, Any]],
         state: Mapping[Any, dict[str, Any]],
+        groups: Sequence[Any] = (),
     ) -> None:
-        self.batches = batches
+        self.batches, self.groups = batches, groups
         params = tuple(param for group in param_groups for param in group["params"])
         stepped = {position for batch in batches for position in batch.positions}
         self._watch = Watch(

@@ -73,16 +73,12 @@ class FusedOptimizer(StatefulOptimizer):
                 loss = closure()
         request = self._request(clip_norm, clip_coefficient)
         self._check_capture()
-        known: Request | None = request
-        groups = groups_of(self._flat()[0])
-        if not groups and (known := self._known(request)) is None:
-            return loss
         rows = self._rows()
         batches, grads = self._gather()
         for batch in batches.batches:
             batch.enter(grads)
-        if groups:
-            known = self._agreed(request, batches, grads)
+        shared = bool(batches.groups)
+        known = self._agreed(request, batches, grads) if shared else self._known(request)
         if known is None:
             batches.abandon()
             return loss
@@ -265,7 +261,7 @@ class FusedOptimizer(StatefulOptimizer):
         for param, state in completed.items():  # now that nothing was refused
             self.state[param].update(state)
         batches = [self._batch(*kind[:3], where, params, groups) for kind, where in kinds.items()]
-        return Batches(batches, self.param_groups, self.state)
+        return Batches(batches, self.param_groups, self.state, groups_of(params))
 
     def _is_staged(
         self, param: torch.Tensor, grad: torch.Tensor, formats: Formats, state: State

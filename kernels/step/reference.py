@@ -12,7 +12,7 @@ from megaopt.kernels.formats import Format
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
-from megaopt.kernels.step.batch import Buffers, Extent, Formats
+from megaopt.kernels.step.batch import SLOTS, Buffers, Extent, Formats
 from megaopt.kernels.step.cast_columns import columns_reference
 from megaopt.kernels.step.controls import SKIP, UNSCALED
 
@@ -200,4 +200,9 @@ class ReferencePlan:
         scale_inv.copy_(made_inv)
 
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
-        return {slot: self._buffers[slot][index] for slot in self.formats.slots}
+        tensors = {slot: self._buffers[slot][index] for slot in self.formats.slots}
+        if self.formats.cast is not None:
+            for slot in SLOTS[:5]:  # codes come one-dimensional, and so has all that goes with them
+                if slot in tensors:
+                    tensors[slot] = tensors[slot].view(-1)
+        return tensors

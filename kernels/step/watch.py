@@ -111,6 +111,13 @@ class Watch:
                 return None
             moved, grads = found
             return Seen(moved, Gradients(self.params) if grads is None else grads)
+        # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._look(param_groups, state, decoupled)
+
+    def _look(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
+    ) -> Seen | None:
         if not self._is_the_same(param_groups, state):
             return None
         grads = grads_of(self.params, decoupled)

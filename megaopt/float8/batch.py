@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megaopt.batches import SCALE, Batch
 from megaopt.float8.delayed import update_scales
 from megaopt.float8.foreign import ForeignWeight, foreign_weight
+from megaopt.float8.parts import Parts, Weight
 from megaopt.float8.ranks import group_of, put_together
 from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
@@ -24,9 +25,6 @@ from megaopt.kernels.step.watch import Grads, Wanted
 
 FP32_MASTER = MASTERS[torch.float32]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-Weight = Float8Weight | ForeignWeight
 
 
 def weight_of(param: torch.Tensor) -> Weight | None:
@@ -80,6 +78,13 @@ def codes_of(param: torch.Tensor) -> torch.Tensor:
     return weight.data8.view(-1)[start : start + param.numel()]
 
 
+def weight_and_codes(param: torch.Tensor) -> tuple[Weight, torch.Tensor]:
+    """The weight that a parameter is or is a part of, and the parameter's codes."""
+    weight = weight_of(param)
+    assert weight is not None
+    return weight, codes_of(param)
+
+
 def first_master(param: torch.Tensor) -> torch.Tensor:
     """fp32 values that a master starts from: those that the weight was made of, if still there."""
     weight = weight_of(param)
@@ -124,7 +129,10 @@ class Float8Batch(Batch):
     """
 
     _amaxes: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    _sizes: list[int] = field(default_factory=list)
+    _own_amaxes: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._parts = Parts(weight_and_codes, self.params)
 
     @property
     def addresses(self) -> list[Any]:
@@ -133,37 +141,37 @@ class Float8Batch(Batch):
 
     def enter(self, grads: Grads) -> None:
         """Before a step: gathers the tensors behind the weights, and amaxes that are 0."""
+        # of what is a subclass to others only shape, gradient and the like are wanted here
+        with torch._C.DisableTorchFunctionSubclass():
+            self._parts.look()
+            own = super().buffers(grads)
+        own["weight"] = self._parts.codes
         self._copies = {
-            slot: [tensor.contiguous() for tensor in tensors]
-            for slot, tensors in self._own(grads).items()
+            slot: [t if t.is_contiguous() else t.contiguous() for t in tensors]
+            for slot, tensors in own.items()
         }
-        flat = {slot: [t.view(-1) for t in tensors] for slot, tensors in self._copies.items()}
-        self.plan.look({**flat, **self._beside()})
-
-    def _own(self, grads: Grads) -> Buffers:
-        own = super().buffers(grads)
-        own["weight"] = [codes_of(param) for param in self.params]
         if not self.formats.master.present:
-            own["master"] = [dequantized(param).flatten() for param in self.params]
-        return own
+            self._copies["master"] = [dequantized(param).flatten() for param in self.params]
+        self.plan.look({**self._copies, **self._beside()})
 
     def _beside(self) -> Buffers:
         """Scales and amaxes of the whole weights."""
-        weights = [weight_of(param) for param in self.params]
-        if not len(self._amaxes):
-            self._sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in weights]  # type: ignore[union-attr]
-            self._amaxes = torch.zeros(sum(self._sizes), device=self.device)
+        parts = self._parts
+        if not self._own_amaxes:
+            sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in parts.weights]
+            self._amaxes = torch.zeros(sum(sizes), device=self.device)
+            self._own_amaxes = list(torch.split(self._amaxes, sizes))
         self._amaxes.zero_()
-        columns = [columnwise_of(weight) for weight in weights]  # type: ignore[arg-type]
+        columns = [columnwise_of(weight) for weight in parts.weights]
         outputs: Buffers = {}
         if columns[0] is not None:
             outputs["weight_columns"] = [codes for codes, _ in columns]  # type: ignore[misc]
             outputs["weight_columns_scale_inv"] = [inv for _, inv in columns]  # type: ignore[misc]
         return {
             **outputs,
-            "weight_scale": [weight.scale for weight in weights],  # type: ignore[union-attr,misc]
-            "weight_scale_inv": [weight.scale_inv for weight in weights],  # type: ignore[union-attr]
-            "weight_amax": list(torch.split(self._amaxes, self._sizes)),
+            "weight_scale": parts.attributes("scale"),
+            "weight_scale_inv": parts.attributes("scale_inv"),
+            "weight_amax": self._own_amaxes,
         }
 
     @property
@@ -173,8 +181,7 @@ class Float8Batch(Batch):
 
     def amaxes(self) -> list[tuple[int, torch.Tensor]]:
         """The parameters' places, and their weights' amaxes, which a step has raised."""
-        parts = torch.split(self._amaxes, self._sizes)
-        return list(zip(self.positions, parts, strict=True))
+        return list(zip(self.positions, self._own_amaxes, strict=True))
 
     def why_not_captured(self) -> str | None:
         """None where a CUDA graph can repeat the step of these weights, else the reason."""
@@ -189,8 +196,7 @@ class Float8Batch(Batch):
         self.plan.cast()
         if self.formats.cast is not None and self.formats.cast.recipe.scaling == "delayed":
             self._move_scales(None if controls is None else controls[SKIP] != 0)
-        for param in self.params:
-            weight_of(param).values_changed()  # type: ignore[union-attr]
+        self._parts.changed()
         copies, self._copies = self._copies, {}
         for slot in self.formats.state_slots:
             for tensor, copy in zip(self._own_states(slot), copies[slot], strict=True):
@@ -199,16 +205,17 @@ class Float8Batch(Batch):
 
     def _move_scales(self, skip: torch.Tensor | None) -> None:
         """The next step's scales, from this one's amaxes; others' libraries move their own."""
-        weights = [weight_of(param) for param in self.params]
-        amaxes = torch.split(self._amaxes, 1)
-        if isinstance(weights[0], ForeignWeight):
-            latest: list[Any] = [weight.latest_amax for weight in weights]  # type: ignore[union-attr]
-            torch._foreach_copy_(latest, torch._foreach_maximum(latest, list[Any](amaxes)))
+        parts = self._parts
+        if isinstance(parts.weights[0], ForeignWeight):
+            latest = parts.attributes("latest_amax")
+            torch._foreach_copy_(
+                latest, torch._foreach_maximum(latest, list[Any](self._own_amaxes))
+            )
             return
         if isinstance(self.plan, CastPlan):
-            self.plan.move_scales([weight.amax_history for weight in weights])  # type: ignore[union-attr,misc]
+            self.plan.move_scales(parts.attributes("amax_history"))
             return
-        for weight, amax in zip(weights, amaxes, strict=True):
+        for weight, amax in zip(parts.weights, self._own_amaxes, strict=True):
             assert isinstance(weight, Float8Weight)
             assert weight.latest_amax is not None
             weight.latest_amax.copy_(torch.maximum(weight.latest_amax, amax))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from megaopt.kernels.float8 import Float8Recipe, dequantize_reference, quantize_
 class ForeignWeight:
     """Another library's fp8 weight as the step sees it: views of that library's own tensors.
 
-    Made anew whenever it is asked for, since the library may put other tensors in their place.
+    Made anew where the library has put other tensors in their place.
     It has the attributes of a Float8Weight that the step reads.
     """
 
@@ -28,6 +28,8 @@ class ForeignWeight:
     """fp32, or uint8 for mxfp8; the recipe's `scale_shape`, rows may lie apart in memory."""
     changed: Callable[[], None]
     """Tells the library that codes and scale_inv were written: caches made of them are stale."""
+    made_of: Callable[[], Sequence[Tensor | None]]
+    """Reads, as they are now, the library's tensors of which all of this was made."""
     initial: Callable[[], Tensor | None]
     """The values that the weight was made of, if the library kept them."""
     scale: Tensor | None = None
@@ -66,10 +68,9 @@ class ForeignWeight:
         values = self.initial()
         return None if values is None else values.to(self.owner.device)
 
-    def values_changed(self) -> None:
-        """For whoever has written codes."""
+    def codes_changed(self) -> None:
+        """Others wrote codes."""
         self.changed()
-        torch.autograd.graph.increment_version(self.owner)
 
     def quantize_(self, values: Tensor) -> None:
         """Becomes these values: fp32, of the weight's shape."""
@@ -83,7 +84,8 @@ class ForeignWeight:
         self.scale_inv.copy_(made.scale_inv)
         if self.latest_amax is not None:
             self.latest_amax.copy_(torch.maximum(self.latest_amax, made.amax))
-        self.values_changed()
+        self.codes_changed()
+        torch.autograd.graph.increment_version(self.owner)
 
 
 Adapter = Callable[[Tensor], "ForeignWeight | None"]

@@ -188,8 +188,12 @@ class Float8Weight(Tensor):
 
     def values_changed(self) -> None:
         """For whoever has written codes: autograd and the initial value are told, nothing waits."""
-        self.drop_high_precision_initial_value()
+        self.codes_changed()
         torch.autograd.graph.increment_version(self)
+
+    def codes_changed(self) -> None:
+        """Codes were written, of which autograd is told elsewhere."""
+        self._initial.clear()
 
     def high_precision_initial_value(self) -> Tensor | None:
         """The values that the weight was made of, not rounded to fp8: what its master starts from.

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.batches import Batches
 from megaopt.capture import check_device_numbers, to_device
+from megaopt.dtensor import check_dtensor, is_dtensor, local_of
 from megaopt.float8.batch import weight_of
 from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
@@ -138,14 +139,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
             to_device(group, device)
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
+        masters = self._wants_masters(self._master_weights)
         subclass: object = param  # for mypy, to which no tensor is such a subclass
-        if is_traceable_wrapper_subclass(subclass) and weight_of(param) is None:
+        if is_dtensor(param):
+            check_dtensor(param, where, self.options, masters)
+        elif is_traceable_wrapper_subclass(subclass) and weight_of(param) is None:
             raise ValueError(
                 f"{where}: tensor subclass {type(subclass).__name__} is not allowed: torch.Tensor, "
-                "or megaopt.float8.Float8Weight"
+                "torch.distributed.tensor.DTensor, or megaopt.float8.Float8Weight"
             )
-        masters = self._wants_masters(self._master_weights)
-        check_weight(param, where, self.options, masters, weight_of(param) is not None)
+        check_weight(local_of(param), where, self.options, masters, weight_of(param) is not None)
         contract = CONTRACTS[self.options.contract]
         reason = why_not(self._backend(param.device), contract, param.device)
         if reason is not None:

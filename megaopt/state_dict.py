@@ -186,8 +186,11 @@ def _foreign(saved: State, optimizer: StatefulOptimizer, param: torch.Tensor, wh
     for slot in ("first", "second", "master"):
         name, form = state_name(slot, moments), getattr(formats, slot)
         value = saved.get(name)
-        if name == MASTER and (value is None or not form.present):
-            continue  # made at the next step; TransformerEngine keeps a dead one for fp32 weights
+        if name == MASTER and not form.present:
+            state[name] = None  # TransformerEngine keeps a dead one for fp32 weights
+            continue
+        if name == MASTER and value is None:
+            continue  # made at the next step
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
             raise ValueError(

@@ -2,9 +2,11 @@
 
 import fsdp2_ranks
 import pytest
-from fsdp2_ranks import build, snapshot, train, trained
+import torch
+from bits import assert_same_bits
+from fsdp2_ranks import build, clipped, snapshot, train, trained
 from ranks import Ranks
-from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
+from runs import BF16, MASTER, REMAINDERS, assert_same
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 KINDS = {
@@ -50,3 +52,115 @@ def assert_same_on_all(found, expected):
 def test_sharded_steps_are_whole_steps(on_ranks, options, world, replicas):
     found = on_ranks(world, trained, options, 3, replicas)
     assert_same_on_all(found, trained(options, 3))
+
+
+@all_layouts
+def test_state_is_sharded_as_its_parameter(on_ranks, world, replicas):
+    for options in (KINDS["masters"], KINDS["remainders"], KINDS["external"]):
+        for kinds in on_ranks(world, fsdp2_ranks.kinds_of_state, options, replicas):
+            assert len(kinds) == 3 * len(fsdp2_ranks.SHAPES)
+            assert all(kinds)
+
+
+# --- torch.distributed.checkpoint
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=lambda w: f"{w[0]}to{w[1]}")
+@pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "external", "capturable"])
+def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
+    options, folder = KINDS[kind], str(tmp_path / "checkpoint")
+    on_ranks(worlds[0], fsdp2_ranks.save, options, 2, folder, flat)
+    found = on_ranks(worlds[1], fsdp2_ranks.load_and_train, options, 2, 2, folder, flat)
+    for loaded, after in found:
+        assert_same(loaded, trained(options, 2))
+        assert_same(after, trained(options, 4))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "masters"])
+def test_full_state_dicts(on_ranks, kind):
+    found = on_ranks(2, fsdp2_ranks.through_full_state, KINDS[kind], 2, 2)
+    assert_same_on_all(found, trained(KINDS[kind], 4))
+
+
+INERT = {
+    **{name: (KINDS[name], False) for name in KINDS},
+    "eps_0": ({**HYPER, "eps": 0.0}, False),
+    "no_numbers": ({**HYPER, "eps": 0.0}, True),
+    "no_numbers_remainders": ({**KINDS["remainders"]}, True),
+}
+
+
+@pytest.mark.parametrize(("options", "poison"), INERT.values(), ids=INERT)
+def test_looking_at_the_state_before_the_first_step_changes_nothing(on_ranks, options, poison):
+    """torch's get_optimizer_state_dict steps with zero gradients and lr=0, to make the state."""
+    expected = None if poison else trained(options, 2)
+    for found in on_ranks(2, fsdp2_ranks.look_before_the_first_step, options, 2, poison):
+        before, after, state, then, names = found
+        for one, other in zip(after, before, strict=True):
+            assert_same_bits(one, other)
+        assert state["steps"] == [0]
+        for own in state["states"]:
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert not own[name].any()
+        assert all(names.values())
+        if not poison:
+            assert_same(then, expected)
+
+
+def test_a_real_first_step_with_lr_0_is_counted_on_all_ranks(on_ranks):
+    """Gradients are 0 on some ranks, and one rank has nothing at all."""
+    shapes = [(2, 3)]
+    model, optimizer = build(HYPER, shapes=shapes)
+    for lr in (0.0, 0.5):
+        optimizer.param_groups[0]["lr"] = lr
+        grad = torch.zeros(2, 3)
+        grad[1] = 1.0
+        model.p0.grad = grad
+        optimizer.step()
+    found = on_ranks(3, fsdp2_ranks.warm_up_from_zero, HYPER, shapes, 1)
+    assert_same_on_all(found, snapshot(optimizer))
+    assert found[0]["steps"] == [2]
+
+
+# --- the norm
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside_plain"])
+@all_layouts
+def test_clip_norm_is_that_of_whole_tensors(on_ranks, world, replicas, beside):
+    options = KINDS["capturable" if beside else "fp32"]
+    found = on_ranks(world, clipped, options, 3, replicas, beside)
+    expected = clipped(options, 3, 1, beside)
+    assert all(norm > 1 for norm in expected[1])
+    assert_same_on_all(found, expected)
+
+
+def test_clip_grad_norm_of_torch_before_the_step(on_ranks):
+    found = on_ranks(2, fsdp2_ranks.clipped_by_torch, HYPER, 2)
+    assert_same_on_all(found, trained(HYPER, 2))
+
+
+@pytest.mark.parametrize("place", [0, 1199], ids=["first_rank", "last_rank"])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(on_ranks, place):
+    for before, after in on_ranks(2, fsdp2_ranks.one_infinity, HYPER, place):
+        assert_same(after, before)
+
+
+def test_ranks_that_hold_nothing_take_part_in_the_norm(on_ranks):
+    model, optimizer = build(HYPER, shapes=[(1, 4), (1,)])
+    train(model, optimizer, 2, clip_norm=0.5)
+    found = on_ranks(3, fsdp2_ranks.without_gradients_here, HYPER)
+    assert_same_on_all(found, [snapshot(optimizer), optimizer.grad_norm])
+
+
+@pytest.mark.parametrize("row", [0, 4], ids=["first_rank", "last_rank"])
+def test_grad_scaler_skips_on_all_ranks(on_ranks, row):
+    found = on_ranks(2, fsdp2_ranks.scaled_by_a_grad_scaler, HYPER, row)
+    model, optimizer = build(HYPER)
+    train(model, optimizer, 1)
+    train(model, optimizer, 1, first=2)
+    for own, counts, scale in found:
+        assert_same(own, snapshot(optimizer))
+        assert counts == [1, 1, 2]
+        assert scale == 128.0

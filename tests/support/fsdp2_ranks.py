@@ -1,7 +1,5 @@
 """What ranks do in the tests of DTensor parameters: real fully_shard, on CPUs, over gloo."""
 
-import copy
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -65,7 +63,7 @@ def whole(value):
         own = value.detach()
         if value.dtype == torch.int16:  # gloo cannot send it
             return own.int().full_tensor().short()
-        return own.full_tensor()
+        return own.full_tensor().clone()  # a single rank's is its shard
     if isinstance(value, dict):
         return {name: whole(content) for name, content in value.items()}
     if isinstance(value, (list, tuple)):
@@ -131,25 +129,30 @@ def kinds_of_state(options, replicas):
     ]
 
 
-def save(options, steps, folder, flat):
-    model, optimizer = build(options)
-    train(model, optimizer, steps)
-    given = StateDictOptions(flatten_optimizer_state_dict=flat)
-    content = {
+def options_of(flat, full=False):
+    return StateDictOptions(
+        flatten_optimizer_state_dict=flat, full_state_dict=full, broadcast_from_rank0=full
+    )
+
+
+def content_of(model, optimizer, given):
+    return {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=given),
     }
-    dcp.save(content, checkpoint_id=folder)
+
+
+def save(options, steps, folder, flat):
+    model, optimizer = build(options)
+    train(model, optimizer, steps)
+    dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
 
 
 def load_and_train(options, steps, first, folder, flat):
     """From a checkpoint of another number of ranks on; all that was made here is overwritten."""
     model, optimizer = build({**options, "lr": 77.0}, seed=50)
-    given = StateDictOptions(flatten_optimizer_state_dict=flat)
-    content = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=given),
-    }
+    given = options_of(flat)
+    content = content_of(model, optimizer, given)
     dcp.load(content, checkpoint_id=folder)
     set_model_state_dict(model, content["model"])
     set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
@@ -158,5 +161,119 @@ def load_and_train(options, steps, first, folder, flat):
     return loaded, snapshot(optimizer)
 
 
-def copy_of_everything(model, optimizer):
-    return copy.deepcopy(snapshot(optimizer)), [p.grad is None for p in model.parameters()]
+def through_full_state(options, steps, more):
+    """By way of a whole state on rank 0, into another model and optimizer."""
+    model, optimizer = build(options)
+    train(model, optimizer, steps)
+    given = options_of(flat=False, full=True)  # torch itself does not load flat full ones
+    weights = get_model_state_dict(model, options=given)
+    saved = get_optimizer_state_dict(model, optimizer, options=given)
+    if dist.get_rank():
+        weights, saved = {}, {}
+    model, optimizer = build({**options, "lr": 77.0}, seed=50)
+    set_model_state_dict(model, weights, options=given)
+    set_optimizer_state_dict(model, optimizer, saved, options=given)
+    train(model, optimizer, more, steps)
+    return snapshot(optimizer)
+
+
+def look_before_the_first_step(options, steps, poison):
+    """What get_optimizer_state_dict leaves behind, and what training then comes to."""
+    model, optimizer = build(options)
+    if poison:
+        with torch.no_grad():
+            for param in model.parameters():
+                flat = param.to_local().view(-1)
+                flat[:1], flat[1:2] = float("nan"), -0.0
+                flat[2:3], flat[3:4] = float("inf"), 1e-40
+    before = [param.to_local().clone() for param in model.parameters()]
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    saved = get_optimizer_state_dict(model, optimizer)
+    after = [param.to_local().clone() for param in model.parameters()]
+    state = snapshot(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == lrs
+    assert all(param.grad is None for param in model.parameters())
+    train(model, optimizer, steps)
+    names = {name: sorted(own) for name, own in saved["state"].items()}
+    return before, after, state, snapshot(optimizer), names
+
+
+def warm_up_from_zero(options, shapes, row):
+    """The first step has lr=0, and gradients that are 0 but for one row; then a second step."""
+    model, optimizer = build(options, shapes=shapes)
+    params = list(model.parameters())
+    for lr in (0.0, 0.5):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        grads = [torch.zeros(shape) for shape in shapes]
+        grads[0][row] = 1.0
+        give(params, grads)
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+# --- the norm over ranks
+
+
+def clipped(options, steps, replicas, beside):
+    """Steps that clip; and the norms. With a plain parameter, the same on all ranks, beside."""
+    model, optimizer = build(options, replicas)
+    if beside:
+        plain = torch.nn.Parameter(values((9,), 70))
+        optimizer.add_param_group({"params": [plain]})
+    norms = []
+    for step in range(steps):
+        shapes = [tuple(param.shape) for param in model.parameters()]
+        give(model.parameters(), gradients(step, shapes, next(model.parameters()).dtype))
+        if beside:
+            plain.grad = values((9,), 90 + step)
+        optimizer.step(clip_norm=1.0)
+        norms.append(optimizer.grad_norm.clone())
+    return snapshot(optimizer), norms
+
+
+def clipped_by_torch(options, steps):
+    model, optimizer = build(options)
+    for step in range(steps):
+        give(model.parameters(), gradients(step))
+        # one coefficient for all ranks, a power of two, so that the product is exact
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e30)
+        assert torch.isfinite(norm.full_tensor())
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def one_infinity(options, place):
+    """An infinity in one element of one tensor, which one rank holds."""
+    model, optimizer = build({**options, "nonfinite": "skip"})
+    train(model, optimizer, 1)
+    before = snapshot(optimizer)
+    grads = gradients(1)
+    grads[4].view(-1)[place] = float("inf")
+    give(model.parameters(), grads)
+    optimizer.step()
+    return before, snapshot(optimizer)
+
+
+def without_gradients_here(options):
+    """Only the last parameters have gradients, of which some ranks hold nothing."""
+    model, optimizer = build(options, shapes=[(1, 4), (1,)])
+    train(model, optimizer, 2, clip_norm=0.5)
+    return snapshot(optimizer), optimizer.grad_norm
+
+
+def scaled_by_a_grad_scaler(options, overflow_on):
+    """torch.amp.GradScaler over DTensors: an infinity in one row of one gradient."""
+    model, optimizer = build(options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(torch.ones(()))
+    counts = []
+    for step in range(3):
+        grads = [grad * scaler.get_scale() for grad in gradients(step)]
+        if step == 1:
+            grads[0][overflow_on] = float("inf")
+        give(model.parameters(), grads)
+        scaler.step(optimizer)
+        scaler.update()
+        counts.append(optimizer.param_groups[0]["step"])
+    return snapshot(optimizer), counts, scaler.get_scale()

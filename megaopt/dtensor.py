@@ -101,7 +101,9 @@ def check_sharding(value: Any, param: Any, where: str) -> None:
     """Raises ValueError for a tensor that is not split over ranks as the parameter is."""
     if not isinstance(value, torch.Tensor) or same_sharding(value, param):
         return
-    raise ValueError(f"{where}: {_sharding(value)} is not allowed: {_sharding(param)}{_hint(param)}")
+    raise ValueError(
+        f"{where}: {_sharding(value)} is not allowed: {_sharding(param)}{_hint(param)}"
+    )
 
 
 def _sharding(value: Any) -> str:

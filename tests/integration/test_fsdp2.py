@@ -5,8 +5,9 @@ import pytest
 import torch
 from bits import assert_same_bits
 from fsdp2_ranks import build, clipped, snapshot, train, trained
-from ranks import Ranks
-from runs import BF16, MASTER, REMAINDERS, assert_same
+from runs import BF16, MASTER, REMAINDERS, assert_same, values
+
+from megaopt import FusedAdam
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 KINDS = {
@@ -25,21 +26,6 @@ LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
 
 all_kinds = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 all_layouts = pytest.mark.parametrize(("world", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
-
-
-@pytest.fixture(scope="session")
-def on_ranks(tmp_path_factory):
-    """Calls a function on so many ranks; what it returned on each."""
-    pools = {}
-
-    def run(world, function, *arguments):
-        if world not in pools or pools[world].failed:
-            pools[world] = Ranks(world, tmp_path_factory.mktemp("ranks"))
-        return pools[world](function, *arguments)
-
-    yield run
-    for pool in pools.values():
-        pool.close()
 
 
 def assert_same_on_all(found, expected):
@@ -66,7 +52,9 @@ def test_state_is_sharded_as_its_parameter(on_ranks, world, replicas):
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize("worlds", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=lambda w: f"{w[0]}to{w[1]}")
+@pytest.mark.parametrize(
+    "worlds", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=lambda w: f"{w[0]}to{w[1]}"
+)
 @pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "external", "capturable"])
 def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
     options, folder = KINDS[kind], str(tmp_path / "checkpoint")
@@ -164,3 +152,62 @@ def test_grad_scaler_skips_on_all_ranks(on_ranks, row):
         assert_same(own, snapshot(optimizer))
         assert counts == [1, 1, 2]
         assert scale == 128.0
+
+
+# --- tensors, backends, models
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainders"])
+def test_shards_that_move_between_steps(on_ranks, kind):
+    found = on_ranks(2, fsdp2_ranks.moved, KINDS[kind])
+    assert_same_on_all(found, trained(KINDS[kind], 3))
+
+
+def test_plain_and_replicated_parameters_share_the_launch(on_ranks):
+    params = [torch.nn.Parameter(values(s, i)) for i, s in enumerate([(5, 3), (7,), (4,)])]
+    optimizer = FusedAdam(params, **HYPER)
+    for step in range(3):
+        fsdp2_ranks.give(params, fsdp2_ranks.gradients(step, [(5, 3), (7,), (4,)]))
+        optimizer.step()
+    found = on_ranks(2, fsdp2_ranks.beside_plain_ones, HYPER)
+    assert_same_on_all(found, [snapshot(optimizer), 1])
+
+
+def test_the_extension_looks_at_the_others(on_ranks):
+    for reason, found in on_ranks(2, fsdp2_ranks.by_the_extension, KINDS["masters"]):
+        if found is None:
+            pytest.skip(f"the extension cannot be built here: {reason}")
+        assert_same(found, trained(KINDS["masters"], 3))
+
+
+@pytest.mark.parametrize("kind", ["masters", "remainders", "bf16_moments"])
+def test_values_read_and_set(on_ranks, kind):
+    model, optimizer = build(KINDS[kind])
+    train(model, optimizer, 2)
+    expected = {
+        f"{name} {index}": optimizer.get_unscaled_state(param, name).clone()
+        for name in ("exp_avg", "exp_avg_sq", "master_param")
+        for index, param in enumerate(model.parameters())
+    }
+    for read, other, straight in on_ranks(3, fsdp2_ranks.read_and_set, KINDS[kind]):
+        assert_same(read, expected)
+        assert_same(other, straight)
+
+
+@pytest.mark.parametrize("kind", ["masters", "remainders"])
+def test_triton_steps_shards(on_ranks, kind):
+    options = {**KINDS[kind], "backend": "triton"}
+    found = on_ranks(2, clipped, options, 2, 1, True)
+    assert_same_on_all(found, clipped(KINDS[kind], 2, 1, True))
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), (4, 2)], ids=["1", "2", "2x2"])
+def test_a_model_trains_as_without_fsdp(on_ranks, world, replicas):
+    """Means of equal gradients on 2 or 4 ranks are exact."""
+    options = {**HYPER, "exp_avg_dtype": BF16}
+    found = on_ranks(world, fsdp2_ranks.losses, replicas, 4, options)
+    assert_same_on_all(found, fsdp2_ranks.losses(1, 4, options))
+
+
+def test_offloaded_parameters_are_stepped_where_they_are(on_ranks):
+    assert_same_on_all(on_ranks(2, fsdp2_ranks.offloaded, HYPER), trained(HYPER, 2))

@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from megaopt import FusedAdam
+from megaopt.kernels.step import native
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
@@ -277,3 +278,102 @@ def scaled_by_a_grad_scaler(options, overflow_on):
         scaler.update()
         counts.append(optimizer.param_groups[0]["step"])
     return snapshot(optimizer), counts, scaler.get_scale()
+
+
+# --- shards that move, and what lies beside them
+
+
+def moved(options):
+    """Shards in new memory, some of them transposed, between steps; what was left stays."""
+    model, optimizer = build(options)
+    train(model, optimizer, 1)
+    left = []
+    for param in model.parameters():
+        for own in (param, *optimizer.state[param].values()):
+            if own is not None:
+                left.append((own._local_tensor, own._local_tensor.clone()))
+                own._local_tensor = own._local_tensor.clone()
+    shard = model.p0._local_tensor
+    model.p0._local_tensor = shard.t().contiguous().t()
+    train(model, optimizer, 2, first=1)
+    assert all(torch.equal(was, copy) for was, copy in left)
+    return snapshot(optimizer)
+
+
+def beside_plain_ones(options):
+    """DTensors, split and not, and plain parameters in one optimizer; and how many launches."""
+    mesh = mesh_of()
+    wholes = [values(shape, i) for i, shape in enumerate([(5, 3), (7,), (4,)])]
+    given = [
+        distribute_tensor(wholes[0], mesh, [Replicate()], src_data_rank=None),
+        wholes[1],
+        distribute_tensor(wholes[2], mesh, [Replicate()], src_data_rank=None),
+    ]
+    params = [torch.nn.Parameter(value) for value in given]
+    optimizer = FusedAdam(params, **options)
+    for step in range(3):
+        give(params, gradients(step, [tuple(param.shape) for param in params]))
+        optimizer.step()
+    return snapshot(optimizer), len(optimizer._batches.batches)
+
+
+def by_the_extension(options):
+    """With the look at tensors in C++, as from 1,000 parameters on."""
+    native.WORTH_BUILDING = 1
+    module, reason = native.build()
+    return reason, trained(options, 3) if module is not None else None
+
+
+def read_and_set(options):
+    """Values read, and set again into another optimizer; what they are, and its state."""
+    model, optimizer = build(options)
+    train(model, optimizer, 2)
+    other_model, other = build(options, seed=50)
+    read = {}
+    for name in ("exp_avg", "exp_avg_sq", "master_param"):
+        pairs = zip(model.parameters(), other_model.parameters(), strict=True)
+        for index, (param, own) in enumerate(pairs):
+            value = optimizer.get_unscaled_state(param, name)
+            assert value.placements == param.placements
+            assert value.device_mesh == param.device_mesh
+            other.set_scaled_state(own, name, value.clone())
+            read[f"{name} {index}"] = whole(value)
+    for own in other.param_groups:
+        own["step"] = 2
+    # an fp32 master sets no weight before the next step
+    train(other_model, other, 1, first=2)
+    train(model, optimizer, 1, first=2)
+    return read, snapshot(other), snapshot(optimizer)
+
+
+# --- models
+
+
+def losses(replicas, steps, options):
+    """bf16 weights made of fp32 ones that stay as masters; every rank has the same batches."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 3)]
+    model = torch.nn.Sequential(*layers)
+    if dist.is_initialized():
+        mesh = mesh_of(replicas)
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+    masters = [param.detach().clone() for param in model.parameters()]
+    model.bfloat16()
+    optimizer = FusedAdam(model.parameters(), master_weights=masters, **options)
+    found = []
+    for step in range(steps):
+        loss = model(values((4, 6), step, BF16)).float().square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        optimizer.step(clip_norm=0.5)
+        optimizer.zero_grad()
+    return found, snapshot(optimizer)
+
+
+def offloaded(options):
+    """CPUOffloadPolicy, where the device is a CPU anyway: nothing is copied."""
+    model = fully_shard(Bare(), mesh=mesh_of(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = FusedAdam(model.parameters(), **options)
+    train(model, optimizer, 2)
+    return snapshot(optimizer)

@@ -93,8 +93,8 @@ def same_sharding(value: Any, param: Any) -> bool:
         return True
     if found is None or wanted is None:
         return False
-    is_alike: bool = found.placements == wanted.placements and found.mesh == wanted.mesh
-    return is_alike
+    names = ("placements", "mesh", "shard_order")  # not every torch has the last
+    return all(getattr(found, n, None) == getattr(wanted, n, None) for n in names)
 
 
 def check_sharding(value: Any, param: Any, where: str) -> None:
@@ -224,14 +224,17 @@ class ShardedBatch(Batch):
     def fits(self, grads: Grads) -> bool:
         """Whether shards, gradients and states are still what the batch was made for."""
         kind, whole = dtensor_class(), self._whole(grads)
-        split = [isinstance(param, kind) for param in self.params]
-        if any([isinstance(t, kind) for t in tensors] != split for tensors in whole.values()):
+        dtensors = [isinstance(param, kind) for param in self.params]
+        if any([isinstance(t, kind) for t in tensors] != dtensors for tensors in whole.values()):
             return False
         if not all(map(same_sharding, whole["grad"], self.params)):
             return False
         self._seen = {
-            slot: [t._local_tensor if is_split else t for t, is_split in zip(ts, split)]
-            for slot, ts in whole.items()
+            slot: [
+                tensor._local_tensor if wrapped else tensor
+                for tensor, wrapped in zip(tensors, dtensors, strict=True)
+            ]
+            for slot, tensors in whole.items()
         }
         if self._wanted is None:  # the first look: everything was just checked
             shapes = [local.shape for local in self._seen["weight"]]

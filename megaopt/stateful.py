@@ -131,9 +131,9 @@ class StatefulOptimizer(GroupedOptimizer):
             )
         check_sharding(unscaled_state, param, state_name)
         state, local = self.state[param], local_of(param)
-        unscaled_state = local_of(unscaled_state)
+        new: torch.Tensor = local_of(unscaled_state)
         if state_name == MASTER and not form.present:
-            value = unscaled_state.to(param.device, torch.float32).reshape(local.shape)
+            value = new.to(param.device, torch.float32).reshape(local.shape)
             self._set_weight(local, value)
             state[MASTER] = None
             return
@@ -142,7 +142,7 @@ class StatefulOptimizer(GroupedOptimizer):
             params, _, wheres = self._flat()
             state[MASTER] = self._external(params, wheres)[self._index(param, params)]
         stored = locals_of(state)
-        set_unscaled(stored, state_name, unscaled_state, form, local)
+        set_unscaled(stored, state_name, new, form, local)
         state.update(sharded_state(param, stored, list(state.values())))
 
     def _set_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""DTensor parameters: sharded steps are whole steps, whatever the ranks, and saved at N load at M."""
+"""DTensor parameters: sharded steps are whole steps, and what N ranks saved M ranks load."""
 
 import fsdp2_ranks
 import pytest
@@ -111,6 +111,15 @@ def test_a_real_first_step_with_lr_0_is_counted_on_all_ranks(on_ranks):
     assert found[0]["steps"] == [2]
 
 
+def test_a_first_step_with_gradients_of_0_decays_the_weights(on_ranks):
+    model, optimizer = build(HYPER)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    found = on_ranks(2, fsdp2_ranks.gradients_of_0, HYPER)
+    assert_same_on_all(found, snapshot(optimizer))
+
+
 # --- the norm
 
 
@@ -194,6 +203,7 @@ def test_values_read_and_set(on_ranks, kind):
         assert_same(other, straight)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off beside a GPU")
 @pytest.mark.parametrize("kind", ["masters", "remainders"])
 def test_triton_steps_shards(on_ranks, kind):
     options = {**KINDS[kind], "backend": "triton"}
@@ -207,6 +217,15 @@ def test_a_model_trains_as_without_fsdp(on_ranks, world, replicas):
     options = {**HYPER, "exp_avg_dtype": BF16}
     found = on_ranks(world, fsdp2_ranks.losses, replicas, 4, options)
     assert_same_on_all(found, fsdp2_ranks.losses(1, 4, options))
+
+
+def test_fsdp_over_tensor_parallel(on_ranks):
+    """Every element is stepped once, and counts once in the norm, copies included."""
+    shapes = list(fsdp2_ranks.TENSOR_PARALLEL.values())
+    model, optimizer = build(HYPER, shapes=shapes)
+    train(model, optimizer, 3, clip_norm=0.5)
+    found = on_ranks(4, fsdp2_ranks.with_tensor_parallel, HYPER, 3)
+    assert_same_on_all(found, [snapshot(optimizer), optimizer.grad_norm])
 
 
 def test_offloaded_parameters_are_stepped_where_they_are(on_ranks):

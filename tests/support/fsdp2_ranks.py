@@ -14,6 +14,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from megaopt import FusedAdam
 from megaopt.kernels.step import native
@@ -213,6 +218,14 @@ def warm_up_from_zero(options, shapes, row):
     return snapshot(optimizer)
 
 
+def gradients_of_0(options):
+    model, optimizer = build(options)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return snapshot(optimizer)
+
+
 # --- the norm over ranks
 
 
@@ -347,6 +360,44 @@ def read_and_set(options):
 
 
 # --- models
+
+TENSOR_PARALLEL = {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (5, 6), "2.bias": (5,)}
+TENSOR_PARALLEL |= {"3.weight": (5,), "3.bias": (5,)}
+
+
+def with_tensor_parallel(options, steps):
+    """FSDP2 over tensor parallelism, 2 x 2: meshes of one and two dimensions, strided shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    layers = [torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 5), torch.nn.LayerNorm(5)]
+    model = torch.nn.Sequential(*layers)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    for param in model.parameters():  # each element's place in the whole tensor
+        local = param.detach()
+        places = torch.arange(param.numel(), dtype=FP32).view(param.shape)
+        if isinstance(param, DTensor):
+            places = split_like(param, places)
+        local.copy_(places)
+    fully_shard(model, mesh=mesh["data"])
+    params = dict(model.named_parameters())
+    places = {name: param.to_local().long() for name, param in params.items()}
+
+    def part(name, value):
+        own = value.flatten()[places[name].flatten()].view(places[name].shape)
+        own = own.contiguous()
+        like = params[name]
+        given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+        return DTensor.from_local(own, like.device_mesh, like.placements, **given)
+
+    for index, (name, param) in enumerate(params.items()):
+        param.detach().copy_(part(name, values(TENSOR_PARALLEL[name], index)))
+    optimizer = FusedAdam(params.values(), **options)
+    for step in range(steps):
+        grads = gradients(step, TENSOR_PARALLEL.values())
+        for (name, param), grad in zip(params.items(), grads, strict=True):
+            param.grad = part(name, grad)
+        optimizer.step(clip_norm=0.5)
+    return snapshot(optimizer), optimizer.grad_norm
 
 
 def losses(replicas, steps, options):

@@ -1,4 +1,4 @@
-"""What is refused of DTensors, each as a function that a rank calls; nothing may have changed then."""
+"""What is refused of DTensors, each as a function that a rank calls; nothing may change."""
 
 import torch
 from fsdp2_ranks import build, give, gradients, mesh_of, snapshot, train, values

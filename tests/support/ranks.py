@@ -1,4 +1,4 @@
-"""Pools of processes that meet over gloo: one for each number of ranks, for as long as tests run."""
+"""Pools of processes that meet over gloo, one for each number of ranks, as long as tests run."""
 
 import contextlib
 import io

@@ -56,9 +56,13 @@ class FusedOptimizer(StatefulOptimizer):
         `found_inf` on the optimizer, the step unscales the gradients as it reads them, and an
         overflow leaves everything as it is. Without capturable the host waits for found_inf.
 
+        With DTensors, a first step with lr=0 in all groups and gradients that are 0 on all ranks
+        makes the state and nothing else: so torch.distributed.checkpoint asks which state there is.
+
         Args:
             closure: reevaluates the model and returns the loss.
-            clip_norm: the largest L2 norm of all gradients together; larger ones count multiplied
+            clip_norm: the largest L2 norm of all gradients together (of DTensors, on all ranks,
+                which have to take the step together); larger ones count multiplied
                 by clip_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ multiplies them, but
                 stay as they are themselves. `grad_norm` then has the norm. Nothing waits for it.
             clip_coefficient: instead, what gradients are multiplied by: one fp32 number on the

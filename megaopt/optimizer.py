@@ -149,7 +149,8 @@ class FusedOptimizer(StatefulOptimizer):
         groups = self.param_groups if self.options.capturable else None
         prepared = {}
         # the first parameter's too, which may have no gradient
-        for device in {self._device(), *(batch.device for batch in batches.batches)}:
+        devices = (self._device(), *(batch.device for batch in batches.batches))
+        for device in dict.fromkeys(devices):  # in one order: ranks may have to meet there
             if device not in self._preparations:
                 self._preparations[device] = self._preparation(device)
             plans = self._measured(batches, device) if request.needs_norm else []
@@ -178,7 +179,7 @@ class FusedOptimizer(StatefulOptimizer):
         batches, grads = self._gather()
         for batch in batches.batches:
             batch.enter(grads)
-        found = [new_bins(device) for device in {param.device for param in params}]
+        found = [new_bins(device) for device in dict.fromkeys(param.device for param in params)]
         for bins in found:
             for each in self._measured(batches, bins.device):
                 each.accumulate(bins)

@@ -25,7 +25,8 @@ class FusedAdam(FusedOptimizer):
 
     Args:
         params: parameters, named parameters or groups, as for torch.optim; fp32, bf16 or fp16,
-            dense, of any shape.
+            dense, of any shape. Of DTensors (FSDP2's, say) each rank steps its shards, and their
+            state is DTensors of the same mesh and placements; no formats with scales then.
         lr: step size, in units of the parameter per step of size one; at least 0. May be a tensor
             of one element, which the step reads (on a GPU that waits for it).
         betas: decay per step of exp_avg and exp_avg_sq; each in [0, 1).

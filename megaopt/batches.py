@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -39,6 +39,12 @@ class Batch:
     staged: bool
     """Some tensors are not contiguous: the step works on copies and copies the results back."""
     _copies: Buffers = field(default_factory=dict)
+    watched: ClassVar[bool] = True
+    """The watch looks at its tensors; otherwise `fits` does."""
+
+    def fits(self, grads: Grads) -> bool:
+        """Whether tensors that the watch does not look at are what the batch was made for."""
+        return True
 
     @property
     def device(self) -> torch.device:
@@ -49,15 +55,16 @@ class Batch:
         """Before a step: a plan that works on tensors gets them; copies where they are staged."""
         if not self.addresses:
             own = self.buffers(grads)
-            self._copies = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
-            self.plan.look(self._copies)
+            if self.staged:
+                own = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
+                self._copies = own
+            self.plan.look(own)
 
     def leave(self, controls: torch.Tensor | None = None) -> None:
         """After a step: the results are copied back to staged tensors."""
         copies, self._copies = self._copies, {}
         for slot in copies.keys() - {"grad"}:
-            own = self.params if slot == "weight" else self._own_states(slot)
-            for tensor, copy in zip(own, copies[slot], strict=True):
+            for tensor, copy in zip(self._tensors(slot), copies[slot], strict=True):
                 if copy is not tensor:
                     tensor.copy_(copy)
 
@@ -72,6 +79,9 @@ class Batch:
     def _own_states(self, slot: str) -> list[torch.Tensor]:
         name = state_name(slot, self.moments)
         return [state[name] for state in self.states]
+
+    def _tensors(self, slot: str) -> list[torch.Tensor]:
+        return self.params if slot == "weight" else self._own_states(slot)
 
     @property
     def addresses(self) -> list[numpy.ndarray]:
@@ -128,6 +138,9 @@ class Batches:
     ) -> None:
         self.batches, self.groups = batches, groups
         params = tuple(param for group in param_groups for param in group["params"])
+        self.measured: dict[torch.device, list[Any]] = {}
+        """What the norm of the gradients is measured of; kept, as CUDA graphs read it."""
+        self._watched = [batch for batch in batches if batch.watched]
         stepped = {position for batch in batches for position in batch.positions}
         self._watch = Watch(
             params=params,
@@ -135,7 +148,7 @@ class Batches:
             states=tuple(state[p] if i in stepped else None for i, p in enumerate(params)),
             keys=tuple(state.keys()),
             values=tuple(state.values()),
-            batches=[batch.wanted() for batch in batches],
+            batches=[batch.wanted() for batch in self._watched],
             module=module_for(len(params)),
         )
 
@@ -144,9 +157,9 @@ class Batches:
     ) -> Grads | None:
         """The gradients for a step with these batches, or None if they do not fit what is there."""
         seen = self._watch.look(param_groups, state, decoupled)
-        if seen is None:
+        if seen is None or not all(batch.fits(seen.grads) for batch in self.batches):
             return None
-        for batch, moved in zip(self.batches, seen.moved, strict=True):
+        for batch, moved in zip(self._watched, seen.moved, strict=True):
             batch.plan.stale = batch.plan.stale or moved
         return seen.grads
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.batches import Batches
 from megaopt.capture import check_device_numbers, to_device
+from megaopt.dtensor import check_dtensor, is_dtensor, local_of
 from megaopt.float8.batch import check_whole, weight_of
 from megaopt.float8.ranks import Agreement
 from megaopt.kernels.backends import default_backend, why_not
@@ -144,16 +145,19 @@ class GroupedOptimizer(torch.optim.Optimizer):
             weight_of(param)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+        masters = self._wants_masters(self._master_weights)
         subclass: object = param  # for mypy, to which no tensor is such a subclass
-        if is_traceable_wrapper_subclass(subclass) and weight_of(param) is None:
+        if is_dtensor(param):
+            check_dtensor(param, where, self.options, masters)
+        elif is_traceable_wrapper_subclass(subclass) and weight_of(param) is None:
             raise ValueError(
                 f"{where}: tensor subclass {type(subclass).__name__} is not allowed: torch.Tensor, "
-                "megaopt.float8.Float8Weight, or, once megaopt.integration.transformer_engine is "
-                "imported, the fp8 tensors of TransformerEngine"
+                "torch.distributed.tensor.DTensor, megaopt.float8.Float8Weight, or, once "
+                "megaopt.integration.transformer_engine is imported, the fp8 tensors of "
+                "TransformerEngine"
             )
         check_whole(param, where)
-        masters = self._wants_masters(self._master_weights)
-        check_weight(param, where, self.options, masters, weight_of(param) is not None)
+        check_weight(local_of(param), where, self.options, masters, weight_of(param) is not None)
         contract = CONTRACTS[self.options.contract]
         reason = why_not(self._backend(param.device), contract, param.device)
         if reason is not None:

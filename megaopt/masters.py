@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megaopt.dtensor import check_sharding, local_of
 from megaopt.float8.batch import weight_of
 from megaopt.options import Options
 
@@ -55,6 +56,7 @@ def _check_master(
         wanted = {"dtype": dtype, "layout": torch.strided}.get(name, getattr(param, name))
         if getattr(master, name) != wanted:
             raise ValueError(f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}")
+    check_sharding(master, param, where)
 
 
 def is_own_master(master: torch.Tensor, param: torch.Tensor) -> bool:
@@ -63,5 +65,5 @@ def is_own_master(master: torch.Tensor, param: torch.Tensor) -> bool:
         master.dtype == param.dtype
         and master.shape == param.shape
         and master.device == param.device
-        and master.data_ptr() == param.data_ptr()
+        and local_of(master).data_ptr() == local_of(param).data_ptr()
     )

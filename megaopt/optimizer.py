@@ -10,10 +10,19 @@ import torch
 
 from megaopt.batches import Batch, Batches, check_grad, state_name
 from megaopt.capture import check_capture, check_captured_batches, check_captured_float8
+from megaopt.dtensor import (
+    ShardedBatch,
+    check_sharding,
+    is_dtensor,
+    local_of,
+    measured,
+    split_of,
+)
 from megaopt.float8.batch import Float8Batch, extent_of, kind_of, plan_formats, share_amaxes
 from megaopt.float8.ranks import Agreement, check_shared, groups_of
 from megaopt.float8.shard import Float8Shard
 from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
@@ -49,9 +58,13 @@ class FusedOptimizer(StatefulOptimizer):
         `found_inf` on the optimizer, the step unscales the gradients as it reads them, and an
         overflow leaves everything as it is. Without capturable the host waits for found_inf.
 
+        With DTensors, a first step with lr=0 in all groups and gradients that are 0 on all ranks
+        makes the state and nothing else: so torch.distributed.checkpoint asks which state there is.
+
         Args:
             closure: reevaluates the model and returns the loss.
-            clip_norm: the largest L2 norm of all gradients together; larger ones count multiplied
+            clip_norm: the largest L2 norm of all gradients together (of DTensors, on all ranks,
+                which have to take the step together); larger ones count multiplied
                 by clip_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ multiplies them, but
                 stay as they are themselves. `grad_norm` then has the norm. Nothing waits for it.
             clip_coefficient: instead, what gradients are multiplied by: one fp32 number on the
@@ -73,6 +86,8 @@ class FusedOptimizer(StatefulOptimizer):
                 loss = closure()
         request = self._request(clip_norm, clip_coefficient)
         self._check_capture()
+        if self._only_makes_state(request):
+            return loss
         rows = self._rows()
         batches, grads = self._gather()
         for batch in batches.batches:
@@ -176,8 +191,9 @@ class FusedOptimizer(StatefulOptimizer):
         groups = self.param_groups if self.options.capturable else None
         prepared = {}
         # the first parameter's too, which may have no gradient
-        for device in {self._device(), *(batch.device for batch in batches.batches)}:
-            plans = [batch.plan for batch in batches.batches if batch.device == device]
+        devices = (self._device(), *(batch.device for batch in batches.batches))
+        for device in dict.fromkeys(devices):  # in one order: ranks may have to meet there
+            plans = self._measured(batches, device) if request.needs_norm else []
             made = self._preparation_on(device).make(groups, request.on(device), plans)
             prepared[device] = made
         return prepared
@@ -186,6 +202,36 @@ class FusedOptimizer(StatefulOptimizer):
         if device not in self._preparations:
             self._preparations[device] = self._preparation(device)
         return self._preparations[device]
+
+    def _measured(self, batches: Batches, device: torch.device) -> list[Any]:
+        if device not in batches.measured:
+            batches.measured[device] = measured(batches.batches, self._flat()[0], device)
+        return batches.measured[device]
+
+    def _only_makes_state(self, request: Request) -> bool:
+        """Whether this step is that of torch.distributed.checkpoint, which wants states to load to.
+
+        It has lr=0 and gradients that are 0 on all ranks, comes before any other step, and makes
+        the state: nothing is counted, decayed or divided by eps=0. Only with DTensors, as ranks
+        that do not know of one another would have to agree.
+        """
+        if len(self.state) or not request.is_empty:
+            return False
+        params = self._flat()[0]
+        if not any(map(is_dtensor, params)):
+            return False
+        if any(float(group["lr"]) for group in self.param_groups):
+            return False
+        batches, grads = self._gather()
+        for batch in batches.batches:
+            batch.enter(grads)
+        found = [new_bins(device) for device in dict.fromkeys(param.device for param in params)]
+        for bins in found:
+            for each in self._measured(batches, bins.device):
+                each.accumulate(bins)
+        for batch in batches.batches:
+            batch.abandon()
+        return not any(bool(bins.any()) for bins in found)
 
     def _preparation(self, device: torch.device) -> Any:
         backend = BACKENDS[self._backend(device)]
@@ -245,7 +291,9 @@ class FusedOptimizer(StatefulOptimizer):
             if grad is not None:
                 self._check_param(param, where)
                 check_shared(param, where)
+                check_sharding(grad, param, f"{where}: as a gradient")
                 check_grad(grad, param, where)
+                check_grad(local_of(grad), local_of(param), where)
         external = self._external(params, wheres)
         kinds: dict[tuple[torch.device, Formats, bool, Any], list[int]] = {}
         masters = self._wants_masters(self._master_weights)
@@ -255,7 +303,7 @@ class FusedOptimizer(StatefulOptimizer):
                 formats = formats_of(param, grad.dtype, self.options, masters)
                 state = self._completed(param, formats, external[index], wheres[index])
                 staged = self._is_staged(param, grad, formats, state)
-                kind = (param.device, formats, staged, kind_of(param))
+                kind = (param.device, formats, staged, (split_of(param), *kind_of(param)))
                 kinds.setdefault(kind, []).append(index)
                 completed[param] = state
         for param, state in completed.items():  # now that nothing was refused
@@ -269,7 +317,7 @@ class FusedOptimizer(StatefulOptimizer):
         if formats.cast is not None:
             return False
         stored = [state[state_name(slot, self.rule.moments)] for slot in formats.state_slots]
-        return not all(tensor.is_contiguous() for tensor in (param, grad, *stored))
+        return not all(local_of(each).is_contiguous() for each in (param, grad, *stored))
 
     def _batch(
         self,
@@ -281,7 +329,7 @@ class FusedOptimizer(StatefulOptimizer):
         groups: list[int],
     ) -> Batch:
         own = [params[position] for position in positions]
-        numels = [param.numel() for param in own]
+        numels = [local_of(param).numel() for param in own]
         rows = [groups[position] for position in positions]
         backend = BACKENDS[self._backend(device)]
         float16 = self.rule.plain_float16 if formats.first.name == "float16" else None
@@ -293,7 +341,8 @@ class FusedOptimizer(StatefulOptimizer):
             )
             return Float8Batch(formats, plan, self.rule.moments, positions, own, states, staged)
         plan = backend.plan(formats, float16 or self.rule, numels, rows, device)
-        return Batch(formats, plan, self.rule.moments, positions, own, states, staged)
+        kind = ShardedBatch if any(map(is_dtensor, own)) else Batch
+        return kind(formats, plan, self.rule.moments, positions, own, states, staged)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""

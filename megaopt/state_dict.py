@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaopt.batches import MASTER, SCALE, state_name
+from megaopt.dtensor import check_sharding, local_of, locals_of, sharded_state
 from megaopt.kernels.step.batch import Formats
 from megaopt.options import Options, check_group, number
 from megaopt.state import State, set_unscaled
@@ -34,9 +35,17 @@ class Loaded:
 
 
 def mark(packed: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Adds to every group of a state dict what a load compares."""
+    """Adds to every group of a state dict what a load compares; leaves out masters that are none.
+
+    torch.distributed.checkpoint flattens tensors and numbers, but no None.
+    """
     marks = {name: getattr(options, name) for name in MARKS}
-    return {**packed, "param_groups": [{**group, **marks} for group in packed["param_groups"]]}
+    state = {
+        key: {name: value for name, value in own.items() if value is not None}
+        for key, own in packed["state"].items()
+    }
+    groups = [{**group, **marks} for group in packed["param_groups"]]
+    return {**packed, "state": state, "param_groups": groups}
 
 
 def read(
@@ -72,7 +81,10 @@ def read(
             continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
         param, where = params[positions[key]], wheres[positions[key]]
         take = _ours if ours else _foreign
-        states[param] = take(saved, optimizer, param, where)
+        for name in (*optimizer.rule.moments, MASTER):
+            check_sharding(saved.get(name), param, f"{where}: {name!r} in the state dict")
+        state = take(locals_of(saved), optimizer, local_of(param), where)
+        states[param] = sharded_state(param, state)
     return Loaded(states, groups)
 
 
@@ -137,13 +149,13 @@ def _ours(saved: State, optimizer: StatefulOptimizer, param: torch.Tensor, where
     names = {state_name(s, optimizer.rule.moments): s for s in (*formats.state_slots, "master")}
     state: State = {}
     for name, slot in names.items():
-        if name not in saved:
-            raise ValueError(f"{where}: the state dict has no {name!r}")
         present = slot in formats.slots
+        if name not in saved and present:
+            raise ValueError(f"{where}: the state dict has no {name!r}")
         state[name] = None
         if present:
             state[name] = _code(saved[name], formats, slot, param, f"{where}: {name!r}")
-        elif saved[name] is not None:
+        elif saved.get(name) is not None:
             raise ValueError(
                 f"{where}: {name!r} is {saved[name].dtype} in the state dict; allowed here: None"
             )
@@ -174,8 +186,11 @@ def _foreign(saved: State, optimizer: StatefulOptimizer, param: torch.Tensor, wh
     for slot in ("first", "second", "master"):
         name, form = state_name(slot, moments), getattr(formats, slot)
         value = saved.get(name)
-        if name == MASTER and (value is None or not form.present):
-            continue  # made at the next step; TransformerEngine keeps a dead one for fp32 weights
+        if name == MASTER and not form.present:
+            state[name] = None  # TransformerEngine keeps a dead one for fp32 weights
+            continue
+        if name == MASTER and value is None:
+            continue  # made at the next step
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
             raise ValueError(

@@ -8,6 +8,14 @@ import torch
 
 from megaopt import state_dict as state_dicts
 from megaopt.batches import MASTER, SCALE, check_state, state_name
+from megaopt.dtensor import (
+    check_sharding,
+    is_dtensor,
+    local_of,
+    locals_of,
+    sharded_as,
+    sharded_state,
+)
 from megaopt.float8.batch import weight_of
 from megaopt.float8.shard import Float8Shard
 from megaopt.groups import GroupedOptimizer
@@ -46,11 +54,14 @@ class StatefulOptimizer(GroupedOptimizer):
         self, param: torch.Tensor, formats: Formats, external: torch.Tensor | None, where: str
     ) -> State:
         """What a parameter's state becomes; the state itself stays as it is."""
-        state: State = dict(self.state.get(param, {}))
-        complete(state, param, formats, self.rule, external)
+        own: State = self.state.get(param, {})
         names = {slot: state_name(slot, self.rule.moments) for slot in formats.state_slots}
-        check_state(state, formats, param, names, where)
-        return state
+        for name in names.values():
+            check_sharding(own.get(name), param, f"{where}: state {name!r}")
+        state, local = locals_of(own), local_of(param)
+        complete(state, local, formats, self.rule, local_of(external))
+        check_state(state, formats, local, names, where)
+        return sharded_state(param, state, [*own.values(), external])
 
     def _index(self, param: torch.Tensor, params: list[torch.Tensor]) -> int:
         for index, own in enumerate(params):
@@ -76,7 +87,8 @@ class StatefulOptimizer(GroupedOptimizer):
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """The fp32 value of a state tensor, whatever its format, of the parameter's shape.
 
-        It is the tensor itself where it is stored as fp32, a new one otherwise. Under
+        It is the tensor itself where it is stored as fp32, a new one otherwise; for a DTensor
+        parameter a DTensor of its mesh and placements. Under
         store_param_remainders the master is put together from weight and remainder. A weight
         without a master gives its own value.
         """
@@ -85,9 +97,13 @@ class StatefulOptimizer(GroupedOptimizer):
             scale: torch.Tensor = state[state_name]
             return scale
         form = getattr(self._formats(param), self._slot(state_name))
+        local = local_of(param.detach())
         if state_name == MASTER and not form.present:
-            return value_of(param.detach(), self._formats(param))
-        return get_unscaled(state, state_name, form, param.detach())
+            value = value_of(local, self._formats(param))
+        else:
+            value = get_unscaled(locals_of(state), state_name, form, local)
+        known = [own for own in state.values() if local_of(own) is value]
+        return known[0] if known else sharded_as(param, value)
 
     @torch.no_grad()
     def set_scaled_state(
@@ -96,8 +112,9 @@ class StatefulOptimizer(GroupedOptimizer):
         """Stores an fp32 value in the state's format, making the state tensor if it is missing.
 
         Under store_param_remainders a master sets weight and remainder together. For a weight
-        without a master, the master's value is the weight's. Anything but a tensor is ignored:
-        Megatron-Core 0.16 passes its padding flag through here.
+        without a master, the master's value is the weight's. For a DTensor parameter the value is a
+        DTensor of its mesh and placements. Anything but a tensor is ignored: Megatron-Core 0.16
+        passes its padding flag through here.
         """
         if not isinstance(unscaled_state, torch.Tensor):
             return
@@ -106,22 +123,27 @@ class StatefulOptimizer(GroupedOptimizer):
             state[state_name].copy_(unscaled_state)
             return
         form = getattr(self._formats(param), self._slot(state_name))
-        if unscaled_state.numel() != param.numel():
+        fits = unscaled_state.shape == param.shape
+        if not (fits or (unscaled_state.numel() == param.numel() and not is_dtensor(param))):
             raise ValueError(
                 f"{state_name} of shape {tuple(unscaled_state.shape)} is not allowed: the "
                 f"parameter's, {tuple(param.shape)}"
             )
-        state = self.state[param]
+        check_sharding(unscaled_state, param, state_name)
+        state, local = self.state[param], local_of(param)
+        new: torch.Tensor = local_of(unscaled_state)
         if state_name == MASTER and not form.present:
-            value = unscaled_state.to(param.device, torch.float32).reshape(param.shape)
-            self._set_weight(param, value)
+            value = new.to(param.device, torch.float32).reshape(local.shape)
+            self._set_weight(local, value)
             state[MASTER] = None
             return
         external = not (self._master_weights is None or isinstance(self._master_weights, bool))
         if state_name == MASTER and state.get(MASTER) is None and external:
             params, _, wheres = self._flat()
             state[MASTER] = self._external(params, wheres)[self._index(param, params)]
-        set_unscaled(state, state_name, unscaled_state, form, param)
+        stored = locals_of(state)
+        set_unscaled(stored, state_name, new, form, local)
+        state.update(sharded_state(param, stored, list(state.values())))
 
     def _set_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
         weight = weight_of(param)
@@ -164,7 +186,7 @@ class StatefulOptimizer(GroupedOptimizer):
         loaded = state_dicts.read(state_dict, self, params, wheres)
         for param, state in loaded.states.items():
             if external.get(param) is not None and state.get(MASTER) is not None:
-                external[param].copy_(state[MASTER])  # type: ignore[union-attr]
+                local_of(external[param]).copy_(local_of(state[MASTER]))
                 state[MASTER] = external[param]
         self.state.clear()
         self.state.update(loaded.states)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from ranks import Ranks
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,3 +27,18 @@ def seeded():
 def device():
     """Where the kernels run here: the GPU, or the CPU under the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def on_ranks(tmp_path_factory):
+    """Calls a function on so many ranks; what it returned on each."""
+    pools = {}
+
+    def run(world, function, *arguments):
+        if world not in pools or pools[world].failed:
+            pools[world] = Ranks(world, tmp_path_factory.mktemp("ranks"))
+        return pools[world](function, *arguments)
+
+    yield run
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,232 @@
+"""DTensor parameters: sharded steps are whole steps, and what N ranks saved M ranks load."""
+
+import fsdp2_ranks
+import pytest
+import torch
+from bits import assert_same_bits
+from fsdp2_ranks import build, clipped, snapshot, train, trained
+from runs import BF16, MASTER, REMAINDERS, assert_same, values
+
+from megaopt import FusedAdam
+
+HYPER = {"lr": 0.01, "weight_decay": 0.1}
+KINDS = {
+    "fp32": {},
+    "adam_l2": {"adam_w_mode": False},
+    "bf16": {"weights": BF16},
+    "masters": {"weights": BF16, **MASTER},
+    "external": {"external": True},
+    "remainders": {"weights": BF16, **REMAINDERS},
+    "bf16_moments": {"weights": BF16, **MASTER, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+    "capturable": {"capturable": True},
+}
+KINDS = {name: {**HYPER, **options} for name, options in KINDS.items()}
+# ranks and, of these, rows with copies of one another's shards
+LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
+
+all_kinds = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+all_layouts = pytest.mark.parametrize(("world", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
+
+
+def assert_same_on_all(found, expected):
+    for rank, own in enumerate(found):
+        assert_same(own, expected, f"rank {rank}")
+
+
+@all_layouts
+@all_kinds
+def test_sharded_steps_are_whole_steps(on_ranks, options, world, replicas):
+    found = on_ranks(world, trained, options, 3, replicas)
+    assert_same_on_all(found, trained(options, 3))
+
+
+@all_layouts
+def test_state_is_sharded_as_its_parameter(on_ranks, world, replicas):
+    for options in (KINDS["masters"], KINDS["remainders"], KINDS["external"]):
+        for kinds in on_ranks(world, fsdp2_ranks.kinds_of_state, options, replicas):
+            assert len(kinds) == 3 * len(fsdp2_ranks.SHAPES)
+            assert all(kinds)
+
+
+# --- torch.distributed.checkpoint
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize(
+    "worlds", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=lambda w: f"{w[0]}to{w[1]}"
+)
+@pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "external", "capturable"])
+def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
+    options, folder = KINDS[kind], str(tmp_path / "checkpoint")
+    on_ranks(worlds[0], fsdp2_ranks.save, options, 2, folder, flat)
+    found = on_ranks(worlds[1], fsdp2_ranks.load_and_train, options, 2, 2, folder, flat)
+    for loaded, after in found:
+        assert_same(loaded, trained(options, 2))
+        assert_same(after, trained(options, 4))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "masters"])
+def test_full_state_dicts(on_ranks, kind):
+    found = on_ranks(2, fsdp2_ranks.through_full_state, KINDS[kind], 2, 2)
+    assert_same_on_all(found, trained(KINDS[kind], 4))
+
+
+INERT = {
+    **{name: (KINDS[name], False) for name in KINDS},
+    "eps_0": ({**HYPER, "eps": 0.0}, False),
+    "no_numbers": ({**HYPER, "eps": 0.0}, True),
+    "no_numbers_remainders": ({**KINDS["remainders"]}, True),
+}
+
+
+@pytest.mark.parametrize(("options", "poison"), INERT.values(), ids=INERT)
+def test_looking_at_the_state_before_the_first_step_changes_nothing(on_ranks, options, poison):
+    """torch's get_optimizer_state_dict steps with zero gradients and lr=0, to make the state."""
+    expected = None if poison else trained(options, 2)
+    for found in on_ranks(2, fsdp2_ranks.look_before_the_first_step, options, 2, poison):
+        before, after, state, then, names = found
+        for one, other in zip(after, before, strict=True):
+            assert_same_bits(one, other)
+        assert state["steps"] == [0]
+        for own in state["states"]:
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert not own[name].any()
+        assert all(names.values())
+        if not poison:
+            assert_same(then, expected)
+
+
+def test_a_real_first_step_with_lr_0_is_counted_on_all_ranks(on_ranks):
+    """Gradients are 0 on some ranks, and one rank has nothing at all."""
+    shapes = [(2, 3)]
+    model, optimizer = build(HYPER, shapes=shapes)
+    for lr in (0.0, 0.5):
+        optimizer.param_groups[0]["lr"] = lr
+        grad = torch.zeros(2, 3)
+        grad[1] = 1.0
+        model.p0.grad = grad
+        optimizer.step()
+    found = on_ranks(3, fsdp2_ranks.warm_up_from_zero, HYPER, shapes, 1)
+    assert_same_on_all(found, snapshot(optimizer))
+    assert found[0]["steps"] == [2]
+
+
+def test_a_first_step_with_gradients_of_0_decays_the_weights(on_ranks):
+    model, optimizer = build(HYPER)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    found = on_ranks(2, fsdp2_ranks.gradients_of_0, HYPER)
+    assert_same_on_all(found, snapshot(optimizer))
+
+
+# --- the norm
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside_plain"])
+@all_layouts
+def test_clip_norm_is_that_of_whole_tensors(on_ranks, world, replicas, beside):
+    options = KINDS["capturable" if beside else "fp32"]
+    found = on_ranks(world, clipped, options, 3, replicas, beside)
+    expected = clipped(options, 3, 1, beside)
+    assert all(norm > 1 for norm in expected[1])
+    assert_same_on_all(found, expected)
+
+
+def test_clip_grad_norm_of_torch_before_the_step(on_ranks):
+    found = on_ranks(2, fsdp2_ranks.clipped_by_torch, HYPER, 2)
+    assert_same_on_all(found, trained(HYPER, 2))
+
+
+@pytest.mark.parametrize("place", [0, 1199], ids=["first_rank", "last_rank"])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(on_ranks, place):
+    for before, after in on_ranks(2, fsdp2_ranks.one_infinity, HYPER, place):
+        assert_same(after, before)
+
+
+def test_ranks_that_hold_nothing_take_part_in_the_norm(on_ranks):
+    model, optimizer = build(HYPER, shapes=[(1, 4), (1,)])
+    train(model, optimizer, 2, clip_norm=0.5)
+    found = on_ranks(3, fsdp2_ranks.without_gradients_here, HYPER)
+    assert_same_on_all(found, [snapshot(optimizer), optimizer.grad_norm])
+
+
+@pytest.mark.parametrize("row", [0, 4], ids=["first_rank", "last_rank"])
+def test_grad_scaler_skips_on_all_ranks(on_ranks, row):
+    found = on_ranks(2, fsdp2_ranks.scaled_by_a_grad_scaler, HYPER, row)
+    model, optimizer = build(HYPER)
+    train(model, optimizer, 1)
+    train(model, optimizer, 1, first=2)
+    for own, counts, scale in found:
+        assert_same(own, snapshot(optimizer))
+        assert counts == [1, 1, 2]
+        assert scale == 128.0
+
+
+# --- tensors, backends, models
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainders"])
+def test_shards_that_move_between_steps(on_ranks, kind):
+    found = on_ranks(2, fsdp2_ranks.moved, KINDS[kind])
+    assert_same_on_all(found, trained(KINDS[kind], 3))
+
+
+def test_plain_and_replicated_parameters_share_the_launch(on_ranks):
+    params = [torch.nn.Parameter(values(s, i)) for i, s in enumerate([(5, 3), (7,), (4,)])]
+    optimizer = FusedAdam(params, **HYPER)
+    for step in range(3):
+        fsdp2_ranks.give(params, fsdp2_ranks.gradients(step, [(5, 3), (7,), (4,)]))
+        optimizer.step()
+    found = on_ranks(2, fsdp2_ranks.beside_plain_ones, HYPER)
+    assert_same_on_all(found, [snapshot(optimizer), 1])
+
+
+def test_the_extension_looks_at_the_others(on_ranks):
+    for reason, found in on_ranks(2, fsdp2_ranks.by_the_extension, KINDS["masters"]):
+        if found is None:
+            pytest.skip(f"the extension cannot be built here: {reason}")
+        assert_same(found, trained(KINDS["masters"], 3))
+
+
+@pytest.mark.parametrize("kind", ["masters", "remainders", "bf16_moments"])
+def test_values_read_and_set(on_ranks, kind):
+    model, optimizer = build(KINDS[kind])
+    train(model, optimizer, 2)
+    expected = {
+        f"{name} {index}": optimizer.get_unscaled_state(param, name).clone()
+        for name in ("exp_avg", "exp_avg_sq", "master_param")
+        for index, param in enumerate(model.parameters())
+    }
+    for read, other, straight in on_ranks(3, fsdp2_ranks.read_and_set, KINDS[kind]):
+        assert_same(read, expected)
+        assert_same(other, straight)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off beside a GPU")
+@pytest.mark.parametrize("kind", ["masters", "remainders"])
+def test_triton_steps_shards(on_ranks, kind):
+    options = {**KINDS[kind], "backend": "triton"}
+    found = on_ranks(2, clipped, options, 2, 1, True)
+    assert_same_on_all(found, clipped(KINDS[kind], 2, 1, True))
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), (4, 2)], ids=["1", "2", "2x2"])
+def test_a_model_trains_as_without_fsdp(on_ranks, world, replicas):
+    """Means of equal gradients on 2 or 4 ranks are exact."""
+    options = {**HYPER, "exp_avg_dtype": BF16}
+    found = on_ranks(world, fsdp2_ranks.losses, replicas, 4, options)
+    assert_same_on_all(found, fsdp2_ranks.losses(1, 4, options))
+
+
+def test_fsdp_over_tensor_parallel(on_ranks):
+    """Every element is stepped once, and counts once in the norm, copies included."""
+    shapes = list(fsdp2_ranks.TENSOR_PARALLEL.values())
+    model, optimizer = build(HYPER, shapes=shapes)
+    train(model, optimizer, 3, clip_norm=0.5)
+    found = on_ranks(4, fsdp2_ranks.with_tensor_parallel, HYPER, 3)
+    assert_same_on_all(found, [snapshot(optimizer), optimizer.grad_norm])
+
+
+def test_offloaded_parameters_are_stepped_where_they_are(on_ranks):
+    assert_same_on_all(on_ranks(2, fsdp2_ranks.offloaded, HYPER), trained(HYPER, 2))

@@ -1,0 +1,31 @@
+"""What is refused of DTensors, by name, before anything has changed."""
+
+import re
+
+import fsdp2_refusals
+import pytest
+
+REFUSED = {
+    "partial_gradient": r"parameter 0 of group 0.*gradient.*Partial\(sum\).*Shard\(dim=0\)",
+    "replicated_gradient": r"parameter 0 of group 0.*gradient.*Replicate\(\).*Shard\(dim=0\)",
+    "plain_gradient": r"parameter 0 of group 0.*gradient.*a plain tensor.*Shard\(dim=0\)",
+    "partial_gradient_of_a_replicated_parameter": r"Partial\(sum\).*Replicate\(\)",
+    "dtensor_gradient_of_a_plain_parameter": r"a DTensor.*Replicate\(\).*: a plain tensor",
+    "partial_parameter": r"parameter 0 of group 0: placements \(Partial\(sum\),\) are not allowed",
+    "parameter_of_a_subclass": r"parameter 0 of group 0: a DTensor of TwoTensor is not allowed",
+    "scaled_exp_avg": r"exp_avg_dtype=torch.float16 is not allowed for a DTensor.*bfloat16",
+    "scaled_exp_avg_sq": r"exp_avg_sq_dtype=torch.float8_e4m3fn is not allowed for a DTensor",
+    "scaled_masters": r"master_weight_dtype=torch.float16 is not allowed for a DTensor",
+    "plain_masters": r"master_weights\[0\].*a plain tensor of shape \(5, 3\).*distribute_tensor",
+    "plain_value": r"exp_avg: a plain tensor of shape \(5, 3\).*distribute_tensor",
+    "value_of_another_shape": r"exp_avg of shape \(3, 5\) is not allowed: .*\(5, 3\)",
+    "plain_state": r"parameter 0 of group 0: state 'exp_avg': a plain tensor",
+    "loaded_whole": r"parameter 0 of group 0: 'exp_avg' in the state dict: a plain tensor",
+    "loaded_replicated": r"parameter 0 of group 0: 'exp_avg' in the state dict.*Replicate\(\)",
+}
+
+
+@pytest.mark.parametrize(("case", "message"), REFUSED.items(), ids=REFUSED)
+def test_refused(on_ranks, case, message):
+    for found in on_ranks(2, getattr(fsdp2_refusals, case)):
+        assert re.search(message, found), found

@@ -1,0 +1,91 @@
+"""DTensors on a GPU, on one rank over NCCL: the kernels, CPU offload, CUDA graphs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_ranks import Bare, give, gradients, snapshot
+from runs import BF16, MASTER, REMAINDERS, assert_same, values
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from megaopt import FusedAdam
+
+pytestmark = pytest.mark.gpu
+HYPER = {"lr": 0.01, "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    meeting = tmp_path_factory.mktemp("gpu") / "meeting"
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{meeting}", world_size=1, rank=0)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+def on_cpu(value):
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: on_cpu(content) for name, content in value.items()}
+    return [on_cpu(content) for content in value] if isinstance(value, list) else value
+
+
+def give_on_gpu(model, step, dtype):
+    give(model.parameters(), [grad.cuda() for grad in gradients(step, dtype=dtype)])
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
+@pytest.mark.parametrize("options", [MASTER, REMAINDERS], ids=["masters", "remainders"])
+def test_the_kernel_steps_shards_as_the_reference_whole_tensors(mesh, options, capturable):
+    options = {**HYPER, **options, "capturable": capturable}
+    model, whole = fully_shard(Bare(dtype=BF16).cuda(), mesh=mesh), Bare(dtype=BF16)
+    own = FusedAdam(model.parameters(), **options)
+    expected = FusedAdam(whole.parameters(), **options)
+    for step in range(3):
+        give_on_gpu(model, step, BF16)
+        give(whole.parameters(), gradients(step, dtype=BF16))
+        own.step(clip_norm=1.0)
+        expected.step(clip_norm=1.0)
+    assert_same(on_cpu(snapshot(own)), snapshot(expected))
+    assert_same(own.grad_norm.cpu(), expected.grad_norm)
+
+
+def losses(mesh, policy):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 3)]
+    model = fully_shard(torch.nn.Sequential(*layers), mesh=mesh, offload_policy=policy)
+    optimizer = FusedAdam(model.parameters(), **HYPER)
+    found = []
+    for step in range(4):
+        loss = model(values((4, 6), step).cuda()).square().mean()
+        loss.backward()
+        optimizer.step(clip_norm=0.5)
+        optimizer.zero_grad()
+        found.append(loss.detach().cpu())
+    devices = {
+        t.device.type for own in optimizer.state.values() for t in own.values() if t is not None
+    }
+    return found, devices
+
+
+def test_offloaded_parameters_are_stepped_on_the_cpu(mesh):
+    offloaded, devices = losses(mesh, CPUOffloadPolicy())
+    assert devices == {"cpu"}
+    assert_same(offloaded, losses(mesh, OffloadPolicy())[0])
+
+
+def test_a_graph_replays_clipped_steps_of_shards(mesh):
+    options = {**HYPER, "capturable": True}
+    models = [fully_shard(Bare().cuda(), mesh=mesh) for _ in range(2)]
+    own, expected = (FusedAdam(model.parameters(), **options) for model in models)
+    for model, optimizer in zip(models, (own, expected), strict=True):
+        give_on_gpu(model, 0, torch.float32)
+        optimizer.step(clip_norm=1.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        own.step(clip_norm=1.0)
+    for _ in range(3):
+        graph.replay()
+        expected.step(clip_norm=1.0)
+    assert_same(snapshot(own), snapshot(expected))

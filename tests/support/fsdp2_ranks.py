@@ -1,0 +1,430 @@
+"""What ranks do in the tests of DTensor parameters: real fully_shard, on CPUs, over gloo."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from runs import BF16, FP32, values
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from megaopt import FusedAdam
+from megaopt.kernels.step import native
+
+SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
+"""Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
+
+
+class Bare(torch.nn.Module):
+    """Parameters alone; gradients are given by hand."""
+
+    def __init__(self, shapes=SHAPES, dtype=FP32, seed=0):
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            value = values(shape, seed + index).to(dtype)
+            setattr(self, f"p{index}", torch.nn.Parameter(value))
+
+
+def gradients(step, shapes=SHAPES, dtype=FP32):
+    return [values(shape, 100 * (step + 1) + i).to(dtype) for i, shape in enumerate(shapes)]
+
+
+def mesh_of(replicas=1):
+    """All ranks in one row, or in so many rows that have copies of one another's shards."""
+    world = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh("cpu", (world,))
+    return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("copy", "shard"))
+
+
+def sharded(model, replicas=1):
+    return fully_shard(model, mesh=mesh_of(replicas))
+
+
+def split_like(param, whole):
+    """A whole tensor, the same on all ranks, as a DTensor of the parameter's sharding."""
+    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def give(params, grads):
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = split_like(param, grad) if isinstance(param, DTensor) else grad.clone()
+
+
+def whole(value):
+    """Everything in it without a DTensor."""
+    if isinstance(value, DTensor):
+        own = value.detach()
+        if value.dtype == torch.int16:  # gloo cannot send it
+            return own.int().full_tensor().short()
+        return own.full_tensor().clone()  # a single rank's is its shard
+    if isinstance(value, dict):
+        return {name: whole(content) for name, content in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [whole(content) for content in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def snapshot(optimizer):
+    """Weights, states, step counts, whole."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [dict(optimizer.state.get(param, {})) for param in params]
+    steps = [int(group["step"]) for group in optimizer.param_groups]
+    return whole({"weights": params, "states": states, "steps": steps})
+
+
+def build(options, replicas=1, dtype=None, shapes=SHAPES, seed=0):
+    """A model and its optimizer; without a process group a whole one.
+
+    options: FusedAdam's; "external" among them makes fp32 masters of the values before bf16.
+    """
+    options = dict(options)
+    dtype = dtype or options.pop("weights", FP32)
+    model = Bare(shapes, dtype, seed)
+    if dist.is_initialized():
+        sharded(model, replicas)
+    if options.pop("external", False):
+        options["master_weights"] = [param.detach().clone() for param in model.parameters()]
+        model.to(BF16)
+    return model, FusedAdam(model.parameters(), **options)
+
+
+def train(model, optimizer, steps, first=0, **step):
+    params = list(model.parameters())
+    shapes = [tuple(param.shape) for param in params]
+    for number in range(first, first + steps):
+        give(params, gradients(number, shapes, params[0].dtype))
+        optimizer.step(**step)
+
+
+def trained(options, steps, replicas=1, **step):
+    """What an optimizer has after some steps; of all ranks the same."""
+    model, optimizer = build(options, replicas)
+    train(model, optimizer, steps, **step)
+    return snapshot(optimizer)
+
+
+# --- what belongs to the processes alone
+
+
+def kinds_of_state(options, replicas):
+    """Whether each state tensor is a DTensor of the parameter's mesh and placements."""
+    model, optimizer = build(options, replicas)
+    train(model, optimizer, 1)
+    return [
+        isinstance(tensor, DTensor)
+        and tensor.placements == param.placements
+        and tensor.device_mesh == param.device_mesh
+        and tensor.shape == param.shape
+        and tensor.stride() == param.stride()
+        for param in model.parameters()
+        for tensor in optimizer.state[param].values()
+        if tensor is not None
+    ]
+
+
+def options_of(flat, full=False):
+    return StateDictOptions(
+        flatten_optimizer_state_dict=flat, full_state_dict=full, broadcast_from_rank0=full
+    )
+
+
+def content_of(model, optimizer, given):
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=given),
+    }
+
+
+def save(options, steps, folder, flat):
+    model, optimizer = build(options)
+    train(model, optimizer, steps)
+    dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
+
+
+def load_and_train(options, steps, first, folder, flat):
+    """From a checkpoint of another number of ranks on; all that was made here is overwritten."""
+    model, optimizer = build({**options, "lr": 77.0}, seed=50)
+    given = options_of(flat)
+    content = content_of(model, optimizer, given)
+    dcp.load(content, checkpoint_id=folder)
+    set_model_state_dict(model, content["model"])
+    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
+    loaded = snapshot(optimizer)
+    train(model, optimizer, steps, first)
+    return loaded, snapshot(optimizer)
+
+
+def through_full_state(options, steps, more):
+    """By way of a whole state on rank 0, into another model and optimizer."""
+    model, optimizer = build(options)
+    train(model, optimizer, steps)
+    given = options_of(flat=False, full=True)  # torch itself does not load flat full ones
+    weights = get_model_state_dict(model, options=given)
+    saved = get_optimizer_state_dict(model, optimizer, options=given)
+    if dist.get_rank():
+        weights, saved = {}, {}
+    model, optimizer = build({**options, "lr": 77.0}, seed=50)
+    set_model_state_dict(model, weights, options=given)
+    set_optimizer_state_dict(model, optimizer, saved, options=given)
+    train(model, optimizer, more, steps)
+    return snapshot(optimizer)
+
+
+def look_before_the_first_step(options, steps, poison):
+    """What get_optimizer_state_dict leaves behind, and what training then comes to."""
+    model, optimizer = build(options)
+    if poison:
+        with torch.no_grad():
+            for param in model.parameters():
+                flat = param.to_local().view(-1)
+                flat[:1], flat[1:2] = float("nan"), -0.0
+                flat[2:3], flat[3:4] = float("inf"), 1e-40
+    before = [param.to_local().clone() for param in model.parameters()]
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    saved = get_optimizer_state_dict(model, optimizer)
+    after = [param.to_local().clone() for param in model.parameters()]
+    state = snapshot(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == lrs
+    assert all(param.grad is None for param in model.parameters())
+    train(model, optimizer, steps)
+    names = {name: sorted(own) for name, own in saved["state"].items()}
+    return before, after, state, snapshot(optimizer), names
+
+
+def warm_up_from_zero(options, shapes, row):
+    """The first step has lr=0, and gradients that are 0 but for one row; then a second step."""
+    model, optimizer = build(options, shapes=shapes)
+    params = list(model.parameters())
+    for lr in (0.0, 0.5):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        grads = [torch.zeros(shape) for shape in shapes]
+        grads[0][row] = 1.0
+        give(params, grads)
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def gradients_of_0(options):
+    model, optimizer = build(options)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return snapshot(optimizer)
+
+
+# --- the norm over ranks
+
+
+def clipped(options, steps, replicas, beside):
+    """Steps that clip; and the norms. With a plain parameter, the same on all ranks, beside."""
+    model, optimizer = build(options, replicas)
+    if beside:
+        plain = torch.nn.Parameter(values((9,), 70))
+        optimizer.add_param_group({"params": [plain]})
+    norms = []
+    for step in range(steps):
+        shapes = [tuple(param.shape) for param in model.parameters()]
+        give(model.parameters(), gradients(step, shapes, next(model.parameters()).dtype))
+        if beside:
+            plain.grad = values((9,), 90 + step)
+        optimizer.step(clip_norm=1.0)
+        norms.append(optimizer.grad_norm.clone())
+    return snapshot(optimizer), norms
+
+
+def clipped_by_torch(options, steps):
+    model, optimizer = build(options)
+    for step in range(steps):
+        give(model.parameters(), gradients(step))
+        # one coefficient for all ranks, a power of two, so that the product is exact
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e30)
+        assert torch.isfinite(norm.full_tensor())
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def one_infinity(options, place):
+    """An infinity in one element of one tensor, which one rank holds."""
+    model, optimizer = build({**options, "nonfinite": "skip"})
+    train(model, optimizer, 1)
+    before = snapshot(optimizer)
+    grads = gradients(1)
+    grads[4].view(-1)[place] = float("inf")
+    give(model.parameters(), grads)
+    optimizer.step()
+    return before, snapshot(optimizer)
+
+
+def without_gradients_here(options):
+    """Only the last parameters have gradients, of which some ranks hold nothing."""
+    model, optimizer = build(options, shapes=[(1, 4), (1,)])
+    train(model, optimizer, 2, clip_norm=0.5)
+    return snapshot(optimizer), optimizer.grad_norm
+
+
+def scaled_by_a_grad_scaler(options, overflow_on):
+    """torch.amp.GradScaler over DTensors: an infinity in one row of one gradient."""
+    model, optimizer = build(options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(torch.ones(()))
+    counts = []
+    for step in range(3):
+        grads = [grad * scaler.get_scale() for grad in gradients(step)]
+        if step == 1:
+            grads[0][overflow_on] = float("inf")
+        give(model.parameters(), grads)
+        scaler.step(optimizer)
+        scaler.update()
+        counts.append(optimizer.param_groups[0]["step"])
+    return snapshot(optimizer), counts, scaler.get_scale()
+
+
+# --- shards that move, and what lies beside them
+
+
+def moved(options):
+    """Shards in new memory, some of them transposed, between steps; what was left stays."""
+    model, optimizer = build(options)
+    train(model, optimizer, 1)
+    left = []
+    for param in model.parameters():
+        for own in (param, *optimizer.state[param].values()):
+            if own is not None:
+                left.append((own._local_tensor, own._local_tensor.clone()))
+                own._local_tensor = own._local_tensor.clone()
+    shard = model.p0._local_tensor
+    model.p0._local_tensor = shard.t().contiguous().t()
+    train(model, optimizer, 2, first=1)
+    assert all(torch.equal(was, copy) for was, copy in left)
+    return snapshot(optimizer)
+
+
+def beside_plain_ones(options):
+    """DTensors, split and not, and plain parameters in one optimizer; and how many launches."""
+    mesh = mesh_of()
+    wholes = [values(shape, i) for i, shape in enumerate([(5, 3), (7,), (4,)])]
+    given = [
+        distribute_tensor(wholes[0], mesh, [Replicate()], src_data_rank=None),
+        wholes[1],
+        distribute_tensor(wholes[2], mesh, [Replicate()], src_data_rank=None),
+    ]
+    params = [torch.nn.Parameter(value) for value in given]
+    optimizer = FusedAdam(params, **options)
+    for step in range(3):
+        give(params, gradients(step, [tuple(param.shape) for param in params]))
+        optimizer.step()
+    return snapshot(optimizer), len(optimizer._batches.batches)
+
+
+def by_the_extension(options):
+    """With the look at tensors in C++, as from 1,000 parameters on."""
+    native.WORTH_BUILDING = 1
+    module, reason = native.build()
+    return reason, trained(options, 3) if module is not None else None
+
+
+def read_and_set(options):
+    """Values read, and set again into another optimizer; what they are, and its state."""
+    model, optimizer = build(options)
+    train(model, optimizer, 2)
+    other_model, other = build(options, seed=50)
+    read = {}
+    for name in ("exp_avg", "exp_avg_sq", "master_param"):
+        pairs = zip(model.parameters(), other_model.parameters(), strict=True)
+        for index, (param, own) in enumerate(pairs):
+            value = optimizer.get_unscaled_state(param, name)
+            assert value.placements == param.placements
+            assert value.device_mesh == param.device_mesh
+            other.set_scaled_state(own, name, value.clone())
+            read[f"{name} {index}"] = whole(value)
+    for own in other.param_groups:
+        own["step"] = 2
+    # an fp32 master sets no weight before the next step
+    train(other_model, other, 1, first=2)
+    train(model, optimizer, 1, first=2)
+    return read, snapshot(other), snapshot(optimizer)
+
+
+# --- models
+
+TENSOR_PARALLEL = {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (5, 6), "2.bias": (5,)}
+TENSOR_PARALLEL |= {"3.weight": (5,), "3.bias": (5,)}
+
+
+def with_tensor_parallel(options, steps):
+    """FSDP2 over tensor parallelism, 2 x 2: meshes of one and two dimensions, strided shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    layers = [torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 5), torch.nn.LayerNorm(5)]
+    model = torch.nn.Sequential(*layers)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    for param in model.parameters():  # each element's place in the whole tensor
+        local = param.detach()
+        places = torch.arange(param.numel(), dtype=FP32).view(param.shape)
+        if isinstance(param, DTensor):
+            places = split_like(param, places)
+        local.copy_(places)
+    fully_shard(model, mesh=mesh["data"])
+    params = dict(model.named_parameters())
+    places = {name: param.to_local().long() for name, param in params.items()}
+
+    def part(name, value):
+        own = value.flatten()[places[name].flatten()].view(places[name].shape)
+        own = own.contiguous()
+        like = params[name]
+        given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+        return DTensor.from_local(own, like.device_mesh, like.placements, **given)
+
+    for index, (name, param) in enumerate(params.items()):
+        param.detach().copy_(part(name, values(TENSOR_PARALLEL[name], index)))
+    optimizer = FusedAdam(params.values(), **options)
+    for step in range(steps):
+        grads = gradients(step, TENSOR_PARALLEL.values())
+        for (name, param), grad in zip(params.items(), grads, strict=True):
+            param.grad = part(name, grad)
+        optimizer.step(clip_norm=0.5)
+    return snapshot(optimizer), optimizer.grad_norm
+
+
+def losses(replicas, steps, options):
+    """bf16 weights made of fp32 ones that stay as masters; every rank has the same batches."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 3)]
+    model = torch.nn.Sequential(*layers)
+    if dist.is_initialized():
+        mesh = mesh_of(replicas)
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+    masters = [param.detach().clone() for param in model.parameters()]
+    model.bfloat16()
+    optimizer = FusedAdam(model.parameters(), master_weights=masters, **options)
+    found = []
+    for step in range(steps):
+        loss = model(values((4, 6), step, BF16)).float().square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        optimizer.step(clip_norm=0.5)
+        optimizer.zero_grad()
+    return found, snapshot(optimizer)
+
+
+def offloaded(options):
+    """CPUOffloadPolicy, where the device is a CPU anyway: nothing is copied."""
+    model = fully_shard(Bare(), mesh=mesh_of(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = FusedAdam(model.parameters(), **options)
+    train(model, optimizer, 2)
+    return snapshot(optimizer)

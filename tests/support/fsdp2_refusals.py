@@ -1,0 +1,159 @@
+"""What is refused of DTensors, each as a function that a rank calls; nothing may change."""
+
+import torch
+from fsdp2_ranks import build, give, gradients, mesh_of, snapshot, train, values
+from runs import BF16, FP16, FP32, assert_same
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from megaopt import FusedAdam
+
+OPTIONS = {"lr": 0.01, "weights": BF16, "dtype": FP32}
+
+
+def trained(options=OPTIONS):
+    model, optimizer = build(options)
+    train(model, optimizer, 1)
+    give(model.parameters(), gradients(1, dtype=next(model.parameters()).dtype))
+    return model, optimizer
+
+
+def refused(action, optimizer):
+    before = snapshot(optimizer)
+    try:
+        action()
+    except ValueError as error:
+        assert_same(snapshot(optimizer), before)
+        return str(error)
+    return "nothing was refused"
+
+
+def gradient(placements, kind="grad"):
+    """A gradient of other placements, at a step after one that was as it should be."""
+    model, optimizer = trained()
+    whole = values((5, 3), 1).bfloat16()
+    made = DTensor.from_local(whole, mesh_of(), placements, run_check=False)
+    optimizer.use_decoupled_grad = True
+    for param in model.parameters():
+        param.decoupled_grad = param.grad
+    model.p0.decoupled_grad = whole if kind == "plain" else made
+    return refused(optimizer.step, optimizer)
+
+
+def partial_gradient():
+    return gradient([Partial()])
+
+
+def replicated_gradient():
+    return gradient([Replicate()])
+
+
+def plain_gradient():
+    return gradient([Replicate()], "plain")
+
+
+def partial_gradient_of_a_replicated_parameter():
+    """Shard, shape and address are as they were: only the placements tell."""
+    mesh = mesh_of()
+    param = torch.nn.Parameter(distribute_tensor(values((4,), 0), mesh, [Replicate()]))
+    param.grad = distribute_tensor(values((4,), 1), mesh, [Replicate()])
+    optimizer = FusedAdam([param])
+    optimizer.step()
+    local = param.grad.to_local()
+    param.grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+    return refused(optimizer.step, optimizer)
+
+
+def dtensor_gradient_of_a_plain_parameter():
+    param = torch.nn.Parameter(values((4,), 0))
+    optimizer = FusedAdam([param], use_decoupled_grad=True)
+    param.decoupled_grad = distribute_tensor(values((4,), 1), mesh_of(), [Replicate()])
+    return refused(optimizer.step, optimizer)
+
+
+def partial_parameter():
+    local = values((4,), 0)
+    param = torch.nn.Parameter(DTensor.from_local(local, mesh_of(), [Partial()], run_check=False))
+    try:
+        FusedAdam([param])
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def parameter_of_a_subclass():
+    local = TwoTensor(values((4,), 0), values((4,), 0))
+    param = DTensor.from_local(local, mesh_of(), [Replicate()], run_check=False)
+    try:
+        FusedAdam([param.requires_grad_()])
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def scaled(**options):
+    try:
+        model, optimizer = build({**OPTIONS, **options})
+    except ValueError as error:
+        return str(error)
+    give(model.parameters(), gradients(0, dtype=BF16))
+    return refused(optimizer.step, optimizer)
+
+
+def scaled_exp_avg():
+    return scaled(exp_avg_dtype=FP16)
+
+
+def scaled_exp_avg_sq():
+    return scaled(exp_avg_sq_dtype=torch.float8_e4m3fn)
+
+
+def scaled_masters():
+    return scaled(dtype=None, master_weights=True, master_weight_dtype=FP16)
+
+
+def plain_masters():
+    model, optimizer = trained({"lr": 0.01, "weights": BF16})
+    masters = [param.to_local().float() for param in model.parameters()]
+    masters[0] = param_shaped = torch.zeros(5, 3)
+    assert param_shaped.shape == model.p0.shape
+
+    def assign():
+        optimizer.master_weights = masters
+
+    return refused(assign, optimizer)
+
+
+def plain_value():
+    model, optimizer = trained()
+    value = torch.zeros(5, 3)
+    return refused(lambda: optimizer.set_scaled_state(model.p0, "exp_avg", value), optimizer)
+
+
+def value_of_another_shape():
+    model, optimizer = trained()
+    value = distribute_tensor(torch.zeros(3, 5), mesh_of(), model.p0.placements)
+    return refused(lambda: optimizer.set_scaled_state(model.p0, "exp_avg", value), optimizer)
+
+
+def plain_state():
+    """A shard that was put in the place of its DTensor."""
+    model, optimizer = trained()
+    state = optimizer.state[model.p0]
+    state["exp_avg"] = state["exp_avg"].to_local()
+    return refused(optimizer.step, optimizer)
+
+
+def loaded_whole():
+    _, optimizer = trained()
+    saved = optimizer.state_dict()
+    saved["state"][0] = {n: t.full_tensor() for n, t in saved["state"][0].items()}
+    return refused(lambda: optimizer.load_state_dict(saved), optimizer)
+
+
+def loaded_replicated():
+    _, optimizer = trained()
+    saved = optimizer.state_dict()
+    state = saved["state"][0]
+    saved["state"][0] = {n: t.redistribute(placements=[Replicate()]) for n, t in state.items()}
+    return refused(lambda: optimizer.load_state_dict(saved), optimizer)

@@ -1,0 +1,108 @@
+"""Pools of processes that meet over gloo, one for each number of ranks, as long as tests run."""
+
+import contextlib
+import io
+import multiprocessing
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = 120
+"""Seconds that a rank waits for the others, and the test for all of them."""
+PRELOADED = [
+    "megaopt",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch._inductor",
+    "triton.language",
+]
+
+
+class RankError(AssertionError):
+    """What a rank raised."""
+
+
+def _packed(value):
+    # plain bytes: tensors through a pipe would share memory with a process that has ended
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _serve(rank, world, meeting, parent):
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", f"file://{meeting}", patience, world_size=world, rank=rank)
+    with contextlib.suppress(EOFError):  # the tests were broken off
+        while (task := parent.recv()) is not None:
+            function, arguments = task
+            try:
+                torch.manual_seed(0)
+                reply = True, _packed(function(*arguments))
+            except Exception:
+                reply = False, traceback.format_exc()
+            parent.send(reply)
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`world` processes that call functions of modules which they can import."""
+
+    def __init__(self, world, folder):
+        # forked from a process that has torch and no threads yet: started in milliseconds
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._processes, self._connections = [], []
+        for rank in range(world):
+            own, theirs = context.Pipe()
+            arguments = (rank, world, str(folder / "meeting"), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(own)
+
+    @property
+    def failed(self):
+        return not self._processes
+
+    def __call__(self, function, *arguments):
+        """What the function returns on each rank; RankError for the first that raises."""
+        for connection in self._connections:
+            connection.send((function, arguments))
+        found = {}
+        while len(found) < len(self._connections):
+            missing = {c: r for r, c in enumerate(self._connections) if r not in found}
+            ready = wait(list(missing), PATIENCE)
+            for connection in ready:
+                found[missing[connection]] = self._received(connection)
+            if not ready:
+                self.close(kill=True)
+                raise RankError(f"ranks {sorted(missing.values())} do not answer")
+        return [found[rank] for rank in sorted(found)]
+
+    def _received(self, connection):
+        try:
+            succeeded, content = connection.recv()
+        except EOFError:
+            succeeded, content = False, "its process ended"
+        if not succeeded:
+            self.close(kill=True)  # the others may wait for this one
+            raise RankError(content)
+        return torch.load(io.BytesIO(content), weights_only=False)
+
+    def close(self, kill=False):
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            if kill:
+                process.terminate()
+            else:
+                with contextlib.suppress(OSError):
+                    connection.send(None)
+            process.join()
+            connection.close()
+        self._processes, self._connections = [], []

@@ -83,7 +83,7 @@ def build_model(case):
             "num_moe_experts": case.experts,
             "expert_model_parallel_size": size,
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": "allgather",
             "add_bias_linear": False,
         }
     config = config_class(

@@ -97,7 +97,7 @@ def test_kernels_under_the_interpreter(pools, stock, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sharding_moves_no_bit(pools, mode):
-    case = Case(plug=mode, clip_grad=0.0)
+    case = Case(plug=mode, clip_grad=0.0, overlap=False)
     whole = pools(1).call(cases.step_given_gradients, case)[0]
     for world in (2, 3):
         assert pools(world).call(cases.step_given_gradients, case) == [whole] * world

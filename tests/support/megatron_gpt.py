@@ -240,6 +240,7 @@ class Trainer:
     def train(self, steps):
         return [self.step() for _ in range(steps)]
 
+    @torch.no_grad()
     def gather(self):
         """After it, all weights are those of the last step, late gathering or not."""
         if self.chunk.ddp_config.overlap_param_gather:

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import threading
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ PATIENCE = 300
 
 def serve(rank, world, meeting, parent):
     """A rank's process: calls what the parent sends, until None."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         torch.set_num_threads(1)
@@ -27,6 +30,12 @@ def serve(rank, world, meeting, parent):
         dist.destroy_process_group()
     except Exception:
         parent.send(RankError(f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+
+
+def end_with_parent():
+    """Not to stay in a collective when the tests were killed."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 class RankError(RuntimeError):

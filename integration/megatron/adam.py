@@ -1,4 +1,4 @@
-"""The optimizers inside Megatron's distributed optimizer: ours, and the face that keeps its mains."""
+"""The optimizers inside Megatron's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ class MainShardAdam(torch.optim.Optimizer):
         fused.param_groups = [
             {**group, "params": own} for group, own in zip(self.param_groups, weights, strict=True)
         ]
-        pairs = [
-            pair for both in zip(self._lists, weights, strict=True) for pair in zip(*both, strict=True)
-        ]
+        places = zip(self._lists, weights, strict=True)
+        pairs = [pair for mains, own in places for pair in zip(mains, own, strict=True)]
         fused.master_weights = [None if main is weight else main for main, weight in pairs]
         self.state = MainState(fused, dict(pairs))  # type: ignore[assignment]  # of one meaning
 

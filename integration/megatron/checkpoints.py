@@ -22,7 +22,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     """Of each model parameter that this rank owns part of, that part."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and loss scale; Megatron's own looks for step counts where torch's AdamW has them."""
+        """Groups and loss scale; Megatron's own takes step counts from where torch keeps them."""
         packed = self.optimizer.state_dict()
         groups = [
             {name: value for name, value in group.items() if name != "params"}
@@ -100,12 +100,18 @@ class CheckpointedOptimizer(DistributedOptimizer):
         return {**tensors, "gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Megatron's, without entries that have no elements."""
+        """Megatron's, without tensors that have no elements.
+
+        Their entries stay: a load leaves out lists that have none.
+        """
         state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*args, **kwargs)
         for index in range(len(self.buffers)):
             for buckets in state[index].values():
                 for own in buckets:
-                    own[:] = [entry for entry in own if entry["param"].data.numel()]
+                    own[:] = [
+                        entry if entry["param"].data.numel() else {"padding": entry["padding"]}
+                        for entry in own
+                    ]
         return state
 
     # --- fully_reshardable: several buckets

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from megaopt.batches import MASTER
 from megaopt.integration.megatron.adam import MainShardAdam, ShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
+
 
 class Sharded(CheckpointedOptimizer):
     """What both modes have in common.
@@ -93,7 +95,7 @@ class Sharded(CheckpointedOptimizer):
         return [shard.decoupled_grad for shard in self.shards.values()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes gradients if set_to_none is False; otherwise DDP does, and where they lie stays."""
+        """Zeroes gradients if set_to_none is False; otherwise DDP does, and they stay bound."""
         if not set_to_none and self._is_bound():
             for shard in self.shards.values():
                 shard.decoupled_grad.zero_()
@@ -173,8 +175,8 @@ class Sharded(CheckpointedOptimizer):
     def skips(self, grad_norm: float | torch.Tensor) -> bool:
         """Whether a norm is so large that Megatron leaves the step out."""
         threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
-        return not self.is_stub_optimizer and math.isfinite(threshold) and bool(
-            grad_norm > threshold
+        return (
+            not self.is_stub_optimizer and math.isfinite(threshold) and bool(grad_norm > threshold)
         )
 
     @contextlib.contextmanager
@@ -220,6 +222,7 @@ class Sharded(CheckpointedOptimizer):
         if not self._is_stepping:  # otherwise the step has written them
             super()._copy_main_params_to_model_params()
 
+    @torch.no_grad()
     def restore_from_cpu(self) -> None:
         """Megatron's; shards of weights lie in the parameter buffer again."""
         super().restore_from_cpu()

@@ -40,7 +40,6 @@ def pretend_cuda():
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *_, **__: NoStream()
     from megatron.core.tensor_parallel import random
-
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

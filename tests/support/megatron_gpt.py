@@ -111,13 +111,17 @@ def build_model(case):
     torch.manual_seed(1234)
     specs = megatron("models.gpt.gpt_layer_specs")
     spec = specs.get_gpt_layer_local_spec(num_experts=case.experts, normalization="LayerNorm")
-    model = megatron("models.gpt.gpt_model").GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        position_embedding_type="rope",
-    ).to(case.dtype)
+    model = (
+        megatron("models.gpt.gpt_model")
+        .GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            position_embedding_type="rope",
+        )
+        .to(case.dtype)
+    )
     distributed = megatron("distributed")
     settings = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=True,

@@ -62,16 +62,21 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
         replies = []
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                reply = pipe.recv() if pipe.poll(PATIENCE) else RankError(f"rank {rank}: no answer")
-            except EOFError:
-                reply = RankError(f"rank {rank} of {self.world} died")
-            if isinstance(reply, RankError):
-                self.end()
-                raise reply
-            replies.append(reply)
+        for rank in range(self.world):  # one that failed lets the others fail soon
+            failed = any(isinstance(reply, RankError) for reply in replies)
+            replies.append(self.reply(rank, 5 if failed else PATIENCE))
+        errors = [str(reply) for reply in replies if isinstance(reply, RankError)]
+        if errors:
+            self.end()
+            raise RankError("\n".join(errors))
         return replies
+
+    def reply(self, rank, patience):
+        pipe = self.pipes[rank]
+        try:
+            return pipe.recv() if pipe.poll(patience) else RankError(f"rank {rank}: no answer")
+        except EOFError:
+            return RankError(f"rank {rank} of {self.world} died")
 
     def is_alive(self):
         return all(process.is_alive() for process in self.processes)

@@ -62,7 +62,7 @@ def get_megatron_optimizer(
         RuntimeError: it is another release.
         ValueError: an argument or a field of config is not allowed, or a parameter is kept in fp8.
     """
-    options = {
+    options: dict[str, Any] = {
         "mode": mode,
         "contract": contract,
         "backend": backend,

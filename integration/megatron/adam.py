@@ -19,7 +19,7 @@ class ShardAdam(megaopt.FusedAdam):
     clip_coefficient: torch.Tensor | None = None
     """What the next step multiplies gradients by, fp32 of one element; the step clears it."""
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # Megatron passes nothing
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One update with the clip coefficient that was set."""
         coefficient, self.clip_coefficient = self.clip_coefficient, None
         return super().step(closure, clip_coefficient=coefficient, **kwargs)
@@ -76,7 +76,7 @@ class MainShardAdam(torch.optim.Optimizer):
         self.fused.clip_coefficient = coefficient
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # as torch's
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of main shards, moments and weights in one launch.
 
         Raises ValueError where a group has another list of parameters than it was made with.

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaopt.batches import MASTER
-from megaopt.integration.megatron.adam import ShardAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KEYS = ("param", *MOMENTS)
 
 
 class CheckpointedOptimizer(DistributedOptimizer):
     """All formats have fp32 values, whatever the state is stored as: each loads into each."""
 
-    fused: ShardAdam | None
-    """Steps the shards; None without parameters."""
-    shards: dict[torch.Tensor, torch.Tensor]
+    fused: Any
+    """The ShardAdam that steps the shards; None without parameters."""
+    shards: dict[Any, Any]
     """Of each model parameter that this rank owns part of, that part."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,23 +97,26 @@ class CheckpointedOptimizer(DistributedOptimizer):
         size = bucket.grad_data.numel() // group.size()
         end = min(max(bucket.numel_unpadded - group.rank() * size, 0), size)
         zeros = torch.zeros(end, device=bucket.grad_data.device)
-        tensors = {key: zeros.clone() for key in ("param", *MOMENTS)}
+        tensors = {key: zeros.clone() for key in KEYS}
         return {**tensors, "gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Megatron's, without tensors that have no elements.
-
-        Their entries stay: a load leaves out lists that have none.
-        """
+        """Megatron's, where each rank takes part in each bucket, as loads need it."""
         state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*args, **kwargs)
         for index in range(len(self.buffers)):
             for buckets in state[index].values():
                 for own in buckets:
-                    own[:] = [
-                        entry if entry["param"].data.numel() else {"padding": entry["padding"]}
-                        for entry in own
-                    ]
+                    own[:] = [self._read_along(entry) for entry in own]
         return state
+
+    def _read_along(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Past the end of what is saved: another rank's first element, to be read and forgotten."""
+        if entry["param"].data.numel():
+            return entry
+        replica = (self.distributed_optimizer_instance_id, 0, self.data_parallel_group.rank())
+        first = {"local_shape": (1,), "global_offset": (0,), "replica_id": replica}
+        read = {key: replace(entry[key], data=torch.zeros(1), **first) for key in KEYS}
+        return {"padding": entry["padding"], **read}
 
     # --- fully_reshardable: several buckets
 
@@ -136,7 +140,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         if self._keeps_padding and state is not None:
             for index, buffer in enumerate(self.buffers):
                 for tensors in state[index].values():
-                    for key in ("param", *MOMENTS):
+                    for key in KEYS:
                         tensors[key] = padded(tensors[key], buffer)
         return state
 

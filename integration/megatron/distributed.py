@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megaopt.batches import MASTER
-from megaopt.integration.megatron.adam import MainShardAdam, ShardAdam
+from megaopt.integration.megatron.adam import MainShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
 
 
@@ -32,10 +32,9 @@ class Sharded(CheckpointedOptimizer):
         self.has_16_bit_norm = True
         self._is_stepping = self._has_clipped_grads = False
         self._bound_to: list[tuple[torch.Tensor, int]] = []
-        self._norm_shards: list[torch.Tensor] = []
+        self._norm_shards: list[Any] = []
         self._norm_grads: list[torch.Tensor] = []
-        self.shards: dict[torch.Tensor, torch.Tensor] = {}
-        self.fused: ShardAdam | None = None
+        self.shards, self.fused = {}, None
         if not self.is_stub_optimizer:
             self._take_shards()
             self._norm_shards = self._ask_for_norm_shards()
@@ -102,7 +101,7 @@ class Sharded(CheckpointedOptimizer):
 
     # --- their norm
 
-    def _ask_for_norm_shards(self) -> list[torch.Tensor]:
+    def _ask_for_norm_shards(self) -> list[Any]:
         """The shards whose gradients count for the norm: neither shared nor duplicates.
 
         Megatron decides, asked once with stand-ins for the gradients.
@@ -123,9 +122,8 @@ class Sharded(CheckpointedOptimizer):
         for param, grad in zip(params, grads, strict=True):
             setattr(param, self.grad_name, grad)
 
-    def _flat_shards(self) -> list[torch.Tensor]:
+    def _flat_shards(self) -> list[Any]:
         """In the order of Megatron's parameters."""
-        assert self.fused is not None
         return [shard for group in self.fused.param_groups for shard in group["params"]]
 
     def _may_have_16_bit_norm(self) -> bool:

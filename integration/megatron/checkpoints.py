@@ -115,7 +115,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
             return entry
         replica = (self.distributed_optimizer_instance_id, 0, self.data_parallel_group.rank())
         first = {"local_shape": (1,), "global_offset": (0,), "replica_id": replica}
-        read = {key: replace(entry[key], data=torch.zeros(1), **first) for key in KEYS}
+        zero = entry["param"].data.new_zeros(1)
+        read = {key: replace(entry[key], data=zero.clone(), **first) for key in KEYS}
         return {"padding": entry["padding"], **read}
 
     # --- fully_reshardable: several buckets

@@ -21,6 +21,9 @@ from megaopt.regression.record import write_json
 from megaopt.training.text import Corpus, load_corpus
 
 FAILED = 2
+UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
+TABLE_WIDTH = 110
+"""Columns where the output is no terminal."""
 
 
 def choose_device(run: MegatronRun) -> str:
@@ -53,6 +56,8 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
     """
     run = read_megatron_run(config_path)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)
     corpus = load_corpus()
     with tempfile.TemporaryDirectory() as scratch:
         regression = Regression(
@@ -100,8 +105,11 @@ def _write(regression: Regression, folder: Path, corpus: Corpus) -> None:
 # --- the table
 
 
-def _gibibytes(value: int | None) -> str:
-    return "" if value is None else f"{value / 2**30:.3f}"
+def _size(value: int | None) -> str:
+    if value is None:
+        return ""
+    power, unit = next((p, u) for p, u in UNITS if value >= 1 << p or p == 0)
+    return f"{value / (1 << power):.4g} {unit}"
 
 
 def _compared(regression: Regression) -> Table:
@@ -125,7 +133,7 @@ def _measured(regression: Regression) -> Table:
     """A row for each lane: time, memory and bytes."""
     table = Table(title="a rank's optimizer step, norm and clip included")
     table.add_column("variant", no_wrap=True)
-    for name in ("ranks", "ms", "state GiB", "extra GiB", "peak GiB", "B/parameter"):
+    for name in ("ranks", "ms", "state", "step's extra", "peak", "B/parameter"):
         table.add_column(name, justify="right")
     for outcome in regression.outcomes.values():
         if outcome.result is None:
@@ -137,7 +145,7 @@ def _measured(regression: Regression) -> Table:
             outcome.lane.name,
             str(found["ranks"]),
             f"{found['optimizer_milliseconds']:.2f}",
-            *(_gibibytes(size) for size in sizes),
+            *(_size(size) for size in sizes),
             "" if passes is None else str(sum(passes.values())),
         )
     return table

@@ -87,6 +87,8 @@ class StockVariant:
     """Instead of the table [megatron]'s."""
     overlap_param_gather: bool | None = None
     """Instead of the table [megatron]'s."""
+    grad_reduce_in_fp32: bool | None = None
+    """Instead of the table [megatron]'s."""
 
     def __post_init__(self) -> None:
         check_resume_keys(self)
@@ -128,6 +130,8 @@ class MegaoptVariant:
     overlap_grad_reduce: bool | None = None
     """Instead of the table [megatron]'s."""
     overlap_param_gather: bool | None = None
+    """Instead of the table [megatron]'s."""
+    grad_reduce_in_fp32: bool | None = None
     """Instead of the table [megatron]'s."""
 
     def __post_init__(self) -> None:
@@ -232,6 +236,9 @@ class MegatronRun:
         allowed = "a variant with the same overlap_grad_reduce: it decides about the buckets"
         same = self.overlaps_grad_reduce(variant) == self.overlaps_grad_reduce(baseline)
         require(same, key, variant.baseline, allowed)
+        allowed = "a variant with the same grad_reduce_in_fp32: sums are rounded by it"
+        same = self.reduces_in_fp32(variant) == self.reduces_in_fp32(baseline)
+        require(same, key, variant.baseline, allowed)
         allowed = "a variant whose number of ranks changes at the same step: sums have their order"
         same = self.ranks_after(variant) == self.ranks_after(baseline)
         require(same, key, variant.baseline, allowed)
@@ -247,6 +254,12 @@ class MegatronRun:
         """Whether the variant reduces gradients during the backward pass."""
         own = variant.overlap_grad_reduce
         return self.megatron.overlap_grad_reduce if own is None else own
+
+    def reduces_in_fp32(self, variant: MegatronVariant) -> bool:
+        """Whether the variant's gradients are fp32, as those of fp32 weights are anyway."""
+        own = variant.grad_reduce_in_fp32
+        chosen = self.megatron.grad_reduce_in_fp32 if own is None else own
+        return chosen or self.megatron.precision == "fp32"
 
     def overlaps_param_gather(self, variant: MegatronVariant) -> bool:
         """Whether the variant gathers weights during the forward pass; never without the other."""

@@ -9,6 +9,8 @@ odd number), several almost surely.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megaopt.regression.compare import as_integers
@@ -40,22 +42,24 @@ def odd_numbers(start: int, stop: int, device: torch.device) -> torch.Tensor:
     return (x ^ _shifted(x, 31)) | 1
 
 
-def fingerprint(shard: torch.Tensor, start: int) -> torch.Tensor:
-    """The share of a shard in its tensor's fingerprint.
+def fingerprint(shards: Sequence[torch.Tensor], start: int) -> torch.Tensor:
+    """The shares of shards in their tensors' fingerprints.
 
     Args:
-        shard: any dtype and shape, contiguous.
-        start: place of its first element in the whole tensor.
+        shards: any dtypes and shapes, contiguous; as many elements in each.
+        start: place of their first element in the whole tensors.
 
     Returns:
-        int64, 0-dim, on the shard's device.
+        int64, one for each shard, on their device.
     """
-    bits = as_integers(shard).view(-1)
-    total = torch.zeros((), dtype=torch.int64, device=shard.device)
-    for begin in range(0, bits.numel(), BLOCK):
-        block = bits[begin : begin + BLOCK].to(torch.int64) + 1
-        place = start + begin
-        total += (block * odd_numbers(place, place + block.numel(), shard.device)).sum()
+    bits = [as_integers(shard).view(-1) for shard in shards]
+    numel, device = bits[0].numel(), bits[0].device
+    total = torch.zeros(len(bits), dtype=torch.int64, device=device)
+    for begin in range(0, numel, BLOCK):
+        end = min(numel, begin + BLOCK)
+        odd = odd_numbers(start + begin, start + end, device)
+        for number, each in enumerate(bits):
+            total[number] += ((each[begin:end].to(torch.int64) + 1) * odd).sum()
     return total
 
 

@@ -17,7 +17,8 @@ PAUSE = 0.1
 GRACE = 20.0
 """Seconds that ranks have to leave once all have written their last line."""
 TOLD = 3000
-"""Characters of a failed rank's log that its error repeats."""
+"""Characters of a failed rank's log that its error repeats, at most."""
+TRACEBACK = "Traceback (most recent call last)"
 
 PRELOADED = ["megaopt.regression.megatron.preload"]
 
@@ -105,7 +106,10 @@ def _last_word(task: Task) -> float:
 def _told(task: Task) -> str:
     if not task.log.exists():
         return "nothing"
-    return task.log.read_text(encoding="utf-8", errors="replace")[-TOLD:].strip() or "nothing"
+    text = task.log.read_text(encoding="utf-8", errors="replace")
+    # before the traceback there are other packages' warnings
+    start = max(text.rfind(TRACEBACK), len(text) - TOLD, 0)
+    return text[start:].strip() or "nothing"
 
 
 class Lines:

@@ -77,7 +77,7 @@ def wrap(run: MegatronRun, variant: MegatronVariant, config: Any, model: Any) ->
     distributed, own = megatron("distributed"), run.megatron
     settings = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=True,
-        grad_reduce_in_fp32=own.grad_reduce_in_fp32,
+        grad_reduce_in_fp32=run.reduces_in_fp32(variant),
         overlap_grad_reduce=run.overlaps_grad_reduce(variant),
         overlap_param_gather=run.overlaps_param_gather(variant),
         bucket_size=own.bucket_size,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,8 @@ def settings() -> dict[str, str]:
 def serve(task: Task, parent: Connection) -> None:
     """The process's life: exit status 1 and a traceback in its log where anything fails."""
     _print_into(task.log)
+    # processes that Megatron spawns to save would import the command's main module, torch and all
+    sys.modules["__main__"] = ModuleType("__main__")
     # a rank that waits for another in a collective would outlive a parent that was killed
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
@@ -126,7 +129,8 @@ def _meet(task: Task) -> torch.device:
     torch.set_num_threads(task.run.cpu_threads)
     # a warning and no refusal: Megatron calls operations that are marked without need
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    # else every torch.empty would be filled, within the time taken
+    torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cpu":
         pretend_cuda()
     dist.init_process_group(

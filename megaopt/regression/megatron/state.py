@@ -62,8 +62,8 @@ def fingerprints(chunk: Any, optimizer: Any) -> dict[str, str]:
     device = next(chunk.module.parameters()).device
     sums = torch.zeros((len(names), len(kinds)), dtype=torch.int64, device=device)
     for shards in own_shards(chunk, optimizer):
-        for column, kind in enumerate(kinds):
-            sums[row[shards.name], column] += fingerprint(shards.tensors[kind], shards.start)
+        own = [shards.tensors[kind] for kind in kinds]
+        sums[row[shards.name]] += fingerprint(own, shards.start)
     dist.all_reduce(sums, group=megatron("parallel_state").get_data_parallel_group())
     return {
         f"{name} {kind}": hexadecimal(number)

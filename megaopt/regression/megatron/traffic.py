@@ -16,10 +16,9 @@ TORCH_ADAMW = 80
 add 8, addcdiv 16 (read and written, fp32)."""
 
 
-def grad_bytes(run: MegatronRun) -> int:
+def grad_bytes(run: MegatronRun, variant: StockVariant | MegaoptVariant) -> int:
     """Bytes of a gradient's element."""
-    fp32 = run.megatron.grad_reduce_in_fp32 or run.megatron.precision == "fp32"
-    return FP32 if fp32 else BF16
+    return FP32 if run.reduces_in_fp32(variant) else BF16
 
 
 def cast_passes(run: MegatronRun) -> dict[str, int]:
@@ -35,7 +34,7 @@ def cast_passes(run: MegatronRun) -> dict[str, int]:
 
 def stock_passes(run: MegatronRun, variant: StockVariant, fused_clip: bool) -> dict[str, int]:
     """Passes of Megatron's own step; None where the inner optimizer is not one of few passes."""
-    grad = grad_bytes(run)
+    grad = grad_bytes(run, variant)
     clips = run.megatron.clip_grad > 0
     if variant.mode == "precision_aware":
         # the inner optimizer reads the gradient as it is, has fp32 masters and writes the weight
@@ -50,7 +49,7 @@ def stock_passes(run: MegatronRun, variant: StockVariant, fused_clip: bool) -> d
 
 def our_passes(run: MegatronRun, variant: MegaoptVariant) -> dict[str, int]:
     """Passes of ours: the norm, and one that clips, steps and writes the weight."""
-    grad = grad_bytes(run)
+    grad = grad_bytes(run, variant)
     moments = STATE_BYTES[variant.exp_avg_dtype] + STATE_BYTES[variant.exp_avg_sq_dtype]
     fp32 = run.megatron.precision == "fp32"
     weight = 0 if fp32 else 1 if run.megatron.fp8_param_gather else BF16

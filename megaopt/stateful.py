@@ -42,6 +42,23 @@ class StatefulOptimizer(GroupedOptimizer):
         external = self._external(params, wheres)[index]
         self.state[param].update(self._completed(param, formats, external, wheres[index]))
 
+    @torch.no_grad()
+    def initialize_states(self) -> None:
+        """Makes the state of every parameter complete, whether it has a gradient or not.
+
+        Raises ValueError, and RuntimeError, as the first step would; then no state has changed.
+        """
+        params, _, wheres = self._flat()
+        for param, where in zip(params, wheres, strict=True):
+            self._check_param(param, where)
+        external = self._external(params, wheres)
+        completed = [
+            self._completed(param, self._formats(param), master, where)
+            for param, master, where in zip(params, external, wheres, strict=True)
+        ]
+        for param, state in zip(params, completed, strict=True):
+            self.state[param].update(state)
+
     def _completed(
         self, param: torch.Tensor, formats: Formats, external: torch.Tensor | None, where: str
     ) -> State:

@@ -1,0 +1,121 @@
+"""megaopt's fused step inside Megatron-Core's distributed optimizer.
+
+    from megaopt.integration.megatron import get_megatron_optimizer
+
+in the place of megatron.core.optimizer's is all it takes. Megatron-Core is imported by the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megaopt.integration.megatron.choices import Choices
+
+__all__ = ["SUPPORTED", "get_megatron_optimizer", "plugged_in"]
+
+SUPPORTED = ("0.16.1", "0.19.2")
+"""The releases of megatron-core whose insides this was written against and tested with."""
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: list[Any],
+    *args: Any,
+    mode: str = "main_shards",
+    contract: str = "ieee",
+    backend: str = "auto",
+    exp_avg_dtype: torch.dtype | None = None,
+    exp_avg_sq_dtype: torch.dtype | None = None,
+    store_param_remainders: bool | None = None,
+    any_version: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Megatron's optimizer for its model chunks, stepped by megaopt.FusedAdam.
+
+    Args:
+        config: Megatron's OptimizerConfig, which stays as it is; with use_distributed_optimizer.
+        model_chunks: as Megatron takes them.
+        args: Megatron's other arguments, as kwargs are.
+        mode: "main_shards": Megatron keeps its fp32 main shards. "precision_aware": the optimizer
+            owns the 16-bit shards of the weights and keeps masters in its state. fp32 moments and
+            masters have the same bits in both.
+        contract: how operations are rounded, as for megaopt.FusedAdam.
+        backend: as for megaopt.FusedAdam.
+        exp_avg_dtype: as for megaopt.FusedAdam; None: config.exp_avg_dtype if config has
+            use_precision_aware_optimizer, else torch.float32.
+        exp_avg_sq_dtype: likewise.
+        store_param_remainders: as for megaopt.FusedAdam, in mode "precision_aware" alone; None:
+            config.store_param_remainders if config has use_precision_aware_optimizer, else False.
+        any_version: go on with a megatron-core that is not among SUPPORTED.
+        kwargs: Megatron's.
+
+    Returns:
+        Megatron's ChainedOptimizer.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+        RuntimeError: it is another release.
+        ValueError: an argument or a field of config is not allowed, or a parameter is kept in fp8.
+    """
+    options = {
+        "mode": mode,
+        "contract": contract,
+        "backend": backend,
+        "exp_avg_dtype": exp_avg_dtype,
+        "exp_avg_sq_dtype": exp_avg_sq_dtype,
+        "store_param_remainders": store_param_remainders,
+        "any_version": any_version,
+    }
+    with plugged_in(**options):
+        module = importlib.import_module("megatron.core.optimizer")
+        return module.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
+    """Within it, Megatron's own get_megatron_optimizer makes what ours makes.
+
+    For scripts that call it deep inside: names of megatron.core.optimizer stand for ours until the
+    end of the block, and for Megatron's own again after it. What was made keeps working.
+
+    Args:
+        any_version: as for get_megatron_optimizer.
+        options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype and
+            store_param_remainders, as for get_megatron_optimizer.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+        RuntimeError: it is another release.
+        ValueError: an option is not allowed.
+    """
+    choices = Choices(**options)
+    _check_version(any_version)
+    # by name: it imports Megatron, which this module does not
+    plug: Any = importlib.import_module("megaopt.integration.megatron.plug")
+    with contextlib.ExitStack() as stack:
+        for module, name, value in plug.replacements(choices):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
+        yield
+
+
+def _check_version(any_version: bool) -> None:
+    supported = " and ".join(SUPPORTED)
+    try:
+        core = importlib.import_module("megatron.core")
+    except ImportError as error:
+        raise ImportError(
+            f"megaopt.integration.megatron needs megatron-core, of which {supported} are supported"
+        ) from error
+    # "+" and the commit follow where it lies within a git repository
+    version = str(core.__version__).partition("+")[0]
+    if version not in SUPPORTED and not any_version:
+        raise RuntimeError(
+            f"megatron-core {version} is not supported: {supported} are, whose insides are known; "
+            "any_version=True tries"
+        )

@@ -1,0 +1,169 @@
+"""The optimizers inside Megatron's distributed optimizer: ours, and the face that keeps its mains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+import megaopt
+from megaopt.batches import MASTER
+
+State = dict[str, Any]
+
+
+class ShardAdam(megaopt.FusedAdam):
+    """megaopt.FusedAdam over shards of weights, with what Megatron does to an inner optimizer."""
+
+    clip_coefficient: torch.Tensor | None = None
+    """What the next step multiplies gradients by, fp32 of one element; the step clears it."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # Megatron passes nothing
+        """One update with the clip coefficient that was set."""
+        coefficient, self.clip_coefficient = self.clip_coefficient, None
+        return super().step(closure, clip_coefficient=coefficient, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As megaopt.FusedAdam's, in dicts of its own: Megatron writes step counts into them."""
+        return copied(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As megaopt.FusedAdam's; tensors that are its own stay, without a copy in between.
+
+        Megatron first hands over what `state_dict` gave, then fills the tensors.
+        """
+        state_dict = cleaned(state_dict)
+        given, held = state_dict["state"], super().state_dict()["state"]
+        if not _is_the_same(given, held):
+            super().load_state_dict(state_dict)
+            return
+        kept = dict(self.state)
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.update(kept)
+
+
+class MainShardAdam(torch.optim.Optimizer):
+    """The face of a ShardAdam: groups and state are those of Megatron's main shards.
+
+    Args:
+        fused: its groups have the main shards, all fp32. It steps `weights` from then on, with the
+            mains as their masters.
+        weights: for each group a list: views of the parameter buffer; the main shard itself where
+            the weights are fp32.
+    """
+
+    def __init__(self, fused: ShardAdam, weights: list[list[torch.Tensor]]) -> None:
+        super().__init__([{"params": []}], fused.defaults)
+        self.fused = fused
+        self.param_groups = fused.param_groups
+        self._lists = [group["params"] for group in self.param_groups]
+        fused.param_groups = [
+            {**group, "params": own} for group, own in zip(self.param_groups, weights, strict=True)
+        ]
+        pairs = [
+            pair for both in zip(self._lists, weights, strict=True) for pair in zip(*both, strict=True)
+        ]
+        fused.master_weights = [None if main is weight else main for main, weight in pairs]
+        self.state = MainState(fused, dict(pairs))  # type: ignore[assignment]  # of one meaning
+
+    @property
+    def clip_coefficient(self) -> torch.Tensor | None:
+        """As ShardAdam's."""
+        return self.fused.clip_coefficient
+
+    @clip_coefficient.setter
+    def clip_coefficient(self, coefficient: torch.Tensor | None) -> None:
+        self.fused.clip_coefficient = coefficient
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # as torch's
+        """One update of main shards, moments and weights in one launch.
+
+        Raises ValueError where a group has another list of parameters than it was made with.
+        """
+        self._hand_over()
+        loss = self.fused.step(closure)
+        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
+            group["step"] = own["step"]
+        return loss
+
+    def _hand_over(self) -> None:
+        """Gives the hyper-parameters, which Megatron's scheduler writes into our groups."""
+        lists = [group["params"] for group in self.param_groups]
+        if [*map(id, lists)] != [*map(id, self._lists)]:
+            raise ValueError(
+                f"{len(lists)} groups with other lists of parameters are not allowed: those that "
+                "Megatron's distributed optimizer made"
+            )
+        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
+            own.update({name: value for name, value in group.items() if name != "params"})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments by the place of their main shard; the main shards themselves are Megatron's."""
+        self._hand_over()
+        packed = self.fused.state_dict()
+        for state in packed["state"].values():
+            state.pop(MASTER, None)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ShardAdam's; the main shards stay as they are."""
+        self._hand_over()
+        state_dict = cleaned(state_dict)
+        if state_dict["state"]:
+            self.fused.initialize_states()
+        held = self.fused.state_dict()["state"]
+        for place, state in state_dict["state"].items():
+            state[MASTER] = held.get(place, {}).get(MASTER)
+        self.fused.load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
+            group.update({name: value for name, value in own.items() if name != "params"})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients are DDP's buffer, which it zeroes itself."""
+
+
+class MainState(Mapping[torch.Tensor, State]):
+    """The state of weights, by their main shards; the very dicts that the step looks at."""
+
+    def __init__(self, fused: ShardAdam, weights: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        self._fused, self._weights = fused, weights
+
+    def __getitem__(self, main: torch.Tensor) -> State:
+        return self._fused.state[self._weights[main]]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (main for main, weight in self._weights.items() if weight in self._fused.state)
+
+    def __len__(self) -> int:
+        return len(self._fused.state)
+
+
+def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors in new dicts."""
+    states = {place: dict(state) for place, state in state_dict["state"].items()}
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def cleaned(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Without the step counts that Megatron adds to each parameter for torch's AdamW.
+
+    Those of the groups become whole numbers, which torch's are not.
+    """
+    state_dict = copied(state_dict)
+    for state in state_dict["state"].values():
+        state.pop("step", None)
+    for group in state_dict["param_groups"]:
+        if "step" in group:
+            group["step"] = int(group["step"])
+    return state_dict
+
+
+def _is_the_same(given: dict[Any, State], held: dict[Any, State]) -> bool:
+    """Whether all tensors given are those held."""
+    return given.keys() == held.keys() and all(
+        all(held[place].get(name) is tensor for name, tensor in state.items())
+        for place, state in given.items()
+    )

@@ -1,0 +1,146 @@
+"""The distributed optimizer's checkpoints: Megatron's formats, exact, with what they leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megaopt.batches import MASTER
+from megaopt.integration.megatron.adam import ShardAdam
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class CheckpointedOptimizer(DistributedOptimizer):
+    """All formats have fp32 values, whatever the state is stored as: each loads into each."""
+
+    fused: ShardAdam | None
+    """Steps the shards; None without parameters."""
+    shards: dict[torch.Tensor, torch.Tensor]
+    """Of each model parameter that this rank owns part of, that part."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and loss scale; Megatron's own looks for step counts where torch's AdamW has them."""
+        packed = self.optimizer.state_dict()
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in packed["param_groups"]
+        ]
+        found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+        if self.grad_scaler:
+            found["grad_scaler"] = self.grad_scaler.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Megatron's, into a complete state: it would make one of uninitialized memory."""
+        self.fused.initialize_states()
+        super().load_state_dict(state_dict)
+
+    def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, Any]:
+        shard = self.shards[model_param]
+        if shard not in self.fused.state:
+            self.fused.initialize_states()
+        names = {"param": MASTER, **{name: name for name in MOMENTS}}
+        return {key: self.fused.get_unscaled_state(shard, name) for key, name in names.items()}
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.Tensor, tensors: dict[str, Any]
+    ) -> None:
+        shard = self.shards[model_param]
+        for key, name in {"param": MASTER, **{name: name for name in MOMENTS}}.items():
+            self.fused.set_scaled_state(shard, name, tensors[key])
+
+    # --- weights are what their masters say, after any load
+
+    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's; then the weights are cast anew."""
+        super().load_parameter_state_from_dp_zero(*args, **kwargs)
+        self.refresh_weights()
+
+    def load_parameter_state_from_dp_reshardable(self, state_dict: Any) -> None:
+        """Megatron's; then the weights are cast anew."""
+        super().load_parameter_state_from_dp_reshardable(state_dict)
+        self.refresh_weights()
+
+    def load_parameter_state_from_fully_reshardable(self, state_dict: Any) -> None:
+        """Megatron's; then the weights are cast anew."""
+        super().load_parameter_state_from_fully_reshardable(state_dict)
+        self.refresh_weights()
+
+    @torch.no_grad()
+    def refresh_weights(self) -> None:
+        """Casts every master into its shard of the weights; the ranks have to gather them."""
+        if self.fused.options.store_param_remainders:
+            return  # such a master set its weight
+        for shard in self.shards.values():
+            if shard.dtype != torch.float32:
+                shard.copy_(self.fused.get_unscaled_state(shard, MASTER))
+
+    # --- dp_reshardable: ranks that hold nothing but padding of a bucket
+
+    def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
+        """Megatron's, in which no bucket is empty; it would refuse to save one."""
+        state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
+        for index, buffer in enumerate(self.buffers):
+            for buckets in state[index].values():
+                for own, bucket in zip(buckets, buffer.buckets, strict=True):
+                    if not own:
+                        own.append(self._padding(bucket))
+        return state
+
+    def _padding(self, bucket: Any) -> dict[str, Any]:
+        """An entry for this rank's part of a bucket, up to the end that is saved."""
+        group = self.data_parallel_group
+        size = bucket.grad_data.numel() // group.size()
+        end = min(max(bucket.numel_unpadded - group.rank() * size, 0), size)
+        zeros = torch.zeros(end, device=bucket.grad_data.device)
+        tensors = {key: zeros.clone() for key in ("param", *MOMENTS)}
+        return {**tensors, "gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
+
+    def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Megatron's, without entries that have no elements."""
+        state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*args, **kwargs)
+        for index in range(len(self.buffers)):
+            for buckets in state[index].values():
+                for own in buckets:
+                    own[:] = [entry for entry in own if entry["param"].data.numel()]
+        return state
+
+    # --- fully_reshardable: several buckets
+
+    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's, with the padding between buckets that it counts on.
+
+        The supported releases cut parameters at places in the padded buffer out of tensors without
+        padding: right with one bucket, other parameters' elements with several.
+        """
+        self._keeps_padding = True
+        try:
+            return super().sharded_param_state_fully_reshardable(*args, **kwargs)
+        finally:
+            self._keeps_padding = False
+
+    _keeps_padding = False
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's."""
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if self._keeps_padding and state is not None:
+            for index, buffer in enumerate(self.buffers):
+                for tensors in state[index].values():
+                    for key in ("param", *MOMENTS):
+                        tensors[key] = padded(tensors[key], buffer)
+        return state
+
+
+def padded(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """A buffer's elements at their places in it, of all its buckets one after another."""
+    whole = compact.new_zeros(buffer.numel)
+    start = 0
+    for bucket in buffer.buckets:
+        end = start + bucket.numel_unpadded
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = compact[start:end]
+        start = end
+    return whole

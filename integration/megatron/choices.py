@@ -1,0 +1,126 @@
+"""What a plugged-in optimizer was asked for, and what it does not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import megaopt
+from megaopt.integration.megatron.adam import ShardAdam
+from megaopt.options import Options, one_of
+
+MODES = ("main_shards", "precision_aware")
+
+REQUIRED = {
+    "optimizer": ("adam", "its step is Adam's"),
+    "use_distributed_optimizer": (True, "it steps the distributed optimizer's shards"),
+    "optimizer_cpu_offload": (False, "the step writes into the parameter buffer on the device"),
+    "optimizer_cuda_graph": (False, "what Megatron computes between norm and step is not captured"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (False, "fp8 parameters are not supported"),
+}
+"""Fields of Megatron's OptimizerConfig: what is allowed, and why."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options of get_megatron_optimizer that are megaopt's."""
+
+    mode: str = "main_shards"
+    contract: str = "ieee"
+    backend: str = "auto"
+    exp_avg_dtype: torch.dtype | None = None
+    exp_avg_sq_dtype: torch.dtype | None = None
+    store_param_remainders: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is not allowed."""
+        one_of("mode", self.mode, MODES)
+        if self.mode == "main_shards" and self.store_param_remainders:
+            raise ValueError(
+                "store_param_remainders=True is not allowed with mode='main_shards', where "
+                "Megatron keeps whole fp32 masters: mode='precision_aware'"
+            )
+        Options(
+            dtype=None,
+            master_weight_dtype=torch.float32,
+            exp_avg_dtype=self.exp_avg_dtype or torch.float32,
+            exp_avg_sq_dtype=self.exp_avg_sq_dtype or torch.float32,
+            store_param_remainders=bool(self.store_param_remainders),
+            adam_w_mode=True,
+            contract=self.contract,
+            backend=self.backend,
+        )
+
+    def make_adam(
+        self,
+        params: list[dict[str, Any]],
+        *,
+        adam_w_mode: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        **kwargs: Any,
+    ) -> megaopt.FusedAdam:
+        """In the place of TransformerEngine's FusedAdam, with the arguments that Megatron passes.
+
+        Of dtypes and remainders those count that were not chosen here.
+        """
+        owns_masters = self.mode == "precision_aware"
+        remainders = self.store_param_remainders
+        if remainders is None:
+            remainders = store_param_remainders and owns_masters
+        return ShardAdam(
+            params,
+            lr=kwargs["lr"],
+            betas=kwargs["betas"],
+            eps=kwargs["eps"],
+            weight_decay=kwargs["weight_decay"],
+            adam_w_mode=adam_w_mode,
+            master_weights=owns_masters,
+            master_weight_dtype=master_weight_dtype,
+            exp_avg_dtype=self.exp_avg_dtype or exp_avg_dtype,
+            exp_avg_sq_dtype=self.exp_avg_sq_dtype or exp_avg_sq_dtype,
+            store_param_remainders=remainders,
+            use_decoupled_grad=True,
+            contract=self.contract,
+            backend=self.backend,
+        )
+
+    def check_config(self, config: Any, model_chunks: Sequence[Any]) -> None:
+        """Raises ValueError where Megatron's settings, or its parameters, are not supported."""
+        for name, (allowed, reason) in REQUIRED.items():
+            value = getattr(config, name, allowed)
+            if value != allowed:
+                raise ValueError(f"config.{name}={value!r} is not allowed: {allowed!r}; {reason}")
+        if config.use_precision_aware_optimizer and self.mode == "main_shards":
+            raise ValueError(
+                "config.use_precision_aware_optimizer=True is not allowed with mode='main_shards': "
+                "mode='precision_aware'"
+            )
+        for chunk in model_chunks:
+            if chunk.ddp_config.use_megatron_fsdp:
+                raise ValueError(
+                    "use_megatron_fsdp=True is not allowed: shards are the distributed optimizer's"
+                )
+            for name, param in chunk.named_parameters():
+                check_parameter(name, param)
+
+
+def check_parameter(name: str, param: torch.Tensor) -> None:
+    """Raises ValueError for a parameter of a model that cannot be stepped."""
+    kind = type(param.data)
+    if kind is not torch.Tensor:
+        raise ValueError(
+            f"parameter {name!r} is a {kind.__name__}, which is not supported yet: parameters in "
+            "fp32, bf16 or fp16, without fp8_param_gather"
+        )
+    group = getattr(param, "grad_norm_group", None)
+    if group is not None:
+        raise ValueError(
+            f"parameter {name!r}: grad_norm_group={group!r} is not allowed: None; the step has one "
+            "clip coefficient for all"
+        )

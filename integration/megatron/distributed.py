@@ -1,0 +1,275 @@
+"""Megatron's DistributedOptimizer, whose passes over gradients and weights are left to the step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megaopt.batches import MASTER
+from megaopt.integration.megatron.adam import MainShardAdam, ShardAdam
+from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
+
+class Sharded(CheckpointedOptimizer):
+    """What both modes have in common.
+
+    Gradients are read where DDP leaves them, in its buffer: `shard.decoupled_grad` is a view of it.
+    With a loss scale they are unscaled there by Megatron's own pass, since the norm, whose bits are
+    Megatron's, is of unscaled numbers; those of 16 bits are cast to fp32 before, as Megatron does.
+    """
+
+    grad_name: str
+    """Under which name Megatron looks for the gradients of its optimizer's parameters."""
+
+    def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, self.own_config(config), *args, **kwargs)
+        self.has_16_bit_norm = True
+        self._is_stepping = self._has_clipped_grads = False
+        self._bound_to: list[tuple[torch.Tensor, int]] = []
+        self._norm_shards: list[torch.Tensor] = []
+        self._norm_grads: list[torch.Tensor] = []
+        self.shards: dict[torch.Tensor, torch.Tensor] = {}
+        self.fused: ShardAdam | None = None
+        if not self.is_stub_optimizer:
+            self._take_shards()
+            self._norm_shards = self._ask_for_norm_shards()
+            self.has_16_bit_norm = self._may_have_16_bit_norm()
+
+    def own_config(self, config: Any) -> Any:
+        """The config that Megatron's code reads in this optimizer."""
+        return config
+
+    def _take_shards(self) -> None:
+        both = [
+            (self.model_fp32_groups, self.shard_fp32_groups),
+            (self.model_float16_groups, self.shard_float16_groups),
+        ]
+        for models, shards in both:
+            for group, own in zip(models, shards, strict=True):
+                self.shards.update(zip(group, own, strict=True))
+        self.fused = self.optimizer
+
+    # --- gradients
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Where the gradients lie, which stays as long as DDP's buffers do."""
+        if self.is_stub_optimizer or self._is_bound():
+            return
+        for model, shard in self.shards.items():
+            part = self._get_model_param_range_map(model)["param"]
+            grad = model.main_grad.view(-1)[part.start : part.end]
+            # 16 bits unscaled in place would be rounded
+            shard.decoupled_grad = grad.float() if self.grad_scaler else grad
+        self._bound_to = self._buffers_now()
+        self._norm_grads = [shard.decoupled_grad for shard in self._norm_shards]
+
+    def _is_bound(self) -> bool:
+        """Whether all gradients are views of the buffers as they are now."""
+        if self._has_copies():
+            return False
+        shard = next(iter(self.shards.values()), None)
+        if shard is None:
+            return True
+        now, was = self._buffers_now(), self._bound_to
+        return (
+            len(now) == len(was)
+            and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(now, was, strict=True))
+            and getattr(shard, "decoupled_grad", None) is not None
+        )
+
+    def _has_copies(self) -> bool:
+        """Whether gradients of 16 bits are cast, to be unscaled."""
+        dtypes = {buffer.grad_data.dtype for buffer in self.buffers}
+        return self.grad_scaler is not None and dtypes != {torch.float32}
+
+    def _buffers_now(self) -> list[tuple[torch.Tensor, int]]:
+        return [(buffer.grad_data, buffer.grad_data.data_ptr()) for buffer in self.buffers]
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        return [shard.decoupled_grad for shard in self.shards.values()]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes gradients if set_to_none is False; otherwise DDP does, and where they lie stays."""
+        if not set_to_none and self._is_bound():
+            for shard in self.shards.values():
+                shard.decoupled_grad.zero_()
+
+    # --- their norm
+
+    def _ask_for_norm_shards(self) -> list[torch.Tensor]:
+        """The shards whose gradients count for the norm: neither shared nor duplicates.
+
+        Megatron decides, asked once with stand-ins for the gradients.
+        """
+        asked = self.get_parameters()
+        stand_ins = [param.detach() for param in asked]
+        self._set_grads(asked, stand_ins)
+        with warnings.catch_warnings():  # shards of fp32 weights are not leaves
+            warnings.simplefilter("ignore", UserWarning)
+            ask = getattr(super(), "get_grads_for_grad_norm", None)
+            counted = (ask or super().get_main_grads_for_grad_norm)()
+        self._set_grads(asked, [None] * len(asked))
+        found = {id(each) for each in counted}
+        pairs = zip(self._flat_shards(), stand_ins, strict=True)
+        return [shard for shard, stand_in in pairs if id(stand_in) in found]
+
+    def _set_grads(self, params: list[torch.Tensor], grads: list[Any]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            setattr(param, self.grad_name, grad)
+
+    def _flat_shards(self) -> list[torch.Tensor]:
+        """In the order of Megatron's parameters."""
+        assert self.fused is not None
+        return [shard for group in self.fused.param_groups for shard in group["params"]]
+
+    def _may_have_16_bit_norm(self) -> bool:
+        """Whether the norm's kernel sums bf16 or fp16 gradients as it would sum fp32 copies.
+
+        It takes four numbers at a time where they are aligned, as copies are, one at a time
+        elsewhere: two orders.
+        """
+        if self.grad_scaler:
+            return False
+        self._copy_model_grads_to_main_grads()
+        return all(
+            grad.dtype != torch.float32
+            and (grad.numel() % 4 != 0 or grad.data_ptr() % (4 * grad.element_size()) == 0)
+            for grad in self._norm_grads
+        )
+
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """The gradients that count for the norm, in fp32 wherever that could move its bits."""
+        if self.has_16_bit_norm:
+            return list(self._norm_grads)
+        return [grad.float() for grad in self._norm_grads]
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """As releases after 0.16 call it; there are no parameters with a norm of their own."""
+        return [] if grad_norm_group is not None else self.get_main_grads_for_grad_norm()
+
+    # --- clipping
+
+    def clip(self, grad_norm: float | torch.Tensor) -> None:
+        """Tells the next step by what Megatron would multiply gradients of this norm."""
+        if self.is_stub_optimizer or self.config.clip_grad <= 0.0:
+            return
+        coefficient = self.config.clip_grad / (grad_norm + 1.0e-6)
+        if isinstance(coefficient, torch.Tensor):
+            self.optimizer.clip_coefficient = coefficient.clamp(max=1.0)
+        elif coefficient < 1.0:
+            device = self.buffers[0].grad_data.device
+            self.optimizer.clip_coefficient = torch.full((1,), coefficient, device=device)
+
+    def clip_grad_norm(self, clip_grad: float) -> Any:
+        """The norm; the next step clips."""
+        grad_norm = self.get_grad_norm()
+        self.clip(grad_norm)
+        return grad_norm
+
+    def skips(self, grad_norm: float | torch.Tensor) -> bool:
+        """Whether a norm is so large that Megatron leaves the step out."""
+        threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
+        return not self.is_stub_optimizer and math.isfinite(threshold) and bool(
+            grad_norm > threshold
+        )
+
+    @contextlib.contextmanager
+    def clipped_grads(self) -> Iterator[None]:
+        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
+        if self.is_stub_optimizer or self._has_clipped_grads:
+            yield
+            return
+        params, shards = self.get_parameters(), self._flat_shards()
+        grads = [shard.decoupled_grad for shard in shards]
+        coefficient = self.optimizer.clip_coefficient
+        clipped = [grad.float() * (1 if coefficient is None else coefficient) for grad in grads]
+        self._set_grads(params, clipped)
+        self._has_clipped_grads = True
+        try:
+            yield
+        finally:
+            self._has_clipped_grads = False
+            self._set_grads(params, [None] * len(params))
+            for shard, grad in zip(shards, grads, strict=True):
+                shard.decoupled_grad = grad
+
+    def count_zeros(self) -> Any:
+        """How many of the clipped gradients are 0, over all ranks."""
+        with self.clipped_grads():
+            return super().count_zeros()
+
+    # --- the step
+
+    def step_with_ready_grads(self) -> bool:
+        """Megatron's, with weights that the step has written."""
+        self._is_stepping = True
+        try:
+            return bool(super().step_with_ready_grads())
+        finally:
+            self._is_stepping = False
+            if not self.is_stub_optimizer and self._has_copies():
+                self._norm_grads = []
+                for shard in self.shards.values():
+                    shard.decoupled_grad = None
+
+    def _copy_main_params_to_model_params(self) -> None:
+        if not self._is_stepping:  # otherwise the step has written them
+            super()._copy_main_params_to_model_params()
+
+    def restore_from_cpu(self) -> None:
+        """Megatron's; shards of weights lie in the parameter buffer again."""
+        super().restore_from_cpu()
+        for model, shard in self.shards.items():
+            part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            index, _, bucket = self.model_param_gbuf_map[model]
+            place = self.buffers[index].buckets[bucket].param_data.view(-1)[part.start : part.end]
+            if shard.data_ptr() != place.data_ptr():
+                place.copy_(shard)
+                shard.data = place
+
+
+class MainShards(Sharded):
+    """Mode main_shards: groups and state are of Megatron's fp32 main shards, which it owns."""
+
+    grad_name = "grad"
+
+    def _take_shards(self) -> None:
+        super()._take_shards()
+        both = zip(self.shard_fp32_groups, self.shard_float16_groups, strict=True)
+        self.optimizer = MainShardAdam(self.fused, [[*ours, *casts] for ours, casts in both])
+
+
+class PrecisionAware(Sharded):
+    """Mode precision_aware: parameters are shards of the weights, masters are in their state."""
+
+    grad_name = "decoupled_grad"
+
+    def own_config(self, config: Any) -> Any:
+        """A copy, under which Megatron leaves masters to the optimizer.
+
+        Megatron's OptimizerConfig itself refuses that without TransformerEngine.
+        """
+        config = copy.copy(config)
+        config.use_precision_aware_optimizer = True
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        return config
+
+    @torch.no_grad()
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        """Masters from the weights, or from what a state dict has for them.
+
+        Megatron's own does nothing in this mode, so that weights loaded alone would be overwritten
+        by old masters.
+        """
+        named = {}
+        if state_dict is not None:
+            named = self._build_model_param_to_state_dict_param_map(state_dict)
+        self.fused.initialize_states()
+        for model, shard in self.shards.items():
+            part = self._get_model_param_range_map(model)["param"]
+            value = named.get(model, model).detach().reshape(-1)[part.start : part.end]
+            self.fused.set_scaled_state(shard, MASTER, value)

@@ -1,0 +1,34 @@
+"""What stands for which name of Megatron's while an optimizer is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import optimizer as factory
+from megatron.core.optimizer import distrib_optimizer
+
+from megaopt.integration.megatron.adam import ShardAdam
+from megaopt.integration.megatron.chained import Chained
+from megaopt.integration.megatron.choices import Choices
+from megaopt.integration.megatron.distributed import MainShards, PrecisionAware
+
+
+def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
+    """Modules, names in them, and what these are to be while Megatron makes an optimizer."""
+    make = factory._get_megatron_optimizer_based_on_param_groups
+
+    def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        choices.check_config(config, model_chunks)
+        return make(config, model_chunks, *args, **kwargs)
+
+    owner = PrecisionAware if choices.mode == "precision_aware" else MainShards
+    return [
+        (factory, "_get_megatron_optimizer_based_on_param_groups", checked),
+        (factory, "Adam", choices.make_adam),
+        # otherwise it takes torch's AdamW, whatever Adam is
+        (factory, "USING_PYTORCH_OPTIMIZER", False),
+        (factory, "DistributedOptimizer", owner),
+        (factory, "ChainedOptimizer", Chained),
+        # release 0.16 looks whether it is given an instance of this
+        (distrib_optimizer, "Adam", ShardAdam),
+    ]

@@ -1,0 +1,280 @@
+"""A small GPT of Megatron-Core, trained with its own optimizer or with ours; what it computes."""
+
+import hashlib
+import importlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from megaopt.integration import megatron as ours
+from megaopt.regression.unfused import adam_update, scalars_of
+
+VOCABULARY, LENGTH, BATCH = 64, 16, 2
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train."""
+
+    plug: str | None = None
+    """The mode of ours; None: Megatron's own optimizer."""
+    dtype: torch.dtype = torch.bfloat16
+    fp32_grads: bool = True
+    overlap: bool = True
+    """Of the reduction of gradients and of the gathering of weights."""
+    gathers_late: bool = True
+    buckets: int | None = 6000
+    """Elements of a bucket."""
+    experts: int | None = None
+    tensor_parallel: int = 1
+    clip_grad: float = 1.0
+    initial_scale: float = 2.0**16
+    counts_zeros: bool = False
+    adam_w_mode: bool = True
+    as_context: bool = False
+    options: dict = field(default_factory=dict)
+    """Of ours."""
+
+
+def megatron(name):
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+class UnfusedAdamW(torch.optim.AdamW):
+    """The regression's plain Adam in the place of torch's, in the arithmetic of contract ieee."""
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+        self.config = SimpleNamespace(
+            bias_correction=True, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, adam_w_mode=True
+        )
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg_sq"] = torch.zeros_like(param)
+                state["step"] += 1
+                hypers = int(state["step"]), group["lr"], group["weight_decay"]
+                scalars = scalars_of(self.config, *hypers)
+                adam_update(param, param.grad, state["exp_avg"], state["exp_avg_sq"], scalars)
+
+
+class UnfusedAdam(UnfusedAdamW):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+        self.config.adam_w_mode = False
+
+
+def build_model(case):
+    """DDP around a GPT; the same weights whatever the number of ranks."""
+    config_class = megatron("transformer").TransformerConfig
+    experts = {}
+    if case.experts:
+        size = dist.get_world_size() if dist.get_world_size() <= case.experts else 1
+        experts = {
+            "num_moe_experts": case.experts,
+            "expert_model_parallel_size": size,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+            "add_bias_linear": False,
+        }
+    config = config_class(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        ffn_hidden_size=64,
+        bf16=case.dtype == torch.bfloat16,
+        fp16=case.dtype == torch.float16,
+        params_dtype=case.dtype,
+        pipeline_dtype=case.dtype,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=case.tensor_parallel,
+        attention_backend=megatron("transformer.enums").AttnBackend.unfused,
+        **experts,
+    )
+    torch.manual_seed(1234)
+    specs = megatron("models.gpt.gpt_layer_specs")
+    spec = specs.get_gpt_layer_local_spec(num_experts=case.experts, normalization="LayerNorm")
+    model = megatron("models.gpt.gpt_model").GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+    ).to(case.dtype)
+    distributed = megatron("distributed")
+    settings = distributed.DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=case.fp32_grads,
+        overlap_grad_reduce=case.overlap,
+        overlap_param_gather=case.overlap and case.gathers_late,
+        bucket_size=case.buckets,
+    )
+    return config, distributed.DistributedDataParallel(config, settings, model)
+
+
+def optimizer_config(case):
+    return megatron("optimizer").OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        weight_decay=0.1,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        bf16=case.dtype == torch.bfloat16,
+        fp16=case.dtype == torch.float16,
+        params_dtype=case.dtype,
+        use_distributed_optimizer=True,
+        clip_grad=case.clip_grad,
+        initial_loss_scale=case.initial_scale,
+        loss_scale_window=3,
+        hysteresis=1,
+        log_num_zeros_in_grad=case.counts_zeros,
+        decoupled_weight_decay=case.adam_w_mode,
+    )
+
+
+def build_optimizer(case, chunk, config=None):
+    config = config or optimizer_config(case)
+    factory = megatron("optimizer")
+    if case.plug is None:
+        kept = torch.optim.AdamW, torch.optim.Adam
+        torch.optim.AdamW, torch.optim.Adam = UnfusedAdamW, UnfusedAdam
+        try:
+            return factory.get_megatron_optimizer(config, [chunk])
+        finally:
+            torch.optim.AdamW, torch.optim.Adam = kept
+    options = {"mode": case.plug, **case.options}
+    if case.as_context:
+        with ours.plugged_in(**options):
+            return factory.get_megatron_optimizer(config, [chunk])
+    return ours.get_megatron_optimizer(config, [chunk], **options)
+
+
+class Trainer:
+    """Model, optimizer, data."""
+
+    def __init__(self, case):
+        states = megatron("parallel_state")
+        if states.model_parallel_is_initialized():
+            states.destroy_model_parallel()
+        world = dist.get_world_size()
+        states.initialize_model_parallel(
+            tensor_model_parallel_size=case.tensor_parallel,
+            expert_model_parallel_size=world if case.experts and world <= case.experts else 1,
+        )
+        self.case, self.done = case, 0
+        self.config, self.chunk = build_model(case)
+        self.optimizer = build_optimizer(case, self.chunk)
+        self.config.finalize_model_grads_func = megatron("distributed").finalize_model_grads
+        self.config.no_sync_func = self.chunk.no_sync
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        if self.chunk.ddp_config.overlap_param_gather:
+            self.config.param_sync_func = self.chunk.start_param_sync
+
+    def batches(self):
+        rank = megatron("parallel_state").get_data_parallel_rank()
+        generator = torch.Generator().manual_seed(1000 * self.done + rank)
+        while True:
+            tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+            tokens[:, 1::2] = tokens[:, 0:-1:2]
+            yield tokens
+
+    def forward(self, batches, model):
+        tokens = next(batches)
+        positions = torch.arange(LENGTH).unsqueeze(0).expand(BATCH, LENGTH)
+        mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+        labels = tokens[:, 1:].contiguous()
+        output = model(tokens[:, :-1].contiguous(), positions, mask, labels=labels)
+
+        def loss_of(losses):
+            loss = losses.float().mean()
+            return loss, {"loss": loss.detach().clone()}
+
+        return output, loss_of
+
+    def backward(self):
+        """The mean loss of the ranks; leaves gradients."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        schedule = megatron("pipeline_parallel.schedules").get_forward_backward_func()
+        found = schedule(
+            forward_step_func=self.forward,
+            data_iterator=self.batches(),
+            model=[self.chunk],
+            num_microbatches=2,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        loss = torch.stack([each["loss"] for each in found]).mean().view(1)
+        dist.all_reduce(loss)
+        return loss.item()
+
+    def step(self):
+        """Loss, whether there was an update, norm, zeros; all by their bits."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = 1e-2 / (1 + self.done) + 1e-4 * index
+            group["weight_decay"] = 0.1 * group["wd_mult"]
+        loss = self.backward()
+        updated, norm, zeros = self.optimizer.step()
+        self.done += 1
+        return loss.hex(), updated, norm if norm is None else float(norm).hex(), zeros
+
+    def train(self, steps):
+        return [self.step() for _ in range(steps)]
+
+    def gather(self):
+        """After it, all weights are those of the last step, late gathering or not."""
+        if self.chunk.ddp_config.overlap_param_gather:
+            self.chunk.disable_forward_pre_hook(param_sync=True)
+            self.chunk.enable_forward_pre_hook()
+
+    def weights(self):
+        """A hash of each whole weight."""
+        self.gather()
+        return {name: hash_of(p.data) for name, p in self.chunk.module.named_parameters()}
+
+    def states(self):
+        """Hashes of what this rank has of each weight: the fp32 main shard and the moments."""
+        found = {}
+        for each in self.optimizer.chained_optimizers:
+            for buckets in each.gbuf_ranges:
+                for ranges in buckets.values():
+                    for bucket in ranges:
+                        for param in bucket["param_map"]:
+                            found[self.name(param)] = self.state_of(each, param)
+        return found
+
+    def state_of(self, optimizer, param):
+        tensors = optimizer._get_main_param_and_optimizer_states(param)
+        return {key: hash_of(tensors[key]) for key in ("param", "exp_avg", "exp_avg_sq")}
+
+    def name(self, param):
+        return next(n for n, own in self.chunk.module.named_parameters() if own is param)
+
+
+def hash_of(tensor):
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+
+
+def train(case, steps=3):
+    """What a rank sees of a run."""
+    trainer = Trainer(case)
+    found = trainer.train(steps)
+    return {"steps": found, "weights": trainer.weights(), "states": trainer.states()}

@@ -75,6 +75,8 @@ class StockVariant:
     plain torch operations."""
     mode: Mode = "main_shards"
     """precision_aware: the inner optimizer owns weights and masters, TransformerEngine's alone."""
+    store_param_remainders: bool = False
+    """With precision_aware: int16 remainders instead of fp32 masters; ties go away from zero."""
     baseline: str | None = None
     """Name of the variant that this one must equal bit for bit; None: it is not compared."""
     runs: int = 1
@@ -91,7 +93,7 @@ class StockVariant:
     """Instead of the table [megatron]'s."""
 
     def __post_init__(self) -> None:
-        check_resume_keys(self)
+        check_shared_keys(self)
         if self.inner != "transformer_engine":
             allowed = f"'main_shards' with {self.inner=}"
             require(self.mode == "main_shards", "mode", self.mode, allowed)
@@ -119,6 +121,8 @@ class MegaoptVariant:
     """How exp_avg is stored; other than float32 with mode = "precision_aware" alone."""
     exp_avg_sq_dtype: StateDtype = "float32"
     """How exp_avg_sq is stored; other than float32 with mode = "precision_aware" alone."""
+    store_param_remainders: bool = False
+    """With precision_aware: int16 remainders instead of fp32 masters; ties go away from zero."""
     baseline: str | None = None
     """Name of the variant that this one must equal bit for bit; None: it is not compared."""
     runs: int = 1
@@ -135,7 +139,7 @@ class MegaoptVariant:
     """Instead of the table [megatron]'s."""
 
     def __post_init__(self) -> None:
-        check_resume_keys(self)
+        check_shared_keys(self)
         if self.mode == "main_shards":
             for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
                 value = getattr(self, key)
@@ -145,8 +149,8 @@ class MegaoptVariant:
 MegatronVariant = StockVariant | MegaoptVariant
 
 
-def check_resume_keys(variant: MegatronVariant) -> None:
-    """Raises a `ConfigError` unless runs, resume_after and resume_ranks go together."""
+def check_shared_keys(variant: MegatronVariant) -> None:
+    """Raises a `ConfigError` unless the keys that both kinds have go together."""
     require_at_least(variant, 1, "runs")
     after, ranks = variant.resume_after, variant.resume_ranks
     if after is not None:
@@ -154,6 +158,10 @@ def check_resume_keys(variant: MegatronVariant) -> None:
     if ranks is not None:
         require_at_least(variant, 1, "resume_ranks")
         require(after is not None, "resume_ranks", ranks, "no such key without resume_after")
+    if variant.mode != "precision_aware":
+        remainders = variant.store_param_remainders
+        allowed = f"false with mode = {variant.mode!r}"
+        require(not remainders, "store_param_remainders", remainders, allowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,8 +20,8 @@ STATE_DTYPES = {
 }
 
 
-def optimizer_config(run: MegatronRun) -> Any:
-    """Megatron's OptimizerConfig."""
+def optimizer_config(run: MegatronRun, **more: Any) -> Any:
+    """Megatron's OptimizerConfig, with more of its fields."""
     adam, dtype = run.optimizer, weights_dtype(run)
     return megatron("optimizer").OptimizerConfig(
         optimizer="adam",
@@ -36,6 +36,7 @@ def optimizer_config(run: MegatronRun) -> Any:
         use_distributed_optimizer=True,
         clip_grad=run.megatron.clip_grad,
         fp8_recipe=run.megatron.fp8_recipe,
+        **more,
     )
 
 
@@ -65,11 +66,11 @@ def choose_inner(inner: str) -> None:
 def stock_optimizer(run: MegatronRun, variant: StockVariant, chunk: Any) -> Any:
     """Megatron's own get_megatron_optimizer."""
     choose_inner(variant.inner)
-    config = optimizer_config(run)
-    if variant.mode == "precision_aware":
-        config.use_precision_aware_optimizer = True
-        config.store_param_remainders = False
-        config.__post_init__()
+    aware = variant.mode == "precision_aware"
+    remainders = variant.store_param_remainders
+    config = optimizer_config(
+        run, use_precision_aware_optimizer=aware, store_param_remainders=remainders
+    )
     return megatron("optimizer").get_megatron_optimizer(config, [chunk])
 
 
@@ -84,6 +85,7 @@ def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
         backend=variant.backend,
         exp_avg_dtype=STATE_DTYPES[variant.exp_avg_dtype],
         exp_avg_sq_dtype=STATE_DTYPES[variant.exp_avg_sq_dtype],
+        store_param_remainders=variant.store_param_remainders,
     )
 
 

@@ -36,6 +36,18 @@ def memory_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().view(-1)
 
 
+def as_master(weight: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """The fp32 masters of bf16 weights: as stored, or put together from TransformerEngine's int16.
+
+    Its remainder is the lower half of the bits, and the weight one more than the upper half where
+    the remainder, as a signed number, is negative.
+    """
+    if stored.dtype != torch.int16:
+        return stored
+    upper = weight.view(torch.int16).to(torch.int32) << 16
+    return (upper + stored.to(torch.int32)).view(torch.float32)
+
+
 def own_shards(chunk: Any, optimizer: Any) -> Iterator[OwnShards]:
     """The shards of this rank after a step, in the model's order.
 
@@ -47,7 +59,8 @@ def own_shards(chunk: Any, optimizer: Any) -> Iterator[OwnShards]:
                 place = each._get_model_param_range_map(parameter)["param"]
                 state = each._get_main_param_and_optimizer_states(parameter)
                 tensors = {"weight": memory_of(parameter)[place.start : place.end]}
-                tensors |= {KINDS[key]: state[key].detach() for key in KINDS}
+                tensors |= {KINDS[key]: state[key].detach().view(-1) for key in KINDS}
+                tensors["master_param"] = as_master(tensors["weight"], tensors["master_param"])
                 yield OwnShards(name, place.start, tensors)
 
 

@@ -21,6 +21,14 @@ def grad_bytes(run: MegatronRun, variant: StockVariant | MegaoptVariant) -> int:
     return FP32 if run.reduces_in_fp32(variant) else BF16
 
 
+def state_traffic(variant: StockVariant | MegaoptVariant, moments: int, weight: int = BF16) -> int:
+    """Bytes of master, moments (so many in all) and weight, in one pass."""
+    if variant.store_param_remainders:
+        # the weight is the other half of the master: read, too
+        return 2 * (BF16 + moments + weight)
+    return 2 * (FP32 + moments) + weight
+
+
 def cast_passes(run: MegatronRun) -> dict[str, int]:
     """Megatron's passes from masters to weights after the step."""
     if run.megatron.precision == "fp32":
@@ -37,9 +45,9 @@ def stock_passes(run: MegatronRun, variant: StockVariant, fused_clip: bool) -> d
     grad = grad_bytes(run, variant)
     clips = run.megatron.clip_grad > 0
     if variant.mode == "precision_aware":
-        # the inner optimizer reads the gradient as it is, has fp32 masters and writes the weight
+        # the inner optimizer reads the gradient as it is, and writes the weight
         clip = {"clip": 2 * grad} if clips else {}
-        return {"norm": grad, **clip, "Adam": grad + 2 * (3 * FP32) + BF16}
+        return {"norm": grad, **clip, "Adam": grad + state_traffic(variant, 2 * FP32)}
     cast = {"gradient to fp32": BF16 + FP32} if grad == BF16 else {}
     # without TransformerEngine or apex Megatron scales into a new tensor and copies that back
     clip = {"clip": (2 if fused_clip else 4) * FP32} if clips else {}
@@ -51,9 +59,10 @@ def our_passes(run: MegatronRun, variant: MegaoptVariant) -> dict[str, int]:
     """Passes of ours: the norm, and one that clips, steps and writes the weight."""
     grad = grad_bytes(run, variant)
     moments = STATE_BYTES[variant.exp_avg_dtype] + STATE_BYTES[variant.exp_avg_sq_dtype]
-    fp32 = run.megatron.precision == "fp32"
-    weight = 0 if fp32 else 1 if run.megatron.fp8_param_gather else BF16
-    passes = {"norm": grad, "Adam": grad + 2 * (FP32 + moments) + weight}
+    weight = 1 if run.megatron.fp8_param_gather else BF16
+    if run.megatron.precision == "fp32":
+        weight = 0  # it is the master
+    passes = {"norm": grad, "Adam": grad + state_traffic(variant, moments, weight)}
     if run.megatron.fp8_param_gather and run.megatron.fp8_recipe != "delayed":
         # the scale is known after the step alone, when the ranks have put their amaxes together
         passes["master to fp8"] = FP32

@@ -43,6 +43,13 @@ def ours(name="ours", **keys):
     return "\n".join(["[[variant]]", f'name = "{name}"', 'kind = "megaopt"', *lines, ""])
 
 
+FP32, BF16 = "grad_reduce_in_fp32 = true", "grad_reduce_in_fp32 = false"
+ENGINE = STOCK.replace("unfused", "transformer_engine")
+ENGINE_AWARE = ENGINE + 'mode = "precision_aware"\n'
+REMAINDERS = "store_param_remainders = true\n"
+AWARE = ours(mode="precision_aware", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="float8")
+
+
 def test_what_is_left_out_has_its_default(read):
     run = read(STOCK + ours(baseline="stock"))
     assert (run.megatron.tensor_parallel, run.megatron.clip_grad) == (1, 1.0)
@@ -100,6 +107,10 @@ def test_what_is_left_out_has_its_default(read):
         (
             {"variants": STOCK + ours(exp_avg_dtype="bfloat16")},
             "exp_avg_dtype = 'bfloat16' is not allowed: 'float32' with mode = 'main_shards'",
+        ),
+        (
+            {"variants": STOCK + REMAINDERS},
+            "store_param_remainders = True is not allowed: false with mode = 'main_shards'",
         ),
         (
             {"variants": STOCK + ours(baseline="ours")},
@@ -166,11 +177,6 @@ def test_runs_are_compared_with_the_first(read):
     assert lanes == [("stock", None), ("ours", "stock"), ("ours.2", "ours"), ("ours.3", "ours")]
 
 
-FP32, BF16 = "grad_reduce_in_fp32 = true", "grad_reduce_in_fp32 = false"
-ENGINE = STOCK.replace("unfused", "transformer_engine")
-AWARE = ours(mode="precision_aware", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="float8")
-
-
 @pytest.mark.parametrize(
     ("variant", "keys", "total"),
     [
@@ -184,6 +190,9 @@ AWARE = ours(mode="precision_aware", exp_avg_dtype="bfloat16", exp_avg_sq_dtype=
         (ours(), BF16, 30),
         (ours(grad_reduce_in_fp32=False), FP32, 30),
         (ours(), FP32 + "\nprecision = 'fp32'", 32),
+        (ENGINE_AWARE + REMAINDERS, BF16, 32),
+        (ENGINE_AWARE, FP32, 42),
+        (ours(mode="precision_aware") + REMAINDERS, BF16, 2 + 2 + 2 * (2 + 2 + 8)),
         (AWARE, BF16, 2 + 2 + 2 * (4 + 2 + 1) + 2),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -66,30 +67,48 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
         folder = out / run.name
         folder.mkdir(parents=True, exist_ok=True)
 
+        teller = Teller(run, console)
+
         def on_lane(outcome: Outcome) -> None:
-            _tell(outcome, console)
+            teller.lane(outcome)
             _write(regression, folder, corpus)
 
-        regression.train(on_lane, lambda lane, step: _tell_step(run, lane, step, console))
+        regression.train(on_lane, teller.step)
     return _report(regression, folder, console)
 
 
-def _tell_step(run: MegatronRun, lane: Lane, step: int, console: Console) -> None:
-    """Lines that a log can hold: the first step, and some on the way."""
-    every = max(1, run.steps // 4)
-    if step % every == 0 or step == lane.stretches[-1].first:
-        console.print(f"{lane.name}: step {step} of {run.steps}", highlight=False)
+class Teller:
+    """Prints how a regression goes on, in lines that a log can hold.
 
+    Args:
+        run: the config.
+        console: where to.
+    """
 
-def _tell(outcome: Outcome, console: Console) -> None:
-    text = "done"
-    if outcome.failure is not None:
-        text = f"failed: {outcome.failure}"
-    elif outcome.baseline is not None:
-        different = outcome.difference
-        same = f"identical to {outcome.baseline.lane.name}"
-        text = same if different is None else f"different: {different}"
-    console.print(f"{outcome.lane.name}: {escape(text)}", soft_wrap=True, highlight=False)
+    def __init__(self, run: MegatronRun, console: Console) -> None:
+        self.run, self.console = run, console
+        self.began = time.monotonic()
+
+    def step(self, lane: Lane, step: int) -> None:
+        """The first step of a group of processes, and some on the way."""
+        every = max(1, self.run.steps // 4)
+        if step % every == 0 or step in {stretch.first for stretch in lane.stretches}:
+            self._print(f"{lane.name}: step {step} of {self.run.steps}")
+
+    def lane(self, outcome: Outcome) -> None:
+        """What came of a lane."""
+        text = "done"
+        if outcome.failure is not None:
+            text = f"failed: {outcome.failure}"
+        elif outcome.baseline is not None:
+            different = outcome.difference
+            same = f"identical to {outcome.baseline.lane.name}"
+            text = same if different is None else f"different: {different}"
+        self._print(f"{outcome.lane.name}: {text}")
+
+    def _print(self, text: str) -> None:
+        seconds = f"{time.monotonic() - self.began:5.0f} s  "
+        self.console.print(seconds + escape(text), soft_wrap=True, highlight=False)
 
 
 def _write(regression: Regression, folder: Path, corpus: Corpus) -> None:

@@ -143,9 +143,9 @@ def _meet(task: Task) -> torch.device:
     megatron("parallel_state").initialize_model_parallel(
         tensor_model_parallel_size=task.run.megatron.tensor_parallel
     )
+    torch.manual_seed(task.run.seed)
     if device.type == "cuda":
         megatron("tensor_parallel").model_parallel_cuda_manual_seed(task.run.seed)
-    torch.manual_seed(task.run.seed)
     return device
 
 

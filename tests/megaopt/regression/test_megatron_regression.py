@@ -65,7 +65,7 @@ backend = "reference"
 
 @pytest.fixture
 def write(tmp_path):
-    def write(variants, steps=4, patience=120):
+    def write(variants, steps=4, patience=300):
         path = tmp_path / "tiny.toml"
         path.write_text(RUN.format(steps=steps, patience=patience) + variants, encoding="utf-8")
         return path

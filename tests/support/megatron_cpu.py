@@ -4,6 +4,7 @@ It stays for the life of the process: for processes that do nothing else.
 """
 
 import contextlib
+import logging
 import warnings
 
 import torch
@@ -34,10 +35,15 @@ class NoStream:
 def pretend_cuda():
     """Lets this process run Megatron-Core on the CPU; its own warnings are not ours to heed."""
     warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *_, **__: NoStream()
     from megatron.core.tensor_parallel import random
 
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # which release 0.16 forgets without TransformerEngine
     random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     CudaToCpu().__enter__()

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -13,6 +14,7 @@ from megaopt.regression.unfused import adam_update, scalars_of
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 2
 BETAS, EPS = (0.9, 0.95), 1e-8
+KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def build_model(case):
             "num_moe_experts": case.experts,
             "expert_model_parallel_size": size,
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": "allgather",
             "add_bias_linear": False,
         }
     config = config_class(
@@ -250,22 +252,64 @@ class Trainer:
         return {name: hash_of(p.data) for name, p in self.chunk.module.named_parameters()}
 
     def states(self):
-        """Hashes of what this rank has of each weight: the fp32 main shard and the moments."""
+        """A hash of each whole fp32 weight and its moments, put together from all ranks."""
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self.parts())
         found = {}
-        for each in self.optimizer.chained_optimizers:
-            for buckets in each.gbuf_ranges:
-                for ranges in buckets.values():
-                    for bucket in ranges:
-                        for param in bucket["param_map"]:
-                            found[self.name(param)] = self.state_of(each, param)
+        for name, numel in sorted({part[:2] for each in parts for part in each}):
+            own = [part[2:] for each in parts for part in each if part[:2] == (name, numel)]
+            found[name] = {key: hash_of(whole(numel, own, key)) for key in KEYS}
         return found
 
-    def state_of(self, optimizer, param):
-        tensors = optimizer._get_main_param_and_optimizer_states(param)
-        return {key: hash_of(tensors[key]) for key in ("param", "exp_avg", "exp_avg_sq")}
+    def parts(self):
+        """Of each weight that this rank has a part of: name, size, where it starts, tensors."""
+        found = []
+        for each in self.optimizer.chained_optimizers:
+            if each.is_stub_optimizer:
+                continue
+            for param in each.model_param_gbuf_map:
+                tensors = each._get_main_param_and_optimizer_states(param)
+                start = each._get_model_param_range_map(param)["param"].start
+                kept = {key: tensors[key].detach().clone() for key in KEYS if key in tensors}
+                found.append((self.name(param), param.numel(), start, kept))
+        return found
 
     def name(self, param):
-        return next(n for n, own in self.chunk.module.named_parameters() if own is param)
+        name = next(n for n, own in self.chunk.module.named_parameters() if own is param)
+        parallel = megatron("parallel_state")
+        is_shared = parallel.get_tensor_model_parallel_world_size() == 1 and "experts" not in name
+        return name if is_shared else f"{name} of {dist.get_rank()}"
+
+    # --- checkpoints
+
+    def template(self, kind, is_loading):
+        model = self.chunk.module.sharded_state_dict()
+        metadata = {"distrib_optim_sharding_type": kind}
+        state = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {"model": model, "optimizer": state}
+
+    def save(self, folder, kind):
+        self.gather()
+        Path(folder).mkdir(exist_ok=True)
+        dist.barrier()
+        megatron("dist_checkpointing").save(self.template(kind, False), str(folder))
+
+    def load(self, folder, kind, done):
+        checkpoints = megatron("dist_checkpointing")
+        loaded = checkpoints.load(self.template(kind, True), str(folder))
+        self.chunk.module.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.done = done
+
+
+def whole(numel, parts, key):
+    """A tensor of parts, whose places in it are known; NaN elsewhere."""
+    if not any(key in tensors for _, tensors in parts):
+        return torch.empty(0)  # Megatron's own before the first step
+    tensor = torch.full((numel,), float("nan"))
+    for start, tensors in parts:
+        tensor[start : start + tensors[key].numel()] = tensors[key]
+    return tensor
 
 
 def hash_of(tensor):
@@ -273,8 +317,26 @@ def hash_of(tensor):
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
 
 
+def seen(trainer):
+    return {"weights": trainer.weights(), "states": trainer.states()}
+
+
 def train(case, steps=3):
     """What a rank sees of a run."""
     trainer = Trainer(case)
-    found = trainer.train(steps)
-    return {"steps": found, "weights": trainer.weights(), "states": trainer.states()}
+    return {"steps": trainer.train(steps), **seen(trainer)}
+
+
+def train_and_save(case, folder, kind, steps=2):
+    trainer = Trainer(case)
+    trainer.train(steps)
+    trainer.save(folder, kind)
+    return seen(trainer)
+
+
+def load_and_train(case, folder, kind, done=2, steps=2):
+    """A fresh run that goes on from a checkpoint: what it has at first, and in the end."""
+    trainer = Trainer(case)
+    trainer.load(folder, kind, done)
+    loaded = seen(trainer)
+    return {"loaded": loaded, "steps": trainer.train(steps), **seen(trainer)}

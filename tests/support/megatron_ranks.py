@@ -34,7 +34,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """`world` processes; a context in which they live."""
+    """`world` processes, until they are closed."""
 
     def __init__(self, world, folder):
         context = multiprocessing.get_context("spawn")
@@ -44,6 +44,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, world, meeting, theirs))
             process.start()
+            theirs.close()  # so that a dead process is noticed
             self.pipes.append(ours)
             self.processes.append(process)
 
@@ -53,19 +54,20 @@ class Ranks:
             pipe.send((function, args, kwargs))
         replies = []
         for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(PATIENCE):
-                raise RankError(f"rank {rank} of {self.world} does not answer")
-            reply = pipe.recv()
+            try:
+                reply = pipe.recv() if pipe.poll(PATIENCE) else RankError(f"rank {rank}: no answer")
+            except EOFError:
+                reply = RankError(f"rank {rank} of {self.world} died")
             if isinstance(reply, RankError):
                 self.end()
                 raise reply
             replies.append(reply)
         return replies
 
-    def __enter__(self):
-        return self
+    def is_alive(self):
+        return all(process.is_alive() for process in self.processes)
 
-    def __exit__(self, *_):
+    def close(self):
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
                 pipe.send(None)

@@ -1,0 +1,313 @@
+"""megaopt inside Megatron-Core, which runs here on the CPU, over gloo, in 1, 2 and 3 processes."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+import megatron_cases as cases
+from megatron_gpt import Case, load_and_train, train, train_and_save
+from megatron_ranks import RankError, Ranks
+
+MODES = ("main_shards", "precision_aware")
+KINDS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory):
+    """For each number of ranks processes that live as long as this module's tests."""
+    folder, started = tmp_path_factory.mktemp("ranks"), {}
+
+    def start(world):
+        if world not in started or not started[world].is_alive():
+            started[world] = Ranks(world, folder)
+        return started[world]
+
+    yield start
+    for each in started.values():
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def stock(pools):
+    """Runs of Megatron's own optimizer, each made once."""
+    kept = {}
+
+    def run(world, function, case, *args):
+        key = (world, function, repr(case), args)
+        if key not in kept:
+            kept[key] = pools(world).call(function, case, *args)
+        return kept[key]
+
+    return run
+
+
+# --- the same bits as Megatron's own passes
+
+SETTINGS = {
+    "bf16": {},
+    "bf16 gradients": {"fp32_grads": False},
+    "without overlap": {"overlap": False},
+    "weights gathered in the step": {"gathers_late": False},
+    "a bucket a parameter": {"buckets": 1},
+    "fp16": {"dtype": torch.float16},
+    "fp16 gradients": {"dtype": torch.float16, "fp32_grads": False},
+    "fp16 overflows": {"dtype": torch.float16, "initial_scale": 2.0**20},
+    "fp32": {"dtype": torch.float32},
+    "unclipped": {"clip_grad": 0.0},
+    "zeros counted": {"counts_zeros": True, "fp32_grads": False},
+    "Adam": {"adam_w_mode": False},
+    "experts": {"experts": 2},
+    "tensor parallel": {"tensor_parallel": 2},
+}
+PLACES = [(name, 2) for name in SETTINGS]
+PLACES += [(name, world) for world in (1, 3) for name in ("bf16", "bf16 gradients")]
+PLACES += [("a bucket a parameter", 3)]  # most ranks have nothing but padding of most buckets
+
+
+@pytest.mark.parametrize(("name", "world"), PLACES)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_bit_is_megatrons(pools, stock, name, world, mode):
+    settings = SETTINGS[name]
+    steps = 5 if "overflows" in name else 3
+    expected = stock(world, train, Case(**settings), steps)
+    found = pools(world).call(train, Case(plug=mode, **settings), steps)
+    assert found == expected
+    assert len({step[0] for step in found[0]["steps"]}) == steps
+    updated = {step[1] for step in found[0]["steps"]}
+    assert updated == ({True, False} if "overflows" in name else {True})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_context_manager_makes_the_same(pools, stock, mode):
+    found = pools(2).call(train, Case(plug=mode, as_context=True), 3)
+    assert found == stock(2, train, Case(), 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_under_the_interpreter(pools, stock, mode):
+    found = pools(1).call(train, Case(plug=mode, options={"backend": "triton"}), 2)
+    assert found == stock(1, train, Case(), 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sharding_moves_no_bit(pools, mode):
+    case = Case(plug=mode, clip_grad=0.0)
+    whole = pools(1).call(cases.step_given_gradients, case)[0]
+    for world in (2, 3):
+        assert pools(world).call(cases.step_given_gradients, case) == [whole] * world
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_read_where_they_lie(pools, mode):
+    for fp32, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        case = Case(plug=mode, fp32_grads=fp32, clip_grad=0.1)
+        for found in pools(2).call(cases.gradients_of, case):
+            told = {"in_buffer", "bound_once", "left_alone", "changed", "clipped"}
+            assert found == {"dtypes": {dtype}, **dict.fromkeys(told, True)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_norm_that_takes_16_bits_is_given_them(pools, stock, mode):
+    settings = {"fp32_grads": False}
+    expected = stock(2, train, Case(**settings), 3)
+    found = pools(2).call(cases.norm_of_16_bits, Case(plug=mode, **settings))
+    assert [each["steps"] for each in found] == [each["steps"] for each in expected]
+    assert {dtype for each in found for dtype in each["dtypes"]} == {torch.bfloat16}
+
+
+# --- what Megatron's own code, and users, do with main shards
+
+
+def test_main_params_can_be_edited_in_place(pools, stock):
+    expected = stock(2, cases.edit_main_params, Case())
+    assert pools(2).call(cases.edit_main_params, Case(plug="main_shards")) == expected
+    assert expected[0]["norms"]
+
+
+@pytest.mark.parametrize("with_state_dict", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_are_reloaded(pools, stock, mode, with_state_dict):
+    expected = stock(2, cases.reload_weights, Case(), with_state_dict)
+    assert pools(2).call(cases.reload_weights, Case(plug=mode), with_state_dict) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", MODES)
+def test_shards_that_moved_are_put_back(pools, stock, mode, dtype):
+    expected = stock(2, train, Case(dtype=dtype), 3)
+    assert pools(2).call(cases.move_shards, Case(plug=mode, dtype=dtype)) == expected
+
+
+# --- storage formats
+
+FORMATS = {
+    "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    "fp16": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+    "fp8": {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.uint8},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_moments_are_stored_as_asked(pools, name):
+    own, other = (
+        pools(2).call(cases.steps_of_formats, Case(plug=mode, options=FORMATS[name]))
+        for mode in MODES
+    )
+    dtype = torch.float8_e4m3fn if name == "fp8" else FORMATS[name]["exp_avg_dtype"]
+    assert {own[0]["dtypes"][key] for key in ("exp_avg", "exp_avg_sq")} == {dtype}
+    assert [each["steps"] for each in own] == [each["steps"] for each in other]
+    assert [each["states"] for each in own] == [each["states"] for each in other]
+
+
+def test_remainders_are_whole_masters_to_checkpoints(pools, tmp_path):
+    case = Case(plug="precision_aware", options={"store_param_remainders": True})
+    assert pools(2).call(cases.steps_of_formats, case)[0]["dtypes"]["master_param"] == torch.int16
+    saved = pools(2).call(train_and_save, case, tmp_path / "a", "dp_reshardable")
+    back = pools(2).call(load_and_train, case, tmp_path / "a", "dp_reshardable")
+    assert [each["loaded"] for each in back] == saved
+    other = pools(3).call(
+        load_and_train, Case(plug="main_shards"), tmp_path / "a", "dp_reshardable"
+    )
+    assert other[0]["loaded"]["states"] == saved[0]["states"]
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_resuming_equals_going_straight_on(pools, stock, tmp_path, mode, kind):
+    case = Case(plug=mode)
+    straight = stock(2, train, Case(), 4)
+    saved = pools(2).call(train_and_save, case, tmp_path / "a", kind)
+    back = pools(2).call(load_and_train, case, tmp_path / "a", kind)
+    assert [each["loaded"] for each in back] == saved
+    assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
+    assert [each["states"] for each in back] == [each["states"] for each in straight]
+    for world in (1, 3):
+        for other in pools(world).call(load_and_train, case, tmp_path / "a", kind):
+            assert other["loaded"] == saved[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_hold_padding_alone(pools, tmp_path, mode):
+    case = Case(plug=mode, buckets=1)
+    saved = pools(3).call(train_and_save, case, tmp_path / "a", "dp_reshardable")
+    for world in (3, 2):
+        back = pools(world).call(load_and_train, case, tmp_path / "a", "dp_reshardable")
+        assert all(each["loaded"] == saved[0] for each in back)
+
+
+def test_modes_load_each_others(pools, tmp_path):
+    saved = pools(2).call(train_and_save, Case(plug=MODES[0]), tmp_path / "a", "dp_reshardable")
+    back = pools(2).call(load_and_train, Case(plug=MODES[1]), tmp_path / "a", "dp_reshardable")
+    again = pools(2).call(load_and_train, Case(plug=MODES[0]), tmp_path / "a", "dp_reshardable")
+    assert back == again
+    assert [each["loaded"] for each in back] == saved
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_follow_their_masters_after_a_load(pools, tmp_path, mode):
+    saved = pools(2).call(train_and_save, Case(plug=mode), tmp_path / "a", "dp_reshardable")
+    found = pools(2).call(
+        cases.load_without_model, Case(plug=mode), tmp_path / "a", "dp_reshardable"
+    )
+    assert found == saved
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpoints_in_megatrons_older_files(pools, stock, tmp_path, mode):
+    straight = stock(2, train, Case(), 4)
+    saved = pools(2).call(cases.save_legacy, Case(plug=mode), str(tmp_path / "a"))
+    groups = saved[0]["groups"]
+    back = pools(2).call(cases.load_legacy, Case(plug=mode), str(tmp_path / "a"), groups)
+    assert [each["states"] for each in back] == [each["states"] for each in saved]
+    assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
+
+
+def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoint(pools, tmp_path):
+    case = Case(plug="main_shards")
+    saved = pools(2).call(train_and_save, case, tmp_path / "a", "dp_reshardable")
+    with pytest.raises(RankError):
+        pools(2).call(cases.die_in_a_save, case, tmp_path / "b", "dp_reshardable", 1)
+    back = pools(1).call(load_and_train, case, tmp_path / "a", "dp_reshardable")
+    assert back[0]["loaded"] == saved[0]
+
+
+# --- what it leaves behind, what it refuses
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_stays_patched(pools, mode):
+    expected = {
+        "changed": [],
+        "config": [],
+        "stock": "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+        "adam": False,
+    }
+    assert pools(1).call(cases.what_stays, Case(plug=mode)) == [expected]
+
+
+WEIGHT = "module.decoder.final_layernorm.weight"
+ERRORS = [
+    (("config", "optimizer", "sgd"), "config.optimizer='sgd' is not allowed: 'adam'"),
+    (
+        ("config", "use_distributed_optimizer", False),
+        "config.use_distributed_optimizer=False is not allowed: True",
+    ),
+    (
+        ("config", "optimizer_cpu_offload", True),
+        "config.optimizer_cpu_offload=True is not allowed: False",
+    ),
+    (
+        ("config", "use_precision_aware_optimizer", True),
+        "config.use_precision_aware_optimizer=True is not allowed with mode='main_shards'",
+    ),
+    (("ddp", "use_megatron_fsdp", True), "use_megatron_fsdp=True is not allowed"),
+    (("tagged", WEIGHT, "mtp"), f"parameter {WEIGHT!r}: grad_norm_group='mtp' is not allowed"),
+    (("quantized", WEIGHT, None), f"parameter {WEIGHT!r} is a Quantized, which is not supported"),
+    (
+        ("option", "mode", "fast"),
+        "mode='fast' is not allowed: one of main_shards, precision_aware",
+    ),
+    (("option", "contract", "exact"), "contract='exact' is not allowed: one of ieee"),
+    (("option", "exp_avg_dtype", torch.int8), "exp_avg_dtype=torch.int8 is not allowed"),
+    (
+        ("option", "store_param_remainders", True),
+        "store_param_remainders=True is not allowed with mode='main_shards'",
+    ),
+    (("version", None, "0.18.0"), "megatron-core 0.18.0 is not supported: 0.16.1 and 0.19.2 are"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ERRORS)
+def test_what_is_refused(pools, change, message):
+    ((error, unchanged),) = pools(1).call(cases.error_of, Case(plug="main_shards"), change)
+    assert error.partition(": ")[2].startswith(message)
+    assert unchanged
+
+
+def test_other_releases_can_be_tried(pools):
+    case = Case(plug="main_shards", options={"any_version": True})
+    ((error, _),) = pools(1).call(cases.error_of, case, ("version", None, "0.18.0"))
+    assert error == "no error"
+
+
+def test_importing_it_needs_no_megatron():
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from megaopt.integration.megatron import get_megatron_optimizer\n"
+        "try:\n    get_megatron_optimizer(None, [])\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "needs megatron-core, of which 0.16.1 and 0.19.2 are supported" in done.stdout

@@ -130,7 +130,8 @@ def _meet(task: Task) -> torch.device:
     # a warning and no refusal: Megatron calls operations that are marked without need
     torch.use_deterministic_algorithms(True, warn_only=True)
     # else every torch.empty would be filled, within the time taken
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False
     if device.type == "cpu":
         pretend_cuda()
     dist.init_process_group(

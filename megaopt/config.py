@@ -37,7 +37,8 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{key} = {value!r} is not allowed: {allowed}")
 
 
-def _require_at_least(owner: object, lowest: int, *keys: str) -> None:
+def require_at_least(owner: object, lowest: int, *keys: str) -> None:
+    """Raises a `ConfigError` unless each of the owner's integers under these keys is that large."""
     for key in keys:
         value = getattr(owner, key)
         require(value >= lowest, key, value, f"an integer >= {lowest}")
@@ -59,8 +60,8 @@ class ModelConfig:
     """Rows of the token embedding, at least 256: the bytes. Further rows are padding."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, 1, "layers", "heads", "width", "context")
-        _require_at_least(self, 256, "vocabulary_size")
+        require_at_least(self, 1, "layers", "heads", "width", "context")
+        require_at_least(self, 256, "vocabulary_size")
         require(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads=}")
 
 
@@ -91,7 +92,7 @@ class OptimizerConfig:
             require(math.isfinite(value) and value >= 0, key, value, "a finite number >= 0")
         for key in ("beta1", "beta2"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "a number in [0, 1)")
-        _require_at_least(self, 0, "warmup_steps")
+        require_at_least(self, 0, "warmup_steps")
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step; steps count from 1."""
@@ -204,9 +205,9 @@ class FusedVariant:
     def __post_init__(self) -> None:
         require(bool(self.baseline), "baseline", self.baseline, "the name of a baseline variant")
         if self.resume_after is not None:
-            _require_at_least(self, 1, "resume_after")
+            require_at_least(self, 1, "resume_after")
         if self.ranks is not None:
-            _require_at_least(self, 1, "ranks")
+            require_at_least(self, 1, "ranks")
             for key, allowed in (("masters", "created"), ("layout", "whole")):
                 value = getattr(self, key)
                 require(value == allowed, key, value, f"{allowed!r} with {self.ranks=}")
@@ -224,11 +225,6 @@ class FusedVariant:
 
 
 Variant = UnfusedVariant | PeerVariant | FusedVariant
-VARIANT_KINDS: dict[str, type[Any]] = {
-    "unfused": UnfusedVariant,
-    "peer": PeerVariant,
-    "fused": FusedVariant,
-}
 
 
 def with_recipe(variant: Variant, recipe: Recipe) -> Variant:
@@ -266,8 +262,8 @@ class RunConfig:
     """What is trained and compared; baselines first or last, as you like."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, 0, "seed")
-        _require_at_least(self, 1, "steps", "batch_size", "cpu_threads")
+        require_at_least(self, 0, "seed")
+        require_at_least(self, 1, "steps", "batch_size", "cpu_threads")
         names = [variant.name for variant in self.variant]
         baselines = [v.name for v in self.variant if isinstance(v, Baseline)]
         require(len(names) > 0, "variant", [], "at least one [[variant]]")
@@ -331,14 +327,31 @@ def read_config(path: str | Path) -> RunConfig:
         ConfigError: the file cannot be read, is no TOML, has an unknown key, lacks one, or holds a
             value of another type or outside its range.
     """
-    path = Path(path)
+    return build_run(RunConfig, Path(path), read_toml(Path(path)))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as it is.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+    return table
+
+
+def build_run(cls: type[T], path: Path, table: dict[str, Any]) -> T:
+    """A dataclass with a name, from the table of a file, whose stem is that name.
+
+    Raises:
+        ConfigError: as `read_config`.
+    """
     try:
         require("name" not in table, "name", table.get("name"), "the file's own name is the name")
-        return _read_table(RunConfig, {**table, "name": path.stem}, "")
+        return _read_table(cls, {**table, "name": path.stem}, "")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -364,13 +377,13 @@ def _read_table(cls: type[T], table: dict[str, Any], prefix: str) -> T:
 def _read_value(hint: Any, value: Any, key: str) -> Any:
     """Checks one value against its field's type; an integer may stand for a float."""
     if get_origin(hint) in (Union, types.UnionType):
-        # the optional types here are `int | None` and a table's, and TOML has no None
+        # an optional type is one type or None, and TOML has no None
         hint = next(each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is tuple:
         element = get_args(hint)[0]
         if get_origin(element) is Literal:
             return _read_list(element, value, key)
-        return _read_variants(value, key)
+        return _read_variants(element, value, key)
     if dataclasses.is_dataclass(hint):
         require(isinstance(value, dict), key, value, "a table")
         return _read_table(typing.cast("type[Any]", hint), value, f"{key}.")
@@ -391,16 +404,17 @@ def _read_list(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
     return tuple(_read_value(hint, each, f"{key}[{index}]") for index, each in enumerate(value))
 
 
-def _read_variants(value: Any, key: str) -> tuple[Any, ...]:
-    """Reads the [[variant]] tables; the key `kind` decides the class."""
+def _read_variants(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
+    """Reads the [[variant]] tables; the key `kind` decides which class of the union hint it is."""
     tables = isinstance(value, list) and all(isinstance(table, dict) for table in value)
     require(tables, key, value, f"tables [[{key}]]")
+    classes = {each.__dataclass_fields__["kind"].default: each for each in get_args(hint)}
     variants = []
     for number, table in enumerate(value):
         where = f"{key}[{number}]"
         kind = table.get("kind")
-        kinds = ", ".join(map(repr, VARIANT_KINDS))
-        known = isinstance(kind, str) and kind in VARIANT_KINDS
+        kinds = ", ".join(map(repr, classes))
+        known = isinstance(kind, str) and kind in classes
         require(known, f"{where}.kind", kind, f"one of {kinds}")
-        variants.append(_read_table(VARIANT_KINDS[kind], table, f"{where}."))
+        variants.append(_read_table(classes[kind], table, f"{where}."))
     return tuple(variants)

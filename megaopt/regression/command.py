@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megaopt.config import RunConfig, read_config
+from megaopt.config import RunConfig, read_config, read_toml
 from megaopt.regression.lockstep import Lane, Regression
 from megaopt.regression.picture import draw_losses
 from megaopt.regression.record import build_record, write_json
@@ -36,17 +36,24 @@ def batches_of(config: RunConfig, corpus: Corpus) -> Batches:
 def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
     """Trains the variants of a config and compares them bit for bit.
 
+    A config with a table [megatron] is trained by Megatron-Core, in processes of its own.
+
     Args:
         config_path: the TOML file.
         out: folder in which the folder of this run, named like the config, is made.
         perturb: step after whose update one bit of one master is flipped; None: never.
 
     Returns:
-        0 where every variant equals its baseline, 1 where one differs.
+        0 where every variant equals its baseline, 1 where one differs; with [megatron] 2 where one
+        failed.
 
     Raises:
         ConfigError: the config or perturb is not allowed, or a variant cannot run here.
     """
+    if "megatron" in read_toml(config_path):
+        from megaopt.regression.megatron.command import regress_megatron
+
+        return regress_megatron(config_path, out, perturb)
     config = read_config(config_path)
     console = Console()
     with deterministic(config.cpu_threads), tempfile.TemporaryDirectory() as scratch:

@@ -49,6 +49,11 @@ class Lane:
         return self.variant.name.removeprefix(f"{self.variant.recipe}.")
 
     @property
+    def recipe(self) -> str | None:
+        """Under [float8]: the variant's."""
+        return self.variant.recipe
+
+    @property
     def is_compared(self) -> bool:
         """Whether the lane has a baseline and has not differed from it yet."""
         return self.baseline is not None and self.difference is None

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from megaopt.regression.lockstep import Lane
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -20,7 +18,47 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MARKERS_PER_CURVE = 8
 
 
-def _draw_losses(axes: Any, baselines: Sequence[Lane], variants: Sequence[Lane]) -> None:
+class Place(Protocol):
+    """Where a variant first differs."""
+
+    @property
+    def step(self) -> int:
+        """Counted from 1."""
+
+    @property
+    def variant(self) -> str:
+        """Whose."""
+
+    @property
+    def tensor(self) -> str:
+        """The quantity."""
+
+
+class Curve(Protocol):
+    """A variant as it is drawn: the lanes of the regressions."""
+
+    @property
+    def short_name(self) -> str:
+        """In the legend."""
+
+    @property
+    def recipe(self) -> str | None:
+        """Whose column it is in."""
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step."""
+
+    @property
+    def baseline(self) -> Curve | None:
+        """What it was compared with."""
+
+    @property
+    def difference(self) -> Place | None:
+        """The first one."""
+
+
+def _draw_losses(axes: Any, baselines: Sequence[Curve], variants: Sequence[Curve]) -> None:
     """Baselines as broad pale lines, variants as markers that take turns along them."""
     for number, lane in enumerate(baselines):
         colour = BASELINE_COLOURS[number % len(BASELINE_COLOURS)]
@@ -32,7 +70,7 @@ def _draw_losses(axes: Any, baselines: Sequence[Lane], variants: Sequence[Lane])
         axes.plot(range(1, len(lane.losses) + 1), lane.losses, **_style(number, lane, variants))
 
 
-def _style(number: int, lane: Lane, variants: Sequence[Lane]) -> dict[str, Any]:
+def _style(number: int, lane: Curve, variants: Sequence[Curve]) -> dict[str, Any]:
     every = max(1, len(lane.losses) // MARKERS_PER_CURVE)
     return {
         "color": COLOURS[number % len(COLOURS)],
@@ -46,13 +84,13 @@ def _style(number: int, lane: Lane, variants: Sequence[Lane]) -> dict[str, Any]:
     }
 
 
-def _differences(lane: Lane) -> list[float]:
+def _differences(lane: Curve) -> list[float]:
     if lane.baseline is None:
         return []
     return [a - b for a, b in zip(lane.losses, lane.baseline.losses, strict=True)]
 
 
-def _draw_differences(axes: Any, variants: Sequence[Lane]) -> None:
+def _draw_differences(axes: Any, variants: Sequence[Curve]) -> None:
     for number, lane in enumerate(variants):
         differences = _differences(lane)
         axes.plot(range(1, len(differences) + 1), differences, **_style(number, lane, variants))
@@ -62,7 +100,7 @@ def _draw_differences(axes: Any, variants: Sequence[Lane]) -> None:
         _scale_to_one_unit(axes, variants)
 
 
-def _scale_to_one_unit(axes: Any, variants: Sequence[Lane]) -> None:
+def _scale_to_one_unit(axes: Any, variants: Sequence[Curve]) -> None:
     """Where all differences are zero, shows how small one would be that still counts."""
     losses = [loss for lane in variants for loss in lane.losses if math.isfinite(loss)]
     if not losses:
@@ -77,7 +115,7 @@ def _scale_to_one_unit(axes: Any, variants: Sequence[Lane]) -> None:
     )  # fmt: skip
 
 
-def _summary(variants: Sequence[Lane], in_short: bool = False) -> str:
+def _summary(variants: Sequence[Curve], in_short: bool = False) -> str:
     """What differs; in short for a narrow column."""
     different = [lane.difference for lane in variants if lane.difference is not None]
     if not variants:
@@ -93,7 +131,7 @@ def _summary(variants: Sequence[Lane], in_short: bool = False) -> str:
     return f"Difference from the baseline: first at {where}"
 
 
-def _draw_column(upper: Any, lower: Any, lanes: Sequence[Lane]) -> None:
+def _draw_column(upper: Any, lower: Any, lanes: Sequence[Curve]) -> None:
     _draw_losses(upper, *_parted(lanes))
     _draw_differences(lower, _parted(lanes)[1])
     for axes in (upper, lower):
@@ -102,23 +140,23 @@ def _draw_column(upper: Any, lower: Any, lanes: Sequence[Lane]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def _parted(lanes: Sequence[Lane]) -> tuple[list[Lane], list[Lane]]:
+def _parted(lanes: Sequence[Curve]) -> tuple[list[Curve], list[Curve]]:
     """Baselines, and what is compared with them."""
     baselines = [lane for lane in lanes if lane.baseline is None]
     return baselines, [lane for lane in lanes if lane.baseline is not None]
 
 
-def draw_losses(path: Path, title: str, lanes: Sequence[Lane]) -> None:
+def draw_losses(path: Path, title: str, lanes: Sequence[Curve]) -> None:
     """Writes the picture as PNG: loss curves above, differences from the baselines beneath.
 
     Under [float8] in a column for each recipe.
     """
-    recipes = list(dict.fromkeys(lane.variant.recipe for lane in lanes))
+    recipes = list(dict.fromkeys(lane.recipe for lane in lanes))
     figure = Figure(figsize=(7 + 4 * len(recipes), 7.5), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(2, len(recipes), sharex=True, height_ratios=(2, 1), squeeze=False)
     for recipe, upper, lower in zip(recipes, *rows, strict=True):
-        column = [lane for lane in lanes if lane.variant.recipe == recipe]
+        column = [lane for lane in lanes if lane.recipe == recipe]
         _draw_column(upper, lower, column)
         single = len(recipes) == 1
         upper.set_title("Loss of every variant" if single else f"Losses: {recipe}", loc="left")

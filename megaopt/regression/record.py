@@ -18,7 +18,7 @@ from megaopt.training.text import Corpus
 VERSIONS = ("megaopt", "python", "torch", "triton", "cuda_runtime", "cuda_driver")
 
 
-def _hardware(device: torch.device, described: dict[str, str | None]) -> dict[str, Any]:
+def hardware(device: torch.device, described: dict[str, str | None]) -> dict[str, Any]:
     """What the run computed on."""
     return {
         "device": device.type,
@@ -47,7 +47,7 @@ def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
     described = environment.describe()
     return {
         "versions": {key: described[key] for key in VERSIONS},
-        "hardware": _hardware(regression.device, described),
+        "hardware": hardware(regression.device, described),
         "config": dataclasses.asdict(regression.config),
         "perturb": regression.perturb,
         "corpus": {

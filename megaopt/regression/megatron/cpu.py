@@ -1,0 +1,51 @@
+"""What makes Megatron-Core run without CUDA: it names the GPU in some forty places.
+
+Tensors that it wants on "cuda" are made on the CPU, dtypes are spelled as those of CUDA tensors
+(Megatron tells weights by "torch.cuda.BFloat16Tensor"), streams do nothing, and the random states
+of the GPU are not kept. Nothing of this is needed where there is a GPU. It stays for the life of
+the process: to be called in one that trains and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class NoStream:
+    """A CUDA stream's methods, doing nothing: on the CPU everything is in order already."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class CudaToCpu(TorchFunctionMode):
+    """Makes on the CPU what is asked for on the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls func with the device "cuda" replaced."""
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+def pretend_cuda() -> None:
+    """Lets this process run Megatron-Core on the CPU."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_, **__: None
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: NoStream()
+    random = import_module("megatron.core.tensor_parallel.random")
+    random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    mode: Any = CudaToCpu()
+    mode.__enter__()

@@ -1,0 +1,95 @@
+"""The record of a Megatron-Core regression, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from megaopt import environment
+from megaopt.regression.megatron.rank import settings
+from megaopt.regression.megatron.regression import Outcome, Regression, is_installed
+from megaopt.regression.megatron.result import Result
+from megaopt.regression.megatron.traffic import bytes_per_parameter
+from megaopt.regression.record import VERSIONS, hardware
+from megaopt.training.text import Corpus
+
+PACKAGES = ("megatron-core", "transformer_engine", "apex")
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def measured(regression: Regression, result: Result) -> dict[str, Any]:
+    """Times, memory, and the bytes that a step should move."""
+    fused_clip = is_installed("transformer_engine") or is_installed("apex")
+    variant = result.lane.variant
+    return {
+        "optimizer_milliseconds": 1000 * result.median("optimizer_seconds"),
+        "step_milliseconds": 1000 * result.median("seconds"),
+        "measured_steps": len(result.measured),
+        "state_bytes": result.state_bytes,
+        "peak_bytes": result.largest("peak_bytes"),
+        "optimizer_extra_bytes": result.largest("optimizer_extra_bytes"),
+        "allocated_bytes": result.largest("allocated_bytes"),
+        "bytes_per_parameter": bytes_per_parameter(regression.run, variant, fused_clip),
+        "ranks": result.lane.stretches[-1].ranks,
+        "summaries": result.summaries,
+    }
+
+
+def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
+    """What is known of a lane."""
+    difference, result = outcome.difference, outcome.result
+    compared = outcome.lane.baseline is not None and outcome.failure is None
+    record: dict[str, Any] = {
+        "variant": outcome.lane.variant.name,
+        "baseline": outcome.lane.baseline,
+        "identical": difference is None if compared else None,
+        "first_difference": None if difference is None else dataclasses.asdict(difference),
+        "failure": outcome.failure,
+    }
+    if result is None:
+        return record
+    last = [rank["fingerprints"] for rank in result.steps[-1].ranks]
+    return {
+        **record,
+        "losses": [loss.hex() for loss in result.losses],
+        "grad_norms": [step.ranks[0]["grad_norm"] for step in result.steps],
+        "fingerprints": {name: bits for each in last for name, bits in each.items()},
+        "measured": measured(regression, result),
+    }
+
+
+def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
+    """The record of a regression so far; losses and norms are hexadecimal floats."""
+    difference = regression.first_difference()
+    described = environment.describe()
+    finished = len(regression.outcomes) == len(regression.lanes)
+    return {
+        "versions": {key: described[key] for key in VERSIONS}
+        | {name: package_version(name) for name in PACKAGES},
+        "hardware": hardware(torch.device(regression.device), described),
+        "settings": settings(),
+        "config": dataclasses.asdict(regression.run),
+        "perturb": regression.perturb,
+        "corpus": {
+            "sha256": corpus.sha256,
+            "bytes": corpus.tokens.numel(),
+            "files": corpus.files,
+        },
+        "variants": {
+            name: outcome_record(regression, outcome)
+            for name, outcome in regression.outcomes.items()
+        },
+        "finished": finished,
+        "identical": finished and difference is None and not regression.failed,
+        "first_difference": None if difference is None else dataclasses.asdict(difference),
+    }

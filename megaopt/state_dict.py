@@ -11,14 +11,13 @@ import torch
 
 from megaopt.batches import MASTER, SCALE, state_name
 from megaopt.kernels.step.batch import Formats
-from megaopt.options import Options, check_group, number
+from megaopt.options import MARKS, Options, check_group, number
 from megaopt.state import State, set_unscaled
 
 if TYPE_CHECKING:
     from megaopt.stateful import StatefulOptimizer
 
-# Keys of a group in a state dict, by policy. Ours alone: they say what the bits mean.
-MARKS = ("contract", "adam_w_mode")
+# Keys of a group in a state dict, by policy, beside MARKS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
 # torch's: features that must be off.
@@ -35,8 +34,8 @@ class Loaded:
 
 def mark(packed: dict[str, Any], options: Options) -> dict[str, Any]:
     """Adds to every group of a state dict what a load compares."""
-    marks = {name: getattr(options, name) for name in MARKS}
-    return {**packed, "param_groups": [{**group, **marks} for group in packed["param_groups"]]}
+    groups = [{**group, **options.marks} for group in packed["param_groups"]]
+    return {**packed, "param_groups": groups}
 
 
 def read(

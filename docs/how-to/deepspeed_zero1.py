@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-1: FusedAdam steps each rank's part of DeepSpeed's fp32 masters.
 
-torchrun --nproc-per-node 2 docs/how-to/deepspeed_zero1.py --folder out [--resume step-3]
+torchrun --nproc-per-node 2 docs/how-to/deepspeed_zero1.py --folder out [--resume out/step-3]
 """
 
 import argparse
@@ -49,7 +49,7 @@ def build_optimizer(
     return optimizer, warmup
 
 
-def train(folder: Path, resume: str | None = None) -> None:
+def train(folder: Path, resume: Path | None = None) -> None:
     """Trains up to step STEPS, with a checkpoint after WARMUP steps and at the end."""
     model = build_model()
     optimizer, warmup = build_optimizer(model)
@@ -57,7 +57,7 @@ def train(folder: Path, resume: str | None = None) -> None:
         model=model, optimizer=optimizer, lr_scheduler=warmup, config=CONFIG
     )
     if resume is not None:
-        engine.load_checkpoint(str(folder), tag=resume)
+        engine.load_checkpoint(str(resume.parent), tag=resume.name)
     rank = dist.get_rank()
     for step in range(engine.global_steps, STEPS):
         loss = loss_of(engine, batch_of(step, rank))
@@ -72,7 +72,7 @@ def main(options: Sequence[str] | None = None) -> None:
     """What torchrun starts once for each rank, with these options instead of the command line's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints")
-    parser.add_argument("--resume", help="the checkpoint in the folder to go on from")
+    parser.add_argument("--resume", type=Path, help="the checkpoint to go on from")
     arguments = parser.parse_args(options)
     deepspeed.init_distributed()
     train(arguments.folder, arguments.resume)

@@ -56,7 +56,7 @@ def build_trainer(folder: Path) -> Trainer:
     return Trainer(
         build_model(),
         arguments,
-        train_dataset=examples(),  # type: ignore[arg-type]  # a list is all that it needs
+        train_dataset=examples(),
         optimizer_cls_and_kwargs=(FusedAdam, options),
     )
 

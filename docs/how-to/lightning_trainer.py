@@ -47,7 +47,7 @@ def batches() -> DataLoader[torch.Tensor]:
     """BATCHES of shape (BATCH, 16), the same in every epoch."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(BATCHES * BATCH, 16, generator=generator)
-    return DataLoader(rows, batch_size=BATCH)  # type: ignore[arg-type]  # a tensor is all it needs
+    return DataLoader(rows, batch_size=BATCH)
 
 
 def build_trainer(folder: Path) -> Trainer:

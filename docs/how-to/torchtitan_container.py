@@ -52,9 +52,7 @@ def optimizer_config() -> FusedAdamContainer.Config:
                 optimizer_name="FusedAdam",
                 optimizer_kwargs={**decayed, "weight_decay": 0.0},
             ),
-            ParamGroupConfig(
-                pattern=".*", optimizer_name="FusedAdam", optimizer_kwargs=decayed
-            ),
+            ParamGroupConfig(pattern=".*", optimizer_name="FusedAdam", optimizer_kwargs=decayed),
         ],
         optimizer_factory_kwargs_by_name={"FusedAdam": {"dtype": torch.float32}},
     )

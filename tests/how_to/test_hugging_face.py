@@ -1,10 +1,9 @@
 import pytest
 import torch
-from how_to import script
+from how_to import needs, script
 from runs import assert_same
 
-for package in ("transformers", "accelerate"):
-    pytest.importorskip(package, reason=f"needs {package}")
+pytestmark = needs("transformers", "accelerate")
 
 OPTIONS = {"betas": (0.9, 0.95), "dtype": torch.float32}
 

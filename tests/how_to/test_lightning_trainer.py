@@ -1,11 +1,10 @@
 import pytest
 import torch
-from how_to import script
+from how_to import needs, script
 from runs import assert_same
 
-pytest.importorskip("lightning", reason="needs lightning")
-
 pytestmark = [
+    needs("lightning"),
     # Lightning 2.6 asks for a class that torch 2.13 deprecates
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     # the resumed run writes into a folder of its own

@@ -4,16 +4,14 @@ import shutil
 
 import pytest
 import torch
-from how_to import script
+from how_to import needs, script
 from runs import assert_same
 from torch.optim.lr_scheduler import LambdaLR
-
-pytest.importorskip("torchtitan.components.optimizer", reason="needs torchtitan")
-pytest.importorskip("torchtitan.components.checkpoint", reason="needs torchtitan's requirements")
 
 from megaopt import FusedAdam
 
 pytestmark = [
+    needs("torchtitan"),
     # torchtitan 0.3 asks a schedule for its rate outside of a step, when it loads one
     pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning"),
 ]

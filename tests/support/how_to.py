@@ -6,9 +6,16 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+
+
+def needs(*packages):
+    """Skips a file's tests where a package is not installed; imports none for it."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 def script(name):

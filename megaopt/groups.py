@@ -17,7 +17,7 @@ from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
 from megaopt.masters import MasterWeights, check_master_weights
-from megaopt.options import Options, check_group, check_weight
+from megaopt.options import Options, check_group, check_group_options, check_weight
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -36,7 +36,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self.options = options
         self._master_weights: MasterWeights = None
         self._forget()
-        super().__init__(params, {**defaults, "step": 0})
+        super().__init__(params, {**defaults, "step": 0, **options.marks})
         self.master_weights = master_weights
 
     def _forget(self) -> None:
@@ -57,6 +57,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group, f"group {len(self.param_groups) - 1}")
+            check_group_options(group, self.options, f"group {len(self.param_groups) - 1}")
             for index, param in enumerate(group["params"]):
                 self._check_param(param, self._where(len(self.param_groups) - 1, index))
             if self.options.capturable:

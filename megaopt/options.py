@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ TORCH_REFUSES = {
     torch.float8_e4m3fn: "torch's optimizers keep none in fp8",
 }
 """Moments that contract torch does not cover, and why."""
+
+MARKS = ("contract", "adam_w_mode")
+"""Options that every group and every state dict names: they say what the bits of a state mean.
+
+They are keys of the groups from the start, as torchtitan and torch.distributed.checkpoint read from
+a flattened state dict only what the optimizer's own groups have.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,11 @@ class Options:
                 f"{', '.join(allowed)}"
             )
 
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What every group and every state dict names."""
+        return {name: getattr(self, name) for name in MARKS}
+
     def moment_format(self, dtype: torch.dtype) -> Format:
         """How a moment is stored: under contract torch fp16 has no scale, as torch keeps it."""
         plain = self.contract == "torch" and dtype == torch.float16
@@ -122,6 +134,26 @@ def check_group(group: Mapping[str, Any], where: str) -> None:
         check(f"betas[{index}]", beta, fits, "at least 0, less than 1")
     step = group["step"]
     check("step", step, isinstance(step, int) and step >= 0, "a whole number, at least 0")
+
+
+def check_group_options(group: Mapping[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError where a new group asks for what is one choice for all groups."""
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ValueError(f"{where}: {name}={group[name]!r} is not allowed: False")
+    for name in ("master_weights", "use_decoupled_grad"):
+        if name in group:
+            raise ValueError(
+                f"{where}: {name} is not allowed in a group: it is an argument of the optimizer"
+            )
+    # torch's groups all name capturable, which moves no number
+    for name in {field.name for field in fields(options)} - {"capturable"}:
+        own = getattr(options, name)
+        if name in group and group[name] != own:
+            raise ValueError(
+                f"{where}: {name}={group[name]!r} is not allowed: {own!r}, the optimizer's own "
+                "argument, which holds for all groups"
+            )
 
 
 def check_clipping(clip_norm: Any, coefficient: Any) -> None:

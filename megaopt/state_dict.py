@@ -12,14 +12,13 @@ import torch
 from megaopt.batches import MASTER, SCALE, state_name
 from megaopt.dtensor import check_sharding, local_of, locals_of, sharded_state
 from megaopt.kernels.step.batch import Formats
-from megaopt.options import Options, check_group, number
+from megaopt.options import MARKS, Options, check_group, number
 from megaopt.state import State, set_unscaled
 
 if TYPE_CHECKING:
     from megaopt.stateful import StatefulOptimizer
 
-# Keys of a group in a state dict, by policy. Ours alone: they say what the bits mean.
-MARKS = ("contract", "adam_w_mode")
+# Keys of a group in a state dict, by policy, beside MARKS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
 # torch's: features that must be off.
@@ -39,12 +38,11 @@ def mark(packed: dict[str, Any], options: Options) -> dict[str, Any]:
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None.
     """
-    marks = {name: getattr(options, name) for name in MARKS}
     state = {
         key: {name: value for name, value in own.items() if value is not None}
         for key, own in packed["state"].items()
     }
-    groups = [{**group, **marks} for group in packed["param_groups"]]
+    groups = [{**group, **options.marks} for group in packed["param_groups"]]
     return {**packed, "state": state, "param_groups": groups}
 
 

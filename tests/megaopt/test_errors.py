@@ -115,6 +115,36 @@ def test_hyper_parameters_of_a_group_are_checked(hyper, message):
     assert len(optimizer.param_groups) == 1
 
 
+OF_ALL_GROUPS = {
+    "dtype": ({"dtype": FP32}, r"dtype=torch.float32 .*: None, the optimizer's own argument"),
+    "contract": ({"contract": "te"}, r"contract='te' is not allowed: 'ieee', .*all groups"),
+    "adam_w_mode": ({"adam_w_mode": False}, r"adam_w_mode=False is not allowed: True"),
+    "exp_avg_dtype": ({"exp_avg_dtype": BF16}, r"exp_avg_dtype=torch.bfloat16 .*torch.float32"),
+    "master_weights": ({"master_weights": True}, r"master_weights is not allowed in a group"),
+    "use_decoupled_grad": ({"use_decoupled_grad": True}, r"use_decoupled_grad is not allowed in a"),
+    "amsgrad": ({"amsgrad": True}, r"amsgrad=True is not allowed: False"),
+    "maximize": ({"maximize": True}, r"maximize=True is not allowed: False"),
+}
+
+
+@pytest.mark.parametrize(("option", "message"), OF_ALL_GROUPS.values(), ids=OF_ALL_GROUPS)
+def test_what_holds_for_all_groups_is_refused_in_one(option, message):
+    optimizer = FusedAdam(parameters([(3,)]))
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="group 1: " + message):
+        optimizer.add_param_group({"params": parameters([(2,)]), **option})
+    assert_same(snapshot(optimizer), before)
+
+
+def test_groups_of_torchs_optimizers_are_taken_as_they_are():
+    params = parameters(SHAPES, FP32)
+    groups = torch.optim.AdamW(params, lr=2e-3, weight_decay=0.1, foreach=True).param_groups
+    found, expected = FusedAdam(groups), FusedAdam(parameters(SHAPES, FP32), 2e-3, weight_decay=0.1)
+    for optimizer in (found, expected):
+        train(optimizer, 2)
+    assert_same(params, expected.param_groups[0]["params"])
+
+
 @pytest.mark.parametrize("steps", [0, 2], ids=["at_the_first_step", "later"])
 @pytest.mark.parametrize(("hyper", "message"), HYPER.values(), ids=HYPER)
 def test_what_a_scheduler_writes_is_checked(hyper, message, steps):

@@ -60,6 +60,19 @@ def test_straight_is_the_same_as_resumed(options, through):
     assert_same_run(after, straight)
 
 
+@all_formats
+def test_a_load_needs_no_more_of_a_group_than_the_own_groups_have(options):
+    """torchtitan and torch.distributed.checkpoint flatten a state dict and read only that back."""
+    before, after = made(options), made(options)
+    train(before, 2)
+    copy_weights(before, after)
+    saved = before.state_dict()
+    pairs = zip(saved["param_groups"], after.param_groups, strict=True)
+    saved["param_groups"] = [{key: group[key] for key in own} for group, own in pairs]
+    after.load_state_dict(saved)
+    assert_same_run(after, before)
+
+
 @pytest.mark.parametrize(("first", "second"), [("triton", "reference"), ("reference", "triton")])
 def test_a_run_resumes_on_another_backend(first, second):
     options = FORMATS["fp16_master_bf16_fp16"]

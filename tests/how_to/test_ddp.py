@@ -1,0 +1,43 @@
+import pytest
+import torch
+from how_to import run_ranks, script
+from runs import assert_same
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    straight, resumed = (tmp_path_factory.mktemp(name) for name in ("straight", "resumed"))
+    resume = ["--folder", str(resumed), "--resume", str(straight / "step-3.pt")]
+    run_ranks("ddp", [["--folder", str(straight)], resume])
+    return straight, resumed
+
+
+def plain_loop():
+    """One process, no DDP: the mean of both ranks' gradients, in the gradients' own dtype."""
+    ddp = script("ddp")
+    model = ddp.build_model()
+    optimizer, warmup = ddp.build_optimizer(model)
+    for step in range(ddp.STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (ddp.loss_of(model, ddp.batch_of(step, rank)) / 2).backward()
+        optimizer.step()
+        warmup.step()
+    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+
+
+def load(folder, name):
+    saved = torch.load(folder / name)
+    return {"model": dict(saved["model"]), "optimizer": saved["optimizer"]}
+
+
+def test_ranks_have_the_bits_of_a_plain_loop(folders):
+    straight, _ = folders
+    assert_same(load(straight, "step-6.pt"), plain_loop())
+    assert_same(load(straight, "step-6-rank-1.pt"), plain_loop())
+
+
+def test_resumed_is_straight(folders):
+    straight, resumed = folders
+    assert_same(load(resumed, "step-6.pt"), load(straight, "step-6.pt"))
+    assert not (resumed / "step-3.pt").exists()

@@ -1,0 +1,50 @@
+"""Runs the scripts of docs/how-to."""
+
+import importlib.util
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+
+
+def needs(*packages):
+    """Skips a file's tests where a package is not installed; imports none for it."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
+def script(name):
+    """docs/how-to/<name>.py as a module."""
+    qualified = f"how_to_{name}"
+    spec = importlib.util.spec_from_file_location(qualified, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[qualified] = module  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run_ranks(name, runs, world_size=2):
+    """Runs a script's main as torchrun starts it; each process once for each list of options."""
+    ports = [free_port() for _ in runs]
+    arguments = (name, runs, ports, world_size)
+    torch.multiprocessing.spawn(_run_rank, arguments, nprocs=world_size)
+
+
+def _run_rank(rank, name, runs, ports, world_size):
+    main = script(name).main
+    for options, port in zip(runs, ports, strict=True):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+        os.environ.update({key: str(value) for key, value in place.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        main(options)

@@ -123,4 +123,4 @@ def put_together(amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]]) -> 
         own = [amax for _, amax in sorted(amaxes[group], key=lambda each: each[0])]
         together = torch.cat(own)
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-        torch._foreach_copy_(own, list(together.split([len(amax) for amax in own])))
+        torch._foreach_copy_(own, list(torch.split(together, [len(amax) for amax in own])))

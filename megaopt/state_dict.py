@@ -77,6 +77,8 @@ def read(
             )
         if not saved:
             continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
+        # unflattened by torch.distributed.checkpoint, what was None comes back as {}
+        saved = {name: value for name, value in saved.items() if not _is_empty(value)}
         param, where = params[positions[key]], wheres[positions[key]]
         take = _ours if ours else _foreign
         for name in (*optimizer.rule.moments, MASTER):
@@ -84,6 +86,10 @@ def read(
         state = take(locals_of(saved), optimizer, local_of(param), where)
         states[param] = sharded_state(param, state)
     return Loaded(states, groups)
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def _saved_order(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[Any]:

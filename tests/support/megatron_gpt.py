@@ -171,18 +171,30 @@ def build_optimizer(case, chunk, config=None):
     return ours.get_megatron_optimizer(config, [chunk], **options)
 
 
+MADE: list[tuple[int, int]] = []
+"""The sizes for which this process's Megatron has process groups now."""
+
+
+def make_groups(tensor_parallel, experts):
+    """Megatron's process groups, made anew only where sizes change: gloo's threads never end."""
+    states = megatron("parallel_state")
+    if MADE == [(tensor_parallel, experts)]:
+        return
+    if states.model_parallel_is_initialized():
+        states.destroy_model_parallel()
+    states.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel, expert_model_parallel_size=experts
+    )
+    MADE[:] = [(tensor_parallel, experts)]
+
+
 class Trainer:
     """Model, optimizer, data."""
 
     def __init__(self, case):
-        states = megatron("parallel_state")
-        if states.model_parallel_is_initialized():
-            states.destroy_model_parallel()
         world = dist.get_world_size()
-        states.initialize_model_parallel(
-            tensor_model_parallel_size=case.tensor_parallel,
-            expert_model_parallel_size=world if case.experts and world <= case.experts else 1,
-        )
+        experts = world if case.experts and world <= case.experts else 1
+        make_groups(case.tensor_parallel, experts)
         self.case, self.done = case, 0
         self.config, self.chunk = build_model(case)
         self.optimizer = build_optimizer(case, self.chunk)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,11 +50,18 @@ class MainShardAdam(torch.optim.Optimizer):
     Args:
         fused: its groups have the main shards, all fp32. It steps `weights` from then on, with the
             mains as their masters.
-        weights: for each group a list: views of the parameter buffer; the main shard itself where
-            the weights are fp32.
+        weights: for each group a list: views of the parameter buffer, or parts of fp8 weights; the
+            main shard itself where the weights are fp32.
+        absent: empty parts of fp8 weights of which Megatron gives this rank nothing, but whose
+            scales it needs: in a group of their own, of which Megatron does not know.
     """
 
-    def __init__(self, fused: ShardAdam, weights: list[list[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        fused: ShardAdam,
+        weights: list[list[torch.Tensor]],
+        absent: Sequence[torch.Tensor] = (),
+    ) -> None:
         super().__init__([{"params": []}], fused.defaults)
         self.fused = fused
         self.param_groups = fused.param_groups
@@ -63,7 +71,11 @@ class MainShardAdam(torch.optim.Optimizer):
         ]
         places = zip(self._lists, weights, strict=True)
         pairs = [pair for mains, own in places for pair in zip(mains, own, strict=True)]
-        fused.master_weights = [None if main is weight else main for main, weight in pairs]
+        masters = [None if main is weight else main for main, weight in pairs]
+        if absent:
+            fused.param_groups.append({**self.param_groups[0], "params": list(absent)})
+            masters += [torch.zeros(0, device=shard.device) for shard in absent]
+        fused.master_weights = masters
         self.state = MainState(fused, dict(pairs))  # type: ignore[assignment]  # of one meaning
 
     @property
@@ -83,7 +95,7 @@ class MainShardAdam(torch.optim.Optimizer):
         """
         self._hand_over()
         loss = self.fused.step(closure)
-        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
+        for group, own in zip(self.param_groups, self.fused.param_groups, strict=False):
             group["step"] = own["step"]
         return loss
 
@@ -95,13 +107,17 @@ class MainShardAdam(torch.optim.Optimizer):
                 f"{len(lists)} groups with other lists of parameters are not allowed: those that "
                 "Megatron's distributed optimizer made"
             )
-        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
+        known = self.param_groups, self.fused.param_groups
+        for group, own in itertools.zip_longest(*known, fillvalue=self.param_groups[0]):
             own.update({name: value for name, value in group.items() if name != "params"})
 
     def state_dict(self) -> dict[str, Any]:
         """Moments by the place of their main shard; the main shards themselves are Megatron's."""
         self._hand_over()
         packed = self.fused.state_dict()
+        del packed["param_groups"][len(self.param_groups) :]
+        count = sum(map(len, self._lists))
+        packed["state"] = {place: s for place, s in packed["state"].items() if place < count}
         for state in packed["state"].values():
             state.pop(MASTER, None)
         return packed
@@ -112,11 +128,17 @@ class MainShardAdam(torch.optim.Optimizer):
         state_dict = cleaned(state_dict)
         if state_dict["state"]:
             self.fused.initialize_states()
-        held = self.fused.state_dict()["state"]
+        packed = self.fused.state_dict()
+        held, count = packed["state"], sum(map(len, self._lists))
         for place, state in state_dict["state"].items():
             state[MASTER] = held.get(place, {}).get(MASTER)
+        if state_dict["state"]:
+            state_dict["state"] |= {place: s for place, s in held.items() if place >= count}
+        for group in packed["param_groups"][len(self.param_groups) :]:
+            step = state_dict["param_groups"][0]["step"]
+            state_dict["param_groups"].append({**group, "step": step})
         self.fused.load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
+        for group, own in zip(self.param_groups, self.fused.param_groups, strict=False):
             group.update({name: value for name, value in own.items() if name != "params"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 import megaopt
+import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
+from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.adam import ShardAdam
 from megaopt.options import Options, one_of
 
@@ -19,7 +21,7 @@ REQUIRED = {
     "use_distributed_optimizer": (True, "it steps the distributed optimizer's shards"),
     "optimizer_cpu_offload": (False, "the step writes into the parameter buffer on the device"),
     "optimizer_cuda_graph": (False, "what Megatron computes between norm and step is not captured"),
-    "reuse_grad_buf_for_mxfp8_param_ag": (False, "fp8 parameters are not supported"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (False, "MXFP8 parameters are not supported"),
 }
 """Fields of Megatron's OptimizerConfig: what is allowed, and why."""
 
@@ -107,16 +109,26 @@ class Choices:
                     "use_megatron_fsdp=True is not allowed: shards are the distributed optimizer's"
                 )
             for name, param in chunk.named_parameters():
-                check_parameter(name, param)
+                check_parameter(name, param, self.mode)
 
 
-def check_parameter(name: str, param: torch.Tensor) -> None:
+def check_parameter(name: str, param: torch.Tensor, mode: str) -> None:
     """Raises ValueError for a parameter of a model that cannot be stepped."""
+    try:
+        weight = foreign_weight(param)
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r}: {error}") from None
     kind = type(param.data)
-    if kind is not torch.Tensor:
+    if weight is not None and (mode != "main_shards" or weight.recipe.scaling == "mxfp8"):
         raise ValueError(
-            f"parameter {name!r} is a {kind.__name__}, which is not supported yet: parameters in "
-            "fp32, bf16 or fp16, without fp8_param_gather"
+            f"parameter {name!r} is a {kind.__name__} ({weight.recipe.scaling}), which is not "
+            f"allowed with mode={mode!r}: in fp8 those with delayed, current or 128x128 scaling, "
+            "with mode='main_shards'"
+        )
+    if weight is None and kind is not torch.Tensor:
+        raise ValueError(
+            f"parameter {name!r} is a {kind.__name__}, which is not allowed: fp32, bf16, fp16, or "
+            "an fp8 tensor of TransformerEngine's"
         )
     group = getattr(param, "grad_norm_group", None)
     if group is not None:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from megaopt.batches import MASTER
+from megaopt.float8.shard import Float8Shard
 from megaopt.integration.megatron.adam import MainShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
+from megaopt.integration.megatron.float8 import absent_shards
 
 
 class Sharded(CheckpointedOptimizer):
@@ -123,8 +125,9 @@ class Sharded(CheckpointedOptimizer):
             setattr(param, self.grad_name, grad)
 
     def _flat_shards(self) -> list[Any]:
-        """In the order of Megatron's parameters."""
-        return [shard for group in self.fused.param_groups for shard in group["params"]]
+        """In the order of Megatron's parameters; those that it gives this rank nothing of apart."""
+        groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
+        return [shard for group in groups for shard in group["params"]]
 
     def _may_have_16_bit_norm(self) -> bool:
         """Whether the norm's kernel sums bf16 or fp16 gradients as it would sum fp32 copies.
@@ -225,6 +228,8 @@ class Sharded(CheckpointedOptimizer):
         """Megatron's; shards of weights lie in the parameter buffer again."""
         super().restore_from_cpu()
         for model, shard in self.shards.items():
+            if isinstance(shard, Float8Shard):
+                continue  # it has no memory of its own
             part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
             index, _, bucket = self.model_param_gbuf_map[model]
             place = self.buffers[index].buckets[bucket].param_data.view(-1)[part.start : part.end]
@@ -240,8 +245,19 @@ class MainShards(Sharded):
 
     def _take_shards(self) -> None:
         super()._take_shards()
-        both = zip(self.shard_fp32_groups, self.shard_float16_groups, strict=True)
-        self.optimizer = MainShardAdam(self.fused, [[*ours, *casts] for ours, casts in both])
+        both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
+        weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
+        self.optimizer = MainShardAdam(self.fused, weights, absent_shards(self))
+
+    def refresh_weights(self) -> None:
+        """Casts every master into its shard of the weights; the ranks have to gather them.
+
+        fp8 weights by Megatron's own pass, with scales that the ranks find together.
+        """
+        if any(isinstance(shard, Float8Shard) for shard in self.shards.values()):
+            self._copy_main_params_to_model_params()
+        else:
+            super().refresh_weights()
 
 
 class PrecisionAware(Sharded):

@@ -14,7 +14,7 @@ from megaopt.batches import SCALE, Batch
 from megaopt.float8.delayed import update_scales
 from megaopt.float8.foreign import ForeignWeight, foreign_weight
 from megaopt.float8.parts import Parts, Weight
-from megaopt.float8.ranks import group_of, put_together
+from megaopt.float8.ranks import group_of, order_of, put_together
 from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.formats import MASTERS
@@ -180,8 +180,9 @@ class Float8Batch(Batch):
         return group_of(self.params[0])
 
     def amaxes(self) -> list[tuple[int, torch.Tensor]]:
-        """The parameters' places, and their weights' amaxes, which a step has raised."""
-        return list(zip(self.positions, self._own_amaxes, strict=True))
+        """The parameters' numbers, and their weights' amaxes, which a step has raised."""
+        orders = map(order_of, self.params, self.positions)
+        return list(zip(orders, self._own_amaxes, strict=True))
 
     def why_not_captured(self) -> str | None:
         """None where a CUDA graph can repeat the step of these weights, else the reason."""

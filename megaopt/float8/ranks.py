@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megaopt.float8.foreign import foreign_weight
 from megaopt.float8.shard import Float8Shard
+from megaopt.float8.weight import Float8Weight
+from megaopt.kernels.float8 import Float8Recipe
 
 Group = dist.ProcessGroup
 
@@ -38,6 +41,12 @@ def check_shared(param: torch.Tensor, where: str) -> None:
         )
 
 
+def order_of(param: torch.Tensor, place: int) -> int:
+    """By what ranks put the weights of a group in one order; `place` is the parameter's."""
+    order = getattr(param, "order", None)
+    return place if order is None else int(order)
+
+
 def groups_of(params: Iterable[torch.Tensor]) -> list[Group]:
     """The groups that share some of the parameters, in an order that all their ranks have."""
     one_of_each = {param.group: param for param in params if isinstance(param, Float8Shard)}
@@ -60,7 +69,8 @@ class Agreement:
 
     def __init__(self, params: Sequence[torch.Tensor], grads: Sequence[object]) -> None:
         self.has_grad: dict[Group, dict[torch.Tensor, bool]] = {}
-        for param, grad in zip(params, grads, strict=True):
+        places = sorted(range(len(params)), key=lambda place: order_of(params[place], place))
+        for param, grad in ((params[place], grads[place]) for place in places):
             group = group_of(param)
             if group is not None:
                 self.has_grad.setdefault(group, {})[param] = grad is not None
@@ -104,7 +114,7 @@ class Agreement:
 def _signature(has_grad: Mapping[torch.Tensor, bool]) -> int:
     """63 bits of what the ranks have to have alike: the weights that are stepped, in order."""
     stepped = [
-        (tuple(param.weight.shape), param.weight.recipe, param.dtype)
+        (tuple(param.weight.shape), _recipe(param), param.dtype)
         for param, given in has_grad.items()
         if given and isinstance(param, Float8Shard)
     ]
@@ -112,14 +122,21 @@ def _signature(has_grad: Mapping[torch.Tensor, bool]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def _recipe(param: Float8Shard) -> Float8Recipe | None:
+    if isinstance(param.weight, Float8Weight):
+        return param.weight.recipe
+    found = foreign_weight(param.weight)
+    return None if found is None else found.recipe
+
+
 def put_together(amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]]) -> None:
     """Raises amaxes to the largest of all ranks.
 
     Args:
-        amaxes: for each group parameters' places among the optimizer's, and their amaxes.
+        amaxes: for each group parameters' numbers (order_of), and their amaxes.
     """
     for group in in_order(amaxes):
-        # by place, not by batch: gradients of another dtype make other batches
+        # by number, not by batch: gradients of another dtype make other batches
         own = [amax for _, amax in sorted(amaxes[group], key=lambda each: each[0])]
         together = torch.cat(own)
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)

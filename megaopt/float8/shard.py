@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaopt.float8.weight import Float8Weight
-
 
 class Float8Shard(Tensor):
     """Elements of a Float8Weight from `start` on, row by row; one-dimensional, may be empty.
@@ -23,26 +21,31 @@ class Float8Shard(Tensor):
     bytes).
 
     Args:
-        weight: the whole weight, on every rank.
+        weight: the whole weight, on every rank; also another library's, where an integration has
+            made it known.
         start: the first element.
         stop: past the last one.
         group: the ranks whose shards make up the weight; None: the default group.
+        order: the weight's number among those of the group, the same on all ranks; None: ranks have
+            the shards in one order among their optimizers' parameters.
 
     Raises:
         ValueError: a range that is not in the weight.
     """
 
-    weight: Float8Weight
+    weight: Any
     start: int
     group: dist.ProcessGroup | None
+    order: int | None
 
     @staticmethod
     def __new__(
         cls: type[Float8Shard],
-        weight: Float8Weight,
+        weight: Tensor,
         start: int,
         stop: int,
         group: dist.ProcessGroup | None = None,
+        order: int | None = None,
     ) -> Float8Shard:
         """Checks the range."""
         if not 0 <= start <= stop <= weight.numel():
@@ -56,12 +59,13 @@ class Float8Shard(Tensor):
 
     def __init__(
         self,
-        weight: Float8Weight,
+        weight: Tensor,
         start: int,
         stop: int,
         group: dist.ProcessGroup | None = None,
+        order: int | None = None,
     ) -> None:
-        self.weight, self.start, self.group = weight, start, group
+        self.weight, self.start, self.group, self.order = weight, start, group, order
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what its printer passes
         return f"Float8Shard({self.start}:{self.start + self.numel()} of {self.weight!r})"
@@ -76,5 +80,6 @@ class Float8Shard(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             own = args[0]
-            return Float8Shard(own.weight, own.start, own.start + own.numel(), own.group)
+            stop = own.start + own.numel()
+            return Float8Shard(own.weight, own.start, stop, own.group, own.order)
         raise TypeError(f"{func} is not allowed on a Float8Shard: use its weight")

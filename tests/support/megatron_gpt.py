@@ -178,7 +178,7 @@ MADE: list[tuple[int, int]] = []
 def make_groups(tensor_parallel, experts):
     """Megatron's process groups, made anew only where sizes change: gloo's threads never end."""
     states = megatron("parallel_state")
-    if MADE == [(tensor_parallel, experts)]:
+    if [(tensor_parallel, experts)] == MADE:
         return
     if states.model_parallel_is_initialized():
         states.destroy_model_parallel()

@@ -1,0 +1,52 @@
+"""fp8 parameters of TransformerEngine under Megatron's distributed optimizer (fp8_param_gather).
+
+A rank steps its part of each as a Float8Shard, whose codes are gathered as bytes. Scales are of
+whole weights, found by the ranks together, so every rank has a shard of every fp8 weight: an empty
+one where Megatron gives it none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import megaopt.integration.transformer_engine_weights  # noqa: F401  fp8 tensors become known
+from megaopt.float8.foreign import foreign_weight
+from megaopt.float8.shard import Float8Shard
+
+
+def is_float8(param: torch.Tensor) -> bool:
+    """Whether it is an fp8 tensor of TransformerEngine's that the step writes.
+
+    Raises ValueError for one that it does not write.
+    """
+    return foreign_weight(param) is not None
+
+
+def weights_of(optimizer: Any) -> Iterator[tuple[int, Any]]:
+    """All fp8 parameters in the buffers of a distributed optimizer, numbered alike on all ranks."""
+    params = [param for buffer in optimizer.buffers for param in buffer.params]
+    return ((index, param) for index, param in enumerate(params) if is_float8(param))
+
+
+def own_shards(optimizer: Any) -> dict[torch.Tensor, Float8Shard]:
+    """This rank's parts of fp8 parameters, by parameter."""
+    group, found = optimizer.data_parallel_group, {}
+    for index, param in weights_of(optimizer):
+        if param in optimizer.model_param_gbuf_map:
+            part = optimizer._get_model_param_range_map(param)["param"]
+            found[param] = Float8Shard(param, part.start, part.end, group, order=index)
+    return found
+
+
+def absent_shards(optimizer: Any) -> list[Float8Shard]:
+    """Empty shards of the fp8 parameters of which this rank has nothing, with empty gradients."""
+    group, found = optimizer.data_parallel_group, []
+    for index, param in weights_of(optimizer):
+        if param not in optimizer.model_param_gbuf_map:
+            shard: Any = Float8Shard(param, 0, 0, group, order=index)
+            shard.decoupled_grad = param.main_grad.new_empty(0)
+            found.append(shard)
+    return found

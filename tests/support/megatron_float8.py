@@ -1,0 +1,95 @@
+"""fp8 parameters under the face that Megatron's distributed optimizer gets, on several ranks."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from transformer_engine_fakes import fake
+
+from megaopt import FusedAdam
+from megaopt.float8 import Float8Recipe, Float8Weight
+from megaopt.float8.shard import Float8Shard
+from megaopt.integration import transformer_engine_weights  # noqa: F401 the adapter
+from megaopt.integration.megatron.adam import MainShardAdam, ShardAdam
+
+SHAPES = [(40, 48), (130, 160), (16, 32)]
+STEPS = 4
+
+
+def weights_of(scaling):
+    torch.manual_seed(0)
+    recipe = Float8Recipe(scaling)
+    own = [Float8Weight.from_values(torch.randn(s).bfloat16(), recipe) for s in SHAPES]
+    return [fake(weight) for weight in own], [w.high_precision_initial_value() for w in own]
+
+
+def grads_of(step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def found_in(weights):
+    """Codes and scale_inv, amaxes where there are any."""
+    names = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+    return [
+        {name: getattr(weight, name) for name in names if hasattr(weight, name)}
+        | {"amax": getattr(weight._quantizer, "amax", None)}
+        for weight in weights
+    ]
+
+
+def step_whole(scaling):
+    """Without ranks: what all of them together have to have."""
+    weights, starts = weights_of(scaling)
+    options = {"dtype": torch.float32, "use_decoupled_grad": True}
+    optimizer = FusedAdam(weights, lr=1e-2, weight_decay=0.1, **options)
+    for weight, start in zip(weights, starts, strict=True):
+        optimizer.set_scaled_state(weight, "master_param", start.float())
+    for step in range(STEPS):
+        for weight, grad in zip(weights, grads_of(step), strict=True):
+            weight.decoupled_grad = grad
+        optimizer.step()
+    return found_in(weights)
+
+
+def step_shards(scaling):
+    """As Megatron shares out a buffer: equal parts of all elements, few weights on a rank."""
+    weights, starts = weights_of(scaling)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    bounds, start = [], 0
+    share = -(-sum(weight.numel() for weight in weights) // world)
+    for weight in weights:
+        first = min(max(rank * share - start, 0), weight.numel())
+        last = min(max((rank + 1) * share - start, 0), weight.numel())
+        bounds.append((first, last))
+        start += weight.numel()
+    held = [index for index, (first, last) in enumerate(bounds) if first < last]
+    absent = [index for index in range(len(weights)) if index not in held]
+    # the numbers are the same on all ranks, the places among parameters are not
+    shards = {i: Float8Shard(weights[i], *bounds[i], group, order=i) for i in held}
+    empty = [Float8Shard(weights[i], 0, 0, group, order=i) for i in absent]
+    mains = {i: starts[i].float().flatten()[slice(*bounds[i])].clone() for i in held}
+
+    def face():
+        fused = ShardAdam(
+            [{"params": list(mains.values())}],
+            lr=1e-2, weight_decay=0.1, use_decoupled_grad=True,
+        )  # fmt: skip
+        return MainShardAdam(fused, [list(shards.values())], empty)
+
+    optimizer = face()
+    for shard in empty:
+        shard.decoupled_grad = torch.zeros(0)
+    for step in range(STEPS):
+        if step == 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+            assert set(saved["state"]) == set(range(len(held)))
+            assert len(saved["param_groups"]) == 1
+            optimizer = face()
+            optimizer.load_state_dict(saved)
+        grads = grads_of(step)
+        for index, shard in shards.items():
+            shard.decoupled_grad = grads[index].flatten()[slice(*bounds[index])]
+        optimizer.step()
+    return bounds, found_in(weights)

@@ -29,9 +29,12 @@ def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
-    """Calls a function on so many ranks; what it returned on each."""
+    """Calls a function on so many ranks; what it returned on each.
+
+    A module's, since gloo's threads keep a processor busy that nobody else has then.
+    """
     pools = {}
 
     def run(world, function, *arguments):

@@ -194,15 +194,17 @@ def tasks(write, tmp_path):
 
 @needs_megatron
 def test_ranks_that_wait_are_ended(tasks):
-    began = time.monotonic()
+    began, before = time.monotonic(), set(multiprocessing.active_children())
     with pytest.raises(RankError, match=r"(?s)rank 0 of stock failed|nothing for patience=5 s"):
         run_group(tasks(steps=2, patience=5)[:1], lambda step: None)
     assert time.monotonic() - began < 60
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 @needs_megatron
 def test_a_killed_rank_ends_the_others(tasks):
+    before = set(multiprocessing.active_children())
+
     def kill_one(step):
         if step == 2:
             victim = next(p for p in multiprocessing.active_children() if p.name.endswith("rank1"))
@@ -210,4 +212,4 @@ def test_a_killed_rank_ends_the_others(tasks):
 
     with pytest.raises(RankError, match="of stock failed"):
         run_group(tasks(steps=100_000, patience=60), kill_one)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before

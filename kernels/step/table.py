@@ -50,22 +50,31 @@ class DeviceTable:
         self.tensor = torch.empty(0)
         self._host: numpy.ndarray | None = None
         self._captured: list[torch.Tensor] = []
+        self._waits_for_replay = False
 
     def update(self, array: numpy.ndarray) -> torch.Tensor:
         """The array on the device, uploaded where it differs from the last one."""
         if self._host is None or not numpy.array_equal(self._host, array):
             self._host = array.copy()
-            pinned = pinned_copy(array, self.device)
-            self.tensor = pinned.to(self.device, non_blocking=True, copy=True)
-            if is_capturing(self.device):
-                self._captured.append(pinned)
+            self._upload()
         return self.kept()
 
     def kept(self) -> torch.Tensor:
         """The array on the device as it was last, which a graph that is being captured may keep."""
         if is_capturing(self.device):
             self._captured.append(self.tensor)
+        elif self._waits_for_replay:
+            self._upload()
         return self.tensor
+
+    def _upload(self) -> None:
+        """Copies to new memory; within a capture that is filled only when the graph is replayed."""
+        assert self._host is not None
+        pinned = pinned_copy(self._host, self.device)
+        self.tensor = pinned.to(self.device, non_blocking=True, copy=True)
+        self._waits_for_replay = is_capturing(self.device)
+        if self._waits_for_replay:
+            self._captured.append(pinned)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -495,7 +495,7 @@ def move_scales_kernel(
     amax_ptr = tl.load(table_ptr + 2 * weights + weight).to(tl.pointer_type(tl.float32))
     place = tl.arange(0, PADDED)
     history = tl.load(history_ptr + place, mask=place < length, other=0.0)
-    latest = tl.maximum(tl.load(history_ptr), tl.load(amax_ptr))
+    latest = tl.maximum(tl.load(history_ptr), tl.load(amax_ptr), propagate_nan=tl.PropagateNan.ALL)
     history = tl.where(place == 0, latest, history)
     if MOST_RECENT:
         amax = latest
@@ -506,5 +506,6 @@ def move_scales_kernel(
     tl.debug_barrier()
     tl.store(scale_ptr, scale)
     tl.store(history_ptr + place - 1, history, mask=(place >= 2) & (place < length))
-    tl.store(history_ptr + length - 1, latest, mask=length > 1)
+    # a scalar's comparison is no mask in Triton 3.9's interpreter, a block's is
+    tl.store(history_ptr + place, latest, mask=(place >= 1) & (place == length - 1))
     tl.store(history_ptr, 0.0)

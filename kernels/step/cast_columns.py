@@ -74,6 +74,7 @@ def cast_columns_kernel(
         code = WEIGHT_FORMAT.encode(value * scale[None, :], 1.0)
         tl.store(codes_ptr + offsets, code, mask=mask)
         block = first_row // BAND + band
-        inside = (column < columns) & (first_row + band * BAND < rows)
+        # not & of the two comparisons: a scalar's is no mask in Triton 3.9's interpreter
+        inside = column < tl.where(first_row + band * BAND < rows, columns, 0)
         tl.store(scale_inv_ptr + block * stride + column, scale_inv, mask=inside)
         band += 1

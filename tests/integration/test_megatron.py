@@ -274,7 +274,10 @@ ERRORS = [
     ),
     (("ddp", "use_megatron_fsdp", True), "use_megatron_fsdp=True is not allowed"),
     (("tagged", WEIGHT, "mtp"), f"parameter {WEIGHT!r}: grad_norm_group='mtp' is not allowed"),
-    (("quantized", WEIGHT, None), f"parameter {WEIGHT!r} is a Quantized, which is not supported"),
+    (
+        ("quantized", WEIGHT, None),
+        f"parameter {WEIGHT!r} is a Quantized, which is not allowed: fp32, bf16, fp16, or an fp8",
+    ),
     (
         ("option", "mode", "fast"),
         "mode='fast' is not allowed: one of main_shards, precision_aware",

@@ -82,6 +82,7 @@ def main(options: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(options)
     dist.init_process_group("gloo")
     train(arguments.folder, arguments.resume)
+    dist.barrier()  # gloo's threads abort a process that exits while they still hold tensors
     dist.destroy_process_group()
 
 

@@ -83,6 +83,7 @@ def main() -> None:
     for loss in train(sys.argv[1], torch.device("cuda" if on_gpu else "cpu")):
         if dist.get_rank() == 0:
             print(f"{loss!r}")
+    dist.barrier()  # gloo's threads abort a process that exits while they still hold tensors
     dist.destroy_process_group()
 
 

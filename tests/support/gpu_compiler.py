@@ -1,0 +1,148 @@
+"""Compiles the kernels for a GPU that is not there: `python gpu_compiler.py` steps on the CPU.
+
+Each launch compiles, loads into nothing and runs nothing. For each kernel that was launched the
+last line of the output has, as JSON, what ptxas gave it.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import triton
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformer_engine_fakes import fake
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import megaopt
+import megaopt.integration.transformer_engine
+from megaopt import FusedAdam, groups
+from megaopt.float8 import RECIPES
+from megaopt.float8.shard import Float8Shard
+from megaopt.kernels import backends
+from megaopt.kernels.norm import launch
+from megaopt.kernels.norm.bins import new_bins
+from megaopt.kernels.optional_triton import INTERPRETED
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 232448
+"""Bytes that a program may have on an H100 and an H200."""
+SHAPE = (272, 304)
+"""Tiles and blocks, whole ones and cut ones."""
+
+compiled: list[dict[str, object]] = []
+scenario = ""
+
+
+class Launcher:
+    def __init__(self, source, metadata):
+        pass
+
+    def __call__(self, *arguments):
+        pass
+
+
+class Utils:
+    @staticmethod
+    def get_device_properties(device):
+        return {"max_shared_mem": SHARED_MEMORY, "multiprocessor_count": 132}
+
+    @staticmethod
+    def load_binary(name, binary, shared, device):
+        used = resources(binary)
+        compiled.append({"scenario": scenario, "kernel": name, **used})
+        return len(compiled), 0, used["REG"], used["LOCAL"], 1024
+
+    @staticmethod
+    def unload_module(module):
+        pass
+
+
+class Driver:
+    launcher_cls = Launcher
+    utils = Utils
+
+    def get_current_target(self):
+        return HOPPER
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_interface(self):
+        return torch.cuda
+
+
+def resources(binary):
+    """Registers of a thread and bytes of its stack and local memory, where spills go."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {key: int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL")}
+
+
+def plain(count=3):
+    return [torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16)) for _ in range(count)]
+
+
+def float8(recipe):
+    layer = torch.nn.Linear(*reversed(SHAPE), bias=False).bfloat16()
+    return list(megaopt.to_float8(layer, recipe).parameters())
+
+
+def foreign(recipe):
+    return [fake(*float8(recipe))]
+
+
+def sharded(recipe):
+    (weight,) = float8(recipe)
+    return [Float8Shard(weight, 0, 12345)]
+
+
+def step(name, params, clip_norm=None, **options):
+    """A step of FusedAdam, whose launches are compiled."""
+    global scenario
+    scenario = name
+    optimizer = FusedAdam(params, lr=1e-3, weight_decay=0.1, backend="triton", **options)
+    for param in params:
+        param.grad = torch.ones(param.shape, dtype=torch.bfloat16)
+    optimizer.step(clip_norm=clip_norm)
+
+
+def main():
+    assert not INTERPRETED
+    driver.set_active(Driver())
+    backends.Triton.why_not = lambda self, device: None
+    groups.why_not = lambda backend, contract, device: None
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    masters = {"dtype": torch.float32}
+    fp16 = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
+    fp8 = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}
+    for contract in ("ieee", "te", "torch"):
+        step(f"{contract}", plain(), contract=contract, **masters)
+    step("clipped", plain(), clip_norm=1.0, **masters)
+    step("remainders", plain(), store_param_remainders=True, **masters)
+    step("fp16 moments", plain(), **masters, **fp16)
+    for name, recipe in RECIPES.items():
+        step(name, float8(recipe), **masters)
+        step(f"shard of {name}", sharded(recipe), **masters)
+    for name in ("delayed", "mxfp8"):
+        step(f"{name} of TransformerEngine", foreign(name), contract="te", **masters)
+    step("fp16 moments, fp8 weights", float8("block_128x128"), **masters, **fp16)
+    step("fp8 moments, fp8 weights", float8("current"), **masters, **fp8)
+    launch.total(new_bins(torch.device("cpu")))
+    print(json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -61,6 +61,9 @@ class FusedAdam(FusedOptimizer):
         direct_cast: fp8 weights are made of the new fp32 values as they are (True), or of those
             rounded to the weight's dtype first (False), as bf16 weights that are cast to fp8 are.
             None: as each weight's recipe says; TransformerEngine's tensors are rounded first.
+        round_scaled_grads: rounds an unscaled gradient, and a clipped one, to its own dtype, as it
+            would be after a pass that writes it back (torch.nn.utils.clip_grad_norm_, say). False
+            keeps fp32. Of fp32 gradients both are the same.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
 
@@ -91,6 +94,7 @@ class FusedAdam(FusedOptimizer):
         capturable: bool = False,
         nonfinite: str = "propagate",
         direct_cast: bool | None = None,
+        round_scaled_grads: bool = False,
         contract: str = "ieee",
         backend: str = "auto",
     ) -> None:
@@ -108,6 +112,7 @@ class FusedAdam(FusedOptimizer):
             capturable=capturable,
             nonfinite=nonfinite,
             direct_cast=direct_cast,
+            round_scaled_grads=round_scaled_grads,
         )
         defaults = {
             "lr": lr,

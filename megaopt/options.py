@@ -46,6 +46,7 @@ class Options:
     capturable: bool = False
     nonfinite: str = "propagate"
     direct_cast: bool | None = None
+    round_scaled_grads: bool = False
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
@@ -57,6 +58,7 @@ class Options:
         self._check_moment("exp_avg_sq_dtype")
         one_of("nonfinite", self.nonfinite, NONFINITE)
         one_of("direct_cast", self.direct_cast, (None, True, False))
+        one_of("round_scaled_grads", self.round_scaled_grads, (True, False))
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite='error' is not allowed with capturable=True: nothing waits for the "

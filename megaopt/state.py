@@ -29,6 +29,8 @@ def formats_of(
         options.moment_format(options.exp_avg_dtype),
         options.moment_format(options.exp_avg_sq_dtype),
         cast,
+        # of fp32 it is no other kernel
+        options.round_scaled_grads and grad_dtype != torch.float32,
     )
 
 

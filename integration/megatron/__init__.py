@@ -32,6 +32,7 @@ def get_megatron_optimizer(
     exp_avg_dtype: torch.dtype | None = None,
     exp_avg_sq_dtype: torch.dtype | None = None,
     store_param_remainders: bool | None = None,
+    round_scaled_grads: bool | None = None,
     any_version: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -51,6 +52,8 @@ def get_megatron_optimizer(
         exp_avg_sq_dtype: likewise.
         store_param_remainders: as for megaopt.FusedAdam, in mode "precision_aware" alone; None:
             config.store_param_remainders if config has use_precision_aware_optimizer, else False.
+        round_scaled_grads: as for megaopt.FusedAdam; None: True if config has
+            use_precision_aware_optimizer, where Megatron clips bf16 gradients in bf16, else False.
         any_version: go on with a megatron-core that is not among SUPPORTED.
         kwargs: Megatron's.
 
@@ -69,6 +72,7 @@ def get_megatron_optimizer(
         "exp_avg_dtype": exp_avg_dtype,
         "exp_avg_sq_dtype": exp_avg_sq_dtype,
         "store_param_remainders": store_param_remainders,
+        "round_scaled_grads": round_scaled_grads,
         "any_version": any_version,
     }
     with plugged_in(**options):
@@ -85,8 +89,8 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
 
     Args:
         any_version: as for get_megatron_optimizer.
-        options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype and
-            store_param_remainders, as for get_megatron_optimizer.
+        options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders and
+            round_scaled_grads, as for get_megatron_optimizer.
 
     Raises:
         ImportError: megatron-core is not installed.

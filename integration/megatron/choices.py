@@ -36,6 +36,7 @@ class Choices:
     exp_avg_dtype: torch.dtype | None = None
     exp_avg_sq_dtype: torch.dtype | None = None
     store_param_remainders: bool | None = None
+    round_scaled_grads: bool | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
@@ -54,6 +55,7 @@ class Choices:
             adam_w_mode=True,
             contract=self.contract,
             backend=self.backend,
+            round_scaled_grads=bool(self.round_scaled_grads),
         )
 
     def make_adam(
@@ -65,14 +67,16 @@ class Choices:
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
+        use_decoupled_grad: bool = False,
         **kwargs: Any,
     ) -> megaopt.FusedAdam:
         """In the place of TransformerEngine's FusedAdam, with the arguments that Megatron passes.
 
-        Of dtypes and remainders those count that were not chosen here.
+        Of dtypes and remainders those count that were not chosen here. use_decoupled_grad comes with
+        config.use_precision_aware_optimizer, under which Megatron clips gradients in their dtype.
         """
         owns_masters = self.mode == "precision_aware"
-        remainders = self.store_param_remainders
+        remainders, rounds = self.store_param_remainders, self.round_scaled_grads
         if remainders is None:
             remainders = store_param_remainders and owns_masters
         return ShardAdam(
@@ -88,6 +92,7 @@ class Choices:
             exp_avg_sq_dtype=self.exp_avg_sq_dtype or exp_avg_sq_dtype,
             store_param_remainders=remainders,
             use_decoupled_grad=True,
+            round_scaled_grads=use_decoupled_grad if rounds is None else rounds,
             contract=self.contract,
             backend=self.backend,
         )

@@ -131,11 +131,21 @@ def loaded_param(
 
 
 @helper
-def controlled_grad(grad, controls, RULE: tl.constexpr, CONTROLLED: tl.constexpr):
-    """The gradient unscaled and clipped, each with one rounding."""
+def controlled_grad(
+    grad, controls, FORMATS: tl.constexpr, RULE: tl.constexpr, CONTROLLED: tl.constexpr
+):
+    """The gradient unscaled and clipped, each with one rounding, or with a second one."""
     if CONTROLLED:
         grad_scale, inverse_scale, coefficient, _ = controls
-        grad = RULE.unscale(grad, grad_scale, inverse_scale) * coefficient
+        grad = RULE.unscale(grad, grad_scale, inverse_scale)
+        grad = rounded_grad(rounded_grad(grad, FORMATS) * coefficient, FORMATS)
+    return grad
+
+
+@helper
+def rounded_grad(grad, FORMATS: tl.constexpr):
+    if FORMATS.rounds_grad:
+        grad = FORMATS.grad.decode(FORMATS.grad.encode(grad, 1.0), 1.0)
     return grad
 
 
@@ -171,7 +181,7 @@ def updated_block(
     grad_ptr, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
     master_scale, first_scale, second_scale = scales
     grad = FORMATS.grad.decode(load_block(grad_ptr, offsets, mask, MASKED), 1.0)
-    grad = controlled_grad(grad, controls, RULE, CONTROLLED)
+    grad = controlled_grad(grad, controls, FORMATS, RULE, CONTROLLED)
     first = FORMATS.first.decode(load_block(first_ptr, offsets, mask, MASKED), first_scale)
     second = load_block(second_ptr, offsets, mask, MASKED)
     second = FORMATS.second.decode(second, second_scale)

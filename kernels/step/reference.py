@@ -44,11 +44,20 @@ def store_scaled(
     code.copy_(form.encode_reference(value, inverse))
 
 
-def controlled_grad(grad: torch.Tensor, controls: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """The fp32 gradient unscaled and clipped, each with one rounding."""
+def controlled_grad(
+    grad: torch.Tensor, controls: torch.Tensor, formats: Formats, rule: Rule
+) -> torch.Tensor:
+    """The fp32 gradient unscaled and clipped, each with one rounding, or with a second one."""
     grad_scale, inverse, coefficient = controls[:SKIP]
-    controlled: torch.Tensor = rule.unscale_reference(grad, grad_scale, inverse) * coefficient
-    return controlled
+    unscaled = rounded_grad(rule.unscale_reference(grad, grad_scale, inverse), formats)
+    return rounded_grad(unscaled * coefficient, formats)
+
+
+def rounded_grad(grad: torch.Tensor, formats: Formats) -> torch.Tensor:
+    """Through the gradient's own format, if that is asked for; fp32."""
+    if not formats.rounds_grad:
+        return grad
+    return formats.grad.decode_reference(formats.grad.encode_reference(grad))
 
 
 def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -87,7 +96,7 @@ def step_tensor(
         param = formats.weight.decode_reference(weight)
     grad = formats.grad.decode_reference(grad)
     if controls is not None:
-        grad = controlled_grad(grad, controls, rule)
+        grad = controlled_grad(grad, controls, formats, rule)
     unscaled = controls is not None and bool(controls[UNSCALED])
     lanes = (lanes_of(tensors) & (not unscaled),) if rule.lanes else ()
     param, first, second = rule.update_reference(param, first, second, grad, scalars, *lanes)

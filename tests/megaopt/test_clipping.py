@@ -332,3 +332,43 @@ def test_clipping_and_a_plain_step_may_alternate(backend):
         found.step(clip_norm=0.3 if step % 2 else None)
         expected.step()
     assert_same_run(found, expected)
+
+
+def two_passes(grads, scale, coefficient):
+    """Gradients as passes over them leave them: unscaled, then clipped, each time in their dtype."""
+    grads = [grad.clone() for grad in grads]
+    for grad in grads:
+        grad.mul_(1 / scale).mul_(coefficient)
+    return grads
+
+
+@both_backends
+@both_modes
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("name", ["no_masters", "remainders", "fp16_moments", "fp8_moments"])
+def test_scaled_gradients_rounded_to_their_dtype(name, dtype, backend, capturable):
+    """As torch's in-place products leave them, of which a plain step makes the same."""
+    scale, coefficient = torch.tensor(3.0), torch.tensor(0.37)
+    rounding = {"round_scaled_grads": True, "backend": backend, "capturable": capturable}
+    found = made(FORMATS[name], **rounding)
+    kept = made(FORMATS[name], backend=backend)
+    expected = made(FORMATS[name], backend="reference")
+    for step in range(2):
+        grads = grads_of(step, dtype)
+        for optimizer in (found, kept):
+            give(optimizer, grads)
+            optimizer.grad_scale, optimizer.found_inf = scale, torch.zeros(())
+            optimizer.step(clip_coefficient=coefficient)
+        give(expected, two_passes(grads, scale, coefficient))
+        expected.step()
+    for part in ("weights", "states"):
+        assert_same(snapshot(found)[part], snapshot(expected)[part], part)
+    differ = any(
+        not torch.equal(one, other)
+        for one, other in zip(moments_of(kept), moments_of(expected), strict=True)
+    )
+    assert differ == (dtype != FP32), "whether the rounding is to be seen here at all"
+
+
+def moments_of(optimizer):
+    return [optimizer.state[param]["exp_avg"].float() for param in params_of(optimizer)]

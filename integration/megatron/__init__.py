@@ -89,8 +89,8 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
 
     Args:
         any_version: as for get_megatron_optimizer.
-        options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders and
-            round_scaled_grads, as for get_megatron_optimizer.
+        options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype,
+            store_param_remainders and round_scaled_grads, as for get_megatron_optimizer.
 
     Raises:
         ImportError: megatron-core is not installed.

@@ -72,8 +72,8 @@ class Choices:
     ) -> megaopt.FusedAdam:
         """In the place of TransformerEngine's FusedAdam, with the arguments that Megatron passes.
 
-        Of dtypes and remainders those count that were not chosen here. use_decoupled_grad comes with
-        config.use_precision_aware_optimizer, under which Megatron clips gradients in their dtype.
+        Of dtypes and remainders those count that were not chosen here. use_decoupled_grad comes
+        with config.use_precision_aware_optimizer, where Megatron clips gradients in their dtype.
         """
         owns_masters = self.mode == "precision_aware"
         remainders, rounds = self.store_param_remainders, self.round_scaled_grads

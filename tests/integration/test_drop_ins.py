@@ -106,8 +106,11 @@ def without_parameters(system, **options):
     return drop_in(system)([{"params": []}], **options)
 
 
+SCALERS = {"an object": object(), "0": 0, "GradScaler": torch.amp.GradScaler("cpu")}
+
+
 @pytest.mark.parametrize("system", FACES)
-@pytest.mark.parametrize("scaler", [object(), 0, torch.amp.GradScaler("cpu")], ids=str)
+@pytest.mark.parametrize("scaler", SCALERS.values(), ids=SCALERS)
 def test_a_scaler_that_the_peers_ignore_is_refused(system, scaler):
     optimizer = without_parameters(system)
     with pytest.raises(ValueError, match=r"grad_scaler=.* not allowed with capturable=False"):

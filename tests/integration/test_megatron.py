@@ -14,6 +14,8 @@ import megatron_cases as cases
 from megatron_gpt import Case, load_and_train, train, train_and_save
 from megatron_ranks import RankError, Ranks
 
+from megaopt.integration.megatron.choices import Choices
+
 MODES = ("main_shards", "precision_aware")
 KINDS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
 
@@ -81,6 +83,26 @@ def test_every_bit_is_megatrons(pools, stock, name, world, mode):
     assert len({step[0] for step in found[0]["steps"]}) == steps
     updated = {step[1] for step in found[0]["steps"]}
     assert updated == ({True, False} if "overflows" in name else {True})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_clipped_gradients_rounded_as_megatron_rounds_them(pools, stock, mode):
+    bf16 = {"fp32_grads": False, "clip_grad": 0.1}
+    rounding = Case(plug=mode, options={"round_scaled_grads": True}, **bf16)
+    found = pools(2).call(train, rounding, 3)
+    assert found == stock(2, train, Case(rounds_clipped=True, **bf16), 3)
+    assert found != stock(2, train, Case(**bf16), 3)
+
+
+@pytest.mark.parametrize("chosen", [None, True, False])
+@pytest.mark.parametrize("aware", [True, False])
+def test_whether_it_rounds_is_chosen_or_the_configs(chosen, aware):
+    """Megatron passes use_decoupled_grad where its config is precision-aware, and nothing else."""
+    keys = {"use_decoupled_grad": True} if aware else {}
+    group = {"params": [torch.nn.Parameter(torch.ones(3))]}
+    choices = Choices(mode="precision_aware", round_scaled_grads=chosen)
+    adam = choices.make_adam([group], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, **keys)
+    assert adam.options.round_scaled_grads is (aware if chosen is None else chosen)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -335,7 +335,7 @@ def test_clipping_and_a_plain_step_may_alternate(backend):
 
 
 def two_passes(grads, scale, coefficient):
-    """Gradients as passes over them leave them: unscaled, then clipped, each time in their dtype."""
+    """Gradients as two passes leave them: unscaled, then clipped, each time in their dtype."""
     grads = [grad.clone() for grad in grads]
     for grad in grads:
         grad.mul_(1 / scale).mul_(coefficient)

@@ -1,5 +1,6 @@
 """A small GPT of Megatron-Core, trained with its own optimizer or with ours; what it computes."""
 
+import contextlib
 import hashlib
 import importlib
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ class Case:
     counts_zeros: bool = False
     adam_w_mode: bool = True
     as_context: bool = False
+    rounds_clipped: bool = False
+    """Megatron's own optimizer rounds clipped gradients to bf16, as it does to those that are bf16
+    in its precision-aware mode (which needs TransformerEngine)."""
     options: dict = field(default_factory=dict)
     """Of ours."""
 
@@ -188,6 +192,24 @@ def make_groups(tensor_parallel, experts):
     MADE[:] = [(tensor_parallel, experts)]
 
 
+@contextlib.contextmanager
+def rounding_clipped():
+    """Within it Megatron's clipping of fp32 copies rounds as that of bf16 gradients."""
+    module = megatron("optimizer.optimizer")
+    clip = module.clip_grad_by_total_norm_fp32
+
+    def clip_and_round(params, *args, **kwargs):
+        clip(params, *args, **kwargs)
+        for param in params:
+            param.grad.copy_(param.grad.bfloat16())
+
+    module.clip_grad_by_total_norm_fp32 = clip_and_round
+    try:
+        yield
+    finally:
+        module.clip_grad_by_total_norm_fp32 = clip
+
+
 class Trainer:
     """Model, optimizer, data."""
 
@@ -249,7 +271,8 @@ class Trainer:
             group["lr"] = 1e-2 / (1 + self.done) + 1e-4 * index
             group["weight_decay"] = 0.1 * group["wd_mult"]
         loss = self.backward()
-        updated, norm, zeros = self.optimizer.step()
+        with rounding_clipped() if self.case.rounds_clipped else contextlib.nullcontext():
+            updated, norm, zeros = self.optimizer.step()
         self.done += 1
         return loss.hex(), updated, norm if norm is None else float(norm).hex(), zeros
 

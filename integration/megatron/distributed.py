@@ -190,6 +190,9 @@ class Sharded(CheckpointedOptimizer):
         grads = [shard.decoupled_grad for shard in shards]
         coefficient = self.optimizer.clip_coefficient
         clipped = [grad.float() * (1 if coefficient is None else coefficient) for grad in grads]
+        if self.fused.options.round_scaled_grads:
+            pairs = zip(clipped, grads, strict=True)
+            clipped = [value.to(grad.dtype).float() for value, grad in pairs]
         self._set_grads(params, clipped)
         self._has_clipped_grads = True
         try:

@@ -123,6 +123,8 @@ class MegaoptVariant:
     """How exp_avg_sq is stored; other than float32 with mode = "precision_aware" alone."""
     store_param_remainders: bool = False
     """With precision_aware: int16 remainders instead of fp32 masters; ties go away from zero."""
+    round_scaled_grads: bool = False
+    """Rounds clipped bf16 gradients to bf16, as a stock variant with precision_aware does."""
     baseline: str | None = None
     """Name of the variant that this one must equal bit for bit; None: it is not compared."""
     runs: int = 1

@@ -86,6 +86,7 @@ def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
         exp_avg_dtype=STATE_DTYPES[variant.exp_avg_dtype],
         exp_avg_sq_dtype=STATE_DTYPES[variant.exp_avg_sq_dtype],
         store_param_remainders=variant.store_param_remainders,
+        round_scaled_grads=variant.round_scaled_grads,
     )
 
 

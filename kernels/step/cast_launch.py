@@ -16,12 +16,12 @@ from megaopt.kernels.step.cast import (
     TILE,
     cast_kernel,
     cast_tiles_kernel,
-    move_scales_kernel,
     tile_kernel,
 )
 from megaopt.kernels.step.cast_columns import cast_columns_kernel
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.launch import TritonPlan, call, launch
+from megaopt.kernels.step.move_scales import move_scales_kernel
 from megaopt.kernels.step.table import DeviceTable, Geometry, to_device
 
 KEPT = (

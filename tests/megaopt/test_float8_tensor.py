@@ -1,0 +1,159 @@
+"""Weights in fp8 as tensors: what operations return, what is refused, and to_float8."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from bits import assert_same_bits
+from float8_models import BF16, FP32, assert_same_parts, assert_same_weight, model, parts
+from torch import nn
+
+import megaopt
+from megaopt.float8 import RECIPES, Float8Weight
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def test_what_operations_return():
+    weight = Float8Weight.from_values(torch.randn(32, 48).bfloat16(), "block_128x128")
+    dense = weight.dequantize()
+    for name, operation in {
+        "plus": lambda w: w + 1,
+        "norm": lambda w: w.float().norm(),
+        "view": lambda w: w.view(-1),
+        "t": lambda w: w.t().contiguous(),
+        "cat": lambda w: torch.cat([w, w]),
+        "foreach": lambda w: torch._foreach_mul([w, w], 2.0)[1],
+        "index": lambda w: w[3, ::2].contiguous(),
+        "zeros_like": torch.zeros_like,
+        "full_like": lambda w: torch.full_like(w, 3.0),
+        "to": lambda w: w.to(FP32),
+        "new_ones": lambda w: w.new_ones(3),
+    }.items():
+        found = operation(weight)
+        assert type(found) is torch.Tensor, name
+        assert_same_bits(found, operation(dense), name)
+    empty = torch.empty_like(weight)
+    assert (type(empty), empty.shape, empty.dtype) == (torch.Tensor, weight.shape, BF16)
+    for same in (weight.detach(), weight.clone(), weight.data):
+        assert_same_weight(same, weight)
+    assert weight.detach().data8 is weight.data8
+    assert weight.clone().data8.data_ptr() != weight.data8.data_ptr()
+
+
+IN_PLACE = {
+    "add_": lambda w: w.add_(1),
+    "data": lambda w: w.data.mul_(2),
+    "zero_": lambda w: w.zero_(),
+    "item": lambda w: w.__setitem__(0, 1.0),
+    "out": lambda w: torch.add(torch.ones(160, 48), 1, out=w.detach()),
+    "foreach": lambda w: torch._foreach_add_([w], 1.0),
+    "init": lambda w: nn.init.normal_(w),
+    "data=": lambda w: setattr(w, "data", torch.zeros(160, 48).bfloat16()),
+    "data_ptr": lambda w: w.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+def test_operations_in_place_are_refused(change):
+    weight = megaopt.to_float8(model(), "current")[0].weight
+    before = parts(weight)
+    with torch.no_grad(), pytest.raises(TypeError, match="Float8Weight"):
+        change(weight)
+    assert_same_parts(parts(weight), before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    ],
+    ids=["sgd", "sgd foreach", "adamw", "adamw foreach", "adamw fused"],
+)
+def test_other_optimizers_are_refused(make):
+    net = megaopt.to_float8(model(), "current")
+    before = parts(net[0].weight)
+    optimizer = make(net.parameters())
+    net(torch.randn(3, 48).bfloat16()).sum().backward()
+    with pytest.raises(
+        TypeError, match=r"in place on a Float8Weight .* an optimizer must know fp8"
+    ):
+        optimizer.step()
+    assert_same_parts(parts(net[0].weight), before)
+
+
+def test_another_dtype_of_the_module_is_refused():
+    net = megaopt.to_float8(model(), "current")
+    with pytest.raises(TypeError, match="nor is another dtype for its module"):
+        net.float()
+    net.to(BF16)
+
+
+def test_quantize_refuses_before_it_changes():
+    weight = Float8Weight.from_values(torch.ones(3, 4), "delayed")
+    before = parts(weight)
+    for values in (torch.ones(4, 3), torch.ones(3, 4, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"not allowed: shape \(3, 4\), a floating dtype"):
+            weight.quantize_(values)
+    assert_same_parts(parts(weight), before)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    weight = Float8Weight.from_values(torch.ones(40, 40), "mxfp8")
+    recipe = dataclasses.replace(weight.recipe, dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match=re.escape("data8 (torch.float8_e4m3fn, (40, 40)) is not")):
+        Float8Weight(weight.data8, weight.scale_inv, None, None, recipe)
+    with pytest.raises(ValueError, match=r"scale_inv .* is not allowed with scaling='current'"):
+        Float8Weight(weight.data8, weight.scale_inv, None, None, RECIPES["current"])
+    with pytest.raises(ValueError, match=r"scale None is not allowed with scaling='delayed'"):
+        Float8Weight(weight.data8, torch.ones(1), None, None, RECIPES["delayed"])
+
+
+# --- to_float8
+
+
+def test_which_weights_become_fp8():
+    net = nn.ModuleDict(
+        {
+            "fits": nn.Linear(32, 48), "odd": nn.Linear(30, 48), "table": nn.Embedding(32, 48),
+            "norm": nn.LayerNorm(32),
+        }
+    ).to(BF16)  # fmt: skip
+    kept = {name: param for name, param in net.named_parameters() if name != "fits.weight"}
+    assert megaopt.to_float8(net, "current") is net
+    assert type(net["fits"].weight) is Float8Weight
+    assert all(net.get_parameter(name) is param for name, param in kept.items())
+    megaopt.to_float8(net, "mxfp8", filter=lambda name, layer: name in ("odd", "fits"))
+    assert net["odd"].weight.recipe.scaling == "mxfp8"
+    assert net["fits"].weight.recipe.scaling == "current"  # it was fp8 already
+
+
+def test_a_parameter_keeps_what_it_was_marked_with():
+    net = nn.Linear(16, 16)
+    net.weight.requires_grad_(False)
+    net.weight.tensor_model_parallel = True
+    megaopt.to_float8(net, "current")
+    assert net.weight.tensor_model_parallel
+    assert not net.weight.requires_grad
+    assert net.weight.dtype == FP32
+
+
+def test_to_float8_refuses_before_it_changes():
+    net = nn.ModuleDict({"table": nn.Embedding(32, 48), "head": nn.Linear(48, 32, bias=False)})
+    net["head"].weight = net["table"].weight
+    with pytest.raises(ValueError, match=r"the weight of 'head' .* also 'weight' of 'table'"):
+        megaopt.to_float8(net, "current")
+    assert type(net["head"].weight) is nn.Parameter
+    with pytest.raises(ValueError, match="recipe='fp8' is not allowed: one of delayed, current"):
+        megaopt.to_float8(net, "fp8")
+    with pytest.raises(TypeError, match="recipe=None is not allowed"):
+        megaopt.to_float8(net, None)
+    double = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).double())
+    with pytest.raises(ValueError, match=r"values torch.float64 is not allowed"):
+        megaopt.to_float8(double, "current")
+    assert type(double[0].weight) is nn.Parameter

@@ -118,6 +118,12 @@ class Formats:
         return block[1] if block else 0
 
     @property
+    def block_rows(self) -> int:
+        """Of fp8 weights in blocks."""
+        block = self.cast.recipe.block if self.cast else None
+        return block[0] if block else 0
+
+    @property
     def rounding(self) -> Format:
         """Through which values go before they become fp8."""
         return self.cast.rounding if self.cast else WEIGHTS[torch.float32]

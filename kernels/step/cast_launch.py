@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy
 import torch
 
-from megaopt.kernels.float8.quantize import scales_reference
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step import kernel
@@ -19,10 +19,10 @@ from megaopt.kernels.step.cast import (
     tile_kernel,
 )
 from megaopt.kernels.step.cast_columns import cast_columns_kernel
-from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.launch import TritonPlan, call, launch
 from megaopt.kernels.step.move_scales import move_scales_kernel
-from megaopt.kernels.step.table import DeviceTable, Geometry, to_device
+from megaopt.kernels.step.scale_invs import scale_invs_kernel
+from megaopt.kernels.step.table import DeviceTable, Geometry, chunk_table, to_device
 
 KEPT = (
     "weight_scale",
@@ -73,6 +73,11 @@ class CastPlan(TritonPlan):
         self._tiles = torch.empty(0)
         if self.in_blocks:
             self._tiles = to_device(tile_table(numels, extents), device)
+        self._stores_scale_invs = self.shared or (self.in_blocks and not formats.casts_along)
+        if self._stores_scale_invs:
+            shapes = [self.recipe.scale_shape(torch.Size(extent[:2])) for extent in extents]
+            chunks = chunk_table([math.prod(shape) for shape in shapes], SCALES)
+            self._scale_chunks = to_device(chunks, device)
         self._buffers: Buffers = {}
         self._moved, self._columns = DeviceTable(device), DeviceTable(device)
         self._controls: torch.Tensor | None = None
@@ -116,7 +121,7 @@ class CastPlan(TritonPlan):
             self._launch_tiles(cast_tiles_kernel, (), (), options)
         elif self.recipe.scaling == "current":
             self._cast_tensors(only_amax=False)
-        if self.shared or (self.in_blocks and not self.formats.casts_along):
+        if self._stores_scale_invs:
             self._store_scale_invs()
         if "weight_columns" in self._buffers:
             self._cast_columns()
@@ -194,16 +199,13 @@ class CastPlan(TritonPlan):
         return {"FORMATS": self.formats, "CONTROLLED": self._controls is not None}
 
     def _store_scale_invs(self) -> None:
-        """Of whole weights, from the amaxes of all ranks; on the device, by torch's operations."""
-        skip = None if self._controls is None else self._controls[SKIP] != 0
-        for index, extent in enumerate(self.extents):
-            stored = self._buffers["weight_scale_inv"][index]
-            shape = self.recipe.scale_shape(torch.Size((extent.rows, extent.columns)))
-            amax = self._buffers["weight_amax"][index].view(shape)
-            scales = self._buffers.get("weight_scale")
-            _, new = scales_reference(amax, self.recipe, scales[index] if scales else None)
-            new = new.view(stored.shape)
-            stored.copy_(new if skip is None else torch.where(skip, stored, new))
+        """Of whole weights, from the amaxes of all ranks."""
+        chunks = self._scale_chunks.shape[1]
+        if chunks == 0:
+            return
+        arguments = (self.table(), self._scale_chunks, self._controls, self._rows.shape[1], chunks)
+        options = {"BLOCK": SCALES.block, "num_warps": SCALES.warps, **self._constants()}
+        call(scale_invs_kernel, chunks, arguments, options)
 
 
 # On an H200, percent of copy on set B for 27 bytes a parameter, by elements of a piece in the step
@@ -217,6 +219,8 @@ TILES = {
     "block_1x128": {"PIECE": 512, "PIECE_AGAIN": 512, "num_warps": 4, "maxnreg": 80},
     "mxfp8": {"PIECE": 1024, "PIECE_AGAIN": 1024, "num_warps": 4},
 }
+SCALES = Geometry(1024, 1)
+"""How scales are dealt out where they are stored on their own."""
 # Casting alone, which few tiles need.
 CAST_TILES = {"PIECE": 512, "num_warps": 4}
 if INTERPRETED:  # an interpreted operation costs some 15 microseconds whatever its size

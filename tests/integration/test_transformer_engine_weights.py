@@ -81,7 +81,17 @@ def pair(recipe, backend, **options):
 )
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_step_is_that_of_a_weight_of_ours(name, backend, direct):
-    options = {"dtype": torch.float32, "direct_cast": direct}
+    assert_steps_are_ours(name, backend, dtype=torch.float32, direct_cast=direct)
+
+
+@pytest.mark.parametrize("name", ["blocks", "mxfp8"])
+def test_padded_scales_that_are_stored_apart(name):
+    """The kernels find blocks' scales in a pass of its own beside moments with a scale."""
+    scaled = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
+    assert_steps_are_ours(name, "triton", dtype=torch.float32, **scaled)
+
+
+def assert_steps_are_ours(name, backend, **options):
     ours, other, own, theirs = pair(RECIPES[name], backend, **options)
     for step in range(STEPS):
         scales = [weight.scale.clone() if weight.scale is not None else None for weight in own]

@@ -222,6 +222,13 @@ class FusedOptimizer(StatefulOptimizer):
             return False
         if any(float(group["lr"]) for group in self.param_groups):
             return False
+        own, plain = (
+            any(g is not None for g in grads_of(params, which)) for which in (True, False)
+        )
+        if self.use_decoupled_grad and not own:
+            if plain:  # which it gives whatever the optimizer reads
+                self.initialize_states()
+            return plain
         batches, grads = self._gather()
         for batch in batches.batches:
             batch.enter(grads)

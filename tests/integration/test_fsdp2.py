@@ -73,6 +73,7 @@ def test_full_state_dicts(on_ranks, kind):
 
 INERT = {
     **{name: (KINDS[name], False) for name in KINDS},
+    "decoupled": ({**KINDS["remainders"], "use_decoupled_grad": True}, False),
     "eps_0": ({**HYPER, "eps": 0.0}, False),
     "no_numbers": ({**HYPER, "eps": 0.0}, True),
     "no_numbers_remainders": ({**KINDS["remainders"]}, True),

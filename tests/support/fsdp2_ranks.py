@@ -58,9 +58,10 @@ def split_like(param, whole):
     return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def give(params, grads):
+def give(params, grads, name="grad"):
     for param, grad in zip(params, grads, strict=True):
-        param.grad = split_like(param, grad) if isinstance(param, DTensor) else grad.clone()
+        own = split_like(param, grad) if isinstance(param, DTensor) else grad.clone()
+        setattr(param, name, own)
 
 
 def whole(value):
@@ -105,7 +106,8 @@ def train(model, optimizer, steps, first=0, **step):
     params = list(model.parameters())
     shapes = [tuple(param.shape) for param in params]
     for number in range(first, first + steps):
-        give(params, gradients(number, shapes, params[0].dtype))
+        name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
+        give(params, gradients(number, shapes, params[0].dtype), name)
         optimizer.step(**step)
 
 

@@ -84,7 +84,7 @@ def amax_pointer(table_ptr, tensors, tensor):
 @jit(do_not_specialize=["tensors", "chunks"])
 def cast_kernel(
     table_ptr,  # *int64 [ROWS, tensors]
-    chunks_ptr,  # *int32 [3, chunks], every chunk once
+    chunks_ptr,  # *int32 [2, chunks], every chunk once
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
     tensors,
     chunks,

@@ -412,7 +412,7 @@ def step_chunk(
 @jit(do_not_specialize=["tensors", "chunks", "scalar_count"])
 def step_kernel(
     table_ptr,  # *int64 [ROWS, tensors]
-    chunks_ptr,  # *int32 [3, chunks]: the tensor, the place there in units of chunks, the phase
+    chunks_ptr,  # *int32 [2, chunks]: the tensor, the place there in chunks; if scaled a phase
     scalars_ptr,  # *fp32 [groups, scalar_count]
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
     scratch_ptr,  # *int32 as scales.py lays it out, zero; unread without scales

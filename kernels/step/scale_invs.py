@@ -17,7 +17,7 @@ from megaopt.kernels.step.kernel import (
 @jit(do_not_specialize=["tensors", "chunks"])
 def scale_invs_kernel(
     table_ptr,
-    chunks_ptr,  # *int32 [3, chunks], as for the step, but of scales
+    chunks_ptr,  # *int32 [2, chunks], as for the step, but of scales
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
     tensors,
     chunks,

@@ -97,21 +97,19 @@ def to_device(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def chunk_table(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
-    """int32 [3, chunks]: for each program the tensor, the place there in chunks, the phase.
-
-    Here every chunk is stepped at once.
-    """
+    """int32 [2, chunks]: for each program the tensor, and the place there in chunks."""
     size = geometry.block * geometry.iterations
     counts = -(-numpy.array(numels, dtype=numpy.int64) // size)
     tensors = numpy.repeat(numpy.arange(len(numels)), counts)
     firsts = numpy.repeat(numpy.cumsum(counts) - counts, counts)
     places = numpy.arange(len(tensors)) - firsts
-    phases = numpy.full(len(tensors), STEP_PHASE.value)
-    return numpy.stack([tensors, places, phases]).astype(numpy.int32)
+    return numpy.stack([tensors, places]).astype(numpy.int32)
 
 
 def two_phase_chunk_table(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
     """Each tensor's chunks twice: for the amaxes, and, from `lag` programs later on, for the step.
+
+    A third row has the phase.
 
     Args:
         chunks: as chunk_table gives it.
@@ -122,8 +120,8 @@ def two_phase_chunk_table(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
     tensors = chunks[0]
     order = numpy.arange(len(tensors))
     ends = numpy.searchsorted(tensors, tensors, side="right")  # past each tensor's last chunk
-    amaxes, steps = chunks.copy(), chunks.copy()
-    amaxes[2], steps[2] = AMAX_PHASE.value, STEP_PHASE.value
+    phases = (numpy.full_like(order, phase.value) for phase in (AMAX_PHASE, STEP_PHASE))
+    amaxes, steps = (numpy.stack([*chunks, each]).astype(numpy.int32) for each in phases)
     # a step's key is later than the keys of all its tensor's amaxes, which are their own order
     keys = numpy.concatenate([order, ends + (lag - 0.5)])
     merged = numpy.concatenate([amaxes, steps], axis=1)

@@ -35,7 +35,7 @@ COUNTS = [1, 128, 129, 0, 300, 63]
 def test_every_chunk_has_both_phases_and_amaxes_come_first(numels, lag, iterations):
     once = chunk_table(numels, Geometry(32, iterations))
     twice = two_phase_chunk_table(once, lag)
-    places = [(tensor, place) for tensor, place, _ in once.T.tolist()]
+    places = [(tensor, place) for tensor, place in once.T.tolist()]
     order = {}
     for program, (tensor, place, phase) in enumerate(twice.T.tolist()):
         assert order.setdefault((tensor, place, phase), program) == program, "twice"

@@ -131,6 +131,7 @@ def main():
     for contract in ("ieee", "te", "torch"):
         step(f"{contract}", plain(), contract=contract, **masters)
     step("clipped", plain(), clip_norm=1.0, **masters)
+    step("clipped, rounded", plain(), clip_norm=1.0, round_scaled_grads=True, **masters)
     step("remainders", plain(), store_param_remainders=True, **masters)
     step("fp16 moments", plain(), **masters, **fp16)
     for name, recipe in RECIPES.items():

@@ -63,7 +63,7 @@ def get_megatron_optimizer(
     Raises:
         ImportError: megatron-core is not installed.
         RuntimeError: it is another release.
-        ValueError: an argument or a field of config is not allowed, or a parameter is kept in fp8.
+        ValueError: an argument, a field of config or the kind of a parameter is not allowed.
     """
     options: dict[str, Any] = {
         "mode": mode,

@@ -15,7 +15,7 @@ from megaopt.batches import MASTER
 from megaopt.float8.shard import Float8Shard
 from megaopt.integration.megatron.adam import MainShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
-from megaopt.integration.megatron.float8 import absent_shards
+from megaopt.integration.megatron.float8 import absent_shards, own_shards
 
 
 class Sharded(CheckpointedOptimizer):
@@ -248,6 +248,7 @@ class MainShards(Sharded):
 
     def _take_shards(self) -> None:
         super()._take_shards()
+        self.shards.update(own_shards(self))  # in the place of what Megatron has for fp8 weights
         both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
         weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
         self.optimizer = MainShardAdam(self.fused, weights, absent_shards(self))

@@ -17,18 +17,12 @@ from megaopt.float8.foreign import foreign_weight
 from megaopt.float8.shard import Float8Shard
 
 
-def is_float8(param: torch.Tensor) -> bool:
-    """Whether it is an fp8 tensor of TransformerEngine's that the step writes.
-
-    Raises ValueError for one that it does not write.
-    """
-    return foreign_weight(param) is not None
-
-
 def weights_of(optimizer: Any) -> Iterator[tuple[int, Any]]:
     """All fp8 parameters in the buffers of a distributed optimizer, numbered alike on all ranks."""
     params = [param for buffer in optimizer.buffers for param in buffer.params]
-    return ((index, param) for index, param in enumerate(params) if is_float8(param))
+    return (
+        (index, param) for index, param in enumerate(params) if foreign_weight(param) is not None
+    )
 
 
 def own_shards(optimizer: Any) -> dict[torch.Tensor, Float8Shard]:

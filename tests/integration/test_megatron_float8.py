@@ -7,7 +7,9 @@ import megatron_float8 as cases
 import pytest
 import torch
 from bits import assert_same_bits
+from how_to import needs
 
+pytestmark = needs("megatron")
 SCALINGS = ("delayed", "current", "block_128x128")
 
 

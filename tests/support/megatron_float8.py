@@ -1,6 +1,7 @@
 """fp8 parameters under the face that Megatron's distributed optimizer gets, on several ranks."""
 
 import copy
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -8,9 +9,8 @@ from transformer_engine_fakes import fake
 
 from megaopt import FusedAdam
 from megaopt.float8 import Float8Recipe, Float8Weight
-from megaopt.float8.shard import Float8Shard
 from megaopt.integration import transformer_engine_weights  # noqa: F401 the adapter
-from megaopt.integration.megatron.adam import MainShardAdam, ShardAdam
+from megaopt.integration.megatron.adam import ShardAdam
 
 SHAPES = [(40, 48), (130, 160), (16, 32)]
 STEPS = 4
@@ -52,11 +52,28 @@ def step_whole(scaling):
     return found_in(weights)
 
 
+def plugged(fused, weights, bounds):
+    """What MainShards makes of an inner optimizer, where Megatron has no shards of fp8 weights."""
+    from megaopt.integration.megatron.distributed import MainShards
+
+    own = [weights[index] for index in bounds]
+    places = {weights[i]: SimpleNamespace(start=s, end=e) for i, (s, e) in bounds.items()}
+    made = MainShards.__new__(MainShards)
+    vars(made).update(
+        optimizer=fused, shards={}, fused=None, data_parallel_group=dist.group.WORLD,
+        model_fp32_groups=[[]], shard_fp32_groups=[[]],
+        model_float16_groups=[own], shard_float16_groups=[[None] * len(own)],
+        buffers=[SimpleNamespace(params=weights)], model_param_gbuf_map=places,
+        _get_model_param_range_map=lambda param: {"param": places[param]},
+    )  # fmt: skip
+    made._take_shards()
+    return made
+
+
 def step_shards(scaling):
     """As Megatron shares out a buffer: equal parts of all elements, few weights on a rank."""
     weights, starts = weights_of(scaling)
     rank, world = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
     bounds, start = [], 0
     share = -(-sum(weight.numel() for weight in weights) // world)
     for weight in weights:
@@ -65,10 +82,8 @@ def step_shards(scaling):
         bounds.append((first, last))
         start += weight.numel()
     held = [index for index, (first, last) in enumerate(bounds) if first < last]
-    absent = [index for index in range(len(weights)) if index not in held]
-    # the numbers are the same on all ranks, the places among parameters are not
-    shards = {i: Float8Shard(weights[i], *bounds[i], group, order=i) for i in held}
-    empty = [Float8Shard(weights[i], 0, 0, group, order=i) for i in absent]
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape)
     mains = {i: starts[i].float().flatten()[slice(*bounds[i])].clone() for i in held}
 
     def face():
@@ -76,17 +91,16 @@ def step_shards(scaling):
             [{"params": list(mains.values())}],
             lr=1e-2, weight_decay=0.1, use_decoupled_grad=True,
         )  # fmt: skip
-        return MainShardAdam(fused, [list(shards.values())], empty)
+        owner = plugged(fused, weights, {i: bounds[i] for i in held})
+        return owner.optimizer, {i: owner.shards[weights[i]] for i in held}
 
-    optimizer = face()
-    for shard in empty:
-        shard.decoupled_grad = torch.zeros(0)
+    optimizer, shards = face()
     for step in range(STEPS):
         if step == 2:
             saved = copy.deepcopy(optimizer.state_dict())
             assert set(saved["state"]) == set(range(len(held)))
             assert len(saved["param_groups"]) == 1
-            optimizer = face()
+            optimizer, shards = face()
             optimizer.load_state_dict(saved)
         grads = grads_of(step)
         for index, shard in shards.items():

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
+from megaopt.float8.ranks import Agreement
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
 from megaopt.kernels.step.batch import Buffers, Formats
@@ -126,7 +127,7 @@ class Batches:
         batches: of the parameters that have a gradient.
         param_groups: the optimizer's.
         state: the optimizer's, complete for these parameters.
-        groups: the groups of ranks that share some of all its parameters.
+        agreement: with the ranks that share some of all its parameters; None without such.
     """
 
     def __init__(
@@ -134,9 +135,9 @@ class Batches:
         batches: list[Batch],
         param_groups: Sequence[Mapping[str, Any]],
         state: Mapping[Any, dict[str, Any]],
-        groups: Sequence[Any] = (),
+        agreement: Agreement | None = None,
     ) -> None:
-        self.batches, self.groups = batches, groups
+        self.batches, self.agreement = batches, agreement
         params = tuple(param for group in param_groups for param in group["params"])
         self.measured: dict[torch.device, list[Any]] = {}
         """What the norm of the gradients is measured of; kept, as CUDA graphs read it."""

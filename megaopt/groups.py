@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt.batches import Batches
 from megaopt.capture import check_device_numbers, to_device
 from megaopt.dtensor import check_dtensor, is_dtensor, local_of
-from megaopt.float8.batch import check_whole, weight_of
-from megaopt.float8.ranks import Agreement
+from megaopt.float8.batch import check_whole
+from megaopt.float8.parts import weight_of
 from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
@@ -43,7 +43,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Lets go of everything that is made again when it is needed."""
         self._batches: Batches | None = None
         self._captured: list[Batches] = []  # CUDA graphs read their tables
-        self._agreement: tuple[Batches, Agreement] | None = None
         self._preparations: dict[torch.device, Any] = {}
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megaopt.dtensor import check_sharding, local_of
-from megaopt.float8.batch import weight_of
+from megaopt.float8.parts import weight_of
 from megaopt.options import Options
 
 MasterWeights = bool | list[torch.Tensor | None] | None

@@ -19,8 +19,7 @@ from megaopt.dtensor import (
     split_of,
 )
 from megaopt.float8.batch import Float8Batch, extent_of, kind_of, plan_formats, share_amaxes
-from megaopt.float8.ranks import Agreement, check_shared, groups_of
-from megaopt.float8.shard import Float8Shard
+from megaopt.float8.ranks import Agreement, check_shared
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.step.batch import Formats
@@ -92,8 +91,8 @@ class FusedOptimizer(StatefulOptimizer):
         batches, grads = self._gather()
         for batch in batches.batches:
             batch.enter(grads)
-        shared = bool(batches.groups)
-        known = self._agreed(request, batches, grads) if shared else self._known(request)
+        agreement = batches.agreement
+        known = self._agreed(request, batches, agreement) if agreement else self._known(request)
         if known is None:
             batches.abandon()
             return loss
@@ -121,18 +120,12 @@ class FusedOptimizer(StatefulOptimizer):
             return request
         return None if bool(request.found_inf) else replace(request, found_inf=None)
 
-    def _agreed(self, request: Request, batches: Batches, grads: Grads) -> Request | None:
+    def _agreed(self, request: Request, batches: Batches, agreement: Agreement) -> Request | None:
         """The request as all ranks that share fp8 weights see it; None if there is no step.
 
         A rank that left a step out alone would let the others wait for its amaxes for ever.
         """
-        params = self._flat()[0]
-        fresh = self._agreement is None or self._agreement[0] is not batches
-        if self._agreement is None or fresh:
-            self._agreement = batches, Agreement(params, grads)
-        device = next(param.device for param in params if isinstance(param, Float8Shard))
-        flags = self._own_flags(request, batches, device)
-        flags = self._agreement[1].reach(flags, wait=fresh)
+        flags = agreement.reach(self._own_flags(request, batches, agreement.device))
         if not request.is_skippable:
             return request
         if self.options.capturable:
@@ -222,22 +215,25 @@ class FusedOptimizer(StatefulOptimizer):
             return False
         if any(float(group["lr"]) for group in self.param_groups):
             return False
-        own, plain = (
-            any(g is not None for g in grads_of(params, which)) for which in (True, False)
-        )
-        if self.use_decoupled_grad and not own:
-            if plain:  # which it gives whatever the optimizer reads
+        if self.use_decoupled_grad and not _any_given(params, decoupled=True):
+            # it gives p.grad, whatever the optimizer reads
+            given = _any_given(params, decoupled=False)
+            if given:
                 self.initialize_states()
-            return plain
+            return given
+        return self._gradients_are_zero()
+
+    def _gradients_are_zero(self) -> bool:
+        """On all ranks; makes the state of their parameters."""
         batches, grads = self._gather()
         for batch in batches.batches:
             batch.enter(grads)
-        found = [new_bins(device) for device in dict.fromkeys(param.device for param in params)]
+        devices = dict.fromkeys(param.device for param in self._flat()[0])
+        found = [new_bins(device) for device in devices]
         for bins in found:
             for each in self._measured(batches, bins.device):
                 each.accumulate(bins)
-        for batch in batches.batches:
-            batch.abandon()
+        batches.abandon()
         return not any(bool(bins.any()) for bins in found)
 
     def _preparation(self, device: torch.device) -> Any:
@@ -316,7 +312,9 @@ class FusedOptimizer(StatefulOptimizer):
         for param, state in completed.items():  # now that nothing was refused
             self.state[param].update(state)
         batches = [self._batch(*kind[:3], where, params, groups) for kind, where in kinds.items()]
-        return Batches(batches, self.param_groups, self.state, groups_of(params))
+        agreement = Agreement(params, grads)
+        shared = agreement if agreement.signatures else None
+        return Batches(batches, self.param_groups, self.state, shared)
 
     def _is_staged(
         self, param: torch.Tensor, grad: torch.Tensor, formats: Formats, state: State
@@ -361,3 +359,7 @@ class FusedOptimizer(StatefulOptimizer):
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             elif getattr(param, "decoupled_grad", None) is not None:
                 param.decoupled_grad.zero_()  # type: ignore[attr-defined]
+
+
+def _any_given(params: list[torch.Tensor], decoupled: bool) -> bool:
+    return any(grad is not None for grad in grads_of(params, decoupled))

@@ -16,7 +16,7 @@ from megaopt.dtensor import (
     sharded_as,
     sharded_state,
 )
-from megaopt.float8.batch import weight_of
+from megaopt.float8.parts import weight_of
 from megaopt.float8.shard import Float8Shard
 from megaopt.groups import GroupedOptimizer
 from megaopt.kernels.step.batch import Formats

@@ -108,20 +108,21 @@ class Formats:
     @property
     def shares_rows(self) -> bool:
         """fp8 weights in blocks of several rows."""
-        block = self.cast.recipe.block if self.cast else None
-        return block is not None and block[0] > 1
+        return self.block_rows > 1
 
     @property
     def block_columns(self) -> int:
         """Of fp8 weights in blocks."""
-        block = self.cast.recipe.block if self.cast else None
-        return block[1] if block else 0
+        return self._block[1]
 
     @property
     def block_rows(self) -> int:
         """Of fp8 weights in blocks."""
-        block = self.cast.recipe.block if self.cast else None
-        return block[0] if block else 0
+        return self._block[0]
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        return (self.cast and self.cast.recipe.block) or (0, 0)
 
     @property
     def rounding(self) -> Format:

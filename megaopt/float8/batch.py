@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megaopt.batches import SCALE, Batch
 from megaopt.float8.delayed import update_scales
-from megaopt.float8.foreign import ForeignWeight, foreign_weight
-from megaopt.float8.parts import Parts, Weight
+from megaopt.float8.foreign import ForeignWeight
+from megaopt.float8.parts import Parts, Weight, start_of, weight_of
 from megaopt.float8.ranks import group_of, order_of, put_together
 from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
@@ -24,15 +24,6 @@ from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.watch import Grads, Wanted
 
 FP32_MASTER = MASTERS[torch.float32]
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def weight_of(param: torch.Tensor) -> Weight | None:
-    """The fp8 weight that a parameter is or is a part of; None for a plain one."""
-    whole = param.weight if isinstance(param, Float8Shard) else param
-    if isinstance(whole, Float8Weight):
-        return whole
-    return None if type(whole) in PLAIN else foreign_weight(whole)
 
 
 def kind_of(param: torch.Tensor) -> tuple[Any, ...]:
@@ -54,8 +45,7 @@ def extent_of(param: torch.Tensor) -> Extent:
     assert weight is not None
     columns = weight.shape[-1] if weight.dim() else 1
     shared = isinstance(param, Float8Shard)
-    start = param.start if isinstance(param, Float8Shard) else 0
-    return Extent(weight.numel() // max(columns, 1), columns, start, shared)
+    return Extent(weight.numel() // max(columns, 1), columns, start_of(param), shared)
 
 
 def cast_of(param: torch.Tensor, direct: bool | None = None) -> Cast | None:
@@ -68,21 +58,6 @@ def cast_of(param: torch.Tensor, direct: bool | None = None) -> Cast | None:
         return None
     recipe = weight.recipe if direct is None else replace(weight.recipe, direct=direct)
     return Cast(recipe, weight.dtype)
-
-
-def codes_of(param: torch.Tensor) -> torch.Tensor:
-    """A parameter's fp8 codes, a view, one-dimensional."""
-    weight = weight_of(param)
-    assert weight is not None
-    start = extent_of(param).start
-    return weight.data8.view(-1)[start : start + param.numel()]
-
-
-def weight_and_codes(param: torch.Tensor) -> tuple[Weight, torch.Tensor]:
-    """The weight that a parameter is or is a part of, and the parameter's codes."""
-    weight = weight_of(param)
-    assert weight is not None
-    return weight, codes_of(param)
 
 
 def first_master(param: torch.Tensor) -> torch.Tensor:
@@ -101,7 +76,7 @@ def dequantized(param: torch.Tensor) -> torch.Tensor:
 
 
 def _part(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    start = extent_of(param).start
+    start = start_of(param)
     return whole.flatten()[start : start + param.numel()].view(param.shape).float()
 
 
@@ -132,7 +107,7 @@ class Float8Batch(Batch):
     _own_amaxes: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._parts = Parts(weight_and_codes, self.params)
+        self._parts = Parts(self.params)
 
     @property
     def addresses(self) -> list[Any]:
@@ -147,8 +122,7 @@ class Float8Batch(Batch):
             own = super().buffers(grads)
         own["weight"] = self._parts.codes
         self._copies = {
-            slot: [t if t.is_contiguous() else t.contiguous() for t in tensors]
-            for slot, tensors in own.items()
+            slot: [tensor.contiguous() for tensor in tensors] for slot, tensors in own.items()
         }
         if not self.formats.master.present:
             self._copies["master"] = [dequantized(param).flatten() for param in self.params]

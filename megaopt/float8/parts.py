@@ -1,4 +1,4 @@
-"""The tensors behind fp8 weights: looked at in every step, found anew where one changed."""
+"""The fp8 weights behind parameters, and the tensors behind those, looked at in every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megaopt.float8.foreign import ForeignWeight
+from megaopt.float8.foreign import ForeignWeight, foreign_weight
 from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import TENSORS, Float8Weight
 
@@ -17,6 +17,27 @@ Weight = Float8Weight | ForeignWeight
 Reader = Callable[[], Sequence[Any]]
 
 OWN = operator.attrgetter(*TENSORS)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def weight_of(param: torch.Tensor) -> Weight | None:
+    """The fp8 weight that a parameter is or is a part of; None for a plain one."""
+    whole = param.weight if isinstance(param, Float8Shard) else param
+    if isinstance(whole, Float8Weight):
+        return whole
+    return None if type(whole) in PLAIN else foreign_weight(whole)
+
+
+def start_of(param: torch.Tensor) -> int:
+    """Which of the weight's elements is the parameter's first."""
+    return param.start if isinstance(param, Float8Shard) else 0
+
+
+def weight_and_codes(param: torch.Tensor) -> tuple[Weight, torch.Tensor]:
+    """The weight that a parameter is or is a part of, and the parameter's codes, flat, a view."""
+    weight, start = weight_of(param), start_of(param)
+    assert weight is not None
+    return weight, weight.data8.view(-1)[start : start + param.numel()]
 
 
 def reader_of(param: torch.Tensor, weight: Weight) -> Reader:
@@ -31,16 +52,11 @@ class Parts:
     """What weights are made of, as the step wants it; views are made once, not in every step.
 
     Args:
-        find: gives a parameter's weight and its codes, one-dimensional.
         params: of one batch.
     """
 
-    def __init__(
-        self,
-        find: Callable[[torch.Tensor], tuple[Weight, torch.Tensor]],
-        params: Sequence[torch.Tensor],
-    ) -> None:
-        self._find, self._params = find, params
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
         self._readers: list[Reader] = []
         self._seen: list[Any] = []
         self._addresses: list[int] = []
@@ -52,7 +68,7 @@ class Parts:
         now = [tensor for reader in self._readers for tensor in reader()]
         same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
         if not self._readers or not same or _addresses(now) != self._addresses:
-            found = [self._find(param) for param in self._params]
+            found = [weight_and_codes(param) for param in self._params]
             self.weights = [weight for weight, _ in found]
             self.codes = [codes for _, codes in found]
             self._readers = list(map(reader_of, self._params, self.weights))

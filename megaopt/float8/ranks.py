@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megaopt.float8.foreign import foreign_weight
+from megaopt.float8.parts import weight_of
 from megaopt.float8.shard import Float8Shard
-from megaopt.float8.weight import Float8Weight
-from megaopt.kernels.float8 import Float8Recipe
 
 Group = dist.ProcessGroup
 
@@ -47,13 +45,6 @@ def order_of(param: torch.Tensor, place: int) -> int:
     return place if order is None else int(order)
 
 
-def groups_of(params: Iterable[torch.Tensor]) -> list[Group]:
-    """The groups that share some of the parameters, in an order that all their ranks have."""
-    one_of_each = {param.group: param for param in params if isinstance(param, Float8Shard)}
-    found = {group_of(param) for param in one_of_each.values()}
-    return in_order(group for group in found if group is not None)
-
-
 def in_order(groups: Iterable[Group]) -> list[Group]:
     """By name, of which all ranks of a group have the same."""
     return sorted(groups, key=lambda group: str(group.group_name))
@@ -69,20 +60,28 @@ class Agreement:
 
     def __init__(self, params: Sequence[torch.Tensor], grads: Sequence[object]) -> None:
         self.has_grad: dict[Group, dict[torch.Tensor, bool]] = {}
-        places = sorted(range(len(params)), key=lambda place: order_of(params[place], place))
-        for param, grad in ((params[place], grads[place]) for place in places):
-            group = group_of(param)
-            if group is not None:
-                self.has_grad.setdefault(group, {})[param] = grad is not None
+        self._was_reached = False
+        shared = [(place, group_of(param)) for place, param in enumerate(params)]
+        places = [
+            (order_of(params[place], place), place, group) for place, group in shared if group
+        ]
+        for _, place, group in sorted(places, key=lambda each: each[:2]):
+            self.has_grad.setdefault(group, {})[params[place]] = grads[place] is not None
         self.signatures = {group: _signature(own) for group, own in self.has_grad.items()}
 
-    def reach(self, flags: torch.Tensor, wait: bool) -> torch.Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks meet."""
+        return next(param.device for own in self.has_grad.values() for param in own)
+
+    def reach(self, flags: torch.Tensor) -> torch.Tensor:
         """The flags of all ranks that share weights with this one.
+
+        What the ranks step is compared until it was found alike; on the CPU, where nothing has to
+        be waited for, always.
 
         Args:
             flags: int64, 0 where this rank knows of no reason to leave the step out.
-            wait: whether what the ranks step is compared; on the CPU, where nothing has to be
-                waited for, it always is.
 
         Returns:
             int64, flags's shape: the largest of each.
@@ -97,8 +96,10 @@ class Agreement:
             together = torch.cat([flags, *both])
             dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
             flags = together[:-2]
-            if (wait or flags.device.type == "cpu") and bool(together[-2] != -together[-1]):
+            compared = not self._was_reached or flags.device.type == "cpu"
+            if compared and bool(together[-2] != -together[-1]):
                 self._refuse(group)
+        self._was_reached = True
         return flags
 
     def _refuse(self, group: Group) -> None:
@@ -113,20 +114,10 @@ class Agreement:
 
 def _signature(has_grad: Mapping[torch.Tensor, bool]) -> int:
     """63 bits of what the ranks have to have alike: the weights that are stepped, in order."""
-    stepped = [
-        (tuple(param.weight.shape), _recipe(param), param.dtype)
-        for param, given in has_grad.items()
-        if given and isinstance(param, Float8Shard)
-    ]
+    weights = [weight_of(param) for param, given in has_grad.items() if given]
+    stepped = [(tuple(each.shape), each.recipe, each.dtype) for each in weights if each is not None]
     digest = hashlib.blake2b(repr(stepped).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _recipe(param: Float8Shard) -> Float8Recipe | None:
-    if isinstance(param.weight, Float8Weight):
-        return param.weight.recipe
-    found = foreign_weight(param.weight)
-    return None if found is None else found.recipe
 
 
 def put_together(amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]]) -> None:

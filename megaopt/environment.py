@@ -10,7 +10,7 @@ import torch
 
 import megaopt
 
-__all__ = ["describe"]
+__all__ = ["describe", "installed_version"]
 
 
 def describe() -> dict[str, str | None]:
@@ -25,7 +25,7 @@ def describe() -> dict[str, str | None]:
         "megaopt": megaopt.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": _installed_version("triton"),
+        "triton": installed_version("triton"),
         "cuda_runtime": torch.version.cuda,
         **_gpu(),
         "cpu": _cpu_model(),
@@ -34,7 +34,8 @@ def describe() -> dict[str, str | None]:
     }
 
 
-def _installed_version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

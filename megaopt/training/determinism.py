@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
-from megaopt.config import ConfigError, RunConfig
+from megaopt.config import ConfigError
 
 
-def choose_device(config: RunConfig) -> torch.device:
+class Placed(Protocol):
+    """A config that says where to train."""
+
+    @property
+    def device(self) -> str:
+        """One of auto, cpu and cuda."""
+
+
+def choose_device(config: Placed) -> torch.device:
     """The device that a config asks for.
 
     Raises:

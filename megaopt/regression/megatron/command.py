@@ -6,12 +6,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megaopt.config import ConfigError
 from megaopt.regression.megatron.config import MegatronRun, read_megatron_run
 from megaopt.regression.megatron.picture import draw_times
 from megaopt.regression.megatron.plan import Lane
@@ -19,24 +17,13 @@ from megaopt.regression.megatron.record import build_record, measured
 from megaopt.regression.megatron.regression import Outcome, Regression
 from megaopt.regression.picture import draw_losses
 from megaopt.regression.record import write_json
+from megaopt.training.determinism import choose_device
 from megaopt.training.text import Corpus, load_corpus
 
 FAILED = 2
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 TABLE_WIDTH = 110
 """Columns where the output is no terminal."""
-
-
-def choose_device(run: MegatronRun) -> str:
-    """Where a config's processes train, "cuda" or "cpu".
-
-    Raises:
-        ConfigError: the config asks for GPUs and there is none.
-    """
-    available = torch.cuda.is_available()
-    if run.device == "cuda" and not available:
-        raise ConfigError("device = 'cuda' is not allowed: no CUDA GPU is visible here")
-    return "cuda" if available and run.device != "cpu" else "cpu"
 
 
 def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -> int:
@@ -62,7 +49,7 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
     corpus = load_corpus()
     with tempfile.TemporaryDirectory() as scratch:
         regression = Regression(
-            run, choose_device(run), folder=Path(scratch), corpus=corpus, perturb=perturb
+            run, choose_device(run).type, folder=Path(scratch), corpus=corpus, perturb=perturb
         )
         folder = out / run.name
         folder.mkdir(parents=True, exist_ok=True)

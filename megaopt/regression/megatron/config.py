@@ -63,18 +63,14 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StockVariant:
-    """Megatron's own optimizer step."""
+class SharedKeys:
+    """The keys that both kinds of variant have."""
 
     name: str
     """Name in tables and records."""
-    kind: Literal["stock"] = "stock"
-    """Which of the kinds of variant this is."""
-    inner: Literal["transformer_engine", "torch", "unfused"]
-    """Whose Adam is inside: TransformerEngine's FusedAdam, torch's AdamW, or this command's own in
-    plain torch operations."""
     mode: Mode = "main_shards"
-    """precision_aware: the inner optimizer owns weights and masters, TransformerEngine's alone."""
+    """Who owns the fp32 masters: Megatron, or, precision_aware, the inner optimizer: ours, or of
+    the others TransformerEngine's alone."""
     store_param_remainders: bool = False
     """With precision_aware: int16 remainders instead of fp32 masters; ties go away from zero."""
     baseline: str | None = None
@@ -93,7 +89,31 @@ class StockVariant:
     """Instead of the table [megatron]'s."""
 
     def __post_init__(self) -> None:
-        check_shared_keys(self)
+        require_at_least(self, 1, "runs")
+        after, ranks = self.resume_after, self.resume_ranks
+        if after is not None:
+            require_at_least(self, 1, "resume_after")
+        if ranks is not None:
+            require_at_least(self, 1, "resume_ranks")
+            require(after is not None, "resume_ranks", ranks, "no such key without resume_after")
+        if self.mode != "precision_aware":
+            remainders = self.store_param_remainders
+            allowed = f"false with mode = {self.mode!r}"
+            require(not remainders, "store_param_remainders", remainders, allowed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockVariant(SharedKeys):
+    """Megatron's own optimizer step."""
+
+    kind: Literal["stock"] = "stock"
+    """Which of the kinds of variant this is."""
+    inner: Literal["transformer_engine", "torch", "unfused"]
+    """Whose Adam is inside: TransformerEngine's FusedAdam, torch's AdamW, or this command's own in
+    plain torch operations."""
+
+    def __post_init__(self) -> None:
+        SharedKeys.__post_init__(self)  # not super(): a class with slots is made twice
         if self.inner != "transformer_engine":
             allowed = f"'main_shards' with {self.inner=}"
             require(self.mode == "main_shards", "mode", self.mode, allowed)
@@ -104,15 +124,11 @@ class StockVariant:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegaoptVariant:
+class MegaoptVariant(SharedKeys):
     """Megatron with the optimizer step of megaopt.integration.megatron."""
 
-    name: str
-    """Name in tables and records."""
     kind: Literal["megaopt"] = "megaopt"
     """Which of the kinds of variant this is."""
-    mode: Mode = "main_shards"
-    """Who owns the fp32 masters: Megatron, or our optimizer."""
     contract: Literal["ieee", "te", "torch"] = "ieee"
     """Contract of the step."""
     backend: Literal["auto", "triton", "reference"] = "auto"
@@ -121,27 +137,11 @@ class MegaoptVariant:
     """How exp_avg is stored; other than float32 with mode = "precision_aware" alone."""
     exp_avg_sq_dtype: StateDtype = "float32"
     """How exp_avg_sq is stored; other than float32 with mode = "precision_aware" alone."""
-    store_param_remainders: bool = False
-    """With precision_aware: int16 remainders instead of fp32 masters; ties go away from zero."""
     round_scaled_grads: bool = False
     """Rounds clipped bf16 gradients to bf16, as a stock variant with precision_aware does."""
-    baseline: str | None = None
-    """Name of the variant that this one must equal bit for bit; None: it is not compared."""
-    runs: int = 1
-    """Times that it runs; all must equal the first."""
-    resume_after: int | None = None
-    """Step after which the run is saved, and continued in fresh processes; None: never."""
-    resume_ranks: int | None = None
-    """Ranks that continue it; None: as many as before."""
-    overlap_grad_reduce: bool | None = None
-    """Instead of the table [megatron]'s."""
-    overlap_param_gather: bool | None = None
-    """Instead of the table [megatron]'s."""
-    grad_reduce_in_fp32: bool | None = None
-    """Instead of the table [megatron]'s."""
 
     def __post_init__(self) -> None:
-        check_shared_keys(self)
+        SharedKeys.__post_init__(self)  # not super(): a class with slots is made twice
         if self.mode == "main_shards":
             for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
                 value = getattr(self, key)
@@ -149,21 +149,6 @@ class MegaoptVariant:
 
 
 MegatronVariant = StockVariant | MegaoptVariant
-
-
-def check_shared_keys(variant: MegatronVariant) -> None:
-    """Raises a `ConfigError` unless the keys that both kinds have go together."""
-    require_at_least(variant, 1, "runs")
-    after, ranks = variant.resume_after, variant.resume_ranks
-    if after is not None:
-        require_at_least(variant, 1, "resume_after")
-    if ranks is not None:
-        require_at_least(variant, 1, "resume_ranks")
-        require(after is not None, "resume_ranks", ranks, "no such key without resume_after")
-    if variant.mode != "precision_aware":
-        remainders = variant.store_param_remainders
-        allowed = f"false with mode = {variant.mode!r}"
-        require(not remainders, "store_param_remainders", remainders, allowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

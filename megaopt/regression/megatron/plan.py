@@ -49,19 +49,23 @@ def settings(variant: MegatronVariant) -> MegatronVariant:
     )
 
 
+def runs_of(variant: MegatronVariant) -> list[tuple[str, str | None]]:
+    """Name and baseline of each run of a variant: the first's own, the others' the first."""
+    more = [(f"{variant.name}.{number}", variant.name) for number in range(2, variant.runs + 1)]
+    return [(variant.name, variant.baseline), *more]
+
+
 def straight_lanes(run: MegatronRun) -> list[Lane]:
     """The lanes that are not resumed; they save where a resumed one needs their checkpoint."""
     lanes = []
     for variant in (each for each in run.variant if each.resume_after is None):
-        for number in range(1, variant.runs + 1):
-            name = variant.name if number == 1 else f"{variant.name}.{number}"
-            saves = {v.resume_after for v in run.variant if settings(v) == settings(variant)}
-            wanted = tuple(sorted(step for step in saves if step is not None))
+        saves = {v.resume_after for v in run.variant if settings(v) == settings(variant)}
+        wanted = tuple(sorted(step for step in saves if step is not None))
+        for name, baseline in runs_of(variant):
             stretch = Stretch(
                 name=name, variant=variant, ranks=run.megatron.ranks, first=1, last=run.steps,
-                save_after=wanted if number == 1 else (),
+                save_after=wanted if name == variant.name else (),
             )  # fmt: skip
-            baseline = variant.baseline if number == 1 else variant.name
             lanes.append(Lane(name=name, variant=variant, baseline=baseline, stretches=(stretch,)))
     return lanes
 
@@ -73,8 +77,7 @@ def resumed_lanes(run: MegatronRun, straight: list[Lane]) -> list[Lane]:
     for variant in (each for each in run.variant if each.resume_after is not None):
         step, ranks = variant.resume_after or 0, run.megatron.ranks
         trunk = trunks.get(settings(variant))
-        for number in range(1, variant.runs + 1):
-            name = variant.name if number == 1 else f"{variant.name}.{number}"
+        for name, baseline in runs_of(variant):
             beginning = trunk or Stretch(
                 name=f"{name}-begun", variant=variant, ranks=ranks, first=1, last=step,
                 save_after=(step,),
@@ -83,7 +86,6 @@ def resumed_lanes(run: MegatronRun, straight: list[Lane]) -> list[Lane]:
                 name=name, variant=variant, ranks=variant.resume_ranks or ranks, first=step + 1,
                 last=run.steps, load=beginning.checkpoint(step),
             )  # fmt: skip
-            baseline = variant.baseline if number == 1 else variant.name
             stretches = (beginning, rest)
             lanes.append(Lane(name=name, variant=variant, baseline=baseline, stretches=stretches))
     return lanes

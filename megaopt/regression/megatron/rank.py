@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megaopt.regression.compare import loss_bits
 from megaopt.regression.megatron import checkpoint, state
 from megaopt.regression.megatron.config import MegatronRun
 from megaopt.regression.megatron.cpu import pretend_cuda
@@ -227,8 +227,7 @@ class Training:
             micro_batch_size=self.task.run.megatron.micro_batch_size,
             forward_only=False,
         )
-        losses = torch.stack([each["loss"] for each in told]).tolist()
-        return [f"0x{struct.unpack('<I', struct.pack('<f', loss))[0]:08x}" for loss in losses]
+        return [loss_bits(loss) for loss in torch.stack([each["loss"] for each in told]).tolist()]
 
     def _fingerprints(self) -> dict[str, str]:
         found = state.fingerprints(self.chunk, self.optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -17,14 +16,6 @@ from megaopt.regression.record import VERSIONS, hardware
 from megaopt.training.text import Corpus
 
 PACKAGES = ("megatron-core", "transformer_engine", "apex")
-
-
-def package_version(name: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def measured(regression: Regression, result: Result) -> dict[str, Any]:
@@ -75,7 +66,7 @@ def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
     finished = len(regression.outcomes) == len(regression.lanes)
     return {
         "versions": {key: described[key] for key in VERSIONS}
-        | {name: package_version(name) for name in PACKAGES},
+        | {name: environment.installed_version(name) for name in PACKAGES},
         "hardware": hardware(torch.device(regression.device), described),
         "settings": settings(),
         "config": dataclasses.asdict(regression.run),

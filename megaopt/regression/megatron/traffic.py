@@ -41,7 +41,7 @@ def cast_passes(run: MegatronRun) -> dict[str, int]:
 
 
 def stock_passes(run: MegatronRun, variant: StockVariant, fused_clip: bool) -> dict[str, int]:
-    """Passes of Megatron's own step; None where the inner optimizer is not one of few passes."""
+    """Passes of Megatron's own step."""
     grad = grad_bytes(run, variant)
     clips = run.megatron.clip_grad > 0
     if variant.mode == "precision_aware":

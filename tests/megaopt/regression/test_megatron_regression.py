@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import multiprocessing
 import time
@@ -11,21 +10,15 @@ from megaopt.regression.megatron.config import read_megatron_run
 from megaopt.regression.megatron.group import run_group
 from megaopt.regression.megatron.plan import plan_lanes
 from megaopt.regression.megatron.rank import Task
+from megaopt.regression.megatron.regression import is_installed
 from megaopt.training.text import load_corpus
 
-
-def installed(name):
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 needs_megatron = pytest.mark.skipif(
-    not (installed("megatron.core") and installed("psutil")), reason="needs megatron-core, psutil"
+    not (is_installed("megatron.core") and is_installed("psutil")),
+    reason="needs megatron-core, psutil",
 )
 needs_plug = pytest.mark.skipif(
-    not installed("megaopt.integration.megatron"), reason="needs megaopt.integration.megatron"
+    not is_installed("megaopt.integration.megatron"), reason="needs megaopt.integration.megatron"
 )
 
 RUN = """

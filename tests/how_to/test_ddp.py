@@ -1,6 +1,6 @@
 import pytest
 import torch
-from how_to import run_ranks, script
+from how_to import everything, run_ranks, script
 from runs import assert_same
 
 
@@ -23,7 +23,7 @@ def plain_loop():
             (ddp.loss_of(model, ddp.batch_of(step, rank)) / 2).backward()
         optimizer.step()
         warmup.step()
-    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+    return everything(model, optimizer)
 
 
 def load(folder, name):

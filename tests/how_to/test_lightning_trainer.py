@@ -1,6 +1,6 @@
 import pytest
 import torch
-from how_to import needs, script
+from how_to import everything, needs, script
 from runs import assert_same
 
 pytestmark = [
@@ -21,10 +21,6 @@ def how_to():
 def straight(how_to, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     return how_to.main(["--folder", str(folder)]), folder
-
-
-def everything(model, optimizer):
-    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
 
 
 def plain_loop(how_to):

@@ -15,6 +15,7 @@ from runs import (
     assert_same_run,
     give_gradients,
     parameters,
+    params_of,
     snapshot,
     through_a_file,
     train,
@@ -45,10 +46,6 @@ def made(options, capturable=True, **others):
 
 def plain(options, **others):
     return made(options, capturable=False, **others)
-
-
-def params_of(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def numbers_of_the_host(found):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
-from runs import FORMATS, MASTER, REMAINDERS, assert_same, snapshot, values
+from runs import FORMATS, MASTER, REMAINDERS, assert_same, params_of, snapshot, values
 from torch.optim.lr_scheduler import LambdaLR
 
 from megaopt import FusedAdam
@@ -22,10 +22,6 @@ def made(options, capturable, **others):
     ]
     groups = [{"params": params[:3], "lr": 0.01}, {"params": params[3:], "weight_decay": 0.1}]
     return FusedAdam(groups, capturable=capturable, **others, **options)
-
-
-def params_of(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def gradients(step):

@@ -18,6 +18,7 @@ from runs import (
     assert_same_run,
     give_gradients,
     parameters,
+    params_of,
     snapshot,
     values,
 )
@@ -36,10 +37,6 @@ def made(options=MASTER, params=None, **others):
     """An optimizer of decoupled gradients, which may be fp32 beside any weight."""
     params = parameters(SHAPES) if params is None else params
     return FusedAdam(params, use_decoupled_grad=True, **{**SETTINGS, **others, **options})
-
-
-def params_of(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def grads_of(step, dtype=FP32, shapes=SHAPES, factor=1.0):

@@ -16,6 +16,7 @@ from runs import (
     assert_same,
     assert_same_run,
     parameters,
+    params_of,
     snapshot,
     values,
 )
@@ -35,10 +36,6 @@ def made(options=MASTER, dtype=BF16, **others):
     params[3] = torch.nn.Parameter(params[3].detach().float())
     groups = [{"params": params[:2], "lr": 0.02}, {"params": params[2:], "weight_decay": 0.1}]
     return FusedAdam(groups, **{**others, **options})
-
-
-def params_of(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def give(optimizer, step, scale=1.0, bad=None, attribute="grad"):

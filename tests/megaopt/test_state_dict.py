@@ -18,28 +18,19 @@ from runs import (
     assert_same_run,
     give_gradients,
     parameters,
+    params_of,
     snapshot,
     through_a_file,
     train,
     values,
 )
+from state_dicts import HYPER, all_formats, made
 
 from megaopt import FusedAdam
 
-all_formats = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-HYPER = {"lr": 0.01, "weight_decay": 0.1}
-
-
-def made(options, dtype=BF16, **more):
-    return FusedAdam(parameters(dtype=dtype), **{**HYPER, **options, **more})
-
-
-def weights_of(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
 
 def copy_weights(source, target):
-    for own, param in zip(weights_of(target), weights_of(source), strict=True):
+    for own, param in zip(params_of(target), params_of(source), strict=True):
         own.data.copy_(param.data)
 
 
@@ -126,7 +117,7 @@ def test_a_tensor_lr_that_was_loaded_is_no_alias():
 
 def test_a_state_dict_is_the_same_each_time_and_ordered_by_parameter():
     optimizer = made(FORMATS["fp16_moments"])
-    params = weights_of(optimizer)
+    params = params_of(optimizer)
     for step in range(2):
         give_gradients(params, step)
         params[step].grad = None  # so that states appear in another order than the parameters
@@ -142,7 +133,7 @@ def test_a_state_dict_is_the_same_each_time_and_ordered_by_parameter():
 def test_reading_the_state_of_a_parameter_without_any_does_no_harm():
     """optimizer.state is a defaultdict: state[p] makes an empty entry."""
     optimizer, target = made(MASTER), made(MASTER)
-    assert optimizer.state[weights_of(optimizer)[0]] == {}
+    assert optimizer.state[params_of(optimizer)[0]] == {}
     target.load_state_dict(optimizer.state_dict())
     train(optimizer, 1)
     train(target, 1)
@@ -156,7 +147,7 @@ def test_external_masters_are_loaded_into():
     masters = [torch.zeros(shape) for shape in SHAPES]
     target.master_weights = masters
     target.load_state_dict(source.state_dict())
-    for param, master in zip(weights_of(target), masters, strict=True):
+    for param, master in zip(params_of(target), masters, strict=True):
         assert target.state[param]["master_param"] is master
     assert_same_run(target, source)
     train(source, 1)
@@ -184,7 +175,7 @@ def test_deepcopy_with_the_model(options):
     other, twin = copy.deepcopy((model, optimizer))
     assert_same_run(twin, optimizer)
     train(twin, 2)
-    assert_same_bits(other.weight.detach(), weights_of(twin)[0].detach())
+    assert_same_bits(other.weight.detach(), params_of(twin)[0].detach())
     assert not torch.equal(other.weight, model.weight)
     train(optimizer, 2)
     assert_same_run(twin, optimizer)
@@ -193,14 +184,14 @@ def test_deepcopy_with_the_model(options):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_pickle(backend):
     optimizer = made(REMAINDERS, backend=backend, use_decoupled_grad=True)
-    for param in weights_of(optimizer):
+    for param in params_of(optimizer):
         param.decoupled_grad = values(param.shape, 3)
     optimizer.step()
     twin = pickle.loads(pickle.dumps(optimizer))
     assert_same_run(twin, optimizer)
     assert twin.options == optimizer.options
     assert twin.use_decoupled_grad is True
-    for param in (*weights_of(optimizer), *weights_of(twin)):
+    for param in (*params_of(optimizer), *params_of(twin)):
         param.decoupled_grad = values(param.shape, 4)
     optimizer.step()
     twin.step()
@@ -213,7 +204,7 @@ def test_copies_keep_their_external_masters_external():
     optimizer = FusedAdam(params, master_weights=masters)
     train(optimizer, 1)
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        for param, master in zip(weights_of(twin), twin.master_weights, strict=True):
+        for param, master in zip(params_of(twin), twin.master_weights, strict=True):
             assert twin.state[param]["master_param"] is master
         assert twin.master_weights[0] is not masters[0]
 
@@ -244,9 +235,7 @@ def test_torchs_state_dicts_load(name, weight, options):
         3, 0.25, (0.5, 0.75), 0.1,
     )  # fmt: skip
     given.param_groups[0].update(step=3, lr=0.25, betas=(0.5, 0.75), weight_decay=0.1)
-    for own, param, other in zip(
-        weights_of(ours), weights_of(theirs), weights_of(given), strict=True
-    ):
+    for own, param, other in zip(params_of(ours), params_of(theirs), params_of(given), strict=True):
         for moment in ("exp_avg", "exp_avg_sq"):
             value = theirs.state[param][moment].float()
             given.set_scaled_state(other, moment, value)
@@ -313,7 +302,7 @@ def test_transformer_engines_state_dicts_load(options, master):
         {k: v for k, v in ours.param_groups[0].items() if k != "params"},
         {k: v for k, v in given.param_groups[0].items() if k != "params"},
     )
-    for index, (own, other) in enumerate(zip(weights_of(ours), weights_of(given), strict=True)):
+    for index, (own, other) in enumerate(zip(params_of(ours), params_of(given), strict=True)):
         given.initialize_state(other)
         for name, value in saved["state"][index].items():
             if value.dtype == torch.int16:
@@ -343,11 +332,11 @@ def test_transformer_engines_stale_masters_of_fp32_weights_are_left_out(options,
     del without_stale["state"][1]["master_param"]
     ours.load_state_dict(saved)
     plain.load_state_dict(without_stale)
-    assert_same_bits(weights_of(ours)[1].detach(), values((5,), 1), "the fp32 weight")
+    assert_same_bits(params_of(ours)[1].detach(), values((5,), 1), "the fp32 weight")
     train(ours, 1)
     train(plain, 1)
     assert_same_run(ours, plain)
-    assert ours.state[weights_of(ours)[1]]["master_param"] is None
+    assert ours.state[params_of(ours)[1]]["master_param"] is None
 
 
 def test_fp32_remainder_masters_of_transformer_engine_are_refused_before_anything_is_written():

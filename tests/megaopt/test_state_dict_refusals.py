@@ -16,19 +16,9 @@ from runs import (
     snapshot,
     train,
 )
+from state_dicts import made
 
 from megaopt import FusedAdam
-
-all_formats = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-HYPER = {"lr": 0.01, "weight_decay": 0.1}
-
-
-def made(options, dtype=BF16, **more):
-    return FusedAdam(parameters(dtype=dtype), **{**HYPER, **options, **more})
-
-
-def weights_of(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def changed(position, **values_):

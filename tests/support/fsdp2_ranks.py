@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runs import BF16, FP32, values
+from runs import BF16, FP32, params_of, values
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -80,7 +80,7 @@ def whole(value):
 
 def snapshot(optimizer):
     """Weights, states, step counts, whole."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     states = [dict(optimizer.state.get(param, {})) for param in params]
     steps = [int(group["step"]) for group in optimizer.param_groups]
     return whole({"weights": params, "states": states, "steps": steps})

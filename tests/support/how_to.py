@@ -28,6 +28,11 @@ def script(name):
     return module
 
 
+def everything(model, optimizer):
+    """All that a run leaves behind."""
+    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+
+
 def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -43,6 +43,10 @@ def parameters(shapes=SHAPES, dtype=BF16):
     ]
 
 
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def give_gradients(params, step, dtype=None):
     for index, param in enumerate(params):
         param.grad = values(param.shape, 1000 * (step + 1) + index, dtype or param.dtype)
@@ -50,7 +54,7 @@ def give_gradients(params, step, dtype=None):
 
 def train(optimizer, steps, first=0):
     """Steps number `first` to `first + steps - 1`, each with its own gradients."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     for step in range(first, first + steps):
         give_gradients(params, step)
         optimizer.step()
@@ -66,7 +70,7 @@ def copied(value):
 
 def snapshot(optimizer):
     """Weights, states and groups, copied; states by the parameter's place among all."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     states = [optimizer.state.get(param) for param in params]
     found = {"weights": params, "states": states, "groups": groups, "all": len(optimizer.state)}

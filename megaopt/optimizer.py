@@ -296,7 +296,8 @@ class FusedOptimizer(StatefulOptimizer):
                 check_shared(param, where)
                 check_sharding(grad, param, f"{where}: as a gradient")
                 check_grad(grad, param, where)
-                check_grad(local_of(grad), local_of(param), where)
+                if is_dtensor(param):
+                    check_grad(local_of(grad), local_of(param), where)
         external = self._external(params, wheres)
         kinds: dict[tuple[torch.device, Formats, bool, Any], list[int]] = {}
         masters = self._wants_masters(self._master_weights)

@@ -47,20 +47,15 @@ def locals_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def sharded_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A shard as the DTensor whose mesh and placements are the parameter's; plain for a plain one.
 
-    The memory is the shard's.
+    The memory is the shard's. The class is called as FSDP2 calls it: DTensor.from_local moves what
+    it gets to the mesh's kind of device, and shards that FSDP2 offloads lie on the CPU.
     """
     if not is_dtensor(param):
         return local
-    module: Any = sys.modules["torch.distributed.tensor"]
     own: Any = param
-    made: torch.Tensor = module.DTensor.from_local(
-        local.detach(),
-        own.device_mesh,
-        own.placements,
-        run_check=False,
-        shape=own.shape,
-        stride=own.stride(),
-    )
+    meta = own._spec.tensor_meta._replace(dtype=local.dtype)
+    spec = replace(own._spec, tensor_meta=meta)
+    made: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
     return made
 
 

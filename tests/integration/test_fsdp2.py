@@ -6,6 +6,9 @@ import torch
 from bits import assert_same_bits
 from fsdp2_ranks import build, clipped, snapshot, train, trained
 from runs import BF16, MASTER, REMAINDERS, assert_same, values
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megaopt import FusedAdam
 
@@ -231,3 +234,24 @@ def test_fsdp_over_tensor_parallel(on_ranks):
 
 def test_offloaded_parameters_are_stepped_where_they_are(on_ranks):
     assert_same_on_all(on_ranks(2, fsdp2_ranks.offloaded, HYPER), trained(HYPER, 2))
+
+
+def test_shards_on_the_cpu_of_a_mesh_of_gpus_stay_there():
+    """What FSDP2 offloads; where there is no GPU, moving a shard to the mesh's device fails."""
+    mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+
+    def sharded(tensor):
+        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        return DTensor(tensor, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
+
+    plain = torch.nn.Parameter(values((5, 3), 0).to(BF16))
+    own = torch.nn.Parameter(sharded(plain.detach().clone()))
+    steppers = [FusedAdam([param], **HYPER, **MASTER) for param in (own, plain)]
+    for step in range(3):
+        grad = values((5, 3), step + 1).to(BF16)
+        own.grad, plain.grad = sharded(grad), grad.clone()
+        for optimizer in steppers:
+            optimizer.step()
+    (found,), (expected,) = (optimizer.state.values() for optimizer in steppers)
+    assert_same({name: value.to_local() for name, value in found.items()}, dict(expected))
+    assert_same(own.to_local(), plain)

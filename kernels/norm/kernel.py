@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megaopt.kernels.norm import bins
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.step.kernel import ALIGNED, GRAD, NUMEL, load_block, pointer
+from megaopt.kernels.step.kernel import GRAD, chunk_of, load_block, place_of, pointer
 
 WIDTH: tl.constexpr = tl.constexpr(bins.WIDTH)
 BINS: tl.constexpr = tl.constexpr(bins.BINS)
@@ -127,21 +127,18 @@ def add_chunk(
     chunks_ptr,
     bank_ptr,
     tensors,
-    chunks,
     chunk,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    tensor = tl.load(chunks_ptr + chunk)
-    start = tl.load(chunks_ptr + chunks + chunk).to(tl.int64) * (BLOCK * ITERATIONS)
-    numel = tl.load(table_ptr + NUMEL * tensors + tensor)
-    elements = tl.minimum(numel - start, BLOCK * ITERATIONS).to(tl.int32)
-    aligned = tl.load(table_ptr + ALIGNED * tensors + tensor).to(tl.int32)
+    tensor, number = place_of(chunks_ptr, tensors, chunk, SPAN)
+    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS)
     grad_ptr = pointer(table_ptr, GRAD, tensors, tensor, start, FORMAT)
     block = tl.zeros((), tl.int32)
-    while block < (elements // BLOCK) * aligned:
+    while block < unmasked:
         add_block(bank_ptr, grad_ptr + block * BLOCK, BLOCK, FORMAT, BLOCK, TILE, False)
         block += 1
     while block * BLOCK < elements:
@@ -153,7 +150,7 @@ def add_chunk(
 @jit(do_not_specialize=["tensors", "chunks"])
 def norm_kernel(
     table_ptr,  # *int64 [rows, tensors], as the step's
-    chunks_ptr,  # *int32 [2, chunks], as the step's
+    chunks_ptr,  # *int32, as the step's
     bins_ptr,  # *int64 [BANKS, ROWS, 2]
     tensors,
     chunks,
@@ -161,14 +158,15 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """Adds the squares of all tensors to the table; program p takes every so manieth chunk."""
     bank_ptr = bins_ptr + (tl.program_id(0) % BANKS) * (2 * ROWS)
     chunk = tl.program_id(0)
     while chunk < chunks:
         add_chunk(
-            table_ptr, chunks_ptr, bank_ptr, tensors, chunks, chunk,
-            FORMAT, BLOCK, TILE, ITERATIONS,
+            table_ptr, chunks_ptr, bank_ptr, tensors, chunk,
+            FORMAT, BLOCK, TILE, ITERATIONS, SPAN,
         )  # fmt: skip
         chunk += tl.num_programs(0)
 

@@ -13,7 +13,7 @@ from megaopt.kernels.norm.bins import MOST
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.step.kernel import ALIGNED, GRAD, NUMEL
 from megaopt.kernels.step.kernel import ROWS as TABLE_ROWS
-from megaopt.kernels.step.table import OWN, Geometry, chunk_table, to_device
+from megaopt.kernels.step.table import OWN, Chunks, Geometry, to_device
 
 # On a GPU one warp takes a block, so that no warp waits for another: 64 elements a thread share the
 # reductions and atomics. Tiles of 256 keep it at 96 to 128 registers; 230 without tiles.
@@ -46,7 +46,7 @@ class NormPlan:
         self.block = min(chunk & -chunk, MOST if INTERPRETED else BLOCK)
         self.iterations = chunk // self.block
 
-    def accumulate(self, table: torch.Tensor, chunks: torch.Tensor, bins: torch.Tensor) -> None:
+    def accumulate(self, table: torch.Tensor, chunks: Chunks, bins: torch.Tensor) -> None:
         """Adds the squares of all elements to the bins: one launch, nothing is waited for.
 
         Gradients that were multiplied by a loss scale give that multiple of the norm: multiplying
@@ -54,21 +54,22 @@ class NormPlan:
 
         Args:
             table: int64 [rows, tensors], the addresses and sizes of contiguous tensors.
-            chunks: int32 [2, chunks].
+            chunks: of these tensors.
             bins: int64, of megaopt.kernels.norm.bins.new_bins; all three on one device.
         """
-        count = chunks.shape[1]
-        if count == 0:
+        if chunks.count == 0:
             return
-        programs = self.programs or max(min(count, PROGRAMS), -(-count // CHUNKS))
+        fewest = -(-chunks.count // CHUNKS)
+        programs = self.programs or max(min(chunks.count, PROGRAMS), fewest)
         options = {
             "FORMAT": self.form,
             "BLOCK": self.block,
             "TILE": self.block if INTERPRETED else min(self.block, TILE),
             "ITERATIONS": self.iterations,
+            "SPAN": chunks.span,
             "num_warps": 1,
         }
-        arguments = (table, chunks, bins, table.shape[1], count)
+        arguments = (table, chunks.table, bins, table.shape[1], chunks.count)
         launch(kernel.norm_kernel, programs, arguments, options, bins.device)
 
 
@@ -91,7 +92,7 @@ def total(bins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def tables_of(
     grads: Sequence[torch.Tensor], geometry: Geometry | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, Chunks]:
     """The table of addresses and that of chunks, for contiguous gradients on one device."""
     geometry = geometry or OWN
     rows = numpy.zeros((TABLE_ROWS, len(grads)), dtype=numpy.int64)
@@ -99,8 +100,7 @@ def tables_of(
     rows[int(NUMEL)] = [grad.numel() for grad in grads]
     rows[int(ALIGNED)] = rows[int(GRAD)] % 16 == 0
     device = grads[0].device
-    chunks = chunk_table(rows[int(NUMEL)].tolist(), geometry)
-    return to_device(rows, device), to_device(chunks, device)
+    return to_device(rows, device), Chunks(rows[int(NUMEL)].tolist(), geometry, device)
 
 
 def launch(

@@ -31,6 +31,7 @@ from megaopt.kernels.step.kernel import (
     chunk_of,
     controls_of,
     load_block,
+    place_of,
     pointer,
     pointers_of,
     scalars_of,
@@ -81,26 +82,25 @@ def amax_pointer(table_ptr, tensors, tensor):
     return address.to(tl.pointer_type(tl.int32))
 
 
-@jit(do_not_specialize=["tensors", "chunks"])
+@jit(do_not_specialize=["tensors"])
 def cast_kernel(
     table_ptr,  # *int64 [ROWS, tensors]
-    chunks_ptr,  # *int32 [2, chunks], every chunk once
+    chunks_ptr,  # *int32, as table.Chunks
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
     tensors,
-    chunks,
     FORMATS: tl.constexpr,
     CONTROLLED: tl.constexpr,
     ONLY_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """Casts masters to weights with a scale per tensor, or only raises the tensors' amaxes."""
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if tl.load(controls_ptr + SKIP) != 0:
             return
-    tensor, start, elements, unmasked = chunk_of(
-        table_ptr, chunks_ptr, tensors, chunks, tl.program_id(0), BLOCK, ITERATIONS
-    )
+    tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
+    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     master_ptr = pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT)

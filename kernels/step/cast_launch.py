@@ -22,7 +22,7 @@ from megaopt.kernels.step.cast_columns import cast_columns_kernel
 from megaopt.kernels.step.launch import TritonPlan, call, launch
 from megaopt.kernels.step.move_scales import move_scales_kernel
 from megaopt.kernels.step.scale_invs import scale_invs_kernel
-from megaopt.kernels.step.table import DeviceTable, Geometry, chunk_table, to_device
+from megaopt.kernels.step.table import Chunks, DeviceTable, Geometry, to_device
 
 KEPT = (
     "weight_scale",
@@ -76,8 +76,7 @@ class CastPlan(TritonPlan):
         self._stores_scale_invs = self.shared or (self.in_blocks and not formats.casts_along)
         if self._stores_scale_invs:
             shapes = [self.recipe.scale_shape(torch.Size(extent[:2])) for extent in extents]
-            chunks = chunk_table([math.prod(shape) for shape in shapes], SCALES)
-            self._scale_chunks = to_device(chunks, device)
+            self._scale_chunks = Chunks([math.prod(shape) for shape in shapes], SCALES, device)
         self._buffers: Buffers = {}
         self._moved, self._columns = DeviceTable(device), DeviceTable(device)
         self._controls: torch.Tensor | None = None
@@ -174,12 +173,11 @@ class CastPlan(TritonPlan):
             self._cast_tensors(only_amax)
 
     def _cast_tensors(self, only_amax: bool) -> None:
-        chunks = self._once.shape[1]
-        if chunks == 0:
+        if self._chunks.count == 0:
             return
-        arguments = (self.table(), self._once, self._controls, self._rows.shape[1], chunks)
+        arguments = (self.table(), self._chunks.table, self._controls, self._rows.shape[1])
         options = {"ONLY_AMAX": only_amax, **self._constants()}
-        launch(cast_kernel, chunks, arguments, options, self.geometry)
+        launch(cast_kernel, self._chunks.count, arguments, options, self.geometry)
 
     def _launch_tiles(
         self,
@@ -200,12 +198,12 @@ class CastPlan(TritonPlan):
 
     def _store_scale_invs(self) -> None:
         """Of whole weights, from the amaxes of all ranks."""
-        chunks = self._scale_chunks.shape[1]
-        if chunks == 0:
+        chunks = self._scale_chunks
+        if chunks.count == 0:
             return
-        arguments = (self.table(), self._scale_chunks, self._controls, self._rows.shape[1], chunks)
-        options = {"BLOCK": SCALES.block, "num_warps": SCALES.warps, **self._constants()}
-        call(scale_invs_kernel, chunks, arguments, options)
+        arguments = (self.table(), chunks.table, self._controls, self._rows.shape[1])
+        options = {"BLOCK": SCALES.block, "SPAN": chunks.span, "num_warps": SCALES.warps}
+        call(scale_invs_kernel, chunks.count, arguments, {**options, **self._constants()})
 
 
 # On an H200, percent of copy on set B for 27 bytes a parameter, by elements of a piece in the step

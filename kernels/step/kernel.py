@@ -262,14 +262,22 @@ def finish_cast(table_ptr, place, weight_scale, amax_bits, FORMATS: tl.constexpr
 
 
 @helper
-def chunk_of(table_ptr, chunks_ptr, tensors, chunks, program, BLOCK, ITERATIONS):
-    """A program's tensor, first element there, elements, and the blocks that go unmasked."""
-    tensor = tl.load(chunks_ptr + program)
-    start = tl.load(chunks_ptr + chunks + program).to(tl.int64) * (BLOCK * ITERATIONS)
+def place_of(chunks_ptr, tensors, chunk, SPAN):
+    """A chunk's tensor, and its place there in chunks; chunks_ptr: as table.Chunks has it."""
+    tensor = tl.load(chunks_ptr + tensors + 1 + chunk // SPAN)
+    while tl.load(chunks_ptr + tensor + 1) <= chunk:
+        tensor += 1
+    return tensor, chunk - tl.load(chunks_ptr + tensor)
+
+
+@helper
+def chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS):
+    """Of a tensor's chunk: first element, elements, and the blocks that go unmasked."""
+    start = number.to(tl.int64) * (BLOCK * ITERATIONS)
     numel = tl.load(table_ptr + NUMEL * tensors + tensor)
     elements = tl.minimum(numel - start, BLOCK * ITERATIONS).to(tl.int32)
     aligned = tl.load(table_ptr + ALIGNED * tensors + tensor).to(tl.int32)
-    return tensor, start, elements, (elements // BLOCK) * aligned
+    return start, elements, (elements // BLOCK) * aligned
 
 
 @helper
@@ -412,7 +420,7 @@ def step_chunk(
 @jit(do_not_specialize=["tensors", "chunks", "scalar_count"])
 def step_kernel(
     table_ptr,  # *int64 [ROWS, tensors]
-    chunks_ptr,  # *int32 [2, chunks]: the tensor, the place there in chunks; if scaled a phase
+    chunks_ptr,  # *int32 as table.Chunks; if scaled [3, chunks]: tensor, place in chunks, phase
     scalars_ptr,  # *fp32 [groups, scalar_count]
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
     scratch_ptr,  # *int32 as scales.py lays it out, zero; unread without scales
@@ -424,6 +432,7 @@ def step_kernel(
     CONTROLLED: tl.constexpr,
     BLOCK: tl.constexpr,
     ITERATIONS: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """One optimizer step of one chunk, or, for a scale per tensor, what has to come before it."""
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
@@ -432,9 +441,11 @@ def step_kernel(
     program = tl.program_id(0)
     if FORMATS.scaled:
         program = take_ticket(scratch_ptr, tensors, chunks)
-    tensor, start, elements, unmasked = chunk_of(
-        table_ptr, chunks_ptr, tensors, chunks, program, BLOCK, ITERATIONS
-    )
+        tensor = tl.load(chunks_ptr + program)
+        number = tl.load(chunks_ptr + chunks + program)
+    else:
+        tensor, number = place_of(chunks_ptr, tensors, program, SPAN)
+    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS)
     place = (tensors, tensor, start)
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
     controls = controls_of(controls_ptr, CONTROLLED)

@@ -16,11 +16,12 @@ from megaopt.kernels.step.scales import SCRATCH_ROWS
 from megaopt.kernels.step.table import (
     OWN,
     OWN_SCALED,
+    Chunks,
     DeviceTable,
     Geometry,
-    chunk_table,
+    chunk_rows,
     to_device,
-    two_phase_chunk_table,
+    two_phase_chunk_rows,
 )
 from megaopt.kernels.step.watch import note_row
 
@@ -56,11 +57,10 @@ class TritonPlan:
         self._rows[kernel.GROUP.value] = groups
         self.addresses = {slot: self._rows[SLOTS.index(slot)] for slot in formats.slots}
         self.stale = True
-        chunks = chunk_table(numels, self.geometry)
-        self._once = to_device(chunks, device)  # every chunk once, for the norm
-        self._chunks = self._once
+        self._chunks = Chunks(numels, self.geometry, device)
         if formats.scaled:
-            self._chunks = to_device(two_phase_chunk_table(chunks, LAG), device)
+            rows = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
+            self._phases = to_device(rows, device)
         self._table = DeviceTable(device)
         scratch = SCRATCH_ROWS.value * len(numels) + 1 if formats.scaled else 0
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
@@ -77,7 +77,7 @@ class TritonPlan:
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm: one launch."""
         norm = NormPlan(self.formats.grad, self.geometry)
-        norm.accumulate(self.table(), self._once, bins)
+        norm.accumulate(self.table(), self._chunks, bins)
 
     def step(
         self,
@@ -91,15 +91,17 @@ class TritonPlan:
             controls: fp32 [CONTROLS] on the device: what happens to gradients first, and whether
                 the step is skipped. None leaves gradients as they are.
         """
-        if self._chunks.shape[1] == 0:
+        if self._chunks.count == 0:
             return
+        chunks = self._phases if self.formats.scaled else self._chunks.table
+        programs = chunks.shape[1] if self.formats.scaled else self._chunks.count
         table = self.table()
         if not isinstance(scalars, torch.Tensor):
             scalars = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
-        sizes = (self._rows.shape[1], self._chunks.shape[1], scalars.shape[1])
-        arguments = (table, self._chunks, scalars, controls, self._scratch, *sizes)
+        sizes = (self._rows.shape[1], programs, scalars.shape[1])
+        arguments = (table, chunks, scalars, controls, self._scratch, *sizes)
         options = {"FORMATS": self.formats, "RULE": self.rule, "CONTROLLED": controls is not None}
-        launch(kernel.step_kernel, self._chunks.shape[1], arguments, options, self.geometry)
+        launch(kernel.step_kernel, programs, arguments, options, self.geometry)
 
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""
@@ -135,6 +137,7 @@ def launch(
         **options,
         "BLOCK": geometry.block,
         "ITERATIONS": geometry.iterations,
+        "SPAN": geometry.span,
         "num_warps": geometry.warps,
     }
     call(function, programs, arguments, options)

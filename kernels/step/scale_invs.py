@@ -10,28 +10,28 @@ from megaopt.kernels.step.kernel import (
     WEIGHT_COLUMNS,
     WEIGHT_ROWS,
     WEIGHT_SCALE_STRIDE,
+    place_of,
     weight_scale_of,
 )
 
 
-@jit(do_not_specialize=["tensors", "chunks"])
+@jit(do_not_specialize=["tensors"])
 def scale_invs_kernel(
     table_ptr,
-    chunks_ptr,  # *int32 [2, chunks], as for the step, but of scales
+    chunks_ptr,  # *int32, as table.Chunks, of scales
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
     tensors,
-    chunks,
     FORMATS: tl.constexpr,
     CONTROLLED: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """Stores the scale_inv that amaxes now give, or, under delayed scaling, the scale there is."""
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if tl.load(controls_ptr + SKIP) != 0:
             return
-    program = tl.program_id(0)
-    tensor = tl.load(chunks_ptr + program)
-    index = tl.load(chunks_ptr + chunks + program) * BLOCK + tl.arange(0, BLOCK)
+    tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
+    index = number * BLOCK + tl.arange(0, BLOCK)
     if FORMATS.block_columns > 0:
         rows = tl.load(table_ptr + WEIGHT_ROWS * tensors + tensor)
         columns = tl.load(table_ptr + WEIGHT_COLUMNS * tensors + tensor)

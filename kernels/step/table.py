@@ -21,6 +21,8 @@ class Geometry:
     iterations: int
     """Blocks that a program works through."""
     warps: int = 4
+    span: int = 32
+    """Chunks for which one row of `Chunks` says where to begin to look for a tensor."""
 
 
 # On an H200, percent of copy on set B for fp32 masters, remainders, bf16 moments, both:
@@ -33,7 +35,7 @@ COMPILED = Geometry(512, 4)
 # 8.28 7.09. Lags of 1,056 to 4,224 programs are alike; 528: 6.83 5.91.
 COMPILED_SCALED = Geometry(512, 32, 2)
 # An interpreted operation costs some 15 microseconds whatever its size: fewer, larger programs.
-INTERPRETER = Geometry(16384, 1)
+INTERPRETER = Geometry(16384, 1, span=4)
 OWN = INTERPRETER if INTERPRETED else COMPILED
 OWN_SCALED = INTERPRETER if INTERPRETED else COMPILED_SCALED
 
@@ -96,23 +98,47 @@ def to_device(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
     return pinned_copy(array, device).to(device, non_blocking=True, copy=True)
 
 
-def chunk_table(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
-    """int32 [2, chunks]: for each program the tensor, and the place there in chunks."""
-    size = geometry.block * geometry.iterations
-    counts = -(-numpy.array(numels, dtype=numpy.int64) // size)
+class Chunks:
+    """Which chunk is of which tensor, on the device: 4 bytes a tensor and 4 a span of chunks.
+
+    A row for each chunk, 8 bytes for 2,048 elements, was 0.01% of what Megatron holds.
+
+    Args:
+        numels: elements of each tensor.
+        geometry: how large a chunk is.
+        device: where the table is needed.
+    """
+
+    def __init__(self, numels: Sequence[int], geometry: Geometry, device: torch.device) -> None:
+        ends = numpy.cumsum(chunk_counts(numels, geometry))
+        self.count, self.span = int(ends[-1]) if len(ends) else 0, geometry.span
+        # of the tensors that have chunks, the one whose chunks end after a span's first
+        begins = numpy.searchsorted(ends, numpy.arange(0, self.count, self.span), side="right")
+        self.table = to_device(numpy.concatenate([[0], ends, begins]).astype(numpy.int32), device)
+        """int32: each tensor's first chunk, and all chunks; the tensor of each span's first."""
+
+
+def chunk_counts(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
+    """int64: in how many chunks each tensor is worked through."""
+    return -(-numpy.array(numels, dtype=numpy.int64) // (geometry.block * geometry.iterations))
+
+
+def chunk_rows(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
+    """int32 [2, chunks]: the tensor of each, and the place there in chunks."""
+    counts = chunk_counts(numels, geometry)
     tensors = numpy.repeat(numpy.arange(len(numels)), counts)
     firsts = numpy.repeat(numpy.cumsum(counts) - counts, counts)
     places = numpy.arange(len(tensors)) - firsts
     return numpy.stack([tensors, places]).astype(numpy.int32)
 
 
-def two_phase_chunk_table(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
+def two_phase_chunk_rows(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
     """Each tensor's chunks twice: for the amaxes, and, from `lag` programs later on, for the step.
 
     A third row has the phase.
 
     Args:
-        chunks: as chunk_table gives it.
+        chunks: as chunk_rows gives it.
         lag: programs that start between a tensor's last chunk for the amaxes and its first for the
             step, where there is as much other work: so many are at work at a time, and a program
             that waits keeps its place on the processor.

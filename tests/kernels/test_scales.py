@@ -20,7 +20,7 @@ from megaopt.kernels.step import launch
 from megaopt.kernels.step.controls import COEFFICIENT, COUNT, GRAD_SCALE, INVERSE_SCALE, SKIP
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.scales import AMAX, AMAX_PHASE, FINISHED, OLD_SCALE, STEP_PHASE
-from megaopt.kernels.step.table import Geometry, chunk_table, two_phase_chunk_table
+from megaopt.kernels.step.table import Geometry, chunk_rows, two_phase_chunk_rows
 
 IEEE = RULES["adamw", "ieee"]
 SCALED = [formats for formats in CURATED if formats.scaled]
@@ -33,8 +33,8 @@ COUNTS = [1, 128, 129, 0, 300, 63]
 )
 @settings(deadline=None)
 def test_every_chunk_has_both_phases_and_amaxes_come_first(numels, lag, iterations):
-    once = chunk_table(numels, Geometry(32, iterations))
-    twice = two_phase_chunk_table(once, lag)
+    once = chunk_rows(numels, Geometry(32, iterations))
+    twice = two_phase_chunk_rows(once, lag)
     places = [(tensor, place) for tensor, place in once.T.tolist()]
     order = {}
     for program, (tensor, place, phase) in enumerate(twice.T.tolist()):
@@ -52,7 +52,7 @@ def test_every_chunk_has_both_phases_and_amaxes_come_first(numels, lag, iteratio
 @pytest.mark.parametrize("lag", [1, 5, 40])
 def test_steps_lag_where_there_is_other_work(lag):
     """Between a tensor's last amax and first step are `lag` programs, unless the end is near."""
-    twice = two_phase_chunk_table(chunk_table([70] * 200, Geometry(32, 1)), lag)
+    twice = two_phase_chunk_rows(chunk_rows([70] * 200, Geometry(32, 1)), lag)
     for tensor in range(200):
         own = np.flatnonzero(twice[0] == tensor)
         amaxes, steps = (own[twice[2][own] == phase.value] for phase in (AMAX_PHASE, STEP_PHASE))

@@ -22,7 +22,11 @@ class Geometry:
     """Blocks that a program works through."""
     warps: int = 4
     span: int = 32
-    """Chunks for which one row of `Chunks` says where to begin to look for a tensor."""
+    """Chunks for which one row of `Chunks` says where to begin to look for a tensor.
+
+    On an H200, ms on set B for fp32 masters, remainders, bf16 moments: 6.83 6.28 4.85 with 32, as
+    with 1 (6.83 6.27 4.87); on set C, of small tensors, 0.037 0.036 0.032 and 0.037 0.035 0.031.
+    """
 
 
 # On an H200, percent of copy on set B for fp32 masters, remainders, bf16 moments, both:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def save(folder: Path, chunk: Any, optimizer: Any) -> None:
 
 def load(folder: Path, chunk: Any, optimizer: Any) -> None:
     """Loads what `save` saved; for all ranks to call together."""
+    # TransformerEngine pickles delayed scaling's histories, and loads what is known to be one's own
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
     template = sharded_state(chunk, optimizer, True)
     loaded = megatron("dist_checkpointing").load(template, str(folder))
     chunk.module.load_state_dict(loaded["model"])

@@ -15,7 +15,7 @@ from megaopt.batches import MASTER
 from megaopt.float8.shard import Float8Shard
 from megaopt.integration.megatron.adam import MainShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
-from megaopt.integration.megatron.float8 import absent_shards, own_shards
+from megaopt.integration.megatron.float8 import absent_shards, own_shards, weights_of
 
 
 class Sharded(CheckpointedOptimizer):
@@ -256,10 +256,15 @@ class MainShards(Sharded):
     def refresh_weights(self) -> None:
         """Casts every master into its shard of the weights; the ranks have to gather them.
 
-        fp8 weights by Megatron's own pass, with scales that the ranks find together.
+        fp8 weights by Megatron's own pass, with scales that the ranks find together. They are
+        gathered here where the next forward pass does not: other ranks' codes, as they were
+        loaded, are of another scale under delayed scaling.
         """
-        if any(isinstance(shard, Float8Shard) for shard in self.shards.values()):
+        if any(weights_of(self)):  # also where this rank has no part of them
             self._copy_main_params_to_model_params()
+            if not self.ddp_config.overlap_param_gather:
+                for chunk in self.model_chunks:
+                    chunk.start_param_sync()
         else:
             super().refresh_weights()
 

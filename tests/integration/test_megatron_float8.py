@@ -34,3 +34,11 @@ def test_shards_step_as_whole_weights(on_ranks, scaling, world):
     unstepped = cases.found_in(cases.weights_of(scaling)[0])
     codes = next(name for name in whole[0] if name.endswith("_data"))
     assert not torch.equal(whole[0][codes], unstepped[0][codes])
+
+
+@pytest.mark.parametrize("has_part", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_loaded_weights_are_gathered_where_no_forward_pass_does(on_ranks, overlaps, has_part):
+    """A rank's new codes would stand beside those that were loaded, of another scale."""
+    (found,) = on_ranks(1, cases.calls_of_refresh, overlaps, has_part)
+    assert found == (["cast"] if overlaps else ["cast", "gather", "gather"])

@@ -107,3 +107,22 @@ def step_shards(scaling):
             shard.decoupled_grad = grads[index].flatten()[slice(*bounds[index])]
         optimizer.step()
     return bounds, found_in(weights)
+
+
+def calls_of_refresh(overlaps, has_part):
+    """What refresh_weights has Megatron do, in order."""
+    weights, calls = weights_of("delayed")[0], []
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape)
+    held = [weights[0].numel()] if has_part else []
+    mains = [torch.zeros(numel) for numel in held]
+    fused = ShardAdam([{"params": mains}], lr=1e-2, use_decoupled_grad=True)
+    owner = plugged(fused, weights, {index: (0, numel) for index, numel in enumerate(held)})
+    chunks = [SimpleNamespace(start_param_sync=lambda: calls.append("gather")) for _ in range(2)]
+    vars(owner).update(
+        model_chunks=chunks,
+        ddp_config=SimpleNamespace(overlap_param_gather=overlaps),
+        _copy_main_params_to_model_params=lambda: calls.append("cast"),
+    )
+    owner.refresh_weights()
+    return calls

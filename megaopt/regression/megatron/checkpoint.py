@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaopt.regression.megatron.model import megatron
+from megaopt.regression.megatron.optimizer import distributed_optimizers
 
 # the format whose loads are exact in the supported releases, with several buckets too
 METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
@@ -42,3 +43,15 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> None:
     loaded = megatron("dist_checkpointing").load(template, str(folder))
     chunk.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
+
+
+def cast_masters(chunk: Any, optimizer: Any) -> None:
+    """Casts the masters to weights, as after a step; for all ranks to call together.
+
+    Megatron's own load quantizes fp8 weights before it loads the scales of delayed scaling: to
+    codes that a run that went on would not have. Ours casts the masters itself.
+    """
+    for each in distributed_optimizers(optimizer):
+        each._copy_main_params_to_model_params()
+    if not chunk.ddp_config.overlap_param_gather:  # else the next forward pass gathers
+        chunk.start_param_sync()

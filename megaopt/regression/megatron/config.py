@@ -111,6 +111,9 @@ class StockVariant(SharedKeys):
     inner: Literal["transformer_engine", "torch", "unfused"]
     """Whose Adam is inside: TransformerEngine's FusedAdam, torch's AdamW, or this command's own in
     plain torch operations."""
+    cast_after_load: bool = False
+    """Casts the masters to weights once they are loaded, as a megaopt variant does; Megatron leaves
+    other codes in fp8 weights under delayed scaling."""
 
     def __post_init__(self) -> None:
         SharedKeys.__post_init__(self)  # not super(): a class with slots is made twice
@@ -121,6 +124,11 @@ class StockVariant(SharedKeys):
             # Megatron asks a fresh optimizer for its step count, and torch's has none yet
             allowed = "no such key with inner = 'torch': Megatron cannot load its checkpoints"
             require(self.resume_after is None, "resume_after", self.resume_after, allowed)
+        if self.cast_after_load:
+            allowed = "false without resume_after"
+            require(self.resume_after is not None, "cast_after_load", True, allowed)
+            allowed = "false with mode = 'precision_aware', whose masters Megatron does not cast"
+            require(self.mode == "main_shards", "cast_after_load", True, allowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megaopt.regression.megatron.config import MegatronRun, MegatronVariant
+from megaopt.regression.megatron.config import MegatronRun, MegatronVariant, StockVariant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,8 @@ class Lane:
 
 def settings(variant: MegatronVariant) -> MegatronVariant:
     """The variant without what does not change its arithmetic in an unbroken run."""
+    if isinstance(variant, StockVariant):
+        variant = dataclasses.replace(variant, cast_after_load=False)
     return dataclasses.replace(
         variant, name="", baseline=None, runs=1, resume_after=None, resume_ranks=None
     )

@@ -176,6 +176,8 @@ class Training:
         self.tensor_rank = groups.get_tensor_model_parallel_rank()
         if stretch.load is not None:
             checkpoint.load(task.folder / stretch.load, self.chunk, self.optimizer)
+            if getattr(stretch.variant, "cast_after_load", False):
+                checkpoint.cast_masters(self.chunk, self.optimizer)
 
     def train(self) -> None:
         """Makes the steps, writing a line for each."""

@@ -105,6 +105,14 @@ def test_what_is_left_out_has_its_default(read):
             "resume_after = 3 is not allowed: no such key with inner = 'torch'",
         ),
         (
+            {"variants": STOCK + "cast_after_load = true"},
+            "cast_after_load = True is not allowed: false without resume_after",
+        ),
+        (
+            {"variants": ENGINE_AWARE + "resume_after = 3\ncast_after_load = true"},
+            "cast_after_load = True is not allowed: false with mode = 'precision_aware'",
+        ),
+        (
             {"variants": STOCK + ours(exp_avg_dtype="bfloat16")},
             "exp_avg_dtype = 'bfloat16' is not allowed: 'float32' with mode = 'main_shards'",
         ),

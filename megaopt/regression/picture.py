@@ -163,7 +163,7 @@ def draw_losses(path: Path, title: str, lanes: Sequence[Curve]) -> None:
         lower.set_title(_summary(_parted(column)[1], in_short=not single), loc="left")
     rows[0][0].set_ylabel("loss (nats per byte)")
     rows[1][0].set_ylabel("variant - baseline")
-    figure.suptitle(title, fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     labels = rows[0][0].get_legend_handles_labels()
     figure.legend(*labels, loc="outside right upper", frameon=False, fontsize=10)
     figure.savefig(path)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megaopt.regression.compare import loss_bits
 from megaopt.regression.megatron import checkpoint, state
-from megaopt.regression.megatron.config import MegatronRun
+from megaopt.regression.megatron.config import MegatronRun, StockVariant
 from megaopt.regression.megatron.cpu import pretend_cuda
 from megaopt.regression.megatron.model import (
     ForwardStep,
@@ -176,7 +176,7 @@ class Training:
         self.tensor_rank = groups.get_tensor_model_parallel_rank()
         if stretch.load is not None:
             checkpoint.load(task.folder / stretch.load, self.chunk, self.optimizer)
-            if getattr(stretch.variant, "cast_after_load", False):
+            if isinstance(stretch.variant, StockVariant) and stretch.variant.cast_after_load:
                 checkpoint.cast_masters(self.chunk, self.optimizer)
 
     def train(self) -> None:

@@ -257,8 +257,8 @@ class MainShards(Sharded):
         """Casts every master into its shard of the weights; the ranks have to gather them.
 
         fp8 weights by Megatron's own pass, with scales that the ranks find together. They are
-        gathered here where the next forward pass does not: other ranks' codes, as they were
-        loaded, are of another scale under delayed scaling.
+        gathered here where the next forward pass does not: scale_inv is of the new codes, other
+        ranks' parts would be as they were loaded.
         """
         if any(weights_of(self)):  # also where this rank has no part of them
             self._copy_main_params_to_model_params()

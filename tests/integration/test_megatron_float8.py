@@ -39,6 +39,6 @@ def test_shards_step_as_whole_weights(on_ranks, scaling, world):
 @pytest.mark.parametrize("has_part", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_loaded_weights_are_gathered_where_no_forward_pass_does(on_ranks, overlaps, has_part):
-    """A rank's new codes would stand beside those that were loaded, of another scale."""
+    """A rank's new codes would stand beside those that were loaded, under one scale_inv."""
     (found,) = on_ranks(1, cases.calls_of_refresh, overlaps, has_part)
     assert found == (["cast"] if overlaps else ["cast", "gather", "gather"])

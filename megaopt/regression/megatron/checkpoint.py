@@ -48,8 +48,8 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> None:
 def cast_masters(chunk: Any, optimizer: Any) -> None:
     """Casts the masters to weights, as after a step; for all ranks to call together.
 
-    Megatron's own load quantizes fp8 weights before it loads the scales of delayed scaling: to
-    codes that a run that went on would not have. Ours casts the masters itself.
+    Megatron's checkpoints hold fp8 weights as what they stand for. Under delayed scaling, what it
+    quantizes again at a load was seen not to be what a run that went on had (docs/numbers.md).
     """
     for each in distributed_optimizers(optimizer):
         each._copy_main_params_to_model_params()

@@ -112,8 +112,8 @@ class StockVariant(SharedKeys):
     """Whose Adam is inside: TransformerEngine's FusedAdam, torch's AdamW, or this command's own in
     plain torch operations."""
     cast_after_load: bool = False
-    """Casts the masters to weights once they are loaded, as a megaopt variant does; Megatron leaves
-    other codes in fp8 weights under delayed scaling."""
+    """Casts the masters to weights once they are loaded, as a megaopt variant does; Megatron does
+    not, and under delayed scaling its fp8 weights were others then."""
 
     def __post_init__(self) -> None:
         SharedKeys.__post_init__(self)  # not super(): a class with slots is made twice

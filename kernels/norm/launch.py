@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
+from megaopt.kernels.calling import call
 from megaopt.kernels.formats import Format
 from megaopt.kernels.norm import kernel
 from megaopt.kernels.norm.bins import MOST
@@ -44,7 +45,7 @@ class NormPlan:
         chunk = geometry.block * geometry.iterations
         # the largest power of two that divides a chunk
         self.block = min(chunk & -chunk, MOST if INTERPRETED else BLOCK)
-        self.iterations = chunk // self.block
+        self.iterations, self.span = chunk // self.block, geometry.span
 
     def accumulate(self, table: torch.Tensor, chunks: Chunks, bins: torch.Tensor) -> None:
         """Adds the squares of all elements to the bins: one launch, nothing is waited for.
@@ -66,11 +67,11 @@ class NormPlan:
             "BLOCK": self.block,
             "TILE": self.block if INTERPRETED else min(self.block, TILE),
             "ITERATIONS": self.iterations,
-            "SPAN": chunks.span,
+            "SPAN": self.span,
             "num_warps": 1,
         }
         arguments = (table, chunks.table, bins, table.shape[1], chunks.count)
-        launch(kernel.norm_kernel, programs, arguments, options, bins.device)
+        call(kernel.norm_kernel, programs, arguments, options)
 
 
 def total(bins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +87,7 @@ def total(bins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     norm = torch.empty((), dtype=torch.float32, device=bins.device)
     nonfinite = torch.empty((), dtype=torch.int8, device=bins.device)
-    launch(kernel.total_kernel, 1, (bins, norm, nonfinite), {"num_warps": 1}, bins.device)
+    call(kernel.total_kernel, 1, (bins, norm, nonfinite), {"num_warps": 1})
     return norm, nonfinite.view(torch.bool)
 
 
@@ -101,21 +102,3 @@ def tables_of(
     rows[int(ALIGNED)] = rows[int(GRAD)] % 16 == 0
     device = grads[0].device
     return to_device(rows, device), Chunks(rows[int(NUMEL)].tolist(), geometry, device)
-
-
-def launch(
-    function: object,
-    programs: int,
-    arguments: tuple[object, ...],
-    options: dict[str, object],
-    device: torch.device,
-) -> None:
-    """Launches a kernel on the device, a CUDA device or the CPU under Triton's interpreter."""
-    options = {**options, "enable_fp_fusion": False}
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            function[(programs,)](*arguments, **options)  # type: ignore[index]
-    else:
-        # numpy, which the interpreter computes with, warns of what IEEE 754 defines
-        with numpy.errstate(all="ignore"):
-            function[(programs,)](*arguments, **options)  # type: ignore[index]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy
 import torch
 
+from megaopt.kernels.calling import call
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step import kernel
@@ -19,7 +20,7 @@ from megaopt.kernels.step.cast import (
     tile_kernel,
 )
 from megaopt.kernels.step.cast_columns import cast_columns_kernel
-from megaopt.kernels.step.launch import TritonPlan, call, launch
+from megaopt.kernels.step.launch import TritonPlan, launch
 from megaopt.kernels.step.move_scales import move_scales_kernel
 from megaopt.kernels.step.scale_invs import scale_invs_kernel
 from megaopt.kernels.step.table import Chunks, DeviceTable, Geometry, to_device
@@ -202,7 +203,7 @@ class CastPlan(TritonPlan):
         if chunks.count == 0:
             return
         arguments = (self.table(), chunks.table, self._controls, self._rows.shape[1])
-        options = {"BLOCK": SCALES.block, "SPAN": chunks.span, "num_warps": SCALES.warps}
+        options = {"BLOCK": SCALES.block, "SPAN": SCALES.span, "num_warps": SCALES.warps}
         call(scale_invs_kernel, chunks.count, arguments, {**options, **self._constants()})
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
+from megaopt.kernels.calling import call
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import vectorized
@@ -58,9 +59,10 @@ class TritonPlan:
         self.addresses = {slot: self._rows[SLOTS.index(slot)] for slot in formats.slots}
         self.stale = True
         self._chunks = Chunks(numels, self.geometry, device)
+        self._programs, self._count = self._chunks.table, self._chunks.count
         if formats.scaled:
             rows = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
-            self._phases = to_device(rows, device)
+            self._programs, self._count = to_device(rows, device), rows.shape[1]
         self._table = DeviceTable(device)
         scratch = SCRATCH_ROWS.value * len(numels) + 1 if formats.scaled else 0
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
@@ -91,17 +93,15 @@ class TritonPlan:
             controls: fp32 [CONTROLS] on the device: what happens to gradients first, and whether
                 the step is skipped. None leaves gradients as they are.
         """
-        if self._chunks.count == 0:
+        if self._count == 0:
             return
-        chunks = self._phases if self.formats.scaled else self._chunks.table
-        programs = chunks.shape[1] if self.formats.scaled else self._chunks.count
         table = self.table()
         if not isinstance(scalars, torch.Tensor):
             scalars = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
-        sizes = (self._rows.shape[1], programs, scalars.shape[1])
-        arguments = (table, chunks, scalars, controls, self._scratch, *sizes)
+        sizes = (self._rows.shape[1], self._count, scalars.shape[1])
+        arguments = (table, self._programs, scalars, controls, self._scratch, *sizes)
         options = {"FORMATS": self.formats, "RULE": self.rule, "CONTROLLED": controls is not None}
-        launch(kernel.step_kernel, programs, arguments, options, self.geometry)
+        launch(kernel.step_kernel, self._count, arguments, options, self.geometry)
 
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""
@@ -132,7 +132,7 @@ def launch(
     options: dict[str, object],
     geometry: Geometry,
 ) -> None:
-    """Launches a kernel over tensors' chunks on the device of its first argument, a tensor."""
+    """Launches a kernel over tensors' chunks."""
     options = {
         **options,
         "BLOCK": geometry.block,
@@ -141,18 +141,3 @@ def launch(
         "num_warps": geometry.warps,
     }
     call(function, programs, arguments, options)
-
-
-def call(
-    function: object, programs: int, arguments: tuple[object, ...], options: dict[str, object]
-) -> None:
-    """Runs a kernel without contraction of products and sums: contracts round every operation."""
-    first = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
-    options = {**options, "enable_fp_fusion": False}
-    if first.device.type == "cuda":
-        with torch.cuda.device(first.device):
-            function[(programs,)](*arguments, **options)  # type: ignore[index]
-    else:
-        # numpy, which the interpreter computes with, warns of what IEEE 754 defines
-        with numpy.errstate(all="ignore"):
-            function[(programs,)](*arguments, **options)  # type: ignore[index]

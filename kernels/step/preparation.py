@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import numpy
 import torch
 
+from megaopt.kernels.calling import call
 from megaopt.kernels.norm.bins import NONFINITE, new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.base import HYPER_COLUMNS
 from megaopt.kernels.step.controls import COUNT, SKIP
-from megaopt.kernels.step.launch import call
 from megaopt.kernels.step.prepare import prepare_kernel
 from megaopt.kernels.step.table import DeviceTable, is_capturing
 

@@ -115,9 +115,9 @@ class Chunks:
 
     def __init__(self, numels: Sequence[int], geometry: Geometry, device: torch.device) -> None:
         ends = numpy.cumsum(chunk_counts(numels, geometry))
-        self.count, self.span = int(ends[-1]) if len(ends) else 0, geometry.span
+        self.count = int(ends[-1]) if len(ends) else 0
         # of the tensors that have chunks, the one whose chunks end after a span's first
-        begins = numpy.searchsorted(ends, numpy.arange(0, self.count, self.span), side="right")
+        begins = numpy.searchsorted(ends, numpy.arange(0, self.count, geometry.span), side="right")
         self.table = to_device(numpy.concatenate([[0], ends, begins]).astype(numpy.int32), device)
         """int32: each tensor's first chunk, and all chunks; the tensor of each span's first."""
 

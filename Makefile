@@ -20,12 +20,15 @@ READY :=
 BIN :=
 endif
 
-.PHONY: regress test test-gpu lint types package check clean
+.PHONY: regress test test-all test-gpu lint types package check clean
 
 regress: $(READY)
 	$(BIN)megaopt regress $(CONFIG)
 
 test: $(READY)
+	$(BIN)pytest -m "not gpu and not slow" -n $(JOBS) --dist loadfile
+
+test-all: $(READY)
 	$(BIN)pytest -m "not gpu" -n $(JOBS) --dist loadfile
 
 test-gpu: $(READY)
@@ -42,7 +45,7 @@ types: $(READY)
 package: $(READY)
 	$(PY) tools/check_package.py
 
-check: lint types package test
+check: lint types package test-all
 
 $(VENV)/ready: pyproject.toml setup.py constraints.txt
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)

@@ -64,6 +64,11 @@ class FusedAdam(FusedOptimizer):
         round_scaled_grads: rounds an unscaled gradient, and a clipped one, to its own dtype, as it
             would be after a pass that writes it back (torch.nn.utils.clip_grad_norm_, say). False
             keeps fp32. Of fp32 gradients both are the same.
+        on_external_write: what a step does about a weight with a master that somebody else wrote
+            (load_state_dict, fill_, clamp_) since the last one. "refresh": the elements that are no
+            cast of their master any more set the master, the others keep every bit of it; warns
+            once. "error": raises RuntimeError. "ignore": goes on from the master, which puts the
+            old values back. refresh_masters says which writes are not seen.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
 
@@ -95,6 +100,7 @@ class FusedAdam(FusedOptimizer):
         nonfinite: str = "propagate",
         direct_cast: bool | None = None,
         round_scaled_grads: bool = False,
+        on_external_write: str = "refresh",
         contract: str = "ieee",
         backend: str = "auto",
     ) -> None:
@@ -113,6 +119,7 @@ class FusedAdam(FusedOptimizer):
             nonfinite=nonfinite,
             direct_cast=direct_cast,
             round_scaled_grads=round_scaled_grads,
+            on_external_write=on_external_write,
         )
         defaults = {
             "lr": lr,

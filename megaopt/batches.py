@@ -13,7 +13,7 @@ from megaopt.float8.ranks import Agreement
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import Grads, Wanted, Watch, module_for
+from megaopt.kernels.step.watch import Grads, Wanted, Watch, is_plain_class, module_for
 
 MASTER = "master_param"
 SCALE = "_scale"
@@ -190,6 +190,15 @@ def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
     if grad.device != param.device:
         raise ValueError(
             f"{where}: a gradient on {grad.device} is not allowed: the parameter's, {param.device}"
+        )
+
+
+def check_plain(grad: torch.Tensor, where: str) -> None:
+    """Raises ValueError for a gradient without memory of its own: a wrapper of other tensors."""
+    if not is_plain_class(type(grad)):
+        raise ValueError(
+            f"{where}: a gradient must be a plain torch.Tensor (or a DTensor of one), got "
+            f"{type(grad).__name__}"
         )
 
 

@@ -18,6 +18,7 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
 from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_group, check_group_options, check_weight
+from megaopt.ownership import Versions
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -44,6 +45,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._batches: Batches | None = None
         self._captured: list[Batches] = []  # CUDA graphs read their tables
         self._preparations: dict[torch.device, Any] = {}
+        self._versions = Versions([])
+        self._warned = self._warned_of_masters = False
 
     @property
     def rule(self) -> Rule:
@@ -95,6 +98,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 )
         self._master_weights = masters
         self._batches = None
+        self._versions = Versions(params)
 
     def _wants_masters(self, masters: MasterWeights) -> bool:
         return self.options.dtype is not None or (masters is not None and masters is not False)

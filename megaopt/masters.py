@@ -8,6 +8,7 @@ import torch
 
 from megaopt.dtensor import check_sharding, local_of
 from megaopt.float8.parts import weight_of
+from megaopt.memory import Named, check_memory
 from megaopt.options import Options
 
 MasterWeights = bool | list[torch.Tensor | None] | None
@@ -40,6 +41,12 @@ def check_master_weights(
         )
     for index, (master, param, where) in enumerate(zip(masters, params, wheres, strict=True)):
         _check_master(master, param, f"master_weights[{index}] for {where}", options)
+    own = [
+        Named(f"master_weights[{index}] for {where}", "the master", local_of(master))
+        for index, (master, where) in enumerate(zip(masters, wheres, strict=True))
+        if master is not None
+    ]
+    check_memory(own)
 
 
 def _check_master(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megaopt.batches import Batch, Batches, check_grad, state_name
+from megaopt.batches import Batch, Batches, check_grad, check_plain, state_name
 from megaopt.capture import check_capture, check_captured_batches, check_captured_float8
 from megaopt.dtensor import (
     ShardedBatch,
@@ -19,6 +21,7 @@ from megaopt.dtensor import (
     split_of,
 )
 from megaopt.float8.batch import Float8Batch, extent_of, kind_of, plan_formats, share_amaxes
+from megaopt.float8.parts import weight_and_codes, weight_of
 from megaopt.float8.ranks import Agreement, check_shared
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.norm.bins import new_bins
@@ -27,7 +30,9 @@ from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.table import is_capturing
 from megaopt.kernels.step.watch import Grads, grads_of
+from megaopt.memory import Named, check_memory
 from megaopt.options import check_clipping
+from megaopt.ownership import Versions
 from megaopt.state import State, formats_of
 from megaopt.stateful import StatefulOptimizer
 
@@ -89,6 +94,7 @@ class FusedOptimizer(StatefulOptimizer):
             return loss
         rows = self._rows()
         batches, grads = self._gather()
+        self._take_over_writes()
         for batch in batches.batches:
             batch.enter(grads)
         agreement = batches.agreement
@@ -112,6 +118,7 @@ class FusedOptimizer(StatefulOptimizer):
         share_amaxes(batches.batches)
         for batch in batches.batches:
             batch.leave(prepared[batch.device][1])
+        self._versions.count_up()
         return loss
 
     def _known(self, request: Request) -> Request | None:
@@ -262,6 +269,8 @@ class FusedOptimizer(StatefulOptimizer):
         now = (self.param_groups, self.state, self.use_decoupled_grad)
         batches, self._batches = self._batches, None  # only batches that fit may stay
         grads = None if batches is None else batches.look(*now)
+        if grads is None and self._resolve_grads() and batches is not None:
+            grads = batches.look(*now)
         staged = batches is not None and any(batch.staged for batch in batches.batches)
         check_captured_batches(self._device(), grads is not None, staged)
         if batches is not None:
@@ -296,6 +305,7 @@ class FusedOptimizer(StatefulOptimizer):
                 check_shared(param, where)
                 check_sharding(grad, param, f"{where}: as a gradient")
                 check_grad(grad, param, where)
+                check_plain(local_of(grad), where)
                 if is_dtensor(param):
                     check_grad(local_of(grad), local_of(param), where)
         external = self._external(params, wheres)
@@ -310,12 +320,72 @@ class FusedOptimizer(StatefulOptimizer):
                 kind = (param.device, formats, staged, (split_of(param), *kind_of(param)))
                 kinds.setdefault(kind, []).append(index)
                 completed[param] = state
-        for param, state in completed.items():  # now that nothing was refused
-            self.state[param].update(state)
+        names = dict(zip(params, wheres, strict=True))
+        check_memory([own for p, state in completed.items() for own in written(p, state, names[p])])
+        self._warn_without_masters(completed, names)
+        self._commit(completed)  # now that nothing was refused
         batches = [self._batch(*kind[:3], where, params, groups) for kind, where in kinds.items()]
+        stepped = sorted(place for places in kinds.values() for place in places)
+        self._versions = Versions(params, stepped, self._versions)
         agreement = Agreement(params, grads)
         shared = agreement if agreement.signatures else None
         return Batches(batches, self.param_groups, self.state, shared)
+
+    def _resolve_grads(self) -> bool:
+        """Waits for gradients that a collective still writes, and makes pending signs real.
+
+        Such a gradient is replaced in its attribute. Returns whether there was any.
+        """
+        params, found = self._flat()[0], False
+        for param, grad in zip(params, grads_of(params, self.use_decoupled_grad), strict=True):
+            plain = resolved(grad)
+            if plain is not grad:
+                setattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", plain)
+                found = True
+        return found
+
+    def _take_over_writes(self) -> None:
+        """What others wrote into weights since the last step becomes their masters' value."""
+        policy = self.options.on_external_write
+        places = [] if policy == "ignore" else self._versions.moved()
+        if not places:
+            return
+        params, _, wheres = self._flat()
+        for place in places:
+            found = self._refreshed(params[place], only_look=policy == "error")
+            if policy == "error" and bool(found):
+                raise RuntimeError(
+                    f"{wheres[place]} must not be written between steps with "
+                    "on_external_write='error', got elements that are no cast of their master; "
+                    "refresh_masters() takes them over"
+                )
+            if not (self._warned or self.options.capturable) and bool(found):
+                self._warned = True
+                warnings.warn(
+                    f"{wheres[place]} was written outside the optimizer: its master takes the "
+                    "written values. on_external_write='error' refuses such writes, 'ignore' puts "
+                    "the old values back",
+                    stacklevel=5,
+                )
+
+    def _warn_without_masters(
+        self, params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]
+    ) -> None:
+        """Once, where nobody said whether 16-bit weights are to have masters."""
+        asked = self.options.dtype is not None or self._master_weights is not None
+        if asked or self._warned_of_masters:
+            return
+        short = [names[p] for p in params if p.dtype in (torch.bfloat16, torch.float16)]
+        if short:
+            self._warned_of_masters = True
+            warnings.warn(
+                f"{len(short)} parameters ({short[0]} the first) are 16-bit and have no fp32 "
+                "master: updates smaller than half a unit in a weight's last place are lost, and "
+                "at common learning rates weights stand still. Pass dtype=torch.float32 for fp32 "
+                "masters, or master_weights=False to train without",
+                MissingMastersWarning,
+                stacklevel=6,
+            )
 
     def _is_staged(
         self, param: torch.Tensor, grad: torch.Tensor, formats: Formats, state: State
@@ -360,6 +430,29 @@ class FusedOptimizer(StatefulOptimizer):
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             elif getattr(param, "decoupled_grad", None) is not None:
                 param.decoupled_grad.zero_()  # type: ignore[attr-defined]
+
+
+class MissingMastersWarning(UserWarning):
+    """16-bit weights are stepped without fp32 masters, and nobody asked for that."""
+
+
+def resolved(grad: Any) -> Any:
+    """A gradient that was waited for, and has no sign pending; anything else as it is."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None and isinstance(grad, collectives.AsyncCollectiveTensor):
+        grad = grad.wait()
+    if type(grad) is not torch.Tensor or grad.layout != torch.strided:
+        return grad
+    return grad.clone() if grad._is_zerotensor() else grad.resolve_neg()
+
+
+def written(param: torch.Tensor, state: State, where: str) -> list[Named]:
+    """The tensors of a parameter that a step writes: weight or codes, and the state's."""
+    local = local_of(param)
+    codes = local if weight_of(local) is None else weight_and_codes(local)[1]
+    tensors = {"weight": codes, **{f"state {name!r}": local_of(v) for name, v in state.items()}}
+    own = tensors.items()
+    return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]
 
 
 def _any_given(params: list[torch.Tensor], decoupled: bool) -> bool:

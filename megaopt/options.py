@@ -18,6 +18,10 @@ NONFINITE = ("propagate", "skip", "error")
 """What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
 step out; raises FloatingPointError."""
 
+EXTERNAL_WRITES = ("refresh", "error", "ignore")
+"""What a step does about a weight that was written outside the optimizer: it sets the master to the
+written elements, and warns once; it raises RuntimeError; it goes on from the master."""
+
 TORCH_REFUSES = {
     torch.float8_e4m3fn: "torch's optimizers keep none in fp8",
 }
@@ -47,6 +51,7 @@ class Options:
     nonfinite: str = "propagate"
     direct_cast: bool | None = None
     round_scaled_grads: bool = False
+    on_external_write: str = "refresh"
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
@@ -59,6 +64,7 @@ class Options:
         one_of("nonfinite", self.nonfinite, NONFINITE)
         one_of("direct_cast", self.direct_cast, (None, True, False))
         one_of("round_scaled_grads", self.round_scaled_grads, (True, False))
+        one_of("on_external_write", self.on_external_write, EXTERNAL_WRITES)
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite='error' is not allowed with capturable=True: nothing waits for the "

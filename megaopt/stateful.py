@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megaopt.float8.parts import weight_of
 from megaopt.float8.shard import Float8Shard
 from megaopt.groups import GroupedOptimizer
 from megaopt.kernels.step.batch import Formats
+from megaopt.ownership import Versions, refresh, widened, written_elements
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled, value_of
 
 
@@ -48,7 +50,7 @@ class StatefulOptimizer(GroupedOptimizer):
                 f"{wheres[index]}: its master is stored as {formats.master.name}"
             )
         external = self._external(params, wheres)[index]
-        self.state[param].update(self._completed(param, formats, external, wheres[index]))
+        self._commit({param: self._completed(param, formats, external, wheres[index])})
 
     @torch.no_grad()
     def initialize_states(self) -> None:
@@ -60,12 +62,12 @@ class StatefulOptimizer(GroupedOptimizer):
         for param, where in zip(params, wheres, strict=True):
             self._check_param(param, where)
         external = self._external(params, wheres)
-        completed = [
-            self._completed(param, self._formats(param), master, where)
-            for param, master, where in zip(params, external, wheres, strict=True)
-        ]
-        for param, state in zip(params, completed, strict=True):
-            self.state[param].update(state)
+        self._commit(
+            {
+                param: self._completed(param, self._formats(param), master, where)
+                for param, master, where in zip(params, external, wheres, strict=True)
+            }
+        )
 
     def _completed(
         self, param: torch.Tensor, formats: Formats, external: torch.Tensor | None, where: str
@@ -76,9 +78,53 @@ class StatefulOptimizer(GroupedOptimizer):
         for name in names.values():
             check_sharding(own.get(name), param, f"{where}: state {name!r}")
         state, local = locals_of(own), local_of(param)
-        complete(state, local, formats, self.rule, local_of(external))
+        # a step within inference mode makes no such tensors
+        with torch.inference_mode(False), torch.no_grad():
+            complete(state, local, formats, self.rule, local_of(external))
         check_state(state, formats, local, names, where)
         return sharded_state(param, state, [*own.values(), external])
+
+    def _commit(self, completed: Mapping[torch.Tensor, State]) -> None:
+        """Takes over what `_completed` made; a weight that became fp32 takes its master's value."""
+        values = {p: widened(local_of(p), locals_of(self.state.get(p, {}))) for p in completed}
+        for param, state in completed.items():
+            value = values[param]
+            if state.get(MASTER) is None and value is not None:
+                local_of(param).copy_(value)
+            self.state[param].update(state)
+
+    def refresh_masters(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Gives masters the values of weights that were written outside the optimizer.
+
+        Elements whose weight is still the cast of their master keep every bit of it. A step does
+        this by itself for writes that torch counts (`p._version`): load_state_dict, fill_, clamp_,
+        copy_. torch does not count writes to `p.data`, by collectives of torch.distributed (a
+        broadcast), into Megatron's buffers, by other libraries' kernels, or within the replay of a
+        CUDA graph: call this after them. A master that is kept as a remainder moves with its
+        weight anyway.
+
+        Args:
+            params: parameters of this optimizer; None for all. Those without a master, or without
+                state yet, are left as they are.
+
+        Raises:
+            ValueError: one is no parameter of this optimizer.
+        """
+        own = self._flat()[0]
+        chosen = own if params is None else [own[self._index(param, own)] for param in params]
+        for param in chosen:
+            self._refreshed(param)
+
+    @torch.no_grad()
+    def _refreshed(self, param: torch.Tensor, only_look: bool = False) -> torch.Tensor | bool:
+        """Refreshes one master; whether any element had been written."""
+        state, formats = locals_of(self.state.get(param, {})), self._formats(param)
+        known = isinstance(state.get(MASTER), torch.Tensor)
+        if not (known and formats.master.present) or formats.master.joined:
+            return False
+        if only_look:
+            return written_elements(local_of(param), state, formats).any()
+        return refresh(local_of(param), state, formats)
 
     def _index(self, param: torch.Tensor, params: list[torch.Tensor]) -> int:
         for index, own in enumerate(params):
@@ -161,6 +207,8 @@ class StatefulOptimizer(GroupedOptimizer):
         stored = locals_of(state)
         set_unscaled(stored, state_name, new, form, local)
         state.update(sharded_state(param, stored, list(state.values())))
+        if state_name == MASTER:
+            self._versions.note(param)
 
     def _set_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
         weight = weight_of(param)
@@ -209,6 +257,7 @@ class StatefulOptimizer(GroupedOptimizer):
         self.state.update(loaded.states)
         self.param_groups = loaded.groups
         self._batches = None
+        self._versions = Versions(params)
         if self.options.capturable:
             self._to_device()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -223,3 +272,4 @@ class StatefulOptimizer(GroupedOptimizer):
         """Takes up what __getstate__ gave."""
         super().__setstate__(state)
         self._forget()
+        self._versions = Versions(self._flat()[0])

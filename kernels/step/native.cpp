@@ -29,6 +29,9 @@ bool same_sizes(at::IntArrayRef found, at::IntArrayRef wanted) {
   }
   return true;
 }
+constexpr c10::DispatchKeySet not_plain({c10::DispatchKey::Python, c10::DispatchKey::Negative,
+                                         c10::DispatchKey::ZeroTensor});
+
 // Wanted in watch.py
 struct Wanted {
   std::vector<std::int64_t> positions;
@@ -41,6 +44,8 @@ struct Wanted {
   std::vector<Addresses> addresses;
 
   bool fits(const at::Tensor& tensor, std::size_t slot, std::size_t place) const {
+    // what has no memory of its own, or another sign than its memory; weights may be fp8 wrappers
+    if (slot != 1 && tensor.key_set().has_any(not_plain)) return false;
     if (tensor.layout() != at::kStrided || tensor.scalar_type() != dtypes[slot]) return false;
     if (tensor.device() != device || (contiguous && !tensor.is_contiguous())) return false;
     return scales[slot] ? tensor.dim() == 1 && tensor.size(0) == 1
@@ -279,6 +284,33 @@ std::optional<py::tuple> look(const std::vector<Wanted*>& batches, const py::tup
   return py::make_tuple(moved, grads);
 }
 
+const c10::TensorImpl& impl_at(const py::list& tensors, std::size_t place) {
+  const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), place));
+  return *tensor.unsafeGetTensorImpl();
+}
+
+// Places of the tensors whose version is not the one noted.
+std::vector<std::size_t> moved_versions(const py::list& tensors, const Addresses& noted) {
+  std::vector<std::size_t> moved;
+  const std::int64_t* const row = noted.data();
+  for (std::size_t place = 0; place < tensors.size(); ++place) {
+    if (impl_at(tensors, place).version_counter().current_version() != row[place]) {
+      moved.push_back(place);
+    }
+  }
+  return moved;
+}
+
+// Counts each tensor's version up, and notes it.
+void count_versions_up(const py::list& tensors, Addresses& noted) {
+  std::int64_t* const row = noted.mutable_data();
+  for (std::size_t place = 0; place < tensors.size(); ++place) {
+    auto& counter = const_cast<c10::VariableVersion&>(impl_at(tensors, place).version_counter());
+    counter.bump();
+    row[place] = counter.current_version();
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -287,4 +319,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                     std::vector<bool>, std::vector<std::vector<std::int64_t>>, at::Device, bool,
                     std::vector<Addresses>>());
   module.def("look", &look);
+  module.def("moved_versions", &moved_versions);
+  module.def("count_versions_up", &count_versions_up);
 }

@@ -12,6 +12,9 @@ import torch
 
 from megaopt.kernels.step import native
 
+GRAD, WEIGHT = 0, 1
+"""Their places among a batch's tensors; weights may be wrappers of fp8 codes."""
+
 Grads = Sequence[torch.Tensor | None]
 """The gradient of each parameter, None where it has none."""
 
@@ -154,8 +157,14 @@ def same_objects(some: Collection[object], others: Collection[object]) -> bool:
 
 def fit(wanted: Wanted, slots: Sequence[list[Any]]) -> bool:
     """Whether all tensors of a batch are what is wanted."""
-    for tensors, dtype, scale in zip(slots, wanted.dtypes, wanted.scales, strict=True):
-        if not all(issubclass(kind, torch.Tensor) for kind in {*map(type, tensors)}):
+    columns = zip(slots, wanted.dtypes, wanted.scales, strict=True)
+    for slot, (tensors, dtype, scale) in enumerate(columns):
+        kinds = {*map(type, tensors)}
+        if not all(issubclass(kind, torch.Tensor) for kind in kinds):
+            return False
+        if slot != WEIGHT and not all(map(is_plain_class, kinds)):
+            return False
+        if slot == GRAD and any(map(has_pending_sign, tensors)):
             return False
         shapes = [torch.Size([1])] * len(tensors) if scale else wanted.shapes
         if [tensor.shape for tensor in tensors] != shapes:
@@ -166,6 +175,17 @@ def fit(wanted: Wanted, slots: Sequence[list[Any]]) -> bool:
         if wanted.contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
             return False
     return True
+
+
+def is_plain_class(kind: type) -> bool:
+    """Whether tensors of this class have memory of their own; wrappers have not."""
+    own: Any = kind
+    return own.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def has_pending_sign(tensor: torch.Tensor) -> bool:
+    """Whether the elements are not what the memory says: negation is pending, or all are 0."""
+    return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def note(wanted: Wanted, slots: Sequence[list[torch.Tensor]]) -> bool:

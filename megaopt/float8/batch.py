@@ -65,17 +65,18 @@ def first_master(param: torch.Tensor) -> torch.Tensor:
     weight = weight_of(param)
     assert weight is not None
     values = weight.high_precision_initial_value()
-    return _part(weight.dequantize() if values is None else values, param)
+    return part_of(weight.dequantize() if values is None else values, param)
 
 
 def dequantized(param: torch.Tensor) -> torch.Tensor:
     """The fp32 values that a parameter's codes stand for."""
     weight = weight_of(param)
     assert weight is not None
-    return _part(weight.dequantize(), param)
+    return part_of(weight.dequantize(), param)
 
 
-def _part(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def part_of(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Of a tensor of a whole weight's shape what belongs to a parameter; fp32, its shape."""
     start = start_of(param)
     return whole.flatten()[start : start + param.numel()].view(param.shape).float()
 

@@ -1,0 +1,104 @@
+"""Whether a step may write its tensors: none is shared, overlaps itself, or was made to be read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy
+import torch
+
+
+class Named(NamedTuple):
+    """A tensor that a step writes, and how messages call it."""
+
+    where: str
+    name: str
+    tensor: torch.Tensor
+
+    def __str__(self) -> str:
+        """As in a message."""
+        return f"{self.where}: {self.name}"
+
+
+def check_writable(own: Named) -> None:
+    """Raises ValueError for a tensor that torch would refuse to write, or only half."""
+    if own.tensor.is_inference():
+        raise ValueError(
+            f"{own} must be a tensor that may be written, got one made in torch.inference_mode(); "
+            "clone it outside"
+        )
+    if own.tensor.is_neg():
+        raise ValueError(
+            f"{own} must be a tensor of its own values, got one with a pending negation; "
+            "resolve_neg() makes one"
+        )
+
+
+def check_memory(tensors: Sequence[Named]) -> None:
+    """Raises ValueError where a tensor cannot be written, or an element is written twice.
+
+    On a GPU such a step would be a race. Costs a sort of the addresses; only tensors whose ranges
+    of addresses meet are looked at element by element.
+    """
+    for own in tensors:
+        check_writable(own)
+    used = [own for own in tensors if own.tensor.numel()]
+    for _, group in itertools.groupby(sorted(used, key=_device), key=_device):
+        on_device = list(group)
+        for cluster in _clusters(on_device):
+            _check_elements([on_device[index] for index in cluster])
+
+
+def _device(own: Named) -> str:
+    return str(own.tensor.device)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address past the last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _clusters(tensors: Sequence[Named]) -> list[list[int]]:
+    """Places of tensors whose ranges meet, and of single ones that may overlap themselves."""
+    begins = numpy.array([own.tensor.data_ptr() for own in tensors], dtype=numpy.int64)
+    ends = numpy.array([_end(own.tensor) for own in tensors], dtype=numpy.int64)
+    order = numpy.argsort(begins, kind="stable")
+    reached = numpy.maximum.accumulate(ends[order])
+    starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
+    found = [part.tolist() for part in numpy.split(order, starts)]
+    return [part for part in found if len(part) > 1 or not tensors[part[0]].tensor.is_contiguous()]
+
+
+def _check_elements(tensors: Sequence[Named]) -> None:
+    """Marks every element's memory; raises where it is marked already."""
+    base = min(own.tensor.data_ptr() for own in tensors)
+    unit = math.gcd(*(own.tensor.element_size() for own in tensors))
+    size = (max(_end(own.tensor) for own in tensors) - base) // unit
+    owners = numpy.full(size, -1, dtype=numpy.int64)
+    for index, own in enumerate(tensors):
+        units = _units(own.tensor, base, unit)
+        other = int(owners[units].max())
+        if other >= 0:
+            raise ValueError(
+                f"{own} must have memory of its own, got memory shared with {tensors[other]}"
+            )
+        if len(numpy.unique(units)) != len(units):
+            raise ValueError(
+                f"{own} must have memory of its own for each element, got strides "
+                f"{own.tensor.stride()} of shape {tuple(own.tensor.shape)}"
+            )
+        owners[units] = index
+
+
+def _units(tensor: torch.Tensor, base: int, unit: int) -> numpy.ndarray:
+    """Which units of memory the elements take, counted from the base."""
+    width = tensor.element_size() // unit
+    places = numpy.array([(tensor.data_ptr() - base) // unit])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = (places[:, None] + numpy.arange(size) * stride * width).reshape(-1)
+    return (places[:, None] + numpy.arange(width)).reshape(-1)

@@ -1,0 +1,214 @@
+"""Masters and weights stay one thing: a weight that somebody else wrote sets its master.
+
+torch counts a tensor's version up at every operation in place, those of load_state_dict, fill_ and
+clamp_ included. The optimizer notes the counters after each of its steps and looks at them before
+the next. FusedAdam.refresh_masters says which writes torch does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.batches import MASTER, SCALE
+from megaopt.dtensor import is_dtensor, local_of
+from megaopt.float8.batch import dequantized, part_of
+from megaopt.float8.parts import weight_and_codes, weight_of
+from megaopt.float8.weight import Float8Weight
+from megaopt.kernels.float8.quantize import multiplied
+from megaopt.kernels.float8.scale import e8m0_value_reference
+from megaopt.kernels.formats import MASTERS, NONE, WEIGHTS
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.reference import store_scaled
+from megaopt.kernels.step.watch import module_for
+
+# A scale of fp8 codes is known by its inverse alone, which is rounded, and so is the inverse's own
+# reciprocal: each by at most half an ulp, 2**-24 of it. Together they are less than 2**-22 off.
+SCALE_ERROR = 2.0**-22
+
+
+def counted(param: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose versions count writes to a parameter.
+
+    Of a DTensor its shard counts writes to to_local(). Nobody says what counts in another library's
+    fp8 tensors.
+    """
+    weight = weight_of(param)
+    if weight is not None:
+        return [weight] if isinstance(weight, Float8Weight) else []
+    own = [param, local_of(param)] if is_dtensor(param) else [param]
+    return [tensor for tensor in own if not tensor.is_inference()]  # torch counts none of these
+
+
+class Versions:
+    """The version counters of the parameters that a step writes, as they were after the last one.
+
+    Args:
+        params: all parameters of the optimizer.
+        stepped: places, among these, of those that the coming steps write.
+        before: what this one takes the place of. Counters that it does not know are taken as they
+            are now.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        stepped: Iterable[int] = (),
+        before: Versions | None = None,
+    ) -> None:
+        self._known = {} if before is None else before._noted()
+        own = [(tensor, place) for place in stepped for tensor in counted(params[place])]
+        self._tensors = [tensor for tensor, _ in own]
+        self._places = [place for _, place in own]
+        everything = [tensor for param in params for tensor in counted(param)]
+        self._known = {tensor: self._known.get(tensor, tensor._version) for tensor in everything}
+        row = [self._known[tensor] for tensor in self._tensors]
+        self._row = numpy.array(row, dtype=numpy.int64)
+        self._module = module_for(len(params))
+
+    def _noted(self) -> dict[torch.Tensor, int]:
+        return {**self._known, **dict(zip(self._tensors, self._row.tolist(), strict=True))}
+
+    def moved(self) -> list[int]:
+        """Places of the stepped parameters that somebody has written since."""
+        if self._module is not None:
+            found = self._module.moved_versions(self._tensors, self._row)
+        else:
+            now = numpy.array([tensor._version for tensor in self._tensors], dtype=numpy.int64)
+            found = numpy.flatnonzero(now != self._row).tolist()
+        return sorted({self._places[index] for index in found})
+
+    def note(self, param: torch.Tensor) -> None:
+        """Weight and master are as they should be now, whatever was written."""
+        for tensor in counted(param):
+            self._known[tensor] = tensor._version
+            self._row[[own is tensor for own in self._tensors]] = tensor._version
+
+    def count_up(self) -> None:
+        """After a step: counts all versions up, which kernels do not, and notes them."""
+        if self._module is not None:
+            self._module.count_versions_up(self._tensors, self._row)
+            return
+        torch.autograd.graph.increment_version(self._tensors)
+        self._row[:] = [tensor._version for tensor in self._tensors]
+
+
+# --- which elements were written
+
+
+def _is_between(weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Whether each weight lies between two casts; NaN lies at NaN."""
+    nan = weight.isnan() & low.isnan() & high.isnan()
+    return ((torch.minimum(low, high) <= weight) & (weight <= torch.maximum(low, high))) | nan
+
+
+def _neighbours(code: torch.Tensor) -> list[torch.Tensor]:
+    """The fp16 numbers below and above each."""
+    bits = code.view(torch.int16).int()
+    order = torch.where(bits < 0, -(bits & 0x7FFF), bits)
+    infinity = 0x7C00
+    moved = [(order + by).clamp(-infinity, infinity) for by in (-1, 1)]
+    patterns = [torch.where(each < 0, -each | 0x8000, each) for each in moved]
+    found = [each.to(torch.int16).view(torch.float16) for each in patterns]
+    return [torch.where(code.isnan(), code, each) for each in found]
+
+
+def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats) -> Any:
+    """The least and largest weights that the step may have stored beside a master.
+
+    An fp32 master has one cast. A scaled fp16 master was rounded from the value that the weight was
+    cast from: that value lies between the neighbours of the code, and casts keep the order.
+    """
+    codes = _neighbours(master) if scale is not None else [master] * 2
+    values = [form.master.decode_reference(code, scale) for code in codes]
+    return [form.weight.decode_reference(form.weight.encode_reference(value)) for value in values]
+
+
+def _float8_casts(value: torch.Tensor, param: torch.Tensor, form: Formats) -> Any:
+    """The same of fp8 codes under the scales that they have now."""
+    assert form.cast is not None
+    weight, _ = weight_and_codes(param)
+    recipe, inverse = form.cast.recipe, weight.scale_inv
+    if recipe.scaling == "mxfp8":
+        inverse = e8m0_value_reference(inverse)
+    whole = torch.ones(weight.shape, dtype=torch.float32, device=value.device)
+    scale = 1 / part_of(multiplied(whole, inverse, recipe.block), param)
+    rounded = form.rounding.decode_reference(form.rounding.encode_reference(value))
+    scales = (scale * (1 - SCALE_ERROR), scale * (1 + SCALE_ERROR))
+    codes = [recipe.format.encode_reference(rounded * each) for each in scales]
+    return [recipe.format.decode_reference(code) for code in codes]
+
+
+def _codes_of(param: torch.Tensor) -> torch.Tensor:
+    weight, codes = weight_and_codes(param)
+    decoded: torch.Tensor = weight.recipe.format.decode_reference(codes)
+    return decoded.view(param.shape)
+
+
+def written_elements(
+    weight: torch.Tensor, state: Mapping[str, Any], formats: Formats
+) -> torch.Tensor:
+    """bool, the weight's shape: where the weight is not a cast of its master any more.
+
+    A remainder has no value of its own: its master moves with the weight, and nothing is to do.
+    """
+    master, scale = state[MASTER], state.get(MASTER + SCALE)
+    if formats.master.joined:
+        return torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
+    if formats.cast is None:
+        own = formats.weight.decode_reference(weight.detach())
+        return ~_is_between(own, *_plain_casts(master, scale, formats))
+    value = formats.master.decode_reference(master, scale)
+    return ~_is_between(_codes_of(weight), *_float8_casts(value, weight, formats))
+
+
+def refresh(weight: torch.Tensor, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
+    """Gives the master the value of each element that was written; the others keep their bits.
+
+    A scaled fp16 master has a scale by its largest number: where that is another now, all its codes
+    are rounded anew, as at every step.
+
+    Returns:
+        Whether there was any, a bool tensor of shape () on the weight's device.
+    """
+    written = written_elements(weight, state, formats)
+    master, found = state[MASTER], written.any()
+    if formats.cast is not None:
+        own = dequantized(weight)
+    else:
+        own = formats.weight.decode_reference(weight.detach())
+    if not formats.master.scaled:
+        master.copy_(torch.where(written, own, master))
+    elif weight.numel() and bool(found):
+        scale = state[MASTER + SCALE]
+        value = torch.where(written, own, formats.master.decode_reference(master, scale))
+        store_scaled(master, scale, value, formats.master)
+    return found
+
+
+# --- a model that became fp32
+
+
+def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | None:
+    """The values of an fp32 weight that was a cast of its master: of model.float(), say.
+
+    Elements that no 16-bit cast of the master gives were written by somebody else, and stay. None
+    where there is no master left.
+    """
+    master = state.get(MASTER)
+    if weight.dtype != torch.float32 or not isinstance(master, torch.Tensor):
+        return None
+    form = MASTERS[master.dtype]
+    if form.joined:
+        upper = weight.detach().to(torch.bfloat16)
+        return torch.where(upper == weight, form.decode_reference(upper, master), weight)
+    scale = state.get(MASTER + SCALE)
+    value = weight.detach()
+    for dtype in (torch.float16, torch.bfloat16):
+        formats = Formats(WEIGHTS[dtype], WEIGHTS[dtype], form, NONE, NONE)
+        fits = _is_between(weight.detach(), *_plain_casts(master, scale, formats))
+        value = torch.where(fits, form.decode_reference(master, scale), value)
+    return value

@@ -1,0 +1,250 @@
+"""What a step refuses before it writes anything; gradients that are not what their memory says."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import BF16, FP32, MASTER, assert_same_run, give_gradients, parameters, train, values
+from torch.testing._internal.two_tensor import TwoTensor
+
+from megaopt import FusedAdam
+
+SHAPES = [(3, 4), (5,), (6,)]
+each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
+
+
+def optimizer_of(backend="reference", **options):
+    optimizer = FusedAdam(parameters(SHAPES), backend=backend, **{**MASTER, **options})
+    train(optimizer, 2)
+    give_gradients(optimizer.param_groups[0]["params"], 2)
+    return optimizer
+
+
+def everything(optimizer):
+    """All that a step may change."""
+    params = optimizer.param_groups[0]["params"]
+    states = {
+        (index, name): value.clone()
+        for index, param in enumerate(params)
+        for name, value in optimizer.state.get(param, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return [param.detach().clone() for param in params], states, optimizer.param_groups[0]["step"]
+
+
+def assert_refused(optimizer, message, error=ValueError):
+    before = everything(optimizer)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    after = everything(optimizer)
+    for found, kept in zip(after[0], before[0], strict=True):
+        assert_same_bits(found, kept)
+    assert after[1].keys() == before[1].keys()
+    for key, kept in before[1].items():
+        assert_same_bits(after[1][key], kept, key)
+    assert after[2] == before[2]
+
+
+def inference(tensor):
+    with torch.inference_mode():
+        return tensor.detach().clone()
+
+
+# --- memory that a step cannot write
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "master_param"])
+def test_state_made_in_inference_mode(backend, name):
+    optimizer = optimizer_of(backend)
+    state = optimizer.state[optimizer.param_groups[0]["params"][2]]
+    state[name] = inference(state[name])
+    optimizer.param_groups[0]["params"][0].grad = None  # so that the state is looked at anew
+    assert_refused(optimizer, f"parameter 2 of group 0: state '{name}' must be .*inference_mode")
+
+
+@each_backend
+def test_a_parameter_made_in_inference_mode(backend):
+    good = parameters([(3,)])[0]
+    with torch.inference_mode():
+        bad = torch.nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = FusedAdam([good, bad], backend=backend, **MASTER)
+    good.grad = torch.ones_like(good)
+    with torch.inference_mode():
+        bad.grad = torch.ones(3, dtype=BF16)
+    assert_refused(optimizer, "parameter 1 of group 0: weight must be .*inference_mode")
+
+
+@each_backend
+def test_a_step_within_inference_mode_makes_state_that_may_be_written_later(backend):
+    optimizer, plain = (FusedAdam(parameters(SHAPES), backend=backend, **MASTER) for _ in range(2))
+    give_gradients(optimizer.param_groups[0]["params"], 0)
+    with torch.inference_mode():
+        optimizer.step()
+    train(plain, 1)
+    train(optimizer, 1, first=1)
+    train(plain, 1, first=1)
+    assert_same_run(optimizer, plain)
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["exp_avg", "master_param"])
+def test_an_expanded_state(backend, name):
+    optimizer = optimizer_of(backend)
+    optimizer.state[optimizer.param_groups[0]["params"][1]][name] = torch.ones(1).expand(5)
+    assert_refused(optimizer, f"parameter 1 of group 0: state '{name}' must have memory of its own")
+
+
+@each_backend
+def test_an_expanded_external_master(backend):
+    params = parameters([(3,), (5,)])
+    masters = [params[0].detach().float(), torch.ones(1).expand(5)]
+    with pytest.raises(ValueError, match="memory of its own"):
+        FusedAdam(params, backend=backend, master_weights=masters)
+
+
+@each_backend
+def test_strides_that_overlap_without_a_zero(backend):
+    optimizer = optimizer_of(backend)
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["exp_avg"] = torch.zeros(6).as_strided((3, 4), (1, 1))
+    assert_refused(
+        optimizer, r"'exp_avg' must have memory of its own for each element, got strides"
+    )
+
+
+# --- memory that is written twice
+
+
+def shared_weights():
+    memory = values((9,), 0, BF16)
+    return [torch.nn.Parameter(memory[:5]), torch.nn.Parameter(memory[4:])]
+
+
+def interleaved(gap):
+    """Two columns of one matrix; with a gap of 1 they share elements."""
+    memory = values((6, 4), 0, BF16)
+    return [torch.nn.Parameter(memory[:, :2]), torch.nn.Parameter(memory[:, gap : gap + 2])]
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "params", [shared_weights, lambda: interleaved(1)], ids=["rows", "columns"]
+)
+def test_parameters_that_share_elements(backend, params):
+    optimizer = FusedAdam(params(), backend=backend, **MASTER)
+    give_gradients(optimizer.param_groups[0]["params"], 0)
+    assert_refused(optimizer, r"must have memory of its own, got memory shared with parameter")
+
+
+@each_backend
+def test_parameters_that_share_a_storage_and_no_element(backend):
+    memory = values((10,), 1, BF16)
+    params = [*interleaved(2), torch.nn.Parameter(memory[:5]), torch.nn.Parameter(memory[5:])]
+    alone = [torch.nn.Parameter(param.detach().clone().contiguous()) for param in params]
+    found, expected = (FusedAdam(own, backend=backend, **MASTER) for own in (params, alone))
+    train(found, 2)
+    train(expected, 2)
+    for param, twin in zip(params, alone, strict=True):
+        assert_same_bits(param.detach(), twin.detach())
+
+
+@each_backend
+def test_one_external_master_for_two_parameters(backend):
+    params = parameters([(5,), (5,)])
+    master = torch.ones(5)
+    with pytest.raises(
+        ValueError, match=r"master_weights\[1\] .* must have memory of its own, got"
+    ):
+        FusedAdam(params, backend=backend, master_weights=[master, master])
+
+
+@each_backend
+def test_one_tensor_as_two_states(backend):
+    optimizer = optimizer_of(backend)
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state["exp_avg_sq"] = state["exp_avg"]
+    optimizer.param_groups[0]["params"][1].grad = None
+    assert_refused(optimizer, "'exp_avg_sq' must have memory of its own, got memory shared")
+
+
+# --- gradients that are not what their memory says
+
+
+def negated(tensor):
+    """The same numbers; the memory has the other sign."""
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+@each_backend
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
+def test_a_pending_negation_counts(backend, decoupled):
+    found, expected = (
+        FusedAdam(parameters(SHAPES, FP32), backend=backend, use_decoupled_grad=decoupled)
+        for _ in range(2)
+    )
+    for step in range(3):
+        for optimizer in (found, expected):
+            for index, param in enumerate(optimizer.param_groups[0]["params"]):
+                grad = values(param.shape, 10 * step + index)
+                assert negated(grad).is_neg()
+                own = negated(grad) if optimizer is found and index != step else grad
+                setattr(param, "decoupled_grad" if decoupled else "grad", own)
+            optimizer.step()
+    assert_same_run(found, expected)
+
+
+@each_backend
+def test_a_weight_with_a_pending_negation_is_refused(backend):
+    param = torch.nn.Parameter(negated(values((3,), 0)))
+    optimizer = FusedAdam([param], backend=backend)
+    param.grad = values((3,), 1)
+    assert_refused(optimizer, "weight must be a tensor of its own values, .*resolve_neg")
+
+
+@each_backend
+def test_a_wrapper_is_refused_by_name(backend):
+    optimizer = optimizer_of(backend)
+    param = optimizer.param_groups[0]["params"][1]
+    param.grad = TwoTensor(param.grad.clone(), param.grad.clone())
+    assert_refused(optimizer, "parameter 1 of group 0: a gradient must be a plain .* got TwoTensor")
+
+
+@each_backend
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
+def test_a_gradient_that_a_collective_still_writes_is_waited_for(backend, decoupled):
+    collectives = importlib.import_module("torch.distributed._functional_collectives")
+    name = "decoupled_grad" if decoupled else "grad"
+    found, expected = (
+        FusedAdam(parameters(SHAPES), backend=backend, use_decoupled_grad=decoupled, **MASTER)
+        for _ in range(2)
+    )
+    for step in range(2):
+        for optimizer in (found, expected):
+            params = optimizer.param_groups[0]["params"]
+            give_gradients(params, step)
+            for param in params:
+                grad, param.grad = param.grad, None
+                own = collectives.AsyncCollectiveTensor(grad) if optimizer is found else grad
+                setattr(param, name, own)
+            optimizer.step()
+        assert type(getattr(found.param_groups[0]["params"][0], name)) is torch.Tensor
+    assert_same_run(found, expected)
+
+
+def test_a_deep_copy_of_a_step_that_was_refused_steps_on():
+    """The refusal left nothing behind that a later step would stumble over."""
+    optimizer = optimizer_of()
+    param = optimizer.param_groups[0]["params"][1]
+    kept, param.grad = param.grad, TwoTensor(param.grad.clone(), param.grad.clone())
+    with pytest.raises(ValueError, match="TwoTensor"):
+        optimizer.step()
+    param.grad = kept
+    expected = optimizer_of()
+    copied = copy.deepcopy(optimizer)
+    for own in (optimizer, expected):
+        own.step()
+    assert_same_run(optimizer, expected)
+    assert copied.param_groups[0]["step"] == 2

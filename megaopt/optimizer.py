@@ -104,17 +104,17 @@ class FusedOptimizer(StatefulOptimizer):
             return loss
         request = known
         prepared = self._prepare(batches, request)
-        if rows is not None:
-            if request.skip_nonfinite and self._is_skipped(prepared):
-                batches.abandon()
-                return loss
-            for group in self.param_groups:  # also the empty ones
-                group["step"] += 1
-        elif any(is_capturing(device) for device in prepared):
+        if rows is not None and request.skip_nonfinite and self._is_skipped(prepared):
+            batches.abandon()
+            return loss
+        if any(is_capturing(device) for device in prepared):
             self._captured.append(batches)
         for batch in batches.batches:
             scalars, controls = prepared[batch.device]
             batch.plan.step(rows if scalars is None else scalars, controls)
+        if rows is not None:
+            for group in self.param_groups:  # also the empty ones
+                group["step"] += 1
         share_amaxes(batches.batches)
         for batch in batches.batches:
             batch.leave(prepared[batch.device][1])

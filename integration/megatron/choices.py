@@ -93,6 +93,8 @@ class Choices:
             store_param_remainders=remainders,
             use_decoupled_grad=True,
             round_scaled_grads=use_decoupled_grad if rounds is None else rounds,
+            # Megatron's own gathers write the weights that its masters made
+            on_external_write="ignore",
             contract=self.contract,
             backend=self.backend,
         )

@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import ownership_ranks
 import pytest
 import torch
 from bits import assert_same_bits
@@ -345,6 +346,19 @@ def test_an_fp32_model_goes_on_from_its_masters(backend, kind):
     for param, twin in zip(params, expected.param_groups[0]["params"], strict=True):
         assert_same_bits(param.detach(), twin.detach())
         assert optimizer.state[param]["master_param"] is None
+
+
+# --- DTensors
+
+
+@pytest.mark.parametrize("how", ["dtensor", "to_local"])
+def test_writes_to_shards(on_ranks, how):
+    masters = on_ranks(2, ownership_ranks.written, how)
+    assert [len(master) for master in masters] == [3, 2]
+    for master in masters:
+        assert_same_bits(master, torch.full_like(master, 0.75))
+    for message in on_ranks(2, ownership_ranks.written, how, "error"):
+        assert message.startswith("parameter 0 of group 0 must not be written between steps")
 
 
 # --- fp8 weights

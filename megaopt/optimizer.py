@@ -338,15 +338,12 @@ class FusedOptimizer(StatefulOptimizer):
         numels = [local_of(param).numel() for param in own]
         rows = [groups[position] for position in positions]
         backend = BACKENDS[self._backend(device)]
-        float16 = self.rule.plain_float16 if formats.first.name == "float16" else None
         states = [self.state[param] for param in own]
         if formats.cast is not None:
             extents = [extent_of(param) for param in own]
-            plan = backend.plan(
-                plan_formats(formats), float16 or self.rule, numels, rows, device, extents
-            )
+            plan = backend.plan(plan_formats(formats), self.rule, numels, rows, device, extents)
             return Float8Batch(formats, plan, self.rule.moments, positions, own, states, staged)
-        plan = backend.plan(formats, float16 or self.rule, numels, rows, device)
+        plan = backend.plan(formats, self.rule, numels, rows, device)
         kind = ShardedBatch if any(map(is_dtensor, own)) else Batch
         return kind(formats, plan, self.rule.moments, positions, own, states, staged)
 

@@ -64,6 +64,10 @@ class FusedAdam(FusedOptimizer):
         round_scaled_grads: rounds an unscaled gradient, and a clipped one, to its own dtype, as it
             would be after a pass that writes it back (torch.nn.utils.clip_grad_norm_, say). False
             keeps fp32. Of fp32 gradients both are the same.
+        write_unscaled_grads: a step that unscales gradients, for a GradScaler, stores them unscaled
+            (not clipped) in the place of the scaled ones, rounded to their dtype, as torch's fused
+            and TransformerEngine's capturable optimizers do. False leaves gradients as they are,
+            and saves writing them.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
 
@@ -95,6 +99,7 @@ class FusedAdam(FusedOptimizer):
         nonfinite: str = "propagate",
         direct_cast: bool | None = None,
         round_scaled_grads: bool = False,
+        write_unscaled_grads: bool = False,
         contract: str = "ieee",
         backend: str = "auto",
     ) -> None:
@@ -113,6 +118,7 @@ class FusedAdam(FusedOptimizer):
             nonfinite=nonfinite,
             direct_cast=direct_cast,
             round_scaled_grads=round_scaled_grads,
+            write_unscaled_grads=write_unscaled_grads,
         )
         defaults = {
             "lr": lr,

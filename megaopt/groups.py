@@ -162,7 +162,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         reason = why_not(self._backend(param.device), contract, param.device)
         if reason is not None:
             asked = "contract" if contract.needs_gpu else "backend"
-            everywhere = "contract='ieee'" if contract.needs_gpu else "backend='reference'"
+            everywhere = "backend='reference'"
+            if contract.needs_gpu:
+                everywhere = "megaopt.FusedAdam with contract='ieee'"
             raise RuntimeError(
                 f"{asked}={getattr(self.options, asked)!r} does not work for {where} on "
                 f"{param.device}: {reason}; {everywhere} works everywhere"

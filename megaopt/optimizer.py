@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megaopt.batches import Batch, Batches, check_grad, state_name
+from megaopt.batches import Batch, Batches, check_grad, check_written_grads, state_name
 from megaopt.capture import check_capture, check_captured_batches, check_captured_float8
 from megaopt.dtensor import (
     ShardedBatch,
@@ -41,6 +41,8 @@ class FusedOptimizer(StatefulOptimizer):
     parameters before, so `param_groups` may be replaced after construction.
     """
 
+    _makes_all_states = False
+    """Whether a step makes the state of parameters that have no gradient too."""
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to us
 
     @torch.no_grad()
@@ -89,8 +91,9 @@ class FusedOptimizer(StatefulOptimizer):
             return loss
         rows = self._rows()
         batches, grads = self._gather()
+        writes_grads = self._writes_grads(request, grads)
         for batch in batches.batches:
-            batch.enter(grads)
+            batch.enter(grads, writes_grads)
         agreement = batches.agreement
         known = self._agreed(request, batches, agreement) if agreement else self._known(request)
         if known is None:
@@ -113,6 +116,13 @@ class FusedOptimizer(StatefulOptimizer):
         for batch in batches.batches:
             batch.leave(prepared[batch.device][1])
         return loss
+
+    def _writes_grads(self, request: Request, grads: Grads) -> bool:
+        """Whether this step stores unscaled gradients, which then have to be fit for it."""
+        writes = self.options.write_unscaled_grads and request.grad_scale is not None
+        if writes:
+            check_written_grads([local_of(grad) for grad in grads], self._flat()[2])
+        return writes
 
     def _known(self, request: Request) -> Request | None:
         """The request, without a found_inf that the host may wait for; None if that is set."""
@@ -310,6 +320,9 @@ class FusedOptimizer(StatefulOptimizer):
                 kind = (param.device, formats, staged, (split_of(param), *kind_of(param)))
                 kinds.setdefault(kind, []).append(index)
                 completed[param] = state
+            elif self._makes_all_states:
+                own = self._formats(param)
+                completed[param] = self._completed(param, own, external[index], wheres[index])
         for param, state in completed.items():  # now that nothing was refused
             self.state[param].update(state)
         batches = [self._batch(*kind[:3], where, params, groups) for kind, where in kinds.items()]

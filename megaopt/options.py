@@ -47,6 +47,7 @@ class Options:
     nonfinite: str = "propagate"
     direct_cast: bool | None = None
     round_scaled_grads: bool = False
+    write_unscaled_grads: bool = False
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
@@ -59,6 +60,7 @@ class Options:
         one_of("nonfinite", self.nonfinite, NONFINITE)
         one_of("direct_cast", self.direct_cast, (None, True, False))
         one_of("round_scaled_grads", self.round_scaled_grads, (True, False))
+        one_of("write_unscaled_grads", self.write_unscaled_grads, (True, False))
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite='error' is not allowed with capturable=True: nothing waits for the "
@@ -193,6 +195,11 @@ def number(value: Any, name: str) -> float:
         raise ValueError(f"{name}={value!r} is not allowed: a number") from None
 
 
+def has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor lie in one place, as expand makes them."""
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def check_weight(
     weight: torch.Tensor, where: str, options: Options, masters: bool, float8: bool = False
 ) -> None:
@@ -202,9 +209,7 @@ def check_weight(
     """
     if weight.layout != torch.strided:
         raise ValueError(f"{where}: layout {weight.layout} is not allowed: torch.strided")
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(weight.stride(), weight.shape, strict=True)
-    ):
+    if has_shared_elements(weight):
         raise ValueError(
             f"{where}: strides {weight.stride()} of shape {tuple(weight.shape)} are not allowed: "
             "each element in memory of its own"

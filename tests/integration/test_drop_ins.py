@@ -64,7 +64,9 @@ def test_arguments_have_the_peers_order_and_defaults(system):
 
 @pytest.mark.parametrize("system", FACES)
 def test_a_cpu_parameter_is_refused_with_the_reason(system):
-    with pytest.raises(RuntimeError, match=r"contract='te' .* on cpu: .*needs an NVIDIA GPU.*ieee"):
+    advice = r"megaopt.FusedAdam with contract='ieee' works everywhere"
+    message = rf"contract='te' .* on cpu: .*needs an NVIDIA GPU.*{advice}$"
+    with pytest.raises(RuntimeError, match=message):
         drop_in(system)([parameter()])
 
 
@@ -80,9 +82,39 @@ def test_apex_has_no_masters_without_capturable():
         drop_in("apex")([parameter()], master_weights=True)
 
 
-def test_deprecated_set_grad_none_is_refused():
-    with pytest.raises(ValueError, match="set_grad_none=True is not allowed: pass set_to_none"):
-        drop_in("transformer_engine")([parameter()], set_grad_none=True)
+@pytest.mark.parametrize("set_grad_none", [True, False])
+def test_deprecated_set_grad_none_warns_and_holds(set_grad_none):
+    with pytest.warns(DeprecationWarning, match="set_grad_none .* deprecated: pass set_to_none"):
+        optimizer = without_parameters("transformer_engine", set_grad_none=set_grad_none)
+    optimizer = pickle.loads(pickle.dumps(optimizer))
+    param = parameter()
+    optimizer.param_groups[0]["params"].append(param)  # past the check that refuses a CPU
+    for asked in (None, set_grad_none):
+        param.grad = torch.ones_like(param)
+        optimizer.zero_grad(asked)
+        assert (param.grad is None) is set_grad_none
+        assert set_grad_none or not bool(param.grad.any())
+    message = f"set_to_none must be .* set_grad_none, {set_grad_none}, got {not set_grad_none}"
+    with pytest.raises(ValueError, match=message):
+        optimizer.zero_grad(not set_grad_none)
+
+
+def test_transformer_engines_zero_grad_makes_none_unless_it_is_told():
+    optimizer, param = without_parameters("transformer_engine"), parameter()
+    optimizer.param_groups[0]["params"].append(param)
+    for asked in (None, True, False):
+        param.grad = torch.ones_like(param)
+        optimizer.zero_grad(asked)
+        assert (param.grad is None) is (asked is not False)
+
+
+def test_a_copied_apex_drop_in_clears_gradients_as_it_was_told():
+    copied = pickle.loads(pickle.dumps(without_parameters("apex", set_grad_none=False)))
+    param = parameter()
+    copied.param_groups[0]["params"].append(param)
+    param.grad = torch.ones_like(param)
+    copied.zero_grad()
+    assert_same_bits(param.grad, torch.zeros_like(param))
 
 
 @pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])

@@ -45,6 +45,12 @@ def assert_same_state(theirs, ours, peer, optimizer):
             assert_same_bits(own, value, f"{name} {index}")
 
 
+def assert_same_grads(theirs, ours):
+    """What a step under a GradScaler has left of them: unscaled; scaled, where it was skipped."""
+    for index, (other, param) in enumerate(zip(theirs, ours, strict=True)):
+        assert_same_bits(param.grad, other.grad, f"gradient {index}")
+
+
 EXTREMES = (torch.inf, torch.nan, 3e38, 1e30, 6e4, 1e-41, 1.4e-45, 2.0**-126, 1e-7, 0.0)
 
 
@@ -205,17 +211,20 @@ def test_torch_is_torch_in_extremes(name, dtype, weight_decay, betas, capturable
 def test_te_frozen_and_empty_parameters():
     reason = "TransformerEngine is not installed"
     te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
-    pairs = []
-    for cls, options in ((te.FusedAdam, {}), (FusedAdam, {"contract": "te"})):
+    from megaopt.integration.transformer_engine import FusedAdam as Ours
+
+    sides = []
+    for cls in (te.FusedAdam, Ours):
         params = parameters(BF16, (100, 0, 50, 30))
-        optimizer = cls(params, **HYPER, master_weights=True, **options)
+        optimizer = cls(params, **HYPER, master_weights=True)
         for step in range(STEPS):
             give_grads(params, step)
             params[2].grad = None
             optimizer.step()
-        pairs.append(params)
-    for index, (other, param) in enumerate(zip(*pairs, strict=True)):
-        assert_same_bits(param, other, f"weight {index}")
+        sides.append((params, optimizer))
+    (theirs, peer), (ours, optimizer) = sides
+    assert len(peer.state) == len(optimizer.state) == 4
+    assert_same_state(theirs, ours, peer, optimizer)
 
 
 TE_CAPTURABLE_CASES = {
@@ -262,6 +271,7 @@ def test_te_is_transformer_engine_capturable(case, adam_w_mode, bias_correction,
             scaler.update()
         (theirs, peer, _), (ours, optimizer, _) = sides
         assert_same_state(theirs, ours, peer, optimizer)
+        assert_same_grads(theirs, ours)
 
 
 def test_capturable_te_bias_corrections_are_the_hosts():
@@ -348,7 +358,9 @@ def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
     sides = []
     for make in (
         lambda params: getattr(torch.optim, name)(params, fused=True, **options),
-        lambda params: FusedAdam(params, contract="torch", capturable=True, **options, **own),
+        lambda params: FusedAdam(
+            params, contract="torch", capturable=True, write_unscaled_grads=True, **options, **own
+        ),
     ):
         params = parameters(dtype)
         sides.append((params, make(params), torch.amp.GradScaler("cuda", init_scale=scale)))
@@ -362,6 +374,7 @@ def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
             scaler.update()
         (theirs, peer, _), (ours, optimizer, _) = sides
         assert_same_state(theirs, ours, peer, optimizer)
+        assert_same_grads(theirs, ours)
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])

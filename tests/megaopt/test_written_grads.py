@@ -61,11 +61,10 @@ def assert_grads(optimizer, expected, attribute="grad"):
 
 
 @both_backends
-@both_modes
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-def test_gradients_are_unscaled_and_the_step_is_what_it_was(options, capturable, backend):
+def test_gradients_are_unscaled_and_the_step_is_what_it_was(options, backend):
     """Also where a tensor is worked through twice, for its scales."""
-    made = {"backend": backend, "capturable": capturable, **options}
+    made = {"backend": backend, **options}
     found = FusedAdam(parameters(SHAPES), **made, **WRITES)
     expected = FusedAdam(parameters(SHAPES), **made)
     for step in range(2):

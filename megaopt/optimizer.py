@@ -223,7 +223,7 @@ class FusedOptimizer(StatefulOptimizer):
         params = self._flat()[0]
         if not any(map(is_dtensor, params)):
             return False
-        if any(float(group["lr"]) for group in self.param_groups):
+        if any(group["lr"] is None or float(group["lr"]) for group in self.param_groups):
             return False
         if self.use_decoupled_grad and not _any_given(params, decoupled=True):
             # it gives p.grad, whatever the optimizer reads

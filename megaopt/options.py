@@ -118,8 +118,15 @@ def one_of(name: str, value: object, allowed: Any) -> None:
         raise ValueError(f"{name}={value!r} is not allowed: one of {', '.join(map(str, allowed))}")
 
 
-def check_group(group: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError where a group's hyper-parameter is out of range or NaN."""
+def check_group(group: Mapping[str, Any], where: str, lr_is_needed: bool = True) -> None:
+    """Raises ValueError where a group's hyper-parameter is out of range or NaN.
+
+    lr_is_needed: it may not be None, as it may before the first step.
+    """
+    if group["lr"] is None:
+        if lr_is_needed:
+            raise ValueError(f"{where}: lr must be a number >= 0, got None")
+        group = {**group, "lr": 0.0}
 
     def check(name: str, value: object, fits: bool, allowed: str) -> None:
         if not fits:

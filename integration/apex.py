@@ -21,8 +21,7 @@ class FusedAdam(megaopt.FusedAdam):
 
     The arguments are apex's, with its order and defaults; the state is fp32. With capturable, lr
     and step are tensors on the device; megaopt.integration.transformer_engine says what differs
-    there from apex on purpose too: the count of steps after an overflow, and that gradients stay as
-    they are.
+    there from apex on purpose too.
 
     Raises:
         ValueError: as megaopt.FusedAdam; also master_weights without capturable, as in apex, and
@@ -60,6 +59,7 @@ class FusedAdam(megaopt.FusedAdam):
             adam_w_mode=adam_w_mode,
             master_weights=master_weights,
             capturable=capturable,
+            write_unscaled_grads=True,
             contract="te",
         )
         self.set_grad_none = set_grad_none
@@ -113,3 +113,7 @@ class FusedAdam(megaopt.FusedAdam):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets the gradients to None, or to zero where set_grad_none is False."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy."""
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}

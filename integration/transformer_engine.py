@@ -7,6 +7,7 @@ is not needed. Where TransformerEngine ignores an option in silence, this one ra
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,23 +34,29 @@ class FusedAdam(megaopt.FusedAdam):
     mix e4m3 and e5m2; and masters start from the values that
     fp8_model_init(preserve_high_precision_init_val=True) kept, where it did.
 
+    The first step makes the state of every parameter, with a gradient or without.
+
     With capturable, lr and step are tensors on the device, and the bits are those of
-    TransformerEngine's capturable kernels. Beyond TransformerEngine, all formats are allowed then
-    (its step has only fp32 masters, and moments that are both fp32 or both bf16): each stores the
-    values of the same kernel. Three things differ on purpose:
+    TransformerEngine's capturable kernels, also of the unscaled gradients, which a step with a
+    grad_scaler leaves in the place of the scaled ones. Beyond TransformerEngine, all formats are
+    allowed then (its step has only fp32 masters, and moments that are both fp32 or both bf16): each
+    stores the values of the same kernel. Three things differ on purpose:
 
     - `group["step"]` counts the steps that were taken. TransformerEngine's count looks at the
       overflow of the step before: after an overflow it is one too high until the next step, which
       it leaves out instead. Every update has the same number, and the same bits; but an overflow at
       the very first step stays counted there in all groups but the first.
-    - Gradients stay as they are. TransformerEngine writes the unscaled ones back into `p.grad`.
     - Gradients that `GradScaler.unscale_` has unscaled are not unscaled again.
+    - Without a grad_scaler gradients stay as they are. TransformerEngine writes them back there
+      too, with zeros for subnormal numbers.
 
     Raises:
         ValueError: as megaopt.FusedAdam; also store_param_remainders without master_weights or
             without bf16 weights, which TransformerEngine switches off in silence.
         RuntimeError: a parameter is not on an NVIDIA GPU.
     """
+
+    _makes_all_states = True
 
     def __init__(
         self,
@@ -72,9 +79,12 @@ class FusedAdam(megaopt.FusedAdam):
         set_grad_none: bool | None = None,
     ) -> None:
         if set_grad_none is not None:
-            raise ValueError(
-                f"set_grad_none={set_grad_none!r} is not allowed: pass set_to_none to zero_grad"
+            warnings.warn(
+                "set_grad_none in the constructor is deprecated: pass set_to_none to zero_grad",
+                DeprecationWarning,
+                stacklevel=2,
             )
+        self.set_grad_none = set_grad_none
         super().__init__(
             params,
             lr,
@@ -92,6 +102,7 @@ class FusedAdam(megaopt.FusedAdam):
             use_decoupled_grad=use_decoupled_grad,
             store_param_remainders=store_param_remainders,
             direct_cast=True,
+            write_unscaled_grads=True,
             contract="te",
         )
 
@@ -118,3 +129,31 @@ class FusedAdam(megaopt.FusedAdam):
         """
         own = functools.partial(super().step, closure)
         return step_with(self, own, grad_scaler, "TransformerEngine")
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]  # its
+        """Sets gradients to None, or to zero where set_to_none or set_grad_none is False.
+
+        Raises:
+            ValueError: set_to_none is not what set_grad_none was in the constructor.
+        """
+        chosen = self.set_grad_none
+        if chosen is None:
+            chosen = set_to_none
+        elif set_to_none not in (None, chosen):
+            raise ValueError(
+                f"set_to_none must be the constructor's set_grad_none, {chosen}, got {set_to_none}"
+            )
+        super().zero_grad(chosen is None or chosen)
+
+    def get_unscaled_state(
+        self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
+    ) -> torch.Tensor:
+        """As megaopt.FusedAdam.get_unscaled_state; with skip_unscale a bf16 state as it is."""
+        stored = self.state.get(param, {}).get(state_name)
+        if skip_unscale and isinstance(stored, torch.Tensor) and stored.dtype == torch.bfloat16:
+            return stored
+        return super().get_unscaled_state(param, state_name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy."""
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}

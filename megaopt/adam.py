@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,6 +11,7 @@ from megaopt.kernels.rules import RULES, Rule
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import Options
+from megaopt.torch_names import check_arguments
 
 
 class FusedAdam(FusedOptimizer):
@@ -28,7 +29,8 @@ class FusedAdam(FusedOptimizer):
             dense, of any shape. Of DTensors (FSDP2's, say) each rank steps its shards, and their
             state is DTensors of the same mesh and placements; no formats with scales then.
         lr: step size, in units of the parameter per step of size one; at least 0. May be a tensor
-            of one element, which the step reads (on a GPU that waits for it).
+            of one element, which the step reads (on a GPU that waits for it). None, not with
+            capturable: a schedule sets it before the first step.
         betas: decay per step of exp_avg and exp_avg_sq; each in [0, 1).
         eps: added to the root of exp_avg_sq, in units of the gradient; at least 0.
         weight_decay: decoupled (AdamW): the part of a weight that goes per step of size one, times
@@ -69,10 +71,21 @@ class FusedAdam(FusedOptimizer):
             cast of their master any more set the master, the others keep every bit of it; warns
             once. "error": raises RuntimeError. "ignore": goes on from the master, which puts the
             old values back. refresh_masters says which writes are not seen.
+        write_unscaled_grads: a step that unscales gradients, for a GradScaler, stores them unscaled
+            (not clipped) in the place of the scaled ones, rounded to their dtype, as torch's fused
+            and TransformerEngine's capturable optimizers do. False leaves gradients as they are,
+            and saves writing them.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
+        maximize: only False.
+        foreach: None, True or False, as torch's optimizers take it: how they compute, which is
+            nothing here.
+        differentiable: only False.
+        fused: as foreach.
+        **unknown: none, as a type checker sees too; refused by name.
 
     Raises:
+        TypeError: an argument has a name that is not here.
         ValueError: an argument is out of range, unknown, or contradicts another; the message names
             it, its value and what is allowed.
         RuntimeError: the backend does not work on a parameter's device; the message says why.
@@ -81,7 +94,7 @@ class FusedAdam(FusedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | torch.Tensor | None = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -101,9 +114,16 @@ class FusedAdam(FusedOptimizer):
         direct_cast: bool | None = None,
         round_scaled_grads: bool = False,
         on_external_write: str = "refresh",
+        write_unscaled_grads: bool = False,
         contract: str = "ieee",
         backend: str = "auto",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        check_arguments(maximize, foreach, differentiable, fused, unknown)
         if amsgrad:
             raise ValueError(f"amsgrad={amsgrad!r} is not allowed: False")
         options = Options(
@@ -120,6 +140,7 @@ class FusedAdam(FusedOptimizer):
             direct_cast=direct_cast,
             round_scaled_grads=round_scaled_grads,
             on_external_write=on_external_write,
+            write_unscaled_grads=write_unscaled_grads,
         )
         defaults = {
             "lr": lr,

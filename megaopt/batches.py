@@ -14,6 +14,7 @@ from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.watch import Grads, Wanted, Watch, is_plain_class, module_for
+from megaopt.options import has_shared_elements
 
 MASTER = "master_param"
 SCALE = "_scale"
@@ -40,6 +41,8 @@ class Batch:
     staged: bool
     """Some tensors are not contiguous: the step works on copies and copies the results back."""
     _copies: Buffers = field(default_factory=dict)
+    _written_grads: list[torch.Tensor] = field(default_factory=list)
+    """The gradients that the step stores unscaled."""
     watched: ClassVar[bool] = True
     """The watch looks at its tensors; otherwise `fits` does."""
 
@@ -52,26 +55,33 @@ class Batch:
         """Of all its tensors."""
         return self.params[0].device
 
-    def enter(self, grads: Grads) -> None:
+    def enter(self, grads: Grads, writes_grads: bool = False) -> None:
         """Before a step: a plan that works on tensors gets them; copies where they are staged."""
         if not self.addresses:
             own = self.buffers(grads)
             if self.staged:
+                self._written_grads = own["grad"] if writes_grads else []
                 own = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
                 self._copies = own
             self.plan.look(own)
 
     def leave(self, controls: torch.Tensor | None = None) -> None:
         """After a step: the results are copied back to staged tensors."""
-        copies, self._copies = self._copies, {}
+        copies = self._leave_grads()
         for slot in copies.keys() - {"grad"}:
-            for tensor, copy in zip(self._tensors(slot), copies[slot], strict=True):
-                if copy is not tensor:
-                    tensor.copy_(copy)
+            copy_back(self._tensors(slot), copies[slot])
+
+    def _leave_grads(self) -> Buffers:
+        """Copies unscaled gradients back, and lets go of all copies, which it returns."""
+        copies, self._copies = self._copies, {}
+        grads, self._written_grads = self._written_grads, []
+        if grads:
+            copy_back(grads, copies["grad"])
+        return copies
 
     def abandon(self) -> None:
         """In place of `leave`, where nothing was stepped."""
-        self._copies = {}
+        self._copies, self._written_grads = {}, []
 
     def why_not_captured(self) -> str | None:
         """None where a CUDA graph can repeat the step of contiguous tensors, else the reason."""
@@ -168,6 +178,32 @@ class Batches:
         """Nothing is stepped after all."""
         for batch in self.batches:
             batch.abandon()
+
+
+def copy_back(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Stores what became of contiguous copies; a contiguous tensor is its own copy."""
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)
+
+
+def check_written_grads(grads: Sequence[torch.Tensor | None], wheres: Sequence[str]) -> None:
+    """Raises ValueError where unscaled gradients could not take the place of the scaled ones."""
+    owners: dict[int, str] = {}
+    for grad, where in zip(grads, wheres, strict=True):
+        if grad is None or grad.numel() == 0:
+            continue
+        wanted = f"{where}: with write_unscaled_grads=True the gradient must"
+        if has_shared_elements(grad):
+            raise ValueError(
+                f"{wanted} have memory of its own for each element, got strides {grad.stride()} "
+                f"of shape {tuple(grad.shape)}"
+            )
+        if grad.is_inference():
+            raise ValueError(f"{wanted} be no inference tensor, got one")
+        owner = owners.setdefault(grad.data_ptr(), where)
+        if owner is not where:
+            raise ValueError(f"{wanted} be in memory of its own, got that of {owner}'s")
 
 
 def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:

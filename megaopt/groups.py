@@ -19,6 +19,7 @@ from megaopt.kernels.rules import Rule
 from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_group, check_group_options, check_weight
 from megaopt.ownership import Versions
+from megaopt.torch_names import check_keys
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -58,7 +59,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_group(group, f"group {len(self.param_groups) - 1}")
+            check_keys(group, self.options.adam_w_mode, f"group {len(self.param_groups) - 1}")
+            check_group(group, f"group {len(self.param_groups) - 1}", lr_is_needed=False)
             check_group_options(group, self.options, f"group {len(self.param_groups) - 1}")
             for index, param in enumerate(group["params"]):
                 self._check_param(param, self._where(len(self.param_groups) - 1, index))
@@ -166,7 +168,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         reason = why_not(self._backend(param.device), contract, param.device)
         if reason is not None:
             asked = "contract" if contract.needs_gpu else "backend"
-            everywhere = "contract='ieee'" if contract.needs_gpu else "backend='reference'"
+            everywhere = "backend='reference'"
+            if contract.needs_gpu:
+                everywhere = "megaopt.FusedAdam with contract='ieee'"
             raise RuntimeError(
                 f"{asked}={getattr(self.options, asked)!r} does not work for {where} on "
                 f"{param.device}: {reason}; {everywhere} works everywhere"

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from megaopt.batches import Batch, Batches, check_grad, check_plain, state_name
+from megaopt.batches import (
+    Batch,
+    Batches,
+    check_grad,
+    check_plain,
+    check_written_grads,
+    state_name,
+)
 from megaopt.capture import check_capture, check_captured_batches, check_captured_float8
 from megaopt.dtensor import (
     ShardedBatch,
@@ -46,6 +53,8 @@ class FusedOptimizer(StatefulOptimizer):
     parameters before, so `param_groups` may be replaced after construction.
     """
 
+    _makes_all_states = False
+    """Whether a step makes the state of parameters that have no gradient too."""
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to us
 
     @torch.no_grad()
@@ -94,9 +103,10 @@ class FusedOptimizer(StatefulOptimizer):
             return loss
         rows = self._rows()
         batches, grads = self._gather()
+        writes_grads = self._writes_grads(request, grads)
         self._take_over_writes()
         for batch in batches.batches:
-            batch.enter(grads)
+            batch.enter(grads, writes_grads)
         agreement = batches.agreement
         known = self._agreed(request, batches, agreement) if agreement else self._known(request)
         if known is None:
@@ -120,6 +130,13 @@ class FusedOptimizer(StatefulOptimizer):
             batch.leave(prepared[batch.device][1])
         self._versions.count_up()
         return loss
+
+    def _writes_grads(self, request: Request, grads: Grads) -> bool:
+        """Whether this step stores unscaled gradients, which then have to be fit for it."""
+        writes = self.options.write_unscaled_grads and request.grad_scale is not None
+        if writes:
+            check_written_grads([local_of(grad) for grad in grads], self._flat()[2])
+        return writes
 
     def _known(self, request: Request) -> Request | None:
         """The request, without a found_inf that the host may wait for; None if that is set."""
@@ -220,7 +237,7 @@ class FusedOptimizer(StatefulOptimizer):
         params = self._flat()[0]
         if not any(map(is_dtensor, params)):
             return False
-        if any(float(group["lr"]) for group in self.param_groups):
+        if any(group["lr"] is None or float(group["lr"]) for group in self.param_groups):
             return False
         if self.use_decoupled_grad and not _any_given(params, decoupled=True):
             # it gives p.grad, whatever the optimizer reads
@@ -320,6 +337,9 @@ class FusedOptimizer(StatefulOptimizer):
                 kind = (param.device, formats, staged, (split_of(param), *kind_of(param)))
                 kinds.setdefault(kind, []).append(index)
                 completed[param] = state
+            elif self._makes_all_states:
+                own = self._formats(param)
+                completed[param] = self._completed(param, own, external[index], wheres[index])
         names = dict(zip(params, wheres, strict=True))
         check_memory([own for p, state in completed.items() for own in written(p, state, names[p])])
         self._warn_without_masters(completed, names)
@@ -408,15 +428,12 @@ class FusedOptimizer(StatefulOptimizer):
         numels = [local_of(param).numel() for param in own]
         rows = [groups[position] for position in positions]
         backend = BACKENDS[self._backend(device)]
-        float16 = self.rule.plain_float16 if formats.first.name == "float16" else None
         states = [self.state[param] for param in own]
         if formats.cast is not None:
             extents = [extent_of(param) for param in own]
-            plan = backend.plan(
-                plan_formats(formats), float16 or self.rule, numels, rows, device, extents
-            )
+            plan = backend.plan(plan_formats(formats), self.rule, numels, rows, device, extents)
             return Float8Batch(formats, plan, self.rule.moments, positions, own, states, staged)
-        plan = backend.plan(formats, float16 or self.rule, numels, rows, device)
+        plan = backend.plan(formats, self.rule, numels, rows, device)
         kind = ShardedBatch if any(map(is_dtensor, own)) else Batch
         return kind(formats, plan, self.rule.moments, positions, own, states, staged)
 

@@ -52,6 +52,7 @@ class Options:
     direct_cast: bool | None = None
     round_scaled_grads: bool = False
     on_external_write: str = "refresh"
+    write_unscaled_grads: bool = False
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
@@ -65,6 +66,7 @@ class Options:
         one_of("direct_cast", self.direct_cast, (None, True, False))
         one_of("round_scaled_grads", self.round_scaled_grads, (True, False))
         one_of("on_external_write", self.on_external_write, EXTERNAL_WRITES)
+        one_of("write_unscaled_grads", self.write_unscaled_grads, (True, False))
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite='error' is not allowed with capturable=True: nothing waits for the "
@@ -122,8 +124,15 @@ def one_of(name: str, value: object, allowed: Any) -> None:
         raise ValueError(f"{name}={value!r} is not allowed: one of {', '.join(map(str, allowed))}")
 
 
-def check_group(group: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError where a group's hyper-parameter is out of range or NaN."""
+def check_group(group: Mapping[str, Any], where: str, lr_is_needed: bool = True) -> None:
+    """Raises ValueError where a group's hyper-parameter is out of range or NaN.
+
+    lr_is_needed: it may not be None, as it may before the first step.
+    """
+    if group["lr"] is None:
+        if lr_is_needed:
+            raise ValueError(f"{where}: lr must be a number >= 0, got None")
+        group = {**group, "lr": 0.0}
 
     def check(name: str, value: object, fits: bool, allowed: str) -> None:
         if not fits:
@@ -199,6 +208,11 @@ def number(value: Any, name: str) -> float:
         raise ValueError(f"{name}={value!r} is not allowed: a number") from None
 
 
+def has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor lie in one place, as expand makes them."""
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def check_weight(
     weight: torch.Tensor, where: str, options: Options, masters: bool, float8: bool = False
 ) -> None:
@@ -208,9 +222,7 @@ def check_weight(
     """
     if weight.layout != torch.strided:
         raise ValueError(f"{where}: layout {weight.layout} is not allowed: torch.strided")
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(weight.stride(), weight.shape, strict=True)
-    ):
+    if has_shared_elements(weight):
         raise ValueError(
             f"{where}: strides {weight.stride()} of shape {tuple(weight.shape)} are not allowed: "
             "each element in memory of its own"

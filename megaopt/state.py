@@ -31,6 +31,7 @@ def formats_of(
         cast,
         # of fp32 it is no other kernel
         options.round_scaled_grads and grad_dtype != torch.float32,
+        options.write_unscaled_grads,
     )
 
 

@@ -143,7 +143,7 @@ def _group(
     if isinstance(group["step"], torch.Tensor):  # capturable: numbers, until the load is over
         group["step"] = int(number(group["step"], f"{where}: step"))
         group["lr"] = number(group["lr"], f"{where}: lr")
-    check_group(group, where)
+    check_group(group, where, lr_is_needed=options.capturable)
     return group
 
 

@@ -154,6 +154,9 @@ class StatefulOptimizer(GroupedOptimizer):
         parameter a DTensor of its mesh and placements. Under
         store_param_remainders the master is put together from weight and remainder. A weight
         without a master gives its own value.
+
+        Raises ValueError for a state that is not there, or yet: a step makes it for parameters with
+        a gradient, `initialize_state` for any.
         """
         state: State = self.state.get(param, {})
         if state_name.endswith(SCALE) and state_name in state:
@@ -163,6 +166,12 @@ class StatefulOptimizer(GroupedOptimizer):
         local = local_of(param.detach())
         if state_name == MASTER and not form.present:
             value = value_of(local, self._formats(param))
+        elif state.get(state_name) is None:
+            params, _, wheres = self._flat()
+            raise ValueError(
+                f"{wheres[self._index(param, params)]}: state {state_name!r} must be there, got "
+                "none: the first step with a gradient makes it, or initialize_state"
+            )
         else:
             value = get_unscaled(locals_of(state), state_name, form, local)
         known = [own for own in state.values() if local_of(own) is value]

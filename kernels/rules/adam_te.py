@@ -128,6 +128,13 @@ def adam_capturable(param, exp_avg, exp_avg_sq, grad, scalars):
 
 
 @helper
+def unscale(grad, grad_scale, inverse):
+    return tl.inline_asm_elementwise(
+        "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [grad, inverse], tl.float32, True, 1
+    )
+
+
+@helper
 def correction(beta, step, bias_correction):
     """1 - beta**step of the fp32 beta, in fp64 by the CUDA library's pow, as TransformerEngine."""
     one = tl.full((), 1.0, tl.float64)
@@ -171,6 +178,7 @@ def rule(name: str, update: Any, update_capturable: Any, moments_use_param: bool
         prepare,
         update,
         no_twin,
+        unscale,
         moments_use_param=moments_use_param,
     )
     capturable = dataclasses.replace(plain, update=update_capturable)

@@ -7,7 +7,6 @@ repeats in every bit, nor the powf of Triton's library (another at step 1): they
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from megaopt.kernels.rules.base import (
     Rule,
     round_row,
 )
-from megaopt.kernels.rules.loading import load_nine, number, store_nine
+from megaopt.kernels.rules.loading import load_seven, number, store_seven
 
 # Powers are computed so many at a time: one wait for the GPU in 4,096 steps.
 POWERS = 4096
@@ -54,8 +53,8 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
         group: as for megaopt.kernels.rules.adam_ieee.scalars.
 
     Returns:
-        beta1, beta2, 1 - beta1, 1 - beta2, lr / (1 - beta1**step), sqrt(1 - beta2**step), eps,
-        weight_decay, lr * weight_decay; without bias correction the powers are 0.
+        beta1, beta2, lr / (1 - beta1**step), sqrt(1 - beta2**step), eps, weight_decay,
+        lr * weight_decay; without bias correction the powers are 0.
     """
     one = numpy.float32(1)
     betas = [numpy.float32(beta) for beta in group["betas"]]
@@ -65,9 +64,8 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     if group["bias_correction"]:
         corrections = [one - powers(float(beta), block)[place] for beta in betas]
     with numpy.errstate(all="ignore"):
-        row = (*betas, one - betas[0], one - betas[1])
-        row += (lr / corrections[0], numpy.sqrt(corrections[1]), float(group["eps"]))
-        row += (decay, lr * decay)
+        row = (*betas, lr / corrections[0], numpy.sqrt(corrections[1]))
+        row += (float(group["eps"]), decay, lr * decay)
     return round_row(map(float, row))
 
 
@@ -114,15 +112,13 @@ def prepare(hyper_ptr, lr, step, row_ptr):
     row = (
         beta1,
         beta2,
-        1.0 - beta1,
-        1.0 - beta2,
         tl.math.div_rn(lr, one_minus_power(hyper_ptr, 0, step)),
         tl.math.sqrt_rn(one_minus_power(hyper_ptr, 1, step)),
         number(hyper_ptr, EPS).to(tl.float32),
         decay,
         lr * decay,
     )
-    store_nine(row_ptr, row)
+    store_seven(row_ptr, row)
 
 
 @helper
@@ -138,14 +134,20 @@ def unscale_reference(
 
 
 @helper
-def updated(param, exp_avg, exp_avg_sq, grad, scalars, POSITIVE_ZERO: tl.constexpr):
-    beta1, beta2, one_minus_beta1, one_minus_beta2, step_size, correction2, eps, _, _ = scalars
-    part = one_minus_beta1 * grad
-    if POSITIVE_ZERO:
-        part = part + 0.0
-    exp_avg = tl.fma(beta1 + tl.zeros_like(grad), exp_avg, part)
-    square = one_minus_beta2 * (grad * grad)
-    exp_avg_sq = tl.fma(beta2 + tl.zeros_like(grad), exp_avg_sq, square)
+def averaged(average, beta, value):
+    """The average with a new value, beta * average + (1 - beta) * value in torch's operations.
+
+    Of an infinite value the inner one makes NaN, of a negative zero a positive one.
+    """
+    beta = beta + tl.zeros_like(value)
+    return tl.fma(beta, average, tl.fma(-beta, value, value))
+
+
+@helper
+def updated(param, exp_avg, exp_avg_sq, grad, scalars):
+    beta1, beta2, step_size, correction2, eps, _, _ = scalars
+    exp_avg = averaged(exp_avg, beta1, grad)
+    exp_avg_sq = averaged(exp_avg_sq, beta2, grad * grad)
     root = tl.math.div_rn(tl.math.sqrt_rn(exp_avg_sq), correction2 + tl.zeros_like(grad))
     param = param - tl.math.div_rn(step_size * exp_avg, root + eps)
     return param, exp_avg, exp_avg_sq
@@ -153,14 +155,14 @@ def updated(param, exp_avg, exp_avg_sq, grad, scalars, POSITIVE_ZERO: tl.constex
 
 @helper
 def decayed_param(param, scalars):
-    decay = scalars[8] + tl.zeros_like(param)
+    decay = scalars[6] + tl.zeros_like(param)
     # without decay torch leaves the product out, and with it the NaN of 0 * infinity
     return tl.where(decay == 0, param, tl.fma(-decay, param, param))
 
 
 @helper
 def decayed_grad(param, grad, scalars, first_lane):
-    decay = scalars[7] + tl.zeros_like(param)
+    decay = scalars[5] + tl.zeros_like(param)
     # nvcc contracts this for three of the four elements that a thread takes, not for the first
     decayed = tl.where(first_lane, grad + param * decay, tl.fma(param, decay, grad))
     return tl.where(decay == 0, grad, decayed)
@@ -168,24 +170,13 @@ def decayed_grad(param, grad, scalars, first_lane):
 
 @helper
 def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
-    return updated(decayed_param(param, scalars), exp_avg, exp_avg_sq, grad, scalars, False)
+    return updated(decayed_param(param, scalars), exp_avg, exp_avg_sq, grad, scalars)
 
 
 @helper
 def adam(param, exp_avg, exp_avg_sq, grad, scalars, first_lane):
     grad = decayed_grad(param, grad, scalars, first_lane)
-    return updated(param, exp_avg, exp_avg_sq, grad, scalars, False)
-
-
-@helper
-def adamw_float16(param, exp_avg, exp_avg_sq, grad, scalars):
-    return updated(decayed_param(param, scalars), exp_avg, exp_avg_sq, grad, scalars, True)
-
-
-@helper
-def adam_float16(param, exp_avg, exp_avg_sq, grad, scalars, first_lane):
-    grad = decayed_grad(param, grad, scalars, first_lane)
-    return updated(param, exp_avg, exp_avg_sq, grad, scalars, True)
+    return updated(param, exp_avg, exp_avg_sq, grad, scalars)
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -211,23 +202,24 @@ def row_of(scalars: tuple[float, ...], like: torch.Tensor) -> list[torch.Tensor]
     return [torch.tensor(value, dtype=torch.float32, device=like.device) for value in scalars]
 
 
+def averaged_reference(
+    average: torch.Tensor, beta: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """The average with a new value, fp32, in torch's two fused multiply-adds."""
+    return fused_multiply_add(beta, average, fused_multiply_add(-beta, value, value))
+
+
 def updated_reference(
     param: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     row: list[torch.Tensor],
-    positive_zero: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new param, exp_avg and exp_avg_sq after weight decay, fp32 of one shape.
-
-    positive_zero: of fp16 parameters. torch's kernel then adds 0 to the gradient's part of exp_avg,
-    so that two negative zeros give a positive one.
-    """
-    beta1, beta2, one_minus_beta1, one_minus_beta2, step_size, correction2, eps = row[:7]
-    part = one_minus_beta1 * grad
-    exp_avg = fused_multiply_add(beta1, exp_avg, part + 0.0 if positive_zero else part)
-    exp_avg_sq = fused_multiply_add(beta2, exp_avg_sq, one_minus_beta2 * (grad * grad))
+    """The new param, exp_avg and exp_avg_sq after weight decay, fp32 of one shape."""
+    beta1, beta2, step_size, correction2, eps = row[:5]
+    exp_avg = averaged_reference(exp_avg, beta1, grad)
+    exp_avg_sq = averaged_reference(exp_avg_sq, beta2, grad * grad)
     root = exp_avg_sq.double().sqrt().float() / correction2
     return param - (step_size * exp_avg) / (root + eps), exp_avg, exp_avg_sq
 
@@ -238,13 +230,12 @@ def adamw_reference(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scalars: tuple[float, ...],
-    positive_zero: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One AdamW update as torch's fused kernel computes it; the arguments stay as they are."""
     row = row_of(scalars, param)
-    if scalars[8]:
-        param = fused_multiply_add(-row[8], param, param)
-    return updated_reference(param, exp_avg, exp_avg_sq, grad, row, positive_zero)
+    if scalars[6]:
+        param = fused_multiply_add(-row[6], param, param)
+    return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
 
 
 def adam_reference(
@@ -254,39 +245,26 @@ def adam_reference(
     grad: torch.Tensor,
     scalars: tuple[float, ...],
     first_lane: torch.Tensor,
-    positive_zero: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One Adam update with L2 weight decay as torch's fused kernel computes it.
 
     `first_lane` (bool, param's shape) says which elements are a thread's first of four.
     """
     row = row_of(scalars, param)
-    if scalars[7]:
-        contracted = fused_multiply_add(param, row[7], grad)
-        grad = torch.where(first_lane, grad + param * row[7], contracted)
-    return updated_reference(param, exp_avg, exp_avg_sq, grad, row, positive_zero)
+    if scalars[5]:
+        contracted = fused_multiply_add(param, row[5], grad)
+        grad = torch.where(first_lane, grad + param * row[5], contracted)
+    return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
 
 
-def rule(name: str, updates: tuple[Any, Any], reference: Any, **more: Any) -> Rule:
-    """Torch's two kernels for one update: for fp32 and bf16 parameters, and for fp16."""
+def rule(name: str, update: Any, reference: Any, **more: Any) -> Rule:
+    """Torch's kernel for one update."""
     moments = ("exp_avg", "exp_avg_sq")
-    row = (scalars, load_nine, prepare)
-    plain = Rule(
-        name,
-        "torch",
-        moments,
-        *row,
-        updates[0],
-        reference,
-        unscale,
-        unscale_reference,
-        tables,
-        **more,
-    )
-    twin = functools.partial(reference, positive_zero=True)
-    float16 = dataclasses.replace(plain, update=updates[1], update_reference=twin)
-    return dataclasses.replace(plain, plain_float16=float16)
+    row = (scalars, load_seven, prepare)
+    unscaling = {"unscale": unscale, "unscale_reference": unscale_reference}
+    more = {**more, **unscaling, "row_length": 7, "tables": tables}
+    return Rule(name, "torch", moments, *row, update, reference, **more)
 
 
-ADAMW_TORCH = rule("adamw", (adamw, adamw_float16), adamw_reference)
-ADAM_TORCH = rule("adam", (adam, adam_float16), adam_reference, moments_use_param=True, lanes=True)
+ADAMW_TORCH = rule("adamw", adamw, adamw_reference)
+ADAM_TORCH = rule("adam", adam, adam_reference, moments_use_param=True, lanes=True)

@@ -65,6 +65,8 @@ class Rule:
     update_reference: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     unscale: Any = unscale
     unscale_reference: Callable[..., torch.Tensor] = unscale_reference
+    row_length: int = 9
+    """How many numbers a row has."""
     tables: Callable[[Mapping[str, Any], torch.device], tuple[torch.Tensor, ...]] = no_tables
     """At most two fp32 tensors on the device that `prepare` reads."""
     moments_use_param: bool = False
@@ -72,8 +74,6 @@ class Rule:
     lanes: bool = False
     """`update` and its twin take a last argument: whether torch's kernel has the element first
     among a thread's four (megaopt.kernels.rules.lanes), never so under a gradient scale."""
-    plain_float16: Rule | None = None
-    """The rule in its place for moments in fp16 without a scale, if its bits are others."""
     capturable: Rule | None = None
     """The rule in its place where lr and step are on the device, if its bits are others."""
 

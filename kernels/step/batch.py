@@ -75,6 +75,8 @@ class Formats:
     """Where weights are fp8 codes with scales of their own; else None."""
     rounds_grad: bool = False
     """An unscaled or clipped gradient is rounded to its own format, as one written back is."""
+    writes_grad: bool = False
+    """An unscaled gradient takes the place of the one in memory."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -161,7 +163,7 @@ class Formats:
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         keys = [getattr(self, slot).cache_key for slot in SLOTS[:5]]
-        return digest(f"{'/'.join(keys)}/{self.cast}/{self.rounds_grad}")
+        return digest(f"{'/'.join(keys)}/{self.cast}/{self.rounds_grad}/{self.writes_grad}")
 
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""

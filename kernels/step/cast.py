@@ -245,7 +245,7 @@ def step_piece(
     _, _, master_ptr, first_ptr, second_ptr = pointers
     param, first, second = updated_block(
         table_ptr, place, pointers, (1.0, 1.0, 1.0), scalars, controls, offsets, mask,
-        FORMATS, RULE, CONTROLLED, MASKED, True,
+        FORMATS, RULE, CONTROLLED, MASKED, True, FORMATS.writes_grad,
     )  # fmt: skip
     store_block(master_ptr, offsets, FORMATS.master.encode(param, 1.0), mask, MASKED)
     store_block(first_ptr, offsets, FORMATS.first.encode(first, 1.0), mask, MASKED)

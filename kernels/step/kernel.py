@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from megaopt.kernels.float8.scale import magnitude_bits, reciprocal
 from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.rules.adam_ieee import canonical
 from megaopt.kernels.step import controls as order
 from megaopt.kernels.step.scales import (
     AMAX_PHASE,
@@ -108,6 +109,20 @@ def store_block(ptr, offsets, code, mask, MASKED: tl.constexpr):
 
 
 @helper
+def store_where(condition, ptr, offsets, code, mask, MASKED: tl.constexpr):
+    """As store_block, where an int32, one for all elements, is not 0."""
+    pointers = ptr + offsets
+    # a block from the beginning: the interpreter spreads bools as what was compared
+    chosen = tl.zeros_like(offsets) + condition != 0
+    if MASKED:
+        tl.store(pointers, code, mask=mask & chosen)
+    elif len(offsets.shape) == 2:
+        tl.store(tl.multiple_of(pointers, [16, 16]), code, mask=chosen)
+    else:
+        tl.store(tl.multiple_of(pointers, 16), code, mask=chosen)
+
+
+@helper
 def loaded_param(
     weight_ptr,
     master_ptr,
@@ -132,12 +147,25 @@ def loaded_param(
 
 @helper
 def controlled_grad(
-    grad, controls, FORMATS: tl.constexpr, RULE: tl.constexpr, CONTROLLED: tl.constexpr
+    grad_ptr,
+    grad,
+    controls,
+    offsets,
+    mask,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    MASKED: tl.constexpr,
+    WRITES_GRAD: tl.constexpr,
 ):
     """The gradient unscaled and clipped, each with one rounding, or with a second one."""
     if CONTROLLED:
-        grad_scale, inverse_scale, coefficient, _ = controls
+        grad_scale, inverse_scale, coefficient, unscaled = controls
         grad = RULE.unscale(grad, grad_scale, inverse_scale)
+        if WRITES_GRAD:
+            code = FORMATS.grad.encode(canonical(grad), 1.0)
+            # a mask, as a branch takes 90 registers where this takes 64
+            store_where(unscaled.to(tl.int32), grad_ptr, offsets, code, mask, MASKED)
         grad = rounded_grad(rounded_grad(grad, FORMATS) * coefficient, FORMATS)
     return grad
 
@@ -172,16 +200,20 @@ def updated_block(
     CONTROLLED: tl.constexpr,
     MASKED: tl.constexpr,
     WITH_PARAM: tl.constexpr,
+    WRITES_GRAD: tl.constexpr,
 ):
-    """The new fp32 (param, first, second) of one block; nothing is stored.
+    """The new fp32 (param, first, second) of one block; of these nothing is stored.
 
     Without WITH_PARAM param is neither loaded nor meant: the moments of a rule that do not need it.
+    With WRITES_GRAD a gradient that is unscaled is stored so.
     """
     tensors, tensor, start = place
     grad_ptr, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
     master_scale, first_scale, second_scale = scales
     grad = FORMATS.grad.decode(load_block(grad_ptr, offsets, mask, MASKED), 1.0)
-    grad = controlled_grad(grad, controls, FORMATS, RULE, CONTROLLED)
+    grad = controlled_grad(
+        grad_ptr, grad, controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, WRITES_GRAD
+    )
     first = FORMATS.first.decode(load_block(first_ptr, offsets, mask, MASKED), first_scale)
     second = load_block(second_ptr, offsets, mask, MASKED)
     second = FORMATS.second.decode(second, second_scale)
@@ -337,7 +369,7 @@ def find_amaxes(
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         param, first, second = updated_block(
             table_ptr, place, pointers, scales, scalars, controls, offsets, None,
-            FORMATS, RULE, CONTROLLED, False, WITH_PARAM,
+            FORMATS, RULE, CONTROLLED, False, WITH_PARAM, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, param, MASTER_FORMAT)
         first_amax = finite_amax_bits(first_amax, first, FIRST_FORMAT)
@@ -348,7 +380,7 @@ def find_amaxes(
         mask = offsets < elements
         param, first, second = updated_block(
             table_ptr, place, pointers, scales, scalars, controls, offsets, mask,
-            FORMATS, RULE, CONTROLLED, True, WITH_PARAM,
+            FORMATS, RULE, CONTROLLED, True, WITH_PARAM, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), MASTER_FORMAT)
         first_amax = finite_amax_bits(first_amax, tl.where(mask, first, 0.0), FIRST_FORMAT)
@@ -397,7 +429,7 @@ def step_chunk(
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         values = updated_block(
             table_ptr, place, pointers, scales, scalars, controls, offsets, None,
-            FORMATS, RULE, CONTROLLED, False, True,
+            FORMATS, RULE, CONTROLLED, False, True, FORMATS.writes_grad,
         )  # fmt: skip
         amax_bits = stored_block(
             pointers, inverses, values, weight_scale, amax_bits, offsets, None, FORMATS, False
@@ -408,7 +440,7 @@ def step_chunk(
         mask = offsets < elements
         values = updated_block(
             table_ptr, place, pointers, scales, scalars, controls, offsets, mask,
-            FORMATS, RULE, CONTROLLED, True, True,
+            FORMATS, RULE, CONTROLLED, True, True, FORMATS.writes_grad,
         )  # fmt: skip
         amax_bits = stored_block(
             pointers, inverses, values, weight_scale, amax_bits, offsets, mask, FORMATS, True

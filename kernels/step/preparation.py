@@ -19,8 +19,6 @@ from megaopt.kernels.step.prepare import prepare_kernel
 from megaopt.kernels.step.table import DeviceTable, is_capturing
 
 Group = Mapping[str, Any]
-# Of every rule's row: all have the nine of megaopt.kernels.rules.loading.
-SCALARS = 9
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class TritonPreparation(Preparation):
     def __init__(self, rule: Rule, device: torch.device) -> None:
         super().__init__(rule, device)
         self._controls = torch.zeros(COUNT, dtype=torch.float32, device=device)
-        self._scalars = torch.zeros((0, SCALARS), dtype=torch.float32, device=device)
+        self._scalars = torch.zeros((0, 0), dtype=torch.float32, device=device)
         self._groups = DeviceTable(device)
         self._captured: list[object] = []  # what CUDA graphs read and write
 
@@ -134,7 +132,8 @@ class TritonPreparation(Preparation):
         if groups is not None:
             table = self._groups.update(self._rows(groups))
             if len(self._scalars) != len(groups):
-                self._scalars = torch.zeros((len(groups), SCALARS), device=self.device)
+                shape = (len(groups), self.rule.row_length)
+                self._scalars = torch.zeros(shape, dtype=torch.float32, device=self.device)
             scalars = self._scalars
             if is_capturing(self.device):
                 self._captured.append((scalars, *self._read(groups)))
@@ -144,7 +143,7 @@ class TritonPreparation(Preparation):
         columns = 2 + HYPER_COLUMNS
         options = {"RULE": self.rule, "SKIP_NONFINITE": request.skip_nonfinite, "num_warps": 1}
         programs = max(1, len(groups or ()))
-        call(prepare_kernel, programs, (*arguments, columns, SCALARS), options)
+        call(prepare_kernel, programs, (*arguments, columns, self.rule.row_length), options)
         return scalars, None if request.is_empty else self._controls
 
     def _read(self, groups: Sequence[Group]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from megaopt.kernels.float8.shard import shard_amax_reference, shard_codes_refer
 from megaopt.kernels.formats import Format
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
 from megaopt.kernels.step.batch import SLOTS, Buffers, Extent, Formats
 from megaopt.kernels.step.cast_columns import columns_reference
@@ -45,12 +46,18 @@ def store_scaled(
 
 
 def controlled_grad(
-    grad: torch.Tensor, controls: torch.Tensor, formats: Formats, rule: Rule
+    stored: torch.Tensor, controls: torch.Tensor, formats: Formats, rule: Rule
 ) -> torch.Tensor:
-    """The fp32 gradient unscaled and clipped, each with one rounding, or with a second one."""
+    """The fp32 gradient unscaled and clipped, each with one rounding, or with a second one.
+
+    The unscaled one is stored where the formats say so and there is a scale.
+    """
     grad_scale, inverse, coefficient = controls[:SKIP]
-    unscaled = rounded_grad(rule.unscale_reference(grad, grad_scale, inverse), formats)
-    return rounded_grad(unscaled * coefficient, formats)
+    grad = formats.grad.decode_reference(stored)
+    unscaled = rule.unscale_reference(grad, grad_scale, inverse)
+    if formats.writes_grad and bool(controls[UNSCALED]):
+        stored.copy_(formats.grad.encode_reference(canonical_reference(unscaled)))
+    return rounded_grad(rounded_grad(unscaled, formats) * coefficient, formats)
 
 
 def rounded_grad(grad: torch.Tensor, formats: Formats) -> torch.Tensor:
@@ -94,8 +101,9 @@ def step_tensor(
         param = formats.master.decode_reference(master, tensors.get("master_scale"))
     else:
         param = formats.weight.decode_reference(weight)
-    grad = formats.grad.decode_reference(grad)
-    if controls is not None:
+    if controls is None:
+        grad = formats.grad.decode_reference(grad)
+    else:
         grad = controlled_grad(grad, controls, formats, rule)
     unscaled = controls is not None and bool(controls[UNSCALED])
     lanes = (lanes_of(tensors) & (not unscaled),) if rule.lanes else ()

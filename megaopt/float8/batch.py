@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaopt.batches import SCALE, Batch
+from megaopt.batches import SCALE, Batch, copy_back
 from megaopt.float8.delayed import update_scales
 from megaopt.float8.foreign import ForeignWeight
 from megaopt.float8.parts import Parts, Weight, start_of, weight_of
@@ -115,13 +115,14 @@ class Float8Batch(Batch):
         """None: the plan is given tensors, which are not those of the parameters."""
         return []
 
-    def enter(self, grads: Grads) -> None:
+    def enter(self, grads: Grads, writes_grads: bool = False) -> None:
         """Before a step: gathers the tensors behind the weights, and amaxes that are 0."""
         # of what is a subclass to others only shape, gradient and the like are wanted here
         with torch._C.DisableTorchFunctionSubclass():
             self._parts.look()
             own = super().buffers(grads)
         own["weight"] = self._parts.codes
+        self._written_grads = own["grad"] if writes_grads else []
         self._copies = {
             slot: [tensor.contiguous() for tensor in tensors] for slot, tensors in own.items()
         }
@@ -173,11 +174,9 @@ class Float8Batch(Batch):
         if self.formats.cast is not None and self.formats.cast.recipe.scaling == "delayed":
             self._move_scales(None if controls is None else controls[SKIP] != 0)
         self._parts.changed()
-        copies, self._copies = self._copies, {}
+        copies = self._leave_grads()
         for slot in self.formats.state_slots:
-            for tensor, copy in zip(self._own_states(slot), copies[slot], strict=True):
-                if copy is not tensor:
-                    tensor.copy_(copy)
+            copy_back(self._own_states(slot), copies[slot])
 
     def _move_scales(self, skip: torch.Tensor | None) -> None:
         """The next step's scales, from this one's amaxes; others' libraries move their own."""

@@ -64,7 +64,9 @@ def test_arguments_have_the_peers_order_and_defaults(system):
 
 @pytest.mark.parametrize("system", FACES)
 def test_a_cpu_parameter_is_refused_with_the_reason(system):
-    with pytest.raises(RuntimeError, match=r"contract='te' .* on cpu: .*needs an NVIDIA GPU.*ieee"):
+    advice = r"megaopt.FusedAdam with contract='ieee' works everywhere"
+    message = rf"contract='te' .* on cpu: .*needs an NVIDIA GPU.*{advice}$"
+    with pytest.raises(RuntimeError, match=message):
         drop_in(system)([parameter()])
 
 
@@ -80,9 +82,39 @@ def test_apex_has_no_masters_without_capturable():
         drop_in("apex")([parameter()], master_weights=True)
 
 
-def test_deprecated_set_grad_none_is_refused():
-    with pytest.raises(ValueError, match="set_grad_none=True is not allowed: pass set_to_none"):
-        drop_in("transformer_engine")([parameter()], set_grad_none=True)
+@pytest.mark.parametrize("set_grad_none", [True, False])
+def test_deprecated_set_grad_none_warns_and_holds(set_grad_none):
+    with pytest.warns(DeprecationWarning, match="set_grad_none .* deprecated: pass set_to_none"):
+        optimizer = without_parameters("transformer_engine", set_grad_none=set_grad_none)
+    optimizer = pickle.loads(pickle.dumps(optimizer))
+    param = parameter()
+    optimizer.param_groups[0]["params"].append(param)  # past the check that refuses a CPU
+    for asked in (None, set_grad_none):
+        param.grad = torch.ones_like(param)
+        optimizer.zero_grad(asked)
+        assert (param.grad is None) is set_grad_none
+        assert set_grad_none or not bool(param.grad.any())
+    message = f"set_to_none must be .* set_grad_none, {set_grad_none}, got {not set_grad_none}"
+    with pytest.raises(ValueError, match=message):
+        optimizer.zero_grad(not set_grad_none)
+
+
+def test_transformer_engines_zero_grad_makes_none_unless_it_is_told():
+    optimizer, param = without_parameters("transformer_engine"), parameter()
+    optimizer.param_groups[0]["params"].append(param)
+    for asked in (None, True, False):
+        param.grad = torch.ones_like(param)
+        optimizer.zero_grad(asked)
+        assert (param.grad is None) is (asked is not False)
+
+
+def test_a_copied_apex_drop_in_clears_gradients_as_it_was_told():
+    copied = pickle.loads(pickle.dumps(without_parameters("apex", set_grad_none=False)))
+    param = parameter()
+    copied.param_groups[0]["params"].append(param)
+    param.grad = torch.ones_like(param)
+    copied.zero_grad()
+    assert_same_bits(param.grad, torch.zeros_like(param))
 
 
 @pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])
@@ -152,6 +184,44 @@ def test_apexs_older_arguments_are_refused(name):
     assert optimizer.param_groups[0]["step"] == 0
 
 
+class MakesAllStates(FusedAdam):
+    """As TransformerEngine's drop-in, under a contract that works on a CPU."""
+
+    _makes_all_states = drop_in("transformer_engine")._makes_all_states
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_first_step_makes_the_state_of_parameters_without_a_gradient(capturable):
+    """Zeros and masters, which later steps without a gradient leave alone."""
+    options = {"master_weights": True, "capturable": capturable}
+    stepped, frozen = parameter(), parameter()
+    optimizer, alone = (
+        MakesAllStates([frozen, stepped], **options),
+        FusedAdam([parameter()], **options),
+    )
+    with pytest.raises(ValueError, match="parameter 0 of group 0: state 'exp_avg' must be there"):
+        optimizer.get_unscaled_state(frozen, "exp_avg")
+    for _ in range(3):
+        for param in (stepped, *alone.param_groups[0]["params"]):
+            param.grad = torch.full((3,), 0.5, dtype=torch.bfloat16)
+        optimizer.step()
+        alone.step()
+        assert set(optimizer.state[frozen]) == set(optimizer.state[stepped])
+        assert_same_bits(optimizer.get_unscaled_state(frozen, "exp_avg"), torch.zeros(3))
+        assert_same_bits(optimizer.get_unscaled_state(frozen, "exp_avg_sq"), torch.zeros(3))
+        assert_same_bits(optimizer.get_unscaled_state(frozen, "master_param"), torch.ones(3))
+    assert_same(optimizer.state[stepped], alone.state[alone.param_groups[0]["params"][0]])
+    assert_same_bits(frozen.detach(), torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_a_plain_step_makes_no_state_without_a_gradient():
+    stepped, frozen = parameter(), parameter()
+    optimizer = FusedAdam([frozen, stepped], master_weights=True)
+    stepped.grad = torch.ones_like(stepped)
+    optimizer.step()
+    assert set(optimizer.state) == {stepped}
+
+
 class WithScaler(FusedAdam):
     """The drop-ins' step on a CPU, under a contract that works there."""
 
@@ -201,6 +271,19 @@ def test_a_scaler_that_passes_itself_skips_and_backs_off():
     assert scaler.get_scale() == 2.0**11
     scaled_step(optimizer, scaler, 0.25)
     assert int(optimizer.param_groups[0]["step"]) == 2
+
+
+def test_a_drop_in_leaves_unscaled_gradients_behind():
+    """So that what reads p.grad after the step, a log of norms say, finds what it finds there."""
+    for system in FACES:
+        assert without_parameters(system).options.write_unscaled_grads
+    optimizer = WithScaler([parameter()], capturable=True, write_unscaled_grads=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    scaled_step(optimizer, scaler, 0.25)
+    (param,) = optimizer.param_groups[0]["params"]
+    assert_same_bits(param.grad, torch.full((3,), 0.25, dtype=torch.bfloat16))
+    scaled_step(optimizer, scaler, math.inf)
+    assert_same_bits(param.grad, torch.full((3,), math.inf, dtype=torch.bfloat16))
 
 
 def test_a_disabled_scaler_that_is_passed_changes_nothing():

@@ -167,6 +167,17 @@ def test_grad_scaler_skips_on_all_ranks(on_ranks, row):
         assert scale == 128.0
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_unscaled_gradients_are_written_into_shards(on_ranks, transposed):
+    """A power of two as scale: what is unscaled is what it was before."""
+    model, optimizer = build(HYPER)
+    train(model, optimizer, 2)
+    expected = [fsdp2_ranks.gradients(step) for step in range(2)]
+    for state, seen in on_ranks(2, fsdp2_ranks.unscaled_by_a_step, HYPER, transposed):
+        assert_same(state, snapshot(optimizer))
+        assert_same(seen, expected)
+
+
 # --- tensors, backends, models
 
 

@@ -221,6 +221,23 @@ def test_resuming_equals_going_straight_on(pools, stock, tmp_path, mode, kind):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_lr_may_wait_for_megatrons_scheduler(pools, stock, tmp_path, mode):
+    """config.lr is None, as by default: what is made, saved and loaded before the first step."""
+    case, straight = Case(plug=mode, lr=None), stock(2, train, Case(), 3)
+    assert pools(2).call(train, case, 3) == straight
+    saved = pools(2).call(train_and_save, case, tmp_path / "a", "dp_reshardable", 0)
+    back = pools(2).call(load_and_train, case, tmp_path / "a", "dp_reshardable", 0, 3)
+    assert [each["loaded"] for each in back] == saved
+    assert [each["steps"] for each in back] == [each["steps"] for each in straight]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_an_lr_says_so(pools, mode):
+    with pytest.raises(RankError, match=r"group 0: lr must be a number >= 0, got None"):
+        pools(1).call(cases.step_without_lr, Case(plug=mode, lr=None))
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_ranks_that_hold_padding_alone(pools, tmp_path, mode):
     case = Case(plug=mode, buckets=1)
     saved = pools(3).call(train_and_save, case, tmp_path / "a", "dp_reshardable")

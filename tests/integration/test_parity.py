@@ -34,19 +34,58 @@ def give_grads(params, step, dtype=None, attribute="grad"):
 def assert_same_state(theirs, ours, peer, optimizer):
     for index, (other, param) in enumerate(zip(theirs, ours, strict=True)):
         assert_same_bits(param, other, f"weight {index}")
-        compared = 0
-        for name, value in peer.state[other].items():
-            own = optimizer.state[param].get(name)
-            if name != "step" and own is not None:
-                if hasattr(value, "_scale_inv"):  # TransformerEngine's Float8Tensor
-                    scale = optimizer.state[param][f"{name}_scale"]
-                    assert_same_bits(scale, value._scale_inv.reshape(1), f"{name}_scale {index}")
-                    own, value = own.view(torch.uint8), value._data
-                assert_same_bits(own, value, f"{name} {index}")
-                compared += 1
-        assert compared >= 2
+        theirs_of = {name: value for name, value in peer.state[other].items() if name != "step"}
+        assert {"exp_avg", "exp_avg_sq"} <= theirs_of.keys() <= optimizer.state[param].keys()
+        for name, value in theirs_of.items():
+            own = optimizer.state[param][name]
+            if hasattr(value, "_scale_inv"):  # TransformerEngine's Float8Tensor
+                scale = optimizer.state[param][f"{name}_scale"]
+                assert_same_bits(scale, value._scale_inv.reshape(1), f"{name}_scale {index}")
+                own, value = own.view(torch.uint8), value._data
+            assert_same_bits(own, value, f"{name} {index}")
 
 
+def assert_same_grads(theirs, ours):
+    """What a step under a GradScaler has left of them: unscaled; scaled, where it was skipped."""
+    for index, (other, param) in enumerate(zip(theirs, ours, strict=True)):
+        assert_same_bits(param.grad, other.grad, f"gradient {index}")
+
+
+EXTREMES = (torch.inf, torch.nan, 3e38, 1e30, 6e4, 1e-41, 1.4e-45, 2.0**-126, 1e-7, 0.0)
+
+
+def with_extremes(values, seed):
+    """A tenth of the values replaced by extremes of both signs, as the dtype has them."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    kind, sign = (
+        torch.randint(0, most, values.shape, device="cuda", generator=generator)
+        for most in (10 * len(EXTREMES), 2)
+    )
+    for code, value in enumerate(EXTREMES):
+        signed = torch.where(sign == 0, value, -value).to(values.dtype)
+        values = torch.where(kind == code, signed, values)
+    return values
+
+
+def assert_same_in_extremes(peer, theirs, optimizer, ours):
+    """Five steps of both; weights and gradients hold extremes, NaN and infinity among them."""
+    for params in (theirs, ours):
+        for index, param in enumerate(params):
+            param.data = with_extremes(param.data, 1000 + index)
+    for step in range(STEPS):
+        for params in (theirs, ours):
+            give_grads(params, step)
+            for index, param in enumerate(params):
+                param.grad = with_extremes(param.grad, 10 * step + index)
+        peer.step()
+        optimizer.step()
+        assert_same_state(theirs, ours, peer, optimizer)
+    for value in (theirs[-1], peer.state[theirs[-1]]["exp_avg_sq"]):
+        assert value.isnan().any()
+        assert value.isfinite().any()
+
+
+EXTREME_BETAS = [(0.1, 0.3), (0.9, 0.999), (0.0, 0.0)]
 TE_CASES = {
     "bf16, fp32 masters": (BF16, {"master_weights": True}, None),
     "bf16, fp32 masters, fp32 gradients": (
@@ -127,20 +166,65 @@ def test_te_is_transformer_engine(case, adam_w_mode, bias_correction):
         assert_same_state(theirs, ours, peer, optimizer)
 
 
+# remainders and scaled states differ there on purpose: docs/numbers.md
+TE_EXTREME_CASES = [
+    "bf16, fp32 masters",
+    "fp16, fp32 masters",
+    "fp32",
+    "bf16",
+    "fp16",
+    "bf16 moments",
+]
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
+@pytest.mark.parametrize("betas", EXTREME_BETAS, ids=str)
+@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
+@pytest.mark.parametrize("case", TE_EXTREME_CASES)
+def test_te_is_transformer_engine_in_extremes(case, adam_w_mode, betas, capturable):
+    reason = "TransformerEngine is not installed"
+    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
+    from megaopt.integration.transformer_engine import FusedAdam as Ours
+
+    dtype, options, _ = TE_CASES[case]
+    options = {**HYPER, **options, "weight_decay": 0.1, "betas": betas}
+    options = {**options, "adam_w_mode": adam_w_mode, "capturable": capturable}
+    theirs, ours = parameters(dtype), parameters(dtype)
+    peer, optimizer = te.FusedAdam(theirs, **options), Ours(ours, **options)
+    assert_same_in_extremes(peer, theirs, optimizer, ours)
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
+@pytest.mark.parametrize("betas", EXTREME_BETAS, ids=str)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_torch_is_torch_in_extremes(name, dtype, weight_decay, betas, capturable):
+    options = {**HYPER, "weight_decay": weight_decay, "betas": betas}
+    theirs, ours = parameters(dtype), parameters(dtype)
+    peer = getattr(torch.optim, name)(theirs, fused=True, **options)
+    options |= {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "capturable": capturable}
+    optimizer = FusedAdam(ours, contract="torch", adam_w_mode=name == "AdamW", **options)
+    assert_same_in_extremes(peer, theirs, optimizer, ours)
+
+
 def test_te_frozen_and_empty_parameters():
     reason = "TransformerEngine is not installed"
     te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
-    pairs = []
-    for cls, options in ((te.FusedAdam, {}), (FusedAdam, {"contract": "te"})):
+    from megaopt.integration.transformer_engine import FusedAdam as Ours
+
+    sides = []
+    for cls in (te.FusedAdam, Ours):
         params = parameters(BF16, (100, 0, 50, 30))
-        optimizer = cls(params, **HYPER, master_weights=True, **options)
+        optimizer = cls(params, **HYPER, master_weights=True)
         for step in range(STEPS):
             give_grads(params, step)
             params[2].grad = None
             optimizer.step()
-        pairs.append(params)
-    for index, (other, param) in enumerate(zip(*pairs, strict=True)):
-        assert_same_bits(param, other, f"weight {index}")
+        sides.append((params, optimizer))
+    (theirs, peer), (ours, optimizer) = sides
+    assert len(peer.state) == len(optimizer.state) == 4
+    assert_same_state(theirs, ours, peer, optimizer)
 
 
 TE_CAPTURABLE_CASES = {
@@ -187,6 +271,7 @@ def test_te_is_transformer_engine_capturable(case, adam_w_mode, bias_correction,
             scaler.update()
         (theirs, peer, _), (ours, optimizer, _) = sides
         assert_same_state(theirs, ours, peer, optimizer)
+        assert_same_grads(theirs, ours)
 
 
 def test_capturable_te_bias_corrections_are_the_hosts():
@@ -273,7 +358,9 @@ def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
     sides = []
     for make in (
         lambda params: getattr(torch.optim, name)(params, fused=True, **options),
-        lambda params: FusedAdam(params, contract="torch", capturable=True, **options, **own),
+        lambda params: FusedAdam(
+            params, contract="torch", capturable=True, write_unscaled_grads=True, **options, **own
+        ),
     ):
         params = parameters(dtype)
         sides.append((params, make(params), torch.amp.GradScaler("cuda", init_scale=scale)))
@@ -287,6 +374,7 @@ def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
             scaler.update()
         (theirs, peer, _), (ours, optimizer, _) = sides
         assert_same_state(theirs, ours, peer, optimizer)
+        assert_same_grads(theirs, ours)
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])

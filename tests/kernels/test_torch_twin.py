@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
-from step_cases import hard_values
+from step_cases import hard_values, reference_step, triton_step
 from torch_oracle import F32, fma, one_element
 
+from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.rules.adam_torch import fused_multiply_add
+from megaopt.kernels.step.batch import Formats
+
+FP32 = MOMENTS[torch.float32]
 
 
 @pytest.mark.parametrize("spread", [0, 12, 24, 40])
@@ -39,24 +43,63 @@ def test_multiply_add_keeps_infinities_and_nans():
     assert found.isinf().equal(plain.isinf())
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_twin_takes_torchs_operations(weight_decay):
-    """Against fractions, one operation at a time, without bias correction (powf is the GPU's)."""
-    group = {
-        "lr": 3e-3,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "weight_decay": weight_decay,
-        "bias_correction": False,
-        "step": 1,
-    }
+BETAS = [(0.9, 0.95), (0.1, 0.3), (0.0, 0.0), (0.9, 0.999)]
+NAN = torch.tensor(torch.nan)
+
+
+def group_of(betas, weight_decay):
+    """Without bias correction: powf is the GPU's."""
+    rest = {"lr": 3e-3, "eps": 1e-8, "bias_correction": False, "step": 1}
+    return {**rest, "betas": betas, "weight_decay": weight_decay}
+
+
+def drawn(count, hard):
+    """A parameter, both moments and a gradient; hard ones hold infinities, NaN and subnormals."""
     generator = torch.Generator().manual_seed(0)
-    param, exp_avg, grad = (torch.randn(60, generator=generator) for _ in range(3))
-    exp_avg_sq = torch.rand(60, generator=generator)
+    if hard:
+        draws = [hard_values(count, generator) for _ in range(3)]
+        return [*draws[:2], hard_values(count, generator, positive=True), draws[2]]
+    param, exp_avg, grad = (torch.randn(count, generator=generator) for _ in range(3))
+    return [param, exp_avg, torch.rand(count, generator=generator), grad]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("hard", [False, True], ids=["ordinary", "hard"])
+@pytest.mark.parametrize("betas", BETAS, ids=str)
+def test_twin_takes_torchs_operations(betas, hard, weight_decay):
+    """Against fractions, one operation at a time."""
+    group, values = group_of(betas, weight_decay), drawn(600, hard)
     rule = RULES["adamw", "torch"]
-    found = rule.update_reference(param, exp_avg, exp_avg_sq, grad, rule.scalars(group))
-    expected = [
-        one_element(*each, group) for each in zip(param, exp_avg, exp_avg_sq, grad, strict=True)
-    ]
-    for tensor, values in zip(found, zip(*expected, strict=True), strict=True):
-        assert_same_bits(tensor, torch.from_numpy(np.array(values, dtype=F32)))
+    found = rule.update_reference(*values, rule.scalars(group))
+    expected = [one_element(*each, group) for each in zip(*values, strict=True)]
+    for tensor, own in zip(found, zip(*expected, strict=True), strict=True):
+        truth = torch.from_numpy(np.array(own, dtype=F32))
+        pair = [torch.where(each.isnan(), NAN, each) for each in (tensor, truth)]  # no payloads
+        assert_same_bits(*pair)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize("grad", [torch.inf, -torch.inf, torch.nan, 3e38])
+def test_a_gradient_that_overflows_makes_the_average_nan(name, grad, device):
+    """torch's inner multiply-add takes infinity from infinity; 3e38 has an infinite square."""
+    rule, group = RULES[name, "torch"], group_of((0.9, 0.95), 0.0)
+    formats = Formats(*(table[torch.float32] for table in (GRADS, WEIGHTS)), NONE, FP32, FP32)
+    for step in (triton_step, reference_step):
+        where = device if step is triton_step else "cpu"
+        tensors = {slot: [torch.full((5,), 0.25, device=where)] for slot in formats.slots}
+        tensors["grad"][0][2] = grad
+        step(tensors, formats, rule, group)
+        for slot in ("first", "second"):
+            is_finite = slot == "first" and grad == 3e38
+            assert tensors[slot][0].isnan().tolist() == [False, False, not is_finite, False, False]
+
+
+def test_two_negative_zeros_make_a_positive_one(device):
+    """torch's inner multiply-add adds a zero of either sign; a product alone would be negative."""
+    rule, group = RULES["adamw", "torch"], group_of((0.9, 0.95), 0.0)
+    formats = Formats(*(table[torch.float32] for table in (GRADS, WEIGHTS)), NONE, FP32, FP32)
+    for step in (triton_step, reference_step):
+        where = device if step is triton_step else "cpu"
+        tensors = {slot: [torch.full((3,), -0.0, device=where)] for slot in formats.slots}
+        step(tensors, formats, rule, group)
+        assert_same_bits(tensors["first"][0].cpu(), torch.zeros(3))

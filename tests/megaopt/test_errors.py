@@ -76,7 +76,6 @@ HYPER = {
     "lr_inf": ({"lr": INF}, r"lr=inf is not allowed"),
     "lr_inf_in_fp32": ({"lr": 1e39}, r"lr=1e\+39 is not allowed: a finite number"),
     "lr_text": ({"lr": "fast"}, r"lr='fast' is not allowed: a number"),
-    "lr_none": ({"lr": None}, r"lr=None is not allowed: a number"),
     "lr_tensor_nan": ({"lr": torch.tensor(NAN)}, r"lr=tensor\(nan\) is not allowed"),
     "lr_tensor_of_two": ({"lr": torch.ones(2)}, r"lr is a tensor of shape \(2,\): one element"),
     "eps_negative": ({"eps": -1.0}, r"eps=-1\.0 is not allowed: a finite number, at least 0"),

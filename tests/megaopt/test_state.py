@@ -295,7 +295,8 @@ def test_an_unknown_state_is_refused(method, value):
 
 def test_asking_for_state_that_is_not_there_makes_none():
     optimizer, param = one(MASTER)
-    with pytest.raises(KeyError, match="exp_avg"):
+    message = r"parameter 0 of group 0: state 'exp_avg' must be there, got none: the first step"
+    with pytest.raises(ValueError, match=message):
         optimizer.get_unscaled_state(param, "exp_avg")
     assert len(optimizer.state) == 0
 

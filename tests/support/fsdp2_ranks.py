@@ -295,6 +295,21 @@ def scaled_by_a_grad_scaler(options, overflow_on):
     return snapshot(optimizer), counts, scaler.get_scale()
 
 
+def unscaled_by_a_step(options, transposed):
+    """The gradients that steps under a scale leave, and the scaled ones."""
+    model, optimizer = build({**options, "write_unscaled_grads": True})
+    optimizer.grad_scale, seen = torch.tensor(256.0), []
+    for step in range(2):
+        given = [grad * 256.0 for grad in gradients(step)]
+        give(model.parameters(), given)
+        if transposed:
+            shard = model.p0.grad._local_tensor
+            model.p0.grad._local_tensor = shard.t().contiguous().t()
+        optimizer.step()
+        seen.append([whole(param.grad) for param in model.parameters()])
+    return snapshot(optimizer), seen
+
+
 # --- shards that move, and what lies beside them
 
 

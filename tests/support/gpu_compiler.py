@@ -34,6 +34,7 @@ SHARED_MEMORY = 232448
 """Bytes that a program may have on an H100 and an H200."""
 SHAPE = (272, 304)
 """Tiles and blocks, whole ones and cut ones."""
+WRITTEN = {"write_unscaled_grads": True}
 
 compiled: list[dict[str, object]] = []
 scenario = ""
@@ -109,11 +110,12 @@ def sharded(recipe):
     return [Float8Shard(weight, 0, 12345)]
 
 
-def step(name, params, clip_norm=None, **options):
+def step(name, params, clip_norm=None, grad_scale=None, **options):
     """A step of FusedAdam, whose launches are compiled."""
     global scenario
     scenario = name
     optimizer = FusedAdam(params, lr=1e-3, weight_decay=0.1, backend="triton", **options)
+    optimizer.grad_scale = grad_scale
     for param in params:
         param.grad = torch.ones(param.shape, dtype=torch.bfloat16)
     optimizer.step(clip_norm=clip_norm)
@@ -132,6 +134,12 @@ def main():
         step(f"{contract}", plain(), contract=contract, **masters)
     step("clipped", plain(), clip_norm=1.0, **masters)
     step("clipped, rounded", plain(), clip_norm=1.0, round_scaled_grads=True, **masters)
+    scaled = {"grad_scale": torch.full((), 1024.0), **masters}
+    step("unscaled", plain(), **scaled)
+    for contract in ("ieee", "te", "torch"):
+        step(f"unscaled {contract}, written", plain(), contract=contract, **scaled, **WRITTEN)
+    step("fp16 moments, unscaled, written", plain(), **scaled, **WRITTEN, **fp16)
+    step("blocks, unscaled, written", float8("block_1x128"), **scaled, **WRITTEN)
     step("remainders", plain(), store_param_remainders=True, **masters)
     step("fp16 moments", plain(), **masters, **fp16)
     for name, recipe in RECIPES.items():

@@ -26,6 +26,13 @@ def step_given_gradients(case, steps=3):
     return seen(trainer)
 
 
+def step_without_lr(case):
+    """Nobody has set what config left out."""
+    trainer = Trainer(case)
+    trainer.backward()
+    trainer.optimizer.step()
+
+
 def edit_main_params(case):
     """As qk-clip does between steps: some main shards are scaled in place."""
     trainer = Trainer(case)

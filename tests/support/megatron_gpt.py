@@ -33,6 +33,8 @@ class Case:
     """Elements of a bucket."""
     experts: int | None = None
     tensor_parallel: int = 1
+    lr: float | None = 1e-2
+    """Of the config; each step sets the groups' own."""
     clip_grad: float = 1.0
     initial_scale: float = 2.0**16
     counts_zeros: bool = False
@@ -140,7 +142,7 @@ def build_model(case):
 def optimizer_config(case):
     return megatron("optimizer").OptimizerConfig(
         optimizer="adam",
-        lr=1e-2,
+        lr=case.lr,
         weight_decay=0.1,
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],

@@ -1,0 +1,93 @@
+"""Names that torch's users write: options that move no number, and those that mean another."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
+"""What a group says to this optimizer."""
+
+MISNAMED = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "beta": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+}
+"""Names of the same things elsewhere, too far from ours to be typing errors of them."""
+
+OTHER_OPTIMIZERS = ("momentum", "dampening", "nesterov")
+"""Options of torch's optimizers that have no meaning here."""
+
+SIMILAR = 0.9
+"""difflib's ratio from which a key is a typing error: wieght_decay has 0.92 of weight_decay,
+no_weight_decay, which libraries put into groups for themselves, 0.89."""
+
+
+def check_arguments(
+    maximize: Any, foreach: Any, differentiable: Any, fused: Any, unknown: Mapping[str, Any]
+) -> None:
+    """Refuses the constructor's arguments of torch that would change something, and unknown ones.
+
+    Raises:
+        TypeError: an argument is unknown.
+        ValueError: one is known and its value is not allowed.
+    """
+    for name in unknown:
+        hint = _meant(name, GROUP_KEYS)
+        advice = f"; {hint} is meant" if hint else ""
+        raise TypeError(
+            f"argument {name!r} must be one of those that megaopt.FusedAdam documents, got "
+            f"{unknown[name]!r}{advice}"
+        )
+    for name, value in {"maximize": maximize, "differentiable": differentiable}.items():
+        if value is not False:
+            raise ValueError(f"{name} must be False, got {value!r}")
+    for name, value in {"foreach": foreach, "fused": fused}.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name} must be None, True or False, got {value!r}")
+
+
+def check_keys(group: Mapping[str, Any], adam_w_mode: bool, where: str) -> None:
+    """Raises ValueError for a key of a new group that is a mistake, or asks for another optimizer.
+
+    Other libraries keep their own keys in groups (Megatron's wd_mult, a scheduler's initial_lr):
+    unknown keys are let through unless they are like ours.
+    """
+    if group.get("differentiable"):
+        raise ValueError(f"{where}: differentiable must be False, got {group['differentiable']!r}")
+    decoupled = group.get("decoupled_weight_decay", adam_w_mode)  # of torch's AdamW
+    if bool(decoupled) != adam_w_mode:
+        raise ValueError(
+            f"{where}: decoupled_weight_decay must be adam_w_mode, {adam_w_mode}, got {decoupled!r}"
+        )
+    for name in group:
+        _check_key(name, where)
+
+
+def _check_key(name: str, where: str) -> None:
+    if name in OTHER_OPTIMIZERS:
+        raise ValueError(f"{where}: {name!r} must be left out, got it: Adam has betas")
+    meant = _meant(name, GROUP_KEYS)
+    if meant is not None:
+        raise ValueError(
+            f"{where}: {name!r} must be spelled {meant!r}; of ours are {', '.join(GROUP_KEYS)}, "
+            "and other libraries' keys may be beside them"
+        )
+
+
+def _meant(name: str, known: Iterable[str]) -> str | None:
+    """The known name of which another one is a misspelling; None for any other."""
+    if name in MISNAMED:
+        return MISNAMED[name]
+    for each in known:
+        plain = str(name).lower().replace("_", "")
+        if name != each and (plain == each.replace("_", "") or _is_similar(str(name), each)):
+            return each
+    return None
+
+
+def _is_similar(name: str, known: str) -> bool:
+    return difflib.SequenceMatcher(None, name, known).ratio() >= SIMILAR

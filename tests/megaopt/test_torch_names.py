@@ -1,0 +1,199 @@
+"""Arguments and keys of groups that torch's users write: taken, refused by name, or let through."""
+
+import pytest
+import torch
+from runs import FP32, MASTER, assert_same, assert_same_run, parameters, params_of, snapshot, train
+
+from megaopt import FusedAdam
+
+SHAPES = [(3, 4), (5,)]
+
+WITHOUT_EFFECT = [
+    *({"fused": value} for value in (None, True, False)),
+    *({"foreach": value} for value in (None, True, False)),
+    {"maximize": False},
+    {"differentiable": False},
+    {"maximize": False, "foreach": None, "differentiable": False, "fused": True},
+]
+
+
+@pytest.mark.parametrize("options", WITHOUT_EFFECT, ids=str)
+def test_torchs_options_without_effect_are_taken(options):
+    """As arguments, and as keys of a group."""
+    expected = FusedAdam(parameters(SHAPES), **MASTER)
+    train(expected, 2)
+    as_arguments = FusedAdam(parameters(SHAPES), **options, **MASTER)
+    as_keys = FusedAdam([{"params": parameters(SHAPES), **options}], **MASTER)
+    train(as_arguments, 2)
+    train(as_keys, 2)
+    assert_same_run(as_arguments, expected)
+    assert_same(snapshot(as_keys)["weights"], snapshot(expected)["weights"])
+    assert_same(snapshot(as_keys)["states"], snapshot(expected)["states"])
+
+
+REFUSED = {
+    "maximize": ({"maximize": True}, r"^maximize must be False, got True$"),
+    "differentiable": ({"differentiable": True}, r"^differentiable must be False, got True$"),
+    "foreach": ({"foreach": "yes"}, r"^foreach must be None, True or False, got 'yes'$"),
+    "fused": ({"fused": torch.ones(2)}, r"^fused must be None, True or False, got tensor"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_torchs_options_with_an_effect_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        FusedAdam(parameters(SHAPES), **options)
+
+
+UNKNOWN = {
+    "learning_rate": r"argument 'learning_rate' must be one of .*, got 0.5; lr is meant$",
+    "wieght_decay": r"argument 'wieght_decay' must be one of .*; weight_decay is meant$",
+    "momentum": r"argument 'momentum' must be one of those that megaopt.FusedAdam documents, got 0",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), UNKNOWN.items(), ids=UNKNOWN)
+def test_unknown_arguments_are_refused_by_name(name, message):
+    with pytest.raises(TypeError, match=message):
+        FusedAdam(parameters(SHAPES), **{name: 0.5})
+
+
+MISTAKES = {
+    "learning_rate": "lr",
+    "LR": "lr",
+    "weightdecay": "weight_decay",
+    "wieght_decay": "weight_decay",
+    "weight_decys": "weight_decay",
+    "epsilon": "eps",
+    "beta": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+    "bias_corection": "bias_correction",
+}
+
+
+@pytest.mark.parametrize(("key", "meant"), MISTAKES.items(), ids=MISTAKES)
+def test_misspelled_keys_of_a_group_are_refused(key, meant):
+    message = rf"group 1: '{key}' must be spelled '{meant}'; of ours are lr, betas, eps, weight"
+    first, second = parameters(SHAPES)
+    with pytest.raises(ValueError, match=message):
+        FusedAdam([{"params": [first]}, {"params": [second], key: 0.5}])
+    optimizer = FusedAdam([first])
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [second], key: 0.5})
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"momentum": 0.9}, "group 0: 'momentum' must be left out, got it: Adam has betas"),
+        ({"nesterov": True}, "group 0: 'nesterov' must be left out"),
+        ({"differentiable": True}, "group 0: differentiable must be False, got True"),
+        (
+            {"decoupled_weight_decay": False},
+            "group 0: decoupled_weight_decay must be adam_w_mode, True, got False",
+        ),
+    ],
+    ids=str,
+)
+def test_keys_that_ask_for_another_optimizer_are_refused(group, message):
+    with pytest.raises(ValueError, match=message):
+        FusedAdam([{"params": parameters(SHAPES), **group}])
+
+
+# As they stand in groups of Megatron-Core, NeMo, torch's schedulers, transformers, timm, DINOv2,
+# DeepSpeed and Lightning when an optimizer is made of them.
+OTHERS = (
+    *("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config", "max_lr"),
+    *("min_lr", "pre_wd_mult", "pre_lr_mult", "start_wd", "end_wd", "is_vision_model_param"),
+    *("initial_lr", "base_momentum", "max_momentum", "swa_lr", "base_lr", "name", "group_name"),
+    *("lr_scale", "weight_decay_mult", "no_weight_decay", "initial_weight_decay", "is_last_layer"),
+    *("lr_multiplier", "wd_multiplier", "layer_id", "module_name", "moe", "use_muon", "steps"),
+    *("param_names", "capturable", "warmup_steps", "bias", "beta_schedule", "step_size", "gamma"),
+)
+
+
+def test_keys_of_other_libraries_are_let_through():
+    params = parameters(SHAPES)
+    group = {"params": params, **dict.fromkeys(OTHERS, 0.5), "param_names": ["a", "b"]}
+    optimizer = FusedAdam([group], **MASTER)
+    assert {name: optimizer.param_groups[0][name] for name in OTHERS}["swa_lr"] == 0.5
+    expected = FusedAdam(parameters(SHAPES), **MASTER)
+    train(optimizer, 2)
+    train(expected, 2)
+    assert_same(snapshot(optimizer)["states"], snapshot(expected)["states"])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_what_torch_and_its_schedulers_leave_in_groups_makes_an_optimizer(name):
+    """Of torch's optimizer, and of ours."""
+    is_adamw = name == "AdamW"
+    theirs = getattr(torch.optim, name)(parameters(SHAPES, FP32), lr=0.1)
+    ours = FusedAdam(parameters(SHAPES, FP32), lr=0.1, adam_w_mode=is_adamw)
+    for optimizer in (theirs, ours):
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+        torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05)
+        made = FusedAdam(optimizer.param_groups, adam_w_mode=is_adamw)
+        assert made.param_groups[0]["swa_lr"] == 0.05
+        assert made.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
+
+
+def test_a_group_of_torchs_adam_does_not_become_adamw_in_silence():
+    groups = torch.optim.Adam(parameters(SHAPES, FP32)).param_groups
+    with pytest.raises(ValueError, match="decoupled_weight_decay must be adam_w_mode, True"):
+        FusedAdam(groups)
+
+
+# --- lr that a schedule sets
+
+
+def without_lr(**options):
+    first, second = parameters(SHAPES)
+    return FusedAdam([{"params": [first]}, {"params": [second], "lr": None}], **options, **MASTER)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_group_may_wait_for_its_lr(backend):
+    """Megatron's have none until its scheduler's first step."""
+    optimizer = without_lr(backend=backend)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"^group 1: lr must be a number >= 0, got None$"):
+        train(optimizer, 1)
+    assert_same(snapshot(optimizer), before)
+    optimizer.param_groups[1]["lr"] = 0.5
+    first, second = parameters(SHAPES)
+    expected = FusedAdam([{"params": [first]}, {"params": [second], "lr": 0.5}], **MASTER)
+    train(optimizer, 2)
+    train(expected, 2)
+    assert_same_run(optimizer, expected)
+
+
+def test_all_groups_may_wait_for_their_lr():
+    optimizer = FusedAdam(parameters(SHAPES), lr=None, **MASTER)
+    assert optimizer.param_groups[0]["lr"] is None
+    with pytest.raises(ValueError, match="group 0: lr must be a number >= 0, got None"):
+        train(optimizer, 1)
+
+
+def test_an_lr_that_is_not_there_is_saved_and_loaded():
+    source = without_lr()
+    source.initialize_states()
+    target = FusedAdam([{"params": [param]} for param in parameters(SHAPES)], **MASTER)
+    target.load_state_dict(source.state_dict())
+    assert target.param_groups[1]["lr"] is None
+    assert_same(snapshot(target)["states"], snapshot(source)["states"])
+
+
+def test_capturable_needs_its_lr_at_once():
+    with pytest.raises(ValueError, match="lr=None is not allowed: a number"):
+        FusedAdam(parameters(SHAPES), lr=None, capturable=True)
+    optimizer = FusedAdam(parameters(SHAPES), capturable=True)
+    saved = FusedAdam(parameters(SHAPES), lr=None)
+    train(optimizer, 1)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="group 0: lr must be a number >= 0, got None"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert_same(snapshot(optimizer), before)
+    assert len(params_of(optimizer)) == 2

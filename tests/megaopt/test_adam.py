@@ -17,8 +17,8 @@ FACE = """def FusedAdam(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_de
     exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, store_param_remainders=False,
     bias_correction=True, adam_w_mode=True, use_decoupled_grad=False, capturable=False,
     nonfinite="propagate", direct_cast=None, round_scaled_grads=False,
-    on_external_write="refresh",
-    contract="ieee", backend="auto"): pass"""
+    on_external_write="refresh", write_unscaled_grads=False, contract="ieee", backend="auto",
+    maximize=False, foreach=None, differentiable=False, fused=None, **unknown): pass"""
 
 
 def mixed_model():

@@ -130,7 +130,7 @@ class FusedAdam(megaopt.FusedAdam):
         own = functools.partial(super().step, closure)
         return step_with(self, own, grad_scaler, "TransformerEngine")
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]  # its
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets gradients to None, or to zero where set_to_none or set_grad_none is False.
 
         Raises:

@@ -169,6 +169,9 @@ def test_triton_runs_from_the_command_line(tmp_path, config):
 
 @pytest.mark.gpu
 def test_a_run_on_the_gpu_is_identical_and_repeats_itself(tmp_path, config):
+    pytest.importorskip(
+        "tyro", reason="the commands' requirements (megaopt[cli]) are not installed"
+    )
     config.write_text(RUN.format(device="cuda", backend="triton"), encoding="utf-8")
     records = []
     for _ in range(2):

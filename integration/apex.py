@@ -1,4 +1,4 @@
-"""FusedAdam in the place of apex.optimizers.FusedAdam: its face, its bits.
+"""A drop-in for apex.optimizers.FusedAdam, with its arguments and its bits.
 
 apex's multi_tensor_adam and TransformerEngine's run the same instructions: the contract is te. apex
 itself is not needed.
@@ -21,7 +21,8 @@ class FusedAdam(megaopt.FusedAdam):
 
     The arguments are apex's, with its order and defaults; the state is fp32. With capturable, lr
     and step are tensors on the device; megaopt.integration.transformer_engine says what differs
-    there from apex on purpose too.
+    there from apex on purpose too. Beside 16-bit weights without masters apex's capturable kernels
+    round the fp32 moments to the weights' dtype at every step; this class keeps all their bits.
 
     Raises:
         ValueError: as megaopt.FusedAdam; also master_weights without capturable, as in apex, and

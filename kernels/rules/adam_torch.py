@@ -140,7 +140,8 @@ def averaged(average, beta, value):
     Of an infinite value the inner one makes NaN, of a negative zero a positive one.
     """
     beta = beta + tl.zeros_like(value)
-    return tl.fma(beta, average, tl.fma(-beta, value, value))
+    # Triton's -beta is 0 - beta: of a beta of 0 it has the other sign, and so has a zero gradient
+    return tl.fma(beta, average, tl.fma(beta * -1.0, value, value))
 
 
 @helper

@@ -100,3 +100,33 @@ def set_unscaled(
         if value.numel():
             store_scaled(code, scale, value, form)
     state[name] = code
+
+
+# --- pickled
+
+
+def picklable(state: State) -> State:
+    """The state with fp8 codes as pickle can write them; what is unpickled is tensors again."""
+    return {name: _Codes(value) if _is_float8(value) else value for name, value in state.items()}
+
+
+def _is_float8(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype.is_floating_point
+        and value.dtype.itemsize == 1
+    )
+
+
+class _Codes:
+    """Stands for fp8 codes, whose storages plain pickle cannot write."""
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _view, (self.codes.view(torch.uint8), self.codes.dtype)
+
+
+def _view(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return codes.view(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +23,15 @@ from megaopt.float8.shard import Float8Shard
 from megaopt.groups import GroupedOptimizer
 from megaopt.kernels.step.batch import Formats
 from megaopt.ownership import Versions, refresh, widened, written_elements
-from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled, value_of
+from megaopt.state import (
+    State,
+    complete,
+    formats_of,
+    get_unscaled,
+    picklable,
+    set_unscaled,
+    value_of,
+)
 
 
 class StatefulOptimizer(GroupedOptimizer):
@@ -273,9 +282,18 @@ class StatefulOptimizer(GroupedOptimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: everything but the tables on the device."""
-        kept = {"options": self.options, "_master_weights": self._master_weights}
-        return {**super().__getstate__(), **kept, "use_decoupled_grad": self.use_decoupled_grad}
+        """For pickle, torch.save and deepcopy: everything but the tables on the device.
+
+        What comes back goes on with the same bits; but pickle keeps no Float8Weight's initial
+        value, so that a master that the first step makes afterwards starts from the codes.
+        """
+        return {
+            **super().__getstate__(),
+            "state": defaultdict(dict, {p: picklable(own) for p, own in self.state.items()}),
+            "options": self.options,
+            "_master_weights": self._master_weights,
+            "use_decoupled_grad": self.use_decoupled_grad,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up what __getstate__ gave."""

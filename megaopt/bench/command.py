@@ -17,8 +17,9 @@ from megaopt.bench.instance import build
 from megaopt.bench.measure import Copy, Figures, measure
 from megaopt.bench.peers import PEERS, Peer
 from megaopt.bench.picture import draw
-from megaopt.bench.report import print_table, record_of, table_of, write_record
+from megaopt.bench.report import print_table, record_of, table_of
 from megaopt.bench.results import Result
+from megaopt.files import write_json
 from megaopt.kernels.backends import BACKENDS
 
 __all__ = ["main"]
@@ -134,7 +135,7 @@ def _report(out: Path, results: list[Result], skipped: dict[str, str], console: 
     command = shlex.join(["megaopt", *sys.argv[1:]])
     record = record_of(results, described, command, dict(sorted(libraries.items())), skipped)
     out.mkdir(parents=True, exist_ok=True)
-    write_record(out / "record.json", record)
+    write_json(out / "record.json", record)
     pictures = draw(out, results, described["gpu"])
     print_table(console, table_of(results))
     files = ", ".join(map(str, [out / "record.json", *pictures]))

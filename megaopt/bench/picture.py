@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 
 from megaopt.bench.cases import Mode
 from megaopt.bench.results import Result
+from megaopt.files import replacing
 
 __all__ = ["draw"]
 
@@ -57,7 +58,8 @@ def _draw_set(path: Path, results: Sequence[Result], hardware: str | None) -> No
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     patches = [Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries")]
     figure.legend(handles=patches, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
-    figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def _rows(results: Sequence[Result]) -> tuple[list[float], list[tuple[float, str]]]:

@@ -1,9 +1,7 @@
 """What the bench leaves behind in words: a table and a record."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +11,7 @@ from rich.table import Table
 from megaopt.bench.cases import Mode
 from megaopt.bench.results import Result, ratios
 
-__all__ = ["print_table", "record_of", "table_of", "write_record"]
+__all__ = ["print_table", "record_of", "table_of"]
 
 HEADINGS = ("B/param", "ms", "of copy", "wall", "new grads", "launches", "scratch")
 
@@ -134,8 +132,3 @@ def _case_record(result: Result, results: Sequence[Result]) -> dict[str, Any]:
         if ours:
             record["times_faster_than"] = [asdict(ratio) for ratio in ratios(result, results)]
     return record
-
-
-def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON."""
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -10,9 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megaopt.config import RunConfig, read_config, read_toml
+from megaopt.files import write_json
 from megaopt.regression.lockstep import Lane, Regression
 from megaopt.regression.picture import draw_losses
-from megaopt.regression.record import build_record, write_json
+from megaopt.regression.record import build_record
 from megaopt.training.determinism import choose_device, deterministic
 from megaopt.training.text import Batches, Corpus, load_corpus
 

@@ -11,6 +11,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megaopt.files import replacing
+
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BASELINE_COLOURS = ("#9AA5B1", "#D9B382", "#B7C9A8", "#C3B1D9")
@@ -166,4 +168,5 @@ def draw_losses(path: Path, title: str, lanes: Sequence[Curve]) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     labels = rows[0][0].get_legend_handles_labels()
     figure.legend(*labels, loc="outside right upper", frameon=False, fontsize=10)
-    figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,19 +56,3 @@ def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
         "identical": difference is None,
         "first_difference": None if difference is None else dataclasses.asdict(difference),
     }
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes JSON so that a reader sees the old file or the whole new one, never a part."""
-    text = json.dumps(record, indent=2) + "\n"
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

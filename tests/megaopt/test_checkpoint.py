@@ -1,64 +1,20 @@
 """A checkpoint is whole or refused: exact bits, truncation, damage, failed saves."""
 
 import errno
+import hashlib
 import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from bits import bits
+from checkpoints import example, full_disk
+from runs import assert_same
 
 from megaopt import checkpoint
-
-INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# the patterns where a careless cast would show: signed zero, subnormals, infinities, NaN with
-# payloads (quiet and signalling), ordinary values
-PATTERNS_16 = [0x0000, 0x8000, 0x0001, 0x7C00, 0xFC00, 0x7F80, 0x7FC1, 0x7F81, 0xFFFF, 0x3C01]
-PATTERNS_32 = [0, 1 << 31, 1, 0x7F800000, 0x7FC00001, 0x7F800001, 0xFFFFFFFF, 0x3F800001]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(INTEGER_OF[tensor.element_size()])
-
-
-def of_patterns(patterns: list[int], dtype: torch.dtype) -> Tensor:
-    width = 8 * dtype.itemsize
-    signed = [p - (1 << width) if p >= 1 << (width - 1) else p for p in patterns]
-    return torch.tensor(signed, dtype=INTEGER_OF[dtype.itemsize]).view(dtype)
-
-
-def example() -> dict:
-    return {
-        "step": 7,
-        "name": "run",
-        "groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0, 1]}],
-        "state": {
-            "bf16": of_patterns(PATTERNS_16, torch.bfloat16),
-            "fp16": of_patterns(PATTERNS_16, torch.float16),
-            "fp8": of_patterns([0x00, 0x80, 0x01, 0x7E, 0xFE, 0x7F, 0xFF], torch.float8_e4m3fn),
-            "int16": of_patterns(PATTERNS_16, torch.int16),
-            "fp32": of_patterns(PATTERNS_32, torch.float32),
-            "none": None,
-        },
-    }
-
-
-def assert_same(found: object, expected: object) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(bits(found), bits(expected))
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
 
 
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
@@ -74,38 +30,9 @@ def test_comparison_of_this_file_sees_one_bit() -> None:
         assert_same(other, example())
 
 
-def test_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:
+def test_flipped_bit_inside_a_tensor_of_a_file_without_digest_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    checkpoint.save(path, example())
-    whole = path.read_bytes()
-    lengths = {*range(0, len(whole), 7), *range(len(whole) - 200, len(whole))}
-    for length in sorted(lengths):
-        path.write_bytes(whole[:length])
-        with pytest.raises(checkpoint.CheckpointError, match=r"a\.pt"):
-            checkpoint.load(path)
-
-
-def test_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    checkpoint.save(path, example())
-    whole = path.read_bytes()
-    refused = 0
-    for position in range(0, len(whole), 5):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << position % 8
-        path.write_bytes(damaged)
-        try:
-            found = checkpoint.load(path)
-        except checkpoint.CheckpointError:
-            refused += 1
-        else:  # padding, or a zip field that nobody reads
-            assert_same(found, example())
-    assert refused > 50
-
-
-def test_flipped_bit_inside_a_tensor_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    checkpoint.save(path, {"weight": torch.full((64,), 1.25)})
+    torch.save({"weight": torch.full((64,), 1.25)}, path)
     whole = path.read_bytes()
     pattern = torch.full((64,), 1.25).numpy().tobytes()
     damaged = bytearray(whole)
@@ -149,37 +76,46 @@ class Unpicklable:
         raise RuntimeError("cannot be serialised")
 
 
-def full_disk(payload: object, file: object) -> None:
-    file.write(b"half a checkpoint")
-    raise OSError(errno.ENOSPC, "No space left on device")
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in os.listdir(folder)}
 
 
-@pytest.mark.parametrize("exists", [True, False], ids=["over an older file", "new file"])
+over_an_older_file = pytest.mark.parametrize("exists", [True, False], ids=["older file", "new"])
+
+
+@over_an_older_file
 @pytest.mark.parametrize(
     ("broken", "error"),
-    [
-        ({"x": Unpicklable()}, RuntimeError),
-        ({"x": Foreign()}, checkpoint.CheckpointError),
-        (None, OSError),
-    ],
-    ids=["fails while serialising", "could not be loaded", "disk full"],
+    [({"x": Unpicklable()}, RuntimeError), ({"x": Foreign()}, checkpoint.CheckpointError)],
+    ids=["fails while serialising", "could not be loaded"],
 )
 def test_failed_save_leaves_the_older_file(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    broken: dict | None,
-    error: type[Exception],
-    exists: bool,
+    tmp_path: Path, broken: dict, error: type[Exception], exists: bool
 ) -> None:
-    path = tmp_path / "a.pt"
     if exists:
-        checkpoint.save(path, example())
-    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
-    if broken is None:
-        monkeypatch.setattr(torch, "save", full_disk)
+        checkpoint.save(tmp_path / "a.pt", example())
+    before = content_of(tmp_path)
     with pytest.raises(error):
-        checkpoint.save(path, broken or example())
-    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+        checkpoint.save(tmp_path / "a.pt", broken)
+    assert content_of(tmp_path) == before
+
+
+@over_an_older_file
+def test_full_disk_is_an_oserror_and_leaves_the_older_file(tmp_path: Path, exists: bool) -> None:
+    payload = {**example(), "large": torch.arange(50_000)}
+    checkpoint.save(tmp_path / "a.pt", payload)
+    size = (tmp_path / "a.pt").stat().st_size
+    if not exists:
+        (tmp_path / "a.pt").unlink()
+    before = content_of(tmp_path)
+    for limit in (0, 1, 100, 5_000, 8_192, 300_000, size - 200, size - 100, size - 1):
+        with full_disk(limit), pytest.raises(OSError, match=r"too large: '.*a\.pt'") as raised:
+            checkpoint.save(tmp_path / "a.pt", {**payload, "step": 8})
+        assert raised.value.errno == errno.EFBIG, limit
+        assert content_of(tmp_path) == before, limit
+    with full_disk(size):
+        checkpoint.save(tmp_path / "a.pt", {**payload, "step": 8})
+    assert_same(checkpoint.load(tmp_path / "a.pt"), {**payload, "step": 8})
 
 
 def test_save_replaces_an_older_file_and_follows_a_link(tmp_path: Path) -> None:
@@ -194,3 +130,48 @@ def test_save_refuses_what_is_not_a_dict(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="payload must be a dict, got list"):
         checkpoint.save(tmp_path / "a.pt", [1, 2])
     assert not os.listdir(tmp_path)
+
+
+def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a.pt", example())
+    for mmap in (False, True):
+        found = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap)
+        assert_same(found, example())
+
+
+def test_a_file_of_torch_is_read(tmp_path: Path) -> None:
+    torch.save(example(), tmp_path / "a.pt")
+    assert_same(checkpoint.load(tmp_path / "a.pt"), example())
+
+
+def test_the_digest_is_sha256s(tmp_path: Path) -> None:
+    """So that a user can check a file without megaopt, and zip's tools take it for an archive."""
+    checkpoint.save(tmp_path / "a.pt", example())
+    content = (tmp_path / "a.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        said, _, digest = archive.comment.rpartition(b" ")
+    assert said == b"megaopt: SHA-256 of all bytes before this comment:"
+    archived = content[: -len(said + b" " + digest)]
+    assert hashlib.sha256(archived).hexdigest().encode() == digest
+
+
+@pytest.mark.parametrize("kill", [10, pytest.param(300, marks=pytest.mark.slow)])
+def test_killed_saves_leave_a_whole_file_and_the_next_save_tidies_up(
+    tmp_path: Path, kill: int
+) -> None:
+    script = Path(__file__).parents[1] / "support" / "killed_saves.py"
+    command = [sys.executable, str(script), str(tmp_path), str(kill)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # otherwise no process was killed while it wrote, and nothing was shown
+    assert int(done.stdout) > 0
+
+
+def test_a_private_file_stays_private_and_the_longest_name_is_written(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 252 + ".pt")
+    checkpoint.save(path, {"step": 1})
+    path.chmod(0o600)
+    checkpoint.save(path, {"step": 2})
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert checkpoint.load(path) == {"step": 2}
+    assert os.listdir(tmp_path) == [path.name]

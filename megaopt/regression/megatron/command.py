@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megaopt.files import write_json
 from megaopt.regression.megatron.config import MegatronRun, read_megatron_run
 from megaopt.regression.megatron.picture import draw_times
 from megaopt.regression.megatron.plan import Lane
 from megaopt.regression.megatron.record import build_record, measured
 from megaopt.regression.megatron.regression import Outcome, Regression
 from megaopt.regression.picture import draw_losses
-from megaopt.regression.record import write_json
 from megaopt.training.determinism import choose_device
 from megaopt.training.text import Corpus, load_corpus
 

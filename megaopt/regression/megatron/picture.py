@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megaopt.files import replacing
 from megaopt.regression.megatron.config import StockVariant
 from megaopt.regression.megatron.regression import Outcome
 from megaopt.regression.picture import BASELINE_COLOURS, COLOURS
@@ -34,4 +35,5 @@ def draw_times(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     axes.set_title("Megatron's step grey, ours blue; ranks in brackets", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontweight="bold")
-    figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")

@@ -19,9 +19,10 @@ from megaopt.bench.equality import Check
 from megaopt.bench.measure import Figures, count_device_work, repetitions
 from megaopt.bench.peers import PEERS
 from megaopt.bench.picture import OURS, PEER, _rows, draw
-from megaopt.bench.report import print_table, record_of, table_of, write_record
+from megaopt.bench.report import print_table, record_of, table_of
 from megaopt.bench.results import Ratio, Result, ratios
 from megaopt.bench.sets import SETS
+from megaopt.files import write_json
 
 FIGURES = Figures(
     tensors=1,
@@ -97,7 +98,7 @@ def test_ratios_are_to_the_peers_of_the_same_set() -> None:
 def test_record_holds_every_figure(tmp_path: Path) -> None:
     libraries, skipped = {"transformer_engine": "2.20.2"}, {"apex": "apex is not installed"}
     record = record_of(RESULTS, HERE, "megaopt bench", libraries, skipped)
-    write_record(tmp_path / "record.json", record)
+    write_json(tmp_path / "record.json", record)
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["environment"] == HERE
     assert record["command"] == "megaopt bench"

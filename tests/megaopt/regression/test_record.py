@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megaopt.regression.command import regress
-from megaopt.regression.record import write_json
 from megaopt.training.text import load_corpus
 
 FORMS = {
@@ -84,26 +83,3 @@ def test_a_picture_is_drawn(run, tmp_path, perturb):
     picture = (tmp_path / "out" / "tiny" / "losses.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000
-
-
-def test_a_failed_write_leaves_the_older_record(tmp_path):
-    path = tmp_path / "record.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_full_disk_leaves_the_older_record(tmp_path, monkeypatch):
-    path = tmp_path / "record.json"
-    write_json(path, {"a": 1})
-
-    def full(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr("megaopt.regression.record.os.fsync", full)
-    with pytest.raises(OSError, match="no space left"):
-        write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path]

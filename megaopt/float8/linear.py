@@ -43,7 +43,10 @@ def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         bias: (rows,).
 
     Returns:
-        (..., rows): the bits of F.linear(input, weight.dequantize(), bias), and of its gradients.
+        (..., rows): the bits of F.linear(input, values, bias), where values = weight.dequantize()
+        needs a gradient, and of its gradients. For an input that is not contiguous F.linear has
+        other products, with other bits, where values needs none; these here are the same for a
+        frozen weight and under torch.no_grad.
     """
     kind, dtype = input.device.type, weight.dtype
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -69,7 +72,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.dtype = dtype
         if product is None:
-            product = torch.nn.functional.linear(input, _dense(weight, dtype), bias)
+            # torch.matmul makes other products where the weight needs no gradient, as in here
+            dense = _dense(weight, dtype).requires_grad_()
+            product = torch.nn.functional.linear(input, dense, bias)
         return product
 
     @staticmethod
@@ -84,7 +89,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = rows.t().mm(input.reshape(-1, input.shape[-1])).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
+            grad_bias = _bias_sum(grad, input)
         return grad_input, grad_weight, grad_bias, None, None
 
 
@@ -100,6 +105,13 @@ def _times(grad: Tensor, dense: Tensor, input: Tensor) -> Tensor:
     if flat.stride() == (1, flat.shape[0]):
         return dense.t().mm(grad.t()).t().reshape(input.shape)
     return grad.mm(dense).reshape(input.shape)
+
+
+def _bias_sum(grad: Tensor, input: Tensor) -> Tensor:
+    """Over all rows; F.linear adds the bias to rows only where the input is made of them."""
+    if input.dim() == 2 or input.is_contiguous():
+        return grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad.sum_to_size(grad.shape[-1])
 
 
 def _scaled_product(

@@ -47,11 +47,7 @@ def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
         "hardware": hardware(regression.device, described),
         "config": dataclasses.asdict(regression.config),
         "perturb": regression.perturb,
-        "corpus": {
-            "sha256": corpus.sha256,
-            "bytes": corpus.tokens.numel(),
-            "files": corpus.files,
-        },
+        "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
         "variants": {lane.variant.name: _lane_record(lane) for lane in regression.lanes},
         "identical": difference is None,
         "first_difference": None if difference is None else dataclasses.asdict(difference),

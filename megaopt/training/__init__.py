@@ -1,1 +1,1 @@
-"""A small GPT on real text, deterministic to the bit: what the regression trains."""
+"""A small GPT on generated text, deterministic to the bit: what the regression trains."""

@@ -1,21 +1,21 @@
-"""Real text that every machine has: the source of Python's own standard library, as bytes."""
+"""The text to train on, as bytes: the same on every machine and with every Python."""
 
 from __future__ import annotations
 
 import hashlib
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 
 import numpy as np
 import torch
 
-# installed packages and caches lie inside the standard library's folder but are no part of it
-EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+from megaopt.training.sentences import sentences
+
+SEED, LENGTH = 1, 2**20
 
 
 class CorpusError(ValueError):
-    """There is no text to train on, or too little of it."""
+    """There is too little text to train on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,34 +26,14 @@ class Corpus:
     """uint8, shape (bytes,), on the CPU."""
     sha256: str
     """Hexadecimal SHA-256 of the bytes."""
-    files: int
-    """Number of files that were concatenated."""
 
 
-def source_files(root: Path) -> list[Path]:
-    """The *.py files under root, without installed packages, sorted by relative path."""
-    found = [path.relative_to(root) for path in root.rglob("*.py") if path.is_file()]
-    kept = [path for path in found if not EXCLUDED_FOLDERS.intersection(path.parts)]
-    # sorted as text: the order of Path objects differs between systems
-    return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
-
-
-def load_corpus(root: Path | None = None) -> Corpus:
-    """Concatenates the source files under root.
-
-    Args:
-        root: a folder; the running Python's standard library by default.
-
-    Raises:
-        CorpusError: no source file was found.
-    """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    files = source_files(root)
-    if not files:
-        raise CorpusError(f"root = {str(root)!r} holds no *.py file: the text is Python's source")
-    text = b"".join(path.read_bytes() for path in files)
+@cache
+def load_corpus() -> Corpus:
+    """The text of all runs: 2**20 bytes of generated sentences; made once, so not to be written."""
+    text = sentences(SEED, LENGTH).encode("ascii")
     tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
-    return Corpus(tokens=tokens, sha256=hashlib.sha256(text).hexdigest(), files=len(files))
+    return Corpus(tokens=tokens, sha256=hashlib.sha256(text).hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

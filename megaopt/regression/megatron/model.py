@@ -1,4 +1,4 @@
-"""A Megatron-Core GPT on real text: the model, its data-parallel wrapper, and a forward pass."""
+"""A Megatron-Core GPT: the model, its data-parallel wrapper, and a forward pass."""
 
 from __future__ import annotations
 

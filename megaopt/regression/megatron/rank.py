@@ -258,7 +258,7 @@ def _batches(task: Task) -> Batches:
     # copied on write, so that torch does not warn of memory that cannot be written
     tokens = torch.from_numpy(np.load(task.tokens, mmap_mode="c"))
     return Batches(
-        corpus=Corpus(tokens=tokens, sha256="", files=0),
+        corpus=Corpus(tokens=tokens, sha256=""),
         seed=task.run.seed,
         batch_size=task.run.batch_size,
         context=task.run.model.context,

@@ -71,11 +71,7 @@ def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
         "settings": settings(),
         "config": dataclasses.asdict(regression.run),
         "perturb": regression.perturb,
-        "corpus": {
-            "sha256": corpus.sha256,
-            "bytes": corpus.tokens.numel(),
-            "files": corpus.files,
-        },
+        "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
         "variants": {
             name: outcome_record(regression, outcome)
             for name, outcome in regression.outcomes.items()

@@ -1,59 +1,41 @@
 import hashlib
+import re
 
 import pytest
 import torch
 
+from megaopt.training.sentences import GRAMMAR, sentences
 from megaopt.training.text import Batches, Corpus, CorpusError, load_corpus
 
-
-@pytest.fixture
-def tree(tmp_path):
-    files = {
-        "b.py": "second",
-        "a/z.py": "first",
-        "c.txt": "not Python",
-        "a/site-packages/p.py": "installed",
-        "dist-packages/q.py": "installed",
-        "a/__pycache__/r.py": "cached",
-        # sorts between "b.py" and "b/..." as text: "b-" < "b." < "b/"
-        "b-.py": "dash",
-        "b/d.py": "third",
-    }
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path
+TEXT = "0fc370a38b7c23b9b6bc4b1ac25226ee4daff1f5824f33e605c1e52f8eb6d6c2"
 
 
-def test_the_corpus_is_the_sorted_source(tree):
-    corpus = load_corpus(tree)
-    text = b"first" + b"dash" + b"second" + b"third"
-    assert bytes(corpus.tokens.tolist()) == text
-    assert corpus.sha256 == hashlib.sha256(text).hexdigest()
-    assert corpus.files == 4
-
-
-def test_a_changed_byte_changes_the_hash(tree):
-    before = load_corpus(tree).sha256
-    (tree / "b.py").write_text("sec0nd")
-    assert load_corpus(tree).sha256 != before
-
-
-def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(CorpusError, match=r"holds no \*\.py file"):
-        load_corpus(tmp_path)
-
-
-def test_the_standard_library_is_a_corpus():
+def test_the_text_is_the_same_everywhere():
+    """By its hash: what depends on the machine, on Python or on a run of it has another."""
     corpus = load_corpus()
+    text = bytes(corpus.tokens.tolist())
     assert corpus.tokens.dtype == torch.uint8
-    assert corpus.tokens.numel() > 1_000_000
+    assert len(text) > 1_000_000
+    assert corpus.sha256 == hashlib.sha256(text).hexdigest() == TEXT
+
+
+def test_a_seed_gives_one_text_and_another_gives_another():
+    text = sentences(5, 3000)
+    assert sentences(5, 3000) == text
+    assert sentences(6, 3000) != text
+    assert sentences(5, 1000) == text[:1000]
+
+
+def test_every_name_of_the_grammar_is_written_out():
+    text = bytes(load_corpus().tokens.tolist()).decode()
+    assert not re.search("[A-Z]", text)
+    entries = " ".join(entry for entries in GRAMMAR.values() for entry in entries)
+    assert set(re.findall("[a-z]+", entries)) == set(re.findall("[a-z]+", text))
 
 
 def corpus_of(length):
     tokens = (torch.arange(length) % 251).to(torch.uint8)
-    return Corpus(tokens=tokens, sha256="", files=1)
+    return Corpus(tokens=tokens, sha256="")
 
 
 def batches_of(seed, length=1000):

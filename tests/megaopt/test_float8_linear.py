@@ -1,0 +1,91 @@
+"""The linear layer of an fp8 weight: the products that F.linear makes of the values, in any layout.
+
+Matrix products are the processor's and have other bits on another one; so both sides make the same
+product here, whichever path torch takes for it.
+"""
+
+import random
+
+import pytest
+import torch
+from bits import assert_same_bits
+from float8_models import BF16, FP32
+from torch.nn import functional
+
+from megaopt.float8 import Float8Weight
+
+
+def laid_out(rng, shape):
+    """Contiguous values, or with dimensions in any order and the innermost with a step or not."""
+    if rng.random() < 0.4:
+        return torch.randn(shape)
+    order, step = list(range(len(shape))), rng.choice([1, 1, 2])
+    rng.shuffle(order)
+    sizes = [shape[dim] for dim in order]
+    values = torch.randn(*sizes[:-1], sizes[-1] * step)[..., ::step]
+    return values.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def a_case(rng):
+    """Weight, bias or None, input and the gradient of the output."""
+    rows, columns = rng.choice([1, 10, 64, 160]), rng.choice([8, 24, 48, 160])
+    batch = [rng.choice([1, 2, 3, 7, 16]) for _ in range(rng.choice([0, 1, 2, 2, 2, 3]))]
+    bias = rng.choice([None, torch.randn(rows)])
+    return (
+        torch.randn(rows, columns), bias, laid_out(rng, [*batch, columns]),
+        laid_out(rng, [*batch, rows]),
+    )  # fmt: skip
+
+
+def layer(weight, bias, input, grad, enabled=True):
+    """The output, and the gradients of what needs one."""
+    input = input.detach().requires_grad_()
+    bias = None if bias is None else bias.detach().requires_grad_()
+    with torch.set_grad_enabled(enabled):
+        out = functional.linear(input, weight, bias)
+    if not enabled:
+        return {"out": out}
+    named = {"input": input, "weight": weight, "bias": bias}
+    needed = {name: one for name, one in named.items() if one is not None and one.requires_grad}
+    return {
+        "out": out.detach(),
+        **dict(zip(needed, torch.autograd.grad(out, [*needed.values()], grad), strict=True)),
+    }
+
+
+def tries(count):
+    """Cases of both dtypes with the fp8 weight, its values as a weight, and the plain layer."""
+    rng = random.Random(0)
+    for _ in range(count):
+        dtype = rng.choice([BF16, FP32])
+        weight, bias, x, grad = (None if t is None else t.to(dtype) for t in a_case(rng))
+        float8 = Float8Weight.from_values(weight, "current").requires_grad_()
+        plain = float8.dequantize().detach().requires_grad_()
+        yield float8, bias, x, grad, layer(plain, bias, x, grad)
+
+
+def check_layouts(count):
+    for float8, bias, x, grad, expected in tries(count):
+        found = layer(float8, bias, x, grad)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert_same_bits(found[name], tensor, f"{name} of input {x.shape}, {x.stride()}")
+
+
+def test_the_products_are_those_of_a_plain_weight():
+    check_layouts(100)
+
+
+@pytest.mark.slow
+def test_the_products_are_those_of_a_plain_weight_in_many_layouts():
+    check_layouts(3000)
+
+
+def test_the_products_do_not_depend_on_what_needs_a_gradient():
+    """A frozen weight, and no gradients at all: the output and gradients of a training layer."""
+    for float8, bias, x, grad, expected in tries(100):
+        without = layer(float8, bias, x, grad, enabled=False)
+        frozen = layer(float8.detach(), bias, x, grad)
+        assert frozen.keys() == expected.keys() - {"weight"}
+        for name, tensor in {**frozen, "out without gradients": without["out"]}.items():
+            assert_same_bits(tensor, expected[name.split(" ")[0]], f"{name} of {x.stride()}")

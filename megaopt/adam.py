@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from megaopt.checks import one_of
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
@@ -88,6 +89,7 @@ class FusedAdam(FusedOptimizer):
         TypeError: an argument has a name that is not here.
         ValueError: an argument is out of range, unknown, or contradicts another; the message names
             it, its value and what is allowed.
+        TypeError: params is no iterable of tensors, (name, tensor) pairs or groups.
         RuntimeError: the backend does not work on a parameter's device; the message says why.
     """
 
@@ -124,8 +126,8 @@ class FusedAdam(FusedOptimizer):
         **unknown: NoReturn,
     ) -> None:
         check_arguments(maximize, foreach, differentiable, fused, unknown)
-        if amsgrad:
-            raise ValueError(f"amsgrad={amsgrad!r} is not allowed: False")
+        one_of("amsgrad", amsgrad, (False,))
+        one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
         options = Options(
             dtype=dtype,
             master_weight_dtype=master_weight_dtype,

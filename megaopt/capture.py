@@ -8,20 +8,25 @@ from typing import Any
 import torch
 
 from megaopt.batches import Batch
+from megaopt.checks import COUNT, NOT_NEGATIVE, is_dense, number, shown
 from megaopt.kernels.step.table import is_capturing
-from megaopt.options import number
 
 DTYPES = {"lr": torch.float32, "step": torch.int32}
 SHAPES = {"lr": (), "step": (1,)}
+RANGES = {"lr": NOT_NEGATIVE, "step": COUNT}
 
 
-def to_device(group: dict[str, Any], device: torch.device) -> None:
-    """Makes lr and step of a group tensors on the device; those that are already stay the same."""
+def on_device(group: Mapping[str, Any], device: torch.device, where: str) -> dict[str, Any]:
+    """A group's lr and step as tensors on the device, without those that are so already.
+
+    The group stays as it is. Raises ValueError for numbers out of range.
+    """
+    made = {}
     for name, dtype in DTYPES.items():
-        value = group[name]
-        if not _fits(value, name, device):
-            value = number(value, name)
-            group[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
+        if not _fits(group[name], name, device):
+            value = number(f"{where}: {name}", group[name], RANGES[name])
+            made[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
+    return made
 
 
 def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:
@@ -29,15 +34,15 @@ def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: 
     for name, dtype in DTYPES.items():
         if not _fits(group[name], name, device):
             raise ValueError(
-                f"{where}: {name}={group[name]!r} is not allowed with capturable=True: a {dtype} "
-                f"tensor of shape {SHAPES[name]} on {device}; to change it, use "
+                f"{where}: {name} must be a {dtype} tensor of shape {SHAPES[name]} on {device} "
+                f"with capturable=True, got {shown(group[name])}; to change it, use "
                 f"group[{name!r}].fill_(...)"
             )
 
 
 def _fits(value: Any, name: str, device: torch.device) -> bool:
     return (
-        isinstance(value, torch.Tensor)
+        is_dense(value)
         and value.dtype == DTYPES[name]
         and value.numel() == 1
         and value.device == device

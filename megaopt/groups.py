@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.batches import Batches
-from megaopt.capture import check_device_numbers, to_device
+from megaopt.capture import check_device_numbers, on_device
+from megaopt.checks import refuse, shown
 from megaopt.dtensor import check_dtensor, is_dtensor, local_of
 from megaopt.float8.batch import check_whole
 from megaopt.float8.parts import weight_of
@@ -38,7 +39,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self.options = options
         self._master_weights: MasterWeights = None
         self._forget()
-        super().__init__(params, {**defaults, "step": 0, **options.marks})
+        super().__init__(_entries("params", params), {**defaults, "step": 0, **options.marks})
         self.master_weights = master_weights
 
     def _forget(self) -> None:
@@ -55,20 +56,35 @@ class GroupedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch.optim.Optimizer does; raises ValueError before it is added."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        """Adds a group, as torch.optim.Optimizer does.
+
+        Raises ValueError, TypeError, or RuntimeError for a device; then nothing has changed, the
+        dict that was given included.
+        """
+        group, index = _new_group(param_group), len(self.param_groups)
+        given = dict(param_group)
         try:
-            check_keys(group, self.options.adam_w_mode, f"group {len(self.param_groups) - 1}")
-            check_group(group, f"group {len(self.param_groups) - 1}", lr_is_needed=False)
-            check_group_options(group, self.options, f"group {len(self.param_groups) - 1}")
-            for index, param in enumerate(group["params"]):
-                self._check_param(param, self._where(len(self.param_groups) - 1, index))
-            if self.options.capturable:
-                self._to_device()
-        except (ValueError, RuntimeError):
-            self.param_groups.pop()
+            super().add_param_group(group)
+            self._check_new_group(group, index)
+            numbers = self._numbers(self.param_groups) if self.options.capturable else []
+            param_group.update(group)
+            self.param_groups[index] = param_group
+            for own, new in zip(self.param_groups, numbers, strict=False):
+                own.update(new)
+        except BaseException:
+            del self.param_groups[index:]
+            param_group.clear()
+            param_group.update(given)
             raise
+
+    def _check_new_group(self, group: dict[str, Any], index: int) -> None:
+        where = f"group {index}"
+        check_names(group.get("param_names"), len(group["params"]), where)
+        check_keys(group, self.options.adam_w_mode, where)
+        check_group(group, where, lr_is_needed=False)
+        check_group_options(group, self.options, where)
+        for place, param in enumerate(group["params"]):
+            self._check_param(param, self._where(index, place))
 
     @property
     def master_weights(self) -> MasterWeights:
@@ -98,8 +114,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     "store_param_remainders=True needs torch.bfloat16 weights; none of the "
                     f"{len(params)} parameters is"
                 )
-        self._master_weights = masters
         self._batches = None
+        self._master_weights = masters
         self._versions = Versions(params)
 
     def _wants_masters(self, masters: MasterWeights) -> bool:
@@ -140,11 +156,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"{reason}: one device"
             )
 
-    def _to_device(self) -> None:
+    def _numbers(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What capturable=True puts on the device in each group; the groups stay as they are."""
         self._check_one_device()
         device = self._device()
-        for group in self.param_groups:
-            to_device(group, device)
+        return [on_device(group, device, f"group {i}") for i, group in enumerate(groups)]
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
         try:
@@ -192,3 +208,41 @@ class GroupedOptimizer(torch.optim.Optimizer):
             None if p.dtype == torch.float32 and weight_of(p) is None else master
             for master, p in pairs
         ]
+
+
+def _entries(name: str, values: Any) -> Any:
+    """What torch takes as parameters, in a list of its own; groups are copied.
+
+    Raises TypeError where torch would fail without a message.
+    """
+    if isinstance(values, (torch.Tensor, set)):
+        return values  # torch takes or refuses it
+    try:
+        each = iter(values)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be tensors, (name, tensor) pairs or groups, got {shown(values)}"
+        ) from None
+    entries = [dict(entry) if isinstance(entry, dict) else entry for entry in each]
+    for index, entry in enumerate(entries):
+        if isinstance(entry, tuple) and (len(entry) != 2 or not isinstance(entry[0], str)):
+            raise TypeError(
+                f"{name}[{index}] must be a tensor or a (name, tensor) pair, got {shown(entry)}"
+            )
+    return entries
+
+
+def _new_group(param_group: Any) -> dict[str, Any]:
+    """A copy of a group to be added, for torch to write into."""
+    if not isinstance(param_group, dict) or "params" not in param_group:
+        raise TypeError(f"param_group must be a dict with 'params', got {shown(param_group)}")
+    return {**param_group, "params": _entries("params", param_group["params"])}
+
+
+def check_names(names: Any, count: int, where: str) -> None:
+    """Raises ValueError unless they are the names of so many parameters, or None."""
+    if names is None:
+        return
+    is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    if not is_list or len(names) != count:
+        refuse(f"{where}: param_names", f"a list of {count} names", names)

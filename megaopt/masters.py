@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from megaopt.checks import is_dense, refuse
 from megaopt.dtensor import check_sharding, local_of
 from megaopt.float8.parts import weight_of
-from megaopt.memory import Named, check_memory
+from megaopt.memory import Named, check_memory, check_writable
 from megaopt.options import Options
 
 MasterWeights = bool | list[torch.Tensor | None] | None
@@ -57,19 +58,22 @@ def _check_master(
         if master is not None and not is_own_master(master, param):
             raise ValueError(f"{where}: an fp32 weight is its own master: None is allowed")
         return
-    if not isinstance(master, torch.Tensor):
-        raise ValueError(f"{where} is {master!r}: a tensor of dtype {dtype} is allowed")
+    if not isinstance(master, torch.Tensor) or master.is_nested:
+        refuse(where, f"a tensor of dtype {dtype}", master)
     for name in ("shape", "dtype", "device", "layout"):
         wanted = {"dtype": dtype, "layout": torch.strided}.get(name, getattr(param, name))
         if getattr(master, name) != wanted:
             raise ValueError(f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}")
     check_sharding(master, param, where)
+    check_writable(local_of(master), where)
 
 
-def is_own_master(master: torch.Tensor, param: torch.Tensor) -> bool:
+def is_own_master(master: object, param: torch.Tensor) -> bool:
     """Whether the entry for an fp32 weight is that weight, or a view of the very same memory."""
     return (
-        master.dtype == param.dtype
+        isinstance(master, torch.Tensor)
+        and is_dense(local_of(master))
+        and master.dtype == param.dtype
         and master.shape == param.shape
         and master.device == param.device
         and local_of(master).data_ptr() == local_of(param).data_ptr()

@@ -23,17 +23,23 @@ class Named(NamedTuple):
         return f"{self.where}: {self.name}"
 
 
-def check_writable(own: Named) -> None:
+def check_writable(tensor: torch.Tensor, where: str) -> None:
     """Raises ValueError for a tensor that torch would refuse to write, or only half."""
-    if own.tensor.is_inference():
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
-            f"{own} must be a tensor that may be written, got one made in torch.inference_mode(); "
-            "clone it outside"
+            f"{where} must be a tensor that may be written, got one made in "
+            "torch.inference_mode(); clone it outside"
         )
-    if own.tensor.is_neg():
+    if tensor.is_neg():
         raise ValueError(
-            f"{own} must be a tensor of its own values, got one with a pending negation; "
+            f"{where} must be a tensor of its own values, got one with a pending negation; "
             "resolve_neg() makes one"
+        )
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    if any(stride == 0 and size > 1 for stride, size in strides):
+        raise ValueError(
+            f"{where} must have memory of its own for each element, got strides "
+            f"{tensor.stride()} of shape {tuple(tensor.shape)}"
         )
 
 
@@ -44,7 +50,7 @@ def check_memory(tensors: Sequence[Named]) -> None:
     of addresses meet are looked at element by element.
     """
     for own in tensors:
-        check_writable(own)
+        check_writable(own.tensor, str(own))
     used = [own for own in tensors if own.tensor.numel()]
     for _, group in itertools.groupby(sorted(used, key=_device), key=_device):
         on_device = list(group)

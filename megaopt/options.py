@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from megaopt.checks import (
+    COUNT,
+    DECAY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    is_dense,
+    listed,
+    number,
+    one_of,
+    refuse,
+    same,
+    shown,
+)
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format, names
-from megaopt.kernels.rules.base import round_to_fp32
 
 NONFINITE = ("propagate", "skip", "error")
 """What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
@@ -26,6 +37,32 @@ TORCH_REFUSES = {
     torch.float8_e4m3fn: "torch's optimizers keep none in fp8",
 }
 """Moments that contract torch does not cover, and why."""
+
+FLAGS = (True, False)
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "contract": tuple(CONTRACTS),
+    "backend": ("auto", *BACKENDS),
+    "dtype": (None, torch.float32),
+    "master_weight_dtype": (torch.float32, torch.float16),
+    "exp_avg_dtype": tuple(MOMENTS),
+    "exp_avg_sq_dtype": tuple(MOMENTS),
+    "nonfinite": NONFINITE,
+    "direct_cast": (None, *FLAGS),
+    "round_scaled_grads": FLAGS,
+    "on_external_write": EXTERNAL_WRITES,
+    "write_unscaled_grads": FLAGS,
+    "store_param_remainders": FLAGS,
+    "adam_w_mode": FLAGS,
+    "capturable": FLAGS,
+}
+"""What each option may be."""
+
+HYPER = {"lr": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE}
+"""The numbers of a group, beside betas and the step count."""
+
+UNSUPPORTED = ("amsgrad", "maximize")
+"""Features that torch's groups name, which must be off."""
 
 MARKS = ("contract", "adam_w_mode")
 """Options that every group and every state dict names: they say what the bits of a state mean.
@@ -56,17 +93,13 @@ class Options:
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
-        one_of("contract", self.contract, CONTRACTS)
-        one_of("backend", self.backend, ("auto", *BACKENDS))
-        one_of("dtype", self.dtype, (None, torch.float32))
-        one_of("master_weight_dtype", self.master_weight_dtype, (torch.float32, torch.float16))
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
+                object.__setattr__(self, name, torch.float8_e4m3fn)
+        for name, allowed in CHOICES.items():
+            one_of(name, getattr(self, name), allowed)
         self._check_moment("exp_avg_dtype")
         self._check_moment("exp_avg_sq_dtype")
-        one_of("nonfinite", self.nonfinite, NONFINITE)
-        one_of("direct_cast", self.direct_cast, (None, True, False))
-        one_of("round_scaled_grads", self.round_scaled_grads, (True, False))
-        one_of("on_external_write", self.on_external_write, EXTERNAL_WRITES)
-        one_of("write_unscaled_grads", self.write_unscaled_grads, (True, False))
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite='error' is not allowed with capturable=True: nothing waits for the "
@@ -85,10 +118,7 @@ class Options:
             )
 
     def _check_moment(self, name: str) -> None:
-        if getattr(self, name) == torch.uint8:  # as TransformerEngine calls fp8, always e4m3
-            object.__setattr__(self, name, torch.float8_e4m3fn)
         dtype = getattr(self, name)
-        one_of(name, dtype, MOMENTS)
         if self.contract == "torch" and dtype in TORCH_REFUSES:
             allowed = (str(other) for other in MOMENTS if other not in TORCH_REFUSES)
             raise ValueError(
@@ -118,46 +148,40 @@ class Options:
         return MASTERS[torch.int16 if self.store_param_remainders else self.master_weight_dtype]
 
 
-def one_of(name: str, value: object, allowed: Any) -> None:
-    """Raises ValueError unless the value is one of those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not allowed: one of {', '.join(map(str, allowed))}")
-
-
 def check_group(group: Mapping[str, Any], where: str, lr_is_needed: bool = True) -> None:
-    """Raises ValueError where a group's hyper-parameter is out of range or NaN.
+    """Raises ValueError where a group's hyper-parameter is missing, out of range or NaN.
 
     lr_is_needed: it may not be None, as it may before the first step.
     """
-    if group["lr"] is None:
-        if lr_is_needed:
-            raise ValueError(f"{where}: lr must be a number >= 0, got None")
+    missing = [n for n in (*HYPER, "betas", "bias_correction", "step") if n not in group]
+    if missing:
+        raise ValueError(f"{where} must have {', '.join(missing)}, got {listed(group)}")
+    if group["lr"] is None and not lr_is_needed:
         group = {**group, "lr": 0.0}
-
-    def check(name: str, value: object, fits: bool, allowed: str) -> None:
-        if not fits:
-            raise ValueError(f"{where}: {name}={value!r} is not allowed: {allowed}")
-
-    lr, eps, weight_decay = (
-        number(group[name], f"{where}: {name}") for name in ("lr", "eps", "weight_decay")
-    )
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        fits = value >= 0 and round_to_fp32(value) < math.inf
-        check(name, group[name], fits, "a finite number, at least 0, in fp32")
+    for name, allowed in HYPER.items():
+        number(f"{where}: {name}", group[name], allowed)
     betas = group["betas"]
-    check("betas", betas, isinstance(betas, (tuple, list)) and len(betas) == 2, "two numbers")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        refuse(f"{where}: betas", "two numbers", betas)
     for index, beta in enumerate(betas):
-        fits = 0 <= number(beta, f"{where}: betas[{index}]") < 1
-        check(f"betas[{index}]", beta, fits, "at least 0, less than 1")
+        number(f"{where}: betas[{index}]", beta, DECAY)
+    one_of(f"{where}: bias_correction", group["bias_correction"], FLAGS)
     step = group["step"]
-    check("step", step, isinstance(step, int) and step >= 0, "a whole number, at least 0")
+    if not isinstance(step, int):
+        refuse(f"{where}: step", COUNT.allowed, step)
+    number(f"{where}: step", step, COUNT)
+
+
+def check_unsupported(group: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError where a group asks for a feature that there is not."""
+    for name in UNSUPPORTED:
+        if group.get(name, False) is not None:
+            one_of(f"{where}: {name}", group.get(name, False), (False,))
 
 
 def check_group_options(group: Mapping[str, Any], options: Options, where: str) -> None:
     """Raises ValueError where a new group asks for what is one choice for all groups."""
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise ValueError(f"{where}: {name}={group[name]!r} is not allowed: False")
+    check_unsupported(group, where)
     for name in ("master_weights", "use_decoupled_grad"):
         if name in group:
             raise ValueError(
@@ -166,10 +190,10 @@ def check_group_options(group: Mapping[str, Any], options: Options, where: str) 
     # torch's groups all name capturable, which moves no number
     for name in {field.name for field in fields(options)} - {"capturable"}:
         own = getattr(options, name)
-        if name in group and group[name] != own:
+        if name in group and not same(group[name], own):
             raise ValueError(
-                f"{where}: {name}={group[name]!r} is not allowed: {own!r}, the optimizer's own "
-                "argument, which holds for all groups"
+                f"{where}: {name} must be {own!r}, the optimizer's own argument, which holds for "
+                f"all groups, got {shown(group[name])}"
             )
 
 
@@ -177,35 +201,15 @@ def check_clipping(clip_norm: Any, coefficient: Any) -> None:
     """Raises ValueError for a step's arguments that are not allowed."""
     if clip_norm is not None:
         if isinstance(clip_norm, torch.Tensor):
-            raise ValueError(
-                f"clip_norm={clip_norm!r} is not allowed: a number of the host; clip_coefficient "
-                "may be a tensor"
-            )
-        if not 0 < round_to_fp32(number(clip_norm, "clip_norm")) < math.inf:
-            raise ValueError(
-                f"clip_norm={clip_norm!r} is not allowed: a finite number above 0, in fp32"
-            )
+            refuse("clip_norm", "a number of the host; clip_coefficient may be a tensor", clip_norm)
+        number("clip_norm", clip_norm, POSITIVE)
     if coefficient is None:
         return
-    is_tensor = isinstance(coefficient, torch.Tensor)
-    if not is_tensor or coefficient.numel() != 1 or coefficient.dtype != torch.float32:
-        raise ValueError(
-            f"clip_coefficient={coefficient!r} is not allowed: one element of torch.float32"
-        )
+    fits = is_dense(coefficient) and coefficient.dtype == torch.float32
+    if not fits or coefficient.numel() != 1:
+        refuse("clip_coefficient", "one element of torch.float32", coefficient)
     if clip_norm is not None:
         raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
-
-
-def number(value: Any, name: str) -> float:
-    """A number or one-element tensor as a Python float; ValueError for anything else."""
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"{name} is a tensor of shape {tuple(value.shape)}: one element is allowed"
-        )
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is not allowed: a number") from None
 
 
 def has_shared_elements(tensor: torch.Tensor) -> bool:
@@ -220,8 +224,9 @@ def check_weight(
 
     float8: it is kept in fp8, and has no memory of its own to look at.
     """
-    if weight.layout != torch.strided:
-        raise ValueError(f"{where}: layout {weight.layout} is not allowed: torch.strided")
+    if not is_dense(weight):
+        layout = "nested" if weight.is_nested else weight.layout
+        raise ValueError(f"{where}: layout {layout} is not allowed: torch.strided")
     if has_shared_elements(weight):
         raise ValueError(
             f"{where}: strides {weight.stride()} of shape {tuple(weight.shape)} are not allowed: "

@@ -63,7 +63,7 @@ def complete(
         if formats.master.joined:  # the weight stays as it is
             state[MASTER] = formats.master.encode_reference(value)[1]
         else:
-            set_unscaled(state, MASTER, value, formats.master, weight)
+            state.update(encoded(MASTER, value, formats.master, weight)[0])
 
 
 def value_of(weight: torch.Tensor, formats: Formats) -> torch.Tensor:
@@ -78,28 +78,25 @@ def get_unscaled(state: State, name: str, form: Format, weight: torch.Tensor) ->
     return form.decode_reference(state[name], state.get(name + SCALE))
 
 
-def set_unscaled(
-    state: State, name: str, value: torch.Tensor, form: Format, weight: torch.Tensor
-) -> None:
-    """Stores an fp32 value in its format, making the tensors that are not there yet.
+def encoded(
+    name: str, value: torch.Tensor, form: Format, weight: torch.Tensor
+) -> tuple[State, torch.Tensor | None]:
+    """New state tensors that hold an fp32 value in its format, by name.
 
-    A joined master sets the weight too: only together do they say the value.
+    Also what the weight becomes with a joined master, as only together they say the value; None
+    otherwise.
     """
     value = value.to(weight.device, torch.float32).reshape(weight.shape)
-    code = state.get(name)
-    if code is None:
-        code = torch.empty(weight.shape, dtype=form.dtype, device=weight.device)
+    code = torch.empty(weight.shape, dtype=form.dtype, device=weight.device)
     if form.joined:
         upper, lower = form.encode_reference(value)
-        weight.copy_(upper)
-        code.copy_(lower)
-    elif not form.scaled or value.numel() == 0:
-        code.copy_(form.encode_reference(value))
-    if form.scaled:
-        scale = state.setdefault(name + SCALE, torch.ones(1, device=weight.device))
-        if value.numel():
-            store_scaled(code, scale, value, form)
-    state[name] = code
+        return {name: code.copy_(lower)}, upper
+    if not form.scaled:
+        return {name: code.copy_(form.encode_reference(value))}, None
+    scale = torch.ones(1, device=weight.device)
+    if value.numel():
+        store_scaled(code, scale, value, form)
+    return {name: code, name + SCALE: scale}, None
 
 
 # --- pickled

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.batches import MASTER, SCALE, state_name
+from megaopt.checks import (
+    COUNT,
+    NOT_NEGATIVE,
+    is_dense,
+    listed,
+    number,
+    refuse,
+    same,
+    shown,
+)
 from megaopt.dtensor import check_sharding, local_of, locals_of, sharded_state
+from megaopt.groups import check_names
+from megaopt.kernels.formats import Format
 from megaopt.kernels.step.batch import Formats
-from megaopt.options import MARKS, Options, check_group, number
-from megaopt.state import State, set_unscaled
+from megaopt.options import MARKS, UNSUPPORTED, Options, check_group, check_unsupported
+from megaopt.saved import NOT_MADE, Key, Saved, taken_apart
+from megaopt.state import State, encoded
 
 if TYPE_CHECKING:
     from megaopt.stateful import StatefulOptimizer
 
-# Keys of a group in a state dict, by policy, beside MARKS.
+# Keys of a group in a state dict, by policy, beside MARKS and UNSUPPORTED.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
-# torch's: features that must be off.
-UNSUPPORTED = ("amsgrad", "maximize")
 
 
 @dataclass
@@ -33,8 +45,8 @@ class Loaded:
     groups: list[dict[str, Any]]
 
 
-def mark(packed: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Adds to every group of a state dict what a load compares; leaves out masters that are none.
+def mark(packed: dict[str, Any], optimizer: StatefulOptimizer) -> dict[str, Any]:
+    """Adds to a state dict what a load compares; leaves out masters that are none.
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None.
     """
@@ -42,12 +54,18 @@ def mark(packed: dict[str, Any], options: Options) -> dict[str, Any]:
         key: {name: value for name, value in own.items() if value is not None}
         for key, own in packed["state"].items()
     }
-    groups = [{**group, **options.marks} for group in packed["param_groups"]]
-    return {**packed, "state": state, "param_groups": groups}
+    names = (*optimizer.rule.moments, MASTER)
+    not_made = {}
+    for key in (key for group in packed["param_groups"] for key in group["params"]):
+        own = packed["state"].get(key, {})
+        if not all(name in own for name in names):
+            not_made[key] = [name for name in names if name not in own]
+    groups = [{**group, **optimizer.options.marks} for group in packed["param_groups"]]
+    return {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
 
 
 def read(
-    state_dict: Mapping[str, Any],
+    state_dict: Any,
     optimizer: StatefulOptimizer,
     params: list[torch.Tensor],
     wheres: list[str],
@@ -57,156 +75,200 @@ def read(
     Raises:
         ValueError: see FusedAdam.load_state_dict.
     """
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(f"the state dict has no {key!r}: found {', '.join(state_dict)}")
-    saved_groups = state_dict["param_groups"]
-    order = _saved_order(saved_groups, optimizer.param_groups)
-    steps = _torch_steps(state_dict["state"], saved_groups)
+    saved = taken_apart(state_dict, [len(group["params"]) for group in optimizer.param_groups])
+    ours = all("contract" in group for group in saved.groups)
     groups = [
-        _group(saved, own, optimizer.options, steps[index], f"group {index}")
-        for index, (saved, own) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True))
+        _group(own, optimizer.param_groups[index], optimizer.options, _step(saved, index), index)
+        for index, own in enumerate(saved.groups)
     ]
-    ours = all("contract" in group for group in saved_groups)
-    positions = {key: position for position, key in enumerate(order)}
+    take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
-    for key, saved in state_dict["state"].items():
-        if key not in positions:
-            raise ValueError(
-                f"state {key!r} of the state dict belongs to no parameter of its groups"
-            )
-        if not saved:
-            continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
-        # unflattened by torch.distributed.checkpoint, what was None comes back as {}
-        saved = {name: value for name, value in saved.items() if not _is_empty(value)}
-        param, where = params[positions[key]], wheres[positions[key]]
-        take = _ours if ours else _foreign
-        for name in (*optimizer.rule.moments, MASTER):
-            check_sharding(saved.get(name), param, f"{where}: {name!r} in the state dict")
-        state = take(locals_of(saved), optimizer, local_of(param), where)
-        states[param] = sharded_state(param, state)
+    for key, param, where in zip(saved.order, params, wheres, strict=True):
+        state = saved.states.get(key)
+        if state is None and saved.not_made is not None:
+            _check_not_made(key, saved.not_made, optimizer, where)
+        if state is not None:
+            for name in (*optimizer.rule.moments, MASTER):
+                check_sharding(state.get(name), param, f"{where}: {name!r} in the state dict")
+            not_made = (saved.not_made or {}).get(key, [])
+            state = take(locals_of(state), optimizer, local_of(param), where, not_made)
+            states[param] = sharded_state(param, state)
     return Loaded(states, groups)
 
 
-def _is_empty(value: object) -> bool:
-    return isinstance(value, dict) and not value
-
-
-def _saved_order(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[Any]:
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
-    if sizes[0] != sizes[1]:
+def _check_not_made(
+    key: Key, not_made: dict[Key, list[str]], optimizer: StatefulOptimizer, where: str
+) -> None:
+    """Raises ValueError for a parameter whose state was made, and is not in the state dict."""
+    lost = [name for name in optimizer.rule.moments if name not in not_made.get(key, [])]
+    if lost:
         raise ValueError(
-            f"the state dict has groups of {sizes[0]} parameters: allowed are this optimizer's, "
-            f"{sizes[1]}"
+            f"{where}: the state dict must have its {' and '.join(lost)}, got no state; only "
+            f"parameters in its {NOT_MADE!r} may have none"
         )
-    return [key for group in saved for key in group["params"]]
 
 
-def _torch_steps(states: Mapping[Any, State], groups: list[dict[str, Any]]) -> list[int | None]:
-    """For each group the step count that torch keeps with every parameter, None without one.
+def _step(saved: Saved, index: int) -> int:
+    """The step count of a group, which torch keeps with every parameter.
 
-    Raises ValueError where the parameters of a group were stepped unequally often.
+    Raises ValueError where there are several, and where states have none.
     """
-    found: list[int | None] = []
-    for index, group in enumerate(groups):
-        steps = {int(states[k]["step"]) for k in group["params"] if "step" in states.get(k, {})}
-        if len(steps) > 1:
-            raise ValueError(
-                f"group {index}: its parameters have step counts {sorted(steps)}; allowed is one "
-                "for all, which this optimizer keeps with the group"
-            )
-        found.append(steps.pop() if steps else None)
-    return found
+    group, where = saved.groups[index], f"group {index}"
+    states = [saved.states[key] for key in group["params"] if key in saved.states]
+    given = [own["step"] for own in (*states, group) if "step" in own]
+    steps = {int(number(f"{where}: step", step, COUNT)) for step in given}
+    if len(steps) > 1:
+        raise ValueError(
+            f"{where}: its parameters have step counts {sorted(steps)}; allowed is one "
+            "for all, which this optimizer keeps with the group"
+        )
+    if states and not steps:
+        raise ValueError(f"{where} of the state dict must have a step count, got none")
+    return steps.pop() if steps else 0
 
 
 def _group(
-    saved: dict[str, Any], own: dict[str, Any], options: Options, step: int | None, where: str
+    saved: dict[str, Any], own: dict[str, Any], options: Options, step: int, index: int
 ) -> dict[str, Any]:
     """The group after the load: what was saved, over what was there; checked."""
-    for name in UNSUPPORTED:
-        if saved.get(name):
-            raise ValueError(f"{where}: {name}={saved[name]!r} in the state dict; allowed: False")
+    where = f"group {index}"
+    check_unsupported(saved, f"{where} of the state dict")
+    _check_marks(saved, options, where)
+    left_out = {*MARKS, *IGNORED, *UNSUPPORTED, "decoupled_weight_decay", "params", "param_names"}
+    kept = {key: value for key, value in saved.items() if key not in left_out}
+    group = {**own, **kept, **_names(saved, own, where), "step": step}
+    if isinstance(saved.get("step"), torch.Tensor):  # capturable: numbers, until the load is over
+        group["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
+    check_group(group, where, lr_is_needed=options.capturable)
+    copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in kept}
+    return {**group, **copies}
+
+
+def _check_marks(saved: dict[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError where the bits of the saved state mean something else here."""
     marks = {name: saved[name] for name in MARKS if name in saved}
     if "decoupled_weight_decay" in saved:
         marks["adam_w_mode"] = saved["decoupled_weight_decay"]
     for name, value in marks.items():
-        if value != getattr(options, name):
+        if not same(value, getattr(options, name)):
             raise ValueError(
-                f"{where}: the state dict was saved under {name}={value!r}; allowed is this "
+                f"{where}: the state dict was saved under {name}={shown(value)}; allowed is this "
                 f"optimizer's, {getattr(options, name)!r}"
             )
-    left_out = {*MARKS, *IGNORED, *UNSUPPORTED, "decoupled_weight_decay", "params"}
-    kept = {key: deepcopy(value) for key, value in saved.items() if key not in left_out}
-    group = {**own, **kept}
-    if step is not None:
-        group["step"] = step
-    if isinstance(group["step"], torch.Tensor):  # capturable: numbers, until the load is over
-        group["step"] = int(number(group["step"], f"{where}: step"))
-        group["lr"] = number(group["lr"], f"{where}: lr")
-    check_group(group, where, lr_is_needed=options.capturable)
-    return group
 
 
-def _ours(saved: State, optimizer: StatefulOptimizer, param: torch.Tensor, where: str) -> State:
+def _names(saved: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
+    """The names that a group gets, if any.
+
+    Raises ValueError where parameters found by their place have other names. Where keys are names,
+    a framework has found each parameter by its own, and the list may be of other ranks.
+    """
+    if "param_names" not in saved or any(isinstance(key, str) for key in saved["params"]):
+        return {}
+    names = saved["param_names"]
+    check_names(names, len(saved["params"]), f"{where} of the state dict")
+    known = own.get("param_names", names)
+    if [*names] != [*known]:
+        raise ValueError(
+            f"{where}: param_names of the state dict must be this optimizer's, {shown(known)}, got "
+            f"{shown(names)}; without param_names parameters are taken by their place"
+        )
+    return {"param_names": [*names]}
+
+
+def _copied(value: Any, where: str) -> Any:
+    try:
+        return deepcopy(value)
+    except Exception as error:
+        raise ValueError(
+            f"{where} of the state dict must be what copy.deepcopy copies, got {shown(value)}: "
+            f"{type(error).__name__}"
+        ) from None
+
+
+def _ours(
+    saved: State,
+    optimizer: StatefulOptimizer,
+    param: torch.Tensor,
+    where: str,
+    not_made: Sequence[str],
+) -> State:
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
     formats = optimizer._formats(param)
     names = {state_name(s, optimizer.rule.moments): s for s in (*formats.state_slots, "master")}
-    state: State = {}
-    for name, slot in names.items():
-        present = slot in formats.slots
-        if name not in saved and present:
-            raise ValueError(f"{where}: the state dict has no {name!r}")
-        state[name] = None
-        if present:
-            state[name] = _code(saved[name], formats, slot, param, f"{where}: {name!r}")
-        elif saved.get(name) is not None:
-            raise ValueError(
-                f"{where}: {name!r} is {saved[name].dtype} in the state dict; allowed here: None"
-            )
     unknown = [name for name in saved if name not in names]
     if unknown:
         raise ValueError(
-            f"{where}: {', '.join(unknown)} in the state dict; allowed: {', '.join(names)}"
+            f"{where}: {listed(unknown)} in the state dict; allowed: {', '.join(names)}"
         )
+    state: State = {}
+    for name, slot in names.items():
+        if slot not in formats.slots:
+            if saved.get(name) is not None:
+                refuse(f"{where}: {name!r} of the state dict", "None", saved[name])
+            state[name] = None
+        elif name in saved:
+            state[name] = _code(saved[name], formats, slot, param, f"{where}: {name!r}")
+        elif name.removesuffix(SCALE) not in not_made:
+            raise ValueError(f"{where}: the state dict has no {name!r}")
     return state
 
 
 def _code(saved: Any, formats: Formats, slot: str, param: torch.Tensor, where: str) -> torch.Tensor:
     dtype = formats.dtype(slot)
     shape = (1,) if slot.endswith(SCALE) else tuple(param.shape)
-    if not isinstance(saved, torch.Tensor) or saved.dtype != dtype or tuple(saved.shape) != shape:
-        found = type(saved).__name__
-        if isinstance(saved, torch.Tensor):
-            found = f"{saved.dtype} of shape {tuple(saved.shape)}"
-        raise ValueError(f"{where} is {found} in the state dict; allowed: {dtype} of shape {shape}")
-    return saved.detach().to(param.device, copy=True).contiguous()
+    if not _is_readable(saved) or saved.dtype != dtype or tuple(saved.shape) != shape:
+        refuse(f"{where} of the state dict", f"{dtype} of shape {shape}", saved)
+    return _copy(saved, param)
 
 
-def _foreign(saved: State, optimizer: StatefulOptimizer, param: torch.Tensor, where: str) -> State:
+def _foreign(
+    saved: State,
+    optimizer: StatefulOptimizer,
+    param: torch.Tensor,
+    where: str,
+    not_made: Sequence[str],
+) -> State:
     """Another optimizer's state, its values stored in our formats."""
     formats = optimizer._formats(param)
-    moments = optimizer.rule.moments
+    names = {state_name(s, optimizer.rule.moments): s for s in ("first", "second", "master")}
+    scales = [name + SCALE for name in names if name + SCALE in saved]
+    if scales:
+        raise ValueError(
+            f"{where}: {', '.join(scales)} in the state dict; allowed in groups with a 'contract'"
+        )
     state: State = {}
-    for slot in ("first", "second", "master"):
-        name, form = state_name(slot, moments), getattr(formats, slot)
-        value = saved.get(name)
+    for name, slot in names.items():
+        form: Format = getattr(formats, slot)
         if name == MASTER and not form.present:
             state[name] = None  # TransformerEngine keeps a dead one for fp32 weights
-            continue
-        if name == MASTER and value is None:
-            continue  # made at the next step
-        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            raise ValueError(
-                f"{where}: {name!r} is {found} in the state dict; allowed: a tensor of shape "
-                f"{tuple(param.shape)}"
-            )
-        if value.dtype == form.dtype and not form.scaled:
-            state[name] = value.detach().to(param.device, copy=True).contiguous()
-        elif form.joined or not value.is_floating_point():
-            raise ValueError(
-                f"{where}: {name!r} is {value.dtype} in the state dict; allowed: {form.dtype}"
-            )
-        else:
-            set_unscaled(state, name, value.detach(), form, param)
+        elif saved.get(name) is not None:
+            _convert(state, name, saved[name], form, param, where)
+        elif name != MASTER and name not in not_made:
+            refuse(f"{where}: {name!r} of the state dict", "a tensor", saved.get(name))
+        # otherwise made at the next step
     return state
+
+
+def _convert(
+    state: State, name: str, value: Any, form: Format, param: torch.Tensor, where: str
+) -> None:
+    """Stores another optimizer's value in our format."""
+    where = f"{where}: {name!r} of the state dict"
+    if not _is_readable(value) or value.shape != param.shape:
+        refuse(where, f"a tensor of shape {tuple(param.shape)}", value)
+    if value.dtype == form.dtype and not form.scaled:
+        state[name] = _copy(value, param)
+    elif form.joined or not value.is_floating_point():
+        refuse(where, str(form.dtype), value)
+    else:
+        state.update(encoded(name, value.detach(), form, param)[0])
+
+
+def _copy(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    return value.detach().to(param.device, copy=True).contiguous()
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether it is a tensor with elements to copy, and its dtype says all about them."""
+    return is_dense(value) and not value.is_meta and not is_traceable_wrapper_subclass(value)

@@ -10,6 +10,7 @@ import torch
 
 from megaopt import state_dict as state_dicts
 from megaopt.batches import MASTER, SCALE, check_state, state_name
+from megaopt.checks import is_dense, one_of, refuse, same
 from megaopt.dtensor import (
     check_sharding,
     is_dtensor,
@@ -22,14 +23,16 @@ from megaopt.float8.parts import weight_of
 from megaopt.float8.shard import Float8Shard
 from megaopt.groups import GroupedOptimizer
 from megaopt.kernels.step.batch import Formats
+from megaopt.memory import check_writable
+from megaopt.overwriting import overwrite
 from megaopt.ownership import Versions, refresh, widened, written_elements
 from megaopt.state import (
     State,
     complete,
+    encoded,
     formats_of,
     get_unscaled,
     picklable,
-    set_unscaled,
     value_of,
 )
 
@@ -53,11 +56,8 @@ class StatefulOptimizer(GroupedOptimizer):
         self._check_param(param, wheres[index])
         formats = self._formats(param)
         own = {self.options.store_param_remainders, formats.master.joined}
-        if store_param_remainders not in {None, *own}:
-            raise ValueError(
-                f"store_param_remainders={store_param_remainders} is not allowed for "
-                f"{wheres[index]}: its master is stored as {formats.master.name}"
-            )
+        where = f"{wheres[index]}, whose master is stored as {formats.master.name}"
+        one_of(f"store_param_remainders for {where},", store_param_remainders, (None, *own))
         external = self._external(params, wheres)[index]
         self._commit({param: self._completed(param, formats, external, wheres[index])})
 
@@ -139,9 +139,7 @@ class StatefulOptimizer(GroupedOptimizer):
         for index, own in enumerate(params):
             if own is param:
                 return index
-        raise ValueError(
-            f"the tensor of shape {tuple(param.shape)} is no parameter of this optimizer"
-        )
+        refuse("param", "a parameter of this optimizer", param)
 
     def _formats(self, param: torch.Tensor) -> Formats:
         masters = self._wants_masters(self._master_weights)
@@ -151,8 +149,7 @@ class StatefulOptimizer(GroupedOptimizer):
         slots = {
             state_name(slot, self.rule.moments): slot for slot in ("first", "second", "master")
         }
-        if name not in slots:
-            raise ValueError(f"state_name={name!r} is not allowed: one of {', '.join(slots)}")
+        one_of("state_name", name, slots)
         return slots[name]
 
     @torch.no_grad()
@@ -199,56 +196,81 @@ class StatefulOptimizer(GroupedOptimizer):
         """
         if not isinstance(unscaled_state, torch.Tensor):
             return
-        state: State = self.state.get(param, {})
-        if state_name.endswith(SCALE) and state_name in state:
-            state[state_name].copy_(unscaled_state)
+        self._check_own(param)
+        state, local = self.state.get(param, {}), local_of(param)
+        if any(same(state_name, name) for name in state if name.endswith(SCALE)):
+            self._store(param, state, {state_name: _one_number(unscaled_state, state_name, local)})
             return
-        form = getattr(self._formats(param), self._slot(state_name))
-        fits = unscaled_state.shape == param.shape
-        if not (fits or (unscaled_state.numel() == param.numel() and not is_dtensor(param))):
-            raise ValueError(
-                f"{state_name} of shape {tuple(unscaled_state.shape)} is not allowed: the "
-                f"parameter's, {tuple(param.shape)}"
-            )
+        formats, slot = self._formats(param), self._slot(state_name)
+        _check_value(unscaled_state, param, state_name)
         check_sharding(unscaled_state, param, state_name)
-        state, local = self.state[param], local_of(param)
-        new: torch.Tensor = local_of(unscaled_state)
-        if state_name == MASTER and not form.present:
-            value = new.to(param.device, torch.float32).reshape(local.shape)
-            self._set_weight(local, value)
-            state[MASTER] = None
+        value: torch.Tensor = local_of(unscaled_state.detach())
+        if state_name == MASTER and not formats.master.present:
+            self._set_weight(param, value.to(local.device, torch.float32).reshape(local.shape))
             return
-        external = not (self._master_weights is None or isinstance(self._master_weights, bool))
-        if state_name == MASTER and state.get(MASTER) is None and external:
+        if state_name == MASTER and state.get(MASTER) is None and self._has_external:
             params, _, wheres = self._flat()
-            state[MASTER] = self._external(params, wheres)[self._index(param, params)]
-        stored = locals_of(state)
-        set_unscaled(stored, state_name, new, form, local)
-        state.update(sharded_state(param, stored, list(state.values())))
+            external = self._external(params, wheres)[self._index(param, params)]
+            state = {**state, MASTER: external}
+        self._store(param, state, *encoded(state_name, value, getattr(formats, slot), local))
         if state_name == MASTER:
             self._versions.note(param)
 
+    def _store(
+        self, param: torch.Tensor, state: State, new: State, weight: torch.Tensor | None = None
+    ) -> None:
+        """Writes new tensors over those of a state, or adds them, and the weight: all or none."""
+        stored, pairs = locals_of(state), []
+        if weight is not None:
+            check_writable(local_of(param), "the parameter")
+            pairs.append((local_of(param), weight))
+        for name, tensor in new.items():
+            if stored.get(name) is None:
+                stored[name] = tensor
+            else:
+                _check_like(stored[name], tensor, f"state {name!r}")
+                pairs.append((stored[name], tensor))
+        completed = sharded_state(param, stored, list(state.values()))
+        overwrite(pairs, lambda: self.state[param].update(completed))
+
+    @property
+    def _has_external(self) -> bool:
+        return not (self._master_weights is None or isinstance(self._master_weights, bool))
+
+    def _check_own(self, param: Any) -> None:
+        params = (own for group in self.param_groups for own in group["params"])
+        is_tensor = isinstance(param, torch.Tensor)
+        if not is_tensor or (param not in self.state and all(own is not param for own in params)):
+            refuse("param", "a parameter of this optimizer", param)
+
     def _set_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        weight = weight_of(param)
-        if weight is not None and not isinstance(param, Float8Shard):
-            weight.quantize_(value)
-        elif weight is not None:
+        """The weight becomes an fp32 value of its shard's shape, where that is no master's."""
+        local = local_of(param)
+        weight = weight_of(local)
+        if weight is None:
+            check_writable(local, "the parameter")
+            code = self._formats(param).weight.encode_reference(value).clone()
+            overwrite([(local, code)], lambda: self.state[param].update({MASTER: None}))
+            return
+        if isinstance(local, Float8Shard):
             params, _, wheres = self._flat()
             raise ValueError(
                 f"{wheres[self._index(param, params)]}: {MASTER!r} is not allowed for a "
                 "Float8Shard without a master: its codes go by the values of all ranks; "
                 "quantize_ sets the whole weight"
             )
-        else:
-            param.copy_(self._formats(param).weight.encode_reference(value))
+        weight.quantize_(value)
+        self.state[param][MASTER] = None
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
 
         Every group also names the contract and adam_w_mode, so that a load can refuse another.
+        "not_made" has, for each parameter whose state is not complete yet, the names of what it
+        lacks, so that a load can refuse a state dict that has lost some.
         """
         packed = super().state_dict()
-        return state_dicts.mark(packed, self.options)
+        return state_dicts.mark(packed, self)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -258,26 +280,37 @@ class StatefulOptimizer(GroupedOptimizer):
         they keep in fp32 is stored in this optimizer's formats, and masters that they lack are made
         at the next step.
 
+        Parameters are taken by their place; where both sides have param_names, these must agree.
+        Pre hooks come before everything else, post hooks when the load is done: an error of a post
+        hook leaves the optimizer loaded.
+
         Raises:
-            ValueError: another contract, format, group size or tensor shape; then nothing changed.
+            ValueError: a state dict of another contract, format, group size or tensor shape, with
+                other names, a number out of range, or a state that is missing; and a master of the
+                caller's that cannot be written. After this and any other error nothing has
+                changed.
         """
-        state_dict = dict(state_dict)  # a hook may write into it
+        if isinstance(state_dict, Mapping):
+            state_dict = dict(state_dict)  # a hook may write into it
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         params, _, wheres = self._flat()
-        external = dict(zip(params, self._external(params, wheres), strict=True))
+        masters = self._external(params, wheres)
         loaded = state_dicts.read(state_dict, self, params, wheres)
-        for param, state in loaded.states.items():
-            if external.get(param) is not None and state.get(MASTER) is not None:
-                local_of(external[param]).copy_(local_of(state[MASTER]))
-                state[MASTER] = external[param]
-        self.state.clear()
-        self.state.update(loaded.states)
-        self.param_groups = loaded.groups
-        self._batches = None
-        self._versions = Versions(params)
         if self.options.capturable:
-            self._to_device()
+            numbers = self._numbers(loaded.groups)
+            loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
+        pairs = []
+        for param, master in zip(params, masters, strict=True):
+            state = loaded.states.get(param, {})
+            if master is not None and state.get(MASTER) is not None:
+                pairs.append((local_of(master), local_of(state[MASTER])))
+                state[MASTER] = master
+        self._batches = None
+        new = {"state": defaultdict(dict, loaded.states), "param_groups": loaded.groups}
+        overwrite(pairs, lambda: vars(self).update(new))
+        self._versions = Versions(params)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -300,3 +333,33 @@ class StatefulOptimizer(GroupedOptimizer):
         super().__setstate__(state)
         self._forget()
         self._versions = Versions(self._flat()[0])
+
+
+def _is_real(value: torch.Tensor) -> bool:
+    """Whether it has elements to read, and none is complex."""
+    return is_dense(value) and not value.is_meta and not value.is_complex()
+
+
+def _one_number(value: torch.Tensor, name: str, local: torch.Tensor) -> torch.Tensor:
+    """A new fp32 tensor of shape (1,) beside a shard; raises ValueError for what is no number."""
+    if not _is_real(value) or value.numel() != 1:
+        refuse(name, "one real number", value)
+    return value.detach().to(local.device, torch.float32, copy=True).reshape(1)
+
+
+def _check_value(value: torch.Tensor, param: torch.Tensor, name: str) -> None:
+    """Raises ValueError for a tensor that is no fp32 value of so many elements."""
+    is_whole = not is_dtensor(param)  # then any shape of as many elements
+    fits = _is_real(value) and (
+        value.shape == param.shape or (is_whole and value.numel() == param.numel())
+    )
+    if not fits:
+        refuse(name, f"real numbers of the parameter's shape, {tuple(param.shape)}", value)
+
+
+def _check_like(own: Any, new: torch.Tensor, where: str) -> None:
+    """Raises ValueError unless the new tensor's content can go into a state's own."""
+    wanted = (new.dtype, tuple(new.shape), new.device)
+    if not is_dense(own) or (own.dtype, tuple(own.shape), own.device) != wanted:
+        refuse(where, f"{wanted[0]} of shape {wanted[1]} on {wanted[2]}", own)
+    check_writable(own, where)

@@ -40,7 +40,7 @@ class ShardAdam(megaopt.FusedAdam):
             super().load_state_dict(state_dict)
             return
         kept = dict(self.state)
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(kept)
 
 

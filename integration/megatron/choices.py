@@ -10,9 +10,10 @@ import torch
 
 import megaopt
 import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
+from megaopt.checks import one_of
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.adam import ShardAdam
-from megaopt.options import Options, one_of
+from megaopt.options import Options
 
 MODES = ("main_shards", "precision_aware")
 

@@ -17,6 +17,7 @@ from megaopt.kernels.float8 import (
 )
 from megaopt.kernels.float8.quantize import amax_reference
 from megaopt.kernels.float8.scale import scale_from_amax_reference
+from megaopt.overwriting import overwrite
 
 TENSORS = ("data8", "scale_inv", "scale", "amax_history")
 """What a Float8Weight is made of; the last two None but for delayed scaling."""
@@ -179,11 +180,10 @@ class Float8Weight(Tensor):
                 f"shape {tuple(self.shape)}, a floating dtype"
             )
         made = quantize_reference(values.to(self.device), self.recipe, self.dtype, self.scale)
-        self.data8.copy_(made.codes)
-        self.scale_inv.copy_(made.scale_inv)
+        pairs = [(self.data8, made.codes), (self.scale_inv, made.scale_inv)]
         if self.latest_amax is not None:
-            self.latest_amax.copy_(torch.maximum(self.latest_amax, made.amax))
-        self.values_changed()
+            pairs.append((self.latest_amax, torch.maximum(self.latest_amax, made.amax)))
+        overwrite(pairs, self.values_changed)
         return self
 
     def values_changed(self) -> None:

@@ -18,7 +18,7 @@ REFUSED = {
     "scaled_masters": r"master_weight_dtype=torch.float16 is not allowed for a DTensor",
     "plain_masters": r"master_weights\[0\].*a plain tensor of shape \(5, 3\).*distribute_tensor",
     "plain_value": r"exp_avg: a plain tensor of shape \(5, 3\).*distribute_tensor",
-    "value_of_another_shape": r"exp_avg of shape \(3, 5\) is not allowed: .*\(5, 3\)",
+    "value_of_another_shape": r"exp_avg must be .*\(5, 3\), got .*\(3, 5\)",
     "plain_state": r"parameter 0 of group 0: state 'exp_avg': a plain tensor",
     "loaded_whole": r"parameter 0 of group 0: 'exp_avg' in the state dict: a plain tensor",
     "loaded_replicated": r"parameter 0 of group 0: 'exp_avg' in the state dict.*Replicate\(\)",

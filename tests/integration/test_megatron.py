@@ -319,10 +319,10 @@ ERRORS = [
     ),
     (
         ("option", "mode", "fast"),
-        "mode='fast' is not allowed: one of main_shards, precision_aware",
+        "mode must be one of main_shards, precision_aware, got 'fast'",
     ),
-    (("option", "contract", "exact"), "contract='exact' is not allowed: one of ieee"),
-    (("option", "exp_avg_dtype", torch.int8), "exp_avg_dtype=torch.int8 is not allowed"),
+    (("option", "contract", "exact"), "contract must be one of ieee"),
+    (("option", "exp_avg_dtype", torch.int8), "exp_avg_dtype must be one of torch.float32"),
     (
         ("option", "store_param_remainders", True),
         "store_param_remainders=True is not allowed with mode='main_shards'",

@@ -154,14 +154,18 @@ def test_another_number_for_lr_becomes_such_a_tensor(lr):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("lr", 0.5, r"lr=0\.5 .* torch.float32 tensor of shape \(\).*group\['lr'\]\.fill_"),
-        ("lr", torch.tensor(0.5, dtype=torch.float64), r"lr=tensor\(0\.5.*\) is not allowed"),
-        ("lr", torch.ones(2), r"lr=tensor\(\[1., 1.\]\) is not allowed"),
-        ("lr", torch.ones((), device="meta"), r"lr=tensor\(.*on cpu; to change it"),
-        ("step", 3, r"step=3 .* torch.int32 tensor of shape \(1,\) on cpu"),
-        ("step", torch.tensor([3]), r"step=tensor\(\[3\]\) is not allowed"),
-        ("eps", -1.0, r"eps=-1\.0 is not allowed: a finite number, at least 0"),
-        ("betas", (0.9, 1.0), r"betas\[1\]=1\.0 is not allowed"),
+        (
+            "lr",
+            0.5,
+            r"lr must be a torch.float32 tensor .*got 0\.5.*group\['lr'\]\.fill_",
+        ),
+        ("lr", torch.tensor(0.5, dtype=torch.float64), r"lr must be .*got tensor\(0\.5"),
+        ("lr", torch.ones(2), r"lr must be .*got .* of shape \(2,\)"),
+        ("lr", torch.ones((), device="meta"), r"lr must be .*on cpu .*on meta; to change it"),
+        ("step", 3, r"step must be a torch.int32 tensor of shape \(1,\) on cpu .*got 3"),
+        ("step", torch.tensor([3]), r"step must be .*got tensor\(\[3\]\)"),
+        ("eps", -1.0, r"eps must be a finite number >= 0 in fp32, got -1\.0"),
+        ("betas", (0.9, 1.0), r"betas\[1\] must be .*, got 1\.0"),
     ],
     ids=str,
 )
@@ -282,9 +286,13 @@ def test_what_was_loaded_is_no_alias():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("step", torch.tensor([-1], dtype=torch.int32), r"group 0: step=-1 is not allowed"),
-        ("step", torch.ones(2), r"group 0: step is a tensor of shape \(2,\): one element"),
-        ("lr", torch.tensor(-0.5), r"group 0: lr=-0\.5 is not allowed"),
+        (
+            "step",
+            torch.tensor([-1], dtype=torch.int32),
+            r"group 0: step must be a whole .*got .*-1",
+        ),
+        ("step", torch.ones(2), r"group 0: step must be a whole number .* of shape \(2,\)"),
+        ("lr", torch.tensor(-0.5), r"group 0: lr must be a finite number .*got .*-0\.5"),
     ],
     ids=str,
 )

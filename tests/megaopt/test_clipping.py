@@ -259,25 +259,34 @@ def test_parameters_without_gradients_have_no_part_in_the_norm(backend):
 
 
 BAD = {
-    "zero": ({"clip_norm": 0.0}, r"clip_norm=0\.0 is not allowed: a finite number above 0"),
-    "zero in fp32": ({"clip_norm": 1e-60}, r"clip_norm=1e-60 is not allowed: .*in fp32"),
-    "negative": ({"clip_norm": -1.0}, r"clip_norm=-1\.0 is not allowed: a finite number"),
-    "nan": ({"clip_norm": math.nan}, r"clip_norm=nan is not allowed: a finite number"),
-    "inf": ({"clip_norm": math.inf}, r"clip_norm=inf is not allowed: a finite number"),
-    "inf in fp32": ({"clip_norm": 1e39}, r"clip_norm=1e\+39 is not allowed: a finite number"),
-    "text": ({"clip_norm": "one"}, r"clip_norm='one' is not allowed: a number"),
-    "a tensor": ({"clip_norm": torch.ones(())}, r"clip_norm=tensor\(1\.\) .*clip_coefficient"),
+    "zero": ({"clip_norm": 0.0}, r"clip_norm must be a finite number > 0 in .*got 0\.0"),
+    "zero in fp32": (
+        {"clip_norm": 1e-60},
+        r"clip_norm must be a finite number > 0 in .*got 1e-60",
+    ),
+    "negative": ({"clip_norm": -1.0}, r"clip_norm must be a finite number > 0 in .*got -1\.0"),
+    "nan": ({"clip_norm": math.nan}, r"clip_norm must be a finite number > 0 in .*got nan"),
+    "inf": ({"clip_norm": math.inf}, r"clip_norm must be a finite number > 0 in .*got inf"),
+    "inf in fp32": (
+        {"clip_norm": 1e39},
+        r"clip_norm must be a finite number > 0 in .*got 1e\+39",
+    ),
+    "text": ({"clip_norm": "one"}, r"clip_norm must be a finite number > 0 in .*got 'one'"),
+    "a tensor": (
+        {"clip_norm": torch.ones(())},
+        r"clip_norm must be .*clip_coeff.*, got tensor\(1\.\)",
+    ),
     "coefficient: a number": (
         {"clip_coefficient": 0.5},
-        r"clip_coefficient=0\.5 is not allowed: one element of torch.float32",
+        r"clip_coefficient must be one element of torch.float32, got 0\.5",
     ),
     "coefficient: two": (
         {"clip_coefficient": torch.ones(2)},
-        r"clip_coefficient=tensor\(\[1., 1.\]\) is not allowed: one element of torch.float32",
+        r"clip_coefficient must be one element of torch.float32, got .* of shape \(2,\)",
     ),
     "coefficient: dtype": (
         {"clip_coefficient": torch.ones((), dtype=BF16)},
-        r"clip_coefficient=tensor\(1., dtype=torch.bfloat16\) .*torch.float32",
+        r"clip_coefficient must be .*torch.float32, got tensor\(1., dtype=torch.bfloat16\)",
     ),
     "both": (
         {"clip_coefficient": torch.ones(()), "clip_norm": 2.0},

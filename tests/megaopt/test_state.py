@@ -276,7 +276,7 @@ def test_a_state_of_another_size_is_refused(options, name, shape):
     optimizer, param = one(options)
     train(optimizer, 1)
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=rf"{name}.*\({shape[0]}.*allowed.*\(6,\)"):
+    with pytest.raises(ValueError, match=rf"{name} must be .*\(6,\), got"):
         optimizer.set_scaled_state(param, name, torch.ones(shape))
     assert_same(snapshot(optimizer), before)
 
@@ -288,7 +288,7 @@ def test_a_state_of_another_size_is_refused(options, name, shape):
 )
 def test_an_unknown_state_is_refused(method, value):
     optimizer, param = one(MASTER)
-    with pytest.raises(ValueError, match=r"state_name='exp' is not allowed: one of exp_avg, exp_"):
+    with pytest.raises(ValueError, match=r"state_name must be one of exp_avg, exp_.*, got 'exp'"):
         getattr(optimizer, method)(param, "exp", *value)
     assert len(optimizer.state) == 0
 

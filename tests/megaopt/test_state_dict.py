@@ -209,6 +209,100 @@ def test_copies_keep_their_external_masters_external():
         assert twin.master_weights[0] is not masters[0]
 
 
+# --- of parameters whose state is not complete
+
+
+def partly_stepped(names=None):
+    """Of four parameters the second never had a gradient, as if it were frozen."""
+    params = parameters()
+    optimizer = FusedAdam(list(zip(names, params, strict=True)) if names else params, **MASTER)
+    for step in range(2):
+        give_gradients(params, step)
+        params[1].grad = None
+        optimizer.step()
+    return optimizer
+
+
+def test_a_parameter_without_a_gradient_may_have_no_state():
+    source, target = partly_stepped(), made(MASTER)
+    copy_weights(source, target)
+    saved = through_a_file(source.state_dict())
+    assert saved["not_made"] == {1: ["exp_avg", "exp_avg_sq", "master_param"]}
+    target.load_state_dict(saved)
+    assert params_of(target)[1] not in target.state
+    train(source, 2, first=2)
+    for group in target.param_groups:
+        group.update(lr=source.param_groups[0]["lr"], weight_decay=0.0)
+    train(target, 2, first=2)
+    assert_same_run(target, source)
+
+
+def test_a_state_dict_from_before_not_made_loads():
+    """It cannot tell a state that was lost from one that was never made."""
+    source, target = partly_stepped(), partly_stepped()
+    train(target, 1)
+    saved = source.state_dict()
+    del saved["not_made"]
+    copy_weights(source, target)
+    target.load_state_dict(saved)
+    assert_same_run(target, source)
+
+
+def test_keys_that_are_names_are_found_by_a_framework():
+    """torch.distributed.checkpoint calls parameters by name; param_names may be of other ranks."""
+    source, target = partly_stepped("abcd"), partly_stepped("wxyz")
+    train(target, 1)
+    saved = source.state_dict()
+    del saved["not_made"]
+    saved["state"] = {f"model.{key}": state for key, state in saved["state"].items()}
+    saved["param_groups"][0]["params"] = [f"model.{key}" for key in range(4)]
+    saved["param_groups"][0]["param_names"] = ["only one"]
+    copy_weights(source, target)
+    target.load_state_dict(saved)
+    assert target.param_groups[0]["param_names"] == [*"wxyz"]
+    target.param_groups[0]["param_names"] = [*"abcd"]
+    assert_same_run(target, source)
+
+
+@pytest.mark.parametrize("external", [False, True], ids=["own", "external"])
+@pytest.mark.parametrize(
+    "options", [MASTER, FORMATS["fp16_master_bf16_fp16"]], ids=["fp32", "fp16"]
+)
+def test_a_checkpoint_between_torchs_state_and_the_next_step(options, external):
+    """Masters are made at the step: there are none to save, and none is asked for."""
+    theirs = torch.optim.AdamW(parameters())
+    train(theirs, 3)
+    straight, middle, resumed = made(options), made(options), made(options)
+    if external and options is MASTER:
+        for optimizer in (straight, middle, resumed):
+            optimizer.master_weights = [p.detach().float() for p in params_of(theirs)]
+    for optimizer in (straight, middle, resumed):
+        copy_weights(theirs, optimizer)
+    straight.load_state_dict(theirs.state_dict())
+    middle.load_state_dict(theirs.state_dict())
+    saved = through_a_file(middle.state_dict())
+    assert saved["not_made"] == {key: ["master_param"] for key in range(4)}
+    resumed.load_state_dict(saved)
+    again = through_a_file(resumed.state_dict())
+    assert_same(again, saved)
+    train(straight, 2)
+    train(resumed, 2)
+    assert_same_run(resumed, straight)
+
+
+def test_a_checkpoint_of_a_state_that_was_set_in_part():
+    """As get_unscaled_state and set_scaled_state move states one by one."""
+    source, target = made(FORMATS["fp8_moments"]), made(FORMATS["fp8_moments"])
+    first = params_of(source)[0]
+    source.set_scaled_state(first, "exp_avg", values(first.shape, 5))
+    saved = through_a_file(source.state_dict())
+    assert saved["not_made"][0] == ["exp_avg_sq", "master_param"]
+    target.load_state_dict(saved)
+    train(source, 2)
+    train(target, 2)
+    assert_same_run(target, source)
+
+
 # --- torch's
 
 TORCH_CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
@@ -255,6 +349,14 @@ def test_a_parameter_that_torch_never_stepped_starts_at_zero():
     ours.load_state_dict(theirs.state_dict())
     assert len(ours.state) == 1
     assert ours.param_groups[0]["step"] == 1
+
+
+def test_a_state_dict_of_an_optimizer_that_never_stepped_starts_at_step_0():
+    target = made(MASTER)
+    train(target, 3)
+    target.load_state_dict(torch.optim.AdamW(parameters()).state_dict())
+    assert len(target.state) == 0
+    assert target.param_groups[0]["step"] == 0
 
 
 # --- TransformerEngine's
@@ -343,6 +445,6 @@ def test_fp32_remainder_masters_of_transformer_engine_are_refused_before_anythin
     """Where an fp32 master cannot be split without writing the weight."""
     target = made(REMAINDERS)
     before = snapshot(target)
-    with pytest.raises(ValueError, match=r"'master_param' is torch.float32 .*torch.int16"):
+    with pytest.raises(ValueError, match=r"'master_param' .*torch.int16, got .*torch.float32"):
         target.load_state_dict(te_state_dict(SHAPES, master=fp32_master))
     assert_same(snapshot(target), before)

@@ -1,0 +1,112 @@
+"""What a user gives, checked: a refusal names it, says what is allowed, and shows what it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from megaopt.kernels.rules.base import round_to_fp32
+
+LONGEST = 120
+"""Characters of a value that a message shows."""
+MOST = 20
+"""Names that a message shows."""
+
+LAST_STEP = 2**31 - 2
+"""The largest step count after which one more step still has an int32 number."""
+
+NUMBERS = {
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
+"""Dtypes of a tensor that stands for a number."""
+
+
+def refuse(name: str, allowed: str, value: object) -> NoReturn:
+    """Raises ValueError for a value that is not allowed."""
+    raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: whatever it is, and short."""
+    try:
+        if isinstance(value, torch.Tensor) and (value.is_meta or value.numel() != 1):
+            kind = "" if value.layout == torch.strided else f" ({value.layout})"
+            return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}{kind}"
+        text = repr(value)
+    except Exception:  # its own code fails, or it is an int too long to print
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def listed(names: Iterable[object]) -> str:
+    """The first names in a row; what is no text as `shown` shows it."""
+    found = [name if isinstance(name, str) else shown(name) for name in names]
+    return ", ".join(found[:MOST]) + (", ..." if len(found) > MOST else "")
+
+
+def same(value: object, allowed: object) -> bool:
+    """Whether it is the allowed value, and of its type: 1 is not True, and an array is no text."""
+    return value is allowed or (isinstance(value, type(allowed)) and value == allowed)
+
+
+def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raises ValueError unless the value is one of those allowed."""
+    allowed = list(allowed)
+    if not any(same(value, each) for each in allowed):
+        several = "one of " if len(allowed) > 1 else ""
+        refuse(name, several + ", ".join(map(str, allowed)), value)
+
+
+class Range(NamedTuple):
+    """Which numbers are allowed, in words and as a function of the fp64."""
+
+    allowed: str
+    holds: Callable[[float], bool]
+
+
+NOT_NEGATIVE = Range(
+    "a finite number >= 0 in fp32", lambda value: value >= 0 and round_to_fp32(value) < math.inf
+)
+POSITIVE = Range("a finite number > 0 in fp32", lambda value: 0 < round_to_fp32(value) < math.inf)
+DECAY = Range("a number >= 0 and < 1", lambda value: 0 <= value < 1)
+COUNT = Range(
+    f"a whole number from 0 to {LAST_STEP}",
+    lambda value: 0 <= value <= LAST_STEP and value.is_integer(),
+)
+
+
+def number(name: str, value: Any, allowed: Range) -> float:
+    """A number, or tensor of one, as a Python float; ValueError for anything else.
+
+    A tensor that requires a gradient is refused, as the step gives it none.
+    """
+    found = _float_of(value)
+    if found is None or not allowed.holds(found):
+        refuse(name, allowed.allowed, value)
+    return found
+
+
+def _float_of(value: Any) -> float | None:
+    """None for what is no real number, and for one that is too large for fp64."""
+    if isinstance(value, torch.Tensor):
+        is_known = is_dense(value) and not value.is_meta and not value.requires_grad
+        fits = is_known and value.dtype in NUMBERS and value.numel() == 1
+        return float(value) if fits else None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+
+
+def is_dense(value: Any) -> bool:
+    """Whether it is a tensor with a shape and elements in memory: not sparse, not nested."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.layout == torch.strided and not value.is_nested

@@ -21,6 +21,7 @@ from megaopt.bench.report import print_table, record_of, table_of
 from megaopt.bench.results import Result
 from megaopt.files import write_json
 from megaopt.kernels.backends import BACKENDS
+from megaopt.source import Source, describe_source
 
 __all__ = ["main"]
 
@@ -43,12 +44,13 @@ def main(
         peers: Whether peers are measured, as far as they are installed.
 
     Returns:
-        0 when every case of ours was measured, 1 when one was refused, 2 for an unknown name, or
-        without a CUDA GPU on which the kernels run.
+        0 when every case of ours was measured, 1 when one was refused, 2 for an unknown name or a
+        wrong MEGAOPT_COMMIT, or without a CUDA GPU on which the kernels run.
     """
     console, errors = Console(), Console(stderr=True)
     try:
         wanted = select(sets, only, tuple(PEERS.values()) if peers else ())
+        source = describe_source()
     except ValueError as error:
         errors.print(f"bench: {error}", markup=False)
         return 2
@@ -60,7 +62,7 @@ def main(
         console.print(f"skipped: {reason}", markup=False)
     device = torch.device("cuda", torch.cuda.current_device())
     results = _measure_all(cases, device, console)
-    _report(out, results, skipped, console)
+    _report(out, results, source, skipped, console)
     return 0 if all(r.figures for r in results if isinstance(r.case.subject, Mode)) else 1
 
 
@@ -128,12 +130,15 @@ def _run_peer(case: Case, peer: Peer, device: torch.device, copy: Copy) -> Resul
         return Result(case, None, f"{type(error).__name__}: {error}")
 
 
-def _report(out: Path, results: list[Result], skipped: dict[str, str], console: Console) -> None:
+def _report(
+    out: Path, results: list[Result], source: Source, skipped: dict[str, str], console: Console
+) -> None:
     described = environment.describe()
     peers = [r.case.subject for r in results if isinstance(r.case.subject, Peer)]
     libraries = {peer.package: peer.version() for peer in peers}
     command = shlex.join(["megaopt", *sys.argv[1:]])
-    record = record_of(results, described, command, dict(sorted(libraries.items())), skipped)
+    versions = dict(sorted(libraries.items()))
+    record = record_of(results, source, described, command, versions, skipped)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "record.json", record)
     pictures = draw(out, results, described["gpu"])

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from megaopt.bench.cases import Mode
 from megaopt.bench.results import Result, ratios
+from megaopt.source import Source
 
 __all__ = ["print_table", "record_of", "table_of"]
 
@@ -80,6 +81,7 @@ def _against(result: Result, results: Sequence[Result]) -> str:
 
 def record_of(
     results: Sequence[Result],
+    source: Source,
     environment: Mapping[str, str | None],
     command: str,
     libraries: Mapping[str, str] | None = None,
@@ -89,12 +91,14 @@ def record_of(
 
     Args:
         results: Of the run, in its order.
+        source: What describe_source gave when it began.
         environment: What environment.describe gave.
         command: The command line.
         libraries: Versions of the peers' libraries.
         skipped: Libraries that could not be imported, and why.
     """
     return {
+        "source": source,
         "environment": dict(environment),
         "command": command,
         "libraries": dict(libraries or {}),

@@ -14,6 +14,7 @@ from megaopt.files import write_json
 from megaopt.regression.lockstep import Lane, Regression
 from megaopt.regression.picture import draw_losses
 from megaopt.regression.record import build_record
+from megaopt.source import describe_source
 from megaopt.training.determinism import choose_device, deterministic
 from megaopt.training.text import Batches, Corpus, load_corpus
 
@@ -49,13 +50,14 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
         failed.
 
     Raises:
-        ConfigError: the config or perturb is not allowed, or a variant cannot run here.
+        ConfigError: the config, perturb or MEGAOPT_COMMIT is not allowed, or a variant cannot run
+            here.
     """
     if "megatron" in read_toml(config_path):
         from megaopt.regression.megatron.command import regress_megatron
 
         return regress_megatron(config_path, out, perturb)
-    config = read_config(config_path)
+    config, source = read_config(config_path), describe_source()
     console = Console()
     with deterministic(config.cpu_threads), tempfile.TemporaryDirectory() as scratch:
         device = choose_device(config)
@@ -71,7 +73,7 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
         folder = out / config.name
         folder.mkdir(parents=True, exist_ok=True)
         _run(regression, console)
-    write_json(folder / "record.json", build_record(regression, corpus))
+    write_json(folder / "record.json", build_record(regression, corpus, source))
     title = f"{config.name}: {config.steps} steps on {device.type}"
     draw_losses(folder / "losses.png", title, regression.lanes)
     return _report(regression, folder, console)

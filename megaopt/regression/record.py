@@ -10,6 +10,7 @@ import torch
 
 from megaopt import environment
 from megaopt.regression.lockstep import Lane, Regression
+from megaopt.source import Source
 from megaopt.training.text import Corpus
 
 VERSIONS = ("megaopt", "python", "torch", "triton", "cuda_runtime", "cuda_driver")
@@ -38,11 +39,12 @@ def _lane_record(lane: Lane) -> dict[str, Any]:
     }
 
 
-def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
+def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
     """The record of a finished regression; losses are hexadecimal floats."""
     difference = regression.first_difference()
     described = environment.describe()
     return {
+        "source": source,
         "versions": {key: described[key] for key in VERSIONS},
         "hardware": hardware(regression.device, described),
         "config": dataclasses.asdict(regression.config),

@@ -12,10 +12,10 @@ from parity import (
     STEPS,
     assert_same_grads,
     assert_same_in_extremes,
-    assert_same_state,
     give_grads,
     parameters,
 )
+from peer_states import assert_same_state
 
 from megaopt import FusedAdam
 
@@ -316,7 +316,7 @@ def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("step", [1, 2, 3, 6, 100, 5000])
 def test_torch_twin_on_the_gpu_is_the_kernel(adam_w_mode, step):
-    found = []
+    sides = []
     for backend in ("triton", "reference"):
         params = parameters(FP32)
         options = {**HYPER, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
@@ -324,9 +324,9 @@ def test_torch_twin_on_the_gpu_is_the_kernel(adam_w_mode, step):
         optimizer.param_groups[0]["step"] = step - 1
         give_grads(params, step)
         optimizer.step()
-        found.append(params)
-    for index, (other, param) in enumerate(zip(*found, strict=True)):
-        assert_same_bits(param, other, f"weight {index}")
+        sides.append((params, optimizer))
+    (ours, optimizer), (theirs, twin) = sides
+    assert_same_state(theirs, ours, twin, optimizer)
 
 
 def test_parity_would_notice_another_contract():

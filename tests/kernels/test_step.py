@@ -17,6 +17,7 @@ from step_cases import (
     triton_step,
 )
 
+from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.table import Geometry
 
@@ -54,14 +55,15 @@ def test_kernel_is_the_twin(formats, rule, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rule", IEEE_RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("formats", CURATED, ids=name_of)
-def test_compiled_kernel_is_the_twin(formats, device):
+def test_compiled_kernel_is_the_twin(formats, rule, device):
     found = buffers(formats, [1, 4095, 4096, 4097, 0, 100_000], device)
     expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
     on_gpu = copied(found)
-    triton_step(found, formats, ADAMW, GROUP)
-    reference_step(expected, formats, ADAMW, GROUP)
-    reference_step(on_gpu, formats, ADAMW, GROUP)
+    triton_step(found, formats, rule, GROUP)
+    reference_step(expected, formats, rule, GROUP)
+    reference_step(on_gpu, formats, rule, GROUP)
     assert_same_buffers(found, expected)
     assert_same_buffers(found, on_gpu)
 
@@ -86,26 +88,61 @@ def test_hyperparameters(changes, rule, device):
     assert_all_agree(CURATED[0], rule, {**GROUP, **changes}, [500], device)
 
 
-@pytest.mark.parametrize("formats", CURATED[:6], ids=name_of)
-def test_many_steps(formats, device):
-    """Errors would compound: nothing is synchronised in between."""
-    found = buffers(formats, [200], device)
-    expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
+# each format of every slot in few combinations, and fp16 weights beside fp32 masters
+EACH_FORMAT = [
+    formats
+    for formats in CURATED
+    if name_of(formats)
+    in {
+        "float32-float32-none-scaled_float8_e4m3-float32",
+        "float32-bfloat16-remainder16-bfloat16-scaled_float8_e4m3",
+        "bfloat16-bfloat16-float32-float32-float32",
+        "bfloat16-bfloat16-scaled_float16-bfloat16-scaled_float16",
+        "float16-float16-scaled_float16-scaled_float16-bfloat16",
+        "float16-float16-float32-bfloat16-float32",
+    }
+]
+TABLES = {"grad": GRADS, "weight": WEIGHTS, "master": MASTERS, "first": MOMENTS, "second": MOMENTS}
+
+
+@pytest.mark.parametrize("slot", TABLES)
+def test_each_format_is_among_them(slot):
+    names = {getattr(formats, slot).name for formats in EACH_FORMAT}
+    assert names == {form.name for form in TABLES[slot].values()}
+
+
+def run_steps(take, formats, rule, device):
+    """Seven steps with new gradients; the buffers after each of them."""
+    tensors = buffers(formats, [200], device)
     for step in range(1, 8):
         generator = torch.Generator().manual_seed(step)
         grad = torch.randn(200, generator=generator).to(formats.dtype("grad"))
-        found["grad"][0].copy_(grad)
-        expected["grad"][0].copy_(grad)
-        triton_step(found, formats, ADAMW, {**GROUP, "step": step})
-        oracle_step(expected, formats, ADAMW, {**GROUP, "step": step})
-    assert_same_buffers(found, expected)
+        tensors["grad"][0].copy_(grad)
+        take(tensors, formats, rule, {**GROUP, "step": step})
+        yield copied(tensors)
+
+
+# a format does not know the rule: both rules on one of them
+@pytest.mark.parametrize(
+    ("rule", "formats"),
+    [(ADAMW, formats) for formats in EACH_FORMAT]
+    + [(rule, CURATED[0]) for rule in IEEE_RULES if rule is not ADAMW],
+    ids=lambda value: value.name if value in IEEE_RULES else name_of(value),
+)
+def test_many_steps(rule, formats, device):
+    """Errors would compound: nothing is synchronised in between. The run is repeated: equal too."""
+    first, second = (run_steps(triton_step, formats, rule, device) for _ in range(2))
+    expected = run_steps(oracle_step, formats, rule, "cpu")
+    for found, again, truth in zip(first, second, expected, strict=True):
+        assert_same_buffers(found, truth)
+        assert_same_buffers(again, found)
 
 
 GEOMETRIES = [Geometry(32, 1), Geometry(64, 3), Geometry(256, 1), Geometry(16, 16)]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-@pytest.mark.parametrize("formats", [CURATED[1], CURATED[2], CURATED[7]], ids=name_of)
+@pytest.mark.parametrize("formats", EACH_FORMAT, ids=name_of)
 def test_geometry_changes_no_bit(formats, geometry, device):
     found = buffers(formats, [257], device)
     expected = copied(found)

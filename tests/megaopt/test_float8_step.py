@@ -13,7 +13,6 @@ from megaopt import FusedAdam, checkpoint
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight, update_scales
 from megaopt.float8.shard import Float8Shard
 
-BACKENDS = ["reference"]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EVERY = {
@@ -39,8 +38,25 @@ STORED = {
 SHAPES = [(130, 257), (128, 128), (1, 33), (5, 96)]
 HYPER = {"lr": 3e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
-every_recipe = pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+ON_TRITON = pytest.param("triton", marks=pytest.mark.slow)  # the interpreter takes seconds
+every_backend = pytest.mark.parametrize("backend", ["reference", ON_TRITON])
+
+
+def on_both(name, cases, quick):
+    """Each case on the reference and on the kernels; there those that are not quick are slow."""
+    return pytest.mark.parametrize(
+        (name, "backend"),
+        [pytest.param(case, "reference", id=f"{key}-reference") for key, case in cases.items()]
+        + [
+            pytest.param(
+                case,
+                "triton",
+                id=f"{key}-triton",
+                marks=[] if key in quick else pytest.mark.slow,
+            )
+            for key, case in cases.items()
+        ],
+    )
 
 
 def values(shape, seed, dtype=BF16):
@@ -48,11 +64,9 @@ def values(shape, seed, dtype=BF16):
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def float8_weights(recipe, dtype=BF16, seed=0):
-    return [
-        torch.nn.Parameter(Float8Weight.from_values(values(s, seed + i, dtype), recipe))
-        for i, s in enumerate(SHAPES)
-    ]
+def float8_weights(recipe, dtype=BF16, seed=0, device="cpu"):
+    drawn = [values(shape, seed + i, dtype).to(device) for i, shape in enumerate(SHAPES)]
+    return [torch.nn.Parameter(Float8Weight.from_values(value, recipe)) for value in drawn]
 
 
 def grads(step, dtype=BF16):
@@ -61,7 +75,7 @@ def grads(step, dtype=BF16):
 
 def give(params, given):
     for param, grad in zip(params, given, strict=True):
-        param.grad = grad.to(param.dtype)
+        param.grad = grad.to(param.device, param.dtype)
 
 
 def parts(weights):
@@ -115,8 +129,8 @@ class Twin:
                 assert_same_bits(found, master, "master")
 
 
-def assert_runs_equal(recipe, options, backend, dtype=BF16, steps=3, **arguments):
-    weights = float8_weights(recipe, dtype)
+def assert_runs_equal(recipe, options, backend, device, dtype=BF16, steps=3, **arguments):
+    weights = float8_weights(recipe, dtype, device=device)
     twin = Twin(weights, options)
     optimizer = FusedAdam(weights, backend=backend, **HYPER, **options)
     seen = [parts(weights)]
@@ -131,35 +145,42 @@ def assert_runs_equal(recipe, options, backend, dtype=BF16, steps=3, **arguments
             assert not torch.equal(old["data8"].view(torch.uint8), new["data8"].view(torch.uint8))
 
 
-@every_backend
-@every_recipe
-def test_every_recipe(recipe, backend):
-    assert_runs_equal(recipe, MASTERS, backend)
+@on_both("recipe", EVERY, [f"{name}-e4m3fn" for name in RECIPES])
+def test_every_recipe(recipe, backend, device):
+    assert_runs_equal(recipe, MASTERS, backend, device)
 
 
-@every_backend
-@pytest.mark.parametrize("recipe", SPECIAL.values(), ids=SPECIAL)
-def test_recipes_with_options(recipe, backend):
-    assert_runs_equal(recipe, MASTERS, backend, dtype=FP32 if recipe.direct else BF16)
+@on_both("recipe", SPECIAL, ["direct", "most_recent", "any_scale"])
+def test_recipes_with_options(recipe, backend, device):
+    dtype = FP32 if recipe.direct else BF16
+    assert_runs_equal(recipe, MASTERS, backend, device, dtype)
 
 
 @every_backend
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_other_dtypes_of_weights(dtype, backend):
-    assert_runs_equal(RECIPES["current"], MASTERS, backend, dtype)
+def test_other_dtypes_of_weights(dtype, backend, device):
+    assert_runs_equal(RECIPES["current"], MASTERS, backend, device, dtype)
 
 
-@every_backend
-@pytest.mark.parametrize("recipe", ["delayed", "block_128x128", "mxfp8"])
-@pytest.mark.parametrize("options", STORED.values(), ids=STORED)
-def test_every_format_of_masters_and_moments(options, recipe, backend):
-    assert_runs_equal(RECIPES[recipe], options, backend)
+FORMATS = {
+    f"{recipe}-{stored}": (RECIPES[recipe], options)
+    for recipe in ("delayed", "block_128x128", "mxfp8")
+    for stored, options in STORED.items()
+}
+
+
+QUICK = ["block_128x128-fp16_masters", "block_128x128-fp8_moments_alone", "mxfp8-bf16_moments"]
+
+
+@on_both("case", FORMATS, QUICK)
+def test_every_format_of_masters_and_moments(case, backend, device):
+    assert_runs_equal(*case, backend, device)
 
 
 @every_backend
 @pytest.mark.parametrize("options", [MASTERS, {}], ids=["fp32_masters", "no_masters"])
-def test_clipping_by_norm(options, backend):
-    assert_runs_equal(RECIPES["block_1x128"], options, backend, clip_norm=1.0)
+def test_clipping_by_norm(options, backend, device):
+    assert_runs_equal(RECIPES["block_1x128"], options, backend, device, clip_norm=1.0)
 
 
 @every_backend
@@ -200,11 +221,19 @@ SKIPS = {
 }
 
 
-@every_backend
 @pytest.mark.parametrize("masters", [MASTERS, {}], ids=["fp32_masters", "no_masters"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize(("options", "skip"), SKIPS.values(), ids=SKIPS)
-def test_a_skipped_step_changes_nothing(options, skip, recipe, masters, backend):
+def test_a_skipped_step_changes_nothing(options, skip, recipe, masters):
+    assert_skips_change_nothing(options, skip, recipe, masters, "reference")
+
+
+@on_both("recipe", RECIPES, ["delayed", "block_128x128"])
+def test_a_step_that_both_backends_skip_changes_nothing(recipe, backend):
+    assert_skips_change_nothing(*SKIPS["nonfinite"], recipe, MASTERS, backend)
+
+
+def assert_skips_change_nothing(options, skip, recipe, masters, backend):
     weights = float8_weights(recipe)
     twin = Twin(weights, masters)
     optimizer = FusedAdam(weights, backend=backend, **HYPER, **masters, **options)
@@ -322,15 +351,14 @@ def by_checkpoint(model, state, folder):
     return loaded["model"], loaded["state"]
 
 
-@every_backend
 @pytest.mark.parametrize("through", [by_file, by_checkpoint])
 @pytest.mark.parametrize("options", STORED.values(), ids=STORED)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_resumed_equals_straight(recipe, options, through, backend, tmp_path):
+def test_resumed_equals_straight(recipe, options, through, tmp_path):
     def build(seed):
         weights = float8_weights(recipe, seed=seed)
         return torch.nn.ParameterList(weights), FusedAdam(
-            weights, backend=backend, **HYPER, **options
+            weights, backend="reference", **HYPER, **options
         )
 
     (straight, first), (resumed, second) = build(0), build(50)

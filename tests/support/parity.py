@@ -2,6 +2,7 @@
 
 import torch
 from bits import assert_same_bits
+from peer_states import assert_same_state
 
 SIZES = (1, 7, 1000, 4096, 65537)
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -24,20 +25,6 @@ def give_grads(params, step, dtype=None, attribute="grad"):
         exponent = torch.randint(-24, 4, param.shape, device="cuda", generator=generator)
         values = values * torch.exp2(exponent.float())
         setattr(param, attribute, values.to(dtype or param.dtype))
-
-
-def assert_same_state(theirs, ours, peer, optimizer):
-    for index, (other, param) in enumerate(zip(theirs, ours, strict=True)):
-        assert_same_bits(param, other, f"weight {index}")
-        theirs_of = {name: value for name, value in peer.state[other].items() if name != "step"}
-        assert {"exp_avg", "exp_avg_sq"} <= theirs_of.keys() <= optimizer.state[param].keys()
-        for name, value in theirs_of.items():
-            own = optimizer.state[param][name]
-            if hasattr(value, "_scale_inv"):  # TransformerEngine's Float8Tensor
-                scale = optimizer.state[param][f"{name}_scale"]
-                assert_same_bits(scale, value._scale_inv.reshape(1), f"{name}_scale {index}")
-                own, value = own.view(torch.uint8), value._data
-            assert_same_bits(own, value, f"{name} {index}")
 
 
 def assert_same_grads(theirs, ours):

@@ -17,6 +17,7 @@ from megaopt.regression.megatron.plan import Lane
 from megaopt.regression.megatron.record import build_record, measured
 from megaopt.regression.megatron.regression import Outcome, Regression
 from megaopt.regression.picture import draw_losses
+from megaopt.source import Source, describe_source
 from megaopt.training.determinism import choose_device
 from megaopt.training.text import Corpus, load_corpus
 
@@ -40,9 +41,10 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
         0 where every variant equals its baseline, 1 where one differs, 2 where one failed.
 
     Raises:
-        ConfigError: the config or perturb is not allowed, or the run cannot be made here.
+        ConfigError: the config, perturb or MEGAOPT_COMMIT is not allowed, or the run cannot be
+            made here.
     """
-    run = read_megatron_run(config_path)
+    run, source = read_megatron_run(config_path), describe_source()
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)
@@ -58,7 +60,7 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
 
         def on_lane(outcome: Outcome) -> None:
             teller.lane(outcome)
-            _write(regression, folder, corpus)
+            _write(regression, folder, corpus, source)
 
         regression.train(on_lane, teller.step)
     return _report(regression, folder, console)
@@ -98,8 +100,8 @@ class Teller:
         self.console.print(seconds + escape(text), soft_wrap=True, highlight=False)
 
 
-def _write(regression: Regression, folder: Path, corpus: Corpus) -> None:
-    write_json(folder / "record.json", build_record(regression, corpus))
+def _write(regression: Regression, folder: Path, corpus: Corpus, source: Source) -> None:
+    write_json(folder / "record.json", build_record(regression, corpus, source))
     outcomes = [each for each in regression.outcomes.values() if each.result is not None]
     if outcomes:
         ranks = f"{regression.run.megatron.ranks} ranks"

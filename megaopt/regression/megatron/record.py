@@ -13,6 +13,7 @@ from megaopt.regression.megatron.regression import Outcome, Regression, is_insta
 from megaopt.regression.megatron.result import Result
 from megaopt.regression.megatron.traffic import bytes_per_parameter
 from megaopt.regression.record import VERSIONS, hardware
+from megaopt.source import Source
 from megaopt.training.text import Corpus
 
 PACKAGES = ("megatron-core", "transformer_engine", "apex")
@@ -59,12 +60,13 @@ def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
+def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
     """The record of a regression so far; losses and norms are hexadecimal floats."""
     difference = regression.first_difference()
     described = environment.describe()
     finished = len(regression.outcomes) == len(regression.lanes)
     return {
+        "source": source,
         "versions": {key: described[key] for key in VERSIONS}
         | {name: environment.installed_version(name) for name in PACKAGES},
         "hardware": hardware(torch.device(regression.device), described),

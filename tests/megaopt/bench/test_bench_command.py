@@ -15,6 +15,7 @@ from megaopt.bench.peers import PEERS, Peer
 from megaopt.bench.results import Result
 from megaopt.bench.sets import SETS
 from megaopt.kernels.backends import BACKENDS
+from megaopt.source import describe_source
 
 CPU = torch.device("cpu")
 
@@ -42,6 +43,15 @@ def test_unknown_names_return_2(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "sets=['Z']" in capsys.readouterr().err
     assert main(tmp_path, (), ("Z",)) == 2
     assert "only=['Z']" in capsys.readouterr().err
+
+
+def test_a_commit_that_is_none_returns_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGAOPT_COMMIT", "main")
+    assert main(tmp_path / "out", (), ()) == 2
+    assert "MEGAOPT_COMMIT must be 40 hex digits" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def not_called(*_: object) -> None:
@@ -114,6 +124,7 @@ def test_peers_are_measured_unless_refused(
     assert len(seen) == count
     record = json.loads((tmp_path / "record.json").read_text())
     assert [case["case"] for case in record["cases"]] == [case.name for case in seen]
+    assert record["source"] == describe_source()
     assert (tmp_path / "speed_A.png").exists()
 
 

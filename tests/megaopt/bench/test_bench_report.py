@@ -51,6 +51,7 @@ RESULTS = [
     Result(A_FP32, None, "differs from ...", Check("torch-fused-fp32", "step 1, tensor 0")),
     Result(C_BF16, replace(FIGURES, kernels={}), None, Check(None)),
 ]
+SOURCE = {"commit": "ab" * 20, "dirty": False}
 HERE = {"gpu": "a card", "cuda_driver": None}
 
 
@@ -97,10 +98,10 @@ def test_ratios_are_to_the_peers_of_the_same_set() -> None:
 
 def test_record_holds_every_figure(tmp_path: Path) -> None:
     libraries, skipped = {"transformer_engine": "2.20.2"}, {"apex": "apex is not installed"}
-    record = record_of(RESULTS, HERE, "megaopt bench", libraries, skipped)
+    record = record_of(RESULTS, SOURCE, HERE, "megaopt bench", libraries, skipped)
     write_json(tmp_path / "record.json", record)
     record = json.loads((tmp_path / "record.json").read_text())
-    assert record["environment"] == HERE
+    assert (record["source"], record["environment"]) == (SOURCE, HERE)
     assert record["command"] == "megaopt bench"
     assert (record["libraries"], record["skipped"]) == (libraries, skipped)
     assert set(record["sets"]) == {"A", "C"}
@@ -127,7 +128,7 @@ def test_record_holds_every_figure(tmp_path: Path) -> None:
 def test_record_of_fp8_weights_says_how_they_are_cast() -> None:
     case = Case(SETS["A"], MODES["fp8-current"])
     result = Result(case, replace(FIGURES, bytes=31_000), None, Check("reference"))
-    (record,) = record_of([result], HERE, "megaopt bench")["cases"]
+    (record,) = record_of([result], SOURCE, HERE, "megaopt bench")["cases"]
     assert (record["scaling"], record["direct"]) == ("current", False)
     assert record["bytes_per_parameter"] == 31
     assert "other weights bf16" in record["description"]

@@ -11,6 +11,7 @@ from megaopt.regression.megatron.group import run_group
 from megaopt.regression.megatron.plan import plan_lanes
 from megaopt.regression.megatron.rank import Task
 from megaopt.regression.megatron.regression import is_installed
+from megaopt.source import describe_source
 from megaopt.training.text import load_corpus
 
 needs_megatron = pytest.mark.skipif(
@@ -86,6 +87,7 @@ def test_stock_repeats_itself_and_resumes(run, tmp_path):
     assert record["finished"]
     assert record["identical"]
     variants = record["variants"]
+    assert record["source"] == describe_source()
     assert list(variants) == ["stock", "stock.2", "at_1", "resumed"]
     assert [each["identical"] for each in variants.values()] == [None, True, None, True]
     assert [each["baseline"] for each in variants.values()] == [None, "stock", None, "stock"]

@@ -5,7 +5,9 @@ import platform
 import pytest
 import torch
 
+from megaopt.config import ConfigError
 from megaopt.regression.command import regress
+from megaopt.source import describe_source
 from megaopt.training.text import load_corpus
 
 FORMS = {
@@ -29,6 +31,7 @@ def test_an_identical_run_is_recorded(run, tmp_path):
     assert status == 0
     assert record["identical"] is True
     assert record["first_difference"] is None
+    assert record["source"] == describe_source()
     assert record["versions"]["torch"] == torch.__version__
     assert record["versions"]["python"] == platform.python_version()
     assert record["hardware"]["device"] == "cpu"
@@ -41,6 +44,13 @@ def test_an_identical_run_is_recorded(run, tmp_path):
     assert list(record["variants"]) == names
     baselines = [record["variants"][name]["baseline"] for name in names]
     assert baselines == [None, None, "unfused", "ties_away"]
+
+
+def test_a_commit_that_is_none_is_refused_before_anything_is_trained(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAOPT_COMMIT", "main")
+    with pytest.raises(ConfigError, match="MEGAOPT_COMMIT must be 40 hex digits"):
+        run()
+    assert not (tmp_path / "out").exists()
 
 
 def test_losses_and_hashes_are_those_of_the_baseline(run):

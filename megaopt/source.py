@@ -1,0 +1,95 @@
+"""The source that a record was made with: its commit, and a digest of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import megaopt
+from megaopt.config import ConfigError
+
+__all__ = ["COMMIT_VARIABLE", "Source", "describe_source"]
+
+Source = dict[str, str | bool | None]
+
+COMMIT_VARIABLE = "MEGAOPT_COMMIT"
+"""Names the commit of a copy of the source that has no .git folder: 40 hex digits."""
+FOLDERS = ("kernels", "integration")
+"""Beside the package in a checkout, within it where it is installed."""
+SUFFIXES = (".py", ".cpp")
+PACKAGE = Path(megaopt.__file__).parent
+CHECKOUT = PACKAGE.parent
+
+
+def describe_source() -> Source:
+    """Return which source of megaopt runs here.
+
+    Returns:
+        version: of the package.
+        commit: 40 hex digits; that of the checkout, else MEGAOPT_COMMIT; None where neither says.
+        dirty: whether the package's files in the checkout differ from the commit; None where there
+            is no checkout to ask.
+        sha256: of the lines that sha256sum writes for the package's .py and .cpp files, named from
+            the package on (adam.py, kernels/calling.py) and sorted by name: equal for equal source,
+            in a checkout, in a copy or installed.
+
+    Raises:
+        ConfigError: MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout.
+    """
+    named, head = _named_commit(), _git("rev-parse", "HEAD")
+    if named and head and named != head:
+        raise ConfigError(f"{COMMIT_VARIABLE} must be the checkout's commit {head}, got {named!r}")
+    changes = _git("status", "--porcelain", "--", PACKAGE.name, *FOLDERS) if head else None
+    return {
+        "version": megaopt.__version__,
+        "commit": head or named,
+        "dirty": None if changes is None else changes != "",
+        "sha256": _digest(),
+    }
+
+
+def _named_commit() -> str | None:
+    named = os.environ.get(COMMIT_VARIABLE)
+    if named is not None and not re.fullmatch("[0-9a-f]{40}", named):
+        raise ConfigError(f"{COMMIT_VARIABLE} must be 40 hex digits in lower case, got {named!r}")
+    return named
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the checkout; None where there is none, or no git."""
+    # an installed package may lie in the folders of somebody else's checkout
+    if not (CHECKOUT / ".git").exists():
+        return None
+    command = ["git", "-C", str(CHECKOUT), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _digest() -> str:
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
+        for name, path in sorted(_files().items())
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _files() -> dict[str, Path]:
+    """The package's source files by name; installed ones are found twice, as the same files."""
+    roots = {"": PACKAGE}
+    for folder in FOLDERS:
+        spec = importlib.util.find_spec(f"megaopt.{folder}")
+        if spec is not None and spec.origin is not None:
+            roots[folder] = Path(spec.origin).parent
+    return {
+        (Path(folder) / path.relative_to(root)).as_posix(): path
+        for folder, root in roots.items()
+        for path in root.rglob("*")
+        if path.suffix in SUFFIXES
+    }

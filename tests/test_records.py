@@ -1,0 +1,208 @@
+"""Records have the source that made them, and the tables of the pages say what the records say."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+FOLDER = REPOSITORY / "docs" / "benchmarks"
+RECORDS = sorted(FOLDER.glob("*.json"))
+COMMIT = re.compile("[0-9a-f]{40}")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def read(name):
+    return json.loads((FOLDER / name).read_text(encoding="utf-8"))
+
+
+# --- the source
+
+
+def git(*arguments):
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def history():
+    """Skips where commits cannot be looked up."""
+    if shutil.which("git") is None or not (REPOSITORY / ".git").exists():
+        pytest.skip("needs a git checkout")
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("needs the whole history, this is a shallow clone")
+
+
+def commits_of(record):
+    """The commit, or the two between which the source lay."""
+    source = record["source"]
+    if source["commit"] is not None:
+        return [source["commit"]]
+    return [source["commit_after"], source["commit_before"]]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_record_has_its_commit(path):
+    record = read(path.name)
+    for commit in commits_of(record):
+        assert COMMIT.fullmatch(commit)
+    if record["source"]["commit"] is not None:
+        assert record["source"]["dirty"] in (False, None)
+        assert re.fullmatch("[0-9a-f]{64}", record["source"]["sha256"])
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_the_commits_of_a_record_are_in_the_history(path, history):
+    first, last = (commits_of(read(path.name)) * 2)[:2]
+    assert git("merge-base", "--is-ancestor", first, last).returncode == 0
+    assert git("merge-base", "--is-ancestor", last, "HEAD").returncode == 0
+
+
+# --- the tables
+
+
+def rows_of(page, heading):
+    """The cells of the rows of the table that begins with this heading."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    table = text.split(f"\n{heading}")[1].split("\n\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("|")][1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def assert_says(row, *values):
+    """Fails unless the numbers of the row's cells are these, rounded to as many places."""
+    numbers = [number for cell in row for number in NUMBER.findall(cell)]
+    assert len(numbers) == len(values), row
+    for number, value in zip(numbers, values, strict=True):
+        places = len(number.partition(".")[2])
+        assert f"{value:,.{places}f}" == f"{float(number.replace(',', '')):,.{places}f}", row
+
+
+def cases(name):
+    return {case["case"]: case for case in read(name)["cases"]}
+
+
+STEPS = [
+    *("transformerengine-bf16", "te:bf16"),
+    *("transformerengine-bf16-remainders", "te:bf16-remainders"),
+    *("transformerengine-bf16-moments", "te:bf16-moments"),
+    *("transformerengine-fp16-moments", "te:fp16-moments"),
+    *("transformerengine-fp8-moments", "te:fp8-moments"),
+    *("torch-fused-fp32", "torch:fp32"),
+    *("flashoptim-32bit-master", "bf16-remainders-moments"),
+]
+
+
+def test_the_steps_of_the_first_page_are_the_records():
+    found, rows = cases("h200-bench.json"), rows_of("README.md", "| step of | set B |")
+    assert len(rows) == len(STEPS)
+    for row, name in zip(rows, STEPS, strict=True):
+        case, on_c = found[f"B/{name}"], found[f"C/{name}"]
+        ratios = {ratio["peer"]: ratio["step"] for ratio in case.get("times_faster_than", [])}
+        peers = [ratio for peer, ratio in ratios.items() if peer in STEPS]
+        own = peers if "x" in row[1] else []
+        assert_says(row[1:4], case["step_ms"], *own, case["percent_of_copy"], on_c["wall_ms"])
+        same = case.get("equal") and case["checked_against"] in STEPS
+        assert row[4] == ("yes" if same else "no" if "ours" in case else "")
+
+
+def test_the_recipes_of_the_first_page_are_the_records():
+    found = cases("h200-bench-fp8-B.json")
+    rows = rows_of("README.md", "| recipe | TransformerEngine |")
+    recipes = ["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
+    for row, recipe in zip(rows, recipes, strict=True):
+        te = f"B/te:fp8-{recipe}"
+        case, peer = found.get(te), found.get(f"B/transformerengine-fp8-{recipe}")
+        if peer is None:
+            case = found[f"B/fp8-{recipe}"]
+            assert_says(row[2:5], case["step_ms"], case["percent_of_copy"])
+            continue
+        ratio = case["times_faster_than"][0]
+        assert ratio["peer"] == f"transformerengine-fp8-{recipe}"
+        times = (peer["step_ms"], case["step_ms"], ratio["step"])
+        assert_says(row[1:5], *times, case["percent_of_copy"])
+        assert row[5] == "yes"
+        assert case["equal"] is True
+
+
+PLAIN, BILLION = "h200x2-megatron_gpt_2gpu.json", "h200x2-megatron_gpt_1b_2gpu.json"
+FOUR = "h200x4-megatron_gpt_4gpu.json"
+OURS = ("stock_torch", "main_shards", "precision_aware")
+# the record, stock's variant, the others in the order of the table
+MEGATRON = [
+    (BILLION, "stock_te", OURS),
+    (BILLION, "stock_te_bf16_gradients", ("main_shards_bf16_gradients",)),
+    (BILLION, "stock_te_remainders", ("remainders",)),
+    (PLAIN, "stock_te", OURS),
+    (FOUR, "stock_te", OURS),
+]
+FLOAT8 = [
+    (f"h200x2-megatron_gpt_{name}.json", "stock_te", ("main_shards",))
+    for name in (
+        *("fp8_2gpu_without_cast", "fp8_2gpu"),
+        *("fp8_tensorwise_2gpu", "fp8_blockwise_2gpu"),
+    )
+]
+
+
+def megatron_rows(plan):
+    """Each variant with its stock one, as they follow each other."""
+    for name, stock, others in plan:
+        variants = read(name)["variants"]
+        for each in (stock, *others):
+            yield variants[each], variants[stock], each
+
+
+def times_of(row, variant, stock):
+    """Step and iteration, and what they are beside stock's where the row says it."""
+    own, theirs = variant["measured"], stock["measured"]
+    step, iteration = own["optimizer_milliseconds"], own["step_milliseconds"]
+    faster = [theirs["optimizer_milliseconds"] / step] if "x" in row[2] else []
+    beside = [iteration / theirs["step_milliseconds"]] if "," in row[3] else []
+    return [step, *faster, iteration, *beside]
+
+
+def memory_of(variant, *keys):
+    measured, units = variant["measured"], {"peak_bytes": 2**30}
+    return [measured[key] / units.get(key, 2**20) for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("heading", "plan", "keys"),
+    [
+        ("| GPUs, parameters a rank |", MEGATRON, ("state", "optimizer_extra", "peak")),
+        ("| scaling | step |", FLOAT8, ("optimizer_extra",)),
+    ],
+    ids=["bf16", "fp8"],
+)
+def test_the_tables_of_megatron_are_the_records(heading, plan, keys):
+    rows = rows_of("docs/benchmarks/README.md", heading)
+    for row, (variant, stock, name) in zip(rows, megatron_rows(plan), strict=True):
+        counted = sum(variant["measured"]["bytes_per_parameter"].values())
+        memory = memory_of(variant, *(f"{key}_bytes" for key in keys))
+        assert_says(row[2:-1], *times_of(row, variant, stock), counted, *memory)
+        assert ("x" in row[2], "," in row[3]) == ("stock" not in name, variant is not stock)
+        same = variant["baseline"] is not None and variant["identical"]
+        others = "others" if name == "stock_torch" else ""
+        assert row[-1] == ("TransformerEngine's" if same else others)
+
+
+def test_megatrons_steps_of_the_first_page_are_the_records():
+    variants = read(BILLION)["variants"]
+    rows = rows_of("README.md", "| Megatron's step |")
+    named = [
+        ("stock_te", "main_shards"),
+        ("stock_te", "precision_aware"),
+        ("stock_te_bf16_gradients", "main_shards_bf16_gradients"),
+        ("stock_te_remainders", "remainders"),
+    ]
+    for row, (stock, name) in zip(rows, named, strict=True):
+        theirs, own = (variants[each]["measured"] for each in (stock, name))
+        times = [each["optimizer_milliseconds"] for each in (theirs, own)]
+        shown = times if row[1] else times[1:]
+        assert_says(row[1:5], *shown, times[0] / times[1], own["peak_bytes"] / 2**30)
+        assert row[5] == "yes"
+        assert variants[name]["identical"] is True

@@ -38,6 +38,7 @@ class Sharded(CheckpointedOptimizer):
         self._norm_grads: list[torch.Tensor] = []
         self.shards, self.fused = {}, None
         if not self.is_stub_optimizer:
+            self.init_state_fn = self.initialize_states
             self._take_shards()
             self._norm_shards = self._ask_for_norm_shards()
             self.has_16_bit_norm = self._may_have_16_bit_norm()
@@ -45,6 +46,10 @@ class Sharded(CheckpointedOptimizer):
     def own_config(self, config: Any) -> Any:
         """The config that Megatron's code reads in this optimizer."""
         return config
+
+    def initialize_states(self, optimizer: Any = None, config: Any = None) -> None:
+        """Makes all states complete; Megatron's own makes moments alone, in the shards' dtype."""
+        self.fused.initialize_states()
 
     def _take_shards(self) -> None:
         both = [

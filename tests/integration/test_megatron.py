@@ -232,6 +232,15 @@ def test_lr_may_wait_for_megatrons_scheduler(pools, stock, tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_states_made_by_megatrons_hook_are_whole(pools, tmp_path, mode):
+    """As its tests and NeMo make them before a save: then a checkpoint has masters too."""
+    found = pools(2).call(cases.make_states_and_save, Case(plug=mode), tmp_path / "a")
+    assert all(state == seen["states"] for seen in found for state in seen["first"])
+    back = pools(2).call(load_and_train, Case(plug=mode), tmp_path / "a", "dp_reshardable", 0)
+    assert [each["loaded"]["states"] for each in back] == [each["states"] for each in found]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_an_lr_says_so(pools, mode):
     with pytest.raises(RankError, match=r"group 0: lr must be a number >= 0, got None"):
         pools(1).call(cases.step_without_lr, Case(plug=mode, lr=None))

@@ -26,6 +26,18 @@ def step_given_gradients(case, steps=3):
     return seen(trainer)
 
 
+def make_states_and_save(case, folder):
+    """Each optimizer's init_state_fn, with its config and without; the state, and after a save."""
+    first = []
+    for with_config in (True, False):
+        trainer = Trainer(case)
+        for each in trainer.optimizer.chained_optimizers:
+            each.init_state_fn(each.optimizer, *([each.config] if with_config else []))
+        first.append(trainer.states())
+    trainer.save(folder, "dp_reshardable")
+    return {"first": first, **seen(trainer)}
+
+
 def step_without_lr(case):
     """Nobody has set what config left out."""
     trainer = Trainer(case)

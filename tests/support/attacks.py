@@ -49,7 +49,7 @@ class Before:
 # --- an error at any point
 
 
-class Injected(Exception):
+class Injected(BaseException):  # so that nothing on the way takes it for a fault of its own
     pass
 
 

@@ -1,7 +1,7 @@
-"""FusedAdam in the place of apex.optimizers.FusedAdam: its face, its bits.
+"""FusedAdam in the place of apex.optimizers.FusedAdam: its face, under the contract te.
 
-apex's multi_tensor_adam and TransformerEngine's run the same instructions: the contract is te. apex
-itself is not needed.
+The bits are those of TransformerEngine's FusedAdam. That apex's are equal is unverified: no test
+and no record has apex. apex itself is not needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaopt.integration.grad_scaler import step_with
 
 
 class FusedAdam(megaopt.FusedAdam):
-    """apex's FusedAdam, equal in every bit on an NVIDIA GPU.
+    """apex's FusedAdam, on an NVIDIA GPU; that its bits are apex's is unverified.
 
     The arguments are apex's, with its order and defaults; the state is fp32. With capturable, lr
     and step are tensors on the device; megaopt.integration.transformer_engine says what differs

@@ -1,7 +1,7 @@
 """A drop-in for apex.optimizers.FusedAdam, with its arguments and its bits.
 
-apex's multi_tensor_adam and TransformerEngine's run the same instructions: the contract is te. apex
-itself is not needed.
+apex's multi_tensor_adam and TransformerEngine's have the same bits: the contract is te.
+tests/integration/test_apex.py compares this class with apex's own. apex itself is not needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaopt.integration.grad_scaler import step_with
 
 
 class FusedAdam(megaopt.FusedAdam):
-    """apex's FusedAdam, equal in every bit on an NVIDIA GPU.
+    """apex's FusedAdam, on an NVIDIA GPU; that its bits are apex's is unverified.
 
     The arguments are apex's, with its order and defaults; the state is fp32. With capturable, lr
     and step are tensors on the device; megaopt.integration.transformer_engine says what differs

@@ -26,7 +26,7 @@ IEEE = Contract(
 
 TE = Contract(
     "te",
-    "the bits of TransformerEngine's FusedAdam and of apex's, on the GPU",
+    "the bits of TransformerEngine's FusedAdam, on the GPU",
     ("triton",),
     "TransformerEngine's kernels use an NVIDIA GPU's approximate reciprocals and roots",
 )

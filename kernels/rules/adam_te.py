@@ -1,7 +1,7 @@
 """Adam and AdamW under contract te: TransformerEngine's instructions, on an NVIDIA GPU.
 
 TransformerEngine builds its kernel with fast math; these are the operations that its shipped
-library runs on sm_90, apex's too: flush to zero, approximate reciprocal and root (rcp.approx.ftz,
+library runs on sm_90: flush to zero, approximate reciprocal and root (rcp.approx.ftz,
 sqrt.approx.ftz), and fused multiply-adds. Only an NVIDIA GPU gives those approximations, so that
 there is no twin.
 """

@@ -13,6 +13,7 @@ import torch
 
 from megaopt import environment
 from megaopt.regression.lockstep import Lane, Regression
+from megaopt.regression.outputs import about_file
 from megaopt.training.text import Corpus
 
 VERSIONS = ("megaopt", "python", "torch", "triton", "cuda_runtime", "cuda_driver")
@@ -62,8 +63,19 @@ def build_record(regression: Regression, corpus: Corpus) -> dict[str, Any]:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes JSON so that a reader sees the old file or the whole new one, never a part."""
+    """Writes JSON so that a reader sees the old file or the whole new one, never a part.
+
+    Raises:
+        OSError: the file cannot be written; it names `path`.
+    """
     text = json.dumps(record, indent=2) + "\n"
+    try:
+        _replace(path, text)
+    except OSError as error:
+        raise about_file(error, path) from error
+
+
+def _replace(path: Path, text: str) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,21 +1,24 @@
 """The command line: `megaopt regress`, `train`, `bench` and `doctor`.
 
-Exit status: 0 identical, or done; 1 different; 2 bad input, or the run could not be made.
+Exit status: 0 done, and nothing differs; 1 a difference, or a check that failed; 2 bad input, what
+cannot be done here, or a file that cannot be written; 130 Ctrl-C. MEGAOPT_DEBUG=1 shows the
+traceback of an error. This module imports little: Ctrl-C is heard from its `main` on.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
+from megaopt import exits
 
 TOML_PACKAGES = () if sys.version_info >= (3, 11) else ("tomli",)
 PACKAGES = ("tyro", "rich", "matplotlib", *TOML_PACKAGES)
-BAD_INPUT = 2
 
 
 def regress(config: Path, /, *, perturb: int | None = None, out: Path = Path("out")) -> int:
@@ -26,9 +29,7 @@ def regress(config: Path, /, *, perturb: int | None = None, out: Path = Path("ou
         perturb: Flip the lowest bit of one master after this step, to see a difference caught.
         out: Folder for the record and the picture; the run gets a folder of its name in it.
     """
-    from megaopt.regression.command import regress as run
-
-    return run(config, out, perturb)
+    return _load("megaopt.regression.command", "regress")(config, out, perturb)
 
 
 def train(
@@ -51,9 +52,9 @@ def train(
         resume: Continue from this checkpoint.
         result: Write the losses trained here, the final weights and the state to this file.
     """
-    from megaopt.regression.single import train as run
-
-    return run(config, variant=variant, steps=steps, save=save, resume=resume, result=result)
+    return _load("megaopt.regression.single", "train")(
+        config, variant=variant, steps=steps, save=save, resume=resume, result=result
+    )
 
 
 def bench(
@@ -71,9 +72,7 @@ def bench(
         only: Names of the optimizer forms to time, ours with their peers; all by default.
         peers: Time the other libraries' optimizers that are installed.
     """
-    from megaopt.bench import main as run
-
-    return run(out, sets, only, peers)
+    return _load("megaopt.bench.command", "main")(out, sets, only, peers)
 
 
 def doctor(*, check: bool = False) -> int:
@@ -82,9 +81,7 @@ def doctor(*, check: bool = False) -> int:
     Args:
         check: Also step beside the installed peers whose bits a contract promises, and compare.
     """
-    from megaopt.doctor import main as run
-
-    return run(check)
+    return _load("megaopt.doctor", "main")(check)
 
 
 def choose_triton_mode() -> None:
@@ -93,11 +90,35 @@ def choose_triton_mode() -> None:
     Triton reads the variable when it compiles a kernel's definition: to be called before anything
     imports megaopt.kernels.
     """
+    import torch
+
     if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def _load(module: str, name: str) -> Callable[..., int]:
+    """A command, from its module. Until it is there Ctrl-C ends the process at once."""
+    choose_triton_mode()
+    loaded = importlib.import_module(module)
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    found: Callable[..., int] = getattr(loaded, name)
+    return found
+
+
+def _leave(*_: object) -> None:
+    """Ends the process: for while modules are imported, when there is nothing to undo."""
+    # a KeyboardInterrupt would be lost in some: extensions print it, or make an ImportError of it
+    os.write(2, b"megaopt: interrupted\n")
+    os._exit(exits.INTERRUPTED)
+
+
 def _dispatch(arguments: Sequence[str] | None) -> int:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        names = ", ".join(missing)
+        print(f"megaopt needs {names}: pip install 'megaopt[cli]'", file=sys.stderr)
+        return exits.REFUSED
     import tyro
 
     commands: dict[str, Callable[..., int]] = {
@@ -114,28 +135,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        arguments: those of the process by default.
+        arguments: those of the process by default, which then ends with the command: Ctrl-C is not
+            heard any more afterwards.
 
     Returns:
-        The exit status; bad input is told on stderr, without a traceback.
+        The exit status. Whatever happens is told in words on stderr, without a traceback.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        names = ", ".join(missing)
-        print(f"megaopt needs {names}: pip install 'megaopt[cli]'", file=sys.stderr)
-        return BAD_INPUT
-    choose_triton_mode()
-    from megaopt.checkpoint import CheckpointError
-    from megaopt.config import ConfigError
-    from megaopt.regression.crew import RankError
-    from megaopt.regression.resume import ResumeError
-    from megaopt.training.text import CorpusError
-
+    owns_process = arguments is None
+    if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
     try:
-        return _dispatch(arguments)
-    except SystemExit as leaving:
-        # tyro's way to end: 0 after --help, 2 after an argument that it refuses
-        return leaving.code if isinstance(leaving.code, int) else BAD_INPUT
-    except (ConfigError, CheckpointError, CorpusError, RankError, ResumeError, OSError) as error:
-        print(f"megaopt: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return exits.run(lambda: _dispatch(arguments))
+    finally:
+        if owns_process:
+            # what Python does on leaving takes a while, and would show where it was broken off
+            signal.signal(signal.SIGINT, signal.SIG_IGN)

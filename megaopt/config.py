@@ -7,41 +7,30 @@ value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import math
 import re
-import sys
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Literal
 
-# the standard library has it since Python 3.11; before, the extra `cli` brings it along
-TOML_MODULE = "tomllib" if sys.version_info >= (3, 11) else "tomli"
-tomllib: Any = importlib.import_module(TOML_MODULE)
+from megaopt.toml_tables import (
+    DERIVED,
+    MOST,
+    MOST_SEED,
+    build_run,
+    read_toml,
+    require,
+    require_number,
+    require_whole,
+    shown,
+)
+from megaopt.toml_tables import ConfigError as ConfigError
 
-T = TypeVar("T")
-
-DERIVED = {"derived": True}
-"""Metadata of a field that no file sets."""
-
-
-class ConfigError(ValueError):
-    """A config, or an argument that goes with one, is not allowed."""
-
-
-def require(condition: bool, key: str, value: object, allowed: str) -> None:
-    """Raises a `ConfigError` that names key, value and what is allowed unless condition holds."""
-    if not condition:
-        raise ConfigError(f"{key} = {value!r} is not allowed: {allowed}")
-
-
-def require_at_least(owner: object, lowest: int, *keys: str) -> None:
-    """Raises a `ConfigError` unless each of the owner's integers under these keys is that large."""
-    for key in keys:
-        value = getattr(owner, key)
-        require(value >= lowest, key, value, f"an integer >= {lowest}")
+MOST_THREADS = 1024
+"""More than any machine has; so many threads start, far more make OpenMP end the process."""
+MOST_RANKS = 64
+"""Processes on one machine, each with a torch of its own."""
+NAME = r"[A-Za-z0-9_.-]{1,100}"
+"""A variant's name: files are named by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +44,15 @@ class ModelConfig:
     width: int
     """Elements of the residual stream."""
     context: int
-    """Bytes in a training sequence."""
+    """Bytes in a training sequence, fewer than the text has."""
     vocabulary_size: int
     """Rows of the token embedding, at least 256: the bytes. Further rows are padding."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "layers", "heads", "width", "context")
-        require_at_least(self, 256, "vocabulary_size")
-        require(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads=}")
+        require_whole(self, 1, MOST, "layers", "heads", "width", "context")
+        require_whole(self, 256, MOST, "vocabulary_size")
+        allowed = f"a multiple of heads, which is {self.heads}"
+        require(self.width % self.heads == 0, "width", self.width, allowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +60,7 @@ class OptimizerConfig:
     """Hyper-parameters of Adam, the same for all variants of a run."""
 
     learning_rate: float
-    """Peak learning rate, finite and >= 0."""
+    """Peak learning rate, from 0 to fp32's largest number."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak; then it is constant."""
     beta1: float = 0.9
@@ -78,21 +68,19 @@ class OptimizerConfig:
     beta2: float = 0.999
     """Decay of exp_avg_sq per step, in [0, 1)."""
     eps: float = 1e-8
-    """Added to the denominator outside the root, finite and >= 0."""
+    """Added to the denominator outside the root, from 0 to fp32's largest number."""
     weight_decay: float = 0.0
-    """Finite and >= 0; for matrices only: norm weights do not decay."""
+    """From 0 to fp32's largest number; for matrices only: norm weights do not decay."""
     bias_correction: bool = True
     """Whether moments are divided by 1 - beta**step."""
     adam_w_mode: bool = True
     """True: AdamW, decay is decoupled from the gradient. False: decay is added to the gradient."""
 
     def __post_init__(self) -> None:
-        for key in ("learning_rate", "eps", "weight_decay"):
-            value = getattr(self, key)
-            require(math.isfinite(value) and value >= 0, key, value, "a finite number >= 0")
+        require_number(self, "learning_rate", "eps", "weight_decay")
         for key in ("beta1", "beta2"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "a number in [0, 1)")
-        require_at_least(self, 0, "warmup_steps")
+        require_whole(self, 0, MOST, "warmup_steps")
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step; steps count from 1."""
@@ -116,9 +104,9 @@ class Float8Config:
     multiples of 16."""
 
     def __post_init__(self) -> None:
-        require(len(self.recipes) > 0, "recipes", [], "at least one recipe")
-        for recipe in self.recipes:
-            require(self.recipes.count(recipe) == 1, "recipes", recipe, "each recipe once")
+        require(len(self.recipes) > 0, "recipes", [], "a list of at least one recipe")
+        once = len(set(self.recipes)) == len(self.recipes)
+        require(once, "recipes", [*self.recipes], "a list that has each recipe once")
 
 
 class Baseline:
@@ -197,22 +185,22 @@ class FusedVariant:
     resume_after: int | None = None
     """Step after which the run is saved and continued in a fresh process; None: never."""
     ranks: int | None = None
-    """Processes that share the step: each has an uneven, unaligned part of every weight and its
-    state, and then gathers the others' weights. None: the step is of this process alone."""
+    """Processes that share the step, 1 to 64: each has an uneven, unaligned part of every weight
+    and its state, and then gathers the others' weights. None: the step is of this process alone."""
     recipe: Recipe | None = field(default=None, metadata=DERIVED)
     """Under [float8]: how the weights of linear layers are kept in fp8."""
 
     def __post_init__(self) -> None:
         require(bool(self.baseline), "baseline", self.baseline, "the name of a baseline variant")
         if self.resume_after is not None:
-            require_at_least(self, 1, "resume_after")
+            require_whole(self, 1, MOST, "resume_after")
         if self.ranks is not None:
-            require_at_least(self, 1, "ranks")
+            require_whole(self, 1, MOST_RANKS, "ranks")
             for key, allowed in (("masters", "created"), ("layout", "whole")):
                 value = getattr(self, key)
-                require(value == allowed, key, value, f"{allowed!r} with {self.ranks=}")
+                require(value == allowed, key, value, f"{allowed!r} for a variant with ranks")
             resume = self.resume_after
-            require(resume is None, "resume_after", resume, f"no such key with {self.ranks=}")
+            require(resume is None, "resume_after", resume, "left out of a variant with ranks")
 
     @property
     def recipe_misfit(self) -> tuple[str, object, str] | None:
@@ -225,6 +213,14 @@ class FusedVariant:
 
 
 Variant = UnfusedVariant | PeerVariant | FusedVariant
+
+
+def require_name(name: str, names: list[str]) -> None:
+    """Raises a `ConfigError` unless a variant's name may name files, and is in `names` once."""
+    named = re.fullmatch(NAME, name) is not None
+    allowed = "1 to 100 letters, digits, '_', '-' and '.'"
+    require(named, "variant.name", name, allowed)
+    require(names.count(name) == 1, "variant.name", name, "a name of one variant alone")
 
 
 def with_recipe(variant: Variant, recipe: Recipe) -> Variant:
@@ -243,7 +239,7 @@ class RunConfig:
     name: str
     """The config file's name without its ending; names the folder of the run's output."""
     seed: int
-    """Seed of the initial weights and of the batches, >= 0."""
+    """Seed of the initial weights and of the batches, 0 to 2**63-1."""
     steps: int
     """Optimizer steps, at least 1."""
     batch_size: int
@@ -251,7 +247,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on the GPU where there is one."""
     cpu_threads: int = 2
-    """Threads of torch on the CPU: fixed, because sums depend on it."""
+    """Threads of torch on the CPU, 1 to 1024: fixed, because sums depend on it."""
     model: ModelConfig
     """The model."""
     optimizer: OptimizerConfig
@@ -262,20 +258,19 @@ class RunConfig:
     """What is trained and compared; baselines first or last, as you like."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 0, "seed")
-        require_at_least(self, 1, "steps", "batch_size", "cpu_threads")
+        require_whole(self, 0, MOST_SEED, "seed")
+        require_whole(self, 1, MOST, "steps", "batch_size")
+        require_whole(self, 1, MOST_THREADS, "cpu_threads")
         names = [variant.name for variant in self.variant]
         baselines = [v.name for v in self.variant if isinstance(v, Baseline)]
-        require(len(names) > 0, "variant", [], "at least one [[variant]]")
+        require(len(names) > 0, "variant", [], "at least one table, [[variant]]")
         for variant in self.variant:
             self._check_variant(variant, names, baselines)
         if self.float8 is not None:
             self._check_float8(self.float8)
 
     def _check_variant(self, variant: Variant, names: list[str], baselines: list[str]) -> None:
-        named = re.fullmatch(r"[A-Za-z0-9_.-]+", variant.name) is not None
-        require(named, "variant name", variant.name, "letters, digits, '_', '-' and '.'")
-        require(names.count(variant.name) == 1, "variant name", variant.name, "a name used once")
+        require_name(variant.name, names)
         if isinstance(variant, Baseline):
             return
         allowed = f"the name of a baseline variant: {', '.join(baselines) or 'there is none'}"
@@ -285,7 +280,7 @@ class RunConfig:
         if variant.resume_after is not None:
             inside = variant.resume_after < self.steps
             key = f"{variant.name}.resume_after"
-            require(inside, key, variant.resume_after, f"less than {self.steps=}")
+            require(inside, key, variant.resume_after, f"less than steps, which is {self.steps}")
 
     def _check_float8(self, float8: Float8Config) -> None:
         for variant in self.variant:
@@ -314,7 +309,7 @@ class RunConfig:
             if variant.name == name:
                 return variant
         names = ", ".join(variant.name for variant in self.runs)
-        raise ConfigError(f"variant = {name!r} is not allowed: {self.name} has {names}")
+        raise ConfigError(f"variant must be one of {names}, got {shown(name)}")
 
 
 def read_config(path: str | Path) -> RunConfig:
@@ -324,97 +319,7 @@ def read_config(path: str | Path) -> RunConfig:
         path: the file; its stem becomes the run's name.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, has an unknown key, lacks one, or holds a
-            value of another type or outside its range.
+        ConfigError: the file cannot be read, is no TOML, is larger than 64 KiB, has an unknown key,
+            lacks one, or holds a value of another type or outside its range.
     """
     return build_run(RunConfig, Path(path), read_toml(Path(path)))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as it is.
-
-    Raises:
-        ConfigError: it cannot be read, or is no TOML.
-    """
-    try:
-        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
-    return table
-
-
-def build_run(cls: type[T], path: Path, table: dict[str, Any]) -> T:
-    """A dataclass with a name, from the table of a file, whose stem is that name.
-
-    Raises:
-        ConfigError: as `read_config`.
-    """
-    try:
-        require("name" not in table, "name", table.get("name"), "the file's own name is the name")
-        return _read_table(cls, {**table, "name": path.stem}, "")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _read_table(cls: type[T], table: dict[str, Any], prefix: str) -> T:
-    """Builds a dataclass from a TOML table; prefix is the table's own key with a trailing dot."""
-    everything = dataclasses.fields(cls)  # type: ignore[arg-type]
-    fields = {each.name: each for each in everything if not each.metadata.get("derived")}
-    allowed = ", ".join(sorted(fields.keys() - {"name"} if not prefix else fields))
-    for key, value in table.items():
-        require(key in fields, prefix + key, value, f"unknown key; the keys are {allowed}")
-    for key, each in fields.items():
-        if each.default is dataclasses.MISSING and key not in table:
-            raise ConfigError(f"{prefix}{key} is missing")
-    hints = get_type_hints(cls)
-    values = {key: _read_value(hints[key], value, prefix + key) for key, value in table.items()}
-    try:
-        return cls(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{prefix}{error}") from error
-
-
-def _read_value(hint: Any, value: Any, key: str) -> Any:
-    """Checks one value against its field's type; an integer may stand for a float."""
-    if get_origin(hint) in (Union, types.UnionType):
-        # an optional type is one type or None, and TOML has no None
-        hint = next(each for each in get_args(hint) if each is not type(None))
-    if get_origin(hint) is tuple:
-        element = get_args(hint)[0]
-        if get_origin(element) is Literal:
-            return _read_list(element, value, key)
-        return _read_variants(element, value, key)
-    if dataclasses.is_dataclass(hint):
-        require(isinstance(value, dict), key, value, "a table")
-        return _read_table(typing.cast("type[Any]", hint), value, f"{key}.")
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        require(value in choices, key, value, f"one of {', '.join(map(repr, choices))}")
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    # `type is` and not isinstance: in Python, True is an int
-    require(type(value) is hint, key, value, f"a value of type {hint.__name__}")
-    return value
-
-
-def _read_list(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
-    """Reads a list of values of one type."""
-    require(isinstance(value, list), key, value, "a list")
-    return tuple(_read_value(hint, each, f"{key}[{index}]") for index, each in enumerate(value))
-
-
-def _read_variants(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
-    """Reads the [[variant]] tables; the key `kind` decides which class of the union hint it is."""
-    tables = isinstance(value, list) and all(isinstance(table, dict) for table in value)
-    require(tables, key, value, f"tables [[{key}]]")
-    classes = {each.__dataclass_fields__["kind"].default: each for each in get_args(hint)}
-    variants = []
-    for number, table in enumerate(value):
-        where = f"{key}[{number}]"
-        kind = table.get("kind")
-        kinds = ", ".join(map(repr, classes))
-        known = isinstance(kind, str) and kind in classes
-        require(known, f"{where}.kind", kind, f"one of {kinds}")
-        variants.append(_read_table(classes[kind], table, f"{where}."))
-    return tuple(variants)

@@ -9,13 +9,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megaopt.config import RunConfig, read_config, read_toml
+from megaopt.config import RunConfig, read_config
+from megaopt.console import make_console
 from megaopt.files import write_json
 from megaopt.regression.lockstep import Lane, Regression
+from megaopt.regression.outputs import make_folder
 from megaopt.regression.picture import draw_losses
 from megaopt.regression.record import build_record
 from megaopt.source import describe_source
+from megaopt.toml_tables import read_toml
 from megaopt.training.determinism import choose_device, deterministic
+from megaopt.training.limits import require_room
 from megaopt.training.text import Batches, Corpus, load_corpus
 
 
@@ -52,15 +56,19 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
     Raises:
         ConfigError: the config, perturb or MEGAOPT_COMMIT is not allowed, or a variant cannot run
             here.
+        CorpusError: the text is too short for the config's context.
+        RankError, ResumeError: a process of a variant failed.
+        OSError: the record or the picture cannot be written.
     """
     if "megatron" in read_toml(config_path):
         from megaopt.regression.megatron.command import regress_megatron
 
         return regress_megatron(config_path, out, perturb)
     config, source = read_config(config_path), describe_source()
-    console = Console()
+    console = make_console()
     with deterministic(config.cpu_threads), tempfile.TemporaryDirectory() as scratch:
         device = choose_device(config)
+        require_room(config, len(config.runs), device)
         corpus = load_corpus()
         regression = Regression(
             config,
@@ -70,9 +78,10 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
             folder=Path(scratch),
             perturb=perturb,
         )
-        folder = out / config.name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(out / config.name)
         _run(regression, console)
+    # before the files are written, which may fail
+    console.print(_table(regression))
     write_json(folder / "record.json", build_record(regression, corpus, source))
     title = f"{config.name}: {config.steps} steps on {device.type}"
     draw_losses(folder / "losses.png", title, regression.lanes)
@@ -115,8 +124,6 @@ def _table(regression: Regression) -> Table:
 
 
 def _report(regression: Regression, folder: Path, console: Console) -> int:
-    table = _table(regression)
-    console.print(table)
     console.print(f"record and picture: {folder}", soft_wrap=True, highlight=False)
     difference = regression.first_difference()
     if difference is None:

@@ -1,8 +1,13 @@
-"""Equality of bits, and the first place where it fails."""
+"""Equality of bits, and the first place where it fails.
+
+A NaN equals every NaN in its place: its sign and payload come from the processor, and from which
+operation met it first. A NaN beside a number is a difference, and so is 0.0 beside -0.0.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,8 +54,17 @@ class Mismatch:
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bit patterns, as integers of the same width; unlike values, NaN equals itself."""
+    """The bit patterns, as integers of the same width."""
     return tensor.detach().contiguous().view(INTEGER_OF_SIZE[tensor.element_size()])
+
+
+def compared_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """What is compared: the bit patterns as integers, of every NaN that of torch.nan."""
+    integers = as_integers(tensor)
+    if not tensor.is_floating_point():
+        return integers
+    nan = as_integers(torch.tensor(math.nan).to(tensor.dtype))
+    return integers.masked_fill(tensor.detach().isnan(), int(nan.item()))
 
 
 def from_integers(integers: torch.Tensor, dtype: str, device: torch.device) -> torch.Tensor:
@@ -66,12 +80,15 @@ def hexadecimal(tensor: torch.Tensor, index: int) -> str:
 
 
 def loss_bits(loss: float) -> str:
-    """The fp32 bit pattern of a loss."""
+    """The fp32 bit pattern of a loss; of every NaN 0x7fc00000."""
+    loss = math.nan if math.isnan(loss) else loss
     return f"0x{struct.unpack('<I', struct.pack('<f', loss))[0]:08x}"
 
 
 def find_mismatch(snapshot: Snapshot, baseline: Snapshot) -> Mismatch | None:
     """The first element that differs, in model order; None where every bit is the same.
+
+    NaNs are compared by place alone.
 
     Raises:
         RuntimeError: the two do not hold the same tensors, so that there is nothing to compare.
@@ -85,8 +102,10 @@ def find_mismatch(snapshot: Snapshot, baseline: Snapshot) -> Mismatch | None:
             actual = snapshot[name][kind]
             if torch.equal(as_integers(actual), as_integers(expected)):
                 continue
-            differs = as_integers(actual).view(-1) != as_integers(expected).view(-1)
-            index = int(differs.nonzero()[0].item())
+            differs = compared_integers(actual) != compared_integers(expected)
+            if not differs.any():
+                continue
+            index = int(differs.view(-1).nonzero()[0].item())
             bits, baseline_bits = (hexadecimal(tensor, index) for tensor in (actual, expected))
             return Mismatch(f"{name} {kind}", index, bits, baseline_bits)
     return None
@@ -108,10 +127,13 @@ def earliest(differences: Iterable[Difference | None]) -> Difference | None:
 
 
 def hash_snapshot(snapshot: Snapshot) -> dict[str, str]:
-    """For each kind the SHA-256 of its tensors' bytes, concatenated in model order."""
+    """For each kind the SHA-256 of its tensors' bytes, concatenated in model order.
+
+    The bytes are those that are compared: every NaN has the same.
+    """
     digests: dict[str, hashlib._Hash] = {}
     for kinds in snapshot.values():
         for kind, tensor in kinds.items():
             digest = digests.setdefault(kind, hashlib.sha256())
-            digest.update(as_integers(tensor).cpu().numpy().tobytes())
+            digest.update(compared_integers(tensor).cpu().numpy().tobytes())
     return {kind: digest.hexdigest() for kind, digest in sorted(digests.items())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import traceback
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -14,8 +13,10 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from megaopt.config import ConfigError, FusedVariant, RunConfig
+from megaopt.config import FusedVariant, RunConfig
+from megaopt.exits import describe_error
 from megaopt.regression.compare import as_integers, find_mismatch, from_integers, loss_bits
+from megaopt.regression.processes import deaf_to_interrupts
 from megaopt.regression.shards import ShardedWeights
 from megaopt.regression.variants import build_trainer_with
 from megaopt.training.determinism import deterministic
@@ -74,13 +75,21 @@ def _serve(
                 "gloo", f"file://{meeting}", PATIENCE, world_size=world, rank=rank
             )
             trainers = _build_trainers(rank, config, torch.device(device))
-            while (arrays := parent.recv()) is not None:
+            while (arrays := _next(parent)) is not None:
                 batch = torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1])
                 parent.send({name: _train(each, batch) for name, each in trainers.items()})
             dist.destroy_process_group()
     except Exception as error:
-        expected = isinstance(error, ConfigError)
-        parent.send(str(error) if expected else traceback.format_exc())
+        with suppress(OSError):  # the command has ended: nobody listens
+            parent.send(describe_error(error))
+
+
+def _next(parent: Connection) -> Any:
+    """What the parent sends; None where it has ended."""
+    try:
+        return parent.recv()
+    except (EOFError, OSError):
+        return None
 
 
 def _build_trainers(rank: int, config: RunConfig, device: torch.device) -> dict[str, Trainer]:
@@ -135,10 +144,11 @@ class Crew:
             own, theirs = context.Pipe()
             given = (rank, world, self.config, str(self.device), str(self._meeting), theirs)
             process = context.Process(target=_serve, args=given, daemon=True)
-            process.start()
+            with deaf_to_interrupts():
+                process.start()
+                self._processes.append(process)
+                self._connections.append(own)
             theirs.close()  # so that its end is seen here
-            self._processes.append(process)
-            self._connections.append(own)
         return self
 
     def __exit__(
@@ -151,9 +161,9 @@ class Crew:
             if error is None:
                 with suppress(OSError):
                     connection.send(None)
-                process.join()
             else:
-                process.terminate()  # it may wait for another rank
+                process.kill()  # it may wait for another rank
+            process.join()
             connection.close()
         self._processes, self._connections = [], []
 

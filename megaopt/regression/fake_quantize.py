@@ -1,7 +1,7 @@
 """fp8 without fp8 weights, as people write it: bf16 weights, cast to fp8 and back at every use.
 
 Plain torch that shares no code with `megaopt.float8`: what fp8 weights are compared with. Codes are
-e4m3fn. A NaN or an infinity among the weights is not provided for: the regression has none.
+e4m3fn. NaNs and infinities, which a run that diverges has, become what docs/numbers.md says.
 """
 
 from __future__ import annotations
@@ -16,20 +16,27 @@ CODE = torch.float8_e4m3fn
 CODE_MAX = 448.0
 HISTORY = 1024
 BLOCKS = {"block_128x128": (128, 128), "block_1x128": (1, 128), "mxfp8": (1, 32)}
+NAN_CODE = 0x7F
 EXPONENT_BIAS = 127
 
 
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """As fp32, without signs; 0 for a NaN, which moves no scale."""
+    return values.float().abs().masked_fill(values.isnan(), 0.0)
+
+
 def divide(amax: torch.Tensor, otherwise: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """CODE_MAX / amax, rounded once; `otherwise` where amax is 0."""
+    """CODE_MAX / amax, rounded once; `otherwise` where amax is 0 or infinite."""
     # a tensor above the line: a Python number would become a product with a reciprocal
     quotient = torch.full_like(amax, CODE_MAX) / amax
     largest = torch.finfo(torch.float32).max
-    return torch.where(amax == 0, otherwise, quotient.clamp(max=largest))
+    return torch.where((amax == 0) | amax.isinf(), otherwise, quotient.clamp(max=largest))
 
 
 def encode(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The codes of fp32 values times scale, saturating."""
-    return (values * scale).clamp(-CODE_MAX, CODE_MAX).to(CODE)
+    """The codes of fp32 values times scale, saturating; of every NaN the same."""
+    codes = (values * scale).clamp(-CODE_MAX, CODE_MAX).to(CODE)
+    return codes.view(torch.uint8).masked_fill(values.isnan(), NAN_CODE).view(CODE)
 
 
 def decode(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
@@ -39,19 +46,19 @@ def decode(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 def quantize_tensor(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale_inv, fp32 of shape (1,), of bf16 values with one scale from their amax."""
-    scale = divide(values.float().abs().max().reshape(1))
+    scale = divide(magnitudes(values).max().reshape(1))
     return encode(values.float(), scale), torch.ones_like(scale) / scale
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2**exponent, fp32, exact, of int32 exponents of normal numbers."""
-    return ((exponent + EXPONENT_BIAS) << 23).view(torch.float32)
+    """2**exponent, fp32, exact, of int32 exponents from -149 to 127."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64).float()
 
 
 def block_amax(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The largest magnitude of each block of a matrix; blocks at the edges may be smaller."""
     rows, columns = (-size % length for size, length in zip(values.shape, block, strict=True))
-    padded = functional.pad(values.float().abs(), (0, columns, 0, rows))
+    padded = functional.pad(magnitudes(values), (0, columns, 0, rows))
     by_rows = padded.view(-1, block[0], padded.shape[1]).amax(1)
     return by_rows.view(len(by_rows), -1, block[1]).amax(2)
 
@@ -68,6 +75,7 @@ def e8m0_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mantissa, exponent = torch.frexp(amax * inverse)
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)
     up = torch.where(amax == 0, -EXPONENT_BIAS, up)
+    up = torch.where(amax.isinf(), EXPONENT_BIAS, up)
     return power_of_two(-up), (up + EXPONENT_BIAS).to(torch.uint8)
 
 
@@ -123,7 +131,7 @@ class DelayedFakeQuantizer(FakeQuantizer):
 
     def __init__(self, weight: torch.Tensor, recipe: str) -> None:
         super().__init__(weight, recipe)
-        amax = weight.float().abs().max().reshape(1)
+        amax = magnitudes(weight).max().reshape(1)
         self.history = torch.zeros(HISTORY, device=weight.device)
         self.history[0] = amax[0]
         self.next_scale = divide(amax)
@@ -139,7 +147,7 @@ class DelayedFakeQuantizer(FakeQuantizer):
         The history has a place for the amax since the last call first, then oldest to newest.
         """
         self.scale.copy_(self.next_scale)
-        self.history[0] = torch.maximum(self.history[0], weight.float().abs().max())
+        self.history[0] = torch.maximum(self.history[0], magnitudes(weight).max())
         self.next_scale.copy_(divide(self.history.max().reshape(1), self.next_scale))
         latest, empty = self.history[:1], torch.zeros_like(self.history[:1])
         self.history.copy_(torch.cat([empty, self.history[2:], latest]))

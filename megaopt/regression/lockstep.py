@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
 
-from megaopt.config import ConfigError, FusedVariant, RunConfig, Variant, require
+from megaopt.config import ConfigError, FusedVariant, RunConfig, Variant
 from megaopt.regression.compare import (
     Difference,
     Mismatch,
@@ -20,8 +19,9 @@ from megaopt.regression.compare import (
 )
 from megaopt.regression.crew import Crew, CrewTrainer, variants_with_ranks
 from megaopt.regression.fused import FusedWeights
-from megaopt.regression.resume import continue_in_fresh_process, save_trainer
+from megaopt.regression.resume import FreshRun, save_trainer
 from megaopt.regression.variants import build_trainer
+from megaopt.toml_tables import require
 from megaopt.training.text import Batches
 from megaopt.training.trainer import Snapshot, Trainer
 
@@ -152,8 +152,8 @@ class Regression:
                 on_step(step)
         self._finish_lanes()
         resumed = [lane for lane in self.lanes if lane.variant.resume_after is not None]
-        with ThreadPoolExecutor(PROCESSES) as pool:
-            list(pool.map(self._resume, resumed))
+        for first in range(0, len(resumed), PROCESSES):
+            self._resume(resumed[first : first + PROCESSES])
         for lane in self.lanes:
             lane.sha256 = hash_snapshot(lane.final)
 
@@ -196,12 +196,23 @@ class Regression:
             if lane.trainer is not None:
                 lane.final = lane.trainer.owner.snapshot()
 
-    def _resume(self, lane: Lane) -> None:
+    def _resume(self, lanes: list[Lane]) -> None:
+        """Continues lanes side by side."""
+        with ExitStack() as stack:
+            runs = [
+                stack.enter_context(
+                    FreshRun(self.config_path, lane.variant.name, self._checkpoint(lane))
+                )
+                for lane in lanes
+            ]
+            for lane, run in zip(lanes, runs, strict=True):
+                self._join(lane, *run.wait(self.device))
+
+    def _join(self, lane: Lane, losses: list[float], final: Snapshot) -> None:
+        """Adds what a fresh process trained to a lane, and compares it."""
         stopped = len(lane.losses)
-        losses, lane.final = continue_in_fresh_process(
-            self.config_path, lane.variant.name, self._checkpoint(lane), self.device
-        )
         lane.losses += losses
+        lane.final = final
         lane.compare_losses(stopped + 1)
         if lane.baseline is not None:
             lane.compare_tensors(self.config.steps, lane.final, lane.baseline.final)
@@ -212,7 +223,8 @@ class Regression:
 
 
 def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
-    require(1 <= step <= config.steps, "perturb", step, f"a step, 1 to {config.steps}")
+    allowed = f"a step of the run, from 1 to {config.steps}"
+    require(1 <= step <= config.steps, "perturb", step, allowed)
     for variant in config.runs:
         stops = variant.resume_after is not None and variant.resume_after < step
         if not isinstance(variant, FusedVariant) or variant.ranks is not None or stops:
@@ -220,8 +232,8 @@ def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
         if variant.masters != "remainders":
             return variant
     raise ConfigError(
-        f"perturb = {step!r} is not allowed: no fused variant of {config.name} that holds fp32 "
-        "masters trains at that step"
+        f"perturb must be a step at which a fused variant of {config.name} that holds fp32 masters "
+        f"trains, got {step}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from megaopt import checkpoint
 from megaopt.config import ConfigError, RunConfig, Variant
 from megaopt.regression.compare import as_integers, from_integers
+from megaopt.regression.processes import Child
 from megaopt.training.trainer import Snapshot, Trainer
 
 
@@ -47,14 +47,12 @@ def load_trainer(path: Path, config: RunConfig, variant: Variant, trainer: Train
     payload = checkpoint.load(path)
     expected, saved = describe(config, variant), payload.get("run")
     if not isinstance(saved, dict) or "trainer" not in payload:
-        raise ConfigError(
-            f"resume = {str(path)!r} is not allowed: no checkpoint of `megaopt train`"
-        )
+        raise ConfigError(f"resume must be a checkpoint of `megaopt train`, got {str(path)!r}")
     for key, value in expected.items():
         if saved.get(key) != value:
             raise ConfigError(
-                f"resume = {str(path)!r} is not allowed: its {key} is {saved.get(key)}, "
-                f"but the config's is {value}"
+                f"resume must be a checkpoint of this run, whose {key} is {value}, got "
+                f"{str(path)!r}, whose {key} is {saved.get(key)}"
             )
     trainer.load_state_dict(payload["trainer"])
 
@@ -82,24 +80,39 @@ def load_result(path: Path, device: torch.device) -> tuple[list[float], Snapshot
     return [float.fromhex(loss) for loss in payload["losses"]], snapshot
 
 
-def continue_in_fresh_process(
-    config_path: Path, variant: str, path: Path, device: torch.device
-) -> tuple[list[float], Snapshot]:
-    """Runs `megaopt train --resume` to the config's last step.
+class FreshRun:
+    """`megaopt train --resume` to the config's last step; leaving the context ends its process.
 
-    Returns:
-        The losses of the continued steps, and the final weights and state on device.
-
-    Raises:
-        ResumeError: the process failed; the message ends with what it said.
+    Args:
+        config_path: of the run.
+        variant: its name.
+        path: the checkpoint to continue; the process's files are made beside it.
     """
-    config_path, path = config_path.resolve(), path.resolve()
-    result = path.with_suffix(".result")
-    command = [sys.executable, "-m", "megaopt", "train", str(config_path), "--variant", variant]
-    command += ["--resume", str(path), "--result", str(result)]
-    # not where the user stands: with `-m`, that folder comes first on the import path
-    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip()
-        raise ResumeError(f"variant = {variant!r}: the fresh process failed: {said[-2000:]}")
-    return load_result(result, device)
+
+    def __init__(self, config_path: Path, variant: str, path: Path) -> None:
+        self.variant, path = variant, path.resolve()
+        self._result = path.with_suffix(".result")
+        command = [sys.executable, "-m", "megaopt", "train", str(config_path.resolve())]
+        # in one word: a name may begin with a dash
+        command += [f"--variant={variant}", f"--resume={path}", f"--result={self._result}"]
+        # not where the user stands: with `-m`, that folder comes first on the import path
+        self._child = Child(command, path.parent, path.with_suffix(".said"))
+
+    def __enter__(self) -> FreshRun:
+        self._child.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._child.__exit__(*error)
+
+    def wait(self, device: torch.device) -> tuple[list[float], Snapshot]:
+        """The losses of the continued steps, and the final weights and state on device.
+
+        Raises:
+            ResumeError: the process failed; the message ends with what it said.
+        """
+        status, said = self._child.wait()
+        if status != 0:
+            end = said.strip()[-2000:]
+            raise ResumeError(f"variant {self.variant!r}: the fresh process failed: {end}")
+        return load_result(self._result, device)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
-from megaopt.config import ConfigError, FusedVariant, RunConfig, Variant, read_config, require
+from megaopt.config import ConfigError, FusedVariant, RunConfig, Variant, read_config
+from megaopt.console import make_console
 from megaopt.regression.command import batches_of, step_progress
+from megaopt.regression.outputs import require_place
 from megaopt.regression.resume import load_trainer, save_result, save_trainer
 from megaopt.regression.variants import build_trainer
+from megaopt.toml_tables import MOST, require
 from megaopt.training.determinism import choose_device, deterministic
-from megaopt.training.text import load_corpus
+from megaopt.training.limits import require_room
+from megaopt.training.text import Batches, load_corpus
 from megaopt.training.trainer import Trainer
 
 
@@ -22,7 +24,8 @@ def _choose_variant(config: RunConfig, name: str | None) -> Variant:
     for variant in config.runs:
         if isinstance(variant, FusedVariant):
             return variant
-    raise ConfigError(f"variant = None is not allowed: {config.name} has no fused variant")
+    names = ", ".join(each.name for each in config.runs)
+    raise ConfigError(f"variant must be one of {names}, as none is fused, got nothing")
 
 
 def train(
@@ -50,18 +53,25 @@ def train(
     Raises:
         ConfigError: an argument is not allowed, or the checkpoint is of another run.
         CheckpointError: the checkpoint cannot be read.
+        CorpusError: the text is too short for the config's context.
+        OSError: a file cannot be written.
     """
     config = read_config(config_path)
     chosen = _choose_variant(config, variant)
     last = config.steps if steps is None else steps
-    require(last >= 1, "steps", last, "an integer >= 1")
+    require(1 <= last <= MOST, "steps", last, "a whole number from 1 to 2**31-1")
+    require_place("save", save)
+    require_place("result", result)
     with deterministic(config.cpu_threads):
-        trainer = build_trainer(config, chosen, choose_device(config))
+        device = choose_device(config)
+        require_room(config, 1, device)
+        batches = batches_of(config, load_corpus())
+        trainer = build_trainer(config, chosen, device)
         if resume is not None:
             load_trainer(resume, config, chosen, trainer)
         done = trainer.steps_done
         require(last > done, "steps", last, f"more than the {done} steps of the checkpoint")
-        losses = _train_steps(config, trainer, chosen.name, last)
+        losses = _train_steps(batches, trainer, chosen.name, last)
     if save is not None:
         save_trainer(save, config, chosen, trainer)
     if result is not None:
@@ -69,10 +79,9 @@ def train(
     return 0
 
 
-def _train_steps(config: RunConfig, trainer: Trainer, name: str, last: int) -> list[float]:
+def _train_steps(batches: Batches, trainer: Trainer, name: str, last: int) -> list[float]:
     """Trains to a step; the losses of the steps trained."""
-    console = Console()
-    batches = batches_of(config, load_corpus())
+    console = make_console()
     losses: list[float] = []
     with step_progress(console) as progress:
         task = progress.add_task(name, total=last, completed=trainer.steps_done)

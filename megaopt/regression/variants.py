@@ -33,8 +33,8 @@ def build_trainer(config: RunConfig, variant: Variant, device: torch.device) -> 
     """
     if isinstance(variant, FusedVariant) and variant.ranks is not None:
         raise ConfigError(
-            f"variant = {variant.name!r} is not allowed: its {variant.ranks} ranks train in "
-            "`megaopt regress` only"
+            f"variant must be one without ranks, which train in `megaopt regress` only, got "
+            f"{variant.name!r} with {variant.ranks} ranks"
         )
     return build_trainer_with(config, variant, device, _build_owner)
 

@@ -28,7 +28,7 @@ def choose_device(config: Placed) -> torch.device:
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        raise ConfigError("device = 'cuda' is not allowed: no CUDA GPU is visible here")
+        raise ConfigError("device must be 'auto' or 'cpu' where no CUDA GPU is visible, got 'cuda'")
     name = "cuda" if available and config.device != "cpu" else "cpu"
     return torch.device(name)
 

@@ -48,7 +48,9 @@ class Batches:
     def __post_init__(self) -> None:
         length = self.corpus.tokens.numel()
         if length <= self.context:
-            raise CorpusError(f"corpus of {length} bytes: more than {self.context=} are needed")
+            raise CorpusError(
+                f"context must be less than the {length} bytes of the text, got {self.context}"
+            )
 
     def at(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of a step, int64 of shape (batch_size, context), on the CPU.

@@ -85,13 +85,28 @@ def test_a_difference_exits_with_1_and_is_named(megaopt, config, tmp_path):
 
 BAD_INPUT = {
     "no such file": (["regress", "none.toml"], r"none.toml: cannot be read"),
-    "perturb 0": (["regress", "small.toml", "--perturb", "0"], "perturb = 0 is not allowed"),
-    "perturb late": (["regress", "small.toml", "--perturb", "3"], "perturb = 3 is not allowed"),
+    "perturb 0": (
+        ["regress", "small.toml", "--perturb", "0"],
+        "perturb must be a step of the run, from 1 to 2, got 0",
+    ),
+    "perturb late": (
+        ["regress", "small.toml", "--perturb", "3"],
+        "perturb must be a step of the run, from 1 to 2, got 3",
+    ),
     "perturb x": (["regress", "small.toml", "--perturb", "x"], "perturb"),
-    "no such variant": (["train", "small.toml", "--variant", "x"], "variant = 'x' is not allowed"),
+    "no such variant": (
+        ["train", "small.toml", "--variant", "x"],
+        "variant must be one of unfused, fused, stopped, got 'x'",
+    ),
     "no such checkpoint": (["train", "small.toml", "--resume", "none"], "none: no such file"),
-    "no steps": (["train", "small.toml", "--steps", "0"], "steps = 0 is not allowed"),
-    "no folder": (["train", "small.toml", "--save", "no/folder"], "No such file or directory"),
+    "no steps": (
+        ["train", "small.toml", "--steps", "0"],
+        "steps must be a whole number from 1 to 2**31-1, got 0",
+    ),
+    "no folder": (
+        ["train", "small.toml", "--save", "no/folder"],
+        "save must be a file in a folder that exists",
+    ),
     "out is a file": (["regress", "small.toml", "--out", "small.toml"], "small.toml"),
     "unknown command": (["regres", "small.toml"], "regres"),
     "unknown option": (["regress", "small.toml", "--perturbb", "3"], "perturbb"),
@@ -110,7 +125,8 @@ def test_a_bad_config_exits_with_2_and_names_file_and_key(megaopt, config):
     config.write_text(config.read_text().replace("steps = 2", "steeps = 2"), encoding="utf-8")
     status, _, err = megaopt("regress", config)
     assert status == 2
-    assert f"{config}: steeps = 2 is not allowed: unknown key" in err
+    assert f"{config}: the keys must be among " in err
+    assert "got 'steeps'" in err
 
 
 def test_a_run_is_trained_saved_and_resumed(megaopt, config, tmp_path):

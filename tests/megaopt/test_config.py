@@ -74,107 +74,209 @@ def test_the_learning_rate_rises_and_then_stays(tmp_path):
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
+KEYS = "batch_size, cpu_threads, device, float8, model, optimizer, seed, steps, variant"
+FUSED_KEYS = "backend, baseline, contract, kind, layout, masters, name, ranks, resume_after"
+KINDS = "'unfused', 'peer', 'fused'"
+RECIPE_NAMES = "'delayed', 'current', 'block_128x128', 'block_1x128', 'mxfp8'"
+TO_MOST = "a whole number from 1 to 2**31-1"
+NUMBER = "a number from 0 to 3.4e38"
+WITH_RANKS = "for a variant with ranks"
+
+# what is replaced, by what, and the message without the file's name
 REFUSED = {
-    "unknown key": ("seed = 1", "seed = 1\nsteeps = 3", r"steeps = 3 .*unknown key.*\bsteps\b"),
-    "unknown key in a table": ("heads = 2", "heads = 2\nhead = 2", r"model\.head = 2 .*unknown"),
+    "unknown key": (
+        *("seed = 1", "seed = 1\nsteeps = 3"),
+        f"the keys must be among {KEYS}, got 'steeps'",
+    ),
+    "unknown key in a table": (
+        *("heads = 2", "heads = 2\nhead = 2"),
+        "the keys of model must be among context, heads, layers, vocabulary_size, width, "
+        "got 'head'",
+    ),
     "a fused key on a baseline": (
-        'kind = "unfused"',
-        'kind = "unfused"\nbackend = "triton"',
-        r"variant\[0\]\.backend = 'triton' .*unknown key",
+        *('kind = "unfused"', 'kind = "unfused"\nbackend = "triton"'),
+        "the keys of variant[0] must be among kind, name, rounding, got 'backend'",
     ),
-    "name inside": ("seed = 1", 'seed = 1\nname = "x"', r"name = 'x' .*file's own name"),
-    "missing key": ("seed = 1", "", r"seed is missing"),
-    "missing key in a table": ("heads = 2", "", r"model\.heads is missing"),
-    "wrong type": ("steps = 10", 'steps = "10"', r"steps = '10' .*type int"),
-    "float for an integer": ("steps = 10", "steps = 10.0", r"steps = 10\.0 .*type int"),
-    "boolean for an integer": ("steps = 10", "steps = true", r"steps = True .*type int"),
+    "name inside": (
+        *("seed = 1", 'seed = 1\nname = "x"'),
+        "name must be left out: the file's own name is the run's, got 'x'",
+    ),
+    "missing key": ("seed = 1", "", "seed must be a whole number, got nothing"),
+    "missing key in a table": (
+        *("heads = 2", ""),
+        "model.heads must be a whole number, got nothing",
+    ),
+    "missing number": (
+        *("learning_rate = 1", ""),
+        "optimizer.learning_rate must be a number, got nothing",
+    ),
+    "wrong type": ("steps = 10", 'steps = "10"', "steps must be a whole number, got '10'"),
+    "float for an integer": (
+        *("steps = 10", "steps = 10.0"),
+        "steps must be a whole number, got 10.0",
+    ),
+    "boolean for an integer": (
+        *("steps = 10", "steps = true"),
+        "steps must be a whole number, got True",
+    ),
     "boolean for a float": (
-        "weight_decay = 0.1",
-        "weight_decay = true",
-        r"optimizer\.weight_decay = True .*type float",
+        *("weight_decay = 0.1", "weight_decay = true"),
+        "optimizer.weight_decay must be a number, got True",
     ),
-    "scalar for a table": ("[model]", "model = 3\n[modell]", r"modell = .*unknown key"),
-    "zero steps": ("steps = 10", "steps = 0", r"steps = 0 .*>= 1"),
-    "negative seed": ("seed = 1", "seed = -1", r"seed = -1 .*>= 0"),
-    "unknown device": ('"cpu"', '"tpu"', r"device = 'tpu' .*'auto', 'cpu', 'cuda'"),
-    "width not divisible": ("width = 8", "width = 7", r"model\.width = 7 .*multiple"),
-    "small vocabulary": ("= 256", "= 255", r"model\.vocabulary_size = 255 .*>= 256"),
+    "scalar for a table": (
+        *("seed = 1", "seed = 1\nfloat8 = 3"),
+        "float8 must be a table, got 3",
+    ),
+    "zero steps": ("steps = 10", "steps = 0", f"steps must be {TO_MOST}, got 0"),
+    "steps beyond int32": (
+        *("steps = 10", "steps = 2147483648"),
+        f"steps must be {TO_MOST}, got 2147483648",
+    ),
+    "negative seed": (
+        *("seed = 1", "seed = -1"),
+        "seed must be a whole number from 0 to 2**63-1, got -1",
+    ),
+    "seed beyond int64": (
+        *("seed = 1", "seed = 9223372036854775808"),
+        "seed must be a whole number from 0 to 2**63-1, got 9223372036854775808",
+    ),
+    "too many threads": (
+        *("steps = 10", "steps = 10\ncpu_threads = 1000000000000"),
+        "cpu_threads must be a whole number from 1 to 1024, got 1000000000000",
+    ),
+    "unknown device": (
+        *('"cpu"', '"tpu"'),
+        "device must be one of 'auto', 'cpu', 'cuda', got 'tpu'",
+    ),
+    "width not divisible": (
+        *("width = 8", "width = 7"),
+        "model.width must be a multiple of heads, which is 2, got 7",
+    ),
+    "small vocabulary": (
+        *("= 256", "= 255"),
+        "model.vocabulary_size must be a whole number from 256 to 2**31-1, got 255",
+    ),
+    "large vocabulary": (
+        *("= 256", f"= {2**64}"),
+        f"model.vocabulary_size must be a whole number from 256 to 2**31-1, got {2**64}",
+    ),
+    "vocabulary of thousands of digits": (
+        *("= 256", f"= 0x{'f' * 5000}"),
+        "model.vocabulary_size must be a whole number from 256 to 2**31-1, "
+        "got a whole number of 20000 bits",
+    ),
     "NaN": (
-        "learning_rate = 1",
-        "learning_rate = nan",
-        r"optimizer\.learning_rate = nan .*finite number >= 0",
+        *("learning_rate = 1", "learning_rate = nan"),
+        f"optimizer.learning_rate must be {NUMBER}, got nan",
     ),
-    "infinite decay": ("0.1", "inf", r"optimizer\.weight_decay = inf .*finite"),
+    "infinite decay": ("0.1", "inf", f"optimizer.weight_decay must be {NUMBER}, got inf"),
+    "decay beyond fp32": ("0.1", "1e39", f"optimizer.weight_decay must be {NUMBER}, got 1e+39"),
+    "decay beyond fp64": (
+        *("0.1", f"1{'0' * 400}"),
+        "optimizer.weight_decay must be a number that fp32 holds, got a whole number of 1329 bits",
+    ),
+    "negative eps": (
+        *("learning_rate = 1", "learning_rate = 1\neps = -1e-8"),
+        f"optimizer.eps must be {NUMBER}, got -1e-08",
+    ),
     "beta of one": (
-        "learning_rate = 1",
-        "learning_rate = 1\nbeta2 = 1",
-        r"optimizer\.beta2 = 1\.0 .*\[0, 1\)",
+        *("learning_rate = 1", "learning_rate = 1\nbeta2 = 1"),
+        "optimizer.beta2 must be a number in [0, 1), got 1.0",
     ),
-    "no kind": ('kind = "unfused"', "", r"variant\[0\]\.kind = None .*'unfused', 'peer', 'fused'"),
+    "no kind": ('kind = "unfused"', "", f"variant[0].kind must be one of {KINDS}, got nothing"),
     "unknown kind": (
-        '"fused"',
-        '"fuzed"',
-        r"variant\[1\]\.kind = 'fuzed' .*'unfused', 'peer', 'fused'",
+        *('"fused"', '"fuzed"'),
+        f"variant[1].kind must be one of {KINDS}, got 'fuzed'",
     ),
     "unknown baseline": (
-        'baseline = "unfused"',
-        'baseline = "x"',
-        r"stopped\.baseline = 'x' .*baseline variant: unfused",
+        *('baseline = "unfused"', 'baseline = "x"'),
+        "stopped.baseline must be the name of a baseline variant: unfused, got 'x'",
     ),
-    "fused baseline": ('baseline = "unfused"', 'baseline = "stopped"', r"stopped\.baseline"),
-    "name used twice": ('name = "stopped"', 'name = "unfused"', r"'unfused' .*used once"),
-    "name that leads elsewhere": ('name = "stopped"', 'name = "../x"', r"name = '\.\./x'"),
-    "resumed at the end": ("= 5", "= 10", r"stopped\.resume_after = 10 .*less than .*10"),
-    "resumed at 0": ("= 5", "= 0", r"resume_after = 0 .*>= 1"),
+    "fused baseline": (
+        *('baseline = "unfused"', 'baseline = "stopped"'),
+        "stopped.baseline must be the name of a baseline variant: unfused, got 'stopped'",
+    ),
+    "name used twice": (
+        *('name = "stopped"', 'name = "unfused"'),
+        "variant.name must be a name of one variant alone, got 'unfused'",
+    ),
+    "name that leads elsewhere": (
+        *('name = "stopped"', 'name = "../x"'),
+        "variant.name must be 1 to 100 letters, digits, '_', '-' and '.', got '../x'",
+    ),
+    "resumed at the end": (
+        *("= 5", "= 10"),
+        "stopped.resume_after must be less than steps, which is 10, got 10",
+    ),
+    "resumed at 0": ("= 5", "= 0", f"variant[1].resume_after must be {TO_MOST}, got 0"),
     "no recipe": (
-        "[model]",
-        "[float8]\nrecipes = []\n[model]",
-        r"float8\.recipes = \[\] .*one recipe",
+        *("[model]", "[float8]\nrecipes = []\n[model]"),
+        "float8.recipes must be a list of at least one recipe, got []",
     ),
     "no list": (
-        "[model]",
-        '[float8]\nrecipes = "mxfp8"\n[model]',
-        r"float8\.recipes = 'mxfp8' .*a list",
+        *("[model]", '[float8]\nrecipes = "mxfp8"\n[model]'),
+        "float8.recipes must be a list of texts, got 'mxfp8'",
     ),
-    "no recipes": ("[model]", "[float8]\n[model]", r"float8\.recipes is missing"),
+    "no recipes": (
+        *("[model]", "[float8]\n[model]"),
+        "float8.recipes must be a list of texts, got nothing",
+    ),
     "unknown recipe": (
-        "[model]",
-        '[float8]\nrecipes = ["current", "fp8"]\n[model]',
-        r"float8\.recipes\[1\] = 'fp8' .*'delayed', 'current', 'block_128x128', .*'mxfp8'",
+        *("[model]", '[float8]\nrecipes = ["current", "fp8"]\n[model]'),
+        f"float8.recipes[1] must be one of {RECIPE_NAMES}, got 'fp8'",
     ),
     "a recipe twice": (
-        "[model]",
-        '[float8]\nrecipes = ["mxfp8", "mxfp8"]\n[model]',
-        r"float8\.recipes = 'mxfp8' .*each recipe once",
+        *("[model]", '[float8]\nrecipes = ["mxfp8", "mxfp8"]\n[model]'),
+        "float8.recipes must be a list that has each recipe once, got ['mxfp8', 'mxfp8']",
     ),
     "unknown key of float8": (
-        "[model]",
-        '[float8]\nrecipes = ["mxfp8"]\nhistory = 3\n[model]',
-        r"float8\.history = 3 .*unknown key; .*recipes",
+        *("[model]", '[float8]\nrecipes = ["mxfp8"]\nhistory = 3\n[model]'),
+        "the keys of float8 must be among recipes, scaled_matmul, got 'history'",
     ),
     "scaled products of odd sizes": (
-        "[model]",
-        '[float8]\nrecipes = ["current"]\nscaled_matmul = true\n[model]',
-        r"model\.width = 8 .*multiple of 16",
+        *("[model]", '[float8]\nrecipes = ["current"]\nscaled_matmul = true\n[model]'),
+        "model.width must be a multiple of 16 with float8.scaled_matmul = true, got 8",
     ),
     "a recipe of a variant": (
-        '"unfused"\nresume_after = 5',
-        '"unfused"\nrecipe = "mxfp8"',
-        r"variant\[1\]\.recipe = 'mxfp8' .*unknown key",
+        *("resume_after = 5", 'recipe = "mxfp8"'),
+        f"the keys of variant[1] must be among {FUSED_KEYS}, got 'recipe'",
     ),
-    "no ranks": ("resume_after = 5", "ranks = 0", r"ranks = 0 .*>= 1"),
-    "ranks and resumed": ("= 5", "= 5\nranks = 2", r"resume_after = 5 .*ranks"),
+    "no ranks": (
+        *("resume_after = 5", "ranks = 0"),
+        "variant[1].ranks must be a whole number from 1 to 64, got 0",
+    ),
+    "ranks and resumed": (
+        *("= 5", "= 5\nranks = 2"),
+        "variant[1].resume_after must be left out of a variant with ranks, got 5",
+    ),
     "ranks and views": (
-        "resume_after = 5",
-        'ranks = 2\nlayout = "groups_and_views"',
-        r"layout = 'groups_and_views' .*'whole'",
+        *("resume_after = 5", 'ranks = 2\nlayout = "groups_and_views"'),
+        f"variant[1].layout must be 'whole' {WITH_RANKS}, got 'groups_and_views'",
     ),
     "ranks and external masters": (
-        "resume_after = 5",
-        'ranks = 2\nmasters = "external"',
-        r"masters = 'external' .*'created'",
+        *("resume_after = 5", 'ranks = 2\nmasters = "external"'),
+        f"variant[1].masters must be 'created' {WITH_RANKS}, got 'external'",
     ),
-    "no TOML": ("seed = 1", "seed = ", r"cannot be read as TOML"),
+    "no TOML": (
+        *("seed = 1", "seed = "),
+        "cannot be read as TOML: Invalid value (at line 2, column 8)",
+    ),
+    "nested deeply": (
+        *("seed = 1", f"seed = {'[' * 5000}{']' * 5000}"),
+        "cannot be read as TOML: nested too deeply",
+    ),
+    "deep keys": (
+        *("seed = 1", f"seed = 1\n{'.'.join('a' * 2000)} = 1"),
+        f"the keys must be among {KEYS}, got 'a'",
+    ),
+    "deep values": (
+        *("seed = 1", f"seed.{'.'.join('a' * 2000)} = 1"),
+        "seed must be a whole number, got {'a': {'a': {'a': {...}}}}",
+    ),
+    "too large": (
+        *("seed = 1", f"seed = 1\n# {'x' * 2**16}"),
+        "cannot be read as TOML: it has more than 65536 bytes",
+    ),
 }
 
 
@@ -182,8 +284,9 @@ REFUSED = {
 def test_a_bad_config_is_refused_by_name(tmp_path, old, new, message):
     assert old in GOOD
     path = write(tmp_path, GOOD.replace(old, new, 1))
-    with pytest.raises(ConfigError, match=rf"(?s)run\.toml: .*{message}"):
+    with pytest.raises(ConfigError) as raised:
         read_config(path)
+    assert str(raised.value) == f"{path}: {message}"
 
 
 FLOAT8 = GOOD.replace("[model]", '[float8]\nrecipes = ["mxfp8", "current"]\n\n[model]')
@@ -203,7 +306,9 @@ def test_every_variant_runs_once_for_each_recipe(tmp_path):
         ),
     )
     assert config.find_variant("current.stopped") == config.runs[3]
-    with pytest.raises(ConfigError, match=r"variant = 'stopped' .*mxfp8\.unfused, mxfp8\.stopped"):
+    with pytest.raises(
+        ConfigError, match=r"variant must be one of mxfp8\.unfused, .*, got 'stopped'"
+    ):
         config.find_variant("stopped")
     plain = read_config(write(tmp_path, GOOD))
     assert plain.runs == plain.variant
@@ -217,18 +322,22 @@ MISFITS = {
     "remainders": (
         "resume_after = 5",
         'masters = "remainders"',
-        r"stopped\.masters = 'remainders'",
+        r"stopped\.masters must be .*, got 'remainders'",
     ),
-    "views": ("resume_after = 5", 'layout = "groups_and_views"', r"stopped\.layout = .*`ranks`"),
+    "views": (
+        "resume_after = 5",
+        'layout = "groups_and_views"',
+        r"stopped\.layout must be 'whole' .*`ranks`",
+    ),
     "rounding": (
         'kind = "unfused"',
         'kind = "unfused"\nrounding = "nearest_away"',
-        r"unfused\.rounding = 'nearest_away' .*'nearest_even'",
+        r"unfused\.rounding must be 'nearest_even' .*, got 'nearest_away'",
     ),
     "peer": (
         'kind = "unfused"',
         'kind = "peer"\nlibrary = "transformer_engine"',
-        r"unfused\.kind = 'peer' .*'unfused' or 'fused'",
+        r"unfused\.kind must be 'unfused' or 'fused' .*, got 'peer'",
     ),
 }
 
@@ -242,7 +351,7 @@ def test_variants_that_no_recipe_goes_with_are_refused(tmp_path, old, new, messa
 
 def test_a_config_without_variants_is_refused(tmp_path):
     path = write(tmp_path, "variant = []\n" + GOOD.partition("[[variant]]")[0])
-    with pytest.raises(ConfigError, match=r"variant = \[\] .*at least one"):
+    with pytest.raises(ConfigError, match=r"variant must be at least one table.*, got \[\]"):
         read_config(path)
 
 
@@ -253,7 +362,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_an_unknown_variant_is_refused_with_the_known_ones(tmp_path):
     config = read_config(write(tmp_path, GOOD))
-    with pytest.raises(ConfigError, match=r"variant = 'x' .*unfused, stopped"):
+    with pytest.raises(ConfigError, match=r"variant must be one of unfused, stopped, got 'x'"):
         config.find_variant("x")
 
 

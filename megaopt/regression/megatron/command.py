@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megaopt.console import make_console
 from megaopt.files import write_json
 from megaopt.regression.megatron.config import MegatronRun, read_megatron_run
 from megaopt.regression.megatron.picture import draw_times
 from megaopt.regression.megatron.plan import Lane
 from megaopt.regression.megatron.record import build_record, measured
 from megaopt.regression.megatron.regression import Outcome, Regression
+from megaopt.regression.outputs import make_folder
 from megaopt.regression.picture import draw_losses
 from megaopt.source import Source, describe_source
 from megaopt.training.determinism import choose_device
@@ -23,8 +25,6 @@ from megaopt.training.text import Corpus, load_corpus
 
 FAILED = 2
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
-TABLE_WIDTH = 110
-"""Columns where the output is no terminal."""
 
 
 def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -> int:
@@ -43,19 +43,16 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
     Raises:
         ConfigError: the config, perturb or MEGAOPT_COMMIT is not allowed, or the run cannot be
             made here.
+        OSError: the record or a picture cannot be written.
     """
     run, source = read_megatron_run(config_path), describe_source()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
+    console = make_console()
     corpus = load_corpus()
     with tempfile.TemporaryDirectory() as scratch:
         regression = Regression(
             run, choose_device(run).type, folder=Path(scratch), corpus=corpus, perturb=perturb
         )
-        folder = out / run.name
-        folder.mkdir(parents=True, exist_ok=True)
-
+        folder = make_folder(out / run.name)
         teller = Teller(run, console)
 
         def on_lane(outcome: Outcome) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaopt.config import (
-    ModelConfig,
-    OptimizerConfig,
+from megaopt.config import MOST_RANKS, MOST_THREADS, ModelConfig, OptimizerConfig, require_name
+from megaopt.toml_tables import (
+    MOST,
+    MOST_SEED,
     build_run,
     read_toml,
     require,
-    require_at_least,
+    require_number,
+    require_whole,
 )
 
 Mode = Literal["main_shards", "precision_aware"]
 StateDtype = Literal["float32", "bfloat16", "float16", "float8"]
+MOST_RUNS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,8 @@ class MegatronConfig:
     """How Megatron-Core trains: what all variants share."""
 
     ranks: int
-    """Processes, and GPUs where there are some; data-parallel over tensor-parallel groups."""
+    """Processes, 1 to 64, a GPU for each where there are some; data-parallel over tensor-parallel
+    groups."""
     micro_batch_size: int
     """Sequences of a forward pass; a rank has as many micro batches as the batch needs."""
     tensor_parallel: int = 1
@@ -40,7 +43,7 @@ class MegatronConfig:
     grad_reduce_in_fp32: bool = True
     """Whether gradients are summed, and kept for the step, in fp32; else in the weights' dtype."""
     clip_grad: float = 1.0
-    """Largest norm of the gradient; 0: it is not clipped."""
+    """Largest norm of the gradient, from 0 to fp32's largest number; 0: it is not clipped."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """The dtype of the weights."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] | None = None
@@ -49,17 +52,20 @@ class MegatronConfig:
     """Weights of matrices are fp8, gathered as such."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "ranks", "micro_batch_size", "tensor_parallel")
+        require_whole(self, 1, MOST_RANKS, "ranks", "tensor_parallel")
+        require_whole(self, 1, MOST, "micro_batch_size")
         if self.bucket_size is not None:
-            require_at_least(self, 1, "bucket_size")
-        require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "a number >= 0")
+            require_whole(self, 1, MOST, "bucket_size")
+        require_number(self, "clip_grad")
         divides = self.ranks % self.tensor_parallel == 0
-        allowed = f"a divisor of {self.ranks=}"
+        allowed = f"a divisor of ranks, which is {self.ranks}"
         require(divides, "tensor_parallel", self.tensor_parallel, allowed)
         if self.fp8_recipe is not None:
             require(self.precision == "bf16", "precision", self.precision, "'bf16' with fp8_recipe")
         recipe_or_none = self.fp8_recipe is not None or not self.fp8_param_gather
-        require(recipe_or_none, "fp8_param_gather", self.fp8_param_gather, "false: no fp8_recipe")
+        require(
+            recipe_or_none, "fp8_param_gather", self.fp8_param_gather, "false without fp8_recipe"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +82,7 @@ class SharedKeys:
     baseline: str | None = None
     """Name of the variant that this one must equal bit for bit; None: it is not compared."""
     runs: int = 1
-    """Times that it runs; all must equal the first."""
+    """Times that it runs, 1 to 1000; all must equal the first."""
     resume_after: int | None = None
     """Step after which the run is saved, and continued in fresh processes; None: never."""
     resume_ranks: int | None = None
@@ -89,13 +95,13 @@ class SharedKeys:
     """Instead of the table [megatron]'s."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "runs")
+        require_whole(self, 1, MOST_RUNS, "runs")
         after, ranks = self.resume_after, self.resume_ranks
         if after is not None:
-            require_at_least(self, 1, "resume_after")
+            require_whole(self, 1, MOST, "resume_after")
         if ranks is not None:
-            require_at_least(self, 1, "resume_ranks")
-            require(after is not None, "resume_ranks", ranks, "no such key without resume_after")
+            require_whole(self, 1, MOST_RANKS, "resume_ranks")
+            require(after is not None, "resume_ranks", ranks, "left out without resume_after")
         if self.mode != "precision_aware":
             remainders = self.store_param_remainders
             allowed = f"false with mode = {self.mode!r}"
@@ -118,11 +124,11 @@ class StockVariant(SharedKeys):
     def __post_init__(self) -> None:
         SharedKeys.__post_init__(self)  # not super(): a class with slots is made twice
         if self.inner != "transformer_engine":
-            allowed = f"'main_shards' with {self.inner=}"
+            allowed = f"'main_shards' with inner = {self.inner!r}"
             require(self.mode == "main_shards", "mode", self.mode, allowed)
         if self.inner == "torch":
             # Megatron asks a fresh optimizer for its step count, and torch's has none yet
-            allowed = "no such key with inner = 'torch': Megatron cannot load its checkpoints"
+            allowed = "left out with inner = 'torch', whose checkpoints Megatron cannot load"
             require(self.resume_after is None, "resume_after", self.resume_after, allowed)
         if self.cast_after_load:
             allowed = "false without resume_after"
@@ -187,43 +193,40 @@ class MegatronRun:
     """What is trained and compared, in any order."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 0, "seed")
-        require_at_least(self, 1, "steps", "batch_size", "cpu_threads", "patience")
-        require(len(self.variant) > 0, "variant", [], "at least one [[variant]]")
+        require_whole(self, 0, MOST_SEED, "seed")
+        require_whole(self, 1, MOST, "steps", "batch_size", "patience")
+        require_whole(self, 1, MOST_THREADS, "cpu_threads")
+        require(len(self.variant) > 0, "variant", [], "at least one table, [[variant]]")
         corrected = self.optimizer.bias_correction
-        allowed = "true: Megatron has no other Adam"
+        allowed = "true, as Megatron has no other Adam"
         require(corrected, "optimizer.bias_correction", corrected, allowed)
         heads, shares = self.model.heads, self.megatron.tensor_parallel
-        require(
-            heads % shares == 0, "model.heads", heads, f"a multiple of tensor_parallel={shares}"
-        )
+        allowed = f"a multiple of tensor_parallel, which is {shares}"
+        require(heads % shares == 0, "model.heads", heads, allowed)
         self._check_batch(self.megatron.ranks, "batch_size")
         for variant in self.variant:
-            self._check_name(variant)
+            require_name(variant.name, [each.name for each in self.variant])
             self._check_resume(variant)
         for variant in self.variant:
             self._check_baseline(variant)
 
     def _check_batch(self, ranks: int, key: str) -> None:
         size = self.megatron.micro_batch_size * (ranks // self.megatron.tensor_parallel)
-        allowed = f"a batch_size that is a multiple of {size} for {ranks} ranks"
+        allowed = f"a multiple of {size}, the micro batches of {ranks} ranks"
+        if key != "batch_size":
+            allowed = f"a number whose micro batches divide batch_size, which is {self.batch_size}"
         value = self.batch_size if key == "batch_size" else ranks
         require(self.batch_size % size == 0, key, value, allowed)
-
-    def _check_name(self, variant: MegatronVariant) -> None:
-        named = re.fullmatch(r"[A-Za-z0-9_.-]+", variant.name) is not None
-        require(named, "variant name", variant.name, "letters, digits, '_', '-' and '.'")
-        count = [each.name for each in self.variant].count(variant.name)
-        require(count == 1, "variant name", variant.name, "a name used once")
 
     def _check_resume(self, variant: MegatronVariant) -> None:
         after, ranks = variant.resume_after, variant.resume_ranks
         if after is not None:
-            key, allowed = f"{variant.name}.resume_after", f"less than {self.steps=}"
+            key, allowed = f"{variant.name}.resume_after", f"less than steps, which is {self.steps}"
             require(after < self.steps, key, after, allowed)
         if ranks is not None:
             key, shares = f"{variant.name}.resume_ranks", self.megatron.tensor_parallel
-            require(ranks % shares == 0, key, ranks, f"a multiple of tensor_parallel={shares}")
+            allowed = f"a multiple of tensor_parallel, which is {shares}"
+            require(ranks % shares == 0, key, ranks, allowed)
             self._check_batch(ranks, key)
 
     def _check_baseline(self, variant: MegatronVariant) -> None:

@@ -4,7 +4,7 @@ A fingerprint is a sum over elements, modulo 2**64, of (bits + 1) times an odd n
 from the element's place in the whole tensor. Sums of shards add up to that of the whole, so that
 ranks add theirs in one collective; the order does not matter, as whole numbers are added. One
 element that differs always changes it (its difference is less than 2**64 and is multiplied by an
-odd number), several almost surely.
+odd number), several almost surely. Every NaN counts as the same: regression.compare says why.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megaopt.regression.compare import as_integers
+from megaopt.regression.compare import compared_integers
 
 BLOCK = 1 << 22
 """Elements at a time: the int64 values between take 8 bytes each."""
@@ -52,7 +52,7 @@ def fingerprint(shards: Sequence[torch.Tensor], start: int) -> torch.Tensor:
     Returns:
         int64, one for each shard, on their device.
     """
-    bits = [as_integers(shard).view(-1) for shard in shards]
+    bits = [compared_integers(shard).view(-1) for shard in shards]
     numel, device = bits[0].numel(), bits[0].device
     total = torch.zeros(len(bits), dtype=torch.int64, device=device)
     for begin in range(0, numel, BLOCK):

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaopt.exits import DEBUG, wants_traceback
 from megaopt.regression.crew import RankError
 from megaopt.regression.megatron.rank import Task, serve
+from megaopt.regression.processes import deaf_to_interrupts
 
 PAUSE = 0.1
 """Seconds between two looks at the processes."""
@@ -49,8 +51,9 @@ def run_group(tasks: list[Task], on_step: Callable[[int], None]) -> None:
     try:
         for task in tasks:
             process = context.Process(target=serve, args=(task, own), name=task.lines.stem)
-            process.start()
-            processes.append(process)
+            with deaf_to_interrupts():
+                process.start()
+                processes.append(process)
         _watch(tasks, processes, on_step)
         _leave(processes)
     finally:
@@ -108,8 +111,12 @@ def _told(task: Task) -> str:
         return "nothing"
     text = task.log.read_text(encoding="utf-8", errors="replace")
     # before the traceback there are other packages' warnings
-    start = max(text.rfind(TRACEBACK), len(text) - TOLD, 0)
-    return text[start:].strip() or "nothing"
+    text = text[max(text.rfind(TRACEBACK), 0) :]
+    if text.startswith(TRACEBACK) and not wants_traceback():
+        # the error itself: frames and their code are indented
+        lines = [line for line in text.split("\n")[1:] if not line.startswith(" ")]
+        text = "\n".join(lines).strip() + f" ({DEBUG}=1 shows the traceback)"
+    return text[-TOLD:].strip() or "nothing"
 
 
 class Lines:

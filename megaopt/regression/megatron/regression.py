@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megaopt.config import ConfigError, require
+from megaopt.config import ConfigError
 from megaopt.regression.crew import RankError
 from megaopt.regression.megatron.config import MegatronRun, StockVariant
 from megaopt.regression.megatron.group import run_group
 from megaopt.regression.megatron.plan import Lane, Stretch, plan_lanes
 from megaopt.regression.megatron.rank import Task
 from megaopt.regression.megatron.result import Difference, Result, find_difference, read_result
+from megaopt.toml_tables import require
+from megaopt.training.limits import count_parameters, require_memory
 from megaopt.training.text import Corpus
 
 
@@ -146,7 +148,7 @@ class Regression:
 
 
 def require_parts(run: MegatronRun, device: str) -> None:
-    """Raises a `ConfigError` where the packages or the GPUs of a run are not here."""
+    """Raises a `ConfigError` where the packages, the memory or the GPUs of a run are not here."""
     needed = {"megatron.core": "megatron-core"}
     if any(each.resume_after is not None for each in run.variant):
         needed["psutil"] = "psutil"
@@ -157,9 +159,12 @@ def require_parts(run: MegatronRun, device: str) -> None:
     missing = [package for name, package in needed.items() if not is_installed(name)]
     if missing:
         raise ConfigError(f"{run.name} needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    # at least the bf16 weights, which every tensor-parallel group has
+    weights = 2 * count_parameters(run.model) // run.megatron.tensor_parallel
+    require_memory(weights * (1 if device == "cuda" else run.most_ranks), torch.device(device))
     if device == "cuda":
         seen = torch.cuda.device_count()
-        require(run.most_ranks <= seen, "ranks", run.most_ranks, f"at most {seen}, a GPU for each")
+        require(run.most_ranks <= seen, "ranks", run.most_ranks, f"at most {seen}, as many as GPUs")
 
 
 def is_installed(name: str) -> bool:
@@ -176,13 +181,14 @@ def stretch_to_perturb(run: MegatronRun, lanes: list[Lane], step: int) -> Stretc
     Raises:
         ConfigError: there is none.
     """
-    require(1 <= step <= run.steps, "perturb", step, f"a step, 1 to {run.steps}")
+    allowed = f"a step of the run, from 1 to {run.steps}"
+    require(1 <= step <= run.steps, "perturb", step, allowed)
     for lane in lanes:
         stretch = lane.stretches[-1]
         compared = lane.baseline is not None and lane.variant.mode == "main_shards"
         if compared and stretch.first <= step <= stretch.last:
             return stretch
     raise ConfigError(
-        f"perturb = {step!r} is not allowed: no variant of {run.name} that has a baseline and "
-        "mode = 'main_shards' trains at that step"
+        f"perturb must be a step at which a variant of {run.name} that has a baseline and "
+        f"mode = 'main_shards' trains, got {step}"
     )

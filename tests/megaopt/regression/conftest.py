@@ -15,7 +15,7 @@ context = 16
 vocabulary_size = 256
 
 [optimizer]
-learning_rate = 3e-3
+learning_rate = {learning_rate}
 warmup_steps = 3
 beta2 = 0.95
 weight_decay = 0.1
@@ -43,8 +43,8 @@ baseline = "{baseline}"
 def write_run(tmp_path):
     """Writes a very small run: write_run(steps, name=(baseline, {key: value}), ...)."""
 
-    def write(steps=4, optimizer="", **variants):
-        text = TINY.format(steps=steps, optimizer=optimizer)
+    def write(steps=4, optimizer="", learning_rate=3e-3, **variants):
+        text = TINY.format(steps=steps, optimizer=optimizer, learning_rate=learning_rate)
         for name, (baseline, options) in variants.items():
             text += FUSED.format(name=name, baseline=baseline)
             for key, value in options.items():

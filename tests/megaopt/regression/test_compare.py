@@ -77,6 +77,59 @@ def test_bits_decide_and_not_values():
     assert found == Mismatch("norm.weight exp_avg", 4, "0x80000000", "0x00000000")
 
 
+NAN_PATTERNS = {
+    torch.float32: (0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF),
+    torch.bfloat16: (0x7FC0, 0xFFC0, 0x7F81, 0xFFFF),
+    torch.float16: (0x7E00, 0xFE00, 0x7C01, 0xFFFF),
+    torch.float8_e4m3fn: (0x7F, 0xFF),
+}
+
+
+def of_patterns(patterns, dtype):
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[dtype.itemsize]
+    return torch.tensor(patterns, dtype=unsigned).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", NAN_PATTERNS, ids=str)
+def test_nans_are_compared_by_their_places(dtype):
+    patterns = NAN_PATTERNS[dtype]
+    tensors = [of_patterns([0, 0x38, pattern], dtype) for pattern in patterns]
+    hashes = {str(hash_snapshot({"a": {"weight": each}})) for each in tensors}
+    for actual in tensors:
+        assert find_mismatch({"a": {"weight": actual}}, {"a": {"weight": tensors[0]}}) is None
+    assert len(hashes) == 1
+    elsewhere = {"a": {"weight": of_patterns([patterns[-1], 0x38, patterns[0]], dtype)}}
+    found = find_mismatch(elsewhere, {"a": {"weight": tensors[0]}})
+    assert (found.index, found.bits) == (0, f"0x{patterns[-1]:0{2 * dtype.itemsize}x}")
+    assert str(hash_snapshot(elsewhere)) not in hashes
+
+
+@pytest.mark.parametrize("other", [0.0, -0.0, 1.0, math.inf, -math.inf])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_nan_beside_a_number_is_a_difference(other, turned):
+    pair = [{"a": {"weight": torch.tensor([1.0, value])}} for value in (math.nan, other)]
+    found = find_mismatch(*(reversed(pair) if turned else pair))
+    assert (found.tensor, found.index) == ("a weight", 1)
+    assert loss_bits(math.nan) != loss_bits(other)
+
+
+def test_a_number_behind_a_nan_of_other_bits_is_compared():
+    """The first pattern that differs is a NaN's, which is none; the second is."""
+    bits = ([0xFFC00000, 0x3F800000], [0x7FC00000, 0x3F800001])
+    actual, expected = ({"a": {"weight": of_patterns(each, torch.float32)}} for each in bits)
+    assert find_mismatch(actual, expected) == Mismatch("a weight", 1, "0x3f800000", "0x3f800001")
+
+
+def test_integers_have_no_nans():
+    pair = [{"a": {"codes": torch.tensor([code], dtype=torch.uint8)}} for code in (0x7F, 0xFF)]
+    assert find_mismatch(*pair) == Mismatch("a codes", 0, "0x7f", "0xff")
+
+
+def test_losses_that_are_nan_have_one_pattern():
+    nans = of_patterns(NAN_PATTERNS[torch.float32], torch.float32).tolist()
+    assert {loss_bits(loss) for loss in nans} == {"0x7fc00000"}
+
+
 def test_the_order_of_kinds_carries_no_meaning():
     reordered = {name: dict(reversed(kinds.items())) for name, kinds in a_snapshot().items()}
     assert find_mismatch(reordered, a_snapshot()) is None

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -37,8 +38,9 @@ FORMS = {
 def write_float8(write_run):
     """Writes a very small run: write_float8(recipes, name={key: value}, ...)."""
 
-    def write(recipes, scaled=False, steps=4, **variants):
-        path = write_run(steps, **{name: ("unfused", v) for name, v in variants.items()})
+    def write(recipes, scaled=False, steps=4, learning_rate=3e-3, **variants):
+        forms = {name: ("unfused", v) for name, v in variants.items()}
+        path = write_run(steps, learning_rate=learning_rate, **forms)
         text = re.sub(r'\[\[variant]]\nname = "ties_away"[^[]*', "", path.read_text())
         float8 = (
             f"[float8]\nrecipes = {json.dumps(recipes)}\nscaled_matmul = {str(scaled).lower()}\n"
@@ -81,6 +83,16 @@ def test_every_recipe_equals_fake_quantization(build, scaled):
             assert len(set(lane.losses)) == regression.config.steps
             assert lane.sha256 == lane.baseline.sha256
             assert set(lane.sha256) == kinds | delayed
+
+
+def test_a_run_that_reaches_nan_is_identical(build):
+    regression = build(learning_rate=1e20, **FORMS)
+    lanes = run(regression)
+    assert regression.first_difference() is None
+    for recipe in ALL:
+        assert math.isnan(lanes[f"{recipe}.unfused"].losses[-1])
+        for name in FORMS:
+            assert lanes[f"{recipe}.{name}"].sha256 == lanes[f"{recipe}.unfused"].sha256
 
 
 def test_which_weights_are_fp8(write_float8):
@@ -237,7 +249,7 @@ def test_a_rank_that_fails_is_told(build, monkeypatch, fault):
 
 def test_ranks_alone_are_refused(write_float8):
     path = write_float8(["current"], ranks={"backend": "reference", "ranks": 2})
-    with pytest.raises(ConfigError, match=r"'current\.ranks' .*2 ranks train in `megaopt regress`"):
+    with pytest.raises(ConfigError, match=r"`megaopt regress` only, got 'current\.ranks' with 2"):
         train(path, variant="current.ranks")
 
 

@@ -1,6 +1,7 @@
 """Small whole regressions: every form of FusedAdam against its baseline; planted differences."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -78,6 +79,19 @@ def test_the_other_modes_equal_their_baseline(build, optimizer):
     regression = build(optimizer=optimizer, reference=FORMS["reference"])
     run(regression)
     assert regression.first_difference() is None
+
+
+def test_a_run_that_reaches_nan_is_identical(build):
+    """Plain torch operations and FusedAdam leave NaNs of other signs and payloads."""
+    forms = {**FORMS, "ranks": ("unfused", {"backend": "reference", "ranks": 2})}
+    regression = build(learning_rate=1e20, **forms)
+    lanes = run(regression)
+    assert math.isnan(lanes["unfused"].losses[-1])
+    assert regression.first_difference() is None
+    for name, (baseline, _) in forms.items():
+        assert lanes[name].sha256 == lanes[baseline].sha256
+        for kinds in lanes[name].final.values():
+            assert all(tensor.isnan().all() for tensor in kinds.values())
 
 
 def test_remainders_differ_from_ties_to_even(build):
@@ -162,12 +176,12 @@ def test_a_differing_loss_is_found(build, monkeypatch):
 
 @pytest.mark.parametrize("step", [-1, 0, 5])
 def test_a_perturbation_outside_the_run_is_refused(build, step):
-    with pytest.raises(ConfigError, match=rf"perturb = {step} .*a step, 1 to 4"):
+    with pytest.raises(ConfigError, match=rf"perturb must be a step .*from 1 to 4, got {step}"):
         build(perturb=step, **FORMS)
 
 
 def test_a_perturbation_without_masters_is_refused(build):
-    with pytest.raises(ConfigError, match=r"perturb = 1 .*fp32 masters"):
+    with pytest.raises(ConfigError, match=r"perturb must be .*fp32 masters.*, got 1"):
         build(perturb=1, remainders=FORMS["remainders"])
 
 

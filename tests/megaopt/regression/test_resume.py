@@ -74,19 +74,19 @@ def refusal(path, config, variant="whole"):
 def test_a_checkpoint_of_another_run_is_refused(write_run, saved):
     other_decay = read_config(write_run(optimizer="beta1 = 0.8", whole=REFERENCE))
     message = refusal(saved, other_decay)
-    assert "its optimizer is OptimizerConfig(" in message
+    assert "whose optimizer is OptimizerConfig(" in message
     assert "beta1=0.8" in message
 
 
 def test_a_checkpoint_of_another_variant_is_refused(write_run, saved):
     config = read_config(write_run(whole=REFERENCE, other=REFERENCE))
-    assert "its variant is FusedVariant(name='whole'" in refusal(saved, config, "other")
+    assert "whose variant is FusedVariant(name='whole'" in refusal(saved, config, "other")
 
 
 def test_other_files_are_refused(write_run, tmp_path, saved):
     config = read_config(write_run(whole=REFERENCE))
     save(tmp_path / "foreign", {"weights": 3})
-    assert "no checkpoint of `megaopt train`" in refusal(tmp_path / "foreign", config)
+    assert "must be a checkpoint of `megaopt train`, got" in refusal(tmp_path / "foreign", config)
     truncated = tmp_path / "truncated"
     truncated.write_bytes(saved.read_bytes()[:1000])
     assert str(truncated) in refusal(truncated, config)
@@ -94,5 +94,5 @@ def test_other_files_are_refused(write_run, tmp_path, saved):
 
 def test_no_steps_left_is_refused(write_run, saved):
     path = write_run(whole=REFERENCE, other=REFERENCE)
-    with pytest.raises(ConfigError, match=r"steps = 1 .*more than the 1 steps"):
+    with pytest.raises(ConfigError, match=r"steps must be more than the 1 steps .*, got 1"):
         train(path, variant="whole", steps=1, resume=saved)

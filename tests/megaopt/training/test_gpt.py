@@ -88,5 +88,5 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = read_config_of_the_tiny_run()
     assert choose_device(config) == CPU
-    with pytest.raises(ConfigError, match=r"device = 'cuda' .*no CUDA GPU"):
+    with pytest.raises(ConfigError, match=r"device must be .*no CUDA GPU is visible, got 'cuda'"):
         choose_device(dataclasses.replace(config, device="cuda"))

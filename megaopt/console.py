@@ -1,0 +1,29 @@
+"""Where the commands print: a terminal, or a pipe or file, where no line is cut or folded."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+__all__ = ["make_console"]
+
+UNLIMITED = 10_000
+"""Columns of what is no terminal: more than any line has."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the error through: rich would end the process with 1, which means a difference."""
+        raise
+
+
+def make_console() -> Console:
+    """A console on stdout, as wide as the terminal; elsewhere as wide as its lines.
+
+    The environment's COLUMNS goes first.
+    """
+    console = _Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNLIMITED
+    return console

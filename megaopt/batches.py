@@ -139,8 +139,8 @@ class Batches:
     ) -> None:
         self.batches, self.agreement = batches, agreement
         params = tuple(param for group in param_groups for param in group["params"])
-        self.measured: dict[torch.device, list[Any]] = {}
-        """What the norm of the gradients is measured of; kept, as CUDA graphs read it."""
+        self.meeting: Any = None
+        """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
         self._watched = [batch for batch in batches if batch.watched]
         stepped = {position for batch in batches for position in batch.positions}
         self._watch = Watch(

@@ -176,11 +176,23 @@ class StatefulOptimizer(GroupedOptimizer):
         else:
             param.copy_(self._formats(param).weight.encode_reference(value))
 
+    def _hear(self) -> None:
+        """Raises what ranks found in the last step, for which the host did not wait."""
+        notices, self._notices = self._notices, []
+        for notice in notices:
+            if notice.is_set():
+                if not self.options.capturable:  # the host counted a step that was left out
+                    for group in self.param_groups:
+                        group["step"] -= 1
+                raise ValueError(notice.message)
+
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
 
         Every group also names the contract and adam_w_mode, so that a load can refuse another.
+        Raises ValueError where ranks differed in the last step, which then left it out.
         """
+        self._hear()
         packed = super().state_dict()
         return state_dicts.mark(packed, self.options)
 
@@ -208,7 +220,7 @@ class StatefulOptimizer(GroupedOptimizer):
         self.state.clear()
         self.state.update(loaded.states)
         self.param_groups = loaded.groups
-        self._batches = None
+        self._batches, self._notices = None, []
         if self.options.capturable:
             self._to_device()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -149,8 +150,8 @@ class Batches:
     ) -> None:
         self.batches, self.agreement = batches, agreement
         params = tuple(param for group in param_groups for param in group["params"])
-        self.measured: dict[torch.device, list[Any]] = {}
-        """What the norm of the gradients is measured of; kept, as CUDA graphs read it."""
+        self.meeting: Any = None
+        """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
         self._watched = [batch for batch in batches if batch.watched]
         stepped = {position for batch in batches for position in batch.positions}
         self._watch = Watch(
@@ -204,6 +205,16 @@ def check_written_grads(grads: Sequence[torch.Tensor | None], wheres: Sequence[s
         owner = owners.setdefault(grad.data_ptr(), where)
         if owner is not where:
             raise ValueError(f"{wanted} be in memory of its own, got that of {owner}'s")
+
+
+def resolved(grad: Any) -> Any:
+    """A gradient that was waited for, and has no sign pending; anything else as it is."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None and isinstance(grad, collectives.AsyncCollectiveTensor):
+        grad = grad.wait()
+    if type(grad) is not torch.Tensor or grad.layout != torch.strided:
+        return grad
+    return grad.clone() if grad._is_zerotensor() else grad.resolve_neg()
 
 
 def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:

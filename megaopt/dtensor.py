@@ -5,23 +5,23 @@ torch.distributed.tensor is never imported here: before somebody else has, there
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megaopt.batches import Batch, state_name
-from megaopt.kernels.backends import Plan
-from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.step.batch import Buffers
 from megaopt.kernels.step.watch import Grads, Wanted, fit
 from megaopt.options import Options
 
 Split = tuple[Any, tuple[int, ...]]
 """Over which dimensions of which device mesh a tensor is split."""
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""What a shard may be: other classes of tensors may have no memory of their own."""
 
 
 def dtensor_class() -> Any:
@@ -36,7 +36,14 @@ def is_dtensor(value: object) -> bool:
 
 def local_of(value: Any) -> Any:
     """The shard of this rank, in its own memory; anything but a DTensor as it is."""
-    return value._local_tensor if is_dtensor(value) else value
+    return waited(value._local_tensor) if is_dtensor(value) else value
+
+
+def waited(local: Any) -> Any:
+    """A shard that a collective may still be making, once it is there."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(functional, "AsyncCollectiveTensor", ())
+    return local.wait() if isinstance(local, kind) else local
 
 
 def locals_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,12 +100,22 @@ def same_sharding(value: Any, param: Any) -> bool:
 
 
 def check_sharding(value: Any, param: Any, where: str) -> None:
-    """Raises ValueError for a tensor that is not split over ranks as the parameter is."""
-    if not isinstance(value, torch.Tensor) or same_sharding(value, param):
+    """Raises ValueError for a tensor that is not split over ranks as the parameter is.
+
+    Also for a DTensor whose shard is a subclass: it may have no memory of its own.
+    """
+    if not isinstance(value, torch.Tensor):
         return
-    raise ValueError(
-        f"{where}: {_sharding(value)} is not allowed: {_sharding(param)}{_hint(param)}"
-    )
+    if not same_sharding(value, param):
+        raise ValueError(
+            f"{where}: {_sharding(value)} is not allowed: {_sharding(param)}{_hint(param)}"
+        )
+    local = local_of(value)
+    if is_dtensor(value) and type(local) not in PLAIN:
+        raise ValueError(
+            f"{where}: the shard of a DTensor must be a plain torch.Tensor, got "
+            f"{type(local).__name__}"
+        )
 
 
 def _sharding(value: Any) -> str:
@@ -118,8 +135,8 @@ def _hint(param: Any) -> str:
 
 def check_dtensor(param: Any, where: str, options: Options, masters: bool) -> None:
     """Raises ValueError for a DTensor parameter that cannot be stepped shard by shard."""
-    local = local_of(param)
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+    local = param._local_tensor
+    if type(local) not in PLAIN:
         raise ValueError(
             f"{where}: a DTensor of {type(local).__name__} is not allowed: of a plain torch.Tensor"
         )
@@ -149,53 +166,6 @@ def split_of(param: Any) -> Split | None:
         return None
     dims = tuple(i for i, p in enumerate(param.placements) if not p.is_replicate())
     return (param.device_mesh, dims) if dims else None
-
-
-@dataclass
-class SumOverRanks:
-    """Tensors of which other ranks hold the rest: measured together, as if they were whole.
-
-    The norm's tables of shards add up as integers: the bits are those of whole tensors. Every rank
-    takes part, also one that has no gradient and no plan.
-    """
-
-    split: Split
-    device: torch.device
-    plans: list[Plan]
-
-    def __post_init__(self) -> None:
-        self._own = new_bins(self.device)  # stays where it is, for CUDA graphs
-
-    def accumulate(self, bins: torch.Tensor) -> None:
-        """Adds the squares of all ranks' gradients to the bins."""
-        mesh, dims = self.split
-        self._own.zero_()
-        for plan in self.plans:
-            plan.accumulate(self._own)
-        for dim in dims:
-            dist.all_reduce(self._own, dist.ReduceOp.SUM, group=mesh.get_group(dim))
-        bins.add_(self._own)
-
-
-def measured(
-    batches: Sequence[Batch], params: Sequence[torch.Tensor], device: torch.device
-) -> list[Any]:
-    """What the norm of all gradients on a device is measured of, in one order on all ranks.
-
-    Args:
-        batches: those of the optimizer; each holds parameters of one split.
-        params: all parameters of the optimizer, those without a gradient included.
-        device: whose gradients.
-    """
-    plans: dict[Split | None, list[Plan]] = {None: []}
-    for param in params:
-        if param.device == device:
-            plans.setdefault(split_of(param), [])
-    for batch in batches:
-        if batch.device == device:
-            plans[split_of(batch.params[0])].append(batch.plan)
-    whole = plans.pop(None)
-    return [*whole, *(SumOverRanks(split, device, own) for split, own in plans.items() if split)]
 
 
 @dataclass
@@ -231,11 +201,23 @@ class ShardedBatch(Batch):
             ]
             for slot, tensors in whole.items()
         }
+        if not self._have_memory(dtensors):
+            return False
         if self._wanted is None:  # the first look: everything was just checked
             shapes = [local.shape for local in self._seen["weight"]]
             wanted = replace(super().wanted(), shapes=shapes, scales=[False] * len(whole))
             self._wanted = replace(wanted, names=[])
         return fit(self._wanted, list(self._seen.values()))
+
+    def _have_memory(self, dtensors: list[bool]) -> bool:
+        """Whether all shards are plain tensors; those that are being made are waited for."""
+        for slot, tensors in self._seen.items():
+            if not set(map(type, tensors)) <= PLAIN:
+                tensors = self._seen[slot] = list(map(waited, tensors))
+                shards = itertools.compress(tensors, dtensors)
+                if not set(map(type, shards)) <= PLAIN:
+                    return False
+        return True
 
     def buffers(self, grads: Grads) -> Buffers:
         """The shards that `fits` saw."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megaopt.agreement import Notice
 from megaopt.batches import Batches
 from megaopt.capture import check_device_numbers, on_device
 from megaopt.checks import refuse, shown
@@ -21,6 +23,17 @@ from megaopt.masters import MasterWeights, check_master_weights
 from megaopt.options import Options, check_group, check_group_options, check_weight
 from megaopt.ownership import Versions
 from megaopt.torch_names import check_keys
+
+
+class States(defaultdict[torch.Tensor, Any]):
+    """`state`: false until one has content.
+
+    torch.distributed.checkpoint leaves out the step that makes the states where `if state`, and all
+    ranks have to take that step together: an entry that one rank made by looking is no state.
+    """
+
+    def __bool__(self) -> bool:
+        return any(self.values())
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -40,6 +53,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._master_weights: MasterWeights = None
         self._forget()
         super().__init__(_entries("params", params), {**defaults, "step": 0, **options.marks})
+        self.state = States(dict)
         self.master_weights = master_weights
 
     def _forget(self) -> None:
@@ -49,6 +63,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._preparations: dict[torch.device, Any] = {}
         self._versions = Versions([])
         self._warned = self._warned_of_masters = False
+        self._was_stepped = False
+        self._notices: list[Notice] = []
+        self._amax_counts: dict[Any, int] = {}  # by group of ranks: of the last step
 
     @property
     def rule(self) -> Rule:

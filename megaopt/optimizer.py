@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from megaopt.batches import (
     check_grad,
     check_plain,
     check_written_grads,
+    resolved,
     state_name,
 )
 from megaopt.capture import check_capture, check_captured_batches, check_captured_float8
@@ -24,23 +25,21 @@ from megaopt.dtensor import (
     check_sharding,
     is_dtensor,
     local_of,
-    measured,
     split_of,
 )
 from megaopt.float8.batch import Float8Batch, extent_of, kind_of, plan_formats, share_amaxes
-from megaopt.float8.parts import weight_and_codes, weight_of
 from megaopt.float8.ranks import Agreement, check_shared
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.table import is_capturing
 from megaopt.kernels.step.watch import Grads, grads_of
-from megaopt.memory import Named, check_memory
+from megaopt.memory import check_memory
 from megaopt.options import check_clipping
 from megaopt.ownership import Versions
-from megaopt.state import State, formats_of
+from megaopt.ranks import Meeting, is_zero, measured, on_any_rank, withdraw
+from megaopt.state import State, formats_of, written_tensors
 from megaopt.stateful import StatefulOptimizer
 
 
@@ -88,27 +87,32 @@ class FusedOptimizer(StatefulOptimizer):
 
         Raises:
             ValueError: a gradient, parameter, state tensor or hyper-parameter is not allowed; then
-                no weight, no state and no step count has changed.
+                no weight, no state and no step count has changed. With a norm over ranks, and with
+                fp8 weights that ranks share, also on all ranks where they do not step the same or
+                one raises an error: nothing has changed then either, except that a first step has
+                made the state. On a GPU a rank that did not change itself raises it in its next
+                step or state_dict, and has left this one out.
             FloatingPointError: nonfinite="error", and an infinity or NaN is among the gradients;
                 then nothing has changed either, except that a first step has made the state.
             RuntimeError: a CUDA graph captures what it cannot repeat.
         """
+        self._hear()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        request = self._request(clip_norm, clip_coefficient)
-        self._check_capture()
-        if self._only_makes_state(request):
-            return loss
-        rows = self._rows()
-        batches, grads = self._gather()
-        writes_grads = self._writes_grads(request, grads)
-        self._take_over_writes()
-        for batch in batches.batches:
-            batch.enter(grads, writes_grads)
-        agreement = batches.agreement
-        known = self._agreed(request, batches, agreement) if agreement else self._known(request)
+        with self._told(clip_norm is not None or self._skips_nonfinite):
+            request = self._request(clip_norm, clip_coefficient)
+            self._check_capture()
+            if self._only_makes_state(request):
+                return loss
+            rows = self._rows()
+            batches, grads = self._gather()
+            writes_grads = self._writes_grads(request, grads)
+            self._take_over_writes()
+            for batch in batches.batches:
+                batch.enter(grads, writes_grads)
+        known = self._known(request, batches)
         if known is None:
             batches.abandon()
             return loss
@@ -125,7 +129,7 @@ class FusedOptimizer(StatefulOptimizer):
         if rows is not None:
             for group in self.param_groups:  # also the empty ones
                 group["step"] += 1
-        share_amaxes(batches.batches)
+        self._amax_counts = share_amaxes(batches.batches)
         for batch in batches.batches:
             batch.leave(prepared[batch.device][1])
         self._versions.count_up()
@@ -138,9 +142,42 @@ class FusedOptimizer(StatefulOptimizer):
             check_written_grads([local_of(grad) for grad in grads], self._flat()[2])
         return writes
 
-    def _known(self, request: Request) -> Request | None:
-        """The request, without a found_inf that the host may wait for; None if that is set."""
-        if self.options.capturable or request.found_inf is None:
+    @contextmanager
+    def _told(self, measures: bool) -> Iterator[None]:
+        """An error of this rank alone becomes one on all that would wait for it."""
+        try:
+            yield
+        except Exception:
+            params = self._flat()[0]
+            if not is_capturing(self._device()):
+                if measures:
+                    withdraw(params)
+                Agreement(params, {}).withdraw(self._waits, self._amax_counts)
+            raise
+
+    @property
+    def _skips_nonfinite(self) -> bool:
+        # a GradScaler looks for infinities in p.grad alone
+        unseen = getattr(self, "found_inf", None) is not None and self.use_decoupled_grad
+        return self.options.nonfinite != "propagate" or unseen
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the host waits to know if there is a step, as it does on all ranks or on none."""
+        is_skippable = isinstance(getattr(self, "found_inf", None), torch.Tensor)
+        return (is_skippable or self._skips_nonfinite) and not self.options.capturable
+
+    def _known(self, request: Request, batches: Batches) -> Request | None:
+        """The request as ranks see it that share tensors; None where the host knows of no step."""
+        was_given = request.found_inf is not None
+        if request.needs_norm:
+            if batches.meeting is None:
+                params, _, wheres = self._flat()
+                batches.meeting = Meeting(params, wheres, batches.batches)
+            request, self._notices = batches.meeting.meet(request, self._waits)
+        if batches.agreement is not None:
+            return self._agreed(request, batches, batches.agreement)
+        if not (was_given and self._waits):
             return request
         return None if bool(request.found_inf) else replace(request, found_inf=None)
 
@@ -149,13 +186,14 @@ class FusedOptimizer(StatefulOptimizer):
 
         A rank that left a step out alone would let the others wait for its amaxes for ever.
         """
-        flags = agreement.reach(self._own_flags(request, batches, agreement.device))
-        if not request.is_skippable:
+        own = self._own_flags(request, batches, agreement.device)
+        flags, notices = agreement.reach(own, self._waits, self._amax_counts)
+        self._notices = [*self._notices, *notices]
+        if self._waits:  # the host has to know, which counts the steps
+            return None if bool(flags[0]) else replace(request, found_inf=flags[1])
+        if not (request.is_skippable or notices):
             return request
-        if self.options.capturable:
-            return replace(request, found_inf=flags.amax())
-        # the host has to know, which counts the steps
-        return None if bool(flags[0]) else replace(request, found_inf=flags[1])
+        return replace(request, found_inf=flags.amax())
 
     def _own_flags(self, request: Request, batches: Batches, device: torch.device) -> torch.Tensor:
         """int64: whether found_inf is set; whether an infinity or NaN is to be skipped here."""
@@ -192,15 +230,13 @@ class FusedOptimizer(StatefulOptimizer):
         if clip_norm is not None:
             self._check_one_device(f"clip_norm={clip_norm!r}")
         found_inf = getattr(self, "found_inf", None)
-        # a GradScaler looks for infinities in p.grad alone
-        unseen = found_inf is not None and self.use_decoupled_grad
         return Request(
             grad_scale=getattr(self, "grad_scale", None),
             # a GradScaler that saw no gradient sets the number 0
             found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
             coefficient=coefficient,
             clip_norm=None if clip_norm is None else float(clip_norm),
-            skip_nonfinite=self.options.nonfinite != "propagate" or unseen,
+            skip_nonfinite=self._skips_nonfinite,
         )
 
     def _prepare(self, batches: Batches, request: Request) -> dict[torch.device, tuple[Any, Any]]:
@@ -209,8 +245,8 @@ class FusedOptimizer(StatefulOptimizer):
         prepared = {}
         # the first parameter's too, which may have no gradient
         devices = (self._device(), *(batch.device for batch in batches.batches))
-        for device in dict.fromkeys(devices):  # in one order: ranks may have to meet there
-            plans = self._measured(batches, device) if request.needs_norm else []
+        for device in dict.fromkeys(devices):
+            plans = measured(batches, device) if request.needs_norm else []
             made = self._preparation_on(device).make(groups, request.on(device), plans)
             prepared[device] = made
         return prepared
@@ -220,45 +256,40 @@ class FusedOptimizer(StatefulOptimizer):
             self._preparations[device] = self._preparation(device)
         return self._preparations[device]
 
-    def _measured(self, batches: Batches, device: torch.device) -> list[Any]:
-        if device not in batches.measured:
-            batches.measured[device] = measured(batches.batches, self._flat()[0], device)
-        return batches.measured[device]
-
     def _only_makes_state(self, request: Request) -> bool:
         """Whether this step is that of torch.distributed.checkpoint, which wants states to load to.
 
-        It has lr=0 and gradients that are 0 on all ranks, comes before any other step, and makes
-        the state: nothing is counted, decayed or divided by eps=0. Only with DTensors, as ranks
-        that do not know of one another would have to agree.
+        It is the first, has lr=0 and gradients that are 0 on all ranks, and makes the state:
+        nothing is counted, decayed or divided by eps=0. Only with DTensors, as ranks that do not
+        know of one another have to agree. All meet at a first step with lr=0, whatever is in the
+        state of one.
         """
-        if len(self.state) or not request.is_empty:
+        was_stepped, self._was_stepped = self._was_stepped, True
+        if was_stepped or not request.is_empty:
             return False
         params = self._flat()[0]
         if not any(map(is_dtensor, params)):
             return False
         if any(group["lr"] is None or float(group["lr"]) for group in self.param_groups):
             return False
-        if self.use_decoupled_grad and not _any_given(params, decoupled=True):
-            # it gives p.grad, whatever the optimizer reads
-            given = _any_given(params, decoupled=False)
-            if given:
-                self.initialize_states()
-            return given
-        return self._gradients_are_zero()
+        if on_any_rank(not self._is_probed(params), params):
+            return False
+        if self.use_decoupled_grad:
+            self.initialize_states()
+        else:
+            self._gather()
+        return True
 
-    def _gradients_are_zero(self) -> bool:
-        """On all ranks; makes the state of their parameters."""
-        batches, grads = self._gather()
-        for batch in batches.batches:
-            batch.enter(grads)
-        devices = dict.fromkeys(param.device for param in self._flat()[0])
-        found = [new_bins(device) for device in devices]
-        for bins in found:
-            for each in self._measured(batches, bins.device):
-                each.accumulate(bins)
-        batches.abandon()
-        return not any(bool(bins.any()) for bins in found)
+    def _is_probed(self, params: list[torch.Tensor]) -> bool:
+        """Whether there is no state, and p.grad is 0 wherever there could be a gradient.
+
+        torch.distributed.checkpoint gives p.grad, whatever the optimizer reads.
+        """
+        given = [param.grad for param in params if param.requires_grad]
+        if any(self.state.values()) or not given or any(grad is None for grad in given):
+            return False
+        decoupled = grads_of(params, decoupled=True) if self.use_decoupled_grad else []
+        return all(grad is None for grad in decoupled) and all(map(is_zero, given))
 
     def _preparation(self, device: torch.device) -> Any:
         backend = BACKENDS[self._backend(device)]
@@ -341,13 +372,15 @@ class FusedOptimizer(StatefulOptimizer):
                 own = self._formats(param)
                 completed[param] = self._completed(param, own, external[index], wheres[index])
         names = dict(zip(params, wheres, strict=True))
-        check_memory([own for p, state in completed.items() for own in written(p, state, names[p])])
+        check_memory(
+            [own for p, state in completed.items() for own in written_tensors(p, state, names[p])]
+        )
         self._warn_without_masters(completed, names)
         self._commit(completed)  # now that nothing was refused
         batches = [self._batch(*kind[:3], where, params, groups) for kind, where in kinds.items()]
-        stepped = sorted(place for places in kinds.values() for place in places)
-        self._versions = Versions(params, stepped, self._versions)
-        agreement = Agreement(params, grads)
+        stepped = {place: kind[1] for kind, places in kinds.items() for place in places}
+        self._versions = Versions(params, sorted(stepped), self._versions)
+        agreement = Agreement(params, stepped)
         shared = agreement if agreement.signatures else None
         return Batches(batches, self.param_groups, self.state, shared)
 
@@ -451,26 +484,3 @@ class FusedOptimizer(StatefulOptimizer):
 
 class MissingMastersWarning(UserWarning):
     """16-bit weights are stepped without fp32 masters, and nobody asked for that."""
-
-
-def resolved(grad: Any) -> Any:
-    """A gradient that was waited for, and has no sign pending; anything else as it is."""
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is not None and isinstance(grad, collectives.AsyncCollectiveTensor):
-        grad = grad.wait()
-    if type(grad) is not torch.Tensor or grad.layout != torch.strided:
-        return grad
-    return grad.clone() if grad._is_zerotensor() else grad.resolve_neg()
-
-
-def written(param: torch.Tensor, state: State, where: str) -> list[Named]:
-    """The tensors of a parameter that a step writes: weight or codes, and the state's."""
-    local = local_of(param)
-    codes = local if weight_of(local) is None else weight_and_codes(local)[1]
-    tensors = {"weight": codes, **{f"state {name!r}": local_of(v) for name, v in state.items()}}
-    own = tensors.items()
-    return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]
-
-
-def _any_given(params: list[torch.Tensor], decoupled: bool) -> bool:
-    return any(grad is not None for grad in grads_of(params, decoupled))

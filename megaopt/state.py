@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from megaopt.batches import MASTER, SCALE, state_name
+from megaopt.dtensor import local_of
 from megaopt.float8.batch import cast_of, dequantized, first_master
+from megaopt.float8.parts import weight_and_codes, weight_of
 from megaopt.kernels.formats import GRADS, WEIGHTS, Format
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
+from megaopt.memory import Named
 from megaopt.options import Options
 
 State = dict[str, Any]
@@ -97,6 +100,15 @@ def encoded(
     if value.numel():
         store_scaled(code, scale, value, form)
     return {name: code, name + SCALE: scale}, None
+
+
+def written_tensors(param: torch.Tensor, state: State, where: str) -> list[Named]:
+    """The tensors of a parameter that a step writes: weight or codes, and the state's."""
+    local = local_of(param)
+    codes = local if weight_of(local) is None else weight_and_codes(local)[1]
+    tensors = {"weight": codes, **{f"state {name!r}": local_of(v) for name, v in state.items()}}
+    own = tensors.items()
+    return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]
 
 
 # --- pickled

@@ -21,7 +21,7 @@ from megaopt.dtensor import (
 )
 from megaopt.float8.parts import weight_of
 from megaopt.float8.shard import Float8Shard
-from megaopt.groups import GroupedOptimizer
+from megaopt.groups import GroupedOptimizer, States
 from megaopt.kernels.step.batch import Formats
 from megaopt.memory import check_writable
 from megaopt.overwriting import overwrite
@@ -262,13 +262,25 @@ class StatefulOptimizer(GroupedOptimizer):
         weight.quantize_(value)
         self.state[param][MASTER] = None
 
+    def _hear(self) -> None:
+        """Raises what ranks found in the last step, for which the host did not wait."""
+        notices, self._notices = self._notices, []
+        for notice in notices:
+            if notice.is_set():
+                if not self.options.capturable:  # the host counted a step that was left out
+                    for group in self.param_groups:
+                        group["step"] -= 1
+                raise ValueError(notice.message)
+
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
 
         Every group also names the contract and adam_w_mode, so that a load can refuse another.
         "not_made" has, for each parameter whose state is not complete yet, the names of what it
         lacks, so that a load can refuse a state dict that has lost some.
+        Raises ValueError where ranks differed in the last step, which then left it out.
         """
+        self._hear()
         packed = super().state_dict()
         return state_dicts.mark(packed, self)
 
@@ -307,8 +319,8 @@ class StatefulOptimizer(GroupedOptimizer):
             if master is not None and state.get(MASTER) is not None:
                 pairs.append((local_of(master), local_of(state[MASTER])))
                 state[MASTER] = master
-        self._batches = None
-        new = {"state": defaultdict(dict, loaded.states), "param_groups": loaded.groups}
+        self._batches, self._notices = None, []
+        new = {"state": States(dict, loaded.states), "param_groups": loaded.groups}
         overwrite(pairs, lambda: vars(self).update(new))
         self._versions = Versions(params)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -332,6 +344,7 @@ class StatefulOptimizer(GroupedOptimizer):
         """Takes up what __getstate__ gave."""
         super().__setstate__(state)
         self._forget()
+        self.state = States(dict, self.state)
         self._versions = Versions(self._flat()[0])
 
 

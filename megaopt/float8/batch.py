@@ -205,10 +205,10 @@ class Float8Batch(Batch):
         return replace(wanted, dtypes=dtypes, scales=scales, contiguous=False)
 
 
-def share_amaxes(batches: Sequence[Batch]) -> None:
-    """Between steps and casts: amaxes become the largest of all ranks."""
+def share_amaxes(batches: Sequence[Batch]) -> dict[dist.ProcessGroup, int]:
+    """Between steps and casts: amaxes become the largest of all ranks; how many each group has."""
     shared: dict[dist.ProcessGroup, list[tuple[int, torch.Tensor]]] = {}
     for batch in batches:
         if isinstance(batch, Float8Batch) and batch.group is not None:
             shared.setdefault(batch.group, []).extend(batch.amaxes())
-    put_together(shared)
+    return put_together(shared)

@@ -1,19 +1,22 @@
 """What ranks that share fp8 weights do together: whether there is a step, and the amaxes.
 
 Every rank calls the same collectives in the same order, whatever it finds in its own gradients: one
-for the decision and one for the amaxes in each group of ranks, groups by name.
+for the decision and one for the amaxes in each group of ranks; also a rank that is about to raise
+an error which the others do not have.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from megaopt import agreement
+from megaopt.agreement import Notice, digest_of
 from megaopt.float8.parts import weight_of
 from megaopt.float8.shard import Float8Shard
+from megaopt.kernels.step.batch import Formats
 
 Group = dist.ProcessGroup
 
@@ -46,8 +49,12 @@ def order_of(param: torch.Tensor, place: int) -> int:
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
-    """By name, of which all ranks of a group have the same."""
-    return sorted(groups, key=lambda group: str(group.group_name))
+    """By size and name, of which all ranks of a group have the same.
+
+    Of groups that lie one within the other the largest comes last: what the ranks of a smaller one
+    found all others hear there.
+    """
+    return sorted(groups, key=lambda group: (dist.get_world_size(group), str(group.group_name)))
 
 
 class Agreement:
@@ -55,80 +62,123 @@ class Agreement:
 
     Args:
         params: all of the optimizer's.
-        grads: of each, None where it has none.
+        formats: of those that have a gradient, by their place among all.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], grads: Sequence[object]) -> None:
-        self.has_grad: dict[Group, dict[torch.Tensor, bool]] = {}
-        self._was_reached = False
-        shared = [(place, group_of(param)) for place, param in enumerate(params)]
-        places = [
-            (order_of(params[place], place), place, group) for place, group in shared if group
-        ]
-        for _, place, group in sorted(places, key=lambda each: each[:2]):
-            self.has_grad.setdefault(group, {})[params[place]] = grads[place] is not None
-        self.signatures = {group: _signature(own) for group, own in self.has_grad.items()}
+    def __init__(self, params: Sequence[torch.Tensor], formats: Mapping[int, Formats]) -> None:
+        shared: dict[Group, list[tuple[int, int]]] = {}
+        for place, param in enumerate(params):
+            group = group_of(param)
+            if group:
+                shared.setdefault(group, []).append((order_of(param, place), place))
+        stepped = {
+            group: [(params[place], formats.get(place)) for _, place in sorted(places)]
+            for group, places in shared.items()
+        }
+        self.signatures = {group: _signature(own) for group, own in stepped.items()}
+        self._were_alike = False
+        if shared:
+            first = next(iter(stepped.values()))[0][0]
+            self.device = first.device
+            """Where the ranks meet."""
+            own = [form is not None for each in stepped.values() for _, form in each]
+            self._notice = Notice(self.device, _refusal(sum(own), len(own)))
 
-    @property
-    def device(self) -> torch.device:
-        """Where the ranks meet."""
-        return next(param.device for own in self.has_grad.values() for param in own)
+    def reach(
+        self, flags: torch.Tensor, waits: bool, last: Mapping[Group, int]
+    ) -> tuple[torch.Tensor, list[Notice]]:
+        """The flags of all ranks that share weights with this one, and whether they differ.
 
-    def reach(self, flags: torch.Tensor) -> torch.Tensor:
-        """The flags of all ranks that share weights with this one.
-
-        What the ranks step is compared until it was found alike; on the CPU, where nothing has to
-        be waited for, always.
+        What the ranks step is compared at once on the CPU, where nothing has to be waited for, by a
+        rank whose batches are new, and where the host waits anyway. Otherwise the step has to be
+        left out on the device where ranks differ, and the host reads the notice before the next.
 
         Args:
             flags: int64, 0 where this rank knows of no reason to leave the step out.
+            waits: whether the host waits in this step in any case, on all ranks.
+            last: how many amaxes each group last put together.
 
         Returns:
-            int64, flags's shape: the largest of each.
+            int64: the largest of each flag, then whether ranks differ; what is to be read before
+            the next step.
 
         Raises:
-            ValueError: ranks step other weights, or the same in another order.
+            ValueError: ranks step other weights, or the same in another order, or one has raised an
+                error; on all ranks.
         """
+        together = self._together(torch.cat([flags, flags.new_zeros(1)]))
+        at_once = agreement.is_read_at_once(self.device)
+        if at_once or waits or not self._were_alike:
+            if bool(together[-1]):
+                self._leave(waits, last)
+                raise ValueError(self._notice.message)
+            self._were_alike = True
+            return together, []
+        self._notice.post(together[-1:])
+        return together, [self._notice]
+
+    def withdraw(self, waits: bool, last: Mapping[Group, int]) -> None:
+        """Meets the ranks in place of `reach` where this one raises an error: all will."""
+        if self.signatures:
+            self._together(torch.tensor([0, 0, 1], device=self.device))
+            self._leave(waits, last)
+
+    def _together(self, flags: torch.Tensor) -> torch.Tensor:
+        """The largest of each flag in all groups; the last is also set where ranks differ."""
         for group in in_order(self.signatures):
             own = self.signatures[group]
             # the largest of a number and of its negative: opposite only if all have the same
             both = (torch.full((1,), number, device=flags.device) for number in (own, -own))
             together = torch.cat([flags, *both])
             dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-            flags = together[:-2]
-            compared = not self._was_reached or flags.device.type == "cpu"
-            if compared and bool(together[-2] != -together[-1]):
-                self._refuse(group)
-        self._was_reached = True
+            flags, differs = together[:-2], together[-2:-1] != -together[-1:]
+            flags[-1:].copy_(torch.maximum(flags[-1:], differs.long()))
         return flags
 
-    def _refuse(self, group: Group) -> None:
-        own = list(self.has_grad[group].values())
-        raise ValueError(
-            f"the ranks of process group {group.group_name!r} do not step the same fp8 weights in "
-            f"the same order (rank {dist.get_rank()} has a gradient for {sum(own)} of its "
-            f"{len(own)} shards), which is not allowed: every rank needs a shard of every weight, "
-            "empty where it owns nothing, and a gradient of its size"
-        )
+    def _leave(self, waits: bool, last: Mapping[Group, int]) -> None:
+        """Stands in for the amaxes of ranks that do not read, and leave the step out later on."""
+        if not waits and not agreement.is_read_at_once(self.device):
+            none = {group: torch.zeros(count, device=self.device) for group, count in last.items()}
+            put_together({group: [(0, amax)] for group, amax in none.items()})
 
 
-def _signature(has_grad: Mapping[torch.Tensor, bool]) -> int:
+def _refusal(gradients: int, shards: int) -> str:
+    return (
+        "ranks that share fp8 weights must step the same ones in the same order (a shard of every "
+        "weight, empty where a rank owns nothing, with a gradient of its size; the same formats of "
+        f"masters and moments), got {gradients} gradients for {shards} shards on rank "
+        f"{dist.get_rank()}, and something else, or an error, on another"
+    )
+
+
+def _signature(shards: Sequence[tuple[torch.Tensor, Formats | None]]) -> int:
     """63 bits of what the ranks have to have alike: the weights that are stepped, in order."""
-    weights = [weight_of(param) for param, given in has_grad.items() if given]
-    stepped = [(tuple(each.shape), each.recipe, each.dtype) for each in weights if each is not None]
-    digest = hashlib.blake2b(repr(stepped).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    stepped = []
+    for shard, formats in shards:
+        weight = weight_of(shard)
+        if weight is not None and formats is not None:
+            kept = formats.master.name, formats.first.name, formats.second.name
+            stepped.append((tuple(weight.shape), weight.recipe, weight.dtype, kept))
+    return digest_of(stepped)
 
 
-def put_together(amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]]) -> None:
+def put_together(
+    amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]],
+) -> dict[Group, int]:
     """Raises amaxes to the largest of all ranks.
 
     Args:
         amaxes: for each group parameters' numbers (order_of), and their amaxes.
+
+    Returns:
+        How many each group has.
     """
+    counts = {}
     for group in in_order(amaxes):
         # by number, not by batch: gradients of another dtype make other batches
         own = [amax for _, amax in sorted(amaxes[group], key=lambda each: each[0])]
         together = torch.cat(own)
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
         torch._foreach_copy_(own, list(torch.split(together, [len(amax) for amax in own])))
+        counts[group] = len(together)
+    return counts

@@ -187,6 +187,17 @@ def test_shards_that_move_between_steps(on_ranks, kind):
     assert_same_on_all(found, trained(KINDS[kind], 3))
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_gradients_that_are_still_being_made_are_waited_for(on_ranks, backend):
+    if backend == "triton" and torch.cuda.is_available():
+        pytest.skip("the interpreter is off beside a GPU")
+    options = {**HYPER, "backend": backend}
+    found = on_ranks(2, fsdp2_ranks.gradients_that_are_on_their_way, options)
+    model, optimizer = build(HYPER, shapes=[(4, 3), (6,)])
+    train(model, optimizer, 3, clip_norm=1.0)
+    assert_same_on_all(found, snapshot(optimizer))
+
+
 def test_plain_and_replicated_parameters_share_the_launch(on_ranks):
     params = [torch.nn.Parameter(values(s, i)) for i, s in enumerate([(5, 3), (7,), (4,)])]
     optimizer = FusedAdam(params, **HYPER)

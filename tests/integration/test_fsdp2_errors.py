@@ -9,6 +9,8 @@ REFUSED = {
     "partial_gradient": r"parameter 0 of group 0.*gradient.*Partial\(sum\).*Shard\(dim=0\)",
     "replicated_gradient": r"parameter 0 of group 0.*gradient.*Replicate\(\).*Shard\(dim=0\)",
     "plain_gradient": r"parameter 0 of group 0.*gradient.*a plain tensor.*Shard\(dim=0\)",
+    "gradient_of_a_subclass": r"parameter 0 of group 0: as a gradient: .*must be .*got TwoTensor",
+    "state_of_a_subclass": r"parameter 0 of group 0: state 'exp_avg': .*must be .*got TwoTensor",
     "partial_gradient_of_a_replicated_parameter": r"Partial\(sum\).*Replicate\(\)",
     "dtensor_gradient_of_a_plain_parameter": r"a DTensor.*Replicate\(\).*: a plain tensor",
     "partial_parameter": r"parameter 0 of group 0: placements \(Partial\(sum\),\) are not allowed",

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runs import BF16, FP32, params_of, values
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, reduce_scatter_tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -374,6 +375,27 @@ def read_and_set(options):
     train(other_model, other, 1, first=2)
     train(model, optimizer, 1, first=2)
     return read, snapshot(other), snapshot(optimizer)
+
+
+def gradients_that_are_on_their_way(options):
+    """Each rank has half of every gradient; collectives that nobody has waited for add them up."""
+    mesh, shapes = mesh_of(), [(4, 3), (6,)]
+    params = [torch.nn.Parameter(split_like_rows(mesh, s, i)) for i, s in enumerate(shapes)]
+    optimizer = FusedAdam(params, **options)
+    for step in range(3):
+        for param, grad in zip(params, gradients(step, shapes), strict=True):
+            param.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
+            half = grad / dist.get_world_size()
+            if step:  # the batches are made with a tensor that is there
+                local = reduce_scatter_tensor(half, "sum", 0, mesh)
+                assert type(local) is AsyncCollectiveTensor
+                param.grad._local_tensor = local
+        optimizer.step(clip_norm=1.0)
+    return snapshot(optimizer)
+
+
+def split_like_rows(mesh, shape, seed):
+    return distribute_tensor(values(shape, seed), mesh, [Shard(0)], src_data_rank=None)
 
 
 # --- models

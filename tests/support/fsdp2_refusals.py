@@ -52,6 +52,28 @@ def plain_gradient():
     return gradient([Replicate()], "plain")
 
 
+def gradient_of_a_subclass():
+    """Its address is 0, where the kernels would read."""
+    model, optimizer = trained({**OPTIONS, "backend": "triton"})
+    local = model.p0.grad.to_local()
+    model.p0.grad._local_tensor = TwoTensor(local, local.clone())
+    return refused(optimizer.step, optimizer)
+
+
+def state_of_a_subclass():
+    model, optimizer = trained()
+    state = optimizer.state[model.p0]
+    wrapped = TwoTensor(*[state["exp_avg"].to_local()] * 2)
+    state["exp_avg"] = DTensor.from_local(
+        wrapped, mesh_of(), model.p0.placements, run_check=False, shape=(5, 3), stride=(3, 1)
+    )
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def partial_gradient_of_a_replicated_parameter():
     """Shard, shape and address are as they were: only the placements tell."""
     mesh = mesh_of()

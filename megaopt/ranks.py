@@ -1,0 +1,263 @@
+"""What ranks do together that hold shards of the same DTensors: the norm, and whether to step.
+
+Every rank calls the same collectives in the same order, whatever it finds in its own gradients and
+states; also a rank that is about to raise an error which the others do not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megaopt import agreement
+from megaopt.agreement import Notice, digest_of
+from megaopt.batches import Batch, Batches
+from megaopt.dtensor import PLAIN, Split, is_dtensor, local_of, split_of
+from megaopt.float8.parts import weight_of
+from megaopt.kernels.backends import Plan
+from megaopt.kernels.norm.bins import new_bins
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.preparation import Measured, Request
+from megaopt.kernels.step.table import DeviceTable, is_capturing
+
+WORDS = 3
+"""Behind the norm's table: a digest of the collectives that a rank is going to call, a digest of
+all that ranks have to have alike, and whether found_inf is set."""
+REFUSED = digest_of("this rank raises an error")
+"""The second digest of a rank that does not step."""
+
+
+class SumOverRanks:
+    """Tensors of which other ranks hold the rest: measured together, as if they were whole.
+
+    The norm's tables of shards add up as integers: the bits are those of whole tensors. Every rank
+    takes part, also one that has no gradient and no plan.
+    """
+
+    def __init__(self, split: Split, device: torch.device, plans: Sequence[Plan] = ()) -> None:
+        self.split, self.device, self.plans = split, device, plans
+        bins = new_bins(device)
+        # it stays where it is, for CUDA graphs
+        self._sum = torch.zeros(bins.numel() + WORDS, dtype=torch.int64, device=device)
+        self._bins = self._sum[:-WORDS].view(bins.shape)
+        self._sent = DeviceTable(device)
+
+    @property
+    def ranks(self) -> int:
+        """How many add up."""
+        mesh, dims = self.split
+        return math.prod(mesh.size(dim) for dim in dims)
+
+    @property
+    def collectives(self) -> tuple[object, ...]:
+        """What the ranks that meet here have in common; a submesh has other ranks elsewhere."""
+        mesh, dims = self.split
+        return self.device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), dims
+
+    def add_up(
+        self,
+        digests: tuple[int, int],
+        differs: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Measures the gradients of all ranks.
+
+        Args:
+            digests: this rank's.
+            differs: int64 of shape (1,), 1 where an earlier sum has shown that ranks differ.
+            found_inf: this rank's.
+
+        Returns:
+            bool [WORDS] on the device: what of the digests is another on another rank; whether
+            found_inf is set on any.
+        """
+        mesh, dims = self.split
+        begin, alike = self._words(digests)
+        self._sum.copy_(begin)
+        if differs is not None:
+            self._sum[-2:-1].add_(differs.to(self.device))
+        if found_inf is not None:
+            self._sum[-1:].copy_(found_inf.reshape(1) != 0)
+        for plan in self.plans:
+            plan.accumulate(self._bins)
+        for dim in dims:
+            dist.all_reduce(self._sum, dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        return self._sum[-WORDS:] != alike
+
+    def _words(self, digests: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the device: an empty table with this rank's words, and the words where all agree."""
+        own = numpy.array([*digests, 0], dtype=numpy.int64)
+        empty = numpy.zeros(self._bins.numel(), dtype=numpy.int64)
+        # numpy's product is modulo 2**64, as the sum is
+        table = self._sent.update(numpy.concatenate([empty, own, own * self.ranks]))
+        return table[:-WORDS], table[-WORDS:]
+
+    def accumulate(self, bins: torch.Tensor) -> None:
+        """Adds the squares of all ranks' gradients, which were added up, to the bins."""
+        bins.add_(self._bins)
+
+
+def sums_of(params: Sequence[torch.Tensor], batches: Sequence[Batch] = ()) -> list[SumOverRanks]:
+    """One sum for each way in which DTensors are split, in one order on all ranks.
+
+    Those of the most ranks come first, so that as many as possible raise together.
+
+    Args:
+        params: all of the optimizer, those without a gradient included.
+        batches: of those that have one; each holds parameters of one split.
+    """
+    plans: dict[tuple[torch.device, Split], list[Plan]] = {}
+    for param in params:
+        split = split_of(param)
+        if split is not None:
+            plans.setdefault((param.device, split), [])
+    for batch in batches:
+        split = split_of(batch.params[0])
+        if split is not None:
+            plans[batch.device, split].append(batch.plan)
+    sums = [SumOverRanks(split, device, own) for (device, split), own in plans.items()]
+    return sorted(sums, key=lambda each: -each.ranks)
+
+
+class Meeting:
+    """The ranks that hold the rest of an optimizer's DTensors, before a step.
+
+    Args:
+        params: all of the optimizer.
+        wheres: what errors call them.
+        batches: of the parameters that have a gradient.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], wheres: Sequence[str], batches: Sequence[Batch]
+    ) -> None:
+        self.sums = sums_of(params, batches)
+        self._were_alike = False
+        if self.sums:
+            formats = {place: each.formats for each in batches for place in each.positions}
+            self._collectives = collectives_of(self.sums)
+            self._whole = digest_of(described(params, wheres, formats))
+            self._message = refusal(len(params), list(formats.values()))
+            self._notices = [Notice(each.device, self._message) for each in self.sums]
+
+    def meet(self, request: Request, waits: bool) -> tuple[Request, list[Notice]]:
+        """Measures the gradients of all ranks, and compares what the ranks are going to step.
+
+        The answer is read at once on a CPU, where nothing has to be waited for, by a rank whose
+        batches are new, and where the host waits anyway. Otherwise the step is left out on the
+        device where ranks differ, and the host reads the notices before the next one.
+
+        Args:
+            request: this rank's.
+            waits: whether the host waits in this step in any case.
+
+        Returns:
+            The request with the found_inf of all ranks; what is to be read before the next step.
+
+        Raises:
+            ValueError: ranks do not step the same, or one has raised an error; on all ranks.
+        """
+        if not self.sums:
+            return request, []
+        devices = {each.device for each in self.sums}
+        at_once = all(map(agreement.is_read_at_once, devices))
+        reads = at_once or waits or not self._were_alike
+        reads = reads and not any(map(is_capturing, devices))
+        asked = (request.clip_norm, request.skip_nonfinite)
+        digests = self._collectives, digest_of((self._whole, asked))
+        differs, found_inf = None, request.found_inf
+        for each, notice in zip(self.sums, self._notices, strict=True):
+            apart = each.add_up(digests, differs, found_inf)
+            differs = apart[:2].any().long().reshape(1)
+            found_inf = None if found_inf is None else apart[2].float()
+            if not reads:
+                notice.post(differs)
+            elif bool(apart[0]):
+                raise ValueError(self._message)  # the next collective might never end
+        if reads and bool(differs):
+            raise ValueError(self._message)
+        self._were_alike = self._were_alike or reads
+        if not at_once and differs is not None:  # in one form always: a graph may be captured next
+            skip = differs[0].float()
+            found_inf = skip if found_inf is None else torch.maximum(found_inf, skip)
+        return replace(request, found_inf=found_inf), [] if reads else self._notices
+
+
+def withdraw(params: Sequence[torch.Tensor]) -> None:
+    """Meets the ranks in place of `Meeting.meet` where this one raises an error: all will.
+
+    Args:
+        params: all of the optimizer.
+    """
+    sums = sums_of(params)
+    for each in sums:
+        others = each.add_up((collectives_of(sums), REFUSED))[0]
+        if bool(others):  # who reads that comes no further
+            return
+
+
+def collectives_of(sums: Sequence[SumOverRanks]) -> int:
+    """A digest of what ranks call together; they meet in all of it or raise after the first."""
+    return digest_of([each.collectives for each in sums])
+
+
+def described(
+    params: Sequence[torch.Tensor], wheres: Sequence[str], formats: Mapping[int, Formats]
+) -> list[tuple[object, ...]]:
+    """What ranks have to have alike of each parameter, formats being of those with a gradient."""
+    found: list[tuple[object, ...]] = []
+    for place, (param, where) in enumerate(zip(params, wheres, strict=True)):
+        weight, own = weight_of(param), formats.get(place)
+        shape = tuple(param.shape if weight is None else weight.shape)
+        kept = own and (own.master.name, own.first.name, own.second.name)
+        found.append((where, shape, param.dtype, sharding_of(param), kept))
+    return found
+
+
+def sharding_of(param: Any) -> tuple[object, ...] | None:
+    """Placements and mesh without its ranks: a submesh has others elsewhere."""
+    if not is_dtensor(param):
+        return None
+    mesh = param.device_mesh
+    return param.placements, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape)
+
+
+def refusal(params: int, formats: Sequence[Formats]) -> str:
+    """The message for ranks that do not step the same; of this rank what it steps."""
+    masters = sum(each.master.present for each in formats)
+    return (
+        "ranks that hold shards of the same DTensors must step the same (the parameters' order, "
+        "groups, names, shapes, dtypes and placements, which have a gradient, the formats of "
+        f"masters and moments, clip_norm), got {params} parameters, {len(formats)} gradients and "
+        f"{masters} masters on rank {dist.get_rank()}, and something else, or an error, on another"
+    )
+
+
+def measured(batches: Batches, device: torch.device) -> list[Measured]:
+    """What the norm of all gradients on a device is measured of, after the ranks met."""
+    own = [each for each in batches.batches if each.device == device]
+    whole = [batch.plan for batch in own if split_of(batch.params[0]) is None]
+    return [*whole, *(each for each in batches.meeting.sums if each.device == device)]
+
+
+def is_zero(grad: Any) -> bool:
+    """Whether a gradient can be read, and this rank's part of it is 0."""
+    local = local_of(grad)
+    return type(local) in PLAIN and local.layout == torch.strided and not bool(local.any())
+
+
+def on_any_rank(flag: bool, params: Sequence[torch.Tensor]) -> bool:
+    """Whether it is so on any rank of the meshes of the parameters; waits for the answer."""
+    found = torch.tensor([int(flag)])
+    for mesh in dict.fromkeys(param.device_mesh for param in params if is_dtensor(param)):  # type: ignore[attr-defined]
+        found = found.to(mesh.device_type)
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return bool(found)

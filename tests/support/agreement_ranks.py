@@ -1,0 +1,323 @@
+"""One rank does something else than the others: what each of them says, and what it has then."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fsdp2_ranks import Bare, give, gradients, mesh_of, sharded, snapshot, values
+from runs import BF16, FP32, REMAINDERS, copied, params_of
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from megaopt import FusedAdam, agreement
+
+HYPER = {"lr": 0.01, "weight_decay": 0.1}
+MASTERS = {**HYPER, "dtype": FP32}
+
+
+def is_odd_one():
+    """Whether this rank is the one that does something else: the last."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def own(optimizer):
+    """Weights, states and step counts of this rank alone: no rank has to answer another."""
+    local = [
+        param.detach().to_local() if hasattr(param, "to_local") else param.detach()
+        for param in params_of(optimizer)
+    ]
+    states = [
+        {n: t.to_local() if hasattr(t, "to_local") else t for n, t in state.items()}
+        for state in optimizer.state.values()
+    ]
+    steps = [int(group["step"]) for group in optimizer.param_groups]
+    return copied([local, states, steps])
+
+
+def outcome(optimizer, action, look=own):
+    """What an action raises, "" for nothing, and what was there before and after it."""
+    before, message = look(optimizer), ""
+    try:
+        action()
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    return message, before, look(optimizer)
+
+
+def without_waiting(is_gpu=True):
+    """As on a GPU, where a rank that has not changed does not wait to see what others did."""
+    read = mock.Mock(return_value=False)
+    return mock.patch.object(agreement, "is_read_at_once", read) if is_gpu else nullcontext()
+
+
+def split(whole, *placements):
+    made = distribute_tensor(whole, mesh_of(), placements or [Shard(0)], src_data_rank=None)
+    return torch.nn.Parameter(made)
+
+
+def give_all(optimizer, step):
+    params = params_of(optimizer)
+    shapes = [tuple(param.shape) for param in params]
+    grads = gradients(step, shapes)
+    give(params, [g.to(p.dtype) for g, p in zip(grads, params, strict=True)])
+
+
+# --- an optimizer that is another from the beginning: its parameters, and its arguments
+
+
+def parameters(dtype=BF16):
+    return list(sharded(Bare(dtype=dtype)).parameters())
+
+
+def other_order():
+    return parameters()[::-1], MASTERS
+
+
+def one_more():
+    return [*parameters(), split(values((4, 2), 9).to(BF16))], MASTERS
+
+
+def one_more_plain():
+    return [*parameters(), torch.nn.Parameter(values((4, 2), 9).to(BF16))], MASTERS
+
+
+def one_less():
+    return parameters()[:-1], MASTERS
+
+
+def another_shape():
+    params = parameters()
+    params[1] = split(values((8,), 9).to(BF16))
+    return params, MASTERS
+
+
+def another_dtype():
+    params = parameters()
+    params[1] = split(values((7,), 9))
+    return params, MASTERS
+
+
+def replicated():
+    params = parameters()
+    params[1] = split(values((7,), 9).to(BF16), Replicate())
+    return params, MASTERS
+
+
+def another_dimension():
+    params = parameters()
+    params[0] = split(values((5, 3), 9).to(BF16), Shard(1))
+    return params, MASTERS
+
+
+def remainders():
+    return parameters(), {**HYPER, **REMAINDERS}
+
+
+def no_masters():
+    return parameters(), HYPER
+
+
+def bf16_moments():
+    return parameters(), {**MASTERS, "exp_avg_dtype": BF16}
+
+
+def two_groups():
+    params = parameters()
+    return [{"params": params[:2]}, {"params": params[2:]}], MASTERS
+
+
+BUILT = (
+    other_order, one_more, one_more_plain, one_less, another_shape, another_dtype, replicated,
+    another_dimension, remainders, no_masters, bf16_moments, two_groups,
+)  # fmt: skip
+BUILT = {make.__name__: make for make in BUILT}
+
+
+def built(name, options, step):
+    """The first step, of optimizers that were not built alike."""
+    params, own_options = BUILT[name]() if is_odd_one() else (parameters(), MASTERS)
+    optimizer = FusedAdam(params, **{**own_options, **options})
+    give_all(optimizer, 0)
+    return outcome(optimizer, lambda: optimizer.step(**step))
+
+
+def each_another():
+    """One parameter on the first rank, two on the second, three on the third."""
+    optimizer = FusedAdam(parameters()[: dist.get_rank() + 1], **MASTERS)
+    give_all(optimizer, 0)
+    return outcome(optimizer, lambda: optimizer.step(clip_norm=1.0))
+
+
+# --- something that changes between steps
+
+
+def no_gradient(optimizer):
+    params_of(optimizer)[1].grad = None
+
+
+def no_gradients(optimizer):
+    for param in params_of(optimizer):
+        param.grad = None
+
+
+def another_group(optimizer):
+    param = split(values((4, 2), 9).to(BF16))
+    optimizer.add_param_group({"params": [param]})
+    give([param], [values((4, 2), 10).to(BF16)])
+
+
+def gradient_of_float64(optimizer):
+    optimizer.use_decoupled_grad = True
+    for param in params_of(optimizer):
+        param.decoupled_grad = param.grad
+    params_of(optimizer)[1].decoupled_grad = params_of(optimizer)[1].grad.double()
+
+
+def bad_lr(optimizer):
+    optimizer.param_groups[0]["lr"] = -1.0
+
+
+BETWEEN = (no_gradient, no_gradients, another_group, gradient_of_float64, bad_lr)
+BETWEEN = {change.__name__: change for change in BETWEEN}
+
+
+def between(name, options, step):
+    """The second step, before which one rank changed something."""
+    optimizer = FusedAdam(parameters(), **{**MASTERS, **options})
+    give_all(optimizer, 0)
+    optimizer.step(**step)
+    give_all(optimizer, 1)
+    if is_odd_one():
+        BETWEEN[name](optimizer)
+    return outcome(optimizer, lambda: optimizer.step(**step))
+
+
+def heard_later(name, options, step, by):
+    """As `between` on a GPU: after the step comes another, or a look at the state."""
+    optimizer = FusedAdam(parameters(), **{**MASTERS, **options})
+    with without_waiting():
+        for number in range(2):
+            give_all(optimizer, number)
+            optimizer.step(**step)
+        give_all(optimizer, 2)
+        if is_odd_one():
+            BETWEEN[name](optimizer)
+        found = outcome(optimizer, lambda: optimizer.step(**step))
+        if is_odd_one():
+            return found, ("", *[own(optimizer)] * 2)
+        then = {"step": lambda: optimizer.step(**step), "state_dict": optimizer.state_dict}
+        return found, outcome(optimizer, then[by])
+
+
+def as_on_a_gpu(options, step):
+    """Steps like others, of which nobody waits for the ranks' answer; and the norms."""
+    optimizer, norms = FusedAdam(parameters(), **{**MASTERS, **options}), []
+    with without_waiting():
+        for number in range(3):
+            give_all(optimizer, number)
+            optimizer.step(**step)
+            norms.append(optimizer.grad_norm.clone())
+    return snapshot(optimizer), norms
+
+
+def two_meshes(name):
+    """Parameters split over 4 ranks, over rows and over columns: not all ranks meet in one sum."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    wholes = [values((4, 4), index) for index in range(2)]
+    placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)]]
+    if name == "all_first":
+        placements[0] = [Shard(0), Shard(1)]
+    params = [
+        torch.nn.Parameter(distribute_tensor(whole, mesh, own, src_data_rank=None))
+        for whole, own in zip(wholes, placements, strict=True)
+    ]
+    optimizer = FusedAdam(params, **HYPER)
+    give(params, wholes)
+    if is_odd_one():
+        params[0].grad = None
+    return outcome(optimizer, lambda: optimizer.step(clip_norm=1.0))
+
+
+def another_clip_norm():
+    optimizer = FusedAdam(parameters(), **MASTERS)
+    give_all(optimizer, 0)
+    return outcome(optimizer, lambda: optimizer.step(clip_norm=2.0 if is_odd_one() else 1.0))
+
+
+def overflow_on_one(options, step):
+    """found_inf that one rank alone has set, as no GradScaler would."""
+    optimizer = FusedAdam(parameters(), **{**MASTERS, **options})
+    give_all(optimizer, 0)
+    optimizer.step(**step)
+    give_all(optimizer, 1)
+    optimizer.grad_scale = torch.ones(())
+    optimizer.found_inf = torch.tensor(float(is_odd_one()))
+    return outcome(optimizer, lambda: optimizer.step(**step))
+
+
+# --- a first step with lr=0
+
+
+def looked_at(optimizer):
+    assert optimizer.state[params_of(optimizer)[0]] == {}
+
+
+def initialized(optimizer):
+    optimizer.initialize_state(params_of(optimizer)[0])
+
+
+WARM = {"looked_at": looked_at, "initialized": initialized, "no_gradient": no_gradient}
+
+
+def warm_up(name, zeros):
+    """A first step with lr=0, with gradients or with zeros; then one with lr=0.5."""
+    optimizer = FusedAdam(parameters(FP32), **HYPER)
+    found = []
+    for step, lr in enumerate((0.0, 0.5)):
+        give_all(optimizer, step)
+        for param in params_of(optimizer):
+            if zeros and lr == 0.0:
+                param.grad.to_local().zero_()
+        if is_odd_one() and lr == 0.0:
+            WARM[name](optimizer)
+        optimizer.param_groups[0]["lr"] = lr
+        found.append(outcome(optimizer, optimizer.step))
+    return found
+
+
+def checkpointed():
+    """torch.distributed.checkpoint asks for the state, at which one rank has looked."""
+    model = sharded(Bare())
+    optimizer = FusedAdam(model.parameters(), **HYPER)
+    if is_odd_one():
+        looked_at(optimizer)
+    saved = []
+    found = outcome(optimizer, lambda: saved.append(get_optimizer_state_dict(model, optimizer)))
+    names = [sorted(own) for own in saved[0]["state"].values()] if saved else None
+    return *found, names
+
+
+# --- models
+
+
+def modules(name, step):
+    """fully_shard's own gradients; before the second step one rank changes something."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 3)]
+    model = torch.nn.Sequential(*layers)
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh_of())
+    params = list(model.parameters())
+    odd = is_odd_one()
+    if name == "other_order" and odd:
+        params.reverse()
+    options = MASTERS if name != "remainders" or not odd else {**HYPER, **REMAINDERS}
+    model.bfloat16()
+    optimizer = FusedAdam(params, **options)
+    model(values((4, 6), 0, BF16)).float().square().mean().backward()
+    if name == "no_gradient" and odd:
+        params[1].grad = None
+    return outcome(optimizer, lambda: optimizer.step(**step))

@@ -17,7 +17,7 @@ WORLDS = [2, 3]
 OTHERS = r"ValueError: ranks that hold shards of the same DTensors must step the same .* rank {}, "
 OWN = {
     "gradient_of_float64": r"ValueError: parameter 1 of group 0: a gradient of dtype",
-    "bad_lr": r"ValueError: group 0: lr=-1.0 is not allowed",
+    "bad_lr": r"ValueError: group 0: lr must be a",
 }
 """What the rank says that had an error anyway."""
 

@@ -14,7 +14,7 @@ MODES = {
 OTHERS = r"ValueError: ranks that share fp8 weights must step the same .* rank {}, "
 OWN = {
     "gradient_of_float64": r"ValueError: parameter 0 of group 0: a gradient of dtype",
-    "bad_lr": r"ValueError: group 0: lr=-1.0 is not allowed",
+    "bad_lr": r"ValueError: group 0: lr must be a",
 }
 """What the rank says that had an error anyway."""
 

@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megaopt import exits
 
@@ -30,7 +29,7 @@ def regress(config: Path, /, *, perturb: int | None = None, out: Path = Path("ou
         perturb: Flip the lowest bit of one master after this step, to see a difference caught.
         out: Folder for the record and the picture; the run gets a folder of its name in it.
     """
-    return _load("megaopt.regression.command").regress(config, out, perturb)
+    return _load("megaopt.regression.command", "regress")(config, out, perturb)
 
 
 def train(
@@ -53,7 +52,7 @@ def train(
         resume: Continue from this checkpoint.
         result: Write the losses trained here, the final weights and the state to this file.
     """
-    return _load("megaopt.regression.single").train(
+    return _load("megaopt.regression.single", "train")(
         config, variant=variant, steps=steps, save=save, resume=resume, result=result
     )
 
@@ -73,7 +72,7 @@ def bench(
         only: Names of the optimizer forms to time, ours with their peers; all by default.
         peers: Time the other libraries' optimizers that are installed.
     """
-    return _load("megaopt.bench.command").main(out, sets, only, peers)
+    return _load("megaopt.bench.command", "main")(out, sets, only, peers)
 
 
 def doctor(*, check: bool = False) -> int:
@@ -82,7 +81,7 @@ def doctor(*, check: bool = False) -> int:
     Args:
         check: Also step beside the installed peers whose bits a contract promises, and compare.
     """
-    return _load("megaopt.doctor").main(check)
+    return _load("megaopt.doctor", "main")(check)
 
 
 def choose_triton_mode() -> None:
@@ -97,10 +96,10 @@ def choose_triton_mode() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def _load(module: str) -> Any:
-    """A command's module. Until it is there Ctrl-C ends the process at once."""
+def _load(module: str, name: str) -> Callable[..., int]:
+    """What carries a command out. Until it is imported Ctrl-C ends the process at once."""
     choose_triton_mode()
-    loaded = importlib.import_module(module)
+    loaded: Callable[..., int] = getattr(importlib.import_module(module), name)
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return loaded

@@ -94,13 +94,14 @@ def _unfused(adam_w_mode: bool) -> Tensors:
     found: Tensors = {}
     for number, shape in enumerate(SHAPES):
         weight = numbers(shape, number)
-        moments = [torch.zeros(shape), torch.zeros(shape)]
+        exp_avg, exp_avg_sq = torch.zeros(shape), torch.zeros(shape)
         for step in (1, 2, 3):
             grad = numbers(shape, 1000 * step + number)
-            adam_update(weight, grad, *moments, scalars_of(config, step, 0.01, 0.1))
+            row = scalars_of(config, step, 0.01, 0.1)
+            adam_update(weight, grad, exp_avg, exp_avg_sq, row)
             where = f"of weight {number} after step {step}"
-            names = zip(("weight", "exp_avg", "exp_avg_sq"), (weight, *moments), strict=True)
-            found |= {f"{name} {where}": tensor.clone() for name, tensor in names}
+            tensors = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            found |= {f"{name} {where}": tensor.clone() for name, tensor in tensors.items()}
     return found
 
 
@@ -289,6 +290,7 @@ def float8_linear() -> str | None:
             y = each(x)
             y.backward(numbers((5, 48), 2).to(BF16))
             assert x.grad is not None
+            assert each.weight.grad is not None
             runs.append({"output": y.detach(), "input grad": x.grad, "grad": each.weight.grad})
         if what := differ(*runs):
             return f"{recipe}: {what}"

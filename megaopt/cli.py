@@ -97,13 +97,12 @@ def choose_triton_mode() -> None:
 
 
 def _load(module: str, name: str) -> Callable[..., int]:
-    """A command, from its module. Until it is there Ctrl-C ends the process at once."""
+    """A command, from its module. Until it is imported Ctrl-C ends the process at once."""
     choose_triton_mode()
-    loaded = importlib.import_module(module)
+    loaded: Callable[..., int] = getattr(importlib.import_module(module), name)
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    found: Callable[..., int] = getattr(loaded, name)
-    return found
+    return loaded
 
 
 def _leave(*_: object) -> None:

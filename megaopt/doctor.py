@@ -1,24 +1,24 @@
-"""`megaopt doctor`: what is installed, and which backends and contracts work here, tried out."""
+"""`megaopt doctor`: what is installed, which backends and contracts work here, what is checked."""
 
-import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
-from torch.nn import Parameter
 
-from megaopt import FusedAdam, environment
+from megaopt import environment, exits
+from megaopt.console import make_console
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
-from megaopt.parity import examine_parity, parity_table, peers_table
+from megaopt.parity import peers_table
+from megaopt.promises.table import Outcome, examine_promises
+from megaopt.promises.trial import Place, Tensors, differ, train
 
 __all__ = ["Finding", "examine", "main"]
 
-# below, at and above the whole chunks of a kernel, and a scalar
-SHAPES = ((), (1,), (1000,), (64, 128), (10_001,))
+HOLDS = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "not here"}
+WORKS = {True: "[green]yes[/green]", False: "[red]BROKEN[/red]", None: "not here"}
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,45 @@ class Finding:
 
 
 def main(check: bool = False) -> int:
-    """Print versions, devices, other libraries and findings.
+    """Print versions, devices, other libraries, findings, and a verdict in one line.
 
     Args:
-        check: Also step beside the installed peers whose bits a contract promises, and compare.
+        check: Also check the promises of docs/numbers.md, as far as that can be done here.
 
     Returns:
         0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
     """
-    console = Console()
+    console = make_console()
     console.print(_environment_table(environment.describe()))
     findings = [finding for device in devices() for finding in examine(device)]
     console.print(_findings_table(findings))
     console.print(peers_table())
-    parities = examine_parity() if check else []
+    outcomes = examine_promises() if check else []
     if check:
-        console.print(parity_table(parities))
-    broken = any(finding.works is False for finding in findings)
-    return 1 if broken or any(parity.holds is False for parity in parities) else 0
+        console.print(_promises_table(outcomes))
+    verdict, healthy = judge(findings, outcomes)
+    console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
+    return exits.DONE if healthy else exits.DIFFERENT
+
+
+def judge(findings: Sequence[Finding], outcomes: Sequence[Outcome]) -> tuple[str, bool]:
+    """The verdict in one line, and whether nothing is wrong.
+
+    Args:
+        findings: Of all backends and contracts.
+        outcomes: Of all promises; none where they were not checked.
+    """
+    broken = [f"{f.backend} under {f.contract} on {f.device}" for f in findings if f.works is False]
+    broken += [f"{outcome.name!r}" for outcome in outcomes if outcome.holds is False]
+    if broken:
+        return f"NOT in order: {', '.join(broken)}", False
+    backends = sorted({f"{f.backend} on {f.device}" for f in findings if f.works})
+    verdict = f"in order: {', '.join(backends)}"
+    if outcomes:
+        held = sum(outcome.holds is True for outcome in outcomes)
+        left = len(outcomes) - held
+        return f"{verdict}; {held} promises hold, {left} could not be checked here", True
+    return f"{verdict}; promises were not checked, --check does so", True
 
 
 def devices() -> list[torch.device]:
@@ -72,15 +93,13 @@ def _examine_one(device: torch.device, backend: str, contract: str) -> Finding:
     if reason is not None:
         return Finding(device, backend, contract, None, reason)
     try:
-        found = _bits_of_steps(device, backend, contract)
-        expected = _expected_bits(device, contract, found)
+        found = _step(Place(backend, device), contract)
+        different = _difference(found, device, contract)
     # whatever goes wrong in a step is what the user asked the doctor about
     except Exception as error:
         return Finding(device, backend, contract, False, f"{type(error).__name__}: {error}")
-    names = dict.fromkeys((*expected, *found))
-    if different := [name for name in names if found.get(name) != expected.get(name)]:
-        note = f"not the reference's bits: {different[0]}, {len(different)} differences in all"
-        return Finding(device, backend, contract, False, note)
+    if different is not None:
+        return Finding(device, backend, contract, False, f"not the reference's bits: {different}")
     if "reference" not in CONTRACTS[contract].backends:
         return Finding(device, backend, contract, True, "steps (there is no reference)")
     is_reference = (device.type, backend) == ("cpu", "reference")
@@ -88,59 +107,58 @@ def _examine_one(device: torch.device, backend: str, contract: str) -> Finding:
     return Finding(device, backend, contract, True, note)
 
 
-def _expected_bits(device: torch.device, contract: str, found: dict[str, str]) -> dict[str, str]:
-    """Return the reference's bits, or those found where a contract has no reference."""
+def _difference(found: Tensors, device: torch.device, contract: str) -> str | None:
+    """Where the reference has other bits; None where a contract has no reference."""
     if "reference" not in CONTRACTS[contract].backends:
-        return found
+        return None
     where = device if CONTRACTS[contract].needs_gpu else torch.device("cpu")
-    return _bits_of_steps(where, "reference", contract)
+    return differ(found, _step(Place("reference", where), contract))
 
 
-def _bits_of_steps(device: torch.device, backend: str, contract: str) -> dict[str, str]:
-    """Return a digest of every weight and state after each of three steps, by name."""
-    # drawn on the CPU: a GPU's generator gives other numbers for the same seed
-    generator = torch.Generator().manual_seed(0)
-    parameters = [
-        Parameter(torch.randn(shape, generator=generator).to(dtype).to(device))
-        for dtype in (torch.bfloat16, torch.float32)
-        for shape in SHAPES
-    ]
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "dtype": torch.float32}
-    optimizer = FusedAdam(parameters, contract=contract, backend=backend, **options)
-    digests: dict[str, str] = {}
-    for step in range(1, 4):
-        before = [parameter.detach().clone() for parameter in parameters]
-        for parameter in parameters:
-            grad = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = grad.to(parameter.dtype).to(device)
-        optimizer.step()
-        if any(torch.equal(old, new) for old, new in zip(before, parameters, strict=True)):
-            raise RuntimeError(f"step {step} left a weight as it was")
-        for index, parameter in enumerate(parameters):
-            tensors = {"weight": parameter.detach(), **optimizer.state[parameter]}
-            where = f"of parameter {index} after step {step}"
-            digests |= {f"{n} {where}": _digest(t) for n, t in tensors.items() if t is not None}
-    return digests
+def _step(place: Place, contract: str) -> Tensors:
+    """Every weight and state after each of three steps, bf16 weights and fp32 ones."""
+    found: Tensors = {}
+    options = {"contract": contract, "dtype": torch.float32, "lr": 0.1}
+    for dtype in (torch.bfloat16, torch.float32):
+        trained = train(place, options, dtype=dtype)
+        _require_motion(trained)
+        found |= {f"{dtype} {name}": tensor for name, tensor in trained.items()}
+    return found
 
 
-def _digest(tensor: Tensor) -> str:
-    content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(str(tensor.dtype).encode() + content).hexdigest()
+def _require_motion(trained: Tensors) -> None:
+    for name, tensor in trained.items():
+        before = trained.get(name.replace("after step 2", "after step 1"), tensor)
+        if name.startswith("weight") and before is not tensor and torch.equal(before, tensor):
+            raise RuntimeError(f"step 2 left a weight as it was: {name}")
+
+
+def _table(title: str, *headings: str) -> Table:
+    """A table that folds what is too long for a terminal, and cuts nothing."""
+    table = Table(title=title, title_justify="left", show_header=bool(headings))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
 
 
 def _environment_table(described: dict[str, str | None]) -> Table:
-    table = Table(title="here", title_justify="left", show_header=False)
+    table = _table("here")
     for name, value in described.items():
-        table.add_row(name, "none, or not known" if value is None else value)
+        table.add_row(name, "none, or not known" if value is None else escape(value))
     return table
 
 
 def _findings_table(findings: list[Finding]) -> Table:
-    table = Table(title="backends and contracts", title_justify="left")
-    for heading in ("device", "backend", "contract", "works", "how, or why not"):
-        table.add_column(heading)
-    words = {True: "[green]yes[/green]", False: "[red]BROKEN[/red]", None: "not here"}
+    headings = ("device", "backend", "contract", "works", "how, or why not")
+    table = _table("backends and contracts", *headings)
     for finding in findings:
         where = (str(finding.device), finding.backend, finding.contract)
-        table.add_row(*where, words[finding.works], finding.note.replace("[", r"\["))
+        table.add_row(*where, WORKS[finding.works], escape(finding.note))
+    return table
+
+
+def _promises_table(outcomes: list[Outcome]) -> Table:
+    table = _table("the promises of docs/numbers.md", "promise", "holds", "compared, or why not")
+    for outcome in outcomes:
+        table.add_row(outcome.name, HOLDS[outcome.holds], escape(outcome.note))
     return table

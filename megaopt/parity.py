@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from megaopt.bench.peers import PEERS
 from megaopt.bench.sets import TensorSet
 from megaopt.kernels.contracts import CONTRACTS
 
-__all__ = ["Parity", "examine_parity", "parity_table", "peers_table"]
+__all__ = ["Parity", "examine_parity", "peers_table"]
 
 # below, at and above a program's chunk, one that is unaligned in 16 bytes, and many chunks
 CHECKED = TensorSet(
@@ -35,9 +36,13 @@ class Parity:
     note: str
 
 
-def examine_parity() -> list[Parity]:
-    """Steps each mode of a contract that another library keeps beside that library, on the GPU."""
-    return [_examine(name) for name, mode in MODES.items() if mode.twin is not None]
+def examine_parity(names: Iterable[str]) -> list[Parity]:
+    """Steps modes of contracts that another library keeps beside that library, on the GPU.
+
+    Args:
+        names: of MODES; those that promise nobody's bits are left out.
+    """
+    return [_examine(name) for name in names if MODES[name].twin is not None]
 
 
 def gpu_is_there() -> bool:
@@ -63,21 +68,9 @@ def _examine(name: str) -> Parity:
 def peers_table() -> Table:
     """The libraries that the bench knows, with their versions or why they are absent."""
     table = Table(title="other libraries", title_justify="left")
-    table.add_column("library")
-    table.add_column("version, or why not")
+    for heading in ("library", "version, or why not"):
+        table.add_column(heading, overflow="fold")
     libraries = {peer.package: peer for peer in PEERS.values()}
     for library, peer in libraries.items():
         table.add_row(library, peer.why_not() or peer.version())
-    return table
-
-
-def parity_table(findings: list[Parity]) -> Table:
-    """The outcome of examine_parity."""
-    table = Table(title="parity", title_justify="left")
-    for heading in ("ours", "theirs", "same bits", "note"):
-        table.add_column(heading)
-    words = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "not here"}
-    for found in findings:
-        note = found.note.replace("[", r"\[")
-        table.add_row(found.mode, found.against, words[found.holds], note)
     return table

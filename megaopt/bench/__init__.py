@@ -1,8 +1,5 @@
-"""The step against a same-run copy: `megaopt bench`.
+"""Times the optimizer step against a copy of as many bytes, beside other libraries' optimizers.
 
-`main` is the command; cases says what is measured, equality what must hold before it is.
+`command.main` is `megaopt bench`. Nothing is imported here: the doctor needs the cases, and not
+the pictures, for which matplotlib looks through all fonts the first time.
 """
-
-from megaopt.bench.command import main
-
-__all__ = ["main"]

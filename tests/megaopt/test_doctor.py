@@ -11,6 +11,7 @@ import megaopt
 from megaopt import FusedAdam, doctor, environment
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.promises import trial
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -21,6 +22,37 @@ def test_all_that_should_work_here_works(capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     for word in (megaopt.__version__, str(torch.__version__), *BACKENDS, *CONTRACTS):
         assert word in text
+
+
+def test_the_last_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main() == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("in order: reference on cpu")
+    assert verdict.endswith("promises were not checked, --check does so")
+
+
+def test_nothing_is_cut_where_the_output_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    note = "because " * 100 + "of the end"
+    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: note)
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    assert any(note in line for line in text.splitlines())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+
+
+def test_a_narrow_terminal_folds_and_cuts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "x" * 500)
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    assert text.count("x") >= 500
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
 def test_every_backend_and_contract_is_examined() -> None:
@@ -56,20 +88,20 @@ class Crooked(FusedAdam):
         super().__init__(parameters, backend=backend, **options)
         self.crooked = backend == "triton"
 
-    def step(self) -> None:
-        super().step()
+    def step(self, **arguments) -> None:
+        super().step(**arguments)
         if self.crooked:
-            parameter = self.param_groups[0]["params"][3]
-            self.state[parameter]["exp_avg"].view(torch.int32)[0, 0] ^= 1
+            parameter = self.param_groups[0]["params"][1]
+            self.state[parameter]["exp_avg"].view(torch.int32)[0, 7] ^= 1
 
 
 class Broken(FusedAdam):
-    def step(self) -> None:
+    def step(self, **arguments) -> None:
         raise RuntimeError("the [kernel] does not compile")
 
 
 class Idle(FusedAdam):
-    def step(self) -> None:
+    def step(self, **arguments) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.initialize_state(parameter)
@@ -79,20 +111,25 @@ class Idle(FusedAdam):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (Crooked, "not the reference's bits: exp_avg of parameter 3 after step 1"),
+        (Crooked, "bits: torch.bfloat16 exp_avg of weight 1 after step 1, element 7: 0x"),
         (Broken, "RuntimeError: the [kernel] does not compile"),
         (Idle, "left a weight as it was"),
     ],
 )
 def test_broken_backend_is_found(
-    monkeypatch: pytest.MonkeyPatch, optimizer: type[FusedAdam], message: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    optimizer: type[FusedAdam],
+    message: str,
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(doctor, "FusedAdam", optimizer)
+    monkeypatch.setattr(trial, "FusedAdam", optimizer)
     findings = [f for f in doctor.examine(device) if f.backend == "triton" and f.works is not None]
     assert findings
     assert all(f.works is False and message in f.note for f in findings)
     assert doctor.main() == 1
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith(f"NOT in order: triton under {findings[0].contract} on {device}")
 
 
 def test_environment_is_text_or_none_with_the_same_keys_everywhere(

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaopt.bench import command, main
+from megaopt.bench import command
 from megaopt.bench.cases import MODES, Case, select
+from megaopt.bench.command import main
 from megaopt.bench.equality import Check, check
 from megaopt.bench.peers import PEERS, Peer
 from megaopt.bench.results import Result

@@ -14,5 +14,5 @@ packages = [
 setup(
     packages=packages,
     package_dir=package_dir,
-    package_data={"megaopt.kernels.step": ["native.cpp"]},
+    package_data={"megaopt.kernels.step": ["native.cpp"], "megaopt.golden": ["record.json"]},
 )

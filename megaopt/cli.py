@@ -1,4 +1,4 @@
-"""The command line: `megaopt regress`, `train`, `bench` and `doctor`.
+"""The command line: `megaopt regress`, `train`, `bench`, `doctor` and `verify`.
 
 Exit status: 0 done, and nothing differs; 1 a difference, or a check that failed; 2 bad input, what
 cannot be done here, or a file that cannot be written; 130 Ctrl-C. MEGAOPT_DEBUG=1 shows the
@@ -84,6 +84,21 @@ def doctor(*, check: bool = False) -> int:
     return _load("megaopt.doctor", "main")(check)
 
 
+def verify(
+    *, record: Path | None = None, only: tuple[str, ...] = (), backends: tuple[str, ...] = ()
+) -> int:
+    """Step the cases of the golden record with every backend that works here; compare their bits.
+
+    Args:
+        record: Write the record anew to this file, and compare nothing.
+        only: Names of the cases to check, or patterns of them; all by default.
+        backends: Names of the backends to check; all by default.
+    """
+    from megaopt.golden.command import verify as run
+
+    return run(record, only, backends)
+
+
 def choose_triton_mode() -> None:
     """Where there is no GPU, runs Triton's kernels on its interpreter.
 
@@ -125,6 +140,7 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "train": train,
         "bench": bench,
         "doctor": doctor,
+        "verify": verify,
     }
     status: int = tyro.extras.subcommand_cli_from_dict(commands, prog="megaopt", args=arguments)
     return status

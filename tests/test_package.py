@@ -34,6 +34,12 @@ def test_wheel_holds_the_tree(tool: ModuleType, wheel: Path) -> None:
     tool.compare(wheel, expected)
 
 
+def test_wheel_holds_the_golden_record(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        found = archive.read("megaopt/golden/record.json")
+    assert found == (ROOT / "megaopt/golden/record.json").read_bytes()
+
+
 def test_comparison_sees_a_module_too_few_and_too_many(tool: ModuleType, wheel: Path) -> None:
     expected = tool.modules_of_tree()
     with pytest.raises(tool.PackageError, match=r"not in the wheel: \['megaopt/new\.py'\]"):

@@ -52,6 +52,8 @@ if not bool((weight < 1).all()):
     raise SystemExit(f"the step did not move the weights: {weight}")
 """
 
+VERIFIED = "ieee/adamw/bf16-weight/fp32-master/fp32-fp32"
+
 # None in sys.modules makes `import triton` fail as it does where Triton is not installed
 WITHOUT_TRITON = (
     """
@@ -195,6 +197,9 @@ def main() -> int:
             python = install(wheel, folder / "venv")
             run([str(python), "-I", "-c", INSTALLED_STEP], cwd=folder)
             print("the installed wheel takes a step")
+            verify = ["-m", "megaopt", "verify", "--backends", "reference", "--only", VERIFIED]
+            run([str(python), "-I", *verify], cwd=folder)
+            print(f"the installed wheel has the bits of the golden record for {VERIFIED}")
             run([str(python), "-I", "-c", WITHOUT_TRITON], cwd=folder)
             print(
                 "without Triton the reference backend takes a step, backend='triton' says why not"

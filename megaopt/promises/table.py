@@ -94,7 +94,7 @@ PROMISES = (
     Promise("encoding fp8", checks.float8_encoding),
     Promise("scales of fp8 weights", partial(checks.float8_weights, ("scale_inv",))),
     Promise("fp8 codes of whole tensors", partial(checks.float8_weights, ("codes",))),
-    Promise("linear layers with fp8 weights, on a CPU", checks.float8_linear),
+    Promise("linear layers with fp8 weights, on a CPU: F.linear's products", checks.float8_linear),
     Promise("split and join of remainder16", checks.remainders),
     Promise("scalars made on the device", checks.capturable, ("kernels",)),
     Promise("unscaling, clipping, skipping", checks.clipping),
@@ -107,6 +107,11 @@ PROMISES = (
         "tensors past 2**31 elements", None, left_to=f"takes 30 GiB of a GPU's memory: {GPU_SUITE}"
     ),
     Promise("contract te", partial(parity, "te"), ("NVIDIA GPU", "kernels", "TransformerEngine")),
+    Promise(
+        "contract te beside apex's FusedAdam (megaopt.integration.apex)",
+        None,
+        left_to=f"needs apex, built from its source: {GPU_SUITE}",
+    ),
     Promise(
         "TransformerEngine's fp8 tensors: its FusedAdam over 100 steps, its "
         "quantize_master_weights",

@@ -41,7 +41,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, Any]:
         shard = self.shards[model_param]
-        if shard not in self.fused.state:
+        if MASTER not in self.fused.state.get(shard, {}):  # nothing yet, or moments that were given
             self.fused.initialize_states()
         names = {"param": MASTER, **{name: name for name in MOMENTS}}
         return {key: self.fused.get_unscaled_state(shard, name) for key, name in names.items()}

@@ -44,6 +44,23 @@ def make_states_and_save(case, folder):
     return {"first": first, **seen(trainer)}
 
 
+def save_groups_never_stepped(case, folder):
+    """One group of each optimizer has a step count; what a state dict has, and what is loaded."""
+    trainer = Trainer(case)
+    for each in trainer.optimizer.chained_optimizers:
+        each.optimizer.param_groups[0]["step"] = 1234
+    packed = trainer.optimizer.state_dict()
+    trainer.save(folder, "dp_reshardable")
+    other = Trainer(case)
+    other.load(folder, "dp_reshardable", 0)
+    found = [packed, other.optimizer.state_dict()]
+    found = [each if isinstance(each, list) else [each] for each in found]
+    return [
+        [group["step"] for part in parts for group in part["optimizer"]["param_groups"]]
+        for parts in found
+    ]
+
+
 def step_without_lr(case):
     """Nobody has set what config left out."""
     trainer = Trainer(case)

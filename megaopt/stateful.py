@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +23,21 @@ from megaopt.float8.shard import Float8Shard
 from megaopt.groups import GroupedOptimizer
 from megaopt.kernels.step.batch import Formats
 from megaopt.state import State, complete, formats_of, get_unscaled, set_unscaled, value_of
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def _viewed(states: Mapping[Any, State], found: torch.dtype, wanted: torch.dtype) -> Any:
+    """States whose tensors of one dtype are viewed as another: torch cannot pickle fp8 tensors."""
+
+    def view(value: Any) -> Any:
+        is_found = isinstance(value, torch.Tensor) and value.dtype == found
+        return value.view(wanted) if is_found else value
+
+    made: defaultdict[Any, State] = defaultdict(dict)
+    for param, state in states.items():
+        made[param] = {name: view(value) for name, value in state.items()}
+    return made
 
 
 class StatefulOptimizer(GroupedOptimizer):
@@ -226,9 +243,10 @@ class StatefulOptimizer(GroupedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: everything but the tables on the device."""
         kept = {"options": self.options, "_master_weights": self._master_weights}
-        return {**super().__getstate__(), **kept, "use_decoupled_grad": self.use_decoupled_grad}
+        kept |= {"use_decoupled_grad": self.use_decoupled_grad}
+        return {**super().__getstate__(), **kept, "state": _viewed(self.state, FLOAT8, torch.uint8)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up what __getstate__ gave."""
-        super().__setstate__(state)
+        super().__setstate__({**state, "state": _viewed(state["state"], torch.uint8, FLOAT8)})
         self._forget()

@@ -13,6 +13,7 @@ from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import Options
 from megaopt.torch_names import check_arguments
+from megaopt.torch_state import torch_state_dict
 
 
 class FusedAdam(FusedOptimizer):
@@ -159,3 +160,24 @@ class FusedAdam(FusedOptimizer):
         """AdamW or Adam, under the optimizer's contract."""
         rule = RULES["adamw" if self.options.adam_w_mode else "adam", self.options.contract]
         return rule.capturable if self.options.capturable and rule.capturable else rule
+
+    @torch.no_grad()
+    def to_torch_state_dict(self, *, drop_masters: bool = False) -> dict[str, Any]:
+        """A state dict that torch.optim.AdamW (or Adam, for adam_w_mode=False) loads and steps on.
+
+        `load_state_dict` takes it back, and whatever torch made of it. Each parameter with a state
+        has the group's step count, fp32 as torch's, and its moments; those with a scale are given
+        as their fp32 numbers, others as they are stored, without a copy. torch casts what it loads
+        to the parameter's dtype: moments of another dtype do not keep their bits there. Groups have
+        torch's keys, which win over those that torch's optimizer was made with: fused=True under
+        contract torch, whose bits these are, else None.
+
+        Args:
+            drop_masters: leaves masters out; torch then goes on from the weights, as they are
+                rounded.
+
+        Raises:
+            ValueError: a weight has a master and drop_masters is False; a weight is in fp8; a group
+                has bias_correction=False, no lr, or more steps than torch's fp32 count holds.
+        """
+        return torch_state_dict(self, drop_masters)

@@ -10,6 +10,8 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import l2_norm_impl
 from megatron.core.utils import local_multi_tensor_l2_norm
 
+from megaopt.integration.megatron.checkpoints import align_steps
+
 
 class Chained(ChainedOptimizer):
     """Steps one or several optimizers of ours (dense and expert parameters, say)."""
@@ -40,6 +42,12 @@ class Chained(ChainedOptimizer):
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         is_skipped = any(each.skips(grad_norm) for each in self.chained_optimizers)
         return not is_skipped and self.step_with_ready_grads(), grad_norm, zeros
+
+    def _synchronize_steps(self) -> Any:
+        """Megatron's, before which groups that were never stepped get the others' step."""
+        stepped = [each for each in self.chained_optimizers if not each.is_stub_optimizer]
+        align_steps([group for each in stepped for group in each.optimizer.param_groups])
+        return super()._synchronize_steps()
 
     def count_zeros(self) -> Any:
         """How many of the clipped gradients are 0, over all ranks."""

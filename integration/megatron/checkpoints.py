@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             {name: value for name, value in group.items() if name != "params"}
             for group in packed["param_groups"]
         ]
+        align_steps(groups)
         found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         if self.grad_scaler:
             found["grad_scaler"] = self.grad_scaler.state_dict()
@@ -41,7 +43,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, Any]:
         shard = self.shards[model_param]
-        if shard not in self.fused.state:
+        if MASTER not in self.fused.state.get(shard, {}):  # nothing yet, or moments that were given
             self.fused.initialize_states()
         names = {"param": MASTER, **{name: name for name in MOMENTS}}
         return {key: self.fused.get_unscaled_state(shard, name) for key, name in names.items()}
@@ -144,6 +146,18 @@ class CheckpointedOptimizer(DistributedOptimizer):
                     for key in KEYS:
                         tensors[key] = padded(tensors[key], buffer)
         return state
+
+
+def align_steps(groups: Sequence[dict[str, Any]]) -> None:
+    """Gives groups that were never stepped the step of the others, as Megatron's checkpoints have.
+
+    A group that is empty on one rank is loaded on others, where it is not.
+    """
+    steps = {int(group["step"]) for group in groups} - {0}
+    if len(steps) == 1:
+        (step,) = steps
+        for group in groups:
+            group["step"] = step
 
 
 def padded(compact: torch.Tensor, buffer: Any) -> torch.Tensor:

@@ -119,12 +119,20 @@ PROMISES = (
         left_to=f"trains 100 steps beside TransformerEngine: {GPU_SUITE}",
     ),
     Promise("MXFP8 along columns", None, left_to=f"is of TransformerEngine's own tensors: {SUITE}"),
+    Promise(
+        "gradients that a step unscales in place", None, left_to=f"is of several formats: {SUITE}"
+    ),
     Promise("contract torch", partial(parity, "torch"), ("NVIDIA GPU", "kernels")),
     Promise("step of DTensors", None, left_to=f"takes several processes: {SUITE}"),
     Promise(
         "norm of DTensors, and what it decides", None, left_to=f"takes several processes: {SUITE}"
     ),
     Promise("save, load, continue", checks.saving),
+    Promise(
+        "moments and step counts, to torch's AdamW and Adam and back",
+        None,
+        left_to=f"steps torch's optimizers too: {SUITE}",
+    ),
     Promise("training run, losses", None, left_to="takes minutes: `megaopt regress` a config"),
     Promise("step of fp8 weights", checks.float8_step),
     Promise(

@@ -240,6 +240,13 @@ def test_states_made_by_megatrons_hook_are_whole(pools, tmp_path, mode):
     assert [each["loaded"]["states"] for each in back] == [each["states"] for each in found]
 
 
+@pytest.mark.parametrize(("mode", "experts"), [*zip(MODES, (2, None), strict=True)])
+def test_groups_never_stepped_are_saved_with_the_others_step(pools, tmp_path, mode, experts):
+    case = Case(plug=mode, experts=experts)
+    for found in pools(2).call(cases.save_groups_never_stepped, case, tmp_path / "a"):
+        assert all(len(steps) > 1 and set(steps) == {1234} for steps in found)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_an_lr_says_so(pools, mode):
     with pytest.raises(RankError, match=r"group 0: lr must be a number >= 0, got None"):

@@ -263,6 +263,31 @@ def test_torch_is_torch(name, dtype, weight_decay, start, capturable):
         assert_same_state(theirs, ours, peer, optimizer)
 
 
+@pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_a_run_goes_from_torch_to_ours_and_back(name, dtype, capturable):
+    """Two steps of torch's, two of ours, two of torch's: the bits of six of torch's."""
+    options = {**HYPER, "weight_decay": 0.1}
+    own = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "adam_w_mode": name == "AdamW"}
+    straight, moved = parameters(dtype), parameters(dtype)
+    peer, first, last = (
+        getattr(torch.optim, name)(params, fused=True, **options)
+        for params in (straight, moved, moved)
+    )
+    middle = FusedAdam(moved, contract="torch", capturable=capturable, **options, **own)
+    for step in range(6):
+        if step == 2:
+            middle.load_state_dict(first.state_dict())
+        if step == 4:
+            last.load_state_dict(middle.to_torch_state_dict())
+        for params in (straight, moved):
+            give_grads(params, step)
+        peer.step()
+        (first, middle, last)[step // 2].step()
+        assert_same_state(straight, moved, peer, (first, middle, last)[step // 2])
+
+
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_torch_is_torch_wherever_its_tensors_lie(dtype, shift):

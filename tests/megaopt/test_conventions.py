@@ -8,6 +8,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from runs import (
+    FORMATS,
     FP32,
     MASTER,
     assert_same,
@@ -221,6 +222,19 @@ def test_hooks_and_schedulers_do_not_stop_deepcopy_and_pickle():
         train(twin, 1, first=1)
         train(expected, 1, first=1)
         assert_same_run(twin, expected)
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_every_format_of_state_can_be_pickled(options, protocol):
+    """fp8 moments too, which torch cannot pickle as they are."""
+    optimizer = FusedAdam(parameters(SHAPES), **options)
+    train(optimizer, 2)
+    twin = pickle.loads(pickle.dumps(optimizer, protocol))
+    assert_same_run(twin, optimizer)
+    train(twin, 1, first=2)
+    train(optimizer, 1, first=2)
+    assert_same_run(twin, optimizer)
 
 
 def test_repr_names_the_class_and_the_groups():

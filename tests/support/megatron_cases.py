@@ -27,15 +27,38 @@ def step_given_gradients(case, steps=3):
 
 
 def make_states_and_save(case, folder):
-    """Each optimizer's init_state_fn, with its config and without; the state, and after a save."""
+    """Each optimizer's init_state_fn, with its config and without; or moments put in by hand."""
     first = []
-    for with_config in (True, False):
+    for way in ("with config", "without", "by hand"):
         trainer = Trainer(case)
         for each in trainer.optimizer.chained_optimizers:
-            each.init_state_fn(each.optimizer, *([each.config] if with_config else []))
+            if way != "by hand":
+                each.init_state_fn(each.optimizer, *([each.config] if way == "with config" else []))
+                continue
+            for group in each.optimizer.param_groups:
+                for param in group["params"]:
+                    zeros = torch.zeros(param.shape)
+                    each.optimizer.state[param].update(exp_avg=zeros, exp_avg_sq=zeros.clone())
         first.append(trainer.states())
     trainer.save(folder, "dp_reshardable")
     return {"first": first, **seen(trainer)}
+
+
+def save_groups_never_stepped(case, folder):
+    """One group of each optimizer has a step count; what a state dict has, and what is loaded."""
+    trainer = Trainer(case)
+    for each in trainer.optimizer.chained_optimizers:
+        each.optimizer.param_groups[0]["step"] = 1234
+    packed = trainer.optimizer.state_dict()
+    trainer.save(folder, "dp_reshardable")
+    other = Trainer(case)
+    other.load(folder, "dp_reshardable", 0)
+    found = [packed, other.optimizer.state_dict()]
+    found = [each if isinstance(each, list) else [each] for each in found]
+    return [
+        [group["step"] for part in parts for group in part["optimizer"]["param_groups"]]
+        for parts in found
+    ]
 
 
 def step_without_lr(case):

@@ -1,0 +1,89 @@
+"""A state dict that torch.optim.AdamW and Adam load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaopt.batches import MASTER, SCALE
+from megaopt.float8.parts import weight_of
+from megaopt.options import MARKS, Options, check_group, number
+
+if TYPE_CHECKING:
+    from megaopt.stateful import StatefulOptimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OURS = (*MARKS, "step", "bias_correction")
+"""Keys of our groups that torch's have not."""
+MOST_STEPS = 2**24
+"""torch counts in fp32, which holds every whole number up to here."""
+
+
+def torch_state_dict(optimizer: StatefulOptimizer, drop_masters: bool) -> dict[str, Any]:
+    """See FusedAdam.to_torch_state_dict."""
+    params, groups, wheres = optimizer._flat()
+    for index, group in enumerate(optimizer.param_groups):
+        _check(group, f"group {index}")
+    packed = optimizer.state_dict()
+    states = {}
+    for key, state in packed["state"].items():
+        param, where = params[key], wheres[key]
+        if not state:
+            continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
+        _check_state(param, state, where, drop_masters)
+        # a format with a scale as fp32 numbers, others as they are stored
+        states[key] = {
+            name: optimizer.get_unscaled_state(param, name)
+            if name + SCALE in state
+            else state[name]
+            for name in MOMENTS
+        }
+        count = float(optimizer.param_groups[groups[key]]["step"])
+        states[key]["step"] = torch.tensor(count, dtype=torch.float32)
+    own = [_group(group, optimizer.options) for group in packed["param_groups"]]
+    return {**packed, "state": states, "param_groups": own}
+
+
+def _check(group: Mapping[str, Any], where: str) -> None:
+    step = int(group["step"])
+    check_group({**group, "step": step}, where)
+    if not group["bias_correction"]:
+        raise ValueError(f"{where}: bias_correction must be True, as torch's always is, got False")
+    if step > MOST_STEPS:
+        raise ValueError(
+            f"{where}: step must be <= {MOST_STEPS}, as torch counts in fp32, got {step}"
+        )
+
+
+def _check_state(
+    param: torch.Tensor, state: Mapping[str, Any], where: str, drop_masters: bool
+) -> None:
+    if weight_of(param) is not None:
+        raise ValueError(f"{where}: the weight must not be in fp8, which torch cannot step")
+    missing = [name for name in MOMENTS if name not in state]
+    if missing:
+        raise ValueError(f"{where}: its state must have {', '.join(MOMENTS)}, got no {missing[0]}")
+    if MASTER in state and not drop_masters:
+        raise ValueError(
+            f"{where}: drop_masters must be True, as torch keeps no master beside a weight, got "
+            "False; get_unscaled_state(param, 'master_param') has its numbers"
+        )
+
+
+def _group(group: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """A group of a state dict with torch's keys in the place of ours."""
+    kept = {name: value for name, value in group.items() if name not in OURS}
+    lr = group["lr"] if options.capturable else number(group["lr"], "lr")
+    torchs = {
+        "lr": lr,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": options.capturable,
+        "differentiable": False,
+        "fused": True if options.contract == "torch" else None,
+        "decoupled_weight_decay": options.adam_w_mode,
+    }
+    return {**kept, **torchs}

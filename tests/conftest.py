@@ -7,7 +7,12 @@ import torch
 from ranks import Ranks
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["TRITON_INTERPRET"] = "1"
+# what a shell, a CI system or a launcher says for programs of its own
+for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(items):

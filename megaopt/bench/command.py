@@ -19,7 +19,10 @@ from megaopt.bench.peers import PEERS, Peer
 from megaopt.bench.picture import draw
 from megaopt.bench.report import print_table, record_of, table_of, write_record
 from megaopt.bench.results import Result
+from megaopt.console import make_console
 from megaopt.kernels.backends import BACKENDS
+from megaopt.regression.outputs import make_folder
+from megaopt.toml_tables import ConfigError
 
 __all__ = ["main"]
 
@@ -42,18 +45,20 @@ def main(
         peers: Whether peers are measured, as far as they are installed.
 
     Returns:
-        0 when every case of ours was measured, 1 when one was refused, 2 for an unknown name, or
-        without a CUDA GPU on which the kernels run.
+        0 when every case of ours was measured, 1 when one was refused.
+
+    Raises:
+        ConfigError: An unknown name, or no CUDA GPU on which the kernels run.
+        OSError: The record or a picture cannot be written.
     """
-    console, errors = Console(), Console(stderr=True)
+    console = make_console()
     try:
         wanted = select(sets, only, tuple(PEERS.values()) if peers else ())
     except ValueError as error:
-        errors.print(f"bench: {error}", markup=False)
-        return 2
+        raise ConfigError(str(error)) from error
     if reason := _why_not():
-        errors.print(f"bench: {reason}", markup=False)
-        return 2
+        raise ConfigError(f"bench cannot run here: {reason}")
+    make_folder(out)
     cases, skipped = _installed(wanted)
     for reason in skipped.values():
         console.print(f"skipped: {reason}", markup=False)
@@ -133,9 +138,9 @@ def _report(out: Path, results: list[Result], skipped: dict[str, str], console: 
     libraries = {peer.package: peer.version() for peer in peers}
     command = shlex.join(["megaopt", *sys.argv[1:]])
     record = record_of(results, described, command, dict(sorted(libraries.items())), skipped)
-    out.mkdir(parents=True, exist_ok=True)
+    # before the files are written, which may fail
+    print_table(console, table_of(results))
     write_record(out / "record.json", record)
     pictures = draw(out, results, described["gpu"])
-    print_table(console, table_of(results))
     files = ", ".join(map(str, [out / "record.json", *pictures]))
     console.print(files, markup=False)

@@ -19,9 +19,12 @@ from megaopt.bench.peers import PEERS, Peer
 from megaopt.bench.picture import draw
 from megaopt.bench.report import print_table, record_of, table_of
 from megaopt.bench.results import Result
+from megaopt.console import make_console
 from megaopt.files import write_json
 from megaopt.kernels.backends import BACKENDS
+from megaopt.regression.outputs import make_folder
 from megaopt.source import Source, describe_source
+from megaopt.toml_tables import ConfigError
 
 __all__ = ["main"]
 
@@ -44,19 +47,22 @@ def main(
         peers: Whether peers are measured, as far as they are installed.
 
     Returns:
-        0 when every case of ours was measured, 1 when one was refused, 2 for an unknown name or a
-        wrong MEGAOPT_COMMIT, or without a CUDA GPU on which the kernels run.
+        0 when every case of ours was measured, 1 when one was refused.
+
+    Raises:
+        ConfigError: An unknown name, a wrong MEGAOPT_COMMIT, or no CUDA GPU on which the kernels
+            run.
+        OSError: The record or a picture cannot be written.
     """
-    console, errors = Console(), Console(stderr=True)
+    console = make_console()
     try:
         wanted = select(sets, only, tuple(PEERS.values()) if peers else ())
         source = describe_source()
     except ValueError as error:
-        errors.print(f"bench: {error}", markup=False)
-        return 2
+        raise ConfigError(str(error)) from error
     if reason := _why_not():
-        errors.print(f"bench: {reason}", markup=False)
-        return 2
+        raise ConfigError(f"bench cannot run here: {reason}")
+    make_folder(out)
     cases, skipped = _installed(wanted)
     for reason in skipped.values():
         console.print(f"skipped: {reason}", markup=False)
@@ -139,9 +145,9 @@ def _report(
     command = shlex.join(["megaopt", *sys.argv[1:]])
     versions = dict(sorted(libraries.items()))
     record = record_of(results, source, described, command, versions, skipped)
-    out.mkdir(parents=True, exist_ok=True)
+    # before the files are written, which may fail
+    print_table(console, table_of(results))
     write_json(out / "record.json", record)
     pictures = draw(out, results, described["gpu"])
-    print_table(console, table_of(results))
     files = ", ".join(map(str, [out / "record.json", *pictures]))
     console.print(files, markup=False)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megaopt.config import FusedVariant, RunConfig
 from megaopt.exits import describe_error
 from megaopt.regression.compare import as_integers, find_mismatch, from_integers, loss_bits
-from megaopt.regression.processes import deaf_to_interrupts
+from megaopt.regression.processes import start_deaf
 from megaopt.regression.shards import ShardedWeights
 from megaopt.regression.variants import build_trainer_with
 from megaopt.training.determinism import deterministic
@@ -144,10 +144,9 @@ class Crew:
             own, theirs = context.Pipe()
             given = (rank, world, self.config, str(self.device), str(self._meeting), theirs)
             process = context.Process(target=_serve, args=given, daemon=True)
-            with deaf_to_interrupts():
-                process.start()
-                self._processes.append(process)
-                self._connections.append(own)
+            start_deaf(process)
+            self._processes.append(process)
+            self._connections.append(own)
             theirs.close()  # so that its end is seen here
         return self
 

@@ -6,19 +6,33 @@ import contextlib
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-__all__ = ["Child", "deaf_to_interrupts"]
+__all__ = ["Child", "start_deaf"]
+
+
+CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # not on Windows
+
+
+def start_deaf(process: Any) -> None:
+    """Starts a process of multiprocessing, which will not hear Ctrl-C."""
+    if CAN_BLOCK:
+        # else it would be started with the first process, and unblocks Ctrl-C then
+        resource_tracker.ensure_running()
+    with _deaf():
+        process.start()
 
 
 @contextlib.contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
+def _deaf() -> Iterator[None]:
     """Processes that are started within do not hear Ctrl-C, which a terminal sends to all.
 
     Here it is heard when the context is left: blocked, and not ignored, so that none is lost.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
+    if not CAN_BLOCK:
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -41,7 +55,7 @@ class Child:
         self.command, self.folder, self.said = command, folder, said
 
     def __enter__(self) -> Child:
-        with deaf_to_interrupts(), self.said.open("wb") as said:
+        with _deaf(), self.said.open("wb") as said:
             self._process = subprocess.Popen(
                 self.command, cwd=self.folder, stdout=said, stderr=subprocess.STDOUT
             )

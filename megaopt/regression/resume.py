@@ -11,6 +11,7 @@ import torch
 from megaopt import checkpoint
 from megaopt.config import ConfigError, RunConfig, Variant
 from megaopt.regression.compare import as_integers, from_integers
+from megaopt.regression.outputs import about_file
 from megaopt.regression.processes import Child
 from megaopt.training.trainer import Snapshot, Trainer
 
@@ -34,7 +35,14 @@ def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
 def save_trainer(path: Path, config: RunConfig, variant: Variant, trainer: Trainer) -> None:
     """Writes a checkpoint from which `load_trainer` continues with the same bits."""
     payload = {"run": describe(config, variant), "trainer": trainer.state_dict()}
-    checkpoint.save(path, payload)
+    _save(path, payload)
+
+
+def _save(path: Path, payload: dict[str, Any]) -> None:
+    try:
+        checkpoint.save(path, payload)
+    except OSError as error:
+        raise about_file(error, path) from error
 
 
 def load_trainer(path: Path, config: RunConfig, variant: Variant, trainer: Trainer) -> None:
@@ -65,7 +73,7 @@ def save_result(path: Path, losses: list[float], snapshot: Snapshot) -> None:
         }
         for name, kinds in snapshot.items()
     }
-    checkpoint.save(path, {"losses": [loss.hex() for loss in losses], "tensors": tensors})
+    _save(path, {"losses": [loss.hex() for loss in losses], "tensors": tensors})
 
 
 def load_result(path: Path, device: torch.device) -> tuple[list[float], Snapshot]:

@@ -1,6 +1,8 @@
+import errno
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -139,6 +141,81 @@ def test_a_run_is_trained_saved_and_resumed(megaopt, config, tmp_path):
     assert last.startswith("fused: loss ")
     assert last.endswith(" at step 2")
     assert resumed.splitlines()[-1] == last
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_record_that_cannot_be_written_is_told_after_the_table(megaopt, config, monkeypatch):
+    text = config.read_text(encoding="utf-8").replace("resume_after = 1", "")  # it saves files too
+    config.write_text(text, encoding="utf-8")
+    monkeypatch.setattr("megaopt.regression.record.os.fsync", full)
+    status, out, err = megaopt("regress", config)
+    assert (status, err) == (2, "megaopt: out/small/record.json: No space left on device\n")
+    assert "small: 2 steps" in out
+
+
+def test_a_picture_that_cannot_be_written_is_told(megaopt, config, tmp_path):
+    (tmp_path / "out" / "small" / "losses.png").mkdir(parents=True)
+    status, _, err = megaopt("regress", config)
+    assert (status, err) == (2, "megaopt: out/small/losses.png: Is a directory\n")
+
+
+@pytest.mark.parametrize("option", ["--save", "--result"])
+def test_a_checkpoint_that_cannot_be_written_is_told(megaopt, config, monkeypatch, option):
+    def save(path, payload):
+        full()
+
+    monkeypatch.setattr("megaopt.checkpoint.save", save)
+    status, out, err = megaopt("train", config, option, "kept")
+    assert (status, err) == (2, "megaopt: kept: No space left on device\n")
+    assert "fused: loss " in out
+
+
+@pytest.mark.parametrize("option", ["--save", "--result"])
+def test_a_place_that_cannot_be_written_is_told_before_training(megaopt, config, option, tmp_path):
+    for place, message in (
+        (tmp_path, "must be a file, not a folder"),
+        (tmp_path / "none" / "file", "must be a file in a folder that exists"),
+        (config / "file", "must be a file in a folder that exists"),
+    ):
+        status, out, err = megaopt("train", config, option, place)
+        assert (status, out) == (2, "")
+        assert f"{option[2:]} {message}, got '{place}'" in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
+@pytest.mark.parametrize("arguments", [["regress"], ["train", "--save", "kept"]])
+def test_a_real_limit_of_the_system_is_told(config, tmp_path, arguments):
+    """Files of at most 1,000 bytes, as on a disk that is nearly full."""
+    import resource
+
+    command = [sys.executable, "-m", "megaopt", arguments[0], str(config), *arguments[1:]]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MEGAOPT_DEBUG": "0"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("megaopt: ")
+    kept = {path.name for path in tmp_path.iterdir()} - {"out"}
+    assert kept == {config.name}
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_begins(megaopt, config):
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("= 256", f"= {2**31 - 1}"), encoding="utf-8")
+    for arguments in (["regress", config], ["train", config]):
+        status, _, err = megaopt(*arguments)
+        assert status == 2
+        assert "must be small enough for the " in err
+        assert re.search(r"got a run that needs at least \d+\.\d GiB", err)
 
 
 def test_help_exits_with_0(megaopt):

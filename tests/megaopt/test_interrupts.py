@@ -183,7 +183,7 @@ def test_every_part_of_a_run_may_be_interrupted(start, name, group, later):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_any_moment_will_do(start, seed):
     rng = random.Random(seed)
     command = start(rng.choice(("plain", "ranks", "resumed")))
@@ -203,6 +203,6 @@ def test_other_commands_may_be_interrupted(start, arguments, later):
     if command.process.poll() is None:
         command.interrupt(group=True)
     status, err, left = command.end()
-    no_gpu = "megaopt: bench needs a CUDA GPU"
+    no_gpu = "megaopt: bench cannot run here: needs a CUDA GPU"
     assert (status, err) in [(130, "megaopt: interrupted\n"), (0, "")] or no_gpu in err
     assert left == []

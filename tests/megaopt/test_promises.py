@@ -46,6 +46,13 @@ def test_every_promise_that_can_be_checked_here_holds(promise):
     assert promise.check() is None
 
 
+@pytest.mark.gpu
+def test_all_promises_hold_on_a_gpu(capsys):
+    assert doctor.main(check=True) == 0, capsys.readouterr().out
+    names = {promise.name for promise in PROMISES if why_not(promise) is None}
+    assert {"contract torch", "a CUDA graph's replays are eager steps, contract ieee"} <= names
+
+
 # --- a check notices what is wrong
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megaopt.exits import DEBUG, wants_traceback
 from megaopt.regression.crew import RankError
 from megaopt.regression.megatron.rank import Task, serve
-from megaopt.regression.processes import deaf_to_interrupts
+from megaopt.regression.processes import start_deaf
 
 PAUSE = 0.1
 """Seconds between two looks at the processes."""
@@ -51,15 +51,13 @@ def run_group(tasks: list[Task], on_step: Callable[[int], None]) -> None:
     try:
         for task in tasks:
             process = context.Process(target=serve, args=(task, own), name=task.lines.stem)
-            with deaf_to_interrupts():
-                process.start()
-                processes.append(process)
+            processes.append(process)
+            start_deaf(process)
         _watch(tasks, processes, on_step)
         _leave(processes)
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
+        for process in (each for each in processes if each.pid is not None):
+            process.kill()
             process.join()
         own.close()
         theirs.close()

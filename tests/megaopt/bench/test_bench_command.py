@@ -17,41 +17,49 @@ from megaopt.bench.results import Result
 from megaopt.bench.sets import SETS
 from megaopt.kernels.backends import BACKENDS
 from megaopt.source import describe_source
+from megaopt.toml_tables import ConfigError
 
 CPU = torch.device("cpu")
 
 
-def test_without_a_gpu_it_says_so_and_returns_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(tmp_path / "out", (), ()) == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="bench cannot run here: needs a CUDA GPU"):
+        main(tmp_path / "out", (), ())
     assert not (tmp_path / "out").exists()
 
 
-def test_gpu_without_kernels_returns_2_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_gpu_without_kernels_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "no [kernels] here")
-    assert main(tmp_path / "out", (), ()) == 2
-    assert "bench: no [kernels] here" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"bench cannot run here: no \[kernels\] here"):
+        main(tmp_path / "out", (), ())
 
 
-def test_unknown_names_return_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(tmp_path, ("Z",), ()) == 2
-    assert "sets=['Z']" in capsys.readouterr().err
-    assert main(tmp_path, (), ("Z",)) == 2
-    assert "only=['Z']" in capsys.readouterr().err
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sets=\['Z'\]"):
+        main(tmp_path, ("Z",), ())
+    with pytest.raises(ConfigError, match=r"only=\['Z'\]"):
+        main(tmp_path, (), ("Z",))
 
 
-def test_a_commit_that_is_none_returns_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(command, "_why_not", lambda: None)
+    monkeypatch.setattr(command, "_measure_all", not_called)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        main(tmp_path / "file" / "out", ("A",), ("fp32",), peers=False)
+
+
+def test_a_commit_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAOPT_COMMIT", "main")
-    assert main(tmp_path / "out", (), ()) == 2
-    assert "MEGAOPT_COMMIT must be 40 hex digits" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="MEGAOPT_COMMIT must be 40 hex digits"):
+        main(tmp_path / "out", (), ())
     assert not (tmp_path / "out").exists()
 
 

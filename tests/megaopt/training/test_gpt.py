@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from megaopt.config import ConfigError, ModelConfig, read_config
+from megaopt.training import limits
 from megaopt.training.determinism import choose_device, deterministic
-from megaopt.training.model import build_model
+from megaopt.training.limits import count_parameters, least_bytes
+from megaopt.training.model import GPT, build_model
 from megaopt.training.trainer import weight_decay_of
 
 CONFIG = ModelConfig(layers=2, heads=2, width=16, context=12, vocabulary_size=256)
@@ -82,6 +84,28 @@ def test_the_settings_hold_inside_the_block_only():
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_num_threads() == threads
+
+
+def test_parameters_are_counted_as_they_are_built():
+    for layers, heads, width, context, vocabulary in ((1, 1, 1, 1, 256), (3, 2, 10, 7, 300)):
+        config = ModelConfig(
+            layers=layers, heads=heads, width=width, context=context, vocabulary_size=vocabulary
+        )
+        built = sum(parameter.numel() for parameter in GPT(config).parameters())
+        assert count_parameters(config) == built
+
+
+def test_a_run_larger_than_the_memory_is_refused(monkeypatch):
+    config = read_config_of_the_tiny_run()
+    needed = least_bytes(config, 3)
+    assert needed > 3 * 12 * count_parameters(config.model)
+    monkeypatch.setattr(limits, "memory_of", lambda device: needed)
+    limits.require_room(config, 3, CPU)
+    monkeypatch.setattr(limits, "memory_of", lambda device: needed - 1)
+    with pytest.raises(ConfigError, match=r"must be small enough for the .* on this cpu, got a"):
+        limits.require_room(config, 3, CPU)
+    monkeypatch.setattr(limits, "memory_of", lambda device: None)  # the system does not tell
+    limits.require_room(config, 3, CPU)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

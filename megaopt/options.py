@@ -107,8 +107,8 @@ class Options:
             )
         if self.dtype is not None and self.master_weight_dtype != self.dtype:
             raise ValueError(
-                f"dtype={self.dtype} asks for fp32 masters and master_weight_dtype="
-                f"{self.master_weight_dtype} for others: for those leave dtype out and pass "
+                f"master_weight_dtype must be {self.dtype}, as dtype={self.dtype} asks for, got "
+                f"{self.master_weight_dtype}; for masters in that leave dtype out and pass "
                 "master_weights=True"
             )
         if self.store_param_remainders and self.master_weight_dtype != torch.float32:

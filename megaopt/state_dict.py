@@ -163,12 +163,11 @@ def _names(saved: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, 
     Raises ValueError where parameters found by their place have other names. Where keys are names,
     a framework has found each parameter by its own, and the list may be of other ranks.
     """
-    if "param_names" not in saved or any(isinstance(key, str) for key in saved["params"]):
+    names, known = saved.get("param_names"), own.get("param_names")
+    if names is None or any(isinstance(key, str) for key in saved["params"]):
         return {}
-    names = saved["param_names"]
     check_names(names, len(saved["params"]), f"{where} of the state dict")
-    known = own.get("param_names", names)
-    if [*names] != [*known]:
+    if known is not None and [*names] != [*known]:
         raise ValueError(
             f"{where}: param_names of the state dict must be this optimizer's, {shown(known)}, got "
             f"{shown(names)}; without param_names parameters are taken by their place"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaopt.batches import MASTER, SCALE
+from megaopt.checks import NOT_NEGATIVE, number
 from megaopt.float8.parts import weight_of
-from megaopt.options import MARKS, Options, check_group, number
+from megaopt.options import MARKS, Options, check_group
 
 if TYPE_CHECKING:
     from megaopt.stateful import StatefulOptimizer
@@ -75,7 +76,7 @@ def _check_state(
 def _group(group: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """A group of a state dict with torch's keys in the place of ours."""
     kept = {name: value for name, value in group.items() if name not in OURS}
-    lr = group["lr"] if options.capturable else number(group["lr"], "lr")
+    lr = group["lr"] if options.capturable else number("lr", group["lr"], NOT_NEGATIVE)
     torchs = {
         "lr": lr,
         "amsgrad": False,

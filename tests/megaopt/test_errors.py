@@ -61,7 +61,7 @@ OPTIONS = {
     ),
     "dtype_against_master_weight_dtype": (
         {"dtype": FP32, "master_weight_dtype": FP16},
-        r"dtype=torch.float32 .*master_weight_dtype=torch.float16 .*master_weights=True",
+        r"master_weight_dtype must be torch.float32, .*got torch.float16; .*master_weights=True",
     ),
     "dtype_against_no_masters": (
         {"dtype": FP32, "master_weights": False},

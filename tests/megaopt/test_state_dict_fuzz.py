@@ -16,8 +16,10 @@ from megaopt import FusedAdam
 SHAPES = [(2, 3), (4,), (1,)]
 
 
-def made(options, dtype=BF16):
-    params = parameters(SHAPES, dtype)
+def made(options):
+    """On a GPU, which they need, under the contracts of others."""
+    device = "cuda" if "contract" in options else "cpu"
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(SHAPES, BF16)]
     named = [(f"layer.{index}", param) for index, param in enumerate(params)]
     groups = [{"params": named[:2]}, {"params": named[2:], "lr": 0.5, "betas": (0.5, 0.75)}]
     return FusedAdam(groups, **options)
@@ -26,7 +28,8 @@ def made(options, dtype=BF16):
 def ours(options):
     def saved():
         source = made(options)
-        train(source, 2)
+        step_works(source)
+        step_works(source)
         return source.state_dict()
 
     return saved
@@ -70,6 +73,8 @@ def transformer_engines(master_dtype):
 
 
 FP8 = FORMATS["fp8_moments"]
+TORCH = {"contract": "torch", "adam_w_mode": False, "exp_avg_dtype": BF16}
+TE = {**MASTER, "contract": "te", "capturable": True, "exp_avg_sq_dtype": torch.float16}
 CASES = {
     "no_masters": ({}, ours({})),
     "fp32_masters": (MASTER, ours(MASTER)),
@@ -83,6 +88,7 @@ CASES = {
     "torchs_into_fp8": ({**FP8, "capturable": True}, torchs),
     "transformer_engines": (MASTER, transformer_engines(FP32)),
 }
+GPU_CASES = {"contract_torch": (TORCH, ours(TORCH)), "contract_te": (TE, ours(TE))}
 COUNTS = [46, pytest.param(2000, marks=pytest.mark.slow)]
 """Of each: some 500 in all, and 22,000."""
 
@@ -90,7 +96,7 @@ COUNTS = [46, pytest.param(2000, marks=pytest.mark.slow)]
 def attack(options, saved, generator):
     """What became of a load, in a word, and what is wrong with that, if anything."""
     target = made(options)
-    train(target, 1)
+    step_works(target)
     bad = copy.deepcopy(saved)
     for _ in range(generator.choice([1, 1, 2, 3])):
         damaged(bad, generator)
@@ -117,3 +123,9 @@ def test_damaged_state_dicts(options, make, count):
         assert wrong is None, f"try {seed}: {wrong}: {type(error).__name__}: {error}"
         outcomes[outcome] += 1
     assert set(outcomes) == {"refused", "loaded"}, outcomes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("options", "make"), GPU_CASES.values(), ids=GPU_CASES)
+def test_damaged_state_dicts_under_other_contracts(options, make):
+    test_damaged_state_dicts(options, make, 200)

@@ -52,6 +52,9 @@ def run(command: Callable[[], int]) -> int:
         return status
     except KeyboardInterrupt:
         _say("interrupted")
+        # Where one left an exec of a string (dataclasses make their methods so), Python notes it as
+        # unhandled, and ends by a signal in the place of our status; the next exec drops the note.
+        exec("")
         return INTERRUPTED
     except SystemExit as leaving:
         # the parser's way to end: 0 after --help, 2 after an argument that it refuses

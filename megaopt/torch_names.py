@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megaopt.checks import shown
+from megaopt.checks import one_of, refuse, same, shown
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
 """What a group says to this optimizer."""
@@ -58,16 +58,10 @@ def check_keys(group: Mapping[str, Any], adam_w_mode: bool, where: str) -> None:
     Other libraries keep their own keys in groups (Megatron's wd_mult, a scheduler's initial_lr):
     unknown keys are let through unless they are like ours.
     """
-    if group.get("differentiable"):
-        raise ValueError(
-            f"{where}: differentiable must be False, got {shown(group['differentiable'])}"
-        )
+    one_of(f"{where}: differentiable", group.get("differentiable", False), [False])
     decoupled = group.get("decoupled_weight_decay", adam_w_mode)  # of torch's AdamW
-    if bool(decoupled) != adam_w_mode:
-        raise ValueError(
-            f"{where}: decoupled_weight_decay must be adam_w_mode, {adam_w_mode}, got "
-            f"{shown(decoupled)}"
-        )
+    if not same(decoupled, adam_w_mode):
+        refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {adam_w_mode}", decoupled)
     for name in group:
         _check_key(name, where)
 

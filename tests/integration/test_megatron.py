@@ -249,7 +249,8 @@ def test_groups_never_stepped_are_saved_with_the_others_step(pools, tmp_path, mo
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_an_lr_says_so(pools, mode):
-    with pytest.raises(RankError, match=r"group 0: lr must be a finite number >= 0 in fp32, got None"):
+    message = "group 0: lr must be a finite number >= 0 in fp32, got None"
+    with pytest.raises(RankError, match=message):
         pools(1).call(cases.step_without_lr, Case(plug=mode, lr=None))
 
 

@@ -134,3 +134,15 @@ def test_a_reader_that_has_gone_is_no_error_to_tell():
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_a_closed_stdout_is_no_difference():
     assert run_doctor(">&-") == (0, "")
+
+
+def test_an_interrupt_within_an_exec_has_our_status(tmp_path):
+    (tmp_path / "interrupted.py").write_text(
+        "from megaopt import exits\n\n\n"
+        "def interrupted():\n    exec('raise KeyboardInterrupt')\n\n\n"
+        "raise SystemExit(exits.run(interrupted))\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (exits.INTERRUPTED, "megaopt: interrupted\n")

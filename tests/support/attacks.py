@@ -121,7 +121,9 @@ def complaint(error, kinds=(ValueError, TypeError)):
 
 
 def step_works(optimizer):
-    """Takes a step, on whatever device."""
+    """Takes a step, on whatever device; a group may be given its lr as late as this."""
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 if group["lr"] is None else group["lr"]
     for param in params_of(optimizer):
         param.grad = torch.full_like(param, 0.25)
     optimizer.step()

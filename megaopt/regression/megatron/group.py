@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +27,18 @@ TRACEBACK = "Traceback (most recent call last)"
 PRELOADED = ["megaopt.regression.megatron.preload"]
 
 
+LONGEST_FOLDER = 70
+"""Bytes of the folder for temporary files, at most, where a copy can be asked for: its socket lies
+there, its path is 32 bytes longer, and Linux takes 107 in all, macOS 103."""
+
+
 def context_for(device: str) -> Any:
     """How processes are made: on the CPU as copies of one that has imported Megatron-Core.
 
     That one computes nothing, so that they are fresh, and 5 s of imports are spent once. CUDA
     allows no copies.
     """
-    if device == "cuda":
+    if device == "cuda" or len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -134,6 +134,7 @@ def test_a_perturbed_master_is_found_at_its_step(build, step):
     assert len(lanes["reference"].losses) == regression.config.steps
 
 
+@pytest.mark.filterwarnings("ignore:parameter .* was written outside the optimizer:UserWarning")
 @pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq"])
 def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
     regression = build(**FORMS)

@@ -13,6 +13,7 @@ from megaopt.kernels.calling import call
 from megaopt.kernels.norm.bins import NONFINITE, new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.base import HYPER_COLUMNS
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.prepare import prepare_kernel
@@ -194,7 +195,7 @@ class ReferencePreparation(Preparation):
         skip = request.found_inf is not None and bool(request.found_inf)
         if request.needs_norm:
             norm, nonfinite = total_reference(self.measure(plans))
-            self.norm.copy_(norm * inverse)
+            self.norm.copy_(canonical_reference(norm * inverse))
             if request.clip_norm is not None:
                 clip_norm = torch.full((), request.clip_norm, device=self.device)
                 # not clamp: a NaN stays

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megaopt.kernels.norm.kernel import total_of
 from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.rules.adam_ieee import canonical
 from megaopt.kernels.step.kernel import COEFFICIENT, GRAD_SCALE, INVERSE_SCALE, SKIP, UNSCALED
 
 # Columns of the int64 table of groups, a row a group: addresses of lr (fp32) and step (int32), then
@@ -78,7 +79,7 @@ def prepare_kernel(
     skip = is_set(found_inf_ptr)
     if bins_ptr is not None:
         norm, nonfinite = total_of(bins_ptr)
-        norm = norm * inverse
+        norm = canonical(norm * inverse)
         tl.store(norm_ptr, norm, mask=group == 0)
         if clip_norm is not None:
             coefficient = clip_coefficient(norm, clip_norm)

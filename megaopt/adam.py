@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from megaopt.checks import one_of
+from megaopt.checks import NOT_NEGATIVE, one_of
+from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options import Options
+from megaopt.options import FLAGS, VARIANTS, Numbers, Options
 from megaopt.torch_names import check_arguments
 from megaopt.torch_state import torch_state_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamOptions(Options):
+    """FusedAdam's own options."""
+
+    NUMBERS: ClassVar[Numbers] = Numbers(
+        {"lr": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE},
+        has_betas=True,
+        flags=("bias_correction",),
+    )
+    MARKS: ClassVar[tuple[str, ...]] = ("contract", "adam_w_mode")
+    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **Options.CHOICES,
+        "contract": tuple(CONTRACTS),
+        "adam_w_mode": FLAGS,
+        "amsgrad": FLAGS,
+    }
+
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    adam_w_mode: bool = True
+    amsgrad: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is not allowed."""
+        super().__post_init__()
+        for name in VARIANTS:
+            if self.contract == "te" and getattr(self, name):
+                raise ValueError(
+                    f"{name} must be False with contract='te', got True: TransformerEngine's "
+                    "FusedAdam has none"
+                )
+
+    @property
+    def max_exp_avg_sq_dtype(self) -> torch.dtype:
+        """Of AMSGrad's third moment."""
+        return self.exp_avg_sq_dtype
 
 
 class FusedAdam(FusedOptimizer):
@@ -37,7 +77,8 @@ class FusedAdam(FusedOptimizer):
         eps: added to the root of exp_avg_sq, in units of the gradient; at least 0.
         weight_decay: decoupled (AdamW): the part of a weight that goes per step of size one, times
             lr; otherwise L2: added to the gradient per unit of the weight. At least 0.
-        amsgrad: only False.
+        amsgrad: divides by the root of the largest exp_avg_sq so far (Reddi et al. 2018), which the
+            state keeps as max_exp_avg_sq, in exp_avg_sq_dtype. Not under contract te.
         dtype: torch.float32 keeps an fp32 master for each weight that is not fp32. None leaves it
             to master_weights.
         master_weights: True keeps a master, in master_weight_dtype, for each weight that is not
@@ -79,7 +120,7 @@ class FusedAdam(FusedOptimizer):
             and saves writing them.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
-        maximize: only False.
+        maximize: steps along the gradient, not against it. Not under contract te.
         foreach: None, True or False, as torch's optimizers take it: how they compute, which is
             nothing here.
         differentiable: only False.
@@ -126,10 +167,16 @@ class FusedAdam(FusedOptimizer):
         fused: bool | None = None,
         **unknown: NoReturn,
     ) -> None:
-        check_arguments(maximize, foreach, differentiable, fused, unknown)
-        one_of("amsgrad", amsgrad, (False,))
+        check_arguments(
+            "FusedAdam",
+            AdamOptions.NUMBERS,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+            unknown=unknown,
+        )
         one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
-        options = Options(
+        options = AdamOptions(
             dtype=dtype,
             master_weight_dtype=master_weight_dtype,
             exp_avg_dtype=exp_avg_dtype,
@@ -144,6 +191,8 @@ class FusedAdam(FusedOptimizer):
             round_scaled_grads=round_scaled_grads,
             on_external_write=on_external_write,
             write_unscaled_grads=write_unscaled_grads,
+            maximize=maximize,
+            amsgrad=amsgrad,
         )
         defaults = {
             "lr": lr,
@@ -158,7 +207,9 @@ class FusedAdam(FusedOptimizer):
     @property
     def rule(self) -> Rule:
         """AdamW or Adam, under the optimizer's contract."""
-        rule = RULES["adamw" if self.options.adam_w_mode else "adam", self.options.contract]
+        options: Any = self.options
+        name = "adamw" if options.adam_w_mode else "adam"
+        rule = RULES[name + "_amsgrad" * options.amsgrad, options.contract]
         return rule.capturable if self.options.capturable and rule.capturable else rule
 
     @torch.no_grad()

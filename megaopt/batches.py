@@ -21,11 +21,9 @@ MASTER = "master_param"
 SCALE = "_scale"
 
 
-def state_name(slot: str, moments: tuple[str, str]) -> str:
-    """Under which name a parameter's state holds the tensor of a slot."""
-    kind = slot.removesuffix(SCALE)
-    name = {"master": MASTER, "first": moments[0], "second": moments[1]}[kind]
-    return name + SCALE if slot.endswith(SCALE) else name
+def state_name(slot: str) -> str:
+    """Under which name a parameter's state holds the tensor of a slot: moments under their own."""
+    return {"master": MASTER, "master" + SCALE: MASTER + SCALE}.get(slot, slot)
 
 
 @dataclass
@@ -34,7 +32,6 @@ class Batch:
 
     formats: Formats
     plan: Plan
-    moments: tuple[str, str]
     positions: list[int]
     """Places among all the optimizer's parameters."""
     params: list[torch.Tensor]
@@ -89,7 +86,7 @@ class Batch:
         return None
 
     def _own_states(self, slot: str) -> list[torch.Tensor]:
-        name = state_name(slot, self.moments)
+        name = state_name(slot)
         return [state[name] for state in self.states]
 
     def _tensors(self, slot: str) -> list[torch.Tensor]:
@@ -104,7 +101,7 @@ class Batch:
     @property
     def names(self) -> list[str]:
         """What the slots after gradient and weight are called in a parameter's state."""
-        return [state_name(slot, self.moments) for slot in self.formats.state_slots]
+        return [state_name(slot) for slot in self.formats.state_slots]
 
     def buffers(self, grads: Grads) -> Buffers:
         """The tensors in use now, by slot."""

@@ -133,7 +133,9 @@ def _hint(param: Any) -> str:
     )
 
 
-def check_dtensor(param: Any, where: str, options: Options, masters: bool) -> None:
+def check_dtensor(
+    param: Any, where: str, options: Options, moments: tuple[str, ...], masters: bool
+) -> None:
     """Raises ValueError for a DTensor parameter that cannot be stepped shard by shard."""
     local = param._local_tensor
     if type(local) not in PLAIN:
@@ -146,8 +148,7 @@ def check_dtensor(param: Any, where: str, options: Options, masters: bool) -> No
             "a Partial is the weight only when the ranks' are added up"
         )
     formats = {
-        "exp_avg_dtype": options.moment_format(options.exp_avg_dtype),
-        "exp_avg_sq_dtype": options.moment_format(options.exp_avg_sq_dtype),
+        **{f"{name}_dtype": options.moment_format(name) for name in moments},
         "master_weight_dtype": options.master_format(param.dtype, masters),
     }
     for name, form in formats.items():
@@ -225,7 +226,7 @@ class ShardedBatch(Batch):
         return seen
 
     def _whole(self, grads: Grads) -> dict[str, list[Any]]:
-        names = {slot: state_name(slot, self.moments) for slot in self.formats.state_slots}
+        names = {slot: state_name(slot) for slot in self.formats.state_slots}
         states = {slot: [state.get(n) for state in self.states] for slot, n in names.items()}
         return {
             "grad": [grads[position] for position in self.positions],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -94,11 +94,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
             param_group.update(given)
             raise
 
+    def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
+        """For numbers of a group that do not go together: a subclass raises ValueError."""
+
     def _check_new_group(self, group: dict[str, Any], index: int) -> None:
         where = f"group {index}"
         check_names(group.get("param_names"), len(group["params"]), where)
-        check_keys(group, self.options.adam_w_mode, where)
-        check_group(group, where, lr_is_needed=False)
+        check_keys(group, self.options, where)
+        check_group(group, self.options.NUMBERS, where, lr_is_needed=False)
+        self.check_numbers(group, where)
         check_group_options(group, self.options, where)
         for place, param in enumerate(group["params"]):
             self._check_param(param, self._where(index, place))
@@ -157,7 +161,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if self.options.capturable:
                 check_device_numbers(group, device, where)
                 group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
-            check_group(group, where)
+            check_group(group, self.options.NUMBERS, where)
+            self.check_numbers(group, where)
 
     def _device(self) -> torch.device:
         """Of the first parameter; the CPU without parameters."""
@@ -187,7 +192,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         masters = self._wants_masters(self._master_weights)
         subclass: object = param  # for mypy, to which no tensor is such a subclass
         if is_dtensor(param):
-            check_dtensor(param, where, self.options, masters)
+            check_dtensor(param, where, self.options, self.rule.moments, masters)
         elif is_traceable_wrapper_subclass(subclass) and weight_of(param) is None:
             raise ValueError(
                 f"{where}: tensor subclass {type(subclass).__name__} is not allowed: torch.Tensor, "

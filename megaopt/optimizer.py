@@ -362,7 +362,7 @@ class FusedOptimizer(StatefulOptimizer):
         completed: dict[torch.Tensor, State] = {}
         for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
-                formats = formats_of(param, grad.dtype, self.options, masters)
+                formats = formats_of(param, grad.dtype, self.rule.moments, self.options, masters)
                 state = self._completed(param, formats, external[index], wheres[index])
                 staged = self._is_staged(param, grad, formats, state)
                 kind = (param.device, formats, staged, (split_of(param), *kind_of(param)))
@@ -445,7 +445,7 @@ class FusedOptimizer(StatefulOptimizer):
     ) -> bool:
         if formats.cast is not None:
             return False
-        stored = [state[state_name(slot, self.rule.moments)] for slot in formats.state_slots]
+        stored = [state[state_name(slot)] for slot in formats.state_slots]
         return not all(local_of(each).is_contiguous() for each in (param, grad, *stored))
 
     def _batch(
@@ -465,10 +465,10 @@ class FusedOptimizer(StatefulOptimizer):
         if formats.cast is not None:
             extents = [extent_of(param) for param in own]
             plan = backend.plan(plan_formats(formats), self.rule, numels, rows, device, extents)
-            return Float8Batch(formats, plan, self.rule.moments, positions, own, states, staged)
+            return Float8Batch(formats, plan, positions, own, states, staged)
         plan = backend.plan(formats, self.rule, numels, rows, device)
         kind = ShardedBatch if any(map(is_dtensor, own)) else Batch
-        return kind(formats, plan, self.rule.moments, positions, own, states, staged)
+        return kind(formats, plan, positions, own, states, staged)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""

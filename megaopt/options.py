@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from megaopt.checks import (
     COUNT,
     DECAY,
-    NOT_NEGATIVE,
     POSITIVE,
+    Range,
     is_dense,
     listed,
     number,
@@ -22,7 +22,6 @@ from megaopt.checks import (
     shown,
 )
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format, names
 
 NONFINITE = ("propagate", "skip", "error")
@@ -40,66 +39,81 @@ TORCH_REFUSES = {
 
 FLAGS = (True, False)
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "contract": tuple(CONTRACTS),
-    "backend": ("auto", *BACKENDS),
-    "dtype": (None, torch.float32),
-    "master_weight_dtype": (torch.float32, torch.float16),
-    "exp_avg_dtype": tuple(MOMENTS),
-    "exp_avg_sq_dtype": tuple(MOMENTS),
-    "nonfinite": NONFINITE,
-    "direct_cast": (None, *FLAGS),
-    "round_scaled_grads": FLAGS,
-    "on_external_write": EXTERNAL_WRITES,
-    "write_unscaled_grads": FLAGS,
-    "store_param_remainders": FLAGS,
-    "adam_w_mode": FLAGS,
-    "capturable": FLAGS,
-}
-"""What each option may be."""
-
-HYPER = {"lr": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE}
-"""The numbers of a group, beside betas and the step count."""
-
-UNSUPPORTED = ("amsgrad", "maximize")
-"""Features that torch's groups name, which must be off."""
-
-MARKS = ("contract", "adam_w_mode")
-"""Options that every group and every state dict names: they say what the bits of a state mean.
-
-They are keys of the groups from the start, as torchtitan and torch.distributed.checkpoint read from
-a flattened state dict only what the optimizer's own groups have.
-"""
+VARIANTS = ("amsgrad", "maximize")
+"""Options that torch's groups name too."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """The choices that hold for all groups of an optimizer, as FusedAdam documents them."""
+class Numbers:
+    """What a group of an optimizer says in numbers, beside its step count."""
 
-    dtype: torch.dtype | None
-    master_weight_dtype: torch.dtype
-    exp_avg_dtype: torch.dtype
-    exp_avg_sq_dtype: torch.dtype
-    store_param_remainders: bool
-    adam_w_mode: bool
-    contract: str
-    backend: str
+    ranges: Mapping[str, Range]
+    """By name; lr among them."""
+    has_betas: bool = False
+    """There is a pair of decays, in [0, 1), under the key betas."""
+    flags: tuple[str, ...] = ()
+    """What is True or False."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All keys."""
+        return (*self.ranges, *(("betas",) if self.has_betas else ()), *self.flags, "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The choices that hold for all groups of an optimizer, as FusedAdam documents them.
+
+    A subclass for each optimizer adds its own, among them `<moment>_dtype` for each moment.
+    """
+
+    NUMBERS: ClassVar[Numbers]
+    MARKS: ClassVar[tuple[str, ...]] = ("contract",)
+    """Options that every group and every state dict names: they say what the bits of a state mean.
+
+    They are keys of the groups from the start, as torchtitan and torch.distributed.checkpoint read
+    from a flattened state dict only what the optimizer's own groups have.
+    """
+    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "contract": ("ieee",),
+        "backend": ("auto", *BACKENDS),
+        "dtype": (None, torch.float32),
+        "master_weight_dtype": (torch.float32, torch.float16),
+        "nonfinite": NONFINITE,
+        "direct_cast": (None, *FLAGS),
+        "round_scaled_grads": FLAGS,
+        "on_external_write": EXTERNAL_WRITES,
+        "write_unscaled_grads": FLAGS,
+        "store_param_remainders": FLAGS,
+        "capturable": FLAGS,
+        "maximize": FLAGS,
+    }
+    """What each option may be."""
+
+    dtype: torch.dtype | None = None
+    master_weight_dtype: torch.dtype = torch.float32
+    store_param_remainders: bool = False
+    contract: str = "ieee"
+    backend: str = "auto"
     capturable: bool = False
     nonfinite: str = "propagate"
     direct_cast: bool | None = None
     round_scaled_grads: bool = False
     on_external_write: str = "refresh"
     write_unscaled_grads: bool = False
+    maximize: bool = False
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        moments = [f.name for f in fields(self) if f.name.endswith("_dtype")]
+        moments.remove("master_weight_dtype")
+        for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
                 object.__setattr__(self, name, torch.float8_e4m3fn)
-        for name, allowed in CHOICES.items():
+        for name, allowed in (self.CHOICES | dict.fromkeys(moments, tuple(MOMENTS))).items():
             one_of(name, getattr(self, name), allowed)
-        self._check_moment("exp_avg_dtype")
-        self._check_moment("exp_avg_sq_dtype")
+        for name in moments:
+            self._check_moment(name)
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite='error' is not allowed with capturable=True: nothing waits for the "
@@ -129,10 +143,11 @@ class Options:
     @property
     def marks(self) -> dict[str, Any]:
         """What every group and every state dict names."""
-        return {name: getattr(self, name) for name in MARKS}
+        return {name: getattr(self, name) for name in self.MARKS}
 
-    def moment_format(self, dtype: torch.dtype) -> Format:
+    def moment_format(self, moment: str) -> Format:
         """How a moment is stored: under contract torch fp16 has no scale, as torch keeps it."""
+        dtype = getattr(self, f"{moment}_dtype")
         plain = self.contract == "torch" and dtype == torch.float16
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
 
@@ -148,40 +163,48 @@ class Options:
         return MASTERS[torch.int16 if self.store_param_remainders else self.master_weight_dtype]
 
 
-def check_group(group: Mapping[str, Any], where: str, lr_is_needed: bool = True) -> None:
+def check_group(
+    group: Mapping[str, Any], numbers: Numbers, where: str, lr_is_needed: bool = True
+) -> None:
     """Raises ValueError where a group's hyper-parameter is missing, out of range or NaN.
 
     lr_is_needed: it may not be None, as it may before the first step.
     """
-    missing = [n for n in (*HYPER, "betas", "bias_correction", "step") if n not in group]
+    missing = [name for name in numbers.names if name not in group]
     if missing:
         raise ValueError(f"{where} must have {', '.join(missing)}, got {listed(group)}")
     if group["lr"] is None and not lr_is_needed:
         group = {**group, "lr": 0.0}
-    for name, allowed in HYPER.items():
+    for name, allowed in numbers.ranges.items():
         number(f"{where}: {name}", group[name], allowed)
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        refuse(f"{where}: betas", "two numbers", betas)
-    for index, beta in enumerate(betas):
-        number(f"{where}: betas[{index}]", beta, DECAY)
-    one_of(f"{where}: bias_correction", group["bias_correction"], FLAGS)
+    if numbers.has_betas:
+        _check_betas(group["betas"], where)
+    for name in numbers.flags:
+        one_of(f"{where}: {name}", group[name], FLAGS)
     step = group["step"]
     if not isinstance(step, int):
         refuse(f"{where}: step", COUNT.allowed, step)
     number(f"{where}: step", step, COUNT)
 
 
-def check_unsupported(group: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError where a group asks for a feature that there is not."""
-    for name in UNSUPPORTED:
-        if group.get(name, False) is not None:
-            one_of(f"{where}: {name}", group.get(name, False), (False,))
+def _check_betas(betas: Any, where: str) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        refuse(f"{where}: betas", "two numbers", betas)
+    for index, beta in enumerate(betas):
+        number(f"{where}: betas[{index}]", beta, DECAY)
+
+
+def check_variant(group: Mapping[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError where a group asks for another variant than the optimizer's."""
+    for name in VARIANTS:
+        own = getattr(options, name, False)
+        if group.get(name, own) is not None:
+            one_of(f"{where}: {name}", group.get(name, own), (own,))
 
 
 def check_group_options(group: Mapping[str, Any], options: Options, where: str) -> None:
     """Raises ValueError where a new group asks for what is one choice for all groups."""
-    check_unsupported(group, where)
+    check_variant(group, options, where)
     for name in ("master_weights", "use_decoupled_grad"):
         if name in group:
             raise ValueError(

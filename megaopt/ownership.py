@@ -20,7 +20,7 @@ from megaopt.float8.parts import weight_and_codes, weight_of
 from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.float8.quantize import multiplied
 from megaopt.kernels.float8.scale import e8m0_value_reference
-from megaopt.kernels.formats import MASTERS, NONE, WEIGHTS
+from megaopt.kernels.formats import MASTERS, WEIGHTS
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
 from megaopt.kernels.step.watch import module_for
@@ -208,7 +208,7 @@ def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | No
     scale = state.get(MASTER + SCALE)
     value = weight.detach()
     for dtype in (torch.float16, torch.bfloat16):
-        formats = Formats(WEIGHTS[dtype], WEIGHTS[dtype], form, NONE, NONE)
+        formats = Formats(WEIGHTS[dtype], WEIGHTS[dtype], form, (), ())
         fits = _is_between(weight.detach(), *_plain_casts(master, scale, formats))
         value = torch.where(fits, form.decode_reference(master, scale), value)
     return value

@@ -215,7 +215,7 @@ def described(
     for place, (param, where) in enumerate(zip(params, wheres, strict=True)):
         weight, own = weight_of(param), formats.get(place)
         shape = tuple(param.shape if weight is None else weight.shape)
-        kept = own and (own.master.name, own.first.name, own.second.name)
+        kept = own and (own.master.name, *(moment.name for moment in own.moments))
         found.append((where, shape, param.dtype, sharding_of(param), kept))
     return found
 

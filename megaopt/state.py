@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from megaopt.batches import MASTER, SCALE, state_name
+from megaopt.batches import MASTER, SCALE
 from megaopt.dtensor import local_of
 from megaopt.float8.batch import cast_of, dequantized, first_master
 from megaopt.float8.parts import weight_and_codes, weight_of
 from megaopt.kernels.formats import GRADS, WEIGHTS, Format
-from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
 from megaopt.memory import Named
@@ -21,20 +20,25 @@ State = dict[str, Any]
 
 
 def formats_of(
-    weight: torch.Tensor, grad_dtype: torch.dtype, options: Options, masters: bool
+    weight: torch.Tensor,
+    grad_dtype: torch.dtype,
+    moments: tuple[str, ...],
+    options: Options,
+    masters: bool,
 ) -> Formats:
-    """The formats of a parameter's buffers under these options."""
+    """The formats of a parameter's buffers under these options; moments: their names."""
     cast = cast_of(weight, options.direct_cast)
     return Formats(
         GRADS[grad_dtype],
         WEIGHTS[weight.dtype] if cast is None else cast.recipe.format,
         options.master_format(weight.dtype, masters, cast is not None),
-        options.moment_format(options.exp_avg_dtype),
-        options.moment_format(options.exp_avg_sq_dtype),
+        tuple(map(options.moment_format, moments)),
+        moments,
         cast,
         # of fp32 it is no other kernel
         options.round_scaled_grads and grad_dtype != torch.float32,
         options.write_unscaled_grads,
+        options.maximize,
     )
 
 
@@ -42,7 +46,6 @@ def complete(
     state: State,
     weight: torch.Tensor,
     formats: Formats,
-    rule: Rule,
     external: torch.Tensor | None,
 ) -> None:
     """Adds to `state` what is missing: zero moments, and the master, external or made here.
@@ -50,9 +53,7 @@ def complete(
     A master made here starts as the weight's own value, which every format holds exactly or, fp16
     with a scale, to its precision; that of fp8 as what the weight was made from, if that is kept.
     """
-    for slot in ("first", "second"):
-        name = state_name(slot, rule.moments)
-        form: Format = getattr(formats, slot)
+    for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name not in state:
             state[name] = torch.zeros(weight.shape, dtype=form.dtype, device=weight.device)
         if form.scaled:

@@ -25,14 +25,14 @@ from megaopt.dtensor import check_sharding, local_of, locals_of, sharded_state
 from megaopt.groups import check_names
 from megaopt.kernels.formats import Format
 from megaopt.kernels.step.batch import Formats
-from megaopt.options import MARKS, UNSUPPORTED, Options, check_group, check_unsupported
+from megaopt.options import VARIANTS, Options, check_group, check_variant
 from megaopt.saved import NOT_MADE, Key, Saved, taken_apart
 from megaopt.state import State, encoded
 
 if TYPE_CHECKING:
     from megaopt.stateful import StatefulOptimizer
 
-# Keys of a group in a state dict, by policy, beside MARKS and UNSUPPORTED.
+# Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
 
@@ -132,22 +132,23 @@ def _group(
 ) -> dict[str, Any]:
     """The group after the load: what was saved, over what was there; checked."""
     where = f"group {index}"
-    check_unsupported(saved, f"{where} of the state dict")
+    check_variant(saved, options, f"{where} of the state dict")
     _check_marks(saved, options, where)
-    left_out = {*MARKS, *IGNORED, *UNSUPPORTED, "decoupled_weight_decay", "params", "param_names"}
+    marks = {*options.MARKS, *VARIANTS, "decoupled_weight_decay"}
+    left_out = {*marks, *IGNORED, "params", "param_names"}
     kept = {key: value for key, value in saved.items() if key not in left_out}
     group = {**own, **kept, **_names(saved, own, where), "step": step}
     if isinstance(saved.get("step"), torch.Tensor):  # capturable: numbers, until the load is over
         group["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
-    check_group(group, where, lr_is_needed=options.capturable)
+    check_group(group, options.NUMBERS, where, lr_is_needed=options.capturable)
     copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in kept}
     return {**group, **copies}
 
 
 def _check_marks(saved: dict[str, Any], options: Options, where: str) -> None:
     """Raises ValueError where the bits of the saved state mean something else here."""
-    marks = {name: saved[name] for name in MARKS if name in saved}
-    if "decoupled_weight_decay" in saved:
+    marks = {name: saved[name] for name in options.MARKS if name in saved}
+    if "decoupled_weight_decay" in saved and "adam_w_mode" in options.MARKS:
         marks["adam_w_mode"] = saved["decoupled_weight_decay"]
     for name, value in marks.items():
         if not same(value, getattr(options, name)):
@@ -194,7 +195,7 @@ def _ours(
 ) -> State:
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
     formats = optimizer._formats(param)
-    names = {state_name(s, optimizer.rule.moments): s for s in (*formats.state_slots, "master")}
+    names = {state_name(slot): slot for slot in (*formats.state_slots, "master")}
     unknown = [name for name in saved if name not in names]
     if unknown:
         raise ValueError(
@@ -230,7 +231,7 @@ def _foreign(
 ) -> State:
     """Another optimizer's state, its values stored in our formats."""
     formats = optimizer._formats(param)
-    names = {state_name(s, optimizer.rule.moments): s for s in ("first", "second", "master")}
+    names = {state_name(slot): slot for slot in (*formats.moment_names, "master")}
     scales = [name + SCALE for name in names if name + SCALE in saved]
     if scales:
         raise ValueError(
@@ -238,7 +239,7 @@ def _foreign(
         )
     state: State = {}
     for name, slot in names.items():
-        form: Format = getattr(formats, slot)
+        form = formats.by_slot[slot]
         if name == MASTER and not form.present:
             state[name] = None  # TransformerEngine keeps a dead one for fp32 weights
         elif saved.get(name) is not None:

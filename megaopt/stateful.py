@@ -83,13 +83,13 @@ class StatefulOptimizer(GroupedOptimizer):
     ) -> State:
         """What a parameter's state becomes; the state itself stays as it is."""
         own: State = self.state.get(param, {})
-        names = {slot: state_name(slot, self.rule.moments) for slot in formats.state_slots}
+        names = {slot: state_name(slot) for slot in formats.state_slots}
         for name in names.values():
             check_sharding(own.get(name), param, f"{where}: state {name!r}")
         state, local = locals_of(own), local_of(param)
         # a step within inference mode makes no such tensors
         with torch.inference_mode(False), torch.no_grad():
-            complete(state, local, formats, self.rule, local_of(external))
+            complete(state, local, formats, local_of(external))
         check_state(state, formats, local, names, where)
         return sharded_state(param, state, [*own.values(), external])
 
@@ -143,12 +143,10 @@ class StatefulOptimizer(GroupedOptimizer):
 
     def _formats(self, param: torch.Tensor) -> Formats:
         masters = self._wants_masters(self._master_weights)
-        return formats_of(param, torch.float32, self.options, masters)
+        return formats_of(param, torch.float32, self.rule.moments, self.options, masters)
 
     def _slot(self, name: str) -> str:
-        slots = {
-            state_name(slot, self.rule.moments): slot for slot in ("first", "second", "master")
-        }
+        slots = {state_name(slot): slot for slot in (*self.rule.moments, "master")}
         one_of("state_name", name, slots)
         return slots[name]
 
@@ -168,7 +166,7 @@ class StatefulOptimizer(GroupedOptimizer):
         if state_name.endswith(SCALE) and state_name in state:
             scale: torch.Tensor = state[state_name]
             return scale
-        form = getattr(self._formats(param), self._slot(state_name))
+        form = self._formats(param).by_slot[self._slot(state_name)]
         local = local_of(param.detach())
         if state_name == MASTER and not form.present:
             value = value_of(local, self._formats(param))
@@ -212,7 +210,7 @@ class StatefulOptimizer(GroupedOptimizer):
             params, _, wheres = self._flat()
             external = self._external(params, wheres)[self._index(param, params)]
             state = {**state, MASTER: external}
-        self._store(param, state, *encoded(state_name, value, getattr(formats, slot), local))
+        self._store(param, state, *encoded(state_name, value, formats.by_slot[slot], local))
         if state_name == MASTER:
             self._versions.note(param)
 

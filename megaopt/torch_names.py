@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaopt.checks import one_of, refuse, same, shown
 
-GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
-"""What a group says to this optimizer."""
+if TYPE_CHECKING:
+    from megaopt.options import Numbers, Options
 
 MISNAMED = {
     "learning_rate": "lr",
@@ -20,8 +20,8 @@ MISNAMED = {
 }
 """Names of the same things elsewhere, too far from ours to be typing errors of them."""
 
-OTHER_OPTIMIZERS = ("momentum", "dampening", "nesterov")
-"""Options of torch's optimizers that have no meaning here."""
+OTHER_OPTIMIZERS = ("momentum", "dampening", "nesterov", "betas")
+"""Options of torch's optimizers that mean something to some of ours, and nothing to the others."""
 
 SIMILAR = 0.9
 """difflib's ratio from which a key is a typing error: wieght_decay has 0.92 of weight_decay,
@@ -29,7 +29,13 @@ no_weight_decay, which libraries put into groups for themselves, 0.89."""
 
 
 def check_arguments(
-    maximize: Any, foreach: Any, differentiable: Any, fused: Any, unknown: Mapping[str, Any]
+    optimizer: str,
+    numbers: Numbers,
+    *,
+    foreach: Any,
+    differentiable: Any,
+    fused: Any,
+    unknown: Mapping[str, Any],
 ) -> None:
     """Refuses the constructor's arguments of torch that would change something, and unknown ones.
 
@@ -38,41 +44,42 @@ def check_arguments(
         ValueError: one is known and its value is not allowed.
     """
     for name in unknown:
-        hint = _meant(name, GROUP_KEYS)
+        hint = _meant(name, numbers.names)
         advice = f"; {hint} is meant" if hint else ""
         raise TypeError(
-            f"argument {name!r} must be one of those that megaopt.FusedAdam documents, got "
+            f"argument {name!r} must be one of those that megaopt.{optimizer} documents, got "
             f"{shown(unknown[name])}{advice}"
         )
-    for name, value in {"maximize": maximize, "differentiable": differentiable}.items():
-        if value is not False:
-            raise ValueError(f"{name} must be False, got {shown(value)}")
+    one_of("differentiable", differentiable, [False])
     for name, value in {"foreach": foreach, "fused": fused}.items():
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{name} must be None, True or False, got {shown(value)}")
 
 
-def check_keys(group: Mapping[str, Any], adam_w_mode: bool, where: str) -> None:
+def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
     """Raises ValueError for a key of a new group that is a mistake, or asks for another optimizer.
 
     Other libraries keep their own keys in groups (Megatron's wd_mult, a scheduler's initial_lr):
     unknown keys are let through unless they are like ours.
     """
     one_of(f"{where}: differentiable", group.get("differentiable", False), [False])
-    decoupled = group.get("decoupled_weight_decay", adam_w_mode)  # of torch's AdamW
-    if not same(decoupled, adam_w_mode):
-        refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {adam_w_mode}", decoupled)
+    own = getattr(options, "adam_w_mode", None)
+    decoupled = group.get("decoupled_weight_decay", own)  # of torch's AdamW
+    if own is not None and not same(decoupled, own):
+        refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {own}", decoupled)
     for name in group:
-        _check_key(name, where)
+        if not hasattr(options, str(name)):
+            _check_key(name, options.NUMBERS, where)
 
 
-def _check_key(name: str, where: str) -> None:
-    if name in OTHER_OPTIMIZERS:
-        raise ValueError(f"{where}: {name!r} must be left out, got it: Adam has betas")
-    meant = _meant(name, GROUP_KEYS)
+def _check_key(name: str, numbers: Numbers, where: str) -> None:
+    own = ", ".join(numbers.names)
+    if name in OTHER_OPTIMIZERS and name not in numbers.names:
+        raise ValueError(f"{where}: {name!r} must be left out, got it; groups here have {own}")
+    meant = _meant(name, numbers.names)
     if meant is not None:
         raise ValueError(
-            f"{where}: {name!r} must be spelled {meant!r}; of ours are {', '.join(GROUP_KEYS)}, "
+            f"{where}: {name!r} must be spelled {meant!r}; of ours are {own}, "
             "and other libraries' keys may be beside them"
         )
 

@@ -10,13 +10,12 @@ import torch
 from megaopt.batches import MASTER, SCALE
 from megaopt.checks import NOT_NEGATIVE, number
 from megaopt.float8.parts import weight_of
-from megaopt.options import MARKS, Options, check_group
+from megaopt.options import Options, check_group
 
 if TYPE_CHECKING:
     from megaopt.stateful import StatefulOptimizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-OURS = (*MARKS, "step", "bias_correction")
+OURS = ("contract", "adam_w_mode", "step", "bias_correction")
 """Keys of our groups that torch's have not."""
 MOST_STEPS = 2**24
 """torch counts in fp32, which holds every whole number up to here."""
@@ -26,20 +25,20 @@ def torch_state_dict(optimizer: StatefulOptimizer, drop_masters: bool) -> dict[s
     """See FusedAdam.to_torch_state_dict."""
     params, groups, wheres = optimizer._flat()
     for index, group in enumerate(optimizer.param_groups):
-        _check(group, f"group {index}")
+        _check(group, optimizer.options, f"group {index}")
     packed = optimizer.state_dict()
     states = {}
     for key, state in packed["state"].items():
         param, where = params[key], wheres[key]
         if not state:
             continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
-        _check_state(param, state, where, drop_masters)
+        _check_state(param, state, optimizer.rule.moments, where, drop_masters)
         # a format with a scale as fp32 numbers, others as they are stored
         states[key] = {
             name: optimizer.get_unscaled_state(param, name)
             if name + SCALE in state
             else state[name]
-            for name in MOMENTS
+            for name in optimizer.rule.moments
         }
         count = float(optimizer.param_groups[groups[key]]["step"])
         states[key]["step"] = torch.tensor(count, dtype=torch.float32)
@@ -47,9 +46,9 @@ def torch_state_dict(optimizer: StatefulOptimizer, drop_masters: bool) -> dict[s
     return {**packed, "state": states, "param_groups": own}
 
 
-def _check(group: Mapping[str, Any], where: str) -> None:
+def _check(group: Mapping[str, Any], options: Options, where: str) -> None:
     step = int(group["step"])
-    check_group({**group, "step": step}, where)
+    check_group({**group, "step": step}, options.NUMBERS, where)
     if not group["bias_correction"]:
         raise ValueError(f"{where}: bias_correction must be True, as torch's always is, got False")
     if step > MOST_STEPS:
@@ -59,13 +58,17 @@ def _check(group: Mapping[str, Any], where: str) -> None:
 
 
 def _check_state(
-    param: torch.Tensor, state: Mapping[str, Any], where: str, drop_masters: bool
+    param: torch.Tensor,
+    state: Mapping[str, Any],
+    moments: tuple[str, ...],
+    where: str,
+    drop_masters: bool,
 ) -> None:
     if weight_of(param) is not None:
         raise ValueError(f"{where}: the weight must not be in fp8, which torch cannot step")
-    missing = [name for name in MOMENTS if name not in state]
+    missing = [name for name in moments if name not in state]
     if missing:
-        raise ValueError(f"{where}: its state must have {', '.join(MOMENTS)}, got no {missing[0]}")
+        raise ValueError(f"{where}: its state must have {', '.join(moments)}, got no {missing[0]}")
     if MASTER in state and not drop_masters:
         raise ValueError(
             f"{where}: drop_masters must be True, as torch keeps no master beside a weight, got "
@@ -73,14 +76,14 @@ def _check_state(
         )
 
 
-def _group(group: Mapping[str, Any], options: Options) -> dict[str, Any]:
+def _group(group: Mapping[str, Any], options: Any) -> dict[str, Any]:
     """A group of a state dict with torch's keys in the place of ours."""
     kept = {name: value for name, value in group.items() if name not in OURS}
     lr = group["lr"] if options.capturable else number("lr", group["lr"], NOT_NEGATIVE)
     torchs = {
         "lr": lr,
-        "amsgrad": False,
-        "maximize": False,
+        "amsgrad": options.amsgrad,
+        "maximize": options.maximize,
         "foreach": None,
         "capturable": options.capturable,
         "differentiable": False,

@@ -23,6 +23,7 @@ from step_cases import (
     oracle_step,
     reference_step,
     triton_step,
+    with_format,
 )
 
 from megaopt import kernels
@@ -65,8 +66,8 @@ RULE_MUTANTS = {
         "(exp_avg * correction1) * tl.math.div_rn(tl.full((), 1.0, tl.float32), denominator)",
     ),
     "kernel: NaN left as it comes": (
-        "canonical(param), canonical(exp_avg), canonical(exp_avg_sq)\n\n\n@helper\ndef adam(",
-        "param, canonical(exp_avg), canonical(exp_avg_sq)\n\n\n@helper\ndef adam(",
+        "canonical(param), (canonical(exp_avg), canonical(exp_avg_sq))\n\n\n@helper\ndef adam(",
+        "param, (canonical(exp_avg), canonical(exp_avg_sq))\n\n\n@helper\ndef adam(",
     ),
     "kernel: no weight decay": (
         "direction(exp_avg, exp_avg_sq, scalars) + weight_decay * param",
@@ -126,32 +127,32 @@ FORMAT_MUTANTS = {
     "scaled fp16 kernel: scale left out": (
         "float16.py",
         ("return decode(code, scale) * scale", "return decode(code, scale)"),
-        (SCALED, "first"),
+        (SCALED, "exp_avg"),
     ),
     "scaled fp16 twin: other largest code": (
         "float16.py",
         ("CODE_MAX = 32752.0", "CODE_MAX = 65504.0"),
-        (SCALED, "first"),
+        (SCALED, "exp_avg"),
     ),
     "scaled fp8 kernel: scale left out": (
         "float8.py",
         ("return decode_e4m3(code, scale) * scale", "return decode_e4m3(code, scale)"),
-        (FLOAT8, "first"),
+        (FLOAT8, "exp_avg"),
     ),
     "scaled fp8 kernel: infinities saturate": (
         "float8.py",
         ("& 0x7FFFFFFF) < 0x7F800000", "& 0x7FFFFFFF) <= 0x7F800000"),
-        (FLOAT8, "first"),
+        (FLOAT8, "exp_avg"),
     ),
     "scaled fp8 twin: infinities saturate": (
         "float8.py",
         ("torch.where(value.isfinite(), scaled, torch.nan)", "scaled"),
-        (FLOAT8, "first"),
+        (FLOAT8, "exp_avg"),
     ),
     "scaled fp8 twin: other largest code": (
         "float8.py",
         ("CODE_MAX = 448.0", "CODE_MAX = 224.0"),
-        (FLOAT8, "first"),
+        (FLOAT8, "exp_avg"),
     ),
 }  # fmt: skip
 
@@ -260,8 +261,7 @@ def test_the_check_notices_a_mutant_of_the_rule(change, tmp_path, device):
 def test_the_check_notices_a_mutant_of_a_format(case, tmp_path, device):
     file, change, (formats, slot) = case
     module = mutant(SOURCES / "formats" / file, change, tmp_path)
-    changed = getattr(module, getattr(formats, slot).name.upper())
-    mutated = dataclasses.replace(formats, **{slot: changed})
+    mutated = with_format(formats, slot, getattr(module, formats.by_slot[slot].name.upper()))
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_all_agree(mutated, RULES["adamw", "ieee"], GROUP, COUNTS, device)
 
@@ -309,15 +309,15 @@ def test_the_check_notices_a_mutant_of_fp8_scales(check, change, tmp_path, devic
 @pytest.mark.parametrize("step", [triton_step, reference_step], ids=["kernel", "twin"])
 def test_the_check_notices_an_fp8_scale_that_is_the_quotient(step, device):
     """Most quotients are the reciprocal of their own reciprocal: it takes some tensors."""
-    other = dataclasses.replace(FLOAT8.first, scale_of_inverse=False)
+    other = dataclasses.replace(FLOAT8.by_slot["exp_avg"], scale_of_inverse=False)
     found = buffers(FLOAT8, [3] * 40, device)
     wrong, expected = copied(found), copied(found)
     rule = RULES["adamw", "ieee"]
     oracle_step(expected, FLOAT8, rule, GROUP)
     step(found, FLOAT8, rule, GROUP)
     assert_same_buffers(found, expected)
-    step(wrong, dataclasses.replace(FLOAT8, first=other), rule, GROUP)
-    with pytest.raises(AssertionError, match="first_scale"):
+    step(wrong, with_format(FLOAT8, "exp_avg", other), rule, GROUP)
+    with pytest.raises(AssertionError, match="exp_avg_scale"):
         assert_same_buffers(wrong, expected)
 
 

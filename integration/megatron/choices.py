@@ -10,10 +10,10 @@ import torch
 
 import megaopt
 import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
+from megaopt.adam import AdamOptions
 from megaopt.checks import one_of
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.adam import ShardAdam
-from megaopt.options import Options
 
 MODES = ("main_shards", "precision_aware")
 
@@ -47,7 +47,7 @@ class Choices:
                 "store_param_remainders=True is not allowed with mode='main_shards', where "
                 "Megatron keeps whole fp32 masters: mode='precision_aware'"
             )
-        Options(
+        AdamOptions(
             dtype=None,
             master_weight_dtype=torch.float32,
             exp_avg_dtype=self.exp_avg_dtype or torch.float32,

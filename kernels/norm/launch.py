@@ -13,7 +13,6 @@ from megaopt.kernels.norm import kernel
 from megaopt.kernels.norm.bins import MOST
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.step.kernel import ALIGNED, GRAD, NUMEL
-from megaopt.kernels.step.kernel import ROWS as TABLE_ROWS
 from megaopt.kernels.step.table import OWN, Chunks, Geometry, to_device
 
 # On a GPU one warp takes a block, so that no warp waits for another: 64 elements a thread share the
@@ -96,7 +95,7 @@ def tables_of(
 ) -> tuple[torch.Tensor, Chunks]:
     """The table of addresses and that of chunks, for contiguous gradients on one device."""
     geometry = geometry or OWN
-    rows = numpy.zeros((TABLE_ROWS, len(grads)), dtype=numpy.int64)
+    rows = numpy.zeros((int(ALIGNED) + 1, len(grads)), dtype=numpy.int64)
     rows[int(GRAD)] = [grad.data_ptr() for grad in grads]
     rows[int(NUMEL)] = [grad.numel() for grad in grads]
     rows[int(ALIGNED)] = rows[int(GRAD)] % 16 == 0

@@ -12,19 +12,21 @@ from typing import Any
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.base import (
+from megaopt.kernels.rules.adam_numbers import (
+    AMSGRAD_MOMENTS,
     BETA1,
     BETA2,
     BIAS_CORRECTION,
     EPS,
+    MOMENTS,
     WEIGHT_DECAY,
-    Rule,
-    power,
-    round_row,
+    hyper,
 )
-from megaopt.kernels.rules.loading import load_nine, number, store_nine
+from megaopt.kernels.rules.base import Rule, power, round_row
+from megaopt.kernels.rules.loading import number
 
 Scalars = tuple[float, ...]
+Moments = tuple[torch.Tensor, ...]
 
 
 def scalars(group: Mapping[str, Any]) -> Scalars:
@@ -64,11 +66,11 @@ def correction(beta, step, bias_correction):
 
 
 @helper
-def prepare(hyper_ptr, lr, step, row_ptr):
+def prepare(hyper_ptr, lr, step):
     one = tl.full((), 1.0, tl.float64)
     beta1, beta2 = number(hyper_ptr, BETA1), number(hyper_ptr, BETA2)
     bias_correction = number(hyper_ptr, BIAS_CORRECTION)
-    row = (
+    return (
         beta1.to(tl.float32),
         (one - beta1).to(tl.float32),
         beta2.to(tl.float32),
@@ -79,7 +81,6 @@ def prepare(hyper_ptr, lr, step, row_ptr):
         number(hyper_ptr, WEIGHT_DECAY).to(tl.float32),
         lr,
     )
-    store_nine(row_ptr, row)
 
 
 @helper
@@ -91,7 +92,8 @@ def canonical(value):
 
 
 @helper
-def moments(exp_avg, exp_avg_sq, grad, scalars):
+def averages(moments, grad, scalars):
+    exp_avg, exp_avg_sq = moments
     beta1, one_minus_beta1, beta2, one_minus_beta2, _, _, _, _, _ = scalars
     exp_avg = beta1 * exp_avg + one_minus_beta1 * grad
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad)
@@ -106,21 +108,55 @@ def direction(exp_avg, exp_avg_sq, scalars):
 
 
 @helper
-def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
+def adamw(param, moments, grad, scalars):
     _, _, _, _, _, _, _, weight_decay, lr = scalars
-    exp_avg, exp_avg_sq = moments(exp_avg, exp_avg_sq, grad, scalars)
+    exp_avg, exp_avg_sq = averages(moments, grad, scalars)
     update = direction(exp_avg, exp_avg_sq, scalars) + weight_decay * param
     param = param - lr * update
-    return canonical(param), canonical(exp_avg), canonical(exp_avg_sq)
+    return canonical(param), (canonical(exp_avg), canonical(exp_avg_sq))
 
 
 @helper
-def adam(param, exp_avg, exp_avg_sq, grad, scalars):
+def adam(param, moments, grad, scalars):
     _, _, _, _, _, _, _, weight_decay, lr = scalars
     grad = grad + weight_decay * param
-    exp_avg, exp_avg_sq = moments(exp_avg, exp_avg_sq, grad, scalars)
+    exp_avg, exp_avg_sq = averages(moments, grad, scalars)
     param = param - lr * direction(exp_avg, exp_avg_sq, scalars)
-    return canonical(param), canonical(exp_avg), canonical(exp_avg_sq)
+    return canonical(param), (canonical(exp_avg), canonical(exp_avg_sq))
+
+
+@helper
+def largest(max_exp_avg_sq, exp_avg_sq):
+    """The larger of two; NaN where one is."""
+    keeps = (max_exp_avg_sq >= exp_avg_sq) | (max_exp_avg_sq != max_exp_avg_sq)
+    return tl.where(keeps, max_exp_avg_sq, exp_avg_sq)
+
+
+@helper
+def amsgrad_updated(param, moments, max_exp_avg_sq, grad, scalars, DECOUPLED: tl.constexpr):
+    _, _, _, _, _, _, _, weight_decay, lr = scalars
+    exp_avg, exp_avg_sq = averages(moments, grad, scalars)
+    max_exp_avg_sq = largest(max_exp_avg_sq, exp_avg_sq)
+    update = direction(exp_avg, max_exp_avg_sq, scalars)
+    if DECOUPLED:
+        update = update + weight_decay * param
+    param = param - lr * update
+    moments = (canonical(exp_avg), canonical(exp_avg_sq), canonical(max_exp_avg_sq))
+    return canonical(param), moments
+
+
+@helper
+def adamw_amsgrad(param, moments, grad, scalars):
+    exp_avg, exp_avg_sq, max_exp_avg_sq = moments
+    return amsgrad_updated(param, (exp_avg, exp_avg_sq), max_exp_avg_sq, grad, scalars, True)
+
+
+@helper
+def adam_amsgrad(param, moments, grad, scalars):
+    _, _, _, _, _, _, _, weight_decay, _ = scalars
+    exp_avg, exp_avg_sq, max_exp_avg_sq = moments
+    grad = grad + weight_decay * param
+    return amsgrad_updated(param, (exp_avg, exp_avg_sq), max_exp_avg_sq, grad, scalars, False)
 
 
 def canonical_reference(value: torch.Tensor) -> torch.Tensor:
@@ -137,10 +173,11 @@ def square_root_reference(value: torch.Tensor) -> torch.Tensor:
     return value.double().sqrt().float()
 
 
-def moments_reference(
-    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, scalars: Scalars
+def averages_reference(
+    moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The new exp_avg and exp_avg_sq, fp32, of one shape with grad."""
+    exp_avg, exp_avg_sq = moments
     beta1, one_minus_beta1, beta2, one_minus_beta2 = scalars[:4]
     exp_avg = exp_avg * beta1 + grad * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * one_minus_beta2
@@ -157,49 +194,69 @@ def direction_reference(
 
 
 def adamw_reference(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: Scalars,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
+) -> tuple[torch.Tensor, Moments]:
     """One AdamW update (Loshchilov & Hutter 2019, arXiv:1711.05101) of fp32 tensors of one shape.
 
     Returns:
-        The new param, exp_avg and exp_avg_sq; the arguments stay as they are.
+        The new param, and exp_avg and exp_avg_sq; the arguments stay as they are.
     """
     weight_decay, lr = scalars[7:]
-    exp_avg, exp_avg_sq = moments_reference(exp_avg, exp_avg_sq, grad, scalars)
+    exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
     update = direction_reference(exp_avg, exp_avg_sq, scalars) + param * weight_decay
     param = param - update * lr
-    return canonical_reference(param), canonical_reference(exp_avg), canonical_reference(exp_avg_sq)
+    moments = (canonical_reference(exp_avg), canonical_reference(exp_avg_sq))
+    return canonical_reference(param), moments
 
 
 def adam_reference(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: Scalars,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
+) -> tuple[torch.Tensor, Moments]:
     """One Adam update (Kingma & Ba 2015, arXiv:1412.6980) with L2 decay, as adamw_reference."""
     weight_decay, lr = scalars[7:]
     grad = grad + param * weight_decay
-    exp_avg, exp_avg_sq = moments_reference(exp_avg, exp_avg_sq, grad, scalars)
+    exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
     param = param - direction_reference(exp_avg, exp_avg_sq, scalars) * lr
-    return canonical_reference(param), canonical_reference(exp_avg), canonical_reference(exp_avg_sq)
+    moments = (canonical_reference(exp_avg), canonical_reference(exp_avg_sq))
+    return canonical_reference(param), moments
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW_IEEE = Rule("adamw", "ieee", MOMENTS, scalars, load_nine, prepare, adamw, adamw_reference)
-ADAM_IEEE = Rule(
-    "adam",
-    "ieee",
-    MOMENTS,
-    scalars,
-    load_nine,
-    prepare,
-    adam,
-    adam_reference,
-    moments_use_param=True,
+def amsgrad_reference(
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars, decoupled: bool
+) -> tuple[torch.Tensor, Moments]:
+    """One AMSGrad update (Reddi et al. 2018, arXiv:1904.09237) of fp32 tensors of one shape.
+
+    The largest exp_avg_sq so far takes its place in the root. moments: exp_avg, exp_avg_sq and
+    max_exp_avg_sq; the new ones are returned in that order.
+    """
+    weight_decay, lr = scalars[7:]
+    grad = grad if decoupled else grad + param * weight_decay
+    exp_avg, exp_avg_sq = averages_reference(moments[:2], grad, scalars)
+    largest_so_far = torch.maximum(moments[2], exp_avg_sq)  # NaN where one is
+    update = direction_reference(exp_avg, largest_so_far, scalars)
+    update = update + param * weight_decay if decoupled else update
+    param = param - update * lr
+    moments = tuple(map(canonical_reference, (exp_avg, exp_avg_sq, largest_so_far)))
+    return canonical_reference(param), moments
+
+
+def adamw_amsgrad_reference(*values: Any) -> tuple[torch.Tensor, Moments]:
+    """AMSGrad with decoupled weight decay."""
+    return amsgrad_reference(*values, decoupled=True)
+
+
+def adam_amsgrad_reference(*values: Any) -> tuple[torch.Tensor, Moments]:
+    """AMSGrad with L2 weight decay."""
+    return amsgrad_reference(*values, decoupled=False)
+
+
+ROW = (scalars, 9, hyper, prepare)
+L2 = {"moments_use_param": True}
+ADAMW_IEEE = Rule("adamw", "ieee", MOMENTS, *ROW, adamw, adamw_reference)
+ADAM_IEEE = Rule("adam", "ieee", MOMENTS, *ROW, adam, adam_reference, **L2)
+ADAMW_AMSGRAD_IEEE = Rule(
+    "adamw_amsgrad", "ieee", AMSGRAD_MOMENTS, *ROW, adamw_amsgrad, adamw_amsgrad_reference
+)
+ADAM_AMSGRAD_IEEE = Rule(
+    "adam_amsgrad", "ieee", AMSGRAD_MOMENTS, *ROW, adam_amsgrad, adam_amsgrad_reference, **L2
 )

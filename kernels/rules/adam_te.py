@@ -16,16 +16,17 @@ import numpy
 import torch
 
 from megaopt.kernels.optional_triton import helper, libdevice, tl
-from megaopt.kernels.rules.base import (
+from megaopt.kernels.rules.adam_numbers import (
     BETA1,
     BETA2,
     BIAS_CORRECTION,
     EPS,
+    MOMENTS,
     WEIGHT_DECAY,
-    Rule,
-    round_row,
+    hyper,
 )
-from megaopt.kernels.rules.loading import load_nine, number, store_nine
+from megaopt.kernels.rules.base import Rule, round_row
+from megaopt.kernels.rules.loading import number
 
 
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -82,14 +83,14 @@ ADAM_CAPTURABLE: tl.constexpr = tl.constexpr(WITH_L2 + PARAM_CAPTURABLE)
 
 
 @helper
-def instructions(param, exp_avg, exp_avg_sq, grad, scalars, ASSEMBLY: tl.constexpr):
-    return tl.inline_asm_elementwise(
+def instructions(param, moments, grad, scalars, ASSEMBLY: tl.constexpr):
+    param, exp_avg, exp_avg_sq = tl.inline_asm_elementwise(
         ASSEMBLY,
         "=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f",
         [
             param,
-            exp_avg,
-            exp_avg_sq,
+            moments[0],
+            moments[1],
             grad,
             scalars[0],
             scalars[1],
@@ -105,26 +106,27 @@ def instructions(param, exp_avg, exp_avg_sq, grad, scalars, ASSEMBLY: tl.constex
         is_pure=True,
         pack=1,
     )
+    return param, (exp_avg, exp_avg_sq)
 
 
 @helper
-def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
-    return instructions(param, exp_avg, exp_avg_sq, grad, scalars, ADAMW)
+def adamw(param, moments, grad, scalars):
+    return instructions(param, moments, grad, scalars, ADAMW)
 
 
 @helper
-def adam(param, exp_avg, exp_avg_sq, grad, scalars):
-    return instructions(param, exp_avg, exp_avg_sq, grad, scalars, ADAM)
+def adam(param, moments, grad, scalars):
+    return instructions(param, moments, grad, scalars, ADAM)
 
 
 @helper
-def adamw_capturable(param, exp_avg, exp_avg_sq, grad, scalars):
-    return instructions(param, exp_avg, exp_avg_sq, grad, scalars, ADAMW_CAPTURABLE)
+def adamw_capturable(param, moments, grad, scalars):
+    return instructions(param, moments, grad, scalars, ADAMW_CAPTURABLE)
 
 
 @helper
-def adam_capturable(param, exp_avg, exp_avg_sq, grad, scalars):
-    return instructions(param, exp_avg, exp_avg_sq, grad, scalars, ADAM_CAPTURABLE)
+def adam_capturable(param, moments, grad, scalars):
+    return instructions(param, moments, grad, scalars, ADAM_CAPTURABLE)
 
 
 @helper
@@ -143,11 +145,11 @@ def correction(beta, step, bias_correction):
 
 
 @helper
-def prepare(hyper_ptr, lr, step, row_ptr):
+def prepare(hyper_ptr, lr, step):
     beta1 = number(hyper_ptr, BETA1).to(tl.float32)
     beta2 = number(hyper_ptr, BETA2).to(tl.float32)
     bias_correction = number(hyper_ptr, BIAS_CORRECTION)
-    row = (
+    return (
         beta1,
         beta2,
         1.0 - beta1,
@@ -158,23 +160,22 @@ def prepare(hyper_ptr, lr, step, row_ptr):
         number(hyper_ptr, WEIGHT_DECAY).to(tl.float32),
         lr,
     )
-    store_nine(row_ptr, row)
 
 
-def no_twin(*_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def no_twin(*_: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Raises NotImplementedError: only an NVIDIA GPU gives these bits."""
     raise NotImplementedError("contract 'te' has no twin: its approximations are an NVIDIA GPU's")
 
 
 def rule(name: str, update: Any, update_capturable: Any, moments_use_param: bool) -> Rule:
     """TransformerEngine's two kernels for one update: with lr on the host, and on the device."""
-    moments = ("exp_avg", "exp_avg_sq")
     plain = Rule(
         name,
         "te",
-        moments,
+        MOMENTS,
         scalars,
-        load_nine,
+        9,
+        hyper,
         prepare,
         update,
         no_twin,

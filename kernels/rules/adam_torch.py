@@ -16,18 +16,22 @@ import numpy
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.base import (
+from megaopt.kernels.rules.adam_numbers import (
+    AMSGRAD_MOMENTS,
     BETA1,
     BETA2,
     BIAS_CORRECTION,
     EPS,
+    MOMENTS,
     TABLE_LENGTHS,
     TABLES,
     WEIGHT_DECAY,
-    Rule,
-    round_row,
+    hyper,
 )
-from megaopt.kernels.rules.loading import load_seven, number, store_seven
+from megaopt.kernels.rules.base import Rule, round_row
+from megaopt.kernels.rules.loading import number
+
+Moments = tuple[torch.Tensor, ...]
 
 # Powers are computed so many at a time: one wait for the GPU in 4,096 steps.
 POWERS = 4096
@@ -105,11 +109,11 @@ def one_minus_power(hyper_ptr, INDEX: tl.constexpr, step):
 
 
 @helper
-def prepare(hyper_ptr, lr, step, row_ptr):
+def prepare(hyper_ptr, lr, step):
     beta1 = number(hyper_ptr, BETA1).to(tl.float32)
     beta2 = number(hyper_ptr, BETA2).to(tl.float32)
     decay = number(hyper_ptr, WEIGHT_DECAY).to(tl.float32)
-    row = (
+    return (
         beta1,
         beta2,
         tl.math.div_rn(lr, one_minus_power(hyper_ptr, 0, step)),
@@ -118,7 +122,6 @@ def prepare(hyper_ptr, lr, step, row_ptr):
         decay,
         lr * decay,
     )
-    store_seven(row_ptr, row)
 
 
 @helper
@@ -145,13 +148,28 @@ def averaged(average, beta, value):
 
 
 @helper
-def updated(param, exp_avg, exp_avg_sq, grad, scalars):
-    beta1, beta2, step_size, correction2, eps, _, _ = scalars
-    exp_avg = averaged(exp_avg, beta1, grad)
-    exp_avg_sq = averaged(exp_avg_sq, beta2, grad * grad)
-    root = tl.math.div_rn(tl.math.sqrt_rn(exp_avg_sq), correction2 + tl.zeros_like(grad))
-    param = param - tl.math.div_rn(step_size * exp_avg, root + eps)
-    return param, exp_avg, exp_avg_sq
+def stepped(param, exp_avg, squares, scalars):
+    """The parameter after the step against exp_avg, by the root of what stands for its square."""
+    _, _, step_size, correction2, eps, _, _ = scalars
+    root = tl.math.div_rn(tl.math.sqrt_rn(squares), correction2 + tl.zeros_like(param))
+    return param - tl.math.div_rn(step_size * exp_avg, root + eps)
+
+
+@helper
+def updated(param, moments, grad, scalars):
+    exp_avg = averaged(moments[0], scalars[0], grad)
+    exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
+    return stepped(param, exp_avg, exp_avg_sq, scalars), (exp_avg, exp_avg_sq)
+
+
+@helper
+def updated_amsgrad(param, moments, grad, scalars):
+    exp_avg = averaged(moments[0], scalars[0], grad)
+    exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
+    # std::max: the first where neither is larger, and where the second is NaN
+    max_exp_avg_sq = tl.where(moments[2] < exp_avg_sq, exp_avg_sq, moments[2])
+    param = stepped(param, exp_avg, max_exp_avg_sq, scalars)
+    return param, (exp_avg, exp_avg_sq, max_exp_avg_sq)
 
 
 @helper
@@ -170,14 +188,25 @@ def decayed_grad(param, grad, scalars, first_lane):
 
 
 @helper
-def adamw(param, exp_avg, exp_avg_sq, grad, scalars):
-    return updated(decayed_param(param, scalars), exp_avg, exp_avg_sq, grad, scalars)
+def adamw(param, moments, grad, scalars):
+    return updated(decayed_param(param, scalars), moments, grad, scalars)
 
 
 @helper
-def adam(param, exp_avg, exp_avg_sq, grad, scalars, first_lane):
+def adam(param, moments, grad, scalars, first_lane):
     grad = decayed_grad(param, grad, scalars, first_lane)
-    return updated(param, exp_avg, exp_avg_sq, grad, scalars)
+    return updated(param, moments, grad, scalars)
+
+
+@helper
+def adamw_amsgrad(param, moments, grad, scalars):
+    return updated_amsgrad(decayed_param(param, scalars), moments, grad, scalars)
+
+
+@helper
+def adam_amsgrad(param, moments, grad, scalars, first_lane):
+    grad = decayed_grad(param, grad, scalars, first_lane)
+    return updated_amsgrad(param, moments, grad, scalars)
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -211,42 +240,40 @@ def averaged_reference(
 
 
 def updated_reference(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    row: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new param, exp_avg and exp_avg_sq after weight decay, fp32 of one shape."""
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, row: list[torch.Tensor]
+) -> tuple[torch.Tensor, Moments]:
+    """The new param, and the new moments, after weight decay, fp32 of one shape.
+
+    With a third moment, max_exp_avg_sq, that is the largest exp_avg_sq so far, and takes its place
+    in the root.
+    """
     beta1, beta2, step_size, correction2, eps = row[:5]
-    exp_avg = averaged_reference(exp_avg, beta1, grad)
-    exp_avg_sq = averaged_reference(exp_avg_sq, beta2, grad * grad)
-    root = exp_avg_sq.double().sqrt().float() / correction2
-    return param - (step_size * exp_avg) / (root + eps), exp_avg, exp_avg_sq
+    exp_avg = averaged_reference(moments[0], beta1, grad)
+    exp_avg_sq = averaged_reference(moments[1], beta2, grad * grad)
+    after = (exp_avg, exp_avg_sq)
+    if len(moments) > len(after):
+        after = (*after, torch.where(moments[2] < exp_avg_sq, exp_avg_sq, moments[2]))
+    root = after[-1].double().sqrt().float() / correction2
+    return param - (step_size * exp_avg) / (root + eps), after
 
 
 def adamw_reference(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: tuple[float, ...],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: tuple[float, ...]
+) -> tuple[torch.Tensor, Moments]:
     """One AdamW update as torch's fused kernel computes it; the arguments stay as they are."""
     row = row_of(scalars, param)
     if scalars[6]:
         param = fused_multiply_add(-row[6], param, param)
-    return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
+    return updated_reference(param, moments, grad, row)
 
 
 def adam_reference(
     param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    moments: Moments,
     grad: torch.Tensor,
     scalars: tuple[float, ...],
     first_lane: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, Moments]:
     """One Adam update with L2 weight decay as torch's fused kernel computes it.
 
     `first_lane` (bool, param's shape) says which elements are a thread's first of four.
@@ -255,17 +282,19 @@ def adam_reference(
     if scalars[5]:
         contracted = fused_multiply_add(param, row[5], grad)
         grad = torch.where(first_lane, grad + param * row[5], contracted)
-    return updated_reference(param, exp_avg, exp_avg_sq, grad, row)
+    return updated_reference(param, moments, grad, row)
 
 
-def rule(name: str, update: Any, reference: Any, **more: Any) -> Rule:
+def rule(name: str, moments: tuple[str, ...], update: Any, reference: Any, **more: Any) -> Rule:
     """Torch's kernel for one update."""
-    moments = ("exp_avg", "exp_avg_sq")
-    row = (scalars, load_seven, prepare)
+    row = (scalars, 7, hyper, prepare)
     unscaling = {"unscale": unscale, "unscale_reference": unscale_reference}
-    more = {**more, **unscaling, "row_length": 7, "tables": tables}
+    more = {**more, **unscaling, "tables": tables}
     return Rule(name, "torch", moments, *row, update, reference, **more)
 
 
-ADAMW_TORCH = rule("adamw", adamw, adamw_reference)
-ADAM_TORCH = rule("adam", adam, adam_reference, moments_use_param=True, lanes=True)
+L2 = {"moments_use_param": True, "lanes": True}
+ADAMW_TORCH = rule("adamw", MOMENTS, adamw, adamw_reference)
+ADAM_TORCH = rule("adam", MOMENTS, adam, adam_reference, **L2)
+ADAMW_AMSGRAD_TORCH = rule("adamw_amsgrad", AMSGRAD_MOMENTS, adamw_amsgrad, adamw_reference)
+ADAM_AMSGRAD_TORCH = rule("adam_amsgrad", AMSGRAD_MOMENTS, adam_amsgrad, adam_reference, **L2)

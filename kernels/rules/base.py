@@ -11,18 +11,10 @@ from typing import Any
 import numpy
 import torch
 
-from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.optional_triton import helper
 
-# Where a rule's prepare finds a group's numbers: the bits of their fp64, then the addresses and the
-# lengths of the rule's tables.
-BETA1: tl.constexpr = tl.constexpr(0)
-BETA2: tl.constexpr = tl.constexpr(1)
-EPS: tl.constexpr = tl.constexpr(2)
-WEIGHT_DECAY: tl.constexpr = tl.constexpr(3)
-BIAS_CORRECTION: tl.constexpr = tl.constexpr(4)
-TABLES: tl.constexpr = tl.constexpr(5)
-TABLE_LENGTHS: tl.constexpr = tl.constexpr(7)
-HYPER_COLUMNS = 9
+MOST_TABLES = 2
+"""Of tensors on the device that a rule's prepare may read."""
 
 
 @helper
@@ -47,28 +39,31 @@ def no_tables(group: Mapping[str, Any], device: torch.device) -> tuple[torch.Ten
 class Rule:
     """One update rule under one contract: a pure function of fp32 values that knows no format.
 
-    `update(param, first, second, grad, scalars)` (Triton) and `update_reference` (torch) return the
-    new (param, first, second) and give the same bits. `scalars(group)` makes the row of numbers
-    that a group needs; `load(row_ptr)` reads that row in the kernel as a tuple, in its order.
-    Where lr and step are on the device, `prepare(hyper_ptr, lr, step, row_ptr)` makes the row
-    there, the same bits. `unscale(grad, grad_scale, inverse)` takes a gradient scale away.
+    `update(param, moments, grad, scalars)` (Triton) and `update_reference` (torch) return the new
+    param and a tuple of the new moments, with the same bits; moments and scalars are tuples, in the
+    order of `moments` and of the row. `scalars(group)` makes the row of numbers that a group needs,
+    on the host. Where lr and step are on the device, `prepare(hyper_ptr, lr, step)` returns that
+    row as a tuple, with the same bits. `unscale(grad, grad_scale, inverse)` takes a loss scale
+    away.
     """
 
     name: str
     contract: str
-    moments: tuple[str, str]
-    """The state's names for the first and second moment."""
+    moments: tuple[str, ...]
+    """What the optimizer's state calls them; there may be none."""
     scalars: Callable[[Mapping[str, Any]], tuple[float, ...]]
-    load: Any
+    row_length: int
+    """How many numbers a row has."""
+    hyper: Callable[[Mapping[str, Any]], tuple[float, ...]]
+    """The numbers of a group but lr and step, in the order in which `prepare` finds their fp64
+    bits (megaopt.kernels.rules.loading.number), before addresses and lengths of `tables`."""
     prepare: Any
     update: Any
-    update_reference: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    update_reference: Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
     unscale: Any = unscale
     unscale_reference: Callable[..., torch.Tensor] = unscale_reference
-    row_length: int = 9
-    """How many numbers a row has."""
     tables: Callable[[Mapping[str, Any], torch.device], tuple[torch.Tensor, ...]] = no_tables
-    """At most two fp32 tensors on the device that `prepare` reads."""
+    """At most MOST_TABLES fp32 tensors on the device that `prepare` reads."""
     moments_use_param: bool = False
     """The new moments depend on the parameter (decay that is added to the gradient)."""
     lanes: bool = False
@@ -80,9 +75,10 @@ class Rule:
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        functions = (self.load, self.prepare, self.update, self.unscale)
+        functions = (self.prepare, self.update, self.unscale)
         keys = [getattr(function, "cache_key", "") for function in functions]
-        return digest(f"{self.name}:{self.contract}:{self.moments_use_param}:{self.lanes}:{keys}")
+        fields = (self.name, self.contract, self.row_length, self.moments_use_param, self.lanes)
+        return digest(f"{fields}:{keys}")
 
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""

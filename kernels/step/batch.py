@@ -13,20 +13,18 @@ from megaopt.kernels.float8 import Float8Recipe
 from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.rules.base import digest
 
-SLOTS = (
-    "grad",
-    "weight",
-    "master",
-    "first",
-    "second",
-    "master_scale",
-    "first_scale",
-    "second_scale",
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_amax",
-)
-"""The kinds of buffer, in the order of the kernel's table of addresses."""
+FIXED_ROWS = {
+    "grad": 0,
+    "weight": 1,
+    "master": 2,
+    "master_scale": 3,
+    "weight_scale": 4,
+    "weight_scale_inv": 5,
+    "weight_amax": 6,
+}
+"""The kinds of buffer that every rule has, and their rows in the kernel's table of addresses."""
+FIRST_MOMENT_ROW = 15
+"""After rows of numbers; two rows a moment: its address, and that of its scale."""
 
 Buffers = dict[str, list[torch.Tensor]]
 """For each slot in use, one contiguous tensor per parameter, in one order."""
@@ -69,21 +67,50 @@ class Formats:
     grad: Format
     weight: Format
     master: Format
-    first: Format
-    second: Format
+    moments: tuple[Format, ...]
+    """Of the rule's moments, in its order."""
+    moment_names: tuple[str, ...]
+    """What the rule calls them, and the optimizer's state."""
     cast: Cast | None = None
     """Where weights are fp8 codes with scales of their own; else None."""
     rounds_grad: bool = False
     """An unscaled or clipped gradient is rounded to its own format, as one written back is."""
     writes_grad: bool = False
     """An unscaled gradient takes the place of the one in memory."""
+    maximize: bool = False
+    """The step follows the gradient instead of going against it."""
 
     @property
+    def moment_count(self) -> int:
+        """How many moments the rule has."""
+        return len(self.moments)
+
+    @cached_property
+    def by_slot(self) -> dict[str, Format]:
+        """The formats of gradient, weight, master and moments, by slot."""
+        own = {"grad": self.grad, "weight": self.weight, "master": self.master}
+        return {**own, **dict(zip(self.moment_names, self.moments, strict=True))}
+
+    @cached_property
     def slots(self) -> tuple[str, ...]:
         """The slots that hold tensors."""
-        buffers = [slot for slot in SLOTS[:5] if getattr(self, slot).present]
-        scales = [f"{slot}_scale" for slot in SLOTS[2:5] if getattr(self, slot).scaled]
+        buffers = [slot for slot, form in self.by_slot.items() if form.present]
+        scales = [f"{slot}_scale" for slot, form in self.by_slot.items() if form.scaled]
         return (*buffers, *scales, *(self.cast.slots if self.cast else ()))
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """For each slot its row in the kernel's table of addresses."""
+        moments = {}
+        for index, name in enumerate(self.moment_names):
+            moments[name] = FIRST_MOMENT_ROW + 2 * index
+            moments[f"{name}_scale"] = FIRST_MOMENT_ROW + 2 * index + 1
+        return {**FIXED_ROWS, **moments}
+
+    @property
+    def row_count(self) -> int:
+        """The rows of the kernel's table."""
+        return FIRST_MOMENT_ROW + 2 * self.moment_count
 
     # what kernels ask of the cast, as plain values
     @property
@@ -149,7 +176,7 @@ class Formats:
         """Whether scales of fp8 weights are rounded down to powers of two."""
         return self.cast is not None and bool(self.cast.recipe.power_of_two_scales)
 
-    @property
+    @cached_property
     def state_slots(self) -> tuple[str, ...]:
         """The slots whose tensors are in the optimizer's state."""
         return tuple(slot for slot in self.slots[2:] if not slot.startswith("weight"))
@@ -157,17 +184,18 @@ class Formats:
     @property
     def scaled(self) -> bool:
         """Whether a scale has to be known before the codes can be stored."""
-        return any(getattr(self, slot).scaled for slot in SLOTS[2:5])
+        return any(form.scaled for form in self.by_slot.values())
 
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        keys = [getattr(self, slot).cache_key for slot in SLOTS[:5]]
-        return digest(f"{'/'.join(keys)}/{self.cast}/{self.rounds_grad}/{self.writes_grad}")
+        keys = [form.cache_key for form in self.by_slot.values()]
+        flags = (self.rounds_grad, self.writes_grad, self.maximize)
+        return digest(f"{'/'.join(keys)}/{self.cast}/{flags}")
 
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""
-        names = ", ".join(getattr(self, slot).name for slot in SLOTS[:5])
+        names = ", ".join(form.name for form in self.by_slot.values())
         return f"Formats({names}, {self.cache_key})"
 
     def dtype(self, slot: str) -> torch.dtype:
@@ -176,6 +204,6 @@ class Formats:
             return torch.uint8
         if slot.endswith(("_scale", "_scale_inv", "_amax")):
             return torch.float32
-        form: Format = getattr(self, slot)
-        assert form.dtype is not None
-        return form.dtype
+        dtype = self.by_slot[slot].dtype
+        assert dtype is not None
+        return dtype

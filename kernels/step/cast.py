@@ -36,6 +36,7 @@ from megaopt.kernels.step.kernel import (
     pointers_of,
     scalars_of,
     store_block,
+    stored_moments,
     updated_block,
     weight_scale_of,
 )
@@ -84,7 +85,7 @@ def amax_pointer(table_ptr, tensors, tensor):
 
 @jit(do_not_specialize=["tensors"])
 def cast_kernel(
-    table_ptr,  # *int64 [ROWS, tensors]
+    table_ptr,  # *int64 [Formats.row_count, tensors]
     chunks_ptr,  # *int32, as table.Chunks
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
     tensors,
@@ -242,14 +243,17 @@ def step_piece(
     MASKED: tl.constexpr,
 ):
     """The step of a piece but for its weights, whose values are given: rounded, fp32."""
-    _, _, master_ptr, first_ptr, second_ptr = pointers
-    param, first, second = updated_block(
-        table_ptr, place, pointers, (1.0, 1.0, 1.0), scalars, controls, offsets, mask,
+    _, _, master_ptr, moment_ptrs = pointers
+    COUNT: tl.constexpr = FORMATS.moment_count
+    ones = ()  # no scales here
+    for _index in tl.static_range(COUNT):
+        ones += (1.0,)
+    param, moments = updated_block(
+        table_ptr, place, pointers, (1.0, ones), scalars, controls, offsets, mask,
         FORMATS, RULE, CONTROLLED, MASKED, True, FORMATS.writes_grad,
     )  # fmt: skip
     store_block(master_ptr, offsets, FORMATS.master.encode(param, 1.0), mask, MASKED)
-    store_block(first_ptr, offsets, FORMATS.first.encode(first, 1.0), mask, MASKED)
-    store_block(second_ptr, offsets, FORMATS.second.encode(second, 1.0), mask, MASKED)
+    stored_moments(moment_ptrs, moments, ones, offsets, mask, FORMATS, MASKED)
     return rounded(param, FORMATS)
 
 
@@ -374,7 +378,7 @@ def tile_as_one(
 
 @jit(do_not_specialize=["tensors", "tiles", "scalar_count"])
 def tile_kernel(
-    table_ptr,  # *int64 [ROWS, tensors]
+    table_ptr,  # *int64 [Formats.row_count, tensors]
     tiles_ptr,  # *int32 [3, tiles]: the tensor, the tile's row and column in units of tiles
     scalars_ptr,  # *fp32 [groups, scalar_count]
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED

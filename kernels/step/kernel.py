@@ -16,7 +16,9 @@ from __future__ import annotations
 from megaopt.kernels.float8.scale import magnitude_bits, reciprocal
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.rules.adam_ieee import canonical
+from megaopt.kernels.rules.loading import load_row
 from megaopt.kernels.step import controls as order
+from megaopt.kernels.step.batch import FIRST_MOMENT_ROW, FIXED_ROWS
 from megaopt.kernels.step.scales import (
     AMAX_PHASE,
     finish,
@@ -29,29 +31,26 @@ from megaopt.kernels.step.scales import (
     wait_for_amaxes,
 )
 
-# Rows of the int64 table, one column a tensor: addresses first, in the order of batch.SLOTS.
-GRAD: tl.constexpr = tl.constexpr(0)
-WEIGHT: tl.constexpr = tl.constexpr(1)
-MASTER: tl.constexpr = tl.constexpr(2)
-FIRST: tl.constexpr = tl.constexpr(3)
-SECOND: tl.constexpr = tl.constexpr(4)
-MASTER_SCALE: tl.constexpr = tl.constexpr(5)
-FIRST_SCALE: tl.constexpr = tl.constexpr(6)
-SECOND_SCALE: tl.constexpr = tl.constexpr(7)
-WEIGHT_SCALE: tl.constexpr = tl.constexpr(8)
-WEIGHT_SCALE_INV: tl.constexpr = tl.constexpr(9)
-WEIGHT_AMAX: tl.constexpr = tl.constexpr(10)
-NUMEL: tl.constexpr = tl.constexpr(11)
-GROUP: tl.constexpr = tl.constexpr(12)
-ALIGNED: tl.constexpr = tl.constexpr(13)
-VECTORIZED: tl.constexpr = tl.constexpr(14)
+# Rows of the int64 table, one column a tensor. First addresses, as batch.FIXED_ROWS has them.
+GRAD: tl.constexpr = tl.constexpr(FIXED_ROWS["grad"])
+WEIGHT: tl.constexpr = tl.constexpr(FIXED_ROWS["weight"])
+MASTER: tl.constexpr = tl.constexpr(FIXED_ROWS["master"])
+MASTER_SCALE: tl.constexpr = tl.constexpr(FIXED_ROWS["master_scale"])
+WEIGHT_SCALE: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_scale"])
+WEIGHT_SCALE_INV: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_scale_inv"])
+WEIGHT_AMAX: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_amax"])
+NUMEL: tl.constexpr = tl.constexpr(7)
+GROUP: tl.constexpr = tl.constexpr(8)
+ALIGNED: tl.constexpr = tl.constexpr(9)
+VECTORIZED: tl.constexpr = tl.constexpr(10)
 # of fp8 weights: the whole weight's rows and columns, and where in it the tensor starts
-WEIGHT_ROWS: tl.constexpr = tl.constexpr(15)
-WEIGHT_COLUMNS: tl.constexpr = tl.constexpr(16)
-WEIGHT_START: tl.constexpr = tl.constexpr(17)
+WEIGHT_ROWS: tl.constexpr = tl.constexpr(11)
+WEIGHT_COLUMNS: tl.constexpr = tl.constexpr(12)
+WEIGHT_START: tl.constexpr = tl.constexpr(13)
 # and, in blocks, how far apart the rows of its scale_inv lie
-WEIGHT_SCALE_STRIDE: tl.constexpr = tl.constexpr(18)
-ROWS = 19
+WEIGHT_SCALE_STRIDE: tl.constexpr = tl.constexpr(14)
+# for each moment its address, then that of its scale
+MOMENT: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW)
 
 # Places in the fp32 controls, as in controls.py.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)
@@ -67,20 +66,35 @@ def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
     return address.to(tl.pointer_type(FORMAT.element)) + start
 
 
+# Moments come as tuples, which tl.static_range grows. What it calls takes the moment's index, and
+# finds the format itself: Triton 3.6 does not pass an element of a constexpr tuple on as constexpr.
+
+
+@helper
+def moment_pointer(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    return pointer(table_ptr, MOMENT + 2 * INDEX, tensors, tensor, start, FORMAT)
+
+
 @helper
 def pointers_of(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr):
-    """To a chunk's first element in each buffer; a null pointer where there is no buffer."""
+    """To a chunk's first element in each buffer; a null pointer where there is no buffer.
+
+    Returns:
+        Those of gradient, weight and master, and a tuple of the moments'.
+    """
     GRAD_FORMAT: tl.constexpr = FORMATS.grad
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     MASTER_FORMAT: tl.constexpr = FORMATS.master
-    FIRST_FORMAT: tl.constexpr = FORMATS.first
-    SECOND_FORMAT: tl.constexpr = FORMATS.second
+    COUNT: tl.constexpr = FORMATS.moment_count
+    moments = ()
+    for index in tl.static_range(COUNT):
+        moments += (moment_pointer(table_ptr, tensors, tensor, start, FORMATS, index),)
     return (
         pointer(table_ptr, GRAD, tensors, tensor, start, GRAD_FORMAT),
         pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT),
         pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT),
-        pointer(table_ptr, FIRST, tensors, tensor, start, FIRST_FORMAT),
-        pointer(table_ptr, SECOND, tensors, tensor, start, SECOND_FORMAT),
+        moments,
     )
 
 
@@ -186,6 +200,46 @@ def first_lane(table_ptr, tensors, tensor, start, offsets):
 
 
 @helper
+def loaded_moment(
+    moment_ptr,
+    scale,
+    offsets,
+    mask,
+    FORMATS: tl.constexpr,
+    INDEX: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    return FORMAT.decode(load_block(moment_ptr, offsets, mask, MASKED), scale)
+
+
+@helper
+def stored_moment(
+    moment_ptr,
+    value,
+    inverse,
+    offsets,
+    mask,
+    FORMATS: tl.constexpr,
+    INDEX: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    store_block(moment_ptr, offsets, FORMAT.encode(value, inverse), mask, MASKED)
+
+
+@helper
+def stored_moments(
+    pointers, moments, inverses, offsets, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr
+):
+    COUNT: tl.constexpr = FORMATS.moment_count
+    for index in tl.static_range(COUNT):
+        stored_moment(
+            pointers[index], moments[index], inverses[index], offsets, mask, FORMATS, index, MASKED
+        )
+
+
+@helper
 def updated_block(
     table_ptr,
     place,
@@ -202,30 +256,37 @@ def updated_block(
     WITH_PARAM: tl.constexpr,
     WRITES_GRAD: tl.constexpr,
 ):
-    """The new fp32 (param, first, second) of one block; of these nothing is stored.
+    """The new fp32 param and moments of one block; of these nothing is stored.
 
     Without WITH_PARAM param is neither loaded nor meant: the moments of a rule that do not need it.
     With WRITES_GRAD a gradient that is unscaled is stored so.
     """
     tensors, tensor, start = place
-    grad_ptr, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
-    master_scale, first_scale, second_scale = scales
+    grad_ptr, weight_ptr, master_ptr, moment_ptrs = pointers
+    master_scale, moment_scales = scales
+    COUNT: tl.constexpr = FORMATS.moment_count
     grad = FORMATS.grad.decode(load_block(grad_ptr, offsets, mask, MASKED), 1.0)
     grad = controlled_grad(
         grad_ptr, grad, controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, WRITES_GRAD
     )
-    first = FORMATS.first.decode(load_block(first_ptr, offsets, mask, MASKED), first_scale)
-    second = load_block(second_ptr, offsets, mask, MASKED)
-    second = FORMATS.second.decode(second, second_scale)
+    if FORMATS.maximize:
+        grad = grad * -1.0
+    moments = ()
+    for index in tl.static_range(COUNT):
+        moments += (
+            loaded_moment(
+                moment_ptrs[index], moment_scales[index], offsets, mask, FORMATS, index, MASKED
+            ),
+        )
     if WITH_PARAM:
         param = loaded_param(weight_ptr, master_ptr, master_scale, offsets, mask, FORMATS, MASKED)
     else:
         param = tl.zeros_like(grad)
     if RULE.lanes:
         lane = first_lane(table_ptr, tensors, tensor, start, offsets) & (controls[3] == 0)
-        values = RULE.update(param, first, second, grad, scalars, lane)
+        values = RULE.update(param, moments, grad, scalars, lane)
     else:
-        values = RULE.update(param, first, second, grad, scalars)
+        values = RULE.update(param, moments, grad, scalars)
     return values
 
 
@@ -242,9 +303,9 @@ def stored_block(
     MASKED: tl.constexpr,
 ):
     """Encodes and stores what updated_block gave; of fp8 weights also raises the bits of amaxes."""
-    _, weight_ptr, master_ptr, first_ptr, second_ptr = pointers
-    master_inverse, first_inverse, second_inverse = inverses
-    param, first, second = values
+    _, weight_ptr, master_ptr, moment_ptrs = pointers
+    master_inverse, moment_inverses = inverses
+    param, moments = values
     if FORMATS.master.joined:
         weight_code, master_code = FORMATS.master.encode(param)
         store_block(master_ptr, offsets, master_code, mask, MASKED)
@@ -262,10 +323,7 @@ def stored_block(
             store_block(weight_ptr, offsets, weight_code, mask, MASKED)
     elif not (FORMATS.master.joined or FORMATS.cast):
         store_block(weight_ptr, offsets, FORMATS.weight.encode(param, 1.0), mask, MASKED)
-    first_code = FORMATS.first.encode(first, first_inverse)
-    store_block(first_ptr, offsets, first_code, mask, MASKED)
-    second_code = FORMATS.second.encode(second, second_inverse)
-    store_block(second_ptr, offsets, second_code, mask, MASKED)
+    stored_moments(moment_ptrs, moments, moment_inverses, offsets, mask, FORMATS, MASKED)
     return amax_bits
 
 
@@ -315,7 +373,7 @@ def chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS):
 @helper
 def scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE: tl.constexpr):
     group = tl.load(table_ptr + GROUP * tensors + tensor)
-    return RULE.load(scalars_ptr + group * scalar_count)
+    return load_row(scalars_ptr + group * scalar_count, RULE.row_length)
 
 
 @helper
@@ -330,6 +388,58 @@ def controls_of(controls_ptr, CONTROLLED: tl.constexpr):
     else:
         controls = (1.0, 1.0, 1.0, 0.0)
     return controls
+
+
+@helper
+def old_moment_scale(table_ptr, tensors, tensor, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    return old_scale(table_ptr, MOMENT + 2 * INDEX + 1, tensors, tensor, FORMAT)
+
+
+@helper
+def kept_moment_scale(scratch_ptr, tensors, tensor, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    return kept_scale(scratch_ptr, 1 + INDEX, tensors, tensor, FORMAT, FORMATS.moment_count)
+
+
+@helper
+def new_moment_scale(table_ptr, scratch_ptr, place, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    tensors, tensor, start = place
+    row = MOMENT + 2 * INDEX + 1
+    return new_scale(table_ptr, row, scratch_ptr, 1 + INDEX, tensors, tensor, start, FORMAT)
+
+
+@helper
+def keep_moment_amax(
+    scratch_ptr, place, amax_bits, scale, FORMATS: tl.constexpr, INDEX: tl.constexpr
+):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    tensors, tensor, start = place
+    keep_amax(
+        scratch_ptr, 1 + INDEX, tensors, tensor, start, amax_bits, scale, FORMAT,
+        FORMATS.moment_count,
+    )  # fmt: skip
+
+
+@helper
+def raised_amax(
+    amax_bits, value, mask, FORMATS: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr
+):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    if MASKED:
+        value = tl.where(mask, value, 0.0)
+    return finite_amax_bits(amax_bits, value, FORMAT)
+
+
+@helper
+def raised_amaxes(amaxes, moments, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr):
+    """The amaxes of the moments, raised to those of a block."""
+    COUNT: tl.constexpr = FORMATS.moment_count
+    raised = ()
+    for index in tl.static_range(COUNT):
+        raised += (raised_amax(amaxes[index], moments[index], mask, FORMATS, index, MASKED),)
+    return raised
 
 
 @helper
@@ -353,42 +463,42 @@ def find_amaxes(
     """
     tensors, tensor, start = place
     MASTER_FORMAT: tl.constexpr = FORMATS.master
-    FIRST_FORMAT: tl.constexpr = FORMATS.first
-    SECOND_FORMAT: tl.constexpr = FORMATS.second
-    scales = (
-        old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT),
-        old_scale(table_ptr, FIRST_SCALE, tensors, tensor, FIRST_FORMAT),
-        old_scale(table_ptr, SECOND_SCALE, tensors, tensor, SECOND_FORMAT),
-    )
+    COUNT: tl.constexpr = FORMATS.moment_count
+    moment_scales, moment_amaxes = (), ()
+    for index in tl.static_range(COUNT):
+        moment_scales += (old_moment_scale(table_ptr, tensors, tensor, FORMATS, index),)
+        moment_amaxes += (tl.zeros((BLOCK,), tl.int32),)
+    master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
+    scales = (master_scale, moment_scales)
     WITH_PARAM: tl.constexpr = RULE.moments_use_param or FORMATS.master.scaled
     master_amax = tl.zeros((BLOCK,), tl.int32)
-    first_amax = tl.zeros((BLOCK,), tl.int32)
-    second_amax = tl.zeros((BLOCK,), tl.int32)
     block = tl.zeros((), tl.int32)
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
-        param, first, second = updated_block(
+        param, moments = updated_block(
             table_ptr, place, pointers, scales, scalars, controls, offsets, None,
             FORMATS, RULE, CONTROLLED, False, WITH_PARAM, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, param, MASTER_FORMAT)
-        first_amax = finite_amax_bits(first_amax, first, FIRST_FORMAT)
-        second_amax = finite_amax_bits(second_amax, second, SECOND_FORMAT)
+        moment_amaxes = raised_amaxes(moment_amaxes, moments, None, FORMATS, False)
         block += 1
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < elements
-        param, first, second = updated_block(
+        param, moments = updated_block(
             table_ptr, place, pointers, scales, scalars, controls, offsets, mask,
             FORMATS, RULE, CONTROLLED, True, WITH_PARAM, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), MASTER_FORMAT)
-        first_amax = finite_amax_bits(first_amax, tl.where(mask, first, 0.0), FIRST_FORMAT)
-        second_amax = finite_amax_bits(second_amax, tl.where(mask, second, 0.0), SECOND_FORMAT)
+        moment_amaxes = raised_amaxes(moment_amaxes, moments, mask, FORMATS, True)
         block += 1
-    keep_amax(scratch_ptr, 0, tensors, tensor, start, master_amax, scales[0], MASTER_FORMAT)
-    keep_amax(scratch_ptr, 1, tensors, tensor, start, first_amax, scales[1], FIRST_FORMAT)
-    keep_amax(scratch_ptr, 2, tensors, tensor, start, second_amax, scales[2], SECOND_FORMAT)
+    keep_amax(
+        scratch_ptr, 0, tensors, tensor, start, master_amax, master_scale, MASTER_FORMAT, COUNT
+    )
+    for index in tl.static_range(COUNT):
+        keep_moment_amax(
+            scratch_ptr, place, moment_amaxes[index], moment_scales[index], FORMATS, index
+        )
 
 
 @helper
@@ -409,18 +519,16 @@ def step_chunk(
     """The step of one chunk."""
     tensors, tensor, start = place
     MASTER_FORMAT: tl.constexpr = FORMATS.master
-    FIRST_FORMAT: tl.constexpr = FORMATS.first
-    SECOND_FORMAT: tl.constexpr = FORMATS.second
-    scales = (
-        kept_scale(scratch_ptr, 0, tensors, tensor, MASTER_FORMAT),
-        kept_scale(scratch_ptr, 1, tensors, tensor, FIRST_FORMAT),
-        kept_scale(scratch_ptr, 2, tensors, tensor, SECOND_FORMAT),
+    COUNT: tl.constexpr = FORMATS.moment_count
+    moment_scales, moment_inverses = (), ()
+    for index in tl.static_range(COUNT):
+        moment_scales += (kept_moment_scale(scratch_ptr, tensors, tensor, FORMATS, index),)
+        moment_inverses += (new_moment_scale(table_ptr, scratch_ptr, place, FORMATS, index),)
+    scales = (kept_scale(scratch_ptr, 0, tensors, tensor, MASTER_FORMAT, COUNT), moment_scales)
+    master_inverse = new_scale(
+        table_ptr, MASTER_SCALE, scratch_ptr, 0, tensors, tensor, start, MASTER_FORMAT
     )
-    inverses = (
-        new_scale(table_ptr, MASTER_SCALE, scratch_ptr, 0, tensors, tensor, start, MASTER_FORMAT),
-        new_scale(table_ptr, FIRST_SCALE, scratch_ptr, 1, tensors, tensor, start, FIRST_FORMAT),
-        new_scale(table_ptr, SECOND_SCALE, scratch_ptr, 2, tensors, tensor, start, SECOND_FORMAT),
-    )
+    inverses = (master_inverse, moment_inverses)
     weight_scale = weight_scale_of(table_ptr, tensors, tensor, FORMATS)
     amax_bits = tl.zeros((BLOCK,), tl.int32)
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
@@ -451,7 +559,7 @@ def step_chunk(
 
 @jit(do_not_specialize=["tensors", "chunks", "scalar_count"])
 def step_kernel(
-    table_ptr,  # *int64 [ROWS, tensors]
+    table_ptr,  # *int64 [Formats.row_count, tensors]
     chunks_ptr,  # *int32 as table.Chunks; if scaled [3, chunks]: tensor, place in chunks, phase
     scalars_ptr,  # *fp32 [groups, scalar_count]
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
@@ -472,7 +580,7 @@ def step_kernel(
             return
     program = tl.program_id(0)
     if FORMATS.scaled:
-        program = take_ticket(scratch_ptr, tensors, chunks)
+        program = take_ticket(scratch_ptr, tensors, chunks, FORMATS.moment_count)
         tensor = tl.load(chunks_ptr + program)
         number = tl.load(chunks_ptr + chunks + program)
     else:
@@ -491,12 +599,12 @@ def step_kernel(
                 FORMATS, RULE, CONTROLLED, BLOCK,
             )  # fmt: skip
         else:
-            wait_for_amaxes(scratch_ptr, tensors, tensor, own_chunks)
+            wait_for_amaxes(scratch_ptr, tensors, tensor, own_chunks, FORMATS.moment_count)
             step_chunk(
                 table_ptr, scratch_ptr, place, pointers, scalars, controls, elements, unmasked,
                 FORMATS, RULE, CONTROLLED, BLOCK,
             )  # fmt: skip
-        finish(scratch_ptr, tensors, tensor, own_chunks)
+        finish(scratch_ptr, tensors, tensor, own_chunks, FORMATS.moment_count)
     else:
         step_chunk(
             table_ptr, scratch_ptr, place, pointers, scalars, controls, elements, unmasked,

@@ -12,8 +12,8 @@ from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import vectorized
 from megaopt.kernels.step import kernel
-from megaopt.kernels.step.batch import SLOTS, Buffers, Formats
-from megaopt.kernels.step.scales import SCRATCH_ROWS
+from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.scales import scratch_rows
 from megaopt.kernels.step.table import (
     OWN,
     OWN_SCALED,
@@ -53,18 +53,19 @@ class TritonPlan:
     ) -> None:
         self.formats, self.rule, self.device = formats, rule, device
         self.geometry = geometry or (OWN_SCALED if formats.scaled else OWN)
-        self._rows = numpy.zeros((kernel.ROWS, len(numels)), dtype=numpy.int64)
+        self._rows = numpy.zeros((formats.row_count, len(numels)), dtype=numpy.int64)
         self._rows[kernel.NUMEL.value] = numels
         self._rows[kernel.GROUP.value] = groups
-        self.addresses = {slot: self._rows[SLOTS.index(slot)] for slot in formats.slots}
+        self.addresses = {slot: self._rows[formats.rows[slot]] for slot in formats.slots}
         self.stale = True
         self._chunks = Chunks(numels, self.geometry, device)
         self._programs, self._count = self._chunks.table, self._chunks.count
         if formats.scaled:
-            rows = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
-            self._programs, self._count = to_device(rows, device), rows.shape[1]
+            programs = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
+            self._programs, self._count = to_device(programs, device), programs.shape[1]
         self._table = DeviceTable(device)
-        scratch = SCRATCH_ROWS.value * len(numels) + 1 if formats.scaled else 0
+        rows = scratch_rows(formats.moment_count)
+        scratch = rows * len(numels) + 1 if formats.scaled else 0
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
 
     def look(self, buffers: Buffers) -> None:
@@ -107,10 +108,10 @@ class TritonPlan:
         """Nothing: these weights are stored with the step."""
 
     def table(self) -> torch.Tensor:
-        """int64 [ROWS, tensors] on the device, brought up to date."""
+        """int64 [Formats.row_count, tensors] on the device, brought up to date."""
         if not self.stale:
             return self._table.kept()
-        in_use = self._rows[: SLOTS.index("second") + 1]
+        in_use = self._rows[[self.formats.rows[slot] for slot in self.formats.by_slot]]
         self._rows[kernel.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
         if self.rule.lanes:
             self._rows[kernel.VECTORIZED.value] = self._vectorized()
@@ -119,8 +120,7 @@ class TritonPlan:
 
     def _vectorized(self) -> numpy.ndarray:
         columns = [
-            (self._rows[SLOTS.index(slot)], self.formats.dtype(slot).itemsize)
-            for slot in self.formats.slots
+            (self.addresses[slot], self.formats.dtype(slot).itemsize) for slot in self.formats.slots
         ]
         return vectorized(self._rows[kernel.NUMEL.value], columns)
 

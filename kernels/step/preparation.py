@@ -14,7 +14,7 @@ from megaopt.kernels.norm.bins import NONFINITE, new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
-from megaopt.kernels.rules.base import HYPER_COLUMNS
+from megaopt.kernels.rules.base import MOST_TABLES
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.prepare import prepare_kernel
 from megaopt.kernels.step.table import DeviceTable, is_capturing
@@ -130,8 +130,10 @@ class TritonPreparation(Preparation):
         if groups is None and request.is_empty:
             return None, None
         table = scalars = None
+        columns = 0
         if groups is not None:
-            table = self._groups.update(self._rows(groups))
+            rows = self._rows(groups)
+            columns, table = rows.shape[1], self._groups.update(rows)
             if len(self._scalars) != len(groups):
                 shape = (len(groups), self.rule.row_length)
                 self._scalars = torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -141,7 +143,6 @@ class TritonPreparation(Preparation):
         bins = self.measure(plans) if request.needs_norm else None
         given = (request.grad_scale, request.found_inf, request.coefficient)
         arguments = (table, scalars, self._controls, *given, bins, self.norm, request.clip_norm)
-        columns = 2 + HYPER_COLUMNS
         options = {"RULE": self.rule, "SKIP_NONFINITE": request.skip_nonfinite, "num_warps": 1}
         programs = max(1, len(groups or ()))
         call(prepare_kernel, programs, (*arguments, columns, self.rule.row_length), options)
@@ -154,19 +155,23 @@ class TritonPreparation(Preparation):
         return [*numbers, *(table for each in tables for table in each)]
 
     def _rows(self, groups: Sequence[Group]) -> numpy.ndarray:
-        """int64 [groups, 2 + HYPER_COLUMNS], as prepare.py reads it."""
-        rows = numpy.zeros((len(groups), 2 + HYPER_COLUMNS), dtype=numpy.int64)
-        for row, group in zip(rows, groups, strict=True):
+        """int64 [groups, columns], as prepare.py reads it."""
+        rows = []
+        for group in groups:
             tables = self.rule.tables(group, self.device)
-            row[:2] = group["lr"].data_ptr(), group["step"].data_ptr()
-            numbers = (*group["betas"], group["eps"], group["weight_decay"])
-            bits = numpy.array(
-                (*map(float, numbers), bool(group["bias_correction"])), numpy.float64
+            missing = [0] * (MOST_TABLES - len(tables))
+            rows.append(
+                [
+                    group["lr"].data_ptr(),
+                    group["step"].data_ptr(),
+                    *numpy.array(self.rule.hyper(group), dtype=numpy.float64).view(numpy.int64),
+                    *(table.data_ptr() for table in tables),
+                    *missing,
+                    *(len(table) for table in tables),
+                    *missing,
+                ]
             )
-            row[2:7] = bits.view(numpy.int64)
-            row[7 : 7 + len(tables)] = [table.data_ptr() for table in tables]
-            row[9 : 9 + len(tables)] = [len(table) for table in tables]
-        return rows
+        return numpy.array(rows, dtype=numpy.int64)
 
 
 class ReferencePreparation(Preparation):

@@ -9,10 +9,11 @@ from __future__ import annotations
 from megaopt.kernels.norm.kernel import total_of
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.rules.adam_ieee import canonical
+from megaopt.kernels.rules.loading import store_row
 from megaopt.kernels.step.kernel import COEFFICIENT, GRAD_SCALE, INVERSE_SCALE, SKIP, UNSCALED
 
 # Columns of the int64 table of groups, a row a group: addresses of lr (fp32) and step (int32), then
-# what the rule's prepare reads (megaopt.kernels.rules.base.HYPER).
+# the bits of Rule.hyper in fp64, and addresses and lengths of the rule's tables.
 LR: tl.constexpr = tl.constexpr(0)
 STEP: tl.constexpr = tl.constexpr(1)
 HYPER: tl.constexpr = tl.constexpr(2)
@@ -52,7 +53,7 @@ def prepared_scalars(group_ptr, scalars_ptr, skip, RULE: tl.constexpr):
     step_ptr = tl.load(group_ptr + STEP).to(tl.pointer_type(tl.int32))
     step = tl.load(step_ptr) + 1
     tl.store(step_ptr, step, mask=skip == 0)
-    RULE.prepare(group_ptr + HYPER, lr, step, scalars_ptr)
+    store_row(scalars_ptr, RULE.prepare(group_ptr + HYPER, lr, step), RULE.row_length)
 
 
 @jit(do_not_specialize=["columns", "scalar_count", "clip_norm"])

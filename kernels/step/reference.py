@@ -13,7 +13,7 @@ from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
-from megaopt.kernels.step.batch import SLOTS, Buffers, Extent, Formats
+from megaopt.kernels.step.batch import Buffers, Extent, Formats
 from megaopt.kernels.step.cast_columns import columns_reference
 from megaopt.kernels.step.controls import SKIP, UNSCALED
 
@@ -93,8 +93,10 @@ def step_tensor(
     controls: fp32, in the order of megaopt.kernels.step.controls; None leaves gradients alone.
     """
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
-    first = formats.first.decode_reference(tensors["first"], tensors.get("first_scale"))
-    second = formats.second.decode_reference(tensors["second"], tensors.get("second_scale"))
+    own = list(zip(formats.moment_names, formats.moments, strict=True))
+    moments = tuple(
+        form.decode_reference(tensors[name], tensors.get(f"{name}_scale")) for name, form in own
+    )
     if formats.master.joined:
         param = formats.master.decode_reference(weight, master)
     elif master is not None:
@@ -107,7 +109,8 @@ def step_tensor(
         grad = controlled_grad(grad, controls, formats, rule)
     unscaled = controls is not None and bool(controls[UNSCALED])
     lanes = (lanes_of(tensors) & (not unscaled),) if rule.lanes else ()
-    param, first, second = rule.update_reference(param, first, second, grad, scalars, *lanes)
+    grad = grad * -1.0 if formats.maximize else grad
+    param, moments = rule.update_reference(param, moments, grad, scalars, *lanes)
     if formats.master.joined:
         weight_code, code = formats.master.encode_reference(param)
         tensors["master"].copy_(code)
@@ -119,8 +122,8 @@ def step_tensor(
             store_scaled(master, tensors.get("master_scale"), param, formats.master)
     if formats.cast is not None:
         note_amax(tensors, formats, extent)
-    store_scaled(tensors["first"], tensors.get("first_scale"), first, formats.first)
-    store_scaled(tensors["second"], tensors.get("second_scale"), second, formats.second)
+    for (name, form), moment in zip(own, moments, strict=True):
+        store_scaled(tensors[name], tensors.get(f"{name}_scale"), moment, form)
 
 
 def values_to_cast(tensors: dict[str, torch.Tensor], formats: Formats) -> torch.Tensor:
@@ -219,7 +222,9 @@ class ReferencePlan:
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
         tensors = {slot: self._buffers[slot][index] for slot in self.formats.slots}
         if self.formats.cast is not None:
-            for slot in SLOTS[:5]:  # codes come one-dimensional, and so has all that goes with them
+            for slot in (
+                self.formats.by_slot
+            ):  # codes come one-dimensional, and so has all that goes with them
                 if slot in tensors:
                     tensors[slot] = tensors[slot].view(-1)
         return tensors

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from megaopt.kernels.optional_triton import helper, tl
 
-# Rows of the int32 scratch, one column a tensor: the bits of amaxes, then of the scales before the
-# step, each for master, first and second, then the finished chunks. One number follows: the ticket.
-AMAX: tl.constexpr = tl.constexpr(0)
-OLD_SCALE: tl.constexpr = tl.constexpr(3)
-FINISHED: tl.constexpr = tl.constexpr(6)
-SCRATCH_ROWS: tl.constexpr = tl.constexpr(7)
+# The int32 scratch has a column a tensor. Rows: the bits of the master's amax and of each moment's,
+# then the bits of their scales before the step, then the finished chunks; a rule with `count`
+# moments has 2 * (1 + count) + 1. One number follows them all: the ticket.
+
+
+def scratch_rows(moments: int) -> int:
+    """Rows of the scratch for a rule with so many moments."""
+    return 2 * (1 + moments) + 1
+
 
 # What a program does with its chunk.
 AMAX_PHASE: tl.constexpr = tl.constexpr(0)
@@ -24,9 +27,25 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 
 
 @helper
-def take_ticket(scratch_ptr, tensors, chunks):
+def finished_pointer(scratch_ptr, tensors, tensor, MOMENTS: tl.constexpr):
+    return scratch_ptr + 2 * (1 + MOMENTS) * tensors + tensor
+
+
+@helper
+def amax_pointer(scratch_ptr, index, tensors, tensor):
+    """To the bits of an amax: index 0 is the master's, then the moments'."""
+    return scratch_ptr + index * tensors + tensor
+
+
+@helper
+def old_scale_pointer(scratch_ptr, index, tensors, tensor, MOMENTS: tl.constexpr):
+    return scratch_ptr + (1 + MOMENTS + index) * tensors + tensor
+
+
+@helper
+def take_ticket(scratch_ptr, tensors, chunks, MOMENTS: tl.constexpr):
     """The next place in the table of chunks; the last ticket leaves the counter at zero."""
-    ticket_ptr = scratch_ptr + SCRATCH_ROWS * tensors
+    ticket_ptr = scratch_ptr + (2 * (1 + MOMENTS) + 1) * tensors
     ticket = tl.atomic_add(ticket_ptr, 1)
     if ticket == chunks - 1:
         tl.atomic_xchg(ticket_ptr, 0)
@@ -34,23 +53,23 @@ def take_ticket(scratch_ptr, tensors, chunks):
 
 
 @helper
-def wait_for_amaxes(scratch_ptr, tensors, tensor, own_chunks):
+def wait_for_amaxes(scratch_ptr, tensors, tensor, own_chunks, MOMENTS: tl.constexpr):
     """Returns when every chunk of the tensor has been through the first phase."""
-    finished_ptr = scratch_ptr + FINISHED * tensors + tensor
+    finished_ptr = finished_pointer(scratch_ptr, tensors, tensor, MOMENTS)
     while tl.atomic_add(finished_ptr, 0) < own_chunks:
         pass
 
 
 @helper
-def finish(scratch_ptr, tensors, tensor, own_chunks):
+def finish(scratch_ptr, tensors, tensor, own_chunks, MOMENTS: tl.constexpr):
     """Counts a chunk's phase; the tensor's very last leaves its scratch at zero."""
     # every thread has read the amaxes before one of them can be cleared
     tl.debug_barrier()
-    finished_ptr = scratch_ptr + FINISHED * tensors + tensor
+    finished_ptr = finished_pointer(scratch_ptr, tensors, tensor, MOMENTS)
     if tl.atomic_add(finished_ptr, 1) == 2 * own_chunks - 1:
         tl.atomic_xchg(finished_ptr, 0)
-        for index in tl.static_range(3):
-            tl.atomic_xchg(scratch_ptr + (AMAX + index) * tensors + tensor, 0)
+        for index in tl.static_range(1 + MOMENTS):
+            tl.atomic_xchg(amax_pointer(scratch_ptr, index, tensors, tensor), 0)
 
 
 @helper
@@ -64,10 +83,11 @@ def old_scale(table_ptr, row, tensors, tensor, FORMAT: tl.constexpr):
 
 
 @helper
-def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr):
+def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr, MOMENTS: tl.constexpr):
     """The scale from before the step, which the first phase put aside."""
     if FORMAT.scaled:
-        bits = tl.load(scratch_ptr + (OLD_SCALE + index) * tensors + tensor, volatile=True)
+        kept_ptr = old_scale_pointer(scratch_ptr, index, tensors, tensor, MOMENTS)
+        bits = tl.load(kept_ptr, volatile=True)
         scale = bits.to(tl.float32, bitcast=True)
     else:
         scale = 1.0
@@ -78,7 +98,7 @@ def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr):
 def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT: tl.constexpr):
     """Stores the tensor's new scale (its first chunk does) and gives the scale's reciprocal."""
     if FORMAT.scaled:
-        bits = tl.load(scratch_ptr + (AMAX + index) * tensors + tensor, volatile=True)
+        bits = tl.load(amax_pointer(scratch_ptr, index, tensors, tensor), volatile=True)
         code_max = tl.full((), FORMAT.code_max, tl.float32)
         scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), code_max)
         scale = tl.maximum(scale, SMALLEST_SCALE)
@@ -106,13 +126,23 @@ def finite_amax_bits(amax_bits, value, FORMAT: tl.constexpr):
 
 
 @helper
-def keep_amax(scratch_ptr, index, tensors, tensor, start, amax_bits, scale, FORMAT: tl.constexpr):
+def keep_amax(
+    scratch_ptr,
+    index,
+    tensors,
+    tensor,
+    start,
+    amax_bits,
+    scale,
+    FORMAT: tl.constexpr,
+    MOMENTS: tl.constexpr,
+):
     """Adds a chunk's amax to the tensor's; its first chunk puts the old scale aside.
 
     Atomics throughout: one thread does them in this order, before it counts the chunk as finished.
     """
     if FORMAT.scaled:
-        tl.atomic_max(scratch_ptr + (AMAX + index) * tensors + tensor, tl.max(amax_bits, 0))
+        tl.atomic_max(amax_pointer(scratch_ptr, index, tensors, tensor), tl.max(amax_bits, 0))
         bits = scale.to(tl.int32, bitcast=True)
-        old_ptr = scratch_ptr + (OLD_SCALE + index) * tensors + tensor
+        old_ptr = old_scale_pointer(scratch_ptr, index, tensors, tensor, MOMENTS)
         tl.atomic_xchg(old_ptr, bits, mask=start == 0)

@@ -157,7 +157,7 @@ def _signature(shards: Sequence[tuple[torch.Tensor, Formats | None]]) -> int:
     for shard, formats in shards:
         weight = weight_of(shard)
         if weight is not None and formats is not None:
-            kept = formats.master.name, formats.first.name, formats.second.name
+            kept = (formats.master.name, *(moment.name for moment in formats.moments))
             stepped.append((tuple(weight.shape), weight.recipe, weight.dtype, kept))
     return digest_of(stepped)
 

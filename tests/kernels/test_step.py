@@ -102,12 +102,17 @@ EACH_FORMAT = [
         "float16-float16-float32-bfloat16-float32",
     }
 ]
-TABLES = {"grad": GRADS, "weight": WEIGHTS, "master": MASTERS, "first": MOMENTS, "second": MOMENTS}
+TABLES = {
+    "grad": GRADS,
+    "weight": WEIGHTS,
+    "master": MASTERS,
+    **dict.fromkeys(ADAMW.moments, MOMENTS),
+}
 
 
 @pytest.mark.parametrize("slot", TABLES)
 def test_each_format_is_among_them(slot):
-    names = {getattr(formats, slot).name for formats in EACH_FORMAT}
+    names = {formats.by_slot[slot].name for formats in EACH_FORMAT}
     assert names == {form.name for form in TABLES[slot].values()}
 
 

@@ -83,23 +83,25 @@ def test_twin_takes_torchs_operations(betas, hard, weight_decay):
 def test_a_gradient_that_overflows_makes_the_average_nan(name, grad, device):
     """torch's inner multiply-add takes infinity from infinity; 3e38 has an infinite square."""
     rule, group = RULES[name, "torch"], group_of((0.9, 0.95), 0.0)
-    formats = Formats(*(table[torch.float32] for table in (GRADS, WEIGHTS)), NONE, FP32, FP32)
+    tables = (table[torch.float32] for table in (GRADS, WEIGHTS))
+    formats = Formats(*tables, NONE, (FP32, FP32), rule.moments)
     for step in (triton_step, reference_step):
         where = device if step is triton_step else "cpu"
         tensors = {slot: [torch.full((5,), 0.25, device=where)] for slot in formats.slots}
         tensors["grad"][0][2] = grad
         step(tensors, formats, rule, group)
-        for slot in ("first", "second"):
-            is_finite = slot == "first" and grad == 3e38
+        for slot in rule.moments:
+            is_finite = slot == "exp_avg" and grad == 3e38
             assert tensors[slot][0].isnan().tolist() == [False, False, not is_finite, False, False]
 
 
 def test_two_negative_zeros_make_a_positive_one(device):
     """torch's inner multiply-add adds a zero of either sign; a product alone would be negative."""
     rule, group = RULES["adamw", "torch"], group_of((0.9, 0.95), 0.0)
-    formats = Formats(*(table[torch.float32] for table in (GRADS, WEIGHTS)), NONE, FP32, FP32)
+    tables = (table[torch.float32] for table in (GRADS, WEIGHTS))
+    formats = Formats(*tables, NONE, (FP32, FP32), rule.moments)
     for step in (triton_step, reference_step):
         where = device if step is triton_step else "cpu"
         tensors = {slot: [torch.full((3,), -0.0, device=where)] for slot in formats.slots}
         step(tensors, formats, rule, group)
-        assert_same_bits(tensors["first"][0].cpu(), torch.zeros(3))
+        assert_same_bits(tensors["exp_avg"][0].cpu(), torch.zeros(3))

@@ -81,12 +81,12 @@ def test_the_kernel_moves_scales_as_update_scales_does(length, algorithm, skip, 
             weight.latest_amax.copy_(torch.maximum(weight.latest_amax, amax))
         update_scales(weight, None if skip is None else torch.tensor(skip != 0, device=device))
         weights.append(weight)
-    form = FP32_MASTER
+    form, rule = FP32_MASTER, RULES["adamw", "ieee"]
     formats = Formats(
-        GRADS[torch.float32], recipe.format, form, form, form, Cast(recipe, torch.bfloat16)
+        *(GRADS[torch.float32], recipe.format, form, (form, form), rule.moments),
+        Cast(recipe, torch.bfloat16),
     )
     count = len(AMAXES)
-    rule = RULES["adamw", "ieee"]
     plan = CastPlan(formats, rule, [1] * count, [0] * count, device, [Extent(1, 1, 0)] * count)
     plan._buffers = {"weight_scale": scales, "weight_amax": amaxes}
     if skip is not None:

@@ -130,7 +130,7 @@ def step(names, codes, group, decoupled):
     """One step of one tensor.
 
     names: slot -> format name, without slots that hold nothing; codes: slot -> unsigned integers
-    (grad, weight, master, first, second) and scales (fp32). Returns both after the step.
+    (grad, weight, master, exp_avg, exp_avg_sq) and scales (fp32). Returns both after the step.
     """
     scale = {slot: codes.get(f"{slot}_scale") for slot in names}
     joined = names.get("master") == "remainder16"
@@ -139,12 +139,12 @@ def step(names, codes, group, decoupled):
     else:
         source = "master" if "master" in names else "weight"
         param = decode(names[source], codes[source], scale[source])
-    first = decode(names["first"], codes["first"], scale["first"])
-    second = decode(names["second"], codes["second"], scale["second"])
+    first = decode(names["exp_avg"], codes["exp_avg"], scale["exp_avg"])
+    second = decode(names["exp_avg_sq"], codes["exp_avg_sq"], scale["exp_avg_sq"])
     grad = decode(names["grad"], codes["grad"], None)
     param, first, second = adam(param, first, second, grad, group, decoupled)
     after = {}
-    values = {"first": first, "second": second}
+    values = {"exp_avg": first, "exp_avg_sq": second}
     if joined:
         after["weight"], after["master"] = split(param)
     else:

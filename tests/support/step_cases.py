@@ -1,5 +1,6 @@
 """Buffers full of hard values, the combinations of formats, and the three ways to take a step."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -26,19 +27,23 @@ GROUP = {
 IEEE_RULES = [rule for (_, contract), rule in RULES.items() if contract == "ieee"]
 
 
+ADAM = ("exp_avg", "exp_avg_sq")
+POSITIVE = ("exp_avg_sq", "max_exp_avg_sq")
+"""Moments that are never below 0."""
+
+
 def combinations():
     """Every combination of formats that can be asked for."""
     tables = (GRADS, WEIGHTS, MASTERS, MOMENTS, MOMENTS)
     for row in itertools.product(*(table.values() for table in tables)):
-        formats = Formats(*row)
+        formats = Formats(*row[:3], row[3:], ADAM)
         is_own_master = formats.weight.name == "float32" and formats.master.present
         if not is_own_master and not (formats.master.joined and formats.weight.name != "bfloat16"):
             yield formats
 
 
 def name_of(formats):
-    slots = (formats.grad, formats.weight, formats.master, formats.first, formats.second)
-    return "-".join(form.name for form in slots)
+    return "-".join(form.name for form in formats.by_slot.values())
 
 
 # Each format of each slot, next to each format of the slot that it is read or written with.
@@ -88,10 +93,10 @@ def tensor_of(slot, formats, count, generator):
     if dtype == torch.int16:
         return torch.randint(-(2**15), 2**15, (count,), generator=generator).to(dtype)
     if slot in ("grad", "weight", "master") or dtype == torch.float32:
-        values = hard_values(count, generator, positive=slot == "second")
+        values = hard_values(count, generator, positive=slot in POSITIVE)
     else:
         values = torch.randn(count, generator=generator)
-        values = values.abs() if slot == "second" else values
+        values = values.abs() if slot in POSITIVE else values
     return values.to(dtype)
 
 
@@ -102,6 +107,14 @@ def buffers(formats, counts, device, seed=0):
         slot: [tensor_of(slot, formats, count, generator).to(device) for count in counts]
         for slot in formats.slots
     }
+
+
+def with_format(formats, slot, form):
+    """The formats with another one in a slot."""
+    forms = {**formats.by_slot, slot: form}
+    moments = tuple(forms[name] for name in formats.moment_names)
+    own = {name: forms[name] for name in ("grad", "weight", "master")}
+    return dataclasses.replace(formats, **own, moments=moments)
 
 
 def copied(tensors):
@@ -128,8 +141,7 @@ def reference_step(tensors, formats, rule, group, groups=None):
 
 def oracle_step(tensors, formats, rule, group):
     """Steps the buffers in place on the oracle, with tensors of at least one element."""
-    slots = ("grad", "weight", "master", "first", "second")
-    names = {s: getattr(formats, s).name for s in slots if getattr(formats, s).present}
+    names = {slot: form.name for slot, form in formats.by_slot.items() if form.present}
     for index in range(len(tensors["weight"])):
         codes = {}
         for slot in formats.slots:

@@ -1,0 +1,155 @@
+"""SGD under contract ieee: plain, with momentum, Nesterov's. docs/numbers.md has the operations.
+
+The momentum buffer starts as the first gradient, as torch.optim.SGD's does: the row of a group's
+first step has 1 in the place of 1 - dampening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.rules.adam_ieee import canonical, canonical_reference
+from megaopt.kernels.rules.base import Rule, round_row
+from megaopt.kernels.rules.loading import number
+
+MOMENTUM: tl.constexpr = tl.constexpr(0)
+DAMPENING: tl.constexpr = tl.constexpr(1)
+WEIGHT_DECAY: tl.constexpr = tl.constexpr(2)
+
+Scalars = tuple[float, ...]
+Moments = tuple[torch.Tensor, ...]
+
+
+def hyper(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """momentum, dampening, weight_decay."""
+    return tuple(float(group[name]) for name in ("momentum", "dampening", "weight_decay"))
+
+
+def scalars(group: Mapping[str, Any]) -> Scalars:
+    """One row of fp32 numbers for a parameter group, computed in fp64 and rounded once.
+
+    Args:
+        group: lr (in units of the parameter per unit of the gradient), momentum, dampening,
+            weight_decay, and step, the number of this update, counted from 1.
+
+    Returns:
+        momentum, 1 - dampening (1 at the first step), weight_decay, lr.
+    """
+    momentum, dampening, weight_decay = hyper(group)
+    kept = 1.0 if group["step"] == 1 else 1.0 - dampening
+    return round_row((momentum, kept, weight_decay, float(group["lr"])))
+
+
+@helper
+def prepare(hyper_ptr, lr, step):
+    one = tl.full((), 1.0, tl.float64)
+    return (
+        number(hyper_ptr, MOMENTUM).to(tl.float32),
+        tl.where(step == 1, one, one - number(hyper_ptr, DAMPENING)).to(tl.float32),
+        number(hyper_ptr, WEIGHT_DECAY).to(tl.float32),
+        lr,
+    )
+
+
+@helper
+def updated(
+    param, moments, grad, scalars, MOMENTS: tl.constexpr, NESTEROV: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+):  # fmt: skip
+    momentum, kept, weight_decay, lr = scalars
+    update = grad
+    if not DECOUPLED:
+        update = update + weight_decay * param
+    after = ()
+    if MOMENTS > 0:
+        momentum_buffer = momentum * moments[0] + kept * update
+        update = update + momentum * momentum_buffer if NESTEROV else momentum_buffer
+        after = (canonical(momentum_buffer),)
+    if DECOUPLED:
+        update = update + weight_decay * param
+    return canonical(param - lr * update), after
+
+
+@helper
+def sgd(param, moments, grad, scalars):
+    return updated(param, moments, grad, scalars, 0, False, False)
+
+
+@helper
+def sgd_momentum(param, moments, grad, scalars):
+    return updated(param, moments, grad, scalars, 1, False, False)
+
+
+@helper
+def sgd_nesterov(param, moments, grad, scalars):
+    return updated(param, moments, grad, scalars, 1, True, False)
+
+
+@helper
+def sgdw(param, moments, grad, scalars):
+    return updated(param, moments, grad, scalars, 0, False, True)
+
+
+@helper
+def sgdw_momentum(param, moments, grad, scalars):
+    return updated(param, moments, grad, scalars, 1, False, True)
+
+
+@helper
+def sgdw_nesterov(param, moments, grad, scalars):
+    return updated(param, moments, grad, scalars, 1, True, True)
+
+
+def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tensor, Moments]]:
+    """The twin of one kind of SGD."""
+
+    def update(
+        param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
+    ) -> tuple[torch.Tensor, Moments]:
+        """One SGD update of fp32 tensors of one shape; the arguments stay as they are.
+
+        As torch.optim.SGD has it (Sutskever et al. 2013), with decoupled decay as Loshchilov &
+        Hutter 2019, arXiv:1711.05101. Returns the new param, and the momentum buffer if there is
+        one.
+        """
+        momentum, kept, weight_decay, lr = scalars
+        found = grad if decoupled else grad + param * weight_decay
+        after: Moments = ()
+        if moments:
+            momentum_buffer = moments[0] * momentum + found * kept
+            found = found + momentum_buffer * momentum if nesterov else momentum_buffer
+            after = (canonical_reference(momentum_buffer),)
+        found = found + param * weight_decay if decoupled else found
+        return canonical_reference(param - found * lr), after
+
+    return update
+
+
+def rule(name: str, update: Any, momentum: bool, nesterov: bool, decoupled: bool) -> Rule:
+    """One kind of SGD."""
+    return Rule(
+        name,
+        "ieee",
+        ("momentum_buffer",) if momentum else (),
+        scalars,
+        4,
+        hyper,
+        prepare,
+        update,
+        reference(nesterov, decoupled),
+        moments_use_param=not decoupled,
+    )
+
+
+SGD_RULES = (
+    rule("sgd", sgd, False, False, False),
+    rule("sgd_momentum", sgd_momentum, True, False, False),
+    rule("sgd_nesterov", sgd_nesterov, True, True, False),
+    rule("sgdw", sgdw, False, False, True),
+    rule("sgdw_momentum", sgdw_momentum, True, False, True),
+    rule("sgdw_nesterov", sgdw_nesterov, True, True, True),
+)

@@ -149,7 +149,7 @@ def test_unscaling_first_and_clipping_by_torch(backend, capturable):
 def test_a_step_that_found_inf_leaves_out_measures_nothing(backend):
     found, scaler = made(backend=backend), scaler_of()
     scaled_step(scaler, found, 0, math.inf, clip_norm=0.5)
-    with pytest.raises(RuntimeError, match="no step has measured the norm yet: .* found_inf"):
+    with pytest.raises(RuntimeError, match=r"no step has measured the norm yet: .* found_inf"):
         _ = found.grad_norm
     scaled_step(scaler, found, 0, clip_norm=0.5)
     kept = found.grad_norm.clone()

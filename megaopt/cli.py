@@ -48,9 +48,11 @@ def train(
         config: TOML file of the run.
         variant: Name of the variant; the config's first fused variant by default.
         steps: Last step, counted from the run's beginning; the config's by default.
-        save: Write a checkpoint here at the end.
-        resume: Continue from this checkpoint.
-        result: Write the losses trained here, the final weights and the state to this file.
+        save: Write a checkpoint to this file at the end.
+        resume: Continue from this checkpoint of the same variant.
+        result: Write the losses trained here, the final weights and the state to this file, which
+            torch.load reads: "losses" as float.hex writes them; "tensors" by parameter and quantity
+            (weight, exp_avg, ...), each a pair of the dtype's name and its bits as integers.
     """
     return _load("megaopt.regression.single", "train")(
         config, variant=variant, steps=steps, save=save, resume=resume, result=result
@@ -91,7 +93,7 @@ def verify(
 
     Args:
         record: Write the record anew to this file, and compare nothing.
-        only: Names of the cases to check, or patterns of them; all by default.
+        only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
         backends: Names of the backends to check; all by default.
     """
     from megaopt.golden.command import verify as run

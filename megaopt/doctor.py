@@ -18,6 +18,10 @@ from megaopt.promises.trial import Place, Tensors, differ, train
 __all__ = ["Finding", "examine", "main"]
 
 HOLDS = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "not here"}
+INTERPRETER = (
+    "; on Triton's interpreter, which is slow: another program must set TRITON_INTERPRET=1 before "
+    "it imports megaopt"
+)
 WORKS = {True: "[green]yes[/green]", False: "[red]BROKEN[/red]", None: "not here"}
 
 
@@ -63,11 +67,13 @@ def judge(findings: Sequence[Finding], outcomes: Sequence[Outcome]) -> tuple[str
         outcomes: Of all promises; none where they were not checked.
     """
     broken = [f"{f.backend} under {f.contract} on {f.device}" for f in findings if f.works is False]
-    broken += [f"{outcome.name!r}" for outcome in outcomes if outcome.holds is False]
-    if broken:
-        return f"NOT in order: {', '.join(broken)}", False
+    false = [f"{outcome.name!r}" for outcome in outcomes if outcome.holds is False]
+    wrong = [f"NOT working: {', '.join(broken)}"] if broken else []
+    wrong += [f"promises that do NOT hold: {', '.join(false)}"] if false else []
+    if wrong:
+        return "; ".join(wrong), False
     backends = sorted({f"{f.backend} on {f.device}" for f in findings if f.works})
-    verdict = f"in order: {', '.join(backends)}"
+    verdict = f"working: {', '.join(backends)}"
     if outcomes:
         held = sum(outcome.holds is True for outcome in outcomes)
         left = len(outcomes) - held
@@ -104,6 +110,8 @@ def _examine_one(device: torch.device, backend: str, contract: str) -> Finding:
         return Finding(device, backend, contract, True, "steps (there is no reference)")
     is_reference = (device.type, backend) == ("cpu", "reference")
     note = "steps (the reference)" if is_reference else "steps, the reference's bits"
+    if (device.type, backend) == ("cpu", "triton"):
+        note += INTERPRETER
     return Finding(device, backend, contract, True, note)
 
 

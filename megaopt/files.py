@@ -50,7 +50,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: the file cannot be written (no such folder, no space left, not a file, ...).
     """
     target = Path(os.path.realpath(path))
-    with _named(target):
+    with _named(path, target):
         older = _status_of(target)
         _remove_abandoned(target.parent)
         file, lock = _new_file(target.parent, 0o666 if older is None else older.st_mode)
@@ -80,15 +80,16 @@ def write_json(path: str | os.PathLike[str], record: Any) -> None:
 
 
 @contextmanager
-def _named(target: Path) -> Iterator[None]:
-    """Errors name the file that was asked for, and not the temporary one, or none."""
+def _named(path: str | os.PathLike[str], target: Path) -> Iterator[None]:
+    """Errors name the file as it was asked for: not the temporary one, its real place, or none."""
     try:
         yield
     except OSError as error:
         found = error.filename
-        if error.errno is None or not (found is None or PREFIX in str(found)):
+        is_other = not (found is None or PREFIX in str(found) or str(found) == str(target))
+        if error.errno is None or is_other:
             raise
-        raise OSError(error.errno, error.strerror, str(target)) from error
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _status_of(target: Path) -> os.stat_result | None:

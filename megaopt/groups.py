@@ -99,6 +99,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _check_new_group(self, group: dict[str, Any], index: int) -> None:
         where = f"group {index}"
+        _check_duplicates(group["params"], where)
         check_names(group.get("param_names"), len(group["params"]), where)
         check_keys(group, self.options, where)
         check_group(group, self.options.NUMBERS, where, lr_is_needed=False)
@@ -259,6 +260,17 @@ def _new_group(param_group: Any) -> dict[str, Any]:
     if not isinstance(param_group, dict) or "params" not in param_group:
         raise TypeError(f"param_group must be a dict with 'params', got {shown(param_group)}")
     return {**param_group, "params": _entries("params", param_group["params"])}
+
+
+def _check_duplicates(params: list[torch.Tensor], where: str) -> None:
+    """Raises ValueError where a parameter stands in a group twice, which would step it twice."""
+    places: dict[int, int] = {}
+    for place, param in enumerate(params):
+        first = places.setdefault(id(param), place)
+        if first != place:
+            raise ValueError(
+                f"{where}: each parameter must be there once, got one at {first} and {place}"
+            )
 
 
 def check_names(names: Any, count: int, where: str) -> None:

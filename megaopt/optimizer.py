@@ -212,10 +212,20 @@ class FusedOptimizer(StatefulOptimizer):
         """The gradients' L2 norm, fp32 of shape (), at the last step that had to know it.
 
         After unscaling, before clipping. Steps know it that have clip_norm, or nonfinite other than
-        "propagate". The next such step writes into the same tensor. Raises RuntimeError before the
-        first, and with parameters on several devices.
+        "propagate". The next such step writes into the same tensor.
+
+        A step that a GradScaler's found_inf leaves out measures nothing, and the last norm stays;
+        with capturable, where the host does not wait for found_inf, it does measure: an infinity or
+        NaN. So does a step that nonfinite leaves out.
+
+        Raises RuntimeError before the first norm, and with parameters on several devices.
         """
         found = [each for each in self._preparations.values() if each.measured]
+        if not found:
+            raise RuntimeError(
+                "no step has measured the norm yet: a step with clip_norm, or under "
+                "nonfinite='skip' or 'error', does, unless found_inf leaves it out"
+            )
         if len(found) != 1:
             raise RuntimeError(
                 f"grad_norm is known on {len(found)} devices: a step with clip_norm, or under "

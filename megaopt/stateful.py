@@ -276,6 +276,7 @@ class StatefulOptimizer(GroupedOptimizer):
         Every group also names the contract and adam_w_mode, so that a load can refuse another.
         "not_made" has, for each parameter whose state is not complete yet, the names of what it
         lacks, so that a load can refuse a state dict that has lost some.
+        torch's own optimizers load what FusedAdam.to_torch_state_dict gives, not this.
         Raises ValueError where ranks differed in the last step, which then left it out.
         """
         self._hear()

@@ -11,6 +11,7 @@ from megaopt.batches import MASTER, SCALE
 from megaopt.checks import NOT_NEGATIVE, number
 from megaopt.float8.parts import weight_of
 from megaopt.options import Options, check_group
+from megaopt.saved import NOT_MADE
 
 if TYPE_CHECKING:
     from megaopt.stateful import StatefulOptimizer
@@ -43,7 +44,8 @@ def torch_state_dict(optimizer: StatefulOptimizer, drop_masters: bool) -> dict[s
         count = float(optimizer.param_groups[groups[key]]["step"])
         states[key]["step"] = torch.tensor(count, dtype=torch.float32)
     own = [_group(group, optimizer.options) for group in packed["param_groups"]]
-    return {**packed, "state": states, "param_groups": own}
+    kept = {name: value for name, value in packed.items() if name != NOT_MADE}
+    return {**kept, "state": states, "param_groups": own}
 
 
 def _check(group: Mapping[str, Any], options: Options, where: str) -> None:

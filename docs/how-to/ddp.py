@@ -45,6 +45,7 @@ def build_optimizer(
 
 def train(folder: Path, resume: Path | None = None) -> None:
     """Trains up to step STEPS, with a checkpoint after WARMUP steps and at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank()
     model = DistributedDataParallel(build_model())
     optimizer, warmup = build_optimizer(model)

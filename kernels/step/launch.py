@@ -115,8 +115,9 @@ class TritonPlan:
         self._rows[kernel.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
         if self.rule.lanes:
             self._rows[kernel.VECTORIZED.value] = self._vectorized()
-        self.stale = False
-        return self._table.update(self._rows)
+        table = self._table.update(self._rows)
+        self.stale = False  # only now: without memory for the copy the next step tries again
+        return table
 
     def _vectorized(self) -> numpy.ndarray:
         columns = [

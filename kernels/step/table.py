@@ -61,8 +61,9 @@ class DeviceTable:
     def update(self, array: numpy.ndarray) -> torch.Tensor:
         """The array on the device, uploaded where it differs from the last one."""
         if self._host is None or not numpy.array_equal(self._host, array):
-            self._host = array.copy()
-            self._upload()
+            host = array.copy()
+            self._upload(host)
+            self._host = host  # only now: without memory for a copy the old one stays
         return self.kept()
 
     def kept(self) -> torch.Tensor:
@@ -70,13 +71,13 @@ class DeviceTable:
         if is_capturing(self.device):
             self._captured.append(self.tensor)
         elif self._waits_for_replay:
-            self._upload()
+            assert self._host is not None
+            self._upload(self._host)
         return self.tensor
 
-    def _upload(self) -> None:
+    def _upload(self, host: numpy.ndarray) -> None:
         """Copies to new memory; within a capture that is filled only when the graph is replayed."""
-        assert self._host is not None
-        pinned = pinned_copy(self._host, self.device)
+        pinned = pinned_copy(host, self.device)
         self.tensor = pinned.to(self.device, non_blocking=True, copy=True)
         self._waits_for_replay = is_capturing(self.device)
         if self._waits_for_replay:

@@ -26,13 +26,15 @@ def to_float8(
 
     A weight keeps its dtype, requires_grad, attributes and, for an optimizer's master, its values:
     `high_precision_initial_value`. Optimizers are made afterwards: the parameters are new ones. A
-    weight that several layers share stays shared.
+    weight that several layers share stays shared. Layers that filter does not choose stay as they
+    are, and nothing is printed: by default those whose weight has a size that is no multiple of 16.
 
     Args:
         module: a model, or a layer; weights of fp32, bf16 or fp16.
         recipe: a Float8Recipe or its name, of RECIPES.
         filter: which layers: called with each torch.nn.Linear's name in the model ("" is the module
-            itself) and the layer.
+            itself) and the layer. By default those whose in_features and out_features are both
+            multiples of 16.
 
     Returns:
         The module.

@@ -19,6 +19,9 @@ from megaopt.kernels.contracts import CONTRACTS
 DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch", "triton")
 """Of the machine on which the part of NVIDIA GPUs was made."""
 
+EXAMPLE = "ieee/adamw/bf16*"
+"""Of a pattern that has cases."""
+
 Advance = Callable[[], None]
 """Called after each case."""
 
@@ -64,9 +67,13 @@ def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]
     for backend in backends:
         if backend not in BACKENDS:
             raise ValueError(f"backends must be of {', '.join(BACKENDS)}, got {backend!r}")
+    names = [case.name for cases in CASES.values() for case in cases]
     for pattern in only:
-        if not any(fnmatchcase(case.name, pattern) for cases in CASES.values() for case in cases):
-            raise ValueError(f"only must match the name of a case, got {pattern!r}")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"only must match one of the {len(names)} names of cases, as {EXAMPLE!r} does, "
+                f"got {pattern!r}"
+            )
     return {
         part: [case for case in cases if matches(case.name, only)] for part, cases in CASES.items()
     }
@@ -107,11 +114,13 @@ def _devices(contract: str) -> list[torch.device]:
 def _why_not(
     record: Record, part: str, contract: str, backend: str, device: torch.device
 ) -> str | None:
+    reason = why_not(backend, CONTRACTS[contract], device)
+    if reason is not None:
+        return reason
     if not record.is_recorded(part):
         return "not recorded yet"
-    reason = why_not(backend, CONTRACTS[contract], device)
-    if reason is not None or part == ANY_MACHINE:
-        return reason
+    if part == ANY_MACHINE:
+        return None
     here = environment.describe()["compute_capability"]
     recorded = record.made_on.get("compute_capability")
     if here != recorded:

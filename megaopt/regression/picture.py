@@ -100,6 +100,23 @@ def _draw_differences(axes: Any, variants: Sequence[Curve]) -> None:
     axes.set_xlabel("step")
     if all(lane.losses and not any(_differences(lane)) for lane in variants):
         _scale_to_one_unit(axes, variants)
+    _mark_first_difference(axes, variants)
+
+
+def _mark_first_difference(axes: Any, variants: Sequence[Curve]) -> None:
+    """A line at the first step at which any bit differs, which may be none of a loss."""
+    found = [lane.difference.step for lane in variants if lane.difference is not None]
+    if not found:
+        return
+    step = min(found)
+    axes.axvline(step, color="#444444", linewidth=0.9, linestyle="--", zorder=0)
+    is_late = step > max(len(lane.losses) for lane in variants) / 2
+    axes.annotate(
+        f"first difference: step {step}",
+        (step, 0.97), xycoords=axes.get_xaxis_transform(),
+        xytext=(-4 if is_late else 4, 0), textcoords="offset points",
+        ha="right" if is_late else "left", va="top", fontsize=9, color="#444444",
+    )  # fmt: skip
 
 
 def _scale_to_one_unit(axes: Any, variants: Sequence[Curve]) -> None:
@@ -164,7 +181,7 @@ def draw_losses(path: Path, title: str, lanes: Sequence[Curve]) -> None:
         upper.set_title("Loss of every variant" if single else f"Losses: {recipe}", loc="left")
         lower.set_title(_summary(_parted(column)[1], in_short=not single), loc="left")
     rows[0][0].set_ylabel("loss (nats per byte)")
-    rows[1][0].set_ylabel("variant - baseline")
+    rows[1][0].set_ylabel("loss: variant - baseline")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     labels = rows[0][0].get_legend_handles_labels()
     figure.legend(*labels, loc="outside right upper", frameon=False, fontsize=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,35 @@ def load_trainer(path: Path, config: RunConfig, variant: Variant, trainer: Train
         raise ConfigError(f"resume must be a checkpoint of `megaopt train`, got {str(path)!r}")
     for key, value in expected.items():
         if saved.get(key) != value:
+            own, other = _apart(key, value, saved.get(key))
             raise ConfigError(
-                f"resume must be a checkpoint of this run, whose {key} is {value}, got "
-                f"{str(path)!r}, whose {key} is {saved.get(key)}"
+                f"resume must be a checkpoint of this run, whose {own}, got {str(path)!r}, "
+                f"whose {other}"
             )
     trainer.load_state_dict(payload["trainer"])
+
+
+def _apart(key: str, own: Any, other: Any) -> tuple[str, str]:
+    """What tells two descriptions apart: of two dataclasses of a kind the fields that differ."""
+    (kind, ours), (other_kind, others) = _fields(own), _fields(other)
+    if kind is None or kind != other_kind or ours.keys() != others.keys():
+        return f"{key} is {own}", f"{key} is {other}"
+    names = [name for name in ours if ours[name] != others[name]]
+    told = [
+        " and ".join(f"{key}.{name} is {each[name]}" for name in names) for each in (ours, others)
+    ]
+    return told[0], told[1]
+
+
+def _fields(described: Any) -> tuple[str | None, dict[str | None, str]]:
+    """A dataclass's name and its fields' values, out of its repr; None for what is none."""
+    try:
+        call = ast.parse(str(described), mode="eval").body
+    except SyntaxError:
+        return None, {}
+    if not isinstance(call, ast.Call):
+        return None, {}
+    return ast.unparse(call.func), {each.arg: ast.unparse(each.value) for each in call.keywords}
 
 
 def save_result(path: Path, losses: list[float], snapshot: Snapshot) -> None:

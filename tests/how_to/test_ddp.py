@@ -6,7 +6,9 @@ from runs import assert_same
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    straight, resumed = (tmp_path_factory.mktemp(name) for name in ("straight", "resumed"))
+    # the script makes folders that are missing
+    straight = tmp_path_factory.mktemp("straight") / "not" / "there"
+    resumed = tmp_path_factory.mktemp("resumed")
     resume = ["--folder", str(resumed), "--resume", str(straight / "step-3.pt")]
     run_ranks("ddp", [["--folder", str(straight)], resume])
     return straight, resumed

@@ -13,6 +13,7 @@ from runs import (
     SHAPES,
     assert_same,
     copied,
+    give_gradients,
     parameters,
     params_of,
     snapshot,
@@ -387,3 +388,40 @@ def test_a_refused_initialize_state_makes_no_entry():
         with pytest.raises(ValueError, match=r"master_weights\[1\]"):
             optimizer.initialize_state(param)
     assert len(optimizer.state) == 0
+
+
+def test_a_parameter_that_stands_in_a_group_twice_is_refused():
+    """It would be stepped twice, by kernels at once."""
+    (param,) = parameters([(3,)])
+    message = "group 0: each parameter must be there once, got one at 0 and 1"
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match=message):
+        FusedAdam([param, param])
+    optimizer = FusedAdam(parameters())
+    before = Before(optimizer)
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="once"):
+        optimizer.add_param_group({"params": [param, param]})
+    before.assert_same()
+
+
+@pytest.mark.parametrize("options", [MASTER, FP16_FP8], ids=["fp32 masters", "scales"])
+def test_a_step_that_failed_before_its_launch_can_be_taken_again(options):
+    """The tables that a launch reads are as new as the addresses, whatever failed on the way."""
+    retried = 0
+    for allowed in range(20):
+        optimizer, unhurt = (made({**options, "backend": "triton"}) for _ in range(2))
+        for each in (optimizer, unhurt):
+            train(each, 2)
+            give_gradients(params_of(each), 9)
+        before = Before(optimizer)
+        with Failing(allowed), pytest.raises(Injected):
+            optimizer.step()
+        try:
+            before.assert_same()
+        except AssertionError:
+            break  # the kernel had begun
+        for each in (optimizer, unhurt):
+            each.step()
+            train(each, 1, first=4)
+        assert_same(snapshot(optimizer), snapshot(unhurt))
+        retried += 1
+    assert retried >= 4

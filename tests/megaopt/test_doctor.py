@@ -27,7 +27,7 @@ def test_all_that_should_work_here_works(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_last_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     verdict = capsys.readouterr().out.splitlines()[-1]
-    assert verdict.startswith("in order: reference on cpu")
+    assert verdict.startswith("working: reference on cpu")
     assert verdict.endswith("promises were not checked, --check does so")
 
 
@@ -71,6 +71,14 @@ def test_backend_that_cannot_work_says_why_and_is_no_fault(
     text = capsys.readouterr().out
     assert "not here" in text
     assert "[kernels]" in text
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are compiled")
+def test_kernels_on_a_cpu_say_what_a_program_must_set() -> None:
+    notes = {f.backend: f.note for f in doctor.examine(CPU) if f.contract == "ieee"}
+    assert "must set TRITON_INTERPRET=1 before it imports megaopt" in notes["triton"]
+    assert "TRITON_INTERPRET" not in notes["reference"]
 
 
 def test_contract_that_a_backend_does_not_keep_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +137,7 @@ def test_broken_backend_is_found(
     assert all(f.works is False and message in f.note for f in findings)
     assert doctor.main() == 1
     verdict = capsys.readouterr().out.splitlines()[-1]
-    assert verdict.startswith(f"NOT in order: triton under {findings[0].contract} on {device}")
+    assert verdict.startswith(f"NOT working: triton under {findings[0].contract} on {device}")
 
 
 def test_environment_is_text_or_none_with_the_same_keys_everywhere(

@@ -146,6 +146,26 @@ def test_unscaling_first_and_clipping_by_torch(backend, capturable):
 
 
 @both_backends
+def test_a_step_that_found_inf_leaves_out_measures_nothing(backend):
+    found, scaler = made(backend=backend), scaler_of()
+    scaled_step(scaler, found, 0, math.inf, clip_norm=0.5)
+    with pytest.raises(RuntimeError, match=r"no step has measured the norm yet: .* found_inf"):
+        _ = found.grad_norm
+    scaled_step(scaler, found, 0, clip_norm=0.5)
+    kept = found.grad_norm.clone()
+    assert 0 < kept < math.inf
+    scaled_step(scaler, found, 1, math.inf, clip_norm=0.5)
+    assert_same_bits(found.grad_norm, kept)
+
+
+@both_backends
+def test_with_capturable_a_step_that_found_inf_leaves_out_is_measured(backend):
+    found = made(capturable=True, backend=backend)
+    scaled_step(scaler_of(), found, 0, math.inf, clip_norm=0.5)
+    assert found.grad_norm == math.inf
+
+
+@both_backends
 @both_modes
 @pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
 def test_scaled_and_clipped(name, backend, capturable):

@@ -182,7 +182,7 @@ REFUSED = {
         without(bias_correction=False),
         "group 1: bias_correction must be True, as",
     ),
-    "lr": (without(lr=None), "group 1: lr must be a number >= 0, got None"),
+    "lr": (without(lr=None), "group 1: lr must be a finite number >= 0 in fp32, got None"),
     "steps": (
         without(step=2**24 + 1),
         "group 1: step must be <= 16777216, as torch counts in fp32",

@@ -74,13 +74,21 @@ def refusal(path, config, variant="whole"):
 def test_a_checkpoint_of_another_run_is_refused(write_run, saved):
     other_decay = read_config(write_run(optimizer="beta1 = 0.8", whole=REFERENCE))
     message = refusal(saved, other_decay)
-    assert "whose optimizer is OptimizerConfig(" in message
-    assert "beta1=0.8" in message
+    assert "of this run, whose optimizer.beta1 is 0.8, got " in message
+    assert message.endswith("saved', whose optimizer.beta1 is 0.9")
 
 
 def test_a_checkpoint_of_another_variant_is_refused(write_run, saved):
     config = read_config(write_run(whole=REFERENCE, other=REFERENCE))
-    assert "whose variant is FusedVariant(name='whole'" in refusal(saved, config, "other")
+    message = refusal(saved, config, "other")
+    assert "whose variant.name is 'other', got " in message
+    assert message.endswith("whose variant.name is 'whole'")
+
+
+def test_a_checkpoint_of_another_kind_of_variant_is_refused(write_run, saved):
+    message = refusal(saved, read_config(write_run(whole=REFERENCE)), "unfused")
+    assert "whose variant is UnfusedVariant(name='unfused'" in message
+    assert "whose variant is FusedVariant(name='whole'" in message
 
 
 def test_other_files_are_refused(write_run, tmp_path, saved):

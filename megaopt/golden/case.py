@@ -17,7 +17,38 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 WEIGHTS = ("fp32", "bf16", "fp16")
-RULES = {"adamw": True, "adam": False}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which optimizer steps by a rule, and what it is given."""
+
+    optimizer: str
+    options: dict[str, Any]
+    moments: tuple[str, ...]
+    """Those whose formats a case names."""
+    numbers: tuple[str, ...]
+    """Of a group, beside lr and weight_decay."""
+
+
+ADAM = (("exp_avg", "exp_avg_sq"), ("betas", "eps"))
+SGD: tuple[Any, ...] = (("momentum_buffer",), ("momentum", "dampening"))
+DECOUPLED = {"decoupled_weight_decay": True}
+NESTEROV = {"momentum": 0.5, "nesterov": True}
+RULES = {
+    "adamw": Kind("FusedAdam", {"adam_w_mode": True}, *ADAM),
+    "adam": Kind("FusedAdam", {"adam_w_mode": False}, *ADAM),
+    "adamw_amsgrad": Kind("FusedAdam", {"amsgrad": True}, *ADAM),
+    "adam_amsgrad": Kind("FusedAdam", {"adam_w_mode": False, "amsgrad": True}, *ADAM),
+    "lion": Kind("FusedLion", {}, ("exp_avg",), ("betas",)),
+    "sgd": Kind("FusedSGD", {}, (), ()),
+    "sgd_momentum": Kind("FusedSGD", {"momentum": 0.5}, *SGD),
+    "sgd_nesterov": Kind("FusedSGD", NESTEROV, SGD[0], ("momentum",)),
+    "sgdw": Kind("FusedSGD", DECOUPLED, (), ()),
+    "sgdw_momentum": Kind("FusedSGD", {"momentum": 0.5, **DECOUPLED}, *SGD),
+    "sgdw_nesterov": Kind("FusedSGD", {**NESTEROV, **DECOUPLED}, SGD[0], ("momentum",)),
+}
+NO_MOMENTS = "no-moments"
 MASTERS: dict[str, dict[str, Any]] = {
     "no-master": {},
     "fp32-master": {"dtype": torch.float32},
@@ -43,6 +74,7 @@ VARIATIONS = {
     "fp16-values": "an fp8 weight that is fp16 to everybody",
     "no-bias-correction": "bias_correction=False",
     "capturable": "capturable=True",
+    "maximize": "maximize=True",
     "late": "from step 99,990 on in the first group, from 4,090 on in the second",
     "clip": "clip_norm, which every other step exceeds",
     "grad-scale": "a GradScaler's scale, a power of two in some steps and not in others",
@@ -63,11 +95,16 @@ VARIATIONS = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "no-bias-correction": {"bias_correction": False},
     "capturable": {"capturable": True},
+    "maximize": {"maximize": True},
     "skip": {"nonfinite": "skip"},
     "round-scaled-grads": {"round_scaled_grads": True},
     "direct-cast": {"direct_cast": True},
     "rounded-cast": {"direct_cast": False},
 }
+
+
+def _dtypes(moments: str) -> list[str]:
+    return [] if moments == NO_MOMENTS else moments.split("-")
 
 
 @dataclass(frozen=True)
@@ -89,8 +126,8 @@ class Case:
             and (weight in WEIGHTS or weight in FLOAT8)
             and end == "weight"
             and parts[3] in MASTERS
-            and len(parts[4].split("-")) == 2
-            and all(moment in DTYPES for moment in parts[4].split("-"))
+            and len(_dtypes(parts[4])) == len(RULES[parts[1]].moments)
+            and all(moment in DTYPES for moment in _dtypes(parts[4]))
             and all(variation in VARIATIONS for variation in parts[5:])
         )
         if not known:
@@ -102,6 +139,11 @@ class Case:
     def parts(self) -> list[str]:
         """What the name consists of."""
         return self.name.split("/")
+
+    @property
+    def kind(self) -> Kind:
+        """Which optimizer it is."""
+        return RULES[self.parts[1]]
 
     @property
     def contract(self) -> str:
@@ -131,13 +173,12 @@ class Case:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What FusedAdam is given beside parameters, groups and backend."""
-        first, second = self.parts[4].split("-")
+        """What the optimizer is given beside parameters, groups and backend."""
+        moments = zip(self.kind.moments, _dtypes(self.parts[4]), strict=True)
         found = {
-            "contract": self.contract,
-            "adam_w_mode": RULES[self.parts[1]],
-            "exp_avg_dtype": DTYPES[first],
-            "exp_avg_sq_dtype": DTYPES[second],
+            **({} if self.contract == "ieee" else {"contract": self.contract}),
+            **self.kind.options,
+            **{f"{name}_dtype": DTYPES[dtype] for name, dtype in moments},
             "use_decoupled_grad": self.grad != self.weight,
             **MASTERS[self.parts[3]],
         }

@@ -148,6 +148,47 @@ L2_OF_TORCH = (
 )
 
 
+AMSGRAD = (
+    "fp32-weight/no-master/fp32-fp32",
+    "fp32-weight/no-master/fp32-fp32/capturable",
+    "bf16-weight/remainder/bf16-fp8",
+    "bf16-weight/fp32-master/fp32-fp32/nonfinite",
+    "bf16-weight/fp32-master/fp8-fp16/resume",
+    "block_128x128-weight/fp32-master/fp32-fp32",
+)
+LION = (
+    "fp32-weight/no-master/fp32",
+    "fp32-weight/no-master/fp32/nonfinite",
+    "fp32-weight/no-master/fp32/maximize",
+    "bf16-weight/fp32-master/bf16/capturable",
+    "bf16-weight/remainder/fp8",
+    "fp16-weight/fp16-master/fp16/clip",
+    "bf16-weight/no-master/fp32/resume",
+    "delayed-weight/fp32-master/fp32",
+    "block_1x128-weight/fp32-master/fp8",
+)
+MOMENTUM = (
+    "fp32-weight/no-master/fp32",
+    "fp32-weight/no-master/fp32/capturable",
+    "bf16-weight/fp32-master/fp32/nonfinite",
+    "bf16-weight/remainder/fp8",
+    "mxfp8-weight/fp32-master/bf16",
+)
+NO_MOMENTUM = (
+    "fp32-weight/no-master/no-moments",
+    "bf16-weight/fp32-master/no-moments/capturable",
+    "fp16-weight/fp16-master/no-moments",
+    "current-weight/fp32-master/no-moments",
+)
+AMSGRAD_OF_TORCH = (
+    "fp32-weight/no-master/fp32-fp32",
+    "fp32-weight/no-master/fp32-fp32/capturable",
+    "fp32-weight/no-master/fp32-fp32/maximize",
+    "bf16-weight/no-master/bf16-bf16/nan",
+)
+MAXIMIZE = "bf16-weight/fp32-master/fp32-fp32/maximize"
+
+
 def _of(contract: str, rule: str, rows: Iterable[str]) -> list[Case]:
     return [Case(f"{contract}/{rule}/{row}") for row in rows]
 
@@ -161,12 +202,24 @@ CASES: dict[str, list[Case]] = {
         *_of("ieee", "adamw", (*FORMATS, *OPTIONS, *FLOAT8)),
         *_of("ieee", "adam", (*L2, "delayed-weight/fp32-master/fp32-fp32")),
         *_of("ieee", "adam", ("block_128x128-weight/fp32-master/fp8-fp32",)),
+        *(case for rule in ("adamw", "adam") for case in _of("ieee", rule, (MAXIMIZE,))),
+        *_of("ieee", "adamw_amsgrad", AMSGRAD),
+        *_of("ieee", "adam_amsgrad", AMSGRAD),
+        *_of("ieee", "lion", LION),
+        *(case for rule in ("sgd", "sgdw") for case in _of("ieee", rule, NO_MOMENTUM)),
+        *_of("ieee", "sgd_momentum", (*MOMENTUM, "fp32-weight/no-master/fp32/late")),
+        *_of("ieee", "sgd_momentum", ("fp32-weight/no-master/fp32/resume",)),
+        *_of("ieee", "sgd_nesterov", MOMENTUM),
+        *_of("ieee", "sgdw_momentum", MOMENTUM),
+        *_of("ieee", "sgdw_nesterov", MOMENTUM),
     ],
     NVIDIA_GPU: [
         *_of("te", "adamw", (*FORMATS, *TE)),
         *_of("te", "adam", L2),
         *_of("torch", "adamw", (*_without_fp8_moments(FORMATS), *TORCH)),
         *_of("torch", "adam", L2_OF_TORCH),
+        *_of("torch", "adamw_amsgrad", AMSGRAD_OF_TORCH),
+        *_of("torch", "adam_amsgrad", AMSGRAD_OF_TORCH),
     ],
 }
 """By part: what any machine can keep, and what an NVIDIA GPU alone can."""

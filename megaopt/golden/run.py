@@ -12,19 +12,34 @@ import numpy
 import torch
 from torch import Tensor
 
-from megaopt import FusedAdam
+import megaopt
 from megaopt.float8 import Float8Weight
 from megaopt.golden.case import Case
 from megaopt.golden.tensors import copies, gradient, parameters, specs_of
+from megaopt.optimizer import FusedOptimizer
 
 STEPS = 20
 WRITE, RESUME = 9, 10
 """After which steps weights are written by somebody else, and the run goes on from a state dict."""
 
 GROUPS: tuple[dict[str, Any], ...] = (
-    {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1},
+    {
+        "lr": 2e-3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-5,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "dampening": 0.3,
+    },
     # of few bits, so that results are often halfway between two numbers of a 16-bit format
-    {"lr": 2.0**-4, "betas": (0.75, 0.875), "eps": 2.0**-10, "weight_decay": 2.0**-3},
+    {
+        "lr": 2.0**-4,
+        "betas": (0.75, 0.875),
+        "eps": 2.0**-10,
+        "weight_decay": 2.0**-3,
+        "momentum": 0.75,
+        "dampening": 0.25,
+    },
 )
 LATE_STEPS = (99_990, 4_090)
 CLIP_NORMS = (100.0, 10_000.0)
@@ -103,16 +118,21 @@ def run(case: Case, backend: str, device: torch.device) -> dict[str, str]:
     return hashes.digests()
 
 
-def _optimizer(case: Case, params: list[Tensor], backend: str) -> FusedAdam:
+def _optimizer(case: Case, params: list[Tensor], backend: str) -> FusedOptimizer:
     specs = specs_of(case)
+    names = ("lr", "weight_decay", *case.kind.numbers)
     groups = [
-        {"params": [p for p, spec in zip(params, specs, strict=True) if spec.group == index], **own}
+        {
+            "params": [p for p, spec in zip(params, specs, strict=True) if spec.group == index],
+            **{name: own[name] for name in names},
+        }
         for index, own in enumerate(GROUPS)
     ]
     options = case.options
     if case.has("external-masters"):
         options = {**options, "dtype": None, "master_weights": [_master(p) for p in params]}
-    return FusedAdam(groups, backend=backend, **options)
+    made: FusedOptimizer = getattr(megaopt, case.kind.optimizer)(groups, backend=backend, **options)
+    return made
 
 
 def _master(param: Tensor) -> Tensor:
@@ -122,7 +142,7 @@ def _master(param: Tensor) -> Tensor:
     return values.detach().to(torch.float32, copy=True)
 
 
-def _start(case: Case, optimizer: FusedAdam) -> None:
+def _start(case: Case, optimizer: FusedOptimizer) -> None:
     if not case.has("late"):
         return
     for group, step in zip(optimizer.param_groups, LATE_STEPS, strict=True):
@@ -141,7 +161,7 @@ def _give(case: Case, params: list[Tensor], step: int, device: torch.device) -> 
             param.grad = grad
 
 
-def _step(case: Case, optimizer: FusedAdam, step: int, device: torch.device) -> None:
+def _step(case: Case, optimizer: FusedOptimizer, step: int, device: torch.device) -> None:
     if case.has("grad-scale") or case.has("overflow"):
         overflows = case.has("overflow") and step in OVERFLOWS
         scale = torch.full((1,), 1024.0 if step % 2 else 1000.0, device=device)
@@ -153,7 +173,7 @@ def _step(case: Case, optimizer: FusedAdam, step: int, device: torch.device) -> 
 
 
 def _seen(
-    case: Case, params: list[Tensor], optimizer: FusedAdam, step: int
+    case: Case, params: list[Tensor], optimizer: FusedOptimizer, step: int
 ) -> Iterator[tuple[str, str, Tensor]]:
     """All that a step may have changed: its name, where it belongs, the tensor."""
     packed = optimizer.state_dict()
@@ -176,8 +196,8 @@ def _write(params: list[Tensor]) -> None:
 
 
 def _resumed(
-    case: Case, params: list[Tensor], optimizer: FusedAdam, backend: str
-) -> tuple[list[Tensor], FusedAdam]:
+    case: Case, params: list[Tensor], optimizer: FusedOptimizer, backend: str
+) -> tuple[list[Tensor], FusedOptimizer]:
     fresh = copies(params, case)
     other = _optimizer(case, fresh, backend)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))

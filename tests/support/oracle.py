@@ -67,6 +67,68 @@ def adam(param, exp_avg, exp_avg_sq, grad, group, decoupled):
     return canonical(param), canonical(exp_avg), canonical(exp_avg_sq)
 
 
+def amsgrad(param, moments, grad, group, decoupled):
+    """As adam, with the largest exp_avg_sq so far in the root."""
+    beta1, beta2 = group["betas"]
+    correction1 = correction2 = 1.0
+    if group["bias_correction"]:
+        correction1 = 1.0 / (1.0 - power(beta1, group["step"]))
+        correction2 = 1.0 / (1.0 - power(beta2, group["step"]))
+    lr, eps, decay = (F32(group[name]) for name in ("lr", "eps", "weight_decay"))
+    if not decoupled:
+        grad = add(grad, multiply(decay, param))
+    exp_avg = add(multiply(F32(beta1), moments[0]), multiply(F32(1.0 - beta1), grad))
+    square = multiply(F32(1.0 - beta2), multiply(grad, grad))
+    exp_avg_sq = add(multiply(F32(beta2), moments[1]), square)
+    with np.errstate(invalid="ignore"):
+        largest = np.maximum(moments[2], exp_avg_sq)
+    denominator = add(root(multiply(largest, F32(correction2))), eps)
+    update = divide(multiply(exp_avg, F32(correction1)), denominator)
+    if decoupled:
+        update = add(update, multiply(decay, param))
+    return subtract(param, multiply(lr, update)), (exp_avg, exp_avg_sq, largest)
+
+
+def lion(param, moments, grad, group):
+    """Chen et al. 2023, algorithm 2: the sign of one average moves the weight, another is kept."""
+    beta1, beta2 = group["betas"]
+    lr, decay = F32(group["lr"]), F32(group["weight_decay"])
+    mixed = add(multiply(F32(beta1), moments[0]), multiply(F32(1.0 - beta1), grad))
+    direction = np.where(np.isnan(mixed) | (mixed == 0), mixed, np.copysign(F32(1), mixed))
+    update = add(direction, multiply(decay, param))
+    exp_avg = add(multiply(F32(beta2), moments[0]), multiply(F32(1.0 - beta2), grad))
+    return subtract(param, multiply(lr, update)), (exp_avg,)
+
+
+def sgd(param, moments, grad, group, nesterov, decoupled):
+    """torch.optim.SGD's documented algorithm; decoupled decay as in SGDW."""
+    lr, decay = F32(group["lr"]), F32(group["weight_decay"])
+    decayed = multiply(decay, param)
+    update, after = grad if decoupled else add(grad, decayed), ()
+    if moments:
+        momentum = F32(group["momentum"])
+        kept = F32(1.0 if group["step"] == 1 else 1.0 - group["dampening"])
+        buffer = add(multiply(momentum, moments[0]), multiply(kept, update))
+        update, after = add(update, multiply(momentum, buffer)) if nesterov else buffer, (buffer,)
+    if decoupled:
+        update = add(update, decayed)
+    return subtract(param, multiply(lr, update)), after
+
+
+def update(rule, param, moments, grad, group):
+    """The new param and moments by a rule's name."""
+    name, _, kind = rule.partition("_")
+    if kind == "amsgrad":
+        param, moments = amsgrad(param, moments, grad, group, name == "adamw")
+    elif name in ("adam", "adamw"):
+        param, *moments = adam(param, *moments, grad, group, name == "adamw")
+    elif name == "lion":
+        param, moments = lion(param, moments, grad, group)
+    else:
+        param, moments = sgd(param, moments, grad, group, kind == "nesterov", name == "sgdw")
+    return canonical(param), [canonical(moment) for moment in moments]
+
+
 def decode(name, code, scale):
     if name == "float32":
         return code.view(F32)
@@ -126,11 +188,12 @@ def split(value):
     return (upper % 2**16).astype(np.uint16), lower.astype(np.uint16).view(np.int16)
 
 
-def step(names, codes, group, decoupled):
+def step(names, codes, group, rule, moments, maximize=False):
     """One step of one tensor.
 
     names: slot -> format name, without slots that hold nothing; codes: slot -> unsigned integers
-    (grad, weight, master, exp_avg, exp_avg_sq) and scales (fp32). Returns both after the step.
+    (grad, weight, master and the moments, whose names are given) and scales (fp32). Returns both
+    after the step.
     """
     scale = {slot: codes.get(f"{slot}_scale") for slot in names}
     joined = names.get("master") == "remainder16"
@@ -139,12 +202,12 @@ def step(names, codes, group, decoupled):
     else:
         source = "master" if "master" in names else "weight"
         param = decode(names[source], codes[source], scale[source])
-    first = decode(names["exp_avg"], codes["exp_avg"], scale["exp_avg"])
-    second = decode(names["exp_avg_sq"], codes["exp_avg_sq"], scale["exp_avg_sq"])
+    before = [decode(names[name], codes[name], scale[name]) for name in moments]
     grad = decode(names["grad"], codes["grad"], None)
-    param, first, second = adam(param, first, second, grad, group, decoupled)
+    grad = np.negative(grad) if maximize else grad
+    param, found = update(rule, param, before, grad, group)
     after = {}
-    values = {"exp_avg": first, "exp_avg_sq": second}
+    values = dict(zip(moments, found, strict=True))
     if joined:
         after["weight"], after["master"] = split(param)
     else:

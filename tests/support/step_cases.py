@@ -21,10 +21,14 @@ GROUP = {
     "weight_decay": 0.1,
     "bias_correction": True,
     "step": 3,
+    "momentum": 0.9,
+    "dampening": 0.3,
 }
 
 
-IEEE_RULES = [rule for (_, contract), rule in RULES.items() if contract == "ieee"]
+EVERY_RULE = [rule for (_, contract), rule in RULES.items() if contract == "ieee"]
+IEEE_RULES = [rule for rule in EVERY_RULE if rule.name in ("adamw", "adam")]
+OTHER_RULES = [rule for rule in EVERY_RULE if rule not in IEEE_RULES]
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -109,6 +113,12 @@ def buffers(formats, counts, device, seed=0):
     }
 
 
+def with_rule(formats, rule):
+    """The formats with those of Adam's moments for the moments of another rule."""
+    moments = [*formats.moments, formats.moments[0]][: len(rule.moments)]
+    return dataclasses.replace(formats, moments=tuple(moments), moment_names=rule.moments)
+
+
 def with_format(formats, slot, form):
     """The formats with another one in a slot."""
     forms = {**formats.by_slot, slot: form}
@@ -149,7 +159,7 @@ def oracle_step(tensors, formats, rule, group):
             codes[slot] = tensor.view(INTEGERS[tensor.element_size()]).numpy()
             if slot.endswith("_scale"):
                 codes[slot] = tensor.numpy()
-        after = oracle.step(names, codes, group, rule.name == "adamw")
+        after = oracle.step(names, codes, group, rule.name, rule.moments, formats.maximize)
         for slot, code in after.items():
             tensor = tensors[slot][index]
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(code)).view(tensor.dtype))

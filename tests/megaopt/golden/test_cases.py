@@ -33,7 +33,7 @@ def master(case):
 
 
 def rule(case):
-    return "adamw" if case.options["adam_w_mode"] else "adam"
+    return case.parts[1]
 
 
 def weights_with_masters():
@@ -113,7 +113,7 @@ def test_every_row_of_every_table_has_a_case(what):
 @pytest.mark.parametrize(
     ("table", "row", "whats"),
     [
-        (RULES, ("lion", "ieee"), ["rule and contract", "capturable rule"]),
+        (RULES, ("muon", "ieee"), ["rule and contract", "capturable rule"]),
         (CONTRACTS, "apex", ["contract"]),
         (GRADS, torch.float64, ["gradient and weight"]),
         (WEIGHTS, torch.float64, ["gradient and weight", "weight and master"]),

@@ -48,7 +48,7 @@ class Numbers:
     """What a group of an optimizer says in numbers, beside its step count."""
 
     ranges: Mapping[str, Range]
-    """By name; lr among them."""
+    """By name; lr is the first."""
     has_betas: bool = False
     """There is a pair of decays, in [0, 1), under the key betas."""
     flags: tuple[str, ...] = ()
@@ -57,7 +57,9 @@ class Numbers:
     @property
     def names(self) -> tuple[str, ...]:
         """All keys."""
-        return (*self.ranges, *(("betas",) if self.has_betas else ()), *self.flags, "step")
+        lr, *others = self.ranges
+        betas = ("betas",) if self.has_betas else ()
+        return (lr, *betas, *others, *self.flags, "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,9 @@ class Options:
     """
 
     NUMBERS: ClassVar[Numbers]
+    COUNTS_STEPS: ClassVar[bool] = True
+    """Another library's optimizer of this kind counts steps; otherwise a state means that it took
+    at least one."""
     MARKS: ClassVar[tuple[str, ...]] = ("contract",)
     """Options that every group and every state dict names: they say what the bits of a state mean.
 

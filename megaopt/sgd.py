@@ -31,6 +31,7 @@ class SGDOptions(Options):
             "weight_decay": NOT_NEGATIVE,
         }
     )
+    COUNTS_STEPS: ClassVar[bool] = False
     MARKS: ClassVar[tuple[str, ...]] = ("contract", "nesterov", "decoupled_weight_decay")
     CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Options.CHOICES,

@@ -76,9 +76,10 @@ def read(
         ValueError: see FusedAdam.load_state_dict.
     """
     saved = taken_apart(state_dict, [len(group["params"]) for group in optimizer.param_groups])
+    options = optimizer.options
     ours = all("contract" in group for group in saved.groups)
     groups = [
-        _group(own, optimizer.param_groups[index], optimizer.options, _step(saved, index), index)
+        _group(own, optimizer.param_groups[index], options, _step(saved, options, index), index)
         for index, own in enumerate(saved.groups)
     ]
     take = _ours if ours else _foreign
@@ -108,7 +109,7 @@ def _check_not_made(
         )
 
 
-def _step(saved: Saved, index: int) -> int:
+def _step(saved: Saved, options: Options, index: int) -> int:
     """The step count of a group, which torch keeps with every parameter.
 
     Raises ValueError where there are several, and where states have none.
@@ -122,6 +123,8 @@ def _step(saved: Saved, index: int) -> int:
             f"{where}: its parameters have step counts {sorted(steps)}; allowed is one "
             "for all, which this optimizer keeps with the group"
         )
+    if states and not steps and not options.COUNTS_STEPS:
+        return 1  # all that matters is that it is not the first
     if states and not steps:
         raise ValueError(f"{where} of the state dict must have a step count, got none")
     return steps.pop() if steps else 0

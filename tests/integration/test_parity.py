@@ -366,3 +366,25 @@ def test_parity_would_notice_another_contract():
         optimizer.step()
     with pytest.raises(AssertionError, match="differ"):
         assert_same_state(theirs, ours, peer, optimizer)
+
+
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["adam", "amsgrad"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_torch_is_torch_with_amsgrad_and_maximize(name, dtype, amsgrad, maximize):
+    options = {**HYPER, "weight_decay": 0.1, "amsgrad": amsgrad, "maximize": maximize}
+    theirs, ours = parameters(dtype), parameters(dtype)
+    peer = getattr(torch.optim, name)(theirs, fused=True, **options)
+    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    optimizer = FusedAdam(ours, contract="torch", adam_w_mode=name == "AdamW", **options, **moments)
+    for step in range(STEPS):
+        for params in (theirs, ours):
+            give_grads(params, step)
+        peer.step()
+        optimizer.step()
+    for index, (param, own) in enumerate(zip(theirs, ours, strict=True)):
+        assert_same_bits(own.detach(), param.detach(), f"weight {index}")
+        for moment in optimizer.rule.moments:
+            found, expected = optimizer.state[own][moment], peer.state[param][moment]
+            assert_same_bits(found, expected, f"{moment} {index}")

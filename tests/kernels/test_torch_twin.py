@@ -70,7 +70,9 @@ def test_twin_takes_torchs_operations(betas, hard, weight_decay):
     """Against fractions, one operation at a time."""
     group, values = group_of(betas, weight_decay), drawn(600, hard)
     rule = RULES["adamw", "torch"]
-    found = rule.update_reference(*values, rule.scalars(group))
+    param, *moments, grad = values
+    param, moments = rule.update_reference(param, moments, grad, rule.scalars(group))
+    found = (param, *moments)
     expected = [one_element(*each, group) for each in zip(*values, strict=True)]
     for tensor, own in zip(found, zip(*expected, strict=True), strict=True):
         truth = torch.from_numpy(np.array(own, dtype=F32))
@@ -78,19 +80,19 @@ def test_twin_takes_torchs_operations(betas, hard, weight_decay):
         assert_same_bits(*pair)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "adamw_amsgrad", "adam_amsgrad"])
 @pytest.mark.parametrize("grad", [torch.inf, -torch.inf, torch.nan, 3e38])
 def test_a_gradient_that_overflows_makes_the_average_nan(name, grad, device):
     """torch's inner multiply-add takes infinity from infinity; 3e38 has an infinite square."""
     rule, group = RULES[name, "torch"], group_of((0.9, 0.95), 0.0)
     tables = (table[torch.float32] for table in (GRADS, WEIGHTS))
-    formats = Formats(*tables, NONE, (FP32, FP32), rule.moments)
+    formats = Formats(*tables, NONE, (FP32,) * len(rule.moments), rule.moments)
     for step in (triton_step, reference_step):
         where = device if step is triton_step else "cpu"
         tensors = {slot: [torch.full((5,), 0.25, device=where)] for slot in formats.slots}
         tensors["grad"][0][2] = grad
         step(tensors, formats, rule, group)
-        for slot in rule.moments:
+        for slot in rule.moments[:2]:
             is_finite = slot == "exp_avg" and grad == 3e38
             assert tensors[slot][0].isnan().tolist() == [False, False, not is_finite, False, False]
 
@@ -99,9 +101,37 @@ def test_two_negative_zeros_make_a_positive_one(device):
     """torch's inner multiply-add adds a zero of either sign; a product alone would be negative."""
     rule, group = RULES["adamw", "torch"], group_of((0.9, 0.95), 0.0)
     tables = (table[torch.float32] for table in (GRADS, WEIGHTS))
-    formats = Formats(*tables, NONE, (FP32, FP32), rule.moments)
+    formats = Formats(*tables, NONE, (FP32,) * len(rule.moments), rule.moments)
     for step in (triton_step, reference_step):
         where = device if step is triton_step else "cpu"
         tensors = {slot: [torch.full((3,), -0.0, device=where)] for slot in formats.slots}
         step(tensors, formats, rule, group)
         assert_same_bits(tensors["exp_avg"][0].cpu(), torch.zeros(3))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["adamw_amsgrad", "adam_amsgrad"])
+def test_amsgrad_takes_the_larger_as_std_max_does(name, weight_decay, device):
+    """Kernel and twin; the largest stays where the new one is NaN, and where itself is."""
+    rule, group = RULES[name, "torch"], group_of((0.9, 0.95), weight_decay)
+    tables = (table[torch.float32] for table in (GRADS, WEIGHTS))
+    formats = Formats(*tables, NONE, (FP32,) * 3, rule.moments)
+    generator = torch.Generator().manual_seed(3)
+    start = {
+        slot: hard_values(700, generator, positive=slot.endswith("_sq")) for slot in formats.slots
+    }
+    sides = []
+    for step in (triton_step, reference_step):
+        where = device if step is triton_step else "cpu"
+        tensors = {slot: [value.to(where, copy=True)] for slot, value in start.items()}
+        step(tensors, formats, rule, group)
+        sides.append({slot: own[0].cpu() for slot, own in tensors.items()})
+    for slot in formats.slots:
+        # no payloads: the contract promises none
+        pair = [torch.where(side[slot].isnan(), NAN, side[slot]) for side in sides]
+        assert_same_bits(*pair, slot)
+    before, after = start["max_exp_avg_sq"], sides[0]["max_exp_avg_sq"]
+    new = sides[0]["exp_avg_sq"]
+    kept = before.isnan() | new.isnan() | (before >= new)
+    assert_same_bits(after[kept & ~before.isnan()], before[kept & ~before.isnan()])
+    assert_same_bits(after[~kept], new[~kept])

@@ -19,7 +19,7 @@ SHAPES = [(3, 4), (5,)]
 # --- at construction
 
 OPTIONS = {
-    "amsgrad": ({"amsgrad": True}, r"amsgrad must be False, got True"),
+    "amsgrad": ({"amsgrad": 1}, r"amsgrad must be one of True, False, got 1"),
     "contract_in_a_list": ({"contract": []}, r"contract must be one of ieee.*, got \[\]"),
     "adam_w_mode": ({"adam_w_mode": "no"}, r"adam_w_mode must be one of True, False, got 'no'"),
     "capturable": ({"capturable": 1}, r"capturable must be one of True, False, got 1"),

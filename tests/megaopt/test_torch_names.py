@@ -32,7 +32,7 @@ def test_torchs_options_without_effect_are_taken(options):
 
 
 REFUSED = {
-    "maximize": ({"maximize": True}, r"^maximize must be False, got True$"),
+    "maximize": ({"maximize": 1}, r"^maximize must be one of True, False, got 1$"),
     "differentiable": ({"differentiable": True}, r"^differentiable must be False, got True$"),
     "foreach": ({"foreach": "yes"}, r"^foreach must be None, True or False, got 'yes'$"),
     "fused": ({"fused": torch.ones(2)}, r"^fused must be None, True or False, got .*tensor"),
@@ -88,7 +88,10 @@ def test_misspelled_keys_of_a_group_are_refused(key, meant):
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ({"momentum": 0.9}, "group 0: 'momentum' must be left out, got it: Adam has betas"),
+        (
+            {"momentum": 0.9},
+            "group 0: 'momentum' must be left out, got it; groups here have lr, betas, eps",
+        ),
         ({"nesterov": True}, "group 0: 'nesterov' must be left out"),
         ({"differentiable": True}, "group 0: differentiable must be False, got True"),
         (

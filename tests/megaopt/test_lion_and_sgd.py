@@ -1,0 +1,224 @@
+"""FusedLion and FusedSGD, and AMSGrad and maximize of FusedAdam, as optimizers."""
+
+import copy
+import pickle
+
+import oracle
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import (
+    BF16,
+    FP32,
+    MASTER,
+    REMAINDERS,
+    assert_same,
+    assert_same_run,
+    give_gradients,
+    parameters,
+    params_of,
+    snapshot,
+    through_a_file,
+    train,
+    values,
+)
+
+from megaopt import FusedAdam, FusedLion, FusedSGD
+
+SGD_KINDS = {
+    "sgd": {},
+    "sgd_momentum": {"momentum": 0.9, "dampening": 0.25},
+    "sgd_nesterov": {"momentum": 0.9, "nesterov": True},
+    "sgdw": {"decoupled_weight_decay": True},
+    "sgdw_momentum": {"momentum": 0.9, "decoupled_weight_decay": True},
+    "sgdw_nesterov": {"momentum": 0.9, "nesterov": True, "decoupled_weight_decay": True},
+}
+KINDS = {
+    "lion": (FusedLion, {}),
+    **{name: (FusedSGD, options) for name, options in SGD_KINDS.items()},
+    "adamw_amsgrad": (FusedAdam, {"amsgrad": True}),
+    "adam_amsgrad": (FusedAdam, {"amsgrad": True, "adam_w_mode": False}),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+HYPER = {"lr": 2.0**-4, "weight_decay": 0.25}
+MASTERS = {"none": {}, "fp32": MASTER, "remainders": {"dtype": FP32, **REMAINDERS}}
+
+
+def made(kind, **more):
+    optimizer, options = KINDS[kind]
+    return optimizer(parameters(), **{**HYPER, **options, **more})
+
+
+def dtypes_of(optimizer, dtype):
+    """The argument that keeps the moments in a dtype."""
+    names = [name for name in optimizer.rule.moments if name != "max_exp_avg_sq"]
+    return {f"{name}_dtype": dtype for name in names}
+
+
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@each_kind
+def test_steps_are_those_of_the_written_operations(kind, backend, maximize):
+    """From the first step on, by an oracle in numpy that shares no code."""
+    optimizer, options = KINDS[kind]
+    param = torch.nn.Parameter(values((9,), 0, BF16))
+    found = optimizer([param], dtype=FP32, backend=backend, maximize=maximize, **HYPER, **options)
+    group, names = found.param_groups[0], found.rule.moments
+    master = values((9,), 0, BF16).float().numpy()
+    moments = [torch.zeros(9).numpy() for _ in names]
+    for step in (1, 2, 3):
+        grad = values((9,), step, BF16)
+        param.grad = grad.clone()
+        found.step()
+        given = (-grad if maximize else grad).float().numpy()
+        master, moments = oracle.update(kind, master, moments, given, {**group, "step": step})
+        expected = {"master_param": master, **dict(zip(names, moments, strict=True))}
+        for name, value in expected.items():
+            assert_same_bits(found.state[param][name], torch.from_numpy(value), name)
+        assert_same_bits(param.detach(), torch.from_numpy(master).to(BF16), "weight")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SGD_KINDS if kind.startswith("sgd_")] + ["sgd"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_step_of_sgd_is_within_one_ulp_of_torchs(kind, before):
+    """Also after torch's own steps, whose state dict is loaded.
+
+    Weights are in [1, 2), where an ulp is 2**-23, and what lr multiplies is below 2. torch may
+    contract each of its three multiply-adds, so that this differs by at most three of its own ulps,
+    3 * 2**-23, before lr = 2**-4 multiplies it: by less than 2**-25, with the rounding of that
+    product. The sums before their last rounding then differ by less than half an ulp, the weights
+    by at most one.
+    """
+    generator = torch.Generator().manual_seed(1)
+    start = torch.rand(4000, generator=generator) * 0.25 + 1.25
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    torchs = torch.optim.SGD([theirs], **HYPER, **SGD_KINDS[kind])
+    for _ in range(before):
+        theirs.grad = torch.rand(4000, generator=generator) * 0.1 - 0.05
+        torchs.step()
+    ours.data.copy_(theirs.data)
+    found = FusedSGD([ours], **HYPER, **SGD_KINDS[kind])
+    found.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    assert found.param_groups[0]["step"] == bool(before and found.rule.moments)
+    theirs.grad = torch.rand(4000, generator=generator) * 0.1 - 0.05
+    ours.grad = theirs.grad.clone()
+    found.step()
+    torchs.step()
+    assert bool((theirs.detach() >= 1).all() and (theirs.detach() < 2).all())
+    apart = ours.detach().view(torch.int32) - theirs.detach().view(torch.int32)
+    assert int(apart.abs().max()) <= 1
+    assert not torch.equal(ours.detach(), start)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("masters", MASTERS.values(), ids=MASTERS)
+@each_kind
+def test_a_run_resumes_with_its_bits(kind, masters, dtype):
+    options = {**masters, **dtypes_of(made(kind, **masters), dtype)}
+    straight, before, after = (made(kind, **options) for _ in range(3))
+    train(straight, 4)
+    train(before, 2)
+    for param, other in zip(params_of(after), params_of(before), strict=True):
+        param.data.copy_(other.data)
+    after.load_state_dict(through_a_file(before.state_dict()))
+    again = pickle.loads(pickle.dumps(after))
+    for each in (after, again):
+        train(each, 2, first=2)
+        assert_same_run(each, straight)
+
+
+@each_kind
+def test_capturable_steps_are_eager_ones(kind):
+    eager, capturable = made(kind, **MASTER), made(kind, capturable=True, **MASTER)
+    train(eager, 3)
+    train(capturable, 3)
+    assert_same(snapshot(capturable)["weights"], snapshot(eager)["weights"])
+    assert_same(snapshot(capturable)["states"], snapshot(eager)["states"])
+
+
+@each_kind
+def test_clipping_and_a_grad_scaler_work(kind):
+    clipped, scaled = made(kind, **MASTER), made(kind, **MASTER)
+    for optimizer, scale in ((clipped, 1.0), (scaled, 4.0)):
+        give_gradients(params_of(optimizer), 1)
+        for param in params_of(optimizer):
+            param.grad.mul_(scale)
+        optimizer.grad_scale = torch.full((), scale)
+        optimizer.found_inf = torch.zeros(())
+        optimizer.step(clip_norm=0.5)
+    assert float(clipped.grad_norm) > 0.5
+    assert_same(snapshot(clipped)["weights"], snapshot(scaled)["weights"])
+    assert_same(snapshot(clipped)["states"], snapshot(scaled)["states"])
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.AdamW, torch.optim.Adam])
+def test_amsgrad_goes_to_torch_and_back(theirs):
+    """max_exp_avg_sq too, whose name is torch's."""
+    options = {"amsgrad": True, "maximize": True, **HYPER}
+    source = theirs(parameters(dtype=FP32), **options)
+    train(source, 2)
+    decoupled = theirs is torch.optim.AdamW
+    ours = FusedAdam(parameters(dtype=FP32), adam_w_mode=decoupled, **options)
+    ours.load_state_dict(copy.deepcopy(source.state_dict()))
+    back = theirs(parameters(dtype=FP32), **options)
+    back.load_state_dict(ours.to_torch_state_dict())
+    assert_same(back.state_dict()["state"], source.state_dict()["state"])
+    assert "max_exp_avg_sq" in back.state_dict()["state"][0]
+
+
+REFUSED = {
+    "amsgrad, te": (FusedAdam, {"amsgrad": True, "contract": "te"}, "amsgrad must be False with"),
+    "maximize, te": (FusedAdam, {"maximize": True, "contract": "te"}, "maximize must be False wi"),
+    "amsgrad": (FusedAdam, {"amsgrad": 1}, "amsgrad must be one of True, False, got 1"),
+    "maximize": (FusedLion, {"maximize": None}, "maximize must be one of True, False, got None"),
+    "betas": (FusedLion, {"betas": (0.9,)}, r"group 0: betas must be two numbers, got \(0.9,\)"),
+    "beta": (FusedLion, {"betas": (0.9, 1.0)}, r"group 0: betas\[1\] must be a number >= 0 and < "),
+    "eps": (FusedLion, {"eps": 1e-8}, "argument 'eps' must be one of those that megaopt.FusedLion"),
+    "momentum": (FusedSGD, {"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),
+    "dampening": (FusedSGD, {"dampening": 2}, "dampening must be a number >= 0 and <= 1, got 2"),
+    "nesterov": (FusedSGD, {"nesterov": True}, "nesterov must be False without momentum or with"),
+    "nesterov, dampening": (
+        FusedSGD,
+        {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
+        "group 0: nesterov must be False without momentum or with dampening, got True",
+    ),
+    "moment": (FusedSGD, {"momentum_buffer_dtype": torch.complex64}, "momentum_buffer_dtype must"),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_allowed_is_refused_by_name(optimizer, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer(parameters(), **options)
+
+
+def test_groups_may_differ_in_momentum_but_not_have_one_without_a_buffer():
+    optimizer = FusedSGD(parameters(), momentum=0.5)
+    optimizer.add_param_group({"params": parameters([(3,)]), "momentum": 0.0})
+    train(optimizer, 2)
+    plain = FusedSGD(parameters())
+    with pytest.raises(ValueError, match="group 1: momentum must be 0, as the optimizer's own is"):
+        plain.add_param_group({"params": parameters([(3,)]), "momentum": 0.5})
+
+
+@pytest.mark.parametrize("other", KINDS)
+@each_kind
+def test_another_optimizers_state_is_refused(kind, other):
+    source, target = made(other), made(kind)
+    train(source, 2)
+    if source.rule.moments == target.rule.moments and kind[:4] == other[:4]:
+        return  # the same state: sgd's and sgdw's kinds are told apart below
+    before = snapshot(target)
+    with pytest.raises(ValueError, match=r"^(group|parameter) 0"):
+        target.load_state_dict(source.state_dict())
+    assert_same(snapshot(target), before)
+
+
+def test_other_kinds_of_sgd_are_refused():
+    for name, saved, own in [
+        ("nesterov", {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9}),
+        ("decoupled_weight_decay", {"decoupled_weight_decay": True}, {}),
+    ]:
+        source, target = FusedSGD(parameters(), **saved), FusedSGD(parameters(), **own)
+        with pytest.raises(ValueError, match=f"the state dict was saved under {name}=True"):
+            target.load_state_dict(source.state_dict())

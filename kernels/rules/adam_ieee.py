@@ -240,23 +240,31 @@ def amsgrad_reference(
     return canonical_reference(param), moments
 
 
-def adamw_amsgrad_reference(*values: Any) -> tuple[torch.Tensor, Moments]:
+def adamw_amsgrad_reference(
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
+) -> tuple[torch.Tensor, Moments]:
     """AMSGrad with decoupled weight decay."""
-    return amsgrad_reference(*values, decoupled=True)
+    return amsgrad_reference(param, moments, grad, scalars, True)
 
 
-def adam_amsgrad_reference(*values: Any) -> tuple[torch.Tensor, Moments]:
+def adam_amsgrad_reference(
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
+) -> tuple[torch.Tensor, Moments]:
     """AMSGrad with L2 weight decay."""
-    return amsgrad_reference(*values, decoupled=False)
+    return amsgrad_reference(param, moments, grad, scalars, False)
 
 
-ROW = (scalars, 9, hyper, prepare)
-L2 = {"moments_use_param": True}
-ADAMW_IEEE = Rule("adamw", "ieee", MOMENTS, *ROW, adamw, adamw_reference)
-ADAM_IEEE = Rule("adam", "ieee", MOMENTS, *ROW, adam, adam_reference, **L2)
-ADAMW_AMSGRAD_IEEE = Rule(
-    "adamw_amsgrad", "ieee", AMSGRAD_MOMENTS, *ROW, adamw_amsgrad, adamw_amsgrad_reference
+def rule(name: str, moments: tuple[str, ...], update: Any, reference: Any, decoupled: bool) -> Rule:
+    """One kind of Adam."""
+    row = (scalars, 9, hyper, prepare)
+    return Rule(name, "ieee", moments, *row, update, reference, moments_use_param=not decoupled)
+
+
+ADAMW_IEEE = rule("adamw", MOMENTS, adamw, adamw_reference, True)
+ADAM_IEEE = rule("adam", MOMENTS, adam, adam_reference, False)
+ADAMW_AMSGRAD_IEEE = rule(
+    "adamw_amsgrad", AMSGRAD_MOMENTS, adamw_amsgrad, adamw_amsgrad_reference, True
 )
-ADAM_AMSGRAD_IEEE = Rule(
-    "adam_amsgrad", "ieee", AMSGRAD_MOMENTS, *ROW, adam_amsgrad, adam_amsgrad_reference, **L2
+ADAM_AMSGRAD_IEEE = rule(
+    "adam_amsgrad", AMSGRAD_MOMENTS, adam_amsgrad, adam_amsgrad_reference, False
 )

@@ -250,7 +250,7 @@ def updated_reference(
     beta1, beta2, step_size, correction2, eps = row[:5]
     exp_avg = averaged_reference(moments[0], beta1, grad)
     exp_avg_sq = averaged_reference(moments[1], beta2, grad * grad)
-    after = (exp_avg, exp_avg_sq)
+    after: Moments = (exp_avg, exp_avg_sq)
     if len(moments) > len(after):
         after = (*after, torch.where(moments[2] < exp_avg_sq, exp_avg_sq, moments[2]))
     root = after[-1].double().sqrt().float() / correction2

@@ -87,6 +87,9 @@ GPU_SUITE = "not checked here; covered by `make test-gpu`"
 PROMISES = (
     Promise("scalars of a group", checks.scalars),
     Promise("update, Adam and AdamW", checks.update),
+    Promise(
+        "update, AMSGrad, Lion and SGD; maximize", None, left_to=f"is of several rules: {SUITE}"
+    ),
     Promise("step in float32, bfloat16, float16, remainder16", checks.step),
     Promise("step in scaled_float16, scaled_float8_e4m3", checks.scaled_step, ("kernels",)),
     Promise("norm of the gradients", checks.norm),

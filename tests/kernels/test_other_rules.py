@@ -173,3 +173,17 @@ def test_a_mutant_is_not_noticed_for_nothing(device):
     for rule in OTHER_RULES:
         assert_all_agree(with_rule(CURATED[0], rule), rule, GROUP, [1, 1000], device)
     assert RULES["lion", "ieee"] in OTHER_RULES
+
+
+@each_rule
+def test_pieces_and_geometry_change_no_bit(rule, device):
+    plain = next(formats for formats in CURATED if formats.master.joined and not formats.scaled)
+    formats = with_rule(plain, rule)
+    whole = buffers(formats, [300], device)
+    pieces = {
+        slot: [part.clone() for part in tensors[0].split([1, 128, 171])]
+        for slot, tensors in whole.items()
+    }
+    triton_step(whole, formats, rule, GROUP)
+    triton_step(pieces, formats, rule, GROUP, Geometry(32, 3))
+    assert_same_buffers({slot: [torch.cat(parts)] for slot, parts in pieces.items()}, whole)

@@ -82,8 +82,8 @@ RULE_MUTANTS = {
         "(exp_avg.double() * beta1 + (grad * one_minus_beta1).double()).float()",
     ),
     "twin: update in fp64": (
-        "param = param - update * lr",
-        "param = (param.double() - update.double() * lr).float()",
+        "param = param - update * lr\n    moments = (canonical",
+        "param = (param.double() - update.double() * lr).float()\n    moments = (canonical",
     ),
     "both: bias correction off by one step": (
         'power(beta, group["step"])',

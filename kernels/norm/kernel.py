@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from megaopt.kernels.norm import bins
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.step.kernel import GRAD, chunk_of, load_block, place_of, pointer
+from megaopt.kernels.step.blocks import load_block, pointer
+from megaopt.kernels.step.kernel import chunk_of, place_of
+from megaopt.kernels.step.rows import GRAD
 
 WIDTH: tl.constexpr = tl.constexpr(bins.WIDTH)
 BINS: tl.constexpr = tl.constexpr(bins.BINS)

@@ -12,7 +12,7 @@ from megaopt.kernels.formats import Format
 from megaopt.kernels.norm import kernel
 from megaopt.kernels.norm.bins import MOST
 from megaopt.kernels.optional_triton import INTERPRETED
-from megaopt.kernels.step.kernel import ALIGNED, GRAD, NUMEL
+from megaopt.kernels.step.rows import ALIGNED, GRAD, NUMEL
 from megaopt.kernels.step.table import OWN, Chunks, Geometry, to_device
 
 # On a GPU one warp takes a block, so that no warp waits for another: 64 elements a thread share the

@@ -15,12 +15,27 @@ from megaopt.kernels.float8.scale import (
     scale_from_amax,
 )
 from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.step.blocks import (
+    load_block,
+    pointer,
+    pointers_of,
+    store_block,
+    stored_moments,
+)
 from megaopt.kernels.step.kernel import (
+    SKIP,
+    chunk_of,
+    controls_of,
+    place_of,
+    scalars_of,
+    updated_block,
+    weight_scale_of,
+)
+from megaopt.kernels.step.rows import (
     ALIGNED,
     MASTER,
     MASTER_SCALE,
     NUMEL,
-    SKIP,
     WEIGHT,
     WEIGHT_AMAX,
     WEIGHT_COLUMNS,
@@ -28,17 +43,6 @@ from megaopt.kernels.step.kernel import (
     WEIGHT_SCALE_INV,
     WEIGHT_SCALE_STRIDE,
     WEIGHT_START,
-    chunk_of,
-    controls_of,
-    load_block,
-    place_of,
-    pointer,
-    pointers_of,
-    scalars_of,
-    store_block,
-    stored_moments,
-    updated_block,
-    weight_scale_of,
 )
 from megaopt.kernels.step.scales import old_scale
 

@@ -12,8 +12,10 @@ from megaopt.kernels.float8 import Float8Recipe
 from megaopt.kernels.float8.quantize import amax_reference, multiplied, scales_reference
 from megaopt.kernels.float8.scale import magnitude_bits
 from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.step.blocks import pointer
 from megaopt.kernels.step.cast import TILE, rounded, scale_of
-from megaopt.kernels.step.kernel import MASTER, MASTER_SCALE, SKIP, pointer
+from megaopt.kernels.step.kernel import SKIP
+from megaopt.kernels.step.rows import MASTER, MASTER_SCALE
 from megaopt.kernels.step.scales import old_scale
 
 BAND: tl.constexpr = tl.constexpr(32)

@@ -11,7 +11,7 @@ import torch
 from megaopt.kernels.calling import call
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step import kernel
+from megaopt.kernels.step import rows as table_rows
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
 from megaopt.kernels.step.cast import (
     TILE,
@@ -68,9 +68,9 @@ class CastPlan(TritonPlan):
         self.recipe, self.extents = formats.cast.recipe, extents
         self.in_blocks = self.recipe.block is not None
         self.shared = any(extent.shared for extent in extents)
-        self._rows[kernel.WEIGHT_ROWS.value] = [extent.rows for extent in extents]
-        self._rows[kernel.WEIGHT_COLUMNS.value] = [extent.columns for extent in extents]
-        self._rows[kernel.WEIGHT_START.value] = [extent.start for extent in extents]
+        self._rows[table_rows.WEIGHT_ROWS.value] = [extent.rows for extent in extents]
+        self._rows[table_rows.WEIGHT_COLUMNS.value] = [extent.columns for extent in extents]
+        self._rows[table_rows.WEIGHT_START.value] = [extent.start for extent in extents]
         self._tiles = torch.empty(0)
         if self.in_blocks:
             self._tiles = to_device(tile_table(numels, extents), device)
@@ -88,7 +88,7 @@ class CastPlan(TritonPlan):
         self._buffers = {slot: buffers[slot] for slot in KEPT if slot in buffers}
         if self.in_blocks:
             strides = [scale_inv.stride(0) for scale_inv in buffers["weight_scale_inv"]]
-            row = self._rows[kernel.WEIGHT_SCALE_STRIDE.value]
+            row = self._rows[table_rows.WEIGHT_SCALE_STRIDE.value]
             self.stale = self.stale or row.tolist() != strides
             row[:] = strides
 

@@ -12,6 +12,7 @@ from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import vectorized
 from megaopt.kernels.step import kernel
+from megaopt.kernels.step import rows as table_rows
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.scales import scratch_rows
 from megaopt.kernels.step.table import (
@@ -54,8 +55,8 @@ class TritonPlan:
         self.formats, self.rule, self.device = formats, rule, device
         self.geometry = geometry or (OWN_SCALED if formats.scaled else OWN)
         self._rows = numpy.zeros((formats.row_count, len(numels)), dtype=numpy.int64)
-        self._rows[kernel.NUMEL.value] = numels
-        self._rows[kernel.GROUP.value] = groups
+        self._rows[table_rows.NUMEL.value] = numels
+        self._rows[table_rows.GROUP.value] = groups
         self.addresses = {slot: self._rows[formats.rows[slot]] for slot in formats.slots}
         self.stale = True
         self._chunks = Chunks(numels, self.geometry, device)
@@ -112,9 +113,9 @@ class TritonPlan:
         if not self.stale:
             return self._table.kept()
         in_use = self._rows[[self.formats.rows[slot] for slot in self.formats.by_slot]]
-        self._rows[kernel.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
+        self._rows[table_rows.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
         if self.rule.lanes:
-            self._rows[kernel.VECTORIZED.value] = self._vectorized()
+            self._rows[table_rows.VECTORIZED.value] = self._vectorized()
         table = self._table.update(self._rows)
         self.stale = False  # only now: without memory for the copy the next step tries again
         return table
@@ -123,7 +124,7 @@ class TritonPlan:
         columns = [
             (self.addresses[slot], self.formats.dtype(slot).itemsize) for slot in self.formats.slots
         ]
-        return vectorized(self._rows[kernel.NUMEL.value], columns)
+        return vectorized(self._rows[table_rows.NUMEL.value], columns)
 
 
 def launch(

@@ -5,14 +5,8 @@ from __future__ import annotations
 from megaopt.kernels.float8.scale import reciprocal
 from megaopt.kernels.optional_triton import jit, tl
 from megaopt.kernels.step.cast import amax_pointer, scale_inv_pointer, scale_of
-from megaopt.kernels.step.kernel import (
-    SKIP,
-    WEIGHT_COLUMNS,
-    WEIGHT_ROWS,
-    WEIGHT_SCALE_STRIDE,
-    place_of,
-    weight_scale_of,
-)
+from megaopt.kernels.step.kernel import SKIP, place_of, weight_scale_of
+from megaopt.kernels.step.rows import WEIGHT_COLUMNS, WEIGHT_ROWS, WEIGHT_SCALE_STRIDE
 
 
 @jit(do_not_specialize=["tensors"])

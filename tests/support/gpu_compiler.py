@@ -21,7 +21,7 @@ from triton.runtime import driver
 
 import megaopt
 import megaopt.integration.transformer_engine
-from megaopt import FusedAdam, groups
+from megaopt import FusedAdam, FusedLion, FusedSGD, groups
 from megaopt.float8 import RECIPES
 from megaopt.float8.shard import Float8Shard
 from megaopt.kernels import backends
@@ -110,11 +110,11 @@ def sharded(recipe):
     return [Float8Shard(weight, 0, 12345)]
 
 
-def step(name, params, clip_norm=None, grad_scale=None, **options):
-    """A step of FusedAdam, whose launches are compiled."""
+def step(name, params, clip_norm=None, grad_scale=None, kind=FusedAdam, **options):
+    """A step of an optimizer, whose launches are compiled."""
     global scenario
     scenario = name
-    optimizer = FusedAdam(params, lr=1e-3, weight_decay=0.1, backend="triton", **options)
+    optimizer = kind(params, lr=1e-3, weight_decay=0.1, backend="triton", **options)
     optimizer.grad_scale = grad_scale
     for param in params:
         param.grad = torch.ones(param.shape, dtype=torch.bfloat16)
@@ -148,6 +148,14 @@ def main():
         step(f"{name} of TransformerEngine", foreign(name), contract="te", **masters)
     step("fp16 moments, fp8 weights", float8("block_128x128"), **masters, **fp16)
     step("fp8 moments, fp8 weights", float8("current"), **masters, **fp8)
+    step("lion", plain(), kind=FusedLion, **masters)
+    step("lion, fp8 moment", plain(), kind=FusedLion, exp_avg_dtype=torch.uint8, **masters)
+    step("sgd", plain(), kind=FusedSGD, **masters)
+    step("nesterov", plain(), kind=FusedSGD, momentum=0.9, nesterov=True, **masters)
+    step("capturable nesterov", plain(), kind=FusedSGD, momentum=0.9, capturable=True, **masters)
+    for contract in ("ieee", "torch"):
+        step(f"{contract}, amsgrad", plain(), contract=contract, amsgrad=True, **masters)
+    step("blocks, lion", float8("block_128x128"), kind=FusedLion, **masters)
     launch.total(new_bins(torch.device("cpu")))
     print(json.dumps(compiled))
 

@@ -1,0 +1,27 @@
+"""The rows of a step's table, one column a tensor."""
+
+from __future__ import annotations
+
+from megaopt.kernels.optional_triton import tl
+from megaopt.kernels.step.batch import FIRST_MOMENT_ROW, FIXED_ROWS
+
+# Rows of the int64 table, one column a tensor. First addresses, as batch.FIXED_ROWS has them.
+GRAD: tl.constexpr = tl.constexpr(FIXED_ROWS["grad"])
+WEIGHT: tl.constexpr = tl.constexpr(FIXED_ROWS["weight"])
+MASTER: tl.constexpr = tl.constexpr(FIXED_ROWS["master"])
+MASTER_SCALE: tl.constexpr = tl.constexpr(FIXED_ROWS["master_scale"])
+WEIGHT_SCALE: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_scale"])
+WEIGHT_SCALE_INV: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_scale_inv"])
+WEIGHT_AMAX: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_amax"])
+NUMEL: tl.constexpr = tl.constexpr(7)
+GROUP: tl.constexpr = tl.constexpr(8)
+ALIGNED: tl.constexpr = tl.constexpr(9)
+VECTORIZED: tl.constexpr = tl.constexpr(10)
+# of fp8 weights: the whole weight's rows and columns, and where in it the tensor starts
+WEIGHT_ROWS: tl.constexpr = tl.constexpr(11)
+WEIGHT_COLUMNS: tl.constexpr = tl.constexpr(12)
+WEIGHT_START: tl.constexpr = tl.constexpr(13)
+# and, in blocks, how far apart the rows of its scale_inv lie
+WEIGHT_SCALE_STRIDE: tl.constexpr = tl.constexpr(14)
+# for each moment its address, then that of its scale
+MOMENT: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW)

@@ -180,10 +180,10 @@ def decayed_param(param, scalars):
 
 
 @helper
-def decayed_grad(param, grad, scalars, first_lane):
+def decayed_grad(param, grad, scalars, is_rounded):
     decay = scalars[5] + tl.zeros_like(param)
-    # nvcc contracts this for three of the four elements that a thread takes, not for the first
-    decayed = tl.where(first_lane, grad + param * decay, tl.fma(param, decay, grad))
+    # nvcc contracts this for some elements (megaopt.kernels.rules.lanes)
+    decayed = tl.where(is_rounded, grad + param * decay, tl.fma(param, decay, grad))
     return tl.where(decay == 0, grad, decayed)
 
 
@@ -193,8 +193,8 @@ def adamw(param, moments, grad, scalars):
 
 
 @helper
-def adam(param, moments, grad, scalars, first_lane):
-    grad = decayed_grad(param, grad, scalars, first_lane)
+def adam(param, moments, grad, scalars, is_rounded):
+    grad = decayed_grad(param, grad, scalars, is_rounded)
     return updated(param, moments, grad, scalars)
 
 
@@ -204,8 +204,9 @@ def adamw_amsgrad(param, moments, grad, scalars):
 
 
 @helper
-def adam_amsgrad(param, moments, grad, scalars, first_lane):
-    grad = decayed_grad(param, grad, scalars, first_lane)
+def adam_amsgrad(param, moments, grad, scalars):
+    # contracted for every element, unlike Adam's (megaopt.kernels.rules.lanes)
+    grad = decayed_grad(param, grad, scalars, tl.zeros_like(param) != 0)
     return updated_amsgrad(param, moments, grad, scalars)
 
 
@@ -272,16 +273,18 @@ def adam_reference(
     moments: Moments,
     grad: torch.Tensor,
     scalars: tuple[float, ...],
-    first_lane: torch.Tensor,
+    is_rounded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Moments]:
     """One Adam update with L2 weight decay as torch's fused kernel computes it.
 
-    `first_lane` (bool, param's shape) says which elements are a thread's first of four.
+    `is_rounded` (bool, param's shape): for which elements the decay is rounded before it is added;
+    None: for none, as with AMSGrad.
     """
     row = row_of(scalars, param)
     if scalars[5]:
         contracted = fused_multiply_add(param, row[5], grad)
-        grad = torch.where(first_lane, grad + param * row[5], contracted)
+        is_rounded = torch.zeros_like(param).bool() if is_rounded is None else is_rounded
+        grad = torch.where(is_rounded, grad + param * row[5], contracted)
     return updated_reference(param, moments, grad, row)
 
 
@@ -293,8 +296,8 @@ def rule(name: str, moments: tuple[str, ...], update: Any, reference: Any, **mor
     return Rule(name, "torch", moments, *row, update, reference, **more)
 
 
-L2 = {"moments_use_param": True, "lanes": True}
+L2 = {"moments_use_param": True}
 ADAMW_TORCH = rule("adamw", MOMENTS, adamw, adamw_reference)
-ADAM_TORCH = rule("adam", MOMENTS, adam, adam_reference, **L2)
+ADAM_TORCH = rule("adam", MOMENTS, adam, adam_reference, lanes=True, **L2)
 ADAMW_AMSGRAD_TORCH = rule("adamw_amsgrad", AMSGRAD_MOMENTS, adamw_amsgrad, adamw_reference)
 ADAM_AMSGRAD_TORCH = rule("adam_amsgrad", AMSGRAD_MOMENTS, adam_amsgrad, adam_reference, **L2)

@@ -67,8 +67,8 @@ class Rule:
     moments_use_param: bool = False
     """The new moments depend on the parameter (decay that is added to the gradient)."""
     lanes: bool = False
-    """`update` and its twin take a last argument: whether torch's kernel has the element first
-    among a thread's four (megaopt.kernels.rules.lanes), never so under a gradient scale."""
+    """`update` and its twin take a last argument: for which elements torch's kernel rounds the L2
+    decay before it adds it to the gradient (megaopt.kernels.rules.lanes)."""
     capturable: Rule | None = None
     """The rule in its place where lr and step are on the device, if its bits are others."""
 

@@ -1,9 +1,16 @@
-"""Which of a thread's four elements an element is in torch's fused kernels.
+"""For which elements torch's fused Adam rounds the L2 decay before adding it to the gradient.
 
-nvcc contracts a product and a sum for some of the four and not for the others, so that torch's bits
-depend on where an element lies (ATen/native/cuda/MultiTensorApply.cuh: chunks of 65,536 elements;
-four neighbours a thread where all tensors are aligned and the size is a multiple of four, else four
-that lie 512 apart).
+nvcc compiled grad + param * weight_decay to one multiply-add (fma) or to two operations, as it
+found each copy of the loop's body. Seen on an H200 (torch 2.11, CUDA 13.0) with beta1 = 0, where
+exp_avg is the decayed gradient itself, by the four elements that a thread takes:
+
+    no loss scale, minimize     rounded fma fma fma
+    no loss scale, maximize     rounded for all four
+    a loss scale; AMSGrad       fma for all four
+
+So torch's bits depend on where an element lies (ATen/native/cuda/MultiTensorApply.cuh: chunks of
+65,536 elements; four neighbours a thread where all tensors are aligned and the size is a multiple
+of four, else four that lie 512 apart).
 """
 
 from __future__ import annotations

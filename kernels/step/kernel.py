@@ -142,8 +142,12 @@ def updated_block(
     else:
         param = tl.zeros_like(grad)
     if RULE.lanes:
-        lane = first_lane(table_ptr, tensors, tensor, start, offsets) & (controls[3] == 0)
-        values = RULE.update(param, moments, grad, scalars, lane)
+        is_rounded = first_lane(table_ptr, tensors, tensor, start, offsets)
+        if FORMATS.maximize:
+            is_rounded = offsets >= 0
+        if CONTROLLED:
+            is_rounded = is_rounded & (controls[3] + tl.zeros_like(grad) == 0)
+        values = RULE.update(param, moments, grad, scalars, is_rounded)
     else:
         values = RULE.update(param, moments, grad, scalars)
     return values

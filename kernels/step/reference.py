@@ -108,7 +108,7 @@ def step_tensor(
     else:
         grad = controlled_grad(grad, controls, formats, rule)
     unscaled = controls is not None and bool(controls[UNSCALED])
-    lanes = (lanes_of(tensors) & (not unscaled),) if rule.lanes else ()
+    lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
     grad = grad * -1.0 if formats.maximize else grad
     param, moments = rule.update_reference(param, moments, grad, scalars, *lanes)
     if formats.master.joined:

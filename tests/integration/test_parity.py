@@ -372,12 +372,18 @@ def test_parity_would_notice_another_contract():
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["adam", "amsgrad"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_torch_is_torch_with_amsgrad_and_maximize(name, dtype, amsgrad, maximize):
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_torch_is_torch_with_amsgrad_and_maximize(scale, name, dtype, amsgrad, maximize):
+    """With a loss scale its kernel contracts other elements' decay."""
     options = {**HYPER, "weight_decay": 0.1, "amsgrad": amsgrad, "maximize": maximize}
     theirs, ours = parameters(dtype), parameters(dtype)
     peer = getattr(torch.optim, name)(theirs, fused=True, **options)
     moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     optimizer = FusedAdam(ours, contract="torch", adam_w_mode=name == "AdamW", **options, **moments)
+    if scale is not None:  # as a GradScaler hands it over
+        for each in (peer, optimizer):
+            each.grad_scale = torch.tensor(scale, device="cuda")
+            each.found_inf = torch.zeros((), device="cuda")
     for step in range(STEPS):
         for params in (theirs, ours):
             give_grads(params, step)

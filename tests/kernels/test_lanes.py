@@ -73,13 +73,13 @@ def test_four_neighbours_need_every_tensor_aligned_to_four_of_its_elements(
 
 
 @helper
-def lane_update(param, moments, grad, scalars, first_lane):
-    lane = tl.where(first_lane, 1.0, 0.0) + tl.zeros_like(param)
+def lane_update(param, moments, grad, scalars, is_rounded):
+    lane = tl.where(is_rounded, 1.0, 0.0) + tl.zeros_like(param)
     return param, (lane, moments[1])
 
 
-def lane_update_reference(param, moments, grad, scalars, first_lane):
-    return param, (first_lane.float(), moments[1])
+def lane_update_reference(param, moments, grad, scalars, is_rounded):
+    return param, (is_rounded.float(), moments[1])
 
 
 LANES = replace(ADAM, update=lane_update, update_reference=lane_update_reference)
@@ -110,6 +110,33 @@ def test_kernel_and_twin_find_the_lanes_of_torchs_loops(dtype, slot, geometry, d
         expected = (lanes_of_torchs_loops(numel, slot is None) == 0).to(dtype)
         assert_same_bits(kernel["exp_avg"][index].cpu(), expected, f"kernel, {numel}")
         assert_same_bits(twin["exp_avg"][index].cpu(), expected, f"twin, {numel}")
+
+
+@pytest.mark.parametrize("scale", [None, 4.0], ids=["unscaled", "scaled"])
+def test_with_maximize_the_decay_is_rounded_for_all_but_under_a_loss_scale(scale, device):
+    formats = replace(formats_of(FP32), maximize=True)
+    kernel = buffers(formats, [1024, 1025], device)
+    twin = copied(kernel)
+    controls = None
+    if scale is not None:
+        controls = torch.tensor([scale, 1 / scale, 1.0, 0.0, 1.0], device=device)
+    triton_step(kernel, formats, LANES, GROUP, controls=controls)
+    reference_step(twin, formats, LANES, GROUP, controls=controls)
+    for found in (*kernel["exp_avg"], *twin["exp_avg"]):
+        assert_same_bits(found, torch.full_like(found, scale is None))
+
+
+def test_with_amsgrad_no_decay_is_rounded():
+    """Against fractions: one rounding for product and sum, whatever the element's place."""
+    rule = RULES["adam_amsgrad", "torch"]
+    group = {**GROUP, "betas": (0.0, 0.999), "weight_decay": 0.1, "step": 1}
+    generator = torch.Generator().manual_seed(0)
+    param, grad = (torch.randn(512, generator=generator) for _ in range(2))
+    moments = tuple(torch.zeros(512) for _ in rule.moments)
+    _, after = rule.update_reference(param, moments, grad, rule.scalars(group))
+    pairs = zip(param.tolist(), grad.tolist(), strict=True)
+    decayed = [fma(F32(p), F32(0.1), F32(g)) for p, g in pairs]
+    assert_same_bits(after[0], torch.from_numpy(np.array(decayed, dtype=F32)))
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

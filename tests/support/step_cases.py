@@ -131,22 +131,22 @@ def copied(tensors):
     return {slot: [tensor.clone() for tensor in each] for slot, each in tensors.items()}
 
 
-def triton_step(tensors, formats, rule, group, geometry=None, groups=None):
+def triton_step(tensors, formats, rule, group, geometry=None, groups=None, controls=None):
     """Steps the buffers in place on the kernel; `group` may be a list of groups."""
     counts = [weight.numel() for weight in tensors["weight"]]
     listed = group if isinstance(group, list) else [group]
     device = tensors["weight"][0].device
     plan = TritonPlan(formats, rule, counts, groups or [0] * len(counts), device, geometry)
     plan.look(tensors)
-    plan.step([rule.scalars(each) for each in listed])
+    plan.step([rule.scalars(each) for each in listed], controls)
 
 
-def reference_step(tensors, formats, rule, group, groups=None):
+def reference_step(tensors, formats, rule, group, groups=None, controls=None):
     """Steps the buffers in place on the twin."""
     listed = group if isinstance(group, list) else [group]
     plan = ReferencePlan(formats, rule, groups or [0] * len(tensors["weight"]))
     plan.look(tensors)
-    plan.step([rule.scalars(each) for each in listed])
+    plan.step([rule.scalars(each) for each in listed], controls)
 
 
 def oracle_step(tensors, formats, rule, group):

@@ -12,7 +12,7 @@ import torch
 
 from megaopt.float8.ranks import Agreement
 from megaopt.kernels.backends import Plan
-from megaopt.kernels.formats import GRADS, names
+from megaopt.kernels.formats import GRADS
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.watch import Grads, Wanted, Watch, is_plain_class, module_for
 from megaopt.options import has_shared_elements
@@ -223,9 +223,7 @@ def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
             f"{where}: a gradient of layout {grad.layout} is not allowed: torch.strided"
         )
     if grad.dtype not in GRADS:
-        raise ValueError(
-            f"{where}: a gradient of dtype {grad.dtype} is not allowed: {names(GRADS)}"
-        )
+        raise ValueError(f"{where}: a gradient of dtype {grad.dtype} is not allowed: {GRADS}")
     if grad.shape != param.shape:
         raise ValueError(
             f"{where}: a gradient of shape {tuple(grad.shape)} is not allowed: the parameter's, "

@@ -22,7 +22,7 @@ from megaopt.checks import (
     shown,
 )
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format, names
+from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format
 
 NONFINITE = ("propagate", "skip", "error")
 """What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
@@ -115,8 +115,12 @@ class Options:
         for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
                 object.__setattr__(self, name, torch.float8_e4m3fn)
-        for name, allowed in (self.CHOICES | dict.fromkeys(moments, tuple(MOMENTS))).items():
+        for name, allowed in self.CHOICES.items():
             one_of(name, getattr(self, name), allowed)
+        for name in moments:
+            key = getattr(self, name)
+            if not (isinstance(key, (str, torch.dtype)) and key in MOMENTS):
+                one_of(name, key, MOMENTS.allowed)
         for name in moments:
             self._check_moment(name)
         if self.capturable and self.nonfinite == "error":
@@ -139,7 +143,7 @@ class Options:
     def _check_moment(self, name: str) -> None:
         dtype = getattr(self, name)
         if self.contract == "torch" and dtype in TORCH_REFUSES:
-            allowed = (str(other) for other in MOMENTS if other not in TORCH_REFUSES)
+            allowed = (str(other) for other in MOMENTS.allowed if other not in TORCH_REFUSES)
             raise ValueError(
                 f"{name}={dtype} is not allowed with contract='torch': {TORCH_REFUSES[dtype]}; "
                 f"{', '.join(allowed)}"
@@ -261,15 +265,16 @@ def check_weight(
             "each element in memory of its own"
         )
     if weight.dtype not in WEIGHTS:
-        raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {names(WEIGHTS)}")
+        raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {WEIGHTS}")
     remainders = options.store_param_remainders and masters
     if remainders and float8:
         raise ValueError(
             f"{where}: store_param_remainders=True is not allowed for fp8 weights: a remainder is "
             "the half of a master that its bf16 weight does not hold"
         )
-    if remainders and weight.dtype == torch.float16:
+    required = options.master_format(weight.dtype, masters, float8).requires_weight
+    if required not in (None, weight.dtype):
         raise ValueError(
-            f"{where}: store_param_remainders=True is not allowed for torch.float16 weights: "
-            "torch.bfloat16 (whose bits are an fp32 master's upper half), or torch.float32"
+            f"{where}: store_param_remainders=True is not allowed for {weight.dtype} weights: "
+            f"{required} (whose bits are an fp32 master's upper half), or torch.float32"
         )

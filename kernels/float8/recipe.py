@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megaopt.kernels.formats.base import Format
+from megaopt.kernels.formats.base import Format, scale_shape
 from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2
 
 FLOAT8 = {form.dtype: form for form in (FLOAT8_E4M3, FLOAT8_E5M2)}
@@ -117,13 +117,11 @@ class Float8Recipe:
 
         Raises ValueError for block scaling of a weight that has not two dimensions.
         """
-        if self.block is None:
-            return (1,)
-        if len(shape) != 2:
+        if self.block is not None and len(shape) != 2:
             raise ValueError(
                 f"shape {tuple(shape)} is not allowed with scaling={self.scaling!r}: two dimensions"
             )
-        return tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
+        return scale_shape(self.block, shape)
 
 
 def _one_of(name: str, value: object, allowed: Iterable[object]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -45,6 +45,8 @@ class Format:
     otherwise the quotient by code_max itself."""
     joined: bool = False
     """The codes mean something only together with the weight's."""
+    requires_weight: torch.dtype | None = None
+    """The only dtype of weights that a master in this format can lie beside; None: any."""
 
     @property
     def present(self) -> bool:
@@ -56,9 +58,65 @@ class Format:
         """Whether a scale per tensor goes with the codes."""
         return self.code_max > 0
 
+    @property
+    def block(self) -> tuple[int, ...] | None:
+        """What shares a scale: None, the whole tensor."""
+        return None
+
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         functions = [getattr(f, "cache_key", "") for f in (self.decode, self.encode)]
         fields = (self.name, self.element, self.code_max, self.scale_of_inverse, self.joined)
         return f"{':'.join(map(str, fields))}:{functions}"
+
+
+class FormatTable(dict[str, Format]):
+    """The formats that a kind of buffer may have, by name.
+
+    A dtype finds the first format of that dtype; later ones of the same dtype are found by name
+    alone.
+    """
+
+    def __init__(self, *formats: Format) -> None:
+        super().__init__({each.name: each for each in formats})
+
+    def add(self, form: Format) -> None:
+        """Adds a row; raises ValueError where the table has the name."""
+        if form.name in self:
+            raise ValueError(f"form must have a name of its own, got {form.name!r} again")
+        self[form.name] = form
+
+    def __getitem__(self, key: str | torch.dtype | None) -> Format:
+        return super().__getitem__(key if isinstance(key, str) else self._by_dtype()[key])
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) if isinstance(key, str) else key in self._by_dtype()
+
+    @property
+    def allowed(self) -> list[str | torch.dtype | None]:
+        """What finds a format, for options and messages: dtypes, and names where these do not."""
+        first = {name: dtype for dtype, name in self._by_dtype().items()}
+        return [first.get(name, name) for name in self]
+
+    def _by_dtype(self) -> dict[torch.dtype | None, str]:
+        found: dict[torch.dtype | None, str] = {}
+        for name, form in self.items():
+            found.setdefault(form.dtype, name)
+        return found
+
+    def __str__(self) -> str:
+        """What is allowed, as messages list it."""
+        return ", ".join(map(str, self.allowed))
+
+
+def scale_shape(block: Sequence[int] | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a buffer's scales: one number, or one for each block of each dimension.
+
+    Args:
+        block: elements of a block by dimension; None: the whole tensor shares a scale.
+        shape: of the parameter; as many dimensions as the block.
+    """
+    if block is None:
+        return (1,)
+    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))

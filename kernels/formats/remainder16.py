@@ -58,4 +58,5 @@ REMAINDER16 = Format(
     decode_reference,
     encode_reference,
     joined=True,
+    requires_weight=torch.bfloat16,
 )

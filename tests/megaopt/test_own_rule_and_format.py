@@ -82,10 +82,33 @@ def encode_reference(value, inverse=None):
     return (clamped * 16.0).to(torch.int32).to(torch.int8)
 
 
+@helper
+def decode_coarse(code, scale):
+    return code.to(tl.float32) * 0.125
+
+
+@helper
+def encode_coarse(value, inverse):
+    return encode(value * 0.5, inverse)
+
+
+def decode_coarse_reference(code, scale=None):
+    return code.float() * 0.125
+
+
+def encode_coarse_reference(value, inverse=None):
+    return encode_reference(value * 0.5)
+
+
 SIXTEENTHS = Format(
     "sixteenths", torch.int8, tl.int8, decode, encode, decode_reference, encode_reference
 )
-MOMENTS[torch.int8] = SIXTEENTHS
+EIGHTHS = Format(
+    "eighths", torch.int8, tl.int8,
+    decode_coarse, encode_coarse, decode_coarse_reference, encode_coarse_reference,
+)
+MOMENTS.add(SIXTEENTHS)
+MOMENTS.add(EIGHTHS)  # found by its name alone: torch.int8 finds the first
 
 
 # --- the optimizer
@@ -93,7 +116,7 @@ MOMENTS[torch.int8] = SIXTEENTHS
 @dataclass(frozen=True, kw_only=True)
 class ToyOptions(Options):
     NUMBERS: ClassVar[Numbers] = Numbers({"lr": NOT_NEGATIVE, "decay": DECAY})
-    velocity_dtype: torch.dtype = torch.float32
+    velocity_dtype: torch.dtype | str = torch.float32
 
 
 class Toy(FusedOptimizer):
@@ -119,11 +142,15 @@ def toy(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     yield module.Toy
     RULES.pop(("toy", "ieee"))
-    MOMENTS.pop(torch.int8)
+    del MOMENTS["sixteenths"], MOMENTS["eighths"]
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("options", [{}, {"dtype": FP32, "velocity_dtype": torch.int8}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": FP32, "velocity_dtype": torch.int8}, {"velocity_dtype": "eighths"}],
+    ids=str,
+)
 def test_kernel_and_twin_take_the_same_steps(toy, options, capturable):
     kernel, twin = (
         toy(parameters(dtype=BF16), backend=backend, capturable=capturable, **options)
@@ -135,6 +162,14 @@ def test_kernel_and_twin_take_the_same_steps(toy, options, capturable):
     assert_same(snapshot(kernel), snapshot(twin))
     with pytest.raises(AssertionError):
         assert_same(snapshot(kernel)["weights"], start)
+
+
+def test_two_formats_of_one_dtype_are_two(toy):
+    runs = [toy(parameters(), dtype=FP32, velocity_dtype=key) for key in (torch.int8, "eighths")]
+    for optimizer in runs:
+        train(optimizer, 3)
+    with pytest.raises(AssertionError):
+        assert_same(*(snapshot(optimizer)["weights"] for optimizer in runs))
 
 
 def test_it_resumes_and_refuses_as_every_optimizer(toy):

@@ -73,7 +73,8 @@ def test_every_format(options, capturable, done):
 
 def products():
     """The options of all combinations of the tables, and the weights' dtype."""
-    for weight, master, first, second in itertools.product(WEIGHTS, MASTERS, MOMENTS, MOMENTS):
+    tables = (WEIGHTS, MASTERS, MOMENTS, MOMENTS)
+    for weight, master, first, second in itertools.product(*(table.allowed for table in tables)):
         if master != torch.int16 or weight == BF16:  # there are no other remainders
             moments = {"exp_avg_dtype": first, "exp_avg_sq_dtype": second}
             yield {**MASTER_OPTIONS[master], **moments}, weight

@@ -64,7 +64,7 @@ class FusedAdam(megaopt.FusedAdam):
             contract="te",
         )
         self.set_grad_none = set_grad_none
-        for param, _, where in zip(*self._flat(), strict=True):
+        for param, where in zip(self._owned.params, self._owned.labels, strict=True):
             self._check_param(param, where)
 
     @property
@@ -74,7 +74,7 @@ class FusedAdam(megaopt.FusedAdam):
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
         super()._check_param(param, where)
-        if self._wants_masters(self._master_weights) and param.dtype == torch.bfloat16:
+        if self._owned.wants_masters and param.dtype == torch.bfloat16:
             raise ValueError(
                 f"{where}: master_weights=True is not allowed for torch.bfloat16 weights, whose "
                 "masters apex makes and never uses: torch.float16, torch.float32; "

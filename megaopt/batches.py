@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,18 +11,9 @@ import torch
 
 from megaopt.float8.ranks import Agreement
 from megaopt.kernels.backends import Plan
-from megaopt.kernels.formats import GRADS
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import Grads, Wanted, Watch, is_plain_class, module_for
-from megaopt.options import has_shared_elements
-
-MASTER = "master_param"
-SCALE = "_scale"
-
-
-def state_name(slot: str) -> str:
-    """Under which name a parameter's state holds the tensor of a slot: moments under their own."""
-    return {"master": MASTER, "master" + SCALE: MASTER + SCALE}.get(slot, slot)
+from megaopt.kernels.step.watch import Grads, Wanted, Watch, module_for
+from megaopt.state import SCALE, state_name
 
 
 @dataclass
@@ -53,7 +43,12 @@ class Batch:
         """Of all its tensors."""
         return self.params[0].device
 
-    def enter(self, grads: Grads, writes_grads: bool = False) -> None:
+    @property
+    def quantizes(self) -> bool:
+        """Whether the weights become fp8 after the step."""
+        return self.formats.cast is not None
+
+    def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
         """Before a step: a plan that works on tensors gets them; copies where they are staged."""
         if not self.addresses:
             own = self.buffers(grads)
@@ -63,7 +58,10 @@ class Batch:
                 self._copies = own
             self.plan.look(own)
 
-    def leave(self, controls: torch.Tensor | None = None) -> None:
+    def quantize(self, controls: torch.Tensor | None = None) -> None:
+        """After a step, and after ranks have put amaxes together: the weights become fp8."""
+
+    def copy_results(self) -> None:
         """After a step: the results are copied back to staged tensors."""
         copies = self._leave_grads()
         for slot in copies.keys() - {"grad"}:
@@ -78,7 +76,7 @@ class Batch:
         return copies
 
     def abandon(self) -> None:
-        """In place of `leave`, where nothing was stepped."""
+        """In place of `copy_results`, where nothing was stepped."""
         self._copies, self._written_grads = {}, []
 
     def why_not_captured(self) -> str | None:
@@ -149,6 +147,8 @@ class Batches:
         params = tuple(param for group in param_groups for param in group["params"])
         self.meeting: Any = None
         """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
+        self.quantized = [batch for batch in batches if batch.quantizes]
+        """Those whose weights become fp8 after the step."""
         self._watched = [batch for batch in batches if batch.watched]
         stepped = {position for batch in batches for position in batch.positions}
         self._watch = Watch(
@@ -183,82 +183,3 @@ def copy_back(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
     for tensor, copy in zip(tensors, copies, strict=True):
         if copy is not tensor:
             tensor.copy_(copy)
-
-
-def check_written_grads(grads: Sequence[torch.Tensor | None], wheres: Sequence[str]) -> None:
-    """Raises ValueError where unscaled gradients could not take the place of the scaled ones."""
-    owners: dict[int, str] = {}
-    for grad, where in zip(grads, wheres, strict=True):
-        if grad is None or grad.numel() == 0:
-            continue
-        wanted = f"{where}: with write_unscaled_grads=True the gradient must"
-        if has_shared_elements(grad):
-            raise ValueError(
-                f"{wanted} have memory of its own for each element, got strides {grad.stride()} "
-                f"of shape {tuple(grad.shape)}"
-            )
-        if grad.is_inference():
-            raise ValueError(f"{wanted} be no inference tensor, got one")
-        owner = owners.setdefault(grad.data_ptr(), where)
-        if owner is not where:
-            raise ValueError(f"{wanted} be in memory of its own, got that of {owner}'s")
-
-
-def resolved(grad: Any) -> Any:
-    """A gradient that was waited for, and has no sign pending; anything else as it is."""
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is not None and isinstance(grad, collectives.AsyncCollectiveTensor):
-        grad = grad.wait()
-    if type(grad) is not torch.Tensor or grad.layout != torch.strided:
-        return grad
-    return grad.clone() if grad._is_zerotensor() else grad.resolve_neg()
-
-
-def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
-    """Raises ValueError for a gradient that the step cannot read."""
-    if not isinstance(grad, torch.Tensor):
-        raise ValueError(f"{where}: {grad!r} as gradient is not allowed: a torch.Tensor")
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"{where}: a gradient of layout {grad.layout} is not allowed: torch.strided"
-        )
-    if grad.dtype not in GRADS:
-        raise ValueError(f"{where}: a gradient of dtype {grad.dtype} is not allowed: {GRADS}")
-    if grad.shape != param.shape:
-        raise ValueError(
-            f"{where}: a gradient of shape {tuple(grad.shape)} is not allowed: the parameter's, "
-            f"{tuple(param.shape)}"
-        )
-    if grad.device != param.device:
-        raise ValueError(
-            f"{where}: a gradient on {grad.device} is not allowed: the parameter's, {param.device}"
-        )
-
-
-def check_plain(grad: torch.Tensor, where: str) -> None:
-    """Raises ValueError for a gradient without memory of its own: a wrapper of other tensors."""
-    if not is_plain_class(type(grad)):
-        raise ValueError(
-            f"{where}: a gradient must be a plain torch.Tensor (or a DTensor of one), got "
-            f"{type(grad).__name__}"
-        )
-
-
-def check_state(
-    state: dict[str, Any], formats: Formats, param: torch.Tensor, names: dict[str, str], where: str
-) -> None:
-    """Raises ValueError where a state tensor is not what the formats ask for."""
-    for slot in formats.state_slots:
-        tensor = state[names[slot]]
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(
-                f"{where}: state {names[slot]!r} is {tensor!r}; allowed: a torch.Tensor"
-            )
-        shape = (1,) if slot.endswith(SCALE) else tuple(param.shape)
-        wanted = (formats.dtype(slot), shape, param.device)
-        found = (tensor.dtype, tuple(tensor.shape), tensor.device)
-        if found != wanted:
-            raise ValueError(
-                f"{where}: state {names[slot]!r} is {found[0]} of shape {found[1]} on {found[2]}; "
-                f"allowed: {wanted[0]} of shape {wanted[1]} on {wanted[2]}"
-            )

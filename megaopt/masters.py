@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from megaopt.checks import is_dense, refuse
-from megaopt.dtensor import check_sharding, local_of
-from megaopt.float8.parts import weight_of
 from megaopt.memory import Named, check_memory, check_writable
 from megaopt.options import Options
+from megaopt.params import ParamView
+from megaopt.params.dtensor import check_sharding, local_of
 
 MasterWeights = bool | list[torch.Tensor | None] | None
 
 
 def check_master_weights(
-    masters: MasterWeights, params: Sequence[torch.Tensor], wheres: Sequence[str], options: Options
+    masters: MasterWeights, views: Sequence[ParamView], labels: Sequence[str], options: Options
 ) -> None:
     """Raises ValueError unless `masters` can serve the parameters, which are in group order."""
     if masters is False and options.dtype is not None:
@@ -35,25 +35,26 @@ def check_master_weights(
             "a list of master_weights is not allowed with master_weight_dtype="
             f"{options.master_weight_dtype}: their scales are not in it"
         )
-    if len(masters) != len(params):
+    if len(masters) != len(views):
         raise ValueError(
             f"master_weights has {len(masters)} entries: allowed is one for each of the "
-            f"{len(params)} parameters, in group order"
+            f"{len(views)} parameters, in group order"
         )
-    for index, (master, param, where) in enumerate(zip(masters, params, wheres, strict=True)):
-        _check_master(master, param, f"master_weights[{index}] for {where}", options)
+    for index, (master, view, label) in enumerate(zip(masters, views, labels, strict=True)):
+        _check_master(master, view, f"master_weights[{index}] for {label}", options)
     own = [
-        Named(f"master_weights[{index}] for {where}", "the master", local_of(master))
-        for index, (master, where) in enumerate(zip(masters, wheres, strict=True))
+        Named(f"master_weights[{index}] for {label}", "the master", local_of(master))
+        for index, (master, label) in enumerate(zip(masters, labels, strict=True))
         if master is not None
     ]
     check_memory(own)
 
 
 def _check_master(
-    master: torch.Tensor | None, param: torch.Tensor, where: str, options: Options
+    master: torch.Tensor | None, view: ParamView, where: str, options: Options
 ) -> None:
-    dtype = options.master_format(param.dtype, True, weight_of(param) is not None).dtype
+    param = view.param
+    dtype = options.master_format(param.dtype, True, view.weight is not None).dtype
     if dtype is None:
         if master is not None and not is_own_master(master, param):
             raise ValueError(f"{where}: an fp32 weight is its own master: None is allowed")

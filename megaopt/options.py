@@ -149,6 +149,9 @@ class Options:
                 f"{', '.join(allowed)}"
             )
 
+    def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
+        """For numbers of a group that do not go together: a subclass raises ValueError."""
+
     @property
     def marks(self) -> dict[str, Any]:
         """What every group and every state dict names."""
@@ -173,12 +176,13 @@ class Options:
 
 
 def check_group(
-    group: Mapping[str, Any], numbers: Numbers, where: str, lr_is_needed: bool = True
+    group: Mapping[str, Any], options: Options, where: str, lr_is_needed: bool = True
 ) -> None:
     """Raises ValueError where a group's hyper-parameter is missing, out of range or NaN.
 
     lr_is_needed: it may not be None, as it may before the first step.
     """
+    numbers = options.NUMBERS
     missing = [name for name in numbers.names if name not in group]
     if missing:
         raise ValueError(f"{where} must have {', '.join(missing)}, got {listed(group)}")
@@ -194,6 +198,7 @@ def check_group(
     if not isinstance(step, int):
         refuse(f"{where}: step", COUNT.allowed, step)
     number(f"{where}: step", step, COUNT)
+    options.check_numbers(group, where)
 
 
 def _check_betas(betas: Any, where: str) -> None:

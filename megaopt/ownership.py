@@ -13,34 +13,19 @@ from typing import Any
 import numpy
 import torch
 
-from megaopt.batches import MASTER, SCALE
-from megaopt.dtensor import is_dtensor, local_of
-from megaopt.float8.batch import dequantized, part_of
-from megaopt.float8.parts import weight_and_codes, weight_of
-from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.float8.quantize import multiplied
 from megaopt.kernels.float8.scale import e8m0_value_reference
 from megaopt.kernels.formats import MASTERS, WEIGHTS
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
 from megaopt.kernels.step.watch import module_for
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import locals_of
+from megaopt.state import MASTER, SCALE, State
 
 # A scale of fp8 codes is known by its inverse alone, which is rounded, and so is the inverse's own
 # reciprocal: each by at most half an ulp, 2**-24 of it. Together they are less than 2**-22 off.
 SCALE_ERROR = 2.0**-22
-
-
-def counted(param: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose versions count writes to a parameter.
-
-    Of a DTensor its shard counts writes to to_local(). Nobody says what counts in another library's
-    fp8 tensors.
-    """
-    weight = weight_of(param)
-    if weight is not None:
-        return [weight] if isinstance(weight, Float8Weight) else []
-    own = [param, local_of(param)] if is_dtensor(param) else [param]
-    return [tensor for tensor in own if not tensor.is_inference()]  # torch counts none of these
 
 
 class Versions:
@@ -60,10 +45,10 @@ class Versions:
         before: Versions | None = None,
     ) -> None:
         self._known = {} if before is None else before._noted()
-        own = [(tensor, place) for place in stepped for tensor in counted(params[place])]
+        own = [(tensor, place) for place in stepped for tensor in view_of(params[place]).counted]
         self._tensors = [tensor for tensor, _ in own]
         self._places = [place for _, place in own]
-        everything = [tensor for param in params for tensor in counted(param)]
+        everything = [tensor for param in params for tensor in view_of(param).counted]
         self._known = {tensor: self._known.get(tensor, tensor._version) for tensor in everything}
         row = [self._known[tensor] for tensor in self._tensors]
         self._row = numpy.array(row, dtype=numpy.int64)
@@ -83,7 +68,7 @@ class Versions:
 
     def note(self, param: torch.Tensor) -> None:
         """Weight and master are as they should be now, whatever was written."""
-        for tensor in counted(param):
+        for tensor in view_of(param).counted:
             self._known[tensor] = tensor._version
             self._row[[own is tensor for own in self._tensors]] = tensor._version
 
@@ -127,45 +112,42 @@ def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats
     return [form.weight.decode_reference(form.weight.encode_reference(value)) for value in values]
 
 
-def _float8_casts(value: torch.Tensor, param: torch.Tensor, form: Formats) -> Any:
+def _float8_casts(value: torch.Tensor, view: Any, form: Formats) -> Any:
     """The same of fp8 codes under the scales that they have now."""
     assert form.cast is not None
-    weight, _ = weight_and_codes(param)
+    weight = view.weight
     recipe, inverse = form.cast.recipe, weight.scale_inv
     if recipe.scaling == "mxfp8":
         inverse = e8m0_value_reference(inverse)
     whole = torch.ones(weight.shape, dtype=torch.float32, device=value.device)
-    scale = 1 / part_of(multiplied(whole, inverse, recipe.block), param)
+    scale = 1 / view.part_of(multiplied(whole, inverse, recipe.block))
     rounded = form.rounding.decode_reference(form.rounding.encode_reference(value))
     scales = (scale * (1 - SCALE_ERROR), scale * (1 + SCALE_ERROR))
     codes = [recipe.format.encode_reference(rounded * each) for each in scales]
     return [recipe.format.decode_reference(code) for code in codes]
 
 
-def _codes_of(param: torch.Tensor) -> torch.Tensor:
-    weight, codes = weight_and_codes(param)
-    decoded: torch.Tensor = weight.recipe.format.decode_reference(codes)
-    return decoded.view(param.shape)
+def _unscaled_codes(view: ParamView) -> torch.Tensor:
+    decoded: torch.Tensor = view.weight.recipe.format.decode_reference(view.codes)
+    return decoded.view(view.param.shape)
 
 
-def written_elements(
-    weight: torch.Tensor, state: Mapping[str, Any], formats: Formats
-) -> torch.Tensor:
+def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
     """bool, the weight's shape: where the weight is not a cast of its master any more.
 
     A remainder has no value of its own: its master moves with the weight, and nothing is to do.
     """
-    master, scale = state[MASTER], state.get(MASTER + SCALE)
+    weight, master, scale = view.local, state[MASTER], state.get(MASTER + SCALE)
     if formats.master.joined:
         return torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
     if formats.cast is None:
         own = formats.weight.decode_reference(weight.detach())
         return ~_is_between(own, *_plain_casts(master, scale, formats))
     value = formats.master.decode_reference(master, scale)
-    return ~_is_between(_codes_of(weight), *_float8_casts(value, weight, formats))
+    return ~_is_between(_unscaled_codes(view), *_float8_casts(value, view, formats))
 
 
-def refresh(weight: torch.Tensor, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
+def refresh(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
     """Gives the master the value of each element that was written; the others keep their bits.
 
     A scaled fp16 master has a scale by its largest number: where that is another now, all its codes
@@ -174,22 +156,49 @@ def refresh(weight: torch.Tensor, state: Mapping[str, Any], formats: Formats) ->
     Returns:
         Whether there was any, a bool tensor of shape () on the weight's device.
     """
-    written = written_elements(weight, state, formats)
-    master, found = state[MASTER], written.any()
-    if formats.cast is not None:
-        own = dequantized(weight)
-    else:
-        own = formats.weight.decode_reference(weight.detach())
+    written = written_elements(view, state, formats)
+    master, found, own = state[MASTER], written.any(), view.value(formats)
     if not formats.master.scaled:
         master.copy_(torch.where(written, own, master))
-    elif weight.numel() and bool(found):
+    elif own.numel() and bool(found):
         scale = state[MASTER + SCALE]
         value = torch.where(written, own, formats.master.decode_reference(master, scale))
         store_scaled(master, scale, value, formats.master)
     return found
 
 
+def refreshed(
+    view: ParamView, state: Mapping[str, Any], formats: Formats, only_look: bool = False
+) -> torch.Tensor | bool:
+    """Gives one parameter's master the written values; whether any element had been written.
+
+    only_look: the master stays as it is.
+    """
+    known = isinstance(state.get(MASTER), torch.Tensor)
+    if not (known and formats.master.present) or formats.master.joined:
+        return False
+    if only_look:
+        return written_elements(view, state, formats).any()
+    return refresh(view, state, formats)
+
+
 # --- a model that became fp32
+
+
+def commit(state: Any, completed: Mapping[torch.Tensor, State]) -> None:
+    """Takes over completed states; a weight that became fp32 takes its master's value.
+
+    Args:
+        state: the optimizer's.
+        completed: by parameter.
+    """
+    own = {param: view_of(param).local for param in completed}
+    values = {p: widened(own[p], locals_of(state.get(p, {}))) for p in completed}
+    for param, made in completed.items():
+        value = values[param]
+        if made.get(MASTER) is None and value is not None:
+            own[param].copy_(value)
+        state[param].update(made)
 
 
 def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | None:

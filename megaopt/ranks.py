@@ -18,13 +18,17 @@ import torch.distributed as dist
 from megaopt import agreement
 from megaopt.agreement import Notice, digest_of
 from megaopt.batches import Batch, Batches
-from megaopt.dtensor import PLAIN, Split, is_dtensor, local_of, split_of
-from megaopt.float8.parts import weight_of
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.preparation import Measured, Request
 from megaopt.kernels.step.table import DeviceTable, is_capturing
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import local_of
+from megaopt.params.view import PLAIN
+
+Split = tuple[Any, tuple[int, ...]]
+"""A device mesh, and the dimensions of it over which a tensor is split."""
 
 WORDS = 3
 """Behind the norm's table: a digest of the collectives that a rank is going to call, a digest of
@@ -103,22 +107,21 @@ class SumOverRanks:
         bins.add_(self._bins)
 
 
-def sums_of(params: Sequence[torch.Tensor], batches: Sequence[Batch] = ()) -> list[SumOverRanks]:
+def sums_of(views: Sequence[ParamView], batches: Sequence[Batch] = ()) -> list[SumOverRanks]:
     """One sum for each way in which DTensors are split, in one order on all ranks.
 
     Those of the most ranks come first, so that as many as possible raise together.
 
     Args:
-        params: all of the optimizer, those without a gradient included.
+        views: of all the optimizer's parameters, those without a gradient included.
         batches: of those that have one; each holds parameters of one split.
     """
     plans: dict[tuple[torch.device, Split], list[Plan]] = {}
-    for param in params:
-        split = split_of(param)
-        if split is not None:
-            plans.setdefault((param.device, split), [])
+    for view in views:
+        if view.split is not None:
+            plans.setdefault((view.param.device, view.split), [])
     for batch in batches:
-        split = split_of(batch.params[0])
+        split = view_of(batch.params[0]).split
         if split is not None:
             plans[batch.device, split].append(batch.plan)
     sums = [SumOverRanks(split, device, own) for (device, split), own in plans.items()]
@@ -129,21 +132,21 @@ class Meeting:
     """The ranks that hold the rest of an optimizer's DTensors, before a step.
 
     Args:
-        params: all of the optimizer.
-        wheres: what errors call them.
+        views: of all the optimizer's parameters.
+        labels: what errors call them.
         batches: of the parameters that have a gradient.
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], wheres: Sequence[str], batches: Sequence[Batch]
+        self, views: Sequence[ParamView], labels: Sequence[str], batches: Sequence[Batch]
     ) -> None:
-        self.sums = sums_of(params, batches)
+        self.sums = sums_of(views, batches)
         self._were_alike = False
         if self.sums:
             formats = {place: each.formats for each in batches for place in each.positions}
             self._collectives = collectives_of(self.sums)
-            self._whole = digest_of(described(params, wheres, formats))
-            self._message = refusal(len(params), list(formats.values()))
+            self._whole = digest_of(described(views, labels, formats))
+            self._message = refusal(len(views), list(formats.values()))
             self._notices = [Notice(each.device, self._message) for each in self.sums]
 
     def meet(self, request: Request, waits: bool) -> tuple[Request, list[Notice]]:
@@ -189,13 +192,13 @@ class Meeting:
         return replace(request, found_inf=found_inf), [] if reads else self._notices
 
 
-def withdraw(params: Sequence[torch.Tensor]) -> None:
+def withdraw(views: Sequence[ParamView]) -> None:
     """Meets the ranks in place of `Meeting.meet` where this one raises an error: all will.
 
     Args:
-        params: all of the optimizer.
+        views: of all the optimizer's parameters.
     """
-    sums = sums_of(params)
+    sums = sums_of(views)
     for each in sums:
         others = each.add_up((collectives_of(sums), REFUSED))[0]
         if bool(others):  # who reads that comes no further
@@ -208,24 +211,15 @@ def collectives_of(sums: Sequence[SumOverRanks]) -> int:
 
 
 def described(
-    params: Sequence[torch.Tensor], wheres: Sequence[str], formats: Mapping[int, Formats]
+    views: Sequence[ParamView], labels: Sequence[str], formats: Mapping[int, Formats]
 ) -> list[tuple[object, ...]]:
     """What ranks have to have alike of each parameter, formats being of those with a gradient."""
     found: list[tuple[object, ...]] = []
-    for place, (param, where) in enumerate(zip(params, wheres, strict=True)):
-        weight, own = weight_of(param), formats.get(place)
-        shape = tuple(param.shape if weight is None else weight.shape)
+    for place, (view, label) in enumerate(zip(views, labels, strict=True)):
+        own = formats.get(place)
         kept = own and (own.master.name, *(moment.name for moment in own.moments))
-        found.append((where, shape, param.dtype, sharding_of(param), kept))
+        found.append((label, view.whole_shape, view.param.dtype, view.sharding, kept))
     return found
-
-
-def sharding_of(param: Any) -> tuple[object, ...] | None:
-    """Placements and mesh without its ranks: a submesh has others elsewhere."""
-    if not is_dtensor(param):
-        return None
-    mesh = param.device_mesh
-    return param.placements, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape)
 
 
 def refusal(params: int, formats: Sequence[Formats]) -> str:
@@ -242,7 +236,7 @@ def refusal(params: int, formats: Sequence[Formats]) -> str:
 def measured(batches: Batches, device: torch.device) -> list[Measured]:
     """What the norm of all gradients on a device is measured of, after the ranks met."""
     own = [each for each in batches.batches if each.device == device]
-    whole = [batch.plan for batch in own if split_of(batch.params[0]) is None]
+    whole = [batch.plan for batch in own if view_of(batch.params[0]).split is None]
     return [*whole, *(each for each in batches.meeting.sums if each.device == device)]
 
 
@@ -252,10 +246,10 @@ def is_zero(grad: Any) -> bool:
     return type(local) in PLAIN and local.layout == torch.strided and not bool(local.any())
 
 
-def on_any_rank(flag: bool, params: Sequence[torch.Tensor]) -> bool:
+def on_any_rank(flag: bool, views: Sequence[ParamView]) -> bool:
     """Whether it is so on any rank of the meshes of the parameters; waits for the answer."""
     found = torch.tensor([int(flag)])
-    for mesh in dict.fromkeys(param.device_mesh for param in params if is_dtensor(param)):  # type: ignore[attr-defined]
+    for mesh in dict.fromkeys(view.param.device_mesh for view in views if view.is_sharded):
         found = found.to(mesh.device_type)
         for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:

@@ -45,6 +45,17 @@ class SGDOptions(Options):
     nesterov: bool = False
     decoupled_weight_decay: bool = False
 
+    def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
+        """Raises ValueError where a group's numbers do not go together."""
+        momentum, dampening = float(group["momentum"]), float(group["dampening"])
+        if momentum > 0 and not self.has_momentum:
+            refuse(f"{where}: momentum", "0, as the optimizer's own is", momentum)
+        if self.nesterov and (momentum == 0 or dampening != 0):
+            raise ValueError(
+                f"{where}: nesterov must be False without momentum or with dampening, got True, "
+                f"momentum={momentum!r} and dampening={dampening!r}"
+            )
+
 
 class FusedSGD(FusedOptimizer):
     """SGD with momentum that writes the model's weights.
@@ -140,18 +151,6 @@ class FusedSGD(FusedOptimizer):
         }
         super().__init__(params, defaults, options, master_weights)
         self.use_decoupled_grad = use_decoupled_grad
-
-    def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
-        """Raises ValueError where a group's numbers do not go together."""
-        options: Any = self.options
-        momentum, dampening = float(group["momentum"]), float(group["dampening"])
-        if momentum > 0 and not options.has_momentum:
-            refuse(f"{where}: momentum", "0, as the optimizer's own is", momentum)
-        if options.nesterov and (momentum == 0 or dampening != 0):
-            raise ValueError(
-                f"{where}: nesterov must be False without momentum or with dampening, got True, "
-                f"momentum={momentum!r} and dampening={dampening!r}"
-            )
 
     @property
     def rule(self) -> Rule:

@@ -6,32 +6,37 @@ from typing import Any
 
 import torch
 
-from megaopt.batches import MASTER, SCALE
-from megaopt.dtensor import local_of
-from megaopt.float8.batch import cast_of, dequantized, first_master
-from megaopt.float8.parts import weight_and_codes, weight_of
 from megaopt.kernels.formats import GRADS, WEIGHTS, Format
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
 from megaopt.memory import Named
 from megaopt.options import Options
+from megaopt.params import ParamView
+from megaopt.params.dtensor import check_sharding, local_of, locals_of
 
 State = dict[str, Any]
+MASTER = "master_param"
+SCALE = "_scale"
+
+
+def state_name(slot: str) -> str:
+    """Under which name a parameter's state holds the tensor of a slot: moments under their own."""
+    return {"master": MASTER, "master" + SCALE: MASTER + SCALE}.get(slot, slot)
 
 
 def formats_of(
-    weight: torch.Tensor,
+    view: ParamView,
     grad_dtype: torch.dtype,
     moments: tuple[str, ...],
     options: Options,
     masters: bool,
 ) -> Formats:
     """The formats of a parameter's buffers under these options; moments: their names."""
-    cast = cast_of(weight, options.direct_cast)
+    cast, dtype = view.cast(options.direct_cast), view.param.dtype
     return Formats(
         GRADS[grad_dtype],
-        WEIGHTS[weight.dtype] if cast is None else cast.recipe.format,
-        options.master_format(weight.dtype, masters, cast is not None),
+        WEIGHTS[dtype] if cast is None else cast.recipe.format,
+        options.master_format(dtype, masters, cast is not None),
         tuple(map(options.moment_format, moments)),
         moments,
         cast,
@@ -44,7 +49,7 @@ def formats_of(
 
 def complete(
     state: State,
-    weight: torch.Tensor,
+    view: ParamView,
     formats: Formats,
     external: torch.Tensor | None,
 ) -> None:
@@ -53,6 +58,7 @@ def complete(
     A master made here starts as the weight's own value, which every format holds exactly or, fp16
     with a scale, to its precision; that of fp8 as what the weight was made from, if that is kept.
     """
+    weight = view.local
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name not in state:
             state[name] = torch.zeros(weight.shape, dtype=form.dtype, device=weight.device)
@@ -63,16 +69,11 @@ def complete(
     elif not formats.master.present:
         state[MASTER] = None
     elif state.get(MASTER) is None:
-        value = first_master(weight) if formats.cast else value_of(weight, formats)
+        value = view.initial_value(formats)
         if formats.master.joined:  # the weight stays as it is
             state[MASTER] = formats.master.encode_reference(value)[1]
         else:
             state.update(encoded(MASTER, value, formats.master, weight)[0])
-
-
-def value_of(weight: torch.Tensor, formats: Formats) -> torch.Tensor:
-    """The fp32 value of a weight without a master; of fp8 what its codes stand for."""
-    return dequantized(weight) if formats.cast else formats.weight.decode_reference(weight)
 
 
 def get_unscaled(state: State, name: str, form: Format, weight: torch.Tensor) -> torch.Tensor:
@@ -103,13 +104,52 @@ def encoded(
     return {name: code, name + SCALE: scale}, None
 
 
-def written_tensors(param: torch.Tensor, state: State, where: str) -> list[Named]:
+def completed_state(
+    view: ParamView, own: State, formats: Formats, external: torch.Tensor | None, label: str
+) -> State:
+    """What a parameter's state becomes; the state itself stays as it is.
+
+    Raises ValueError where a tensor of it is not what the formats ask for.
+    """
+    names = {slot: state_name(slot) for slot in formats.state_slots}
+    for name in names.values():
+        check_sharding(own.get(name), view.param, f"{label}: state {name!r}")
+    state = locals_of(own)
+    # a step within inference mode makes no such tensors
+    with torch.inference_mode(False), torch.no_grad():
+        complete(state, view, formats, local_of(external))
+    check_state(state, formats, view.local, names, label)
+    return view.wrap_state(state, [*own.values(), external])
+
+
+def written_tensors(view: ParamView, state: State, where: str) -> list[Named]:
     """The tensors of a parameter that a step writes: weight or codes, and the state's."""
-    local = local_of(param)
-    codes = local if weight_of(local) is None else weight_and_codes(local)[1]
-    tensors = {"weight": codes, **{f"state {name!r}": local_of(v) for name, v in state.items()}}
+    tensors = {
+        "weight": view.codes,
+        **{f"state {name!r}": local_of(v) for name, v in state.items()},
+    }
     own = tensors.items()
     return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]
+
+
+def check_state(
+    state: dict[str, Any], formats: Formats, param: torch.Tensor, names: dict[str, str], where: str
+) -> None:
+    """Raises ValueError where a state tensor is not what the formats ask for."""
+    for slot in formats.state_slots:
+        tensor = state[names[slot]]
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"{where}: state {names[slot]!r} is {tensor!r}; allowed: a torch.Tensor"
+            )
+        shape = (1,) if slot.endswith(SCALE) else tuple(param.shape)
+        wanted = (formats.dtype(slot), shape, param.device)
+        found = (tensor.dtype, tuple(tensor.shape), tensor.device)
+        if found != wanted:
+            raise ValueError(
+                f"{where}: state {names[slot]!r} is {found[0]} of shape {found[1]} on {found[2]}; "
+                f"allowed: {wanted[0]} of shape {wanted[1]} on {wanted[2]}"
+            )
 
 
 # --- pickled

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megaopt.batches import MASTER, SCALE, state_name
 from megaopt.checks import (
     COUNT,
     NOT_NEGATIVE,
@@ -21,16 +20,15 @@ from megaopt.checks import (
     same,
     shown,
 )
-from megaopt.dtensor import check_sharding, local_of, locals_of, sharded_state
 from megaopt.groups import check_names
 from megaopt.kernels.formats import Format
 from megaopt.kernels.step.batch import Formats
 from megaopt.options import VARIANTS, Options, check_group, check_variant
+from megaopt.owned import Owned
+from megaopt.params import ParamView
+from megaopt.params.dtensor import check_sharding, locals_of
 from megaopt.saved import NOT_MADE, Key, Saved, taken_apart
-from megaopt.state import State, encoded
-
-if TYPE_CHECKING:
-    from megaopt.stateful import StatefulOptimizer
+from megaopt.state import MASTER, SCALE, State, encoded, state_name
 
 # Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
@@ -45,7 +43,7 @@ class Loaded:
     groups: list[dict[str, Any]]
 
 
-def mark(packed: dict[str, Any], optimizer: StatefulOptimizer) -> dict[str, Any]:
+def mark(packed: dict[str, Any], owned: Owned) -> dict[str, Any]:
     """Adds to a state dict what a load compares; leaves out masters that are none.
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None.
@@ -54,54 +52,50 @@ def mark(packed: dict[str, Any], optimizer: StatefulOptimizer) -> dict[str, Any]
         key: {name: value for name, value in own.items() if value is not None}
         for key, own in packed["state"].items()
     }
-    names = (*optimizer.rule.moments, MASTER)
+    names = (*owned.rule.moments, MASTER)
     not_made = {}
     for key in (key for group in packed["param_groups"] for key in group["params"]):
         own = packed["state"].get(key, {})
         if not all(name in own for name in names):
             not_made[key] = [name for name in names if name not in own]
-    groups = [{**group, **optimizer.options.marks} for group in packed["param_groups"]]
+    groups = [{**group, **owned.options.marks} for group in packed["param_groups"]]
     return {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
 
 
 def read(
     state_dict: Any,
-    optimizer: StatefulOptimizer,
-    params: list[torch.Tensor],
-    wheres: list[str],
+    owned: Owned,
 ) -> Loaded:
     """Checks and converts a state dict for an optimizer, which it leaves as it is.
 
     Raises:
         ValueError: see FusedAdam.load_state_dict.
     """
-    saved = taken_apart(state_dict, [len(group["params"]) for group in optimizer.param_groups])
-    options = optimizer.options
+    saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
+    options = owned.options
     ours = all("contract" in group for group in saved.groups)
     groups = [
-        _group(own, optimizer.param_groups[index], options, _step(saved, options, index), index)
+        _group(own, owned.groups[index], options, _step(saved, options, index), index)
         for index, own in enumerate(saved.groups)
     ]
     take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
-    for key, param, where in zip(saved.order, params, wheres, strict=True):
+    for key, view, where in zip(saved.order, owned.views, owned.labels, strict=True):
         state = saved.states.get(key)
         if state is None and saved.not_made is not None:
-            _check_not_made(key, saved.not_made, optimizer, where)
+            _check_not_made(key, saved.not_made, owned, where)
         if state is not None:
-            for name in (*optimizer.rule.moments, MASTER):
-                check_sharding(state.get(name), param, f"{where}: {name!r} in the state dict")
+            for name in (*owned.rule.moments, MASTER):
+                check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
             not_made = (saved.not_made or {}).get(key, [])
-            state = take(locals_of(state), optimizer, local_of(param), where, not_made)
-            states[param] = sharded_state(param, state)
+            state = take(locals_of(state), owned, view, where, not_made)
+            states[view.param] = view.wrap_state(state)
     return Loaded(states, groups)
 
 
-def _check_not_made(
-    key: Key, not_made: dict[Key, list[str]], optimizer: StatefulOptimizer, where: str
-) -> None:
+def _check_not_made(key: Key, not_made: dict[Key, list[str]], owned: Owned, where: str) -> None:
     """Raises ValueError for a parameter whose state was made, and is not in the state dict."""
-    lost = [name for name in optimizer.rule.moments if name not in not_made.get(key, [])]
+    lost = [name for name in owned.rule.moments if name not in not_made.get(key, [])]
     if lost:
         raise ValueError(
             f"{where}: the state dict must have its {' and '.join(lost)}, got no state; only "
@@ -143,7 +137,7 @@ def _group(
     group = {**own, **kept, **_names(saved, own, where), "step": step}
     if isinstance(saved.get("step"), torch.Tensor):  # capturable: numbers, until the load is over
         group["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
-    check_group(group, options.NUMBERS, where, lr_is_needed=options.capturable)
+    check_group(group, options, where, lr_is_needed=options.capturable)
     copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in kept}
     return {**group, **copies}
 
@@ -191,13 +185,13 @@ def _copied(value: Any, where: str) -> Any:
 
 def _ours(
     saved: State,
-    optimizer: StatefulOptimizer,
-    param: torch.Tensor,
+    owned: Owned,
+    view: ParamView,
     where: str,
     not_made: Sequence[str],
 ) -> State:
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
-    formats = optimizer._formats(param)
+    formats, param = owned.formats(view), view.local
     names = {state_name(slot): slot for slot in (*formats.state_slots, "master")}
     unknown = [name for name in saved if name not in names]
     if unknown:
@@ -227,13 +221,13 @@ def _code(saved: Any, formats: Formats, slot: str, param: torch.Tensor, where: s
 
 def _foreign(
     saved: State,
-    optimizer: StatefulOptimizer,
-    param: torch.Tensor,
+    owned: Owned,
+    view: ParamView,
     where: str,
     not_made: Sequence[str],
 ) -> State:
     """Another optimizer's state, its values stored in our formats."""
-    formats = optimizer._formats(param)
+    formats, param = owned.formats(view), view.local
     names = {state_name(slot): slot for slot in (*formats.moment_names, "master")}
     scales = [name + SCALE for name in names if name + SCALE in saved]
     if scales:

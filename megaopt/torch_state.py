@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaopt.batches import MASTER, SCALE
 from megaopt.checks import NOT_NEGATIVE, number
-from megaopt.float8.parts import weight_of
 from megaopt.options import Options, check_group
+from megaopt.owned import Owned
+from megaopt.params import view_of
 from megaopt.saved import NOT_MADE
+from megaopt.state import MASTER, SCALE
 
 if TYPE_CHECKING:
-    from megaopt.stateful import StatefulOptimizer
+    from megaopt.optimizer import FusedOptimizer
 
 OURS = ("contract", "adam_w_mode", "step", "bias_correction")
 """Keys of our groups that torch's have not."""
@@ -22,9 +23,10 @@ MOST_STEPS = 2**24
 """torch counts in fp32, which holds every whole number up to here."""
 
 
-def torch_state_dict(optimizer: StatefulOptimizer, drop_masters: bool) -> dict[str, Any]:
+def torch_state_dict(optimizer: FusedOptimizer, drop_masters: bool) -> dict[str, Any]:
     """See FusedAdam.to_torch_state_dict."""
-    params, groups, wheres = optimizer._flat()
+    owned = Owned(optimizer.param_groups, optimizer.options, optimizer.rule, None)
+    params, groups, wheres = owned.params, owned.group_numbers, owned.labels
     for index, group in enumerate(optimizer.param_groups):
         _check(group, optimizer.options, f"group {index}")
     packed = optimizer.state_dict()
@@ -50,7 +52,7 @@ def torch_state_dict(optimizer: StatefulOptimizer, drop_masters: bool) -> dict[s
 
 def _check(group: Mapping[str, Any], options: Options, where: str) -> None:
     step = int(group["step"])
-    check_group({**group, "step": step}, options.NUMBERS, where)
+    check_group({**group, "step": step}, options, where)
     if not group["bias_correction"]:
         raise ValueError(f"{where}: bias_correction must be True, as torch's always is, got False")
     if step > MOST_STEPS:
@@ -66,7 +68,7 @@ def _check_state(
     where: str,
     drop_masters: bool,
 ) -> None:
-    if weight_of(param) is not None:
+    if view_of(param).weight is not None:
         raise ValueError(f"{where}: the weight must not be in fp8, which torch cannot step")
     missing = [name for name in moments if name not in state]
     if missing:

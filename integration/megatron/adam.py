@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import megaopt
-from megaopt.batches import MASTER
+from megaopt.state import MASTER
 
 State = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megaopt.batches import MASTER
+from megaopt.state import MASTER
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEYS = ("param", *MOMENTS)

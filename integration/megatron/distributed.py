@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megaopt.batches import MASTER
 from megaopt.float8.shard import Float8Shard
 from megaopt.integration.megatron.adam import MainShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
 from megaopt.integration.megatron.float8 import absent_shards, own_shards, weights_of
+from megaopt.state import MASTER
 
 
 class Sharded(CheckpointedOptimizer):

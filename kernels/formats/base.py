@@ -71,7 +71,7 @@ class Format:
         return f"{':'.join(map(str, fields))}:{functions}"
 
 
-class FormatTable(dict[str, Format]):
+class FormatTable(dict[Any, Format]):
     """The formats that a kind of buffer may have, by name.
 
     A dtype finds the first format of that dtype; later ones of the same dtype are found by name

@@ -40,6 +40,8 @@ class ForeignWeight:
     """mxfp8: codes and scale_inv of blocks of 32 rows of a column, in the weight's own order."""
 
     amax_history = None
+    is_foreign = True
+    """Its library moves its scales, and has to be told of new codes."""
 
     @property
     def shape(self) -> torch.Size:

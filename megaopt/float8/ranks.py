@@ -14,38 +14,10 @@ import torch.distributed as dist
 
 from megaopt import agreement
 from megaopt.agreement import Notice, digest_of
-from megaopt.float8.parts import weight_of
-from megaopt.float8.shard import Float8Shard
 from megaopt.kernels.step.batch import Formats
+from megaopt.params import ParamView
 
 Group = dist.ProcessGroup
-
-
-def group_of(param: torch.Tensor) -> Group | None:
-    """The ranks that share a parameter's weight; None where there are no others."""
-    if not isinstance(param, Float8Shard) or not dist.is_initialized():
-        return None
-    group = param.group or dist.group.WORLD
-    return group if dist.get_world_size(group) > 1 else None
-
-
-def check_shared(param: torch.Tensor, where: str) -> None:
-    """Raises ValueError for a part of a weight whose other parts no rank is known to hold."""
-    if not isinstance(param, Float8Shard) or param.numel() == param.weight.numel():
-        return
-    if group_of(param) is None:
-        found = "its group has no other" if dist.is_initialized() else "there is no process group"
-        raise ValueError(
-            f"{where}: elements {param.start} to {param.start + param.numel()} of an fp8 weight of "
-            f"{param.weight.numel()} are not allowed where {found}: the whole weight, or a group "
-            "of the ranks that hold the rest, on torch.distributed"
-        )
-
-
-def order_of(param: torch.Tensor, place: int) -> int:
-    """By what ranks put the weights of a group in one order; `place` is the parameter's."""
-    order = getattr(param, "order", None)
-    return place if order is None else int(order)
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
@@ -61,25 +33,25 @@ class Agreement:
     """What the ranks that share an optimizer's weights tell each other before a step.
 
     Args:
-        params: all of the optimizer's.
+        views: of all the optimizer's parameters.
         formats: of those that have a gradient, by their place among all.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], formats: Mapping[int, Formats]) -> None:
+    def __init__(self, views: Sequence[ParamView], formats: Mapping[int, Formats]) -> None:
         shared: dict[Group, list[tuple[int, int]]] = {}
-        for place, param in enumerate(params):
-            group = group_of(param)
+        for place, view in enumerate(views):
+            group = view.group
             if group:
-                shared.setdefault(group, []).append((order_of(param, place), place))
+                shared.setdefault(group, []).append((view.number(place), place))
         stepped = {
-            group: [(params[place], formats.get(place)) for _, place in sorted(places)]
+            group: [(views[place], formats.get(place)) for _, place in sorted(places)]
             for group, places in shared.items()
         }
         self.signatures = {group: _signature(own) for group, own in stepped.items()}
         self._were_alike = False
         if shared:
             first = next(iter(stepped.values()))[0][0]
-            self.device = first.device
+            self.device = first.param.device
             """Where the ranks meet."""
             own = [form is not None for each in stepped.values() for _, form in each]
             self._notice = Notice(self.device, _refusal(sum(own), len(own)))
@@ -139,7 +111,7 @@ class Agreement:
         """Stands in for the amaxes of ranks that do not read, and leave the step out later on."""
         if not waits and not agreement.is_read_at_once(self.device):
             none = {group: torch.zeros(count, device=self.device) for group, count in last.items()}
-            put_together({group: [(0, amax)] for group, amax in none.items()})
+            all_reduce_max({group: [(0, amax)] for group, amax in none.items()})
 
 
 def _refusal(gradients: int, shards: int) -> str:
@@ -151,24 +123,24 @@ def _refusal(gradients: int, shards: int) -> str:
     )
 
 
-def _signature(shards: Sequence[tuple[torch.Tensor, Formats | None]]) -> int:
+def _signature(shards: Sequence[tuple[ParamView, Formats | None]]) -> int:
     """63 bits of what the ranks have to have alike: the weights that are stepped, in order."""
     stepped = []
     for shard, formats in shards:
-        weight = weight_of(shard)
+        weight = shard.weight
         if weight is not None and formats is not None:
             kept = (formats.master.name, *(moment.name for moment in formats.moments))
             stepped.append((tuple(weight.shape), weight.recipe, weight.dtype, kept))
     return digest_of(stepped)
 
 
-def put_together(
+def all_reduce_max(
     amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]],
 ) -> dict[Group, int]:
     """Raises amaxes to the largest of all ranks.
 
     Args:
-        amaxes: for each group parameters' numbers (order_of), and their amaxes.
+        amaxes: for each group parameters' numbers, and their amaxes.
 
     Returns:
         How many each group has.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from megaopt.overwriting import overwrite
 
 TENSORS = ("data8", "scale_inv", "scale", "amax_history")
 """What a Float8Weight is made of; the last two None but for delayed scaling."""
+READ_TENSORS = operator.attrgetter(*TENSORS)
 
 
 def named_recipe(recipe: Float8Recipe | str) -> Float8Recipe:
@@ -57,6 +59,10 @@ class Float8Weight(Tensor):
     """Delayed scaling: fp32, (amax_history_len,), the amax since `update_scales` first, then the
     oldest to the newest. Else None."""
     recipe: Float8Recipe
+    is_foreign = False
+    """It is not another library's: the step moves its scales, and torch counts writes to it."""
+    columnwise = None
+    """There are no second codes along columns."""
     _initial: list[Tensor]  # shared with detached aliases: at most one tensor
 
     @staticmethod
@@ -151,6 +157,16 @@ class Float8Weight(Tensor):
         weight = cls(made.codes, made.scale_inv, scale, history, recipe, dtype, requires_grad)
         weight._initial.append(values)
         return weight
+
+    @property
+    def owner(self) -> Tensor:
+        """The tensor that autograd knows: itself."""
+        return self
+
+    def made_of(self) -> tuple[Tensor | None, ...]:
+        """The tensors behind it, as they are now; in about a microsecond."""
+        found: tuple[Tensor | None, ...] = READ_TENSORS(self)
+        return found
 
     # --- values
 

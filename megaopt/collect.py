@@ -1,0 +1,135 @@
+"""Makes the batches of a step: everything checked, states completed, parameters sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaopt.batches import Batch, Batches
+from megaopt.float8.batch import Float8Batch, plan_formats
+from megaopt.float8.ranks import Agreement
+from megaopt.gradients import check_readable, resolved
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.watch import Grads, grads_of
+from megaopt.memory import check_memory
+from megaopt.owned import Owned
+from megaopt.params import ParamView
+from megaopt.params.dtensor import local_of
+from megaopt.sharded_batch import ShardedBatch
+from megaopt.state import State, completed_state, state_name, written_tensors
+
+Kind = tuple[torch.device, Formats, bool, Any]
+"""What the parameters of a batch have in common: device, formats, whether copies are stepped, and
+what their views say."""
+CheckParam = Callable[[torch.Tensor, str], None]
+
+
+@dataclass
+class Collected:
+    """What a step will work on, before anything has changed."""
+
+    kinds: dict[Kind, list[int]]
+    """Places of parameters by the kind of their batch."""
+    states: dict[torch.Tensor, State]
+    """What states become."""
+
+    @property
+    def places(self) -> list[int]:
+        """Of all parameters that are stepped, in order."""
+        return sorted(place for places in self.kinds.values() for place in places)
+
+
+def collect(
+    owned: Owned, state: Mapping[Any, State], grads: Grads, check: CheckParam, makes_all: bool
+) -> Collected:
+    """Checks parameters, gradients and states, and sorts what is stepped.
+
+    Args:
+        owned: the optimizer's.
+        state: the optimizer's; it stays as it is.
+        grads: of each parameter, None where it has none.
+        check: raises where the optimizer cannot own a parameter.
+        makes_all: also parameters without a gradient get a state.
+
+    Raises:
+        ValueError: something is not allowed.
+    """
+    if owned.options.capturable:
+        owned.check_one_device()
+    _check_gradients(owned, grads, check)
+    external = owned.external_masters()
+    found = Collected({}, {})
+    for place, (view, grad) in enumerate(zip(owned.views, grads, strict=True)):
+        if grad is None and not makes_all:
+            continue
+        formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
+        own = state.get(view.param, {})
+        made = completed_state(view, own, formats, external[place], owned.labels[place])
+        found.states[view.param] = made
+        if grad is not None:
+            staged = _is_staged(view, grad, formats, made)
+            kind = (view.param.device, formats, staged, view.batch_key)
+            found.kinds.setdefault(kind, []).append(place)
+    labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
+    written = [(*labels[param], made) for param, made in found.states.items()]
+    check_memory([each for view, name, own in written for each in written_tensors(view, own, name)])
+    return found
+
+
+def _check_gradients(owned: Owned, grads: Grads, check: CheckParam) -> None:
+    for view, grad, label in zip(owned.views, grads, owned.labels, strict=True):
+        if grad is not None:
+            check(view.param, label)
+            view.check_shared(label)
+            check_readable(grad, view.param, label)
+
+
+def _is_staged(view: ParamView, grad: torch.Tensor, formats: Formats, state: State) -> bool:
+    if formats.cast is not None:
+        return False
+    stored = [state[state_name(slot)] for slot in formats.state_slots]
+    return not all(local_of(each).is_contiguous() for each in (view.param, grad, *stored))
+
+
+def make_batches(owned: Owned, state: Mapping[Any, State], found: Collected) -> Batches:
+    """The batches of what was collected; the states are complete."""
+    batches = [_batch(owned, state, kind, places) for kind, places in found.kinds.items()]
+    formats = {place: kind[1] for kind, places in found.kinds.items() for place in places}
+    agreement = Agreement(owned.views, formats)
+    shared = agreement if agreement.signatures else None
+    return Batches(batches, owned.groups, state, shared)
+
+
+def _batch(owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int]) -> Batch:
+    device, formats, staged, _ = kind
+    views = [owned.views[place] for place in places]
+    params = [view.param for view in views]
+    numels = [view.local.numel() for view in views]
+    rows = [owned.group_numbers[place] for place in places]
+    backend = BACKENDS[owned.backend(device)]
+    own = (list(places), params, [state[param] for param in params], staged)
+    if formats.cast is not None:
+        extents = [view.extent for view in views]
+        plan = backend.plan(plan_formats(formats), owned.rule, numels, rows, device, extents)
+        return Float8Batch(formats, plan, *own)
+    plan = backend.plan(formats, owned.rule, numels, rows, device)
+    batch = ShardedBatch if any(view.is_sharded for view in views) else Batch
+    return batch(formats, plan, *own)
+
+
+def resolve_grads(params: Iterable[torch.Tensor], decoupled: bool) -> bool:
+    """Waits for gradients that a collective still writes, and makes pending signs real.
+
+    Such a gradient is replaced in its attribute. Returns whether there was any.
+    """
+    own, found = list(params), False
+    for param, grad in zip(own, grads_of(own, decoupled), strict=True):
+        plain = resolved(grad)
+        if plain is not grad:
+            setattr(param, "decoupled_grad" if decoupled else "grad", plain)
+            found = True
+    return found

@@ -1,0 +1,123 @@
+"""Whether there is a step, as all ranks see it that hold parts of the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megaopt.agreement import Notice
+from megaopt.batches import Batch, Batches
+from megaopt.float8.batch import share_amaxes
+from megaopt.float8.ranks import Agreement
+from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.table import is_capturing
+from megaopt.owned import Owned
+from megaopt.preparations import Preparations
+from megaopt.ranks import Meeting, withdraw
+
+
+class Consensus:
+    """What an optimizer's rank tells others, and what it has yet to hear of the last step."""
+
+    def __init__(self) -> None:
+        self._notices: list[Notice] = []
+        self._amax_counts: dict[Any, int] = {}  # by group of ranks: of the last step
+
+    def forget(self) -> None:
+        """What ranks found in the last step counts no more: a load takes its place."""
+        self._notices = []
+
+    def hear(self, owned: Owned) -> None:
+        """Raises what ranks found in the last step, for which the host did not wait."""
+        notices, self._notices = self._notices, []
+        for notice in notices:
+            if notice.is_set():
+                if not owned.options.capturable:  # the host counted a step that was left out
+                    for group in owned.groups:
+                        group["step"] -= 1
+                raise ValueError(notice.message)
+
+    @contextmanager
+    def shares_errors(self, owned: Owned, measures: bool, waits: bool) -> Iterator[None]:
+        """An error of this rank alone becomes one on all that would wait for it.
+
+        Args:
+            owned: the optimizer's, as it is where an error comes up.
+            measures: whether ranks would meet to measure a norm.
+            waits: whether the host waits to know if there is a step.
+        """
+        try:
+            yield
+        except Exception:
+            if not is_capturing(owned.device):
+                views = owned.shared_views
+                if measures:
+                    withdraw(views)
+                Agreement(views, {}).withdraw(waits, self._amax_counts)
+            raise
+
+    def reach(
+        self, owned: Owned, batches: Batches, request: Request, waits: bool, own: Preparations
+    ) -> Request | None:
+        """The request as all ranks see it; None where the host knows that there is no step.
+
+        Args:
+            owned: the optimizer's.
+            batches: what this rank is going to step.
+            request: this rank's.
+            waits: whether the host waits to know if there is a step, as on all ranks or on none.
+            own: to look for infinities with.
+
+        Raises:
+            ValueError: ranks do not step the same.
+        """
+        was_given = request.found_inf is not None
+        if request.needs_norm:
+            if batches.meeting is None:
+                batches.meeting = Meeting(owned.views, owned.labels, batches.batches)
+            request, self._notices = batches.meeting.meet(request, waits)
+        if batches.agreement is not None:
+            flags = self._flags(owned, batches, request, batches.agreement.device, own)
+            return self._agreed(request, batches.agreement, flags, waits)
+        if not (was_given and waits):
+            return request
+        return None if bool(request.found_inf) else replace(request, found_inf=None)
+
+    def _agreed(
+        self, request: Request, agreement: Agreement, own: torch.Tensor, waits: bool
+    ) -> Request | None:
+        """The request as all ranks that share fp8 weights see it; None if there is no step.
+
+        A rank that left a step out alone would let the others wait for its amaxes for ever.
+        """
+        flags, notices = agreement.reach(own, waits, self._amax_counts)
+        self._notices = [*self._notices, *notices]
+        if waits:  # the host has to know, which counts the steps
+            return None if bool(flags[0]) else replace(request, found_inf=flags[1])
+        if not (request.is_skippable or notices):
+            return request
+        return replace(request, found_inf=flags.amax())
+
+    def _flags(
+        self,
+        owned: Owned,
+        batches: Batches,
+        request: Request,
+        device: torch.device,
+        own: Preparations,
+    ) -> torch.Tensor:
+        """int64: whether found_inf is set; whether an infinity or NaN is to be skipped here."""
+        flags = torch.zeros(2, dtype=torch.int64, device=device)
+        if request.found_inf is not None:
+            flags[:1].copy_(request.found_inf.reshape(1) != 0)
+        if request.skip_nonfinite:
+            flags[1:].copy_(own.nonfinite(owned, batches.batches, device))
+        return flags
+
+    def exchange_amaxes(self, batches: Sequence[Batch]) -> None:
+        """Between step and quantization: amaxes of fp8 weights become the largest of all ranks."""
+        self._amax_counts = share_amaxes(batches) if batches else {}

@@ -1,0 +1,191 @@
+"""What an optimizer was given, as it is now: groups, options, rule, masters; and its checks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megaopt.capture import check_device_numbers, on_device
+from megaopt.checks import refuse
+from megaopt.kernels.backends import default_backend, why_not
+from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.batch import Formats
+from megaopt.masters import MasterWeights, check_master_weights
+from megaopt.options import Options, check_group, check_weight
+from megaopt.params import ParamView, view_of
+from megaopt.state import formats_of
+
+Group = dict[str, Any]
+
+
+class Owned:
+    """An optimizer's parameters and what holds for them; made anew whenever it is asked for.
+
+    Args:
+        groups: the optimizer's.
+        options: the optimizer's.
+        rule: the update rule.
+        masters: as `master_weights` was assigned.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], options: Options, rule: Rule, masters: MasterWeights
+    ) -> None:
+        self.groups, self.options, self.rule, self.masters = groups, options, rule, masters
+
+    # --- parameters, in group order
+
+    @cached_property
+    def params(self) -> list[torch.Tensor]:
+        """All parameters."""
+        return [param for group in self.groups for param in group["params"]]
+
+    @cached_property
+    def views(self) -> list[ParamView]:
+        """Of all parameters."""
+        return [view_of(param) for param in self.params]
+
+    @property
+    def shared_views(self) -> list[ParamView]:
+        """Of the parameters of which other ranks hold parts; also where others are not allowed."""
+        found = []
+        for param in self.params:
+            with contextlib.suppress(ValueError):
+                found.append(view_of(param))
+        return [view for view in found if view.split is not None or view.group is not None]
+
+    @cached_property
+    def group_numbers(self) -> list[int]:
+        """The group of each parameter."""
+        return [index for index, group in enumerate(self.groups) for _ in group["params"]]
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """What errors call each parameter."""
+        counts = [len(group["params"]) for group in self.groups]
+        return [self.label(group, i) for group, count in enumerate(counts) for i in range(count)]
+
+    def label(self, group: int, index: int) -> str:
+        """What errors call a parameter of a group."""
+        names = self.groups[group].get("param_names")
+        return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
+
+    def index(self, param: Any) -> int:
+        """A parameter's place; raises ValueError for another tensor."""
+        for index, own in enumerate(self.params):
+            if own is param:
+                return index
+        refuse("param", "a parameter of this optimizer", param)
+
+    # --- formats and masters
+
+    @property
+    def wants_masters(self) -> bool:
+        """Whether weights that are not fp32 have masters."""
+        asked = self.masters is not None and self.masters is not False
+        return self.options.dtype is not None or asked
+
+    def formats(self, view: ParamView, grad_dtype: torch.dtype = torch.float32) -> Formats:
+        """The formats of a parameter's buffers."""
+        return formats_of(view, grad_dtype, self.rule.moments, self.options, self.wants_masters)
+
+    @property
+    def has_external_masters(self) -> bool:
+        """Whether the caller gave a list of masters."""
+        return not (self.masters is None or isinstance(self.masters, bool))
+
+    def external_masters(self) -> list[torch.Tensor | None]:
+        """The caller's master of each parameter; None where there is none.
+
+        Raises ValueError where the list does not fit the parameters any more.
+        """
+        masters = self.masters
+        if masters is None or isinstance(masters, bool):
+            return [None] * len(self.params)
+        check_master_weights(masters, self.views, self.labels, self.options)
+        # an fp32 weight is its own master, unless it is kept in fp8
+        return [
+            None if view.param.dtype == torch.float32 and view.weight is None else master
+            for master, view in zip(masters, self.views, strict=True)
+        ]
+
+    def check_masters(self) -> None:
+        """Raises ValueError unless masters and parameters fit."""
+        check_master_weights(self.masters, self.views, self.labels, self.options)
+        remainders, params = self.options.store_param_remainders, self.params
+        if remainders and not self.wants_masters:
+            raise ValueError(
+                "store_param_remainders=True needs masters to keep: pass master_weights=True or "
+                "dtype=torch.float32"
+            )
+        if remainders and params:
+            for view, label in zip(self.views, self.labels, strict=True):
+                check_weight(view.param, label, self.options, self.wants_masters)
+            if all(param.dtype != torch.bfloat16 for param in params):
+                raise ValueError(
+                    "store_param_remainders=True needs torch.bfloat16 weights; none of the "
+                    f"{len(params)} parameters is"
+                )
+
+    # --- devices
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter; the CPU without parameters."""
+        firsts = (group["params"][0].device for group in self.groups if group["params"])
+        return next(firsts, torch.device("cpu"))
+
+    def backend(self, device: torch.device) -> str:
+        """The backend's name for a device."""
+        backend = self.options.backend
+        return default_backend(device) if backend == "auto" else backend
+
+    def check_one_device(self, reason: str = "capturable=True") -> None:
+        """Raises ValueError where parameters are on several, which `reason` does not allow."""
+        devices = {param.device for param in self.params}
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
+                f"{reason}: one device"
+            )
+
+    # --- checks
+
+    def check_groups(self, device: torch.device) -> None:
+        """Raises ValueError for a number of a group that the coming step cannot use."""
+        for index, group in enumerate(self.groups):
+            where = f"group {index}"
+            if self.options.capturable:
+                check_device_numbers(group, device, where)
+                group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
+            check_group(group, self.options, where)
+
+    def device_numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[Group]:
+        """What capturable=True puts on the device in each group; the groups stay as they are."""
+        self.check_one_device()
+        return [on_device(group, self.device, f"group {i}") for i, group in enumerate(groups)]
+
+    def check_param(self, param: torch.Tensor, label: str) -> None:
+        """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
+        try:
+            view = view_of(param)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+        view.check(label, self.options, self.rule.moments, self.wants_masters)
+        contract = CONTRACTS[self.options.contract]
+        reason = why_not(self.backend(param.device), contract, param.device)
+        if reason is None:
+            return
+        asked = "contract" if contract.needs_gpu else "backend"
+        everywhere = "backend='reference'"
+        if contract.needs_gpu:
+            everywhere = "megaopt.FusedAdam with contract='ieee'"
+        raise RuntimeError(
+            f"{asked}={getattr(self.options, asked)!r} does not work for {label} on "
+            f"{param.device}: {reason}; {everywhere} works everywhere"
+        )

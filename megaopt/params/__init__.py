@@ -1,0 +1,34 @@
+"""Parameters of every kind behind one interface; the only place that asks of what kind one is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaopt.float8.foreign import foreign_weight
+from megaopt.float8.shard import Float8Shard
+from megaopt.float8.weight import Float8Weight
+from megaopt.params.dtensor import DTensorView, is_dtensor
+from megaopt.params.float8 import Float8ShardView, Float8View
+from megaopt.params.view import PLAIN, ParamView
+
+
+def view_of(param: Any) -> ParamView:
+    """A parameter as the optimizer sees it.
+
+    Raises ValueError for another library's fp8 tensor that cannot be stepped.
+    """
+    if type(param) in PLAIN:
+        return ParamView(param)
+    if is_dtensor(param):
+        return DTensorView(param)
+    if isinstance(param, Float8Shard):
+        return Float8ShardView(param, _weight_of(param.weight))
+    weight = _weight_of(param)
+    return ParamView(param) if weight is None else Float8View(param, weight)
+
+
+def _weight_of(whole: Any) -> Any:
+    return whole if isinstance(whole, Float8Weight) else foreign_weight(whole)
+
+
+__all__ = ["ParamView", "view_of"]

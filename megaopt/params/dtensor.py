@@ -1,0 +1,186 @@
+"""DTensors as parameters: each rank steps its own shard.
+
+torch.distributed.tensor is never imported here: before somebody else has, there is no DTensor.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megaopt.options import Options
+from megaopt.params.view import PLAIN, ParamView
+
+
+def dtensor_class() -> Any:
+    """What isinstance is asked for."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a torch.distributed.tensor.DTensor."""
+    return isinstance(value, dtensor_class())
+
+
+def local_of(value: Any) -> Any:
+    """The shard of this rank, in its own memory; anything but a DTensor as it is."""
+    return waited(value._local_tensor) if is_dtensor(value) else value
+
+
+def waited(local: Any) -> Any:
+    """A shard that a collective may still be making, once it is there."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(functional, "AsyncCollectiveTensor", ())
+    return local.wait() if isinstance(local, kind) else local
+
+
+def locals_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with each tensor's own shard."""
+    return {name: local_of(value) for name, value in state.items()}
+
+
+def same_sharding(value: Any, param: Any) -> bool:
+    """Whether two tensors are split alike: plain both, or DTensors of one mesh and placements."""
+    found, wanted = getattr(value, "_spec", None), getattr(param, "_spec", None)
+    if found is wanted:  # of plain tensors none; FSDP2 gives every gradient its parameter's
+        return True
+    if found is None or wanted is None:
+        return False
+    names = ("placements", "mesh", "shard_order")  # not every torch has the last
+    return all(getattr(found, n, None) == getattr(wanted, n, None) for n in names)
+
+
+def check_sharding(value: Any, param: Any, where: str) -> None:
+    """Raises ValueError for a tensor that is not split over ranks as the parameter is.
+
+    Also for a DTensor whose shard is a subclass: it may have no memory of its own.
+    """
+    if not isinstance(value, torch.Tensor):
+        return
+    if not same_sharding(value, param):
+        raise ValueError(
+            f"{where}: {_sharding(value)} is not allowed: {_sharding(param)}{_hint(param)}"
+        )
+    local = local_of(value)
+    if is_dtensor(value) and type(local) not in PLAIN:
+        raise ValueError(
+            f"{where}: the shard of a DTensor must be a plain torch.Tensor, got "
+            f"{type(local).__name__}"
+        )
+
+
+def _sharding(value: Any) -> str:
+    if not is_dtensor(value):
+        return f"a plain tensor of shape {tuple(value.shape)}"
+    return f"a DTensor of placements {tuple(value.placements)} on {value.device_mesh}"
+
+
+def _hint(param: Any) -> str:
+    if not is_dtensor(param):
+        return ""
+    return (
+        ", the parameter's; redistribute(placements=...) changes a DTensor's, and "
+        "distribute_tensor(..., param.device_mesh, param.placements) splits a whole tensor"
+    )
+
+
+class DTensorView(ParamView):
+    """A parameter that is a DTensor."""
+
+    is_sharded = True
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The shard of this rank."""
+        shard: torch.Tensor = local_of(self.param)
+        return shard
+
+    @property
+    def split(self) -> tuple[Any, tuple[int, ...]] | None:  # type: ignore[override]  # computed
+        """None for a fully replicated one."""
+        placements = enumerate(self.param.placements)
+        dims = tuple(i for i, each in placements if not each.is_replicate())
+        return (self.param.device_mesh, dims) if dims else None
+
+    @property
+    def sharding(self) -> tuple[object, ...]:
+        """Placements and mesh without its ranks: a submesh has others elsewhere."""
+        mesh = self.param.device_mesh
+        return self.param.placements, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape)
+
+    @property
+    def first_element(self) -> int:
+        """Of the shard's first element; a shard may hold rows in part."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        own = self.param
+        _, starts = compute_local_shape_and_global_offset(
+            own.shape, own.device_mesh, own.placements
+        )
+        sizes = [math.prod(own.shape[dim + 1 :]) for dim in range(own.dim())]
+        return sum(start * size for start, size in zip(starts, sizes, strict=True))
+
+    @property
+    def counted(self) -> list[torch.Tensor]:
+        """The DTensor and its shard, which counts writes to to_local()."""
+        return [own for own in (self.param, self.local) if not own.is_inference()]
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor of the parameter's mesh and placements, with the shard's memory.
+
+        The class is called as FSDP2 calls it: DTensor.from_local moves what it gets to the mesh's
+        kind of device, and shards that FSDP2 offloads lie on the CPU.
+        """
+        own = self.param
+        meta = own._spec.tensor_meta._replace(dtype=local.dtype)
+        spec = replace(own._spec, tensor_meta=meta)
+        made: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
+        return made
+
+    def wrap_state(self, state: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
+        """A state of DTensors.
+
+        Args:
+            state: what `locals_of` gave, with what was added to it.
+            known: DTensors whose shards may be in the state; they stay these objects.
+        """
+        objects = {id(local_of(value)): value for value in known if isinstance(value, torch.Tensor)}
+        made = {}
+        for name, value in state.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            made[name] = objects.get(id(value), value)
+            if is_tensor and not is_dtensor(made[name]):
+                made[name] = self.wrap(value)
+        return made
+
+    def _check_kind(
+        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
+    ) -> None:
+        param, local = self.param, self.param._local_tensor
+        if type(local) not in PLAIN:
+            raise ValueError(
+                f"{where}: a DTensor of {type(local).__name__} is not allowed: of a plain "
+                "torch.Tensor"
+            )
+        if any(placement.is_partial() for placement in param.placements):
+            raise ValueError(
+                f"{where}: placements {tuple(param.placements)} are not allowed: Shard and "
+                "Replicate; a Partial is the weight only when the ranks' are added up"
+            )
+        formats = {
+            **{f"{name}_dtype": options.moment_format(name) for name in moments},
+            "master_weight_dtype": options.master_format(param.dtype, masters),
+        }
+        for name, form in formats.items():
+            if form.scaled:
+                raise ValueError(
+                    f"{where}: {name}={getattr(options, name)} is not allowed for a DTensor: each "
+                    "rank's shard would have a scale of its own, and neither bits nor checkpoints "
+                    "would be independent of the number of ranks; torch.float32"
+                    + (" or torch.bfloat16" if name != "master_weight_dtype" else "")
+                )

@@ -1,0 +1,135 @@
+"""fp8 weights as parameters: ours and other libraries', whole or a rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaopt.kernels.step.batch import Cast, Extent, Formats
+from megaopt.options import Options
+from megaopt.params.view import ParamView
+
+
+class Float8View(ParamView):
+    """A parameter that is a whole fp8 weight."""
+
+    def __init__(self, param: Any, weight: Any) -> None:
+        super().__init__(param)
+        self.weight = weight
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The codes of its elements, flat, a view of the weight's."""
+        start = self.first_element
+        found: torch.Tensor = self.weight.data8.view(-1)[start : start + self.param.numel()]
+        return found
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the whole weight."""
+        return tuple(self.weight.shape)
+
+    @property
+    def first_element(self) -> int:
+        """0: it is whole."""
+        return 0
+
+    @property
+    def batch_key(self) -> tuple[object, ...]:
+        """The ranks, the library, and whether there are codes along columns."""
+        return self.group, type(self.weight), self.weight.columnwise is not None
+
+    @property
+    def counted(self) -> list[torch.Tensor]:
+        """The weight, if it is ours: nobody says what counts writes to another library's."""
+        return [] if self.weight.is_foreign else [self.weight]
+
+    def reader(self) -> Callable[[], Sequence[Any]]:
+        """Reads, in about a microsecond, all tensors that the weight is made of now."""
+        read: Callable[[], Sequence[Any]] = self.weight.made_of
+        return read
+
+    def cast(self, direct: bool | None = None) -> Cast | None:
+        """By the weight's recipe."""
+        recipe = self.weight.recipe
+        recipe = recipe if direct is None else replace(recipe, direct=direct)
+        return Cast(recipe, self.weight.dtype)
+
+    @property
+    def extent(self) -> Extent:
+        """All elements of the weight."""
+        weight = self.weight
+        columns = weight.shape[-1] if weight.dim() else 1
+        rows = weight.numel() // max(columns, 1)
+        return Extent(rows, columns, self.first_element, self._has_other_parts)
+
+    _has_other_parts = False
+
+    def value(self, formats: Formats) -> torch.Tensor:
+        """What the codes stand for."""
+        return self.part_of(self.weight.dequantize())
+
+    def initial_value(self, formats: Formats) -> torch.Tensor:
+        """The values that the weight was made from, if it still has them; else the codes'."""
+        values = self.weight.high_precision_initial_value()
+        return self.value(formats) if values is None else self.part_of(values)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Its elements of a tensor of the whole weight's shape, as fp32."""
+        start = self.first_element
+        own = whole.flatten()[start : start + self.param.numel()]
+        return own.view(self.param.shape).float()
+
+    def _check_kind(
+        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
+    ) -> None:
+        count, whole = self.param.numel(), self.weight.numel()
+        if self.weight.columnwise and count != whole:
+            raise ValueError(
+                f"{where}: a part ({count} of {whole} elements) of a weight with columnwise data "
+                "is not allowed: the whole"
+            )
+
+
+class Float8ShardView(Float8View):
+    """A parameter that is a rank's part of an fp8 weight."""
+
+    _has_other_parts = True
+
+    @property
+    def first_element(self) -> int:
+        """Where its part of the weight starts."""
+        return int(self.param.start)
+
+    @property
+    def group(self) -> Any:
+        """The ranks that share the weight; None where there are no others."""
+        if not dist.is_initialized():
+            return None
+        group = self.param.group or dist.group.WORLD
+        return group if dist.get_world_size(group) > 1 else None
+
+    def reader(self) -> Callable[[], Sequence[Any]]:
+        """Reads the weight too, which may become another."""
+        param, made_of = self.param, self.weight.made_of
+        return lambda: (param.weight, *made_of())
+
+    def number(self, place: int) -> int:
+        """Its `order` among the weights of the group; its place where it has none."""
+        return place if self.param.order is None else int(self.param.order)
+
+    def check_shared(self, where: str) -> None:
+        """Raises ValueError for a part whose other parts no rank is known to hold."""
+        param, whole = self.param, self.weight.numel()
+        if param.numel() == whole or self.group is not None:
+            return
+        found = "its group has no other" if dist.is_initialized() else "there is no process group"
+        raise ValueError(
+            f"{where}: elements {param.start} to {param.start + param.numel()} of an fp8 weight of "
+            f"{whole} are not allowed where {found}: the whole weight, or a group "
+            "of the ranks that hold the rest, on torch.distributed"
+        )

@@ -1,0 +1,132 @@
+"""A parameter as the optimizer sees it: what holds for plain tensors, and other kinds change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megaopt.kernels.step.batch import Cast, Extent, Formats
+from megaopt.options import Options, check_weight
+
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""Classes of tensors that have memory of their own; subclasses may have none."""
+
+
+class ParamView:
+    """A parameter that is a plain tensor; the subclasses say what is different for theirs."""
+
+    weight: Any = None
+    """The fp8 weight that the parameter is, or is a part of: a Float8Weight or ForeignWeight."""
+    group: Any = None
+    """The process group whose ranks hold the other parts of the fp8 weight; None without one."""
+    split: tuple[Any, tuple[int, ...]] | None = None
+    """The device mesh of a DTensor, and its dimensions over which the parameter is split."""
+    is_sharded = False
+    """It is a DTensor, and so is its state."""
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank steps: of a DTensor its shard, otherwise the parameter."""
+        own: torch.Tensor = self.param
+        return own
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The memory that a step writes as the weight."""
+        return self.local
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the parameter over all ranks."""
+        return tuple(self.param.shape)
+
+    @property
+    def first_element(self) -> int:
+        """The index, in the whole parameter, of this rank's first element; row by row."""
+        return int(getattr(self.param, "megaopt_first_element", 0))
+
+    def number(self, place: int) -> int:
+        """The parameter's number, the same on all ranks that hold a part of it.
+
+        Args:
+            place: among all parameters of the optimizer, in group order: the number of a parameter
+                to which nobody gave one.
+        """
+        return int(getattr(self.param, "megaopt_number", place))
+
+    @property
+    def sharding(self) -> tuple[object, ...] | None:
+        """How a DTensor is split, as ranks compare it; None for other kinds."""
+        return None
+
+    @property
+    def batch_key(self) -> tuple[object, ...]:
+        """What parameters of one batch have in common beside device and formats."""
+        return (self.split,)
+
+    @property
+    def counted(self) -> list[torch.Tensor]:
+        """The tensors whose version counters count writes to the parameter."""
+        # torch counts no writes to inference tensors
+        return [] if self.param.is_inference() else [self.param]
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor of this rank as the parameter is: of a DTensor a DTensor."""
+        return local
+
+    def wrap_state(self, state: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
+        """A state of this rank's tensors as the parameter is; `known` objects stay themselves."""
+        return dict(state)
+
+    def check(self, where: str, options: Options, moments: tuple[str, ...], masters: bool) -> None:
+        """Raises ValueError for a parameter that the optimizer cannot own.
+
+        Args:
+            where: what the error calls it.
+            options: of the optimizer.
+            moments: names of the rule's moments.
+            masters: whether weights have masters.
+        """
+        self._check_kind(where, options, moments, masters)
+        check_weight(self.local, where, options, masters, self.weight is not None)
+
+    def _check_kind(
+        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
+    ) -> None:
+        if is_traceable_wrapper_subclass(self.param):
+            raise ValueError(
+                f"{where}: tensor subclass {type(self.param).__name__} is not allowed: "
+                "torch.Tensor, torch.distributed.tensor.DTensor, megaopt.float8.Float8Weight, or, "
+                "once megaopt.integration.transformer_engine is imported, the fp8 tensors of "
+                "TransformerEngine"
+            )
+
+    def check_shared(self, where: str) -> None:
+        """Raises ValueError for a part whose other parts no rank is known to hold."""
+
+    def cast(self, direct: bool | None = None) -> Cast | None:
+        """How new values become fp8 codes; None where the weight is no fp8.
+
+        direct: takes the place of the recipe's own `direct`; None leaves it.
+        """
+        return None
+
+    @property
+    def extent(self) -> Extent:
+        """Which elements of an fp8 weight it holds."""
+        raise TypeError("only fp8 weights have an extent")
+
+    def value(self, formats: Formats) -> torch.Tensor:
+        """The fp32 value of the weight's codes, of `local`'s shape."""
+        found: torch.Tensor = formats.weight.decode_reference(self.local.detach())
+        return found
+
+    def initial_value(self, formats: Formats) -> torch.Tensor:
+        """The fp32 value that a master starts from, of `local`'s shape."""
+        return self.value(formats)

@@ -1,0 +1,124 @@
+"""What a step asks of its gradients, and what is made of that on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megaopt.batches import Batch, Batches
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.step.controls import SKIP
+from megaopt.kernels.step.preparation import Request
+from megaopt.options import check_clipping
+from megaopt.owned import Owned
+from megaopt.ranks import measured
+
+Prepared = dict[torch.device, tuple[Any, Any]]
+"""For each device the scalars, if they are made there, and the controls."""
+
+
+def requested(
+    optimizer: Any,
+    skips_nonfinite: bool,
+    clip_norm: float | None,
+    coefficient: torch.Tensor | None,
+) -> Request:
+    """What a step's arguments, a GradScaler's attributes and the options ask for.
+
+    Args:
+        optimizer: GradScaler sets `grad_scale` and `found_inf` on it.
+        skips_nonfinite: whether an infinity or NaN among the gradients leaves the step out.
+        clip_norm: as `step` takes it.
+        coefficient: as `step` takes it.
+    """
+    check_clipping(clip_norm, coefficient)
+    found_inf = getattr(optimizer, "found_inf", None)
+    return Request(
+        grad_scale=getattr(optimizer, "grad_scale", None),
+        # a GradScaler that saw no gradient sets the number 0
+        found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
+        coefficient=coefficient,
+        clip_norm=None if clip_norm is None else float(clip_norm),
+        skip_nonfinite=skips_nonfinite,
+    )
+
+
+class Preparations:
+    """The buffers of scalars, controls and norms on each device, kept from step to step."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, Any] = {}
+
+    def on(self, device: torch.device, owned: Owned) -> Any:
+        """The preparation of a device."""
+        if device not in self._by_device:
+            backend = BACKENDS[owned.backend(device)]
+            if backend.why_not(device) is not None:
+                backend = BACKENDS["reference"]  # there are no parameters, only steps to count
+            self._by_device[device] = backend.preparation(owned.rule, device)
+        return self._by_device[device]
+
+    def make(
+        self,
+        owned: Owned,
+        groups: Sequence[Mapping[str, Any]] | None,
+        batches: Batches,
+        asked: Request,
+    ) -> Prepared:
+        """Scalars and controls of all devices that have parameters.
+
+        Args:
+            owned: the optimizer's.
+            groups: None where the scalars come from the host.
+            batches: what is stepped.
+            asked: what to do with the gradients.
+        """
+        prepared = {}
+        # the first parameter's too, which may have no gradient
+        devices = (owned.device, *(batch.device for batch in batches.batches))
+        for device in dict.fromkeys(devices):
+            plans = measured(batches, device) if asked.needs_norm else []
+            prepared[device] = self.on(device, owned).make(groups, asked.on(device), plans)
+        return prepared
+
+    def nonfinite(self, owned: Owned, batches: Sequence[Batch], device: torch.device) -> Any:
+        """int64 [1] on a device: whether an infinity or NaN is among all gradients of this rank."""
+        flag = torch.zeros(1, dtype=torch.int64, device=device)
+        for own in {batch.device for batch in batches}:
+            plans = [batch.plan for batch in batches if batch.device == own]
+            found = self.on(own, owned).has_nonfinite(plans)
+            flag = torch.maximum(flag, found.to(device, torch.int64))
+        return flag
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """See FusedOptimizer.grad_norm."""
+        found = [each for each in self._by_device.values() if each.measured]
+        if not found:
+            raise RuntimeError(
+                "no step has measured the norm yet: a step with clip_norm, or under "
+                "nonfinite='skip' or 'error', does, unless found_inf leaves it out"
+            )
+        if len(found) != 1:
+            raise RuntimeError(
+                f"grad_norm is known on {len(found)} devices: a step with clip_norm, or under "
+                "nonfinite='skip', with all parameters on one device, finds it"
+            )
+        norm: torch.Tensor = found[0].norm
+        return norm
+
+
+def is_skipped(prepared: Prepared, nonfinite: str) -> bool:
+    """Whether an infinity or NaN among the gradients ends the step here; waits to see.
+
+    Raises FloatingPointError where nonfinite is "error".
+    """
+    found = any(bool(controls[SKIP]) for _, controls in prepared.values())
+    if found and nonfinite == "error":
+        raise FloatingPointError(
+            "an infinity or NaN is among the gradients (here, or on a rank that shares fp8 "
+            "weights), which nonfinite='error' does not allow"
+        )
+    return found

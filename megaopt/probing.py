@@ -1,0 +1,43 @@
+"""How torch.distributed.checkpoint asks an optimizer which states it would have.
+
+It gives every parameter a gradient of 0, sets lr to 0, and steps; then it loads into the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaopt.kernels.step.watch import grads_of
+from megaopt.owned import Owned
+from megaopt.ranks import is_zero, on_any_rank
+
+
+def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
+    """Whether an optimizer's first step is such a question, on all ranks.
+
+    Only with DTensors, as ranks that do not know of one another have to agree. All ranks meet at a
+    first step with lr=0, whatever is in the state of one.
+
+    Args:
+        owned: the optimizer's.
+        state: the optimizer's.
+        decoupled: whether it reads decoupled_grad.
+    """
+    if not any(view.is_sharded for view in owned.views):
+        return False
+    if any(group["lr"] is None or float(group["lr"]) for group in owned.groups):
+        return False
+    return not on_any_rank(not _is_asked(owned, state, decoupled), owned.views)
+
+
+def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
+    """Whether there is no state, and p.grad is 0 wherever there could be a gradient.
+
+    torch.distributed.checkpoint gives p.grad, whatever the optimizer reads.
+    """
+    given = [param.grad for param in owned.params if param.requires_grad]
+    if any(state.values()) or not given or any(grad is None for grad in given):
+        return False
+    own = grads_of(owned.params, decoupled=True) if decoupled else []
+    return all(grad is None for grad in own) and all(map(is_zero, given))

@@ -1,0 +1,128 @@
+"""The fp32 values of states, whatever their format: read, and set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megaopt.checks import is_dense, one_of, refuse, same
+from megaopt.memory import check_writable
+from megaopt.overwriting import overwrite
+from megaopt.owned import Owned
+from megaopt.params import ParamView
+from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.state import MASTER, SCALE, State, encoded, get_unscaled, state_name
+
+
+def _slot(owned: Owned, name: str) -> str:
+    slots = {state_name(slot): slot for slot in (*owned.rule.moments, "master")}
+    one_of("state_name", name, slots)
+    return slots[name]
+
+
+def unscaled(owned: Owned, state: Mapping[Any, State], view: ParamView, name: str) -> torch.Tensor:
+    """See FusedOptimizer.get_unscaled_state."""
+    own: State = state.get(view.param, {})
+    if name.endswith(SCALE) and name in own:
+        scale: torch.Tensor = own[name]
+        return scale
+    formats = owned.formats(view)
+    form = formats.by_slot[_slot(owned, name)]
+    if name == MASTER and not form.present:
+        value = view.value(formats)
+    elif own.get(name) is None:
+        label = owned.labels[owned.index(view.param)]
+        raise ValueError(
+            f"{label}: state {name!r} must be there, got "
+            "none: the first step with a gradient makes it, or initialize_state"
+        )
+    else:
+        value = get_unscaled(locals_of(own), name, form, view.local.detach())
+    known = [each for each in own.values() if local_of(each) is value]
+    return known[0] if known else view.wrap(value)
+
+
+def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torch.Tensor) -> None:
+    """See FusedOptimizer.set_scaled_state."""
+    own, local = state.get(view.param, {}), view.local
+    if any(same(name, each) for each in own if each.endswith(SCALE)):
+        _store(state, view, own, {name: _one_number(value, name, local)})
+        return
+    formats, slot = owned.formats(view), _slot(owned, name)
+    _check_value(value, view, name)
+    check_sharding(value, view.param, name)
+    value = local_of(value.detach())
+    if name == MASTER and not formats.master.present:
+        _set_weight(owned, state, view, value.to(local.device, torch.float32).reshape(local.shape))
+        return
+    if name == MASTER and own.get(MASTER) is None and owned.has_external_masters:
+        own = {**own, MASTER: owned.external_masters()[owned.index(view.param)]}
+    _store(state, view, own, *encoded(name, value, formats.by_slot[slot], local))
+
+
+def _store(
+    state: Any, view: ParamView, own: State, new: State, weight: torch.Tensor | None = None
+) -> None:
+    """Writes new tensors over those of a state, or adds them, and the weight: all or none."""
+    stored, pairs = locals_of(own), []
+    if weight is not None:
+        check_writable(view.local, "the parameter")
+        pairs.append((view.local, weight))
+    for name, tensor in new.items():
+        if stored.get(name) is None:
+            stored[name] = tensor
+        else:
+            _check_like(stored[name], tensor, f"state {name!r}")
+            pairs.append((stored[name], tensor))
+    completed = view.wrap_state(stored, list(own.values()))
+    overwrite(pairs, lambda: state[view.param].update(completed))
+
+
+def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) -> None:
+    """The weight becomes an fp32 value of its shard's shape, where that is no master's."""
+    if view.weight is None:
+        check_writable(view.local, "the parameter")
+        code = owned.formats(view).weight.encode_reference(value).clone()
+        overwrite([(view.local, code)], lambda: state[view.param].update({MASTER: None}))
+        return
+    if view.extent.shared:
+        raise ValueError(
+            f"{owned.labels[owned.index(view.param)]}: {MASTER!r} is not allowed for a "
+            "Float8Shard without a master: its codes go by the values of all ranks; "
+            "quantize_ sets the whole weight"
+        )
+    view.weight.quantize_(value)
+    state[view.param][MASTER] = None
+
+
+def _is_real(value: torch.Tensor) -> bool:
+    """Whether it has elements to read, and none is complex."""
+    return is_dense(value) and not value.is_meta and not value.is_complex()
+
+
+def _one_number(value: torch.Tensor, name: str, local: torch.Tensor) -> torch.Tensor:
+    """A new fp32 tensor of shape (1,) beside a shard; raises ValueError for what is no number."""
+    if not _is_real(value) or value.numel() != 1:
+        refuse(name, "one real number", value)
+    return value.detach().to(local.device, torch.float32, copy=True).reshape(1)
+
+
+def _check_value(value: torch.Tensor, view: ParamView, name: str) -> None:
+    """Raises ValueError for a tensor that is no fp32 value of so many elements."""
+    param = view.param
+    # a plain parameter's may have any shape of as many elements
+    fits = _is_real(value) and (
+        value.shape == param.shape or (not view.is_sharded and value.numel() == param.numel())
+    )
+    if not fits:
+        refuse(name, f"real numbers of the parameter's shape, {tuple(param.shape)}", value)
+
+
+def _check_like(own: Any, new: torch.Tensor, where: str) -> None:
+    """Raises ValueError unless the new tensor's content can go into a state's own."""
+    wanted = (new.dtype, tuple(new.shape), new.device)
+    if not is_dense(own) or (own.dtype, tuple(own.shape), own.device) != wanted:
+        refuse(where, f"{wanted[0]} of shape {wanted[1]} on {wanted[2]}", own)
+    check_writable(own, where)

@@ -18,7 +18,7 @@ from pathlib import Path
 from megaopt.commands import exits
 
 TOML_PACKAGES = () if sys.version_info >= (3, 11) else ("tomli",)
-PACKAGES = ("tyro", "rich", "matplotlib", *TOML_PACKAGES)
+PACKAGES = ("tyro", "rich", "matplotlib", "pydantic", *TOML_PACKAGES)
 
 
 def regress(config: Path, /, *, perturb: int | None = None, out: Path = Path("out")) -> int:

@@ -8,79 +8,76 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
+from pydantic.dataclasses import dataclass
+
 from megaopt.commands.toml_tables import (
     DERIVED,
-    MOST,
-    MOST_SEED,
+    ByKind,
+    Count,
+    Decay,
+    Flag,
+    Number,
+    Ranks,
+    Rows,
+    Seed,
+    Steps,
+    Table,
+    Threads,
     build_run,
     read_toml,
     require,
-    require_number,
-    require_whole,
     shown,
 )
 from megaopt.commands.toml_tables import ConfigError as ConfigError
 
-MOST_THREADS = 1024
-"""More than any machine has; so many threads start, far more make OpenMP end the process."""
-MOST_RANKS = 64
-"""Processes on one machine, each with a torch of its own."""
 NAME = r"[A-Za-z0-9_.-]{1,100}"
 """A variant's name: files are named by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Table):
     """The shape of a byte-level GPT."""
 
-    layers: int
+    layers: Count
     """Number of transformer blocks, at least 1."""
-    heads: int
+    heads: Count
     """Attention heads per block; divides width."""
-    width: int
+    width: Count
     """Elements of the residual stream."""
-    context: int
+    context: Count
     """Bytes in a training sequence, fewer than the text has."""
-    vocabulary_size: int
+    vocabulary_size: Rows
     """Rows of the token embedding, at least 256: the bytes. Further rows are padding."""
 
     def __post_init__(self) -> None:
-        require_whole(self, 1, MOST, "layers", "heads", "width", "context")
-        require_whole(self, 256, MOST, "vocabulary_size")
         allowed = f"a multiple of heads, which is {self.heads}"
         require(self.width % self.heads == 0, "width", self.width, allowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Table):
     """Hyper-parameters of Adam, the same for all variants of a run."""
 
-    learning_rate: float
+    learning_rate: Number
     """Peak learning rate, from 0 to fp32's largest number."""
-    warmup_steps: int = 0
+    warmup_steps: Steps = 0
     """Steps over which the learning rate rises linearly to its peak; then it is constant."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay of exp_avg per step, in [0, 1)."""
-    beta2: float = 0.999
+    beta2: Decay = 0.999
     """Decay of exp_avg_sq per step, in [0, 1)."""
-    eps: float = 1e-8
+    eps: Number = 1e-8
     """Added to the denominator outside the root, from 0 to fp32's largest number."""
-    weight_decay: float = 0.0
+    weight_decay: Number = 0.0
     """From 0 to fp32's largest number; for matrices only: norm weights do not decay."""
-    bias_correction: bool = True
+    bias_correction: Flag = True
     """Whether moments are divided by 1 - beta**step."""
-    adam_w_mode: bool = True
+    adam_w_mode: Flag = True
     """True: AdamW, decay is decoupled from the gradient. False: decay is added to the gradient."""
-
-    def __post_init__(self) -> None:
-        require_number(self, "learning_rate", "eps", "weight_decay")
-        for key in ("beta1", "beta2"):
-            require(0 <= getattr(self, key) < 1, key, getattr(self, key), "a number in [0, 1)")
-        require_whole(self, 0, MOST, "warmup_steps")
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step; steps count from 1."""
@@ -94,12 +91,12 @@ Recipe = Literal["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Float8Config:
+class Float8Config(Table):
     """Which linear layers have fp8 weights: all, with every variant once for each recipe."""
 
     recipes: tuple[Recipe, ...]
     """At least one, each once."""
-    scaled_matmul: bool = False
+    scaled_matmul: Flag = False
     """Layers with a scale per tensor quantize their input too and multiply in fp8; sizes are then
     multiples of 16."""
 
@@ -109,7 +106,7 @@ class Float8Config:
         require(once, "recipes", [*self.recipes], "a list that has each recipe once")
 
 
-class Baseline:
+class Baseline(Table):
     """A variant that others are compared with."""
 
     __slots__ = ()
@@ -165,7 +162,7 @@ class PeerVariant(Baseline):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FusedVariant:
+class FusedVariant(Table):
     """`megaopt.FusedAdam` in one of its forms, compared with a baseline."""
 
     name: str
@@ -182,9 +179,9 @@ class FusedVariant:
     """fp32 masters that FusedAdam creates, a list of ours that it uses, or int16 remainders."""
     layout: Literal["whole", "groups_and_views"] = "whole"
     """The model's parameters, or two unaligned views of each, spread over four param groups."""
-    resume_after: int | None = None
+    resume_after: Count | None = None
     """Step after which the run is saved and continued in a fresh process; None: never."""
-    ranks: int | None = None
+    ranks: Ranks | None = None
     """Processes that share the step, 1 to 64: each has an uneven, unaligned part of every weight
     and its state, and then gathers the others' weights. None: the step is of this process alone."""
     recipe: Recipe | None = field(default=None, metadata=DERIVED)
@@ -192,10 +189,7 @@ class FusedVariant:
 
     def __post_init__(self) -> None:
         require(bool(self.baseline), "baseline", self.baseline, "the name of a baseline variant")
-        if self.resume_after is not None:
-            require_whole(self, 1, MOST, "resume_after")
         if self.ranks is not None:
-            require_whole(self, 1, MOST_RANKS, "ranks")
             for key, allowed in (("masters", "created"), ("layout", "whole")):
                 value = getattr(self, key)
                 require(value == allowed, key, value, f"{allowed!r} for a variant with ranks")
@@ -233,20 +227,20 @@ def with_recipe(variant: Variant, recipe: Recipe) -> Variant:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
+class RunConfig(Table):
     """A training run: a model, its text, its optimizer, and the variants to compare."""
 
     name: str
     """The config file's name without its ending; names the folder of the run's output."""
-    seed: int
+    seed: Seed
     """Seed of the initial weights and of the batches, 0 to 2**63-1."""
-    steps: int
+    steps: Count
     """Optimizer steps, at least 1."""
-    batch_size: int
+    batch_size: Count
     """Sequences in a batch, at least 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on the GPU where there is one."""
-    cpu_threads: int = 2
+    cpu_threads: Threads = 2
     """Threads of torch on the CPU, 1 to 1024: fixed, because sums depend on it."""
     model: ModelConfig
     """The model."""
@@ -254,13 +248,10 @@ class RunConfig:
     """The hyper-parameters."""
     float8: Float8Config | None = None
     """fp8 weights; None: there are none."""
-    variant: tuple[Variant, ...]
+    variant: tuple[ByKind[Variant], ...]
     """What is trained and compared; baselines first or last, as you like."""
 
     def __post_init__(self) -> None:
-        require_whole(self, 0, MOST_SEED, "seed")
-        require_whole(self, 1, MOST, "steps", "batch_size")
-        require_whole(self, 1, MOST_THREADS, "cpu_threads")
         names = [variant.name for variant in self.variant]
         baselines = [v.name for v in self.variant if isinstance(v, Baseline)]
         require(len(names) > 0, "variant", [], "at least one table, [[variant]]")

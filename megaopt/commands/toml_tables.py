@@ -1,19 +1,31 @@
-"""TOML files read into frozen dataclasses, which refuse what they do not know in words.
+"""TOML files read into pydantic's dataclasses, which refuse what they do not know in words.
 
-A field's type hint says what it may hold; a dataclass's `__post_init__` checks the rest with
-`require`. Every refusal is a `ConfigError` of the form "steps must be a whole number, got '10'".
+A field's type says what it may hold, in the types below; a dataclass's `__post_init__` checks the
+rest with `require`. Every refusal is a `ConfigError` of the form "steps must be a whole number from
+1 to 2**31-1, got '10'".
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import reprlib
 import sys
-import types
-import typing
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 # the standard library has it since Python 3.11; before, the extra `cli` brings it along
 TOML_MODULE = "tomllib" if sys.version_info >= (3, 11) else "tomli"
@@ -36,8 +48,10 @@ LARGEST = 3.4028234663852886e38
 """fp32's largest number, in which all hyper-parameters are rounded."""
 MOST_BYTES = 2**16
 """Of a config's file: the parser needs minutes for a megabyte of nested keys."""
-POWERS = {MOST: "2**31-1", MOST_SEED: "2**63-1"}
-"""How bounds are written in messages."""
+MOST_THREADS = 1024
+"""More than any machine has; so many threads start, far more make OpenMP end the process."""
+MOST_RANKS = 64
+"""Processes on one machine, each with a torch of its own."""
 
 
 class ShortRepr(reprlib.Repr):
@@ -67,19 +81,68 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{key} must be {allowed}, got {shown(value)}")
 
 
-def require_whole(owner: object, lowest: int, highest: int, *keys: str) -> None:
-    """Raises a `ConfigError` unless each of the owner's integers is within these bounds."""
-    for key in keys:
-        value = getattr(owner, key)
-        allowed = f"a whole number from {lowest} to {POWERS.get(highest, highest)}"
-        require(lowest <= value <= highest, key, value, allowed)
+# --- types of fields
 
 
-def require_number(owner: object, *keys: str) -> None:
-    """Raises a `ConfigError` unless each of the owner's floats is >= 0 and one that fp32 holds."""
-    for key in keys:
-        value = getattr(owner, key)
-        require(0 <= value <= LARGEST, key, value, "a number from 0 to 3.4e38")
+def only(words: str) -> WrapValidator:
+    """Makes every error of a field's value one that says what is allowed."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("allowed", "{allowed}", {"allowed": words}) from None
+
+    return WrapValidator(check)
+
+
+WHOLE = "a whole number from"
+Count = Annotated[int, Strict(), Field(ge=1, le=MOST), only(f"{WHOLE} 1 to 2**31-1")]
+Steps = Annotated[int, Strict(), Field(ge=0, le=MOST), only(f"{WHOLE} 0 to 2**31-1")]
+Seed = Annotated[int, Strict(), Field(ge=0, le=MOST_SEED), only(f"{WHOLE} 0 to 2**63-1")]
+Rows = Annotated[int, Strict(), Field(ge=256, le=MOST), only(f"{WHOLE} 256 to 2**31-1")]
+Ranks = Annotated[int, Strict(), Field(ge=1, le=MOST_RANKS), only(f"{WHOLE} 1 to {MOST_RANKS}")]
+Threads = Annotated[
+    int, Strict(), Field(ge=1, le=MOST_THREADS), only(f"{WHOLE} 1 to {MOST_THREADS}")
+]
+Number = Annotated[
+    float,
+    Strict(),
+    Field(ge=0, le=LARGEST, allow_inf_nan=False),
+    only("a number from 0 to 3.4e38"),
+]
+Decay = Annotated[float, Strict(), Field(ge=0, lt=1), only("a number in [0, 1)")]
+Flag = Annotated[bool, Strict(), only("true or false")]
+
+
+def _check_kind(table: Any) -> Any:
+    # pydantic would write out a number of thousands of digits, which Python refuses
+    if isinstance(table, dict) and "kind" in table:
+        require(isinstance(table["kind"], str), "kind", table["kind"], "a text")
+    return table
+
+
+ByKind = Annotated[T, Field(discriminator="kind"), BeforeValidator(_check_kind)]
+"""Of a union of dataclasses, whose key `kind` says which one a table is."""
+
+
+class Table:
+    """A dataclass that a TOML table is read into."""
+
+    __slots__ = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_keys(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+            known = sorted(field.name for field in fields if field.metadata != DERIVED)
+            for key in (each for each in given if each not in known):
+                raise PydanticCustomError("key", "{key}", {"key": key, "known": known})
+        return given
+
+
+# --- files
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -114,91 +177,61 @@ def build_run(cls: type[T], path: Path, table: dict[str, Any]) -> T:
         ConfigError: as `read_config`.
     """
     try:
-        allowed = "left out: the file's own name is the run's"
-        require("name" not in table, "name", table.get("name"), allowed)
-        return _read_table(cls, {**table, "name": path.stem}, "")
+        words = "left out: the file's own name is the run's"
+        require("name" not in table, "name", table.get("name"), words)
+        return TypeAdapter(cls).validate_python({**table, "name": path.stem})
+    except ValidationError as error:
+        # a key that nobody knows comes first: what is missing may be what it was meant to be
+        errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "key")
+        raise ConfigError(f"{path}: {_told(errors[0])}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _read_table(cls: type[T], table: dict[str, Any], prefix: str) -> T:
-    """Builds a dataclass from a TOML table; prefix is the table's own key with a trailing dot."""
-    everything = dataclasses.fields(cls)  # type: ignore[arg-type]
-    fields = {each.name: each for each in everything if not each.metadata.get("derived")}
-    allowed = ", ".join(sorted(fields.keys() - {"name"} if not prefix else fields))
-    for key in table:
-        where = f"the keys of {prefix[:-1]}" if prefix else "the keys"
-        require(key in fields, where, key, f"among {allowed}")
-    hints = get_type_hints(cls)
-    for key, each in fields.items():
-        if each.default is dataclasses.MISSING and key not in table:
-            raise ConfigError(f"{prefix}{key} must be {_wanted(hints[key])}, got nothing")
-    values = {key: _read_value(hints[key], value, prefix + key) for key, value in table.items()}
-    try:
-        return cls(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{prefix}{error}") from error
+KINDS = {
+    "string_type": "a text",
+    "tuple_type": "a list",
+    "dataclass_type": "a table",
+    "model_attributes_type": "a table",
+}
+"""What a value is to be, by pydantic's name of the error."""
 
 
-TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-"""What a value of a type is called in messages."""
+def _told(error: ErrorDetails) -> str:
+    """An error of pydantic's in our words."""
+    kind, key, about = error["type"], _key_of(error["loc"]), error.get("ctx", {})
+    if kind == "key":
+        return _unknown(key, about["key"], about["known"])
+    if kind == "value_error":
+        return f"{key}.{about['error']}".removeprefix(".")
+    if kind == "missing":
+        return f"{key} must be given, got nothing"
+    if kind == "union_tag_not_found":
+        return f"{key}.kind must be given, got nothing"
+    if kind == "union_tag_invalid":
+        kinds, given = about["expected_tags"], error["input"]["kind"]
+        return f"{key}.kind must be one of {kinds}, got {shown(given)}"
+    if kind == "literal_error":
+        about = {"allowed": f"one of {about['expected'].replace(' or ', ', ')}"}
+    words = about.get("allowed") or KINDS.get(kind, error["msg"])
+    return f"{key} must be {words}, got {shown(error['input'])}"
 
 
-def _wanted(hint: Any) -> str:
-    """What a field of this type holds, for a message."""
-    if get_origin(hint) in (Union, types.UnionType):
-        # an optional type is one type or None, and TOML has no None
-        return _wanted(next(each for each in get_args(hint) if each is not type(None)))
-    if get_origin(hint) is tuple:
-        of_texts = get_origin(get_args(hint)[0]) is Literal
-        return "a list of texts" if of_texts else "a list of tables"
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, get_args(hint)))}"
-    return TYPES.get(hint, "a table")
+def _key_of(place: tuple[int | str, ...]) -> str:
+    """A key as in "variant[0].baseline"; behind a variant's number pydantic names its kind."""
+    key = ""
+    for before, each in zip((None, *place), place, strict=False):
+        if isinstance(each, int):
+            key += f"[{each}]"
+        elif not isinstance(before, int):
+            key += f".{each}" if key else each
+    return key
 
 
-def _read_value(hint: Any, value: Any, key: str) -> Any:
-    """Checks one value against its field's type; an integer may stand for a float."""
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next(each for each in get_args(hint) if each is not type(None))
-    if get_origin(hint) is tuple:
-        element = get_args(hint)[0]
-        if get_origin(element) is Literal:
-            return _read_list(element, value, key)
-        return _read_variants(element, value, key)
-    if dataclasses.is_dataclass(hint):
-        require(isinstance(value, dict), key, value, _wanted(hint))
-        return _read_table(typing.cast("type[Any]", hint), value, f"{key}.")
-    if get_origin(hint) is Literal:
-        require(value in get_args(hint), key, value, _wanted(hint))
-        return value
-    if hint is float and type(value) is int:
-        require(abs(value) <= LARGEST, key, value, "a number that fp32 holds")
-        return float(value)
-    # `type is` and not isinstance: in Python, True is an int
-    require(type(value) is hint, key, value, _wanted(hint))
-    return value
-
-
-def _read_list(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
-    """Reads a list of values of one type."""
-    require(isinstance(value, list), key, value, _wanted(tuple[hint, ...]))
-    return tuple(_read_value(hint, each, f"{key}[{index}]") for index, each in enumerate(value))
-
-
-def _read_variants(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
-    """Reads the [[variant]] tables; the key `kind` decides which class of the union hint it is."""
-    tables = isinstance(value, list) and all(isinstance(table, dict) for table in value)
-    require(tables, key, value, f"tables, [[{key}]]")
-    classes = {each.__dataclass_fields__["kind"].default: each for each in get_args(hint)}
-    variants = []
-    for number, table in enumerate(value):
-        where = f"{key}[{number}]"
-        kind = table.get("kind")
-        kinds = ", ".join(map(repr, classes))
-        known = isinstance(kind, str) and kind in classes
-        require(known or kind is None, f"{where}.kind", kind, f"one of {kinds}")
-        if kind is None:
-            raise ConfigError(f"{where}.kind must be one of {kinds}, got nothing")
-        variants.append(_read_table(classes[kind], table, f"{where}."))
-    return tuple(variants)
+def _unknown(table: str, key: str, known: list[str]) -> str:
+    """That a table has no such key; with the one that was meant, where one is near."""
+    where = f"the keys of {table}" if table else "the keys"
+    names = [name for name in known if table or name != "name"]
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{where} must be among {', '.join(names)}, got {shown(key)}{hint}"

@@ -2,67 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaopt.commands.config import (
-    MOST_RANKS,
-    MOST_THREADS,
-    ModelConfig,
-    OptimizerConfig,
-    require_name,
-)
+from pydantic import Field, Strict
+from pydantic.dataclasses import dataclass
+
+from megaopt.commands.config import ModelConfig, OptimizerConfig, require_name
 from megaopt.commands.toml_tables import (
-    MOST,
-    MOST_SEED,
+    WHOLE,
+    ByKind,
+    Count,
+    Flag,
+    Number,
+    Ranks,
+    Seed,
+    Table,
+    Threads,
     build_run,
+    only,
     read_toml,
     require,
-    require_number,
-    require_whole,
 )
 
 Mode = Literal["main_shards", "precision_aware"]
 StateDtype = Literal["float32", "bfloat16", "float16", "float8"]
-MOST_RUNS = 1000
+Runs = Annotated[int, Strict(), Field(ge=1, le=1000), only(f"{WHOLE} 1 to 1000")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronConfig:
+class MegatronConfig(Table):
     """How Megatron-Core trains: what all variants share."""
 
-    ranks: int
+    ranks: Ranks
     """Processes, 1 to 64, a GPU for each where there are some; data-parallel over tensor-parallel
     groups."""
-    micro_batch_size: int
+    micro_batch_size: Count
     """Sequences of a forward pass; a rank has as many micro batches as the batch needs."""
-    tensor_parallel: int = 1
+    tensor_parallel: Ranks = 1
     """Ranks that share each matrix; divides the ranks and the heads."""
-    bucket_size: int | None = None
+    bucket_size: Count | None = None
     """Elements of a bucket of gradients, at least 1; None: Megatron's default."""
-    overlap_grad_reduce: bool = True
+    overlap_grad_reduce: Flag = True
     """Gradients are reduced during the backward pass. Without, there is one bucket, whatever
     bucket_size says: another order of the norm's sum."""
-    overlap_param_gather: bool = True
+    overlap_param_gather: Flag = True
     """Weights are gathered during the next forward pass instead of within the optimizer step."""
-    grad_reduce_in_fp32: bool = True
+    grad_reduce_in_fp32: Flag = True
     """Whether gradients are summed, and kept for the step, in fp32; else in the weights' dtype."""
-    clip_grad: float = 1.0
+    clip_grad: Number = 1.0
     """Largest norm of the gradient, from 0 to fp32's largest number; 0: it is not clipped."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """The dtype of the weights."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] | None = None
     """TransformerEngine's layers multiply in fp8 by this recipe; None: Megatron's own layers."""
-    fp8_param_gather: bool = False
+    fp8_param_gather: Flag = False
     """Weights of matrices are fp8, gathered as such."""
 
     def __post_init__(self) -> None:
-        require_whole(self, 1, MOST_RANKS, "ranks", "tensor_parallel")
-        require_whole(self, 1, MOST, "micro_batch_size")
-        if self.bucket_size is not None:
-            require_whole(self, 1, MOST, "bucket_size")
-        require_number(self, "clip_grad")
         divides = self.ranks % self.tensor_parallel == 0
         allowed = f"a divisor of ranks, which is {self.ranks}"
         require(divides, "tensor_parallel", self.tensor_parallel, allowed)
@@ -75,7 +72,7 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharedKeys:
+class SharedKeys(Table):
     """The keys that both kinds of variant have."""
 
     name: str
@@ -83,31 +80,27 @@ class SharedKeys:
     mode: Mode = "main_shards"
     """Who owns the fp32 masters: Megatron, or, precision_aware, the inner optimizer: ours, or of
     the others TransformerEngine's alone."""
-    store_param_remainders: bool = False
+    store_param_remainders: Flag = False
     """With precision_aware: int16 remainders instead of fp32 masters; ties go away from zero."""
     baseline: str | None = None
     """Name of the variant that this one must equal bit for bit; None: it is not compared."""
-    runs: int = 1
+    runs: Runs = 1
     """Times that it runs, 1 to 1000; all must equal the first."""
-    resume_after: int | None = None
+    resume_after: Count | None = None
     """Step after which the run is saved, and continued in fresh processes; None: never."""
-    resume_ranks: int | None = None
+    resume_ranks: Ranks | None = None
     """Ranks that continue it; None: as many as before."""
-    overlap_grad_reduce: bool | None = None
+    overlap_grad_reduce: Flag | None = None
     """Instead of the table [megatron]'s."""
-    overlap_param_gather: bool | None = None
+    overlap_param_gather: Flag | None = None
     """Instead of the table [megatron]'s."""
-    grad_reduce_in_fp32: bool | None = None
+    grad_reduce_in_fp32: Flag | None = None
     """Instead of the table [megatron]'s."""
 
     def __post_init__(self) -> None:
-        require_whole(self, 1, MOST_RUNS, "runs")
-        after, ranks = self.resume_after, self.resume_ranks
-        if after is not None:
-            require_whole(self, 1, MOST, "resume_after")
-        if ranks is not None:
-            require_whole(self, 1, MOST_RANKS, "resume_ranks")
-            require(after is not None, "resume_ranks", ranks, "left out without resume_after")
+        if self.resume_ranks is not None:
+            allowed, ranks = "left out without resume_after", self.resume_ranks
+            require(self.resume_after is not None, "resume_ranks", ranks, allowed)
         if self.mode != "precision_aware":
             remainders = self.store_param_remainders
             allowed = f"false with mode = {self.mode!r}"
@@ -123,7 +116,7 @@ class StockVariant(SharedKeys):
     inner: Literal["transformer_engine", "torch", "unfused"]
     """Whose Adam is inside: TransformerEngine's FusedAdam, torch's AdamW, or this command's own in
     plain torch operations."""
-    cast_after_load: bool = False
+    cast_after_load: Flag = False
     """Casts the masters to weights once they are loaded, as a megaopt variant does; Megatron does
     not, and under delayed scaling its fp8 weights were others then."""
 
@@ -157,7 +150,7 @@ class MegaoptVariant(SharedKeys):
     """How exp_avg is stored; other than float32 with mode = "precision_aware" alone."""
     exp_avg_sq_dtype: StateDtype = "float32"
     """How exp_avg_sq is stored; other than float32 with mode = "precision_aware" alone."""
-    round_scaled_grads: bool = False
+    round_scaled_grads: Flag = False
     """Rounds clipped bf16 gradients to bf16, as a stock variant with precision_aware does."""
 
     def __post_init__(self) -> None:
@@ -172,22 +165,22 @@ MegatronVariant = StockVariant | MegaoptVariant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronRun:
+class MegatronRun(Table):
     """A training run of Megatron-Core: model, text, optimizer, and the variants to compare."""
 
     name: str
     """The config file's name without its ending; names the folder of the run's output."""
-    seed: int
+    seed: Seed
     """Seed of the initial weights and of the batches, >= 0."""
-    steps: int
+    steps: Count
     """Optimizer steps, at least 1."""
-    batch_size: int
+    batch_size: Count
     """Sequences in a step, over all ranks and micro batches: the same for every number of ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on GPUs where there are some, a rank on each."""
-    cpu_threads: int = 1
+    cpu_threads: Threads = 1
     """Threads of torch in each rank on the CPU: fixed, because sums depend on it."""
-    patience: int = 300
+    patience: Count = 300
     """Seconds within which a rank must start, or finish a step, or the variant is ended."""
     model: ModelConfig
     """The model."""
@@ -195,13 +188,10 @@ class MegatronRun:
     """The hyper-parameters."""
     megatron: MegatronConfig
     """How Megatron trains."""
-    variant: tuple[MegatronVariant, ...]
+    variant: tuple[ByKind[MegatronVariant], ...]
     """What is trained and compared, in any order."""
 
     def __post_init__(self) -> None:
-        require_whole(self, 0, MOST_SEED, "seed")
-        require_whole(self, 1, MOST, "steps", "batch_size", "patience")
-        require_whole(self, 1, MOST_THREADS, "cpu_threads")
         require(len(self.variant) > 0, "variant", [], "at least one table, [[variant]]")
         corrected = self.optimizer.bias_correction
         allowed = "true, as Megatron has no other Adam"

@@ -68,7 +68,7 @@ def test_what_is_left_out_has_its_default(read):
         ),
         (
             {"megatron": "ranks = 2"},
-            "megatron.micro_batch_size must be a whole number, got nothing",
+            "megatron.micro_batch_size must be given, got nothing",
         ),
         (
             {"megatron": "ranks = 3\nmicro_batch_size = 2\ntensor_parallel = 2"},

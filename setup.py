@@ -14,5 +14,8 @@ packages = [
 setup(
     packages=packages,
     package_dir=package_dir,
-    package_data={"megaopt.kernels.step": ["native.cpp"], "megaopt.golden": ["record.json"]},
+    package_data={
+        "megaopt.kernels.step": ["native.cpp"],
+        "megaopt.commands.golden": ["record.json"],
+    },
 )

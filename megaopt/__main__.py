@@ -2,7 +2,7 @@
 
 import sys
 
-from megaopt.cli import main
+from megaopt.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,9 +10,8 @@ import subprocess
 from pathlib import Path
 
 import megaopt
-from megaopt.config import ConfigError
 
-__all__ = ["COMMIT_VARIABLE", "Source", "describe_source"]
+__all__ = ["COMMIT_VARIABLE", "Source", "SourceError", "describe_source"]
 
 Source = dict[str, str | bool | None]
 
@@ -23,6 +22,10 @@ FOLDERS = ("kernels", "integration")
 SUFFIXES = (".py", ".cpp")
 PACKAGE = Path(megaopt.__file__).parent
 CHECKOUT = PACKAGE.parent
+
+
+class SourceError(ValueError):
+    """MEGAOPT_COMMIT is not allowed."""
 
 
 def describe_source() -> Source:
@@ -38,11 +41,11 @@ def describe_source() -> Source:
             in a checkout, in a copy or installed.
 
     Raises:
-        ConfigError: MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout.
+        SourceError: MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout.
     """
     named, head = _named_commit(), _git("rev-parse", "HEAD")
     if named and head and named != head:
-        raise ConfigError(f"{COMMIT_VARIABLE} must be the checkout's commit {head}, got {named!r}")
+        raise SourceError(f"{COMMIT_VARIABLE} must be the checkout's commit {head}, got {named!r}")
     changes = _git("status", "--porcelain", "--", PACKAGE.name, *FOLDERS) if head else None
     return {
         "version": megaopt.__version__,
@@ -55,7 +58,7 @@ def describe_source() -> Source:
 def _named_commit() -> str | None:
     named = os.environ.get(COMMIT_VARIABLE)
     if named is not None and not re.fullmatch("[0-9a-f]{40}", named):
-        raise ConfigError(f"{COMMIT_VARIABLE} must be 40 hex digits in lower case, got {named!r}")
+        raise SourceError(f"{COMMIT_VARIABLE} must be 40 hex digits in lower case, got {named!r}")
     return named
 
 

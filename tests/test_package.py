@@ -30,14 +30,14 @@ def wheel(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_tree(tool: ModuleType, wheel: Path) -> None:
     expected = tool.modules_of_tree()
     assert {"megaopt/__init__.py", "megaopt/kernels/__init__.py"} <= expected
-    assert "megaopt/bench/__init__.py" in expected
+    assert "megaopt/commands/bench/__init__.py" in expected
     tool.compare(wheel, expected)
 
 
 def test_wheel_holds_the_golden_record(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        found = archive.read("megaopt/golden/record.json")
-    assert found == (ROOT / "megaopt/golden/record.json").read_bytes()
+        found = archive.read("megaopt/commands/golden/record.json")
+    assert found == (ROOT / "megaopt/commands/golden/record.json").read_bytes()
 
 
 def test_comparison_sees_a_module_too_few_and_too_many(tool: ModuleType, wheel: Path) -> None:

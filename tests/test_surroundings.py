@@ -34,7 +34,7 @@ def passes(settings, *tests):
 @pytest.mark.parametrize(
     "test",
     [
-        "megaopt/bench/test_bench_report.py::test_table_has_figures_and_no_speed_for_a_failed_case",
+        "megaopt/commands/bench/test_bench_report.py::test_table_has_figures_and_no_speed_for_a_failed_case",
         "kernels/test_scales.py::test_steps_in_a_row_are_the_twins",
     ],
 )

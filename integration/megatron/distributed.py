@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megaopt.float8.shard import Float8Shard
 from megaopt.integration.megatron.adam import MainShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
 from megaopt.integration.megatron.float8 import absent_shards, own_shards, weights_of
+from megaopt.params import view_of
 from megaopt.state import MASTER
 
 
@@ -236,7 +236,7 @@ class Sharded(CheckpointedOptimizer):
         """Megatron's; shards of weights lie in the parameter buffer again."""
         super().restore_from_cpu()
         for model, shard in self.shards.items():
-            if isinstance(shard, Float8Shard):
+            if view_of(shard).weight is not None:
                 continue  # it has no memory of its own
             part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
             index, _, bucket = self.model_param_gbuf_map[model]

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from megaopt.float8.operations import is_float8
 from megaopt.float8.weight import Float8Weight, named_recipe
 from megaopt.kernels.float8 import Float8Recipe
 
@@ -57,7 +58,7 @@ def to_float8(
 
 def _chosen(module: nn.Module, filter: Filter) -> Iterator[tuple[str, nn.Linear]]:
     for name, layer in module.named_modules():
-        if not isinstance(layer, nn.Linear) or isinstance(layer.weight, Float8Weight):
+        if not isinstance(layer, nn.Linear) or is_float8(layer.weight):
             continue
         if filter(name, layer):
             yield name, layer

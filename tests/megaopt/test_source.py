@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import megaopt
-from megaopt.config import ConfigError
-from megaopt.source import describe_source
+from megaopt.source import SourceError, describe_source
 
 ROOT = Path(__file__).parents[2]
 CACHES = shutil.ignore_patterns("__pycache__")
@@ -21,7 +20,7 @@ STAGES = """
 import json, os, subprocess, sys
 from pathlib import Path
 import megaopt
-from megaopt.source import describe_source
+from megaopt.source import SourceError, describe_source
 
 place = Path(megaopt.__file__).parent
 assert place.is_relative_to(sys.argv[1]), place
@@ -108,7 +107,7 @@ def test_a_change_is_dirty_and_has_another_digest(stages):
 @pytest.mark.parametrize("commit", ["", "main", "abc", "AB" * 20, "ab" * 20 + "\n", "g" * 40])
 def test_what_is_no_commit_is_refused(commit, monkeypatch):
     monkeypatch.setenv("MEGAOPT_COMMIT", commit)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(SourceError) as refused:
         describe_source()
     message = f"MEGAOPT_COMMIT must be 40 hex digits in lower case, got {commit!r}"
     assert str(refused.value) == message

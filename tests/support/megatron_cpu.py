@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from megaopt.regression.megatron import cpu
+from megaopt.commands.regression.megatron import cpu
 
 
 def pretend_cuda():

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from megaopt.commands.regression.unfused import adam_update, scalars_of
 from megaopt.integration import megatron as ours
-from megaopt.regression.unfused import adam_update, scalars_of
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 2
 BETAS, EPS = (0.9, 0.95), 1e-8

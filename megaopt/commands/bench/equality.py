@@ -1,0 +1,132 @@
+"""The gate before every measurement: a step whose bits are not those promised has no speed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaopt.commands.bench.cases import Mode
+from megaopt.commands.bench.instance import Instance, build, state_tensors
+from megaopt.commands.bench.peers import PEERS, Peer
+from megaopt.commands.bench.sets import TensorSet
+from megaopt.kernels.contracts import CONTRACTS
+
+__all__ = ["Check", "check", "compare", "first_difference"]
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a mode's bits were compared with, and what came of it."""
+
+    against: str | None
+    """"reference", or a peer's name; None where there was nothing to compare with."""
+    difference: str | None = None
+
+
+def check(mode: Mode, tensors: TensorSet, device: torch.device) -> Check:
+    """Compare the Triton kernel with the peer that the contract names, or with the reference.
+
+    Without the peer, a contract that the reference backend keeps is compared with that; any other
+    contract stays unchecked.
+    """
+    peer = PEERS[mode.twin] if mode.twin else None
+    if peer is not None and peer.why_not() is None:
+        try:
+            return Check(peer.name, _difference(_beside_peer(mode, peer, tensors, device)))
+        except Exception as error:  # another library fails in its own way; the run goes on
+            return Check(peer.name, f"not compared: {type(error).__name__}: {error}")
+    if "reference" in CONTRACTS[mode.contract].backends:
+        return Check("reference", _difference(_beside_reference(mode, tensors, device)))
+    return Check(None)
+
+
+Pairs = Iterator[tuple[str, Instance, Instance]]
+
+
+def _difference(pairs: Pairs) -> str | None:
+    for label, ours, theirs in pairs:
+        if found := first_difference(ours, theirs):
+            return f"{label} gradients, {found}"
+    return None
+
+
+def _beside_peer(mode: Mode, peer: Peer, tensors: TensorSet, device: torch.device) -> Pairs:
+    dtype = mode.weight_dtype
+
+    def pair(grad_dtype: torch.dtype | None = None, **more: Any) -> tuple[Instance, Instance]:
+        ours = partial(mode.optimizer, backend="triton", **more)
+        theirs = partial(peer.optimizer, **more)
+        made = partial(build, tensors=tensors, weight_dtype=dtype, device=device)
+        return (
+            made(ours, weight=mode.weight, grad_dtype=grad_dtype),
+            made(theirs, weight=peer.weight, grad_dtype=grad_dtype),
+        )
+
+    yield str(dtype), *pair()
+    if peer.decoupled_grad and dtype is not torch.float32:
+        yield str(torch.float32), *pair(torch.float32, use_decoupled_grad=True)
+
+
+def _beside_reference(mode: Mode, tensors: TensorSet, device: torch.device) -> Pairs:
+    made = partial(
+        build, tensors=tensors, weight_dtype=mode.weight_dtype, device=device, weight=mode.weight
+    )
+    one, other = (made(partial(mode.optimizer, backend=name)) for name in ("triton", "reference"))
+    yield str(mode.weight_dtype), one, other
+
+
+def first_difference(ours: Instance, theirs: Instance, steps: int = 4) -> str | None:
+    """Step two instances side by side, with new gradients each time, and compare every bit.
+
+    Args:
+        ours: One instance of a case, not yet stepped.
+        theirs: Another, of the same seed.
+        steps: How many steps.
+
+    Returns:
+        None where weights and all states agree in every bit, else where they first differ.
+    """
+    for step in range(1, steps + 1):
+        for instance in (ours, theirs):
+            instance.draw_gradients()
+            instance.optimizer.step()
+        if found := compare(ours, theirs):
+            return f"step {step}, {found}"
+    return None
+
+
+def compare(ours: Instance, theirs: Instance) -> str | None:
+    """Return the first difference between two instances of one case, None where there is none."""
+    pairs = zip(ours.parameters, theirs.parameters, strict=True)
+    for index, (parameter, other) in enumerate(pairs):
+        one, two = state_tensors(ours, parameter), state_tensors(theirs, other)
+        if one.keys() != two.keys():
+            return f"tensor {index}: states {sorted(one)} against {sorted(two)}"
+        for name, values in one.items():
+            if found := _compare_tensors(values, two[name]):
+                return f"tensor {index}, {name}{found}"
+    return None
+
+
+def _compare_tensors(ours: Tensor, theirs: Tensor) -> str | None:
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return f": {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
+    one, other = _bits(ours), _bits(theirs)
+    if torch.equal(one, other):
+        return None
+    at = int((one != other).nonzero()[0])
+    return f"[{at}]: {_hexadecimal(one[at])} against {_hexadecimal(other[at])}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(INTEGERS[tensor.element_size()]).flatten()
+
+
+def _hexadecimal(value: Tensor) -> str:
+    width = 8 * value.element_size()
+    return f"0x{int(value) % 2**width:0{width // 4}x}"

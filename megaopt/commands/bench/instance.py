@@ -1,0 +1,160 @@
+"""A case made real: parameters, gradients, an optimizer, and the bytes that a step must move."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bench.weights import is_cast_afterwards, is_float8, weight_tensors
+from megaopt.kernels.formats import MASTERS, MOMENTS
+
+__all__ = ["Instance", "build", "bytes_per_step", "state_tensors"]
+
+STATES = ("exp_avg", "exp_avg_sq", "master_param")
+SCALED = {f.dtype for table in (MOMENTS, MASTERS) for f in table.values() if f.scaled}
+
+
+@dataclass
+class Instance:
+    """Parameters with gradients, and the optimizer that updates them."""
+
+    tensors: TensorSet
+    parameters: list[Parameter]
+    optimizer: torch.optim.Optimizer
+    generator: torch.Generator
+    grad_name: str
+    """The parameters' attribute that the optimizer reads: grad or decoupled_grad."""
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients, a parameter's each."""
+        return [getattr(parameter, self.grad_name) for parameter in self.parameters]
+
+    def draw_gradients(self) -> None:
+        """Fill every gradient with fresh values, in place."""
+        for gradient in self.gradients:
+            gradient.normal_(generator=self.generator)
+
+    def move_gradients(self) -> None:
+        """Put every gradient at another address, as a backward pass after zero_grad does."""
+        old = self.gradients
+        new = _allocate(self.tensors, old[0].dtype, old[0].device)
+        for parameter, there, here in zip(self.parameters, old, new, strict=True):
+            setattr(parameter, self.grad_name, here.view_as(there).copy_(there))
+
+
+def build(
+    make: Callable[[Sequence[Parameter]], torch.optim.Optimizer],
+    tensors: TensorSet,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    weight: Callable[[Tensor], Parameter] | None = None,
+    grad_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Instance:
+    """Make parameters and gradients of random values: the same for the same seed and device.
+
+    Args:
+        make: Makes the optimizer of the parameters.
+        tensors: The set that is made real.
+        weight_dtype: Of the parameters.
+        device: Where everything lies.
+        weight: Makes an fp8 weight of a matrix; parameters then have the set's shapes, and others
+            than matrices stay plain, as norms and biases do. None: all are plain and flat.
+        grad_dtype: Of gradients in `decoupled_grad`; None for gradients in `grad`.
+        seed: Of the generator that draws weights and gradients.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    values = _allocate(tensors, weight_dtype, device)
+    for value in values:
+        value.normal_(0, 0.02, generator=generator)
+    if weight is None:
+        parameters = [Parameter(value) for value in values]
+    else:
+        matrices = [v.view(shape) for v, shape in zip(values, tensors.shapes, strict=True)]
+        parameters = [weight(m) if m.dim() == 2 else Parameter(m) for m in matrices]
+    name = "grad" if grad_dtype is None else "decoupled_grad"
+    gradients = _allocate(tensors, grad_dtype or weight_dtype, device)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        setattr(parameter, name, gradient.view(parameter.shape))
+    instance = Instance(tensors, parameters, make(parameters), generator, name)
+    instance.draw_gradients()
+    return instance
+
+
+def _allocate(tensors: TensorSet, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    if not tensors.flat:
+        return [torch.empty(size, dtype=dtype, device=device) for size in tensors.sizes]
+    whole = torch.empty(sum(tensors.sizes), dtype=dtype, device=device)
+    return list(torch.split(whole, list(tensors.sizes)))
+
+
+def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]:
+    """Return the weight, and the moments, master and scales of one parameter, as stored.
+
+    They have the names that FusedAdam gives them, also for a peer that stores what FusedAdam does.
+    """
+    state = instance.optimizer.state[parameter]
+    # TransformerEngine keeps its scales outside the state
+    scales = getattr(instance.optimizer, "_scales", {}).get(parameter, {})
+    tensors = weight_tensors(parameter)
+    for name in STATES:
+        value, scale_name = state.get(name), f"{name}_scale"
+        if hasattr(
+            value, "_scale_inv"
+        ):  # TransformerEngine's Float8Tensor, which calls itself fp32
+            tensors[name] = value._data.view(torch.float8_e4m3fn)
+            tensors[scale_name] = value._scale_inv
+        elif isinstance(value, Tensor):
+            tensors[name] = value
+            if value.dtype in SCALED:
+                tensors[scale_name] = state.get(scale_name, scales.get(name))
+    return tensors
+
+
+def bytes_per_step(instance: Instance) -> int:
+    """Return the bytes that a step must move, counted on the tensors that it uses.
+
+    Gradients are read; moments and masters are read and written; a weight is written, and is read
+    too where it holds (the upper half of) the value that is updated. The master of an fp8 weight
+    whose scale comes from its own new amax is read twice. Scales of blocks count, single numbers
+    and tables of codes do not. Call it after a first step.
+    """
+    return sum(_bytes_of(instance, parameter) for parameter in instance.parameters)
+
+
+def _bytes_of(instance: Instance, parameter: Parameter) -> int:
+    gradient: Tensor = getattr(parameter, instance.grad_name)
+    state = instance.optimizer.state[parameter]
+    values = [value for name, value in state.items() if not name.startswith("qmap")]
+    stored = 2 * _bytes_of_many(t for value in values for t in _stored_in(value))
+    master = state.get("master_param")
+    if is_float8(parameter):
+        tensors = weight_tensors(parameter)
+        written = [tensors["weight"], tensors["weight_scale_inv"]]
+        read_again = master.nbytes if is_cast_afterwards(parameter) else 0
+        return gradient.nbytes + stored + read_again + _bytes_of_many(written)
+    weight_is_read = master is None or master.dtype is torch.int16
+    return gradient.nbytes + stored + parameter.nbytes * (2 if weight_is_read else 1)
+
+
+def _bytes_of_many(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
+
+
+def _stored_in(value: Any) -> Iterator[Tensor]:
+    """Give the plain tensors that make up an entry of a state, of whatever library."""
+    if isinstance(getattr(value, "_data", None), Tensor):  # beside it there may be a transpose
+        yield value._data
+    elif hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        yield from (getattr(value, name) for name in names if name != "qmap")
+    elif isinstance(value, Tensor):
+        yield value
+    elif hasattr(value, "__dict__"):
+        yield from (entry for entry in vars(value).values() if isinstance(entry, Tensor))

@@ -1,0 +1,190 @@
+"""How a step is timed: interleaved with a copy, on a queue that is never empty."""
+
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaopt.commands.bench.instance import Instance, bytes_per_step
+
+__all__ = ["Copy", "Figures", "count_device_work", "measure", "repetitions"]
+
+MOST_STEPS = 50
+LEAST_STEPS = 3
+SECONDS = 0.6
+"""About how long a case's steps may take in one loop: a slow step is repeated less often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured of one case. Times are in milliseconds, of the GPU unless wall is said."""
+
+    tensors: int
+    elements: int
+    bytes: int
+    """What a step must move, counted on the tensors."""
+    repetitions: int
+    """Steps behind each time."""
+    step_ms: float
+    """Median; with the host's time where the device waits for it, through 10 copies and more."""
+    step_ms_quartiles: tuple[float, float]
+    copy_bytes: int
+    """What the copy moves: bytes read plus bytes written."""
+    copy_ms: float
+    copy_ms_quartiles: tuple[float, float]
+    wall_ms: float
+    """Median time until a step is done, as the host sees it, with the gradients in place."""
+    wall_moved_ms: float
+    """The same with every gradient newly allocated before each step (not timed)."""
+    kernels: dict[str, int]
+    """CUDA kernels of one step, by name; empty where the profiler sees no device."""
+    transfers: dict[str, int]
+    """Copies and fills of one step, by name."""
+    scratch_bytes: int
+    """Memory that a step takes above what is allocated before it."""
+
+    @property
+    def launches(self) -> int | None:
+        """Kernels per step, None where the profiler saw none."""
+        return sum(self.kernels.values()) or None
+
+    @property
+    def copy_bandwidth(self) -> float:
+        """Of the copy, in bytes per second."""
+        return self.copy_bytes / self.copy_ms * 1e3
+
+    @property
+    def percent_of_copy(self) -> float:
+        """The step's bytes per second over the copy's, in percent."""
+        return 100 * (self.bytes / self.step_ms) / (self.copy_bytes / self.copy_ms)
+
+
+class Copy:
+    """A device-to-device copy, the measure of what the memory can do."""
+
+    def __init__(self, device: torch.device, size: int = 2**30) -> None:
+        # random values: memory and caches can treat zeros better than real data
+        self.source = torch.empty(size // 4, dtype=torch.int32, device=device).random_()
+        self.target = torch.empty_like(self.source)
+        self.bytes = 2 * self.source.nbytes
+
+    def __call__(self) -> None:
+        """Enqueue the copy."""
+        self.target.copy_(self.source)
+
+
+def measure(instance: Instance, copy: Copy) -> Figures:
+    """Measure a case on the current CUDA device; its optimizer steps up to some 150 times."""
+    step = instance.optimizer.step
+    for _ in range(2):  # compile, allocate the state, fill the plan
+        step()
+    scratch, seconds = _scratch_and_time(step)
+    count = repetitions(seconds)
+    copies, steps = _device_times(step, copy, count)
+    kernels, transfers = _launches(step)
+    return Figures(
+        tensors=len(instance.parameters),
+        elements=sum(parameter.numel() for parameter in instance.parameters),
+        bytes=bytes_per_step(instance),
+        repetitions=count,
+        step_ms=statistics.median(steps),
+        step_ms_quartiles=_quartiles(steps),
+        copy_bytes=copy.bytes,
+        copy_ms=statistics.median(copies),
+        copy_ms_quartiles=_quartiles(copies),
+        wall_ms=_wall_time(step, lambda: None, count),
+        wall_moved_ms=_wall_time(step, instance.move_gradients, count),
+        kernels=kernels,
+        transfers=transfers,
+        scratch_bytes=scratch,
+    )
+
+
+def repetitions(seconds: float) -> int:
+    """Return how often a step that takes so many seconds is repeated."""
+    return max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds)))
+
+
+def _device_times(
+    step: Callable[[], object], copy: Copy, count: int
+) -> tuple[list[float], list[float]]:
+    """Return the times of the copies and of the steps, interleaved, in milliseconds.
+
+    Untimed copies go first: while the device works on them, the host enqueues the timed pair, so
+    that the events enclose the device's work and not the host's. They also leave nothing of the
+    case in the cache.
+    """
+    pairs = []
+    for _ in range(count):
+        for _ in range(10):
+            copy()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        copy()
+        events[1].record()
+        step()
+        events[2].record()
+        torch.cuda.synchronize()
+        pairs.append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
+    copies, steps = zip(*pairs, strict=True)
+    return list(copies), list(steps)
+
+
+def _quartiles(times: list[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(times, n=4)
+    return low, high
+
+
+def _wall_time(step: Callable[[], object], prepare: Callable[[], object], count: int) -> float:
+    """Return the median milliseconds from the call of a step until the device has finished it."""
+    times = []
+    for _ in range(count):
+        prepare()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    # not the mean: some libraries compile again at a later step
+    return 1e3 * statistics.median(times)
+
+
+def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
+    with warnings.catch_warnings():
+        # torch announces that a later cycle drops this one's events; there is none
+        warnings.simplefilter("ignore", UserWarning)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+    return count_device_work(profile.events() or ())
+
+
+def count_device_work(events: Iterable[Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Count a profile's kernels, and its copies and fills, by name.
+
+    Args:
+        events: What a profile's `events()` gives.
+    """
+    # torch annotates each optimizer's step: a range on the device that is no work of its own
+    work = [
+        event.name
+        for event in events
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+    transfers = Counter(name for name in work if name.startswith(("Memcpy", "Memset")))
+    return dict(Counter(work) - transfers), dict(transfers)
+
+
+def _scratch_and_time(step: Callable[[], object]) -> tuple[int, float]:
+    """Return the memory that a step takes above what is allocated before it, and its seconds."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, time.perf_counter() - start

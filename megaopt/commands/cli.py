@@ -1,0 +1,169 @@
+"""The command line: `megaopt regress`, `train`, `bench`, `doctor` and `verify`.
+
+Exit status: 0 done, and nothing differs; 1 a difference, or a check that failed; 2 bad input, what
+cannot be done here, or a file that cannot be written; 130 Ctrl-C. MEGAOPT_DEBUG=1 shows the
+traceback of an error. This module imports little: Ctrl-C is heard from its `main` on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megaopt.commands import exits
+
+TOML_PACKAGES = () if sys.version_info >= (3, 11) else ("tomli",)
+PACKAGES = ("tyro", "rich", "matplotlib", "pydantic", *TOML_PACKAGES)
+
+
+def regress(config: Path, /, *, perturb: int | None = None, out: Path = Path("out")) -> int:
+    """Train the variants that a config names on the same data; compare them bit for bit.
+
+    Args:
+        config: TOML file of the run, configs/gpt_tiny.toml for one.
+        perturb: Flip the lowest bit of one master after this step, to see a difference caught.
+        out: Folder for the record and the picture; the run gets a folder of its name in it.
+    """
+    return _load("megaopt.commands.regression.command", "regress")(config, out, perturb)
+
+
+def train(
+    config: Path,
+    /,
+    *,
+    variant: str | None = None,
+    steps: int | None = None,
+    save: Path | None = None,
+    resume: Path | None = None,
+    result: Path | None = None,
+) -> int:
+    """Train one variant of a config.
+
+    Args:
+        config: TOML file of the run.
+        variant: Name of the variant; the config's first fused variant by default.
+        steps: Last step, counted from the run's beginning; the config's by default.
+        save: Write a checkpoint to this file at the end.
+        resume: Continue from this checkpoint of the same variant.
+        result: Write the losses trained here, the final weights and the state to this file, which
+            torch.load reads: "losses" as float.hex writes them; "tensors" by parameter and quantity
+            (weight, exp_avg, ...), each a pair of the dtype's name and its bits as integers.
+    """
+    return _load("megaopt.commands.regression.single", "train")(
+        config, variant=variant, steps=steps, save=save, resume=resume, result=result
+    )
+
+
+def bench(
+    *,
+    out: Path = Path("out/bench"),
+    sets: tuple[str, ...] = (),
+    only: tuple[str, ...] = (),
+    peers: bool = True,
+) -> int:
+    """Time the optimizer step, and other libraries' beside it, against a copy of the same bytes.
+
+    Args:
+        out: Folder for the record and the pictures.
+        sets: Names of the sets of tensors to time; all by default.
+        only: Names of the optimizer forms to time, ours with their peers; all by default.
+        peers: Time the other libraries' optimizers that are installed.
+    """
+    return _load("megaopt.commands.bench.command", "main")(out, sets, only, peers)
+
+
+def doctor(*, check: bool = False) -> int:
+    """Show what is installed, and which backends and contracts work here.
+
+    Args:
+        check: Also step beside the installed peers whose bits a contract promises, and compare.
+    """
+    return _load("megaopt.commands.doctor", "main")(check)
+
+
+def verify(
+    *, record: Path | None = None, only: tuple[str, ...] = (), backends: tuple[str, ...] = ()
+) -> int:
+    """Step the cases of the golden record with every backend that works here; compare their bits.
+
+    Args:
+        record: Write the record anew to this file, and compare nothing.
+        only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
+        backends: Names of the backends to check; all by default.
+    """
+    from megaopt.commands.golden.command import verify as run
+
+    return run(record, only, backends)
+
+
+def choose_triton_mode() -> None:
+    """Where there is no GPU, runs Triton's kernels on its interpreter.
+
+    Triton reads the variable when it compiles a kernel's definition: to be called before anything
+    imports megaopt.kernels.
+    """
+    import torch
+
+    if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _load(module: str, name: str) -> Callable[..., int]:
+    """A command, from its module. Until it is imported Ctrl-C ends the process at once."""
+    choose_triton_mode()
+    loaded: Callable[..., int] = getattr(importlib.import_module(module), name)
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return loaded
+
+
+def _leave(*_: object) -> None:
+    """Ends the process: for while modules are imported, when there is nothing to undo."""
+    # a KeyboardInterrupt would be lost in some: extensions print it, or make an ImportError of it
+    os.write(2, b"megaopt: interrupted\n")
+    os._exit(exits.INTERRUPTED)
+
+
+def _dispatch(arguments: Sequence[str] | None) -> int:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        names = ", ".join(missing)
+        print(f"megaopt needs {names}: pip install 'megaopt[cli]'", file=sys.stderr)
+        return exits.REFUSED
+    import tyro
+
+    commands: dict[str, Callable[..., int]] = {
+        "regress": regress,
+        "train": train,
+        "bench": bench,
+        "doctor": doctor,
+        "verify": verify,
+    }
+    status: int = tyro.extras.subcommand_cli_from_dict(commands, prog="megaopt", args=arguments)
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: those of the process by default, which then ends with the command: Ctrl-C is not
+            heard any more afterwards.
+
+    Returns:
+        The exit status. Whatever happens is told in words on stderr, without a traceback.
+    """
+    owns_process = arguments is None
+    if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        return exits.run(lambda: _dispatch(arguments))
+    finally:
+        if owns_process:
+            # what Python does on leaving takes a while, and would show where it was broken off
+            signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,172 @@
+"""`megaopt doctor`: what is installed, which backends and contracts work here, what is checked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from megaopt.commands import environment, exits
+from megaopt.commands.console import make_console
+from megaopt.commands.parity import peers_table
+from megaopt.commands.promises.table import Outcome, examine_promises
+from megaopt.commands.promises.trial import Place, Tensors, differ, train
+from megaopt.kernels.backends import BACKENDS, why_not
+from megaopt.kernels.contracts import CONTRACTS
+
+__all__ = ["Finding", "examine", "main"]
+
+HOLDS = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "not here"}
+INTERPRETER = (
+    "; on Triton's interpreter, which is slow: another program must set TRITON_INTERPRET=1 before "
+    "it imports megaopt"
+)
+WORKS = {True: "[green]yes[/green]", False: "[red]BROKEN[/red]", None: "not here"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one backend under one contract on one device."""
+
+    device: torch.device
+    backend: str
+    contract: str
+    works: bool | None
+    """None where it is not meant to work."""
+    note: str
+
+
+def main(check: bool = False) -> int:
+    """Print versions, devices, other libraries, findings, and a verdict in one line.
+
+    Args:
+        check: Also check the promises of docs/numbers.md, as far as that can be done here.
+
+    Returns:
+        0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
+    """
+    console = make_console()
+    console.print(_environment_table(environment.describe()))
+    findings = [finding for device in devices() for finding in examine(device)]
+    console.print(_findings_table(findings))
+    console.print(peers_table())
+    outcomes = examine_promises() if check else []
+    if check:
+        console.print(_promises_table(outcomes))
+    verdict, healthy = judge(findings, outcomes)
+    console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
+    return exits.DONE if healthy else exits.DIFFERENT
+
+
+def judge(findings: Sequence[Finding], outcomes: Sequence[Outcome]) -> tuple[str, bool]:
+    """The verdict in one line, and whether nothing is wrong.
+
+    Args:
+        findings: Of all backends and contracts.
+        outcomes: Of all promises; none where they were not checked.
+    """
+    broken = [f"{f.backend} under {f.contract} on {f.device}" for f in findings if f.works is False]
+    false = [f"{outcome.name!r}" for outcome in outcomes if outcome.holds is False]
+    wrong = [f"NOT working: {', '.join(broken)}"] if broken else []
+    wrong += [f"promises that do NOT hold: {', '.join(false)}"] if false else []
+    if wrong:
+        return "; ".join(wrong), False
+    backends = sorted({f"{f.backend} on {f.device}" for f in findings if f.works})
+    verdict = f"working: {', '.join(backends)}"
+    if outcomes:
+        held = sum(outcome.holds is True for outcome in outcomes)
+        left = len(outcomes) - held
+        return f"{verdict}; {held} promises hold, {left} could not be checked here", True
+    return f"{verdict}; promises were not checked, --check does so", True
+
+
+def devices() -> list[torch.device]:
+    """Return the CPU and every CUDA GPU that torch sees."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in gpus)]
+
+
+def examine(device: torch.device) -> list[Finding]:
+    """Take steps with each backend under each contract on `device`, and compare their bits."""
+    return [
+        _examine_one(device, backend, contract) for backend in BACKENDS for contract in CONTRACTS
+    ]
+
+
+def _examine_one(device: torch.device, backend: str, contract: str) -> Finding:
+    reason = why_not(backend, CONTRACTS[contract], device)
+    if reason is not None:
+        return Finding(device, backend, contract, None, reason)
+    try:
+        found = _step(Place(backend, device), contract)
+        different = _difference(found, device, contract)
+    # whatever goes wrong in a step is what the user asked the doctor about
+    except Exception as error:
+        return Finding(device, backend, contract, False, f"{type(error).__name__}: {error}")
+    if different is not None:
+        return Finding(device, backend, contract, False, f"not the reference's bits: {different}")
+    if "reference" not in CONTRACTS[contract].backends:
+        return Finding(device, backend, contract, True, "steps (there is no reference)")
+    is_reference = (device.type, backend) == ("cpu", "reference")
+    note = "steps (the reference)" if is_reference else "steps, the reference's bits"
+    if (device.type, backend) == ("cpu", "triton"):
+        note += INTERPRETER
+    return Finding(device, backend, contract, True, note)
+
+
+def _difference(found: Tensors, device: torch.device, contract: str) -> str | None:
+    """Where the reference has other bits; None where a contract has no reference."""
+    if "reference" not in CONTRACTS[contract].backends:
+        return None
+    where = device if CONTRACTS[contract].needs_gpu else torch.device("cpu")
+    return differ(found, _step(Place("reference", where), contract))
+
+
+def _step(place: Place, contract: str) -> Tensors:
+    """Every weight and state after each of three steps, bf16 weights and fp32 ones."""
+    found: Tensors = {}
+    options = {"contract": contract, "dtype": torch.float32, "lr": 0.1}
+    for dtype in (torch.bfloat16, torch.float32):
+        trained = train(place, options, dtype=dtype)
+        _require_motion(trained)
+        found |= {f"{dtype} {name}": tensor for name, tensor in trained.items()}
+    return found
+
+
+def _require_motion(trained: Tensors) -> None:
+    for name, tensor in trained.items():
+        before = trained.get(name.replace("after step 2", "after step 1"), tensor)
+        if name.startswith("weight") and before is not tensor and torch.equal(before, tensor):
+            raise RuntimeError(f"step 2 left a weight as it was: {name}")
+
+
+def _table(title: str, *headings: str) -> Table:
+    """A table that folds what is too long for a terminal, and cuts nothing."""
+    table = Table(title=title, title_justify="left", show_header=bool(headings))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _environment_table(described: dict[str, str | None]) -> Table:
+    table = _table("here")
+    for name, value in described.items():
+        table.add_row(name, "none, or not known" if value is None else escape(value))
+    return table
+
+
+def _findings_table(findings: list[Finding]) -> Table:
+    headings = ("device", "backend", "contract", "works", "how, or why not")
+    table = _table("backends and contracts", *headings)
+    for finding in findings:
+        where = (str(finding.device), finding.backend, finding.contract)
+        table.add_row(*where, WORKS[finding.works], escape(finding.note))
+    return table
+
+
+def _promises_table(outcomes: list[Outcome]) -> Table:
+    table = _table("the promises of docs/numbers.md", "promise", "holds", "compared, or why not")
+    for outcome in outcomes:
+        table.add_row(outcome.name, HOLDS[outcome.holds], escape(outcome.note))
+    return table

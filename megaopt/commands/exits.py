@@ -1,0 +1,132 @@
+"""How a command ends: its exit status, and what it says of the error that ended it.
+
+The commands turn errors into words and a status here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+
+__all__ = [
+    "DEBUG",
+    "DIFFERENT",
+    "DONE",
+    "INTERRUPTED",
+    "REFUSED",
+    "describe_error",
+    "run",
+    "wants_traceback",
+]
+
+DONE = 0
+"""Done; nothing differs."""
+DIFFERENT = 1
+"""A difference, or a check that failed."""
+REFUSED = 2
+"""Bad input, what cannot be done here, or a file that cannot be written."""
+INTERRUPTED = 130
+"""Ctrl-C."""
+DEBUG = "MEGAOPT_DEBUG"
+"""The environment variable that asks for the traceback of whatever ends a command."""
+
+USERS_ERRORS = {
+    "megaopt.source": "SourceError",
+    "megaopt.commands.toml_tables": "ConfigError",
+    "megaopt.checkpoint": "CheckpointError",
+    "megaopt.commands.training.text": "CorpusError",
+    "megaopt.commands.regression.crew": "RankError",
+    "megaopt.commands.regression.resume": "ResumeError",
+}
+"""By module the errors whose messages are for users."""
+MEMORY_ERRORS = {"torch": "OutOfMemoryError"}
+
+
+def run(command: Callable[[], int]) -> int:
+    """Call a command; whatever it raises becomes a message on stderr and an exit status."""
+    try:
+        status = command()
+        print(end="", flush=True)
+        return status
+    except KeyboardInterrupt:
+        _say("interrupted")
+        # Where one left an exec of a string (dataclasses make their methods so), Python notes it as
+        # unhandled, and ends by a signal in the place of our status; the next exec drops the note.
+        exec("")
+        return INTERRUPTED
+    except SystemExit as leaving:
+        # the parser's way to end: 0 after --help, 2 after an argument that it refuses
+        return leaving.code if isinstance(leaving.code, int) else REFUSED
+    except BrokenPipeError:
+        # whoever read the output has gone, and has no use for a message
+        _drop_output()
+        return REFUSED
+    except Exception as error:
+        _say(describe_error(error))
+        _drop_output_that_cannot_be_written()
+        return REFUSED
+
+
+def describe_error(error: Exception) -> str:
+    """What a user is told: the message, with MEGAOPT_DEBUG=1 after the traceback.
+
+    An error that no input explains is a fault of megaopt's, and is called one.
+    """
+    text = _message(error)
+    if wants_traceback():
+        return "".join(traceback.format_exception(error)) + text
+    return text
+
+
+def wants_traceback() -> bool:
+    """Whether the environment asks for tracebacks."""
+    return os.environ.get(DEBUG, "0") not in ("", "0")
+
+
+def _message(error: Exception) -> str:
+    if _has_a_class_of(error, USERS_ERRORS):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    first_line = str(error).split("\n")[0]
+    if _is_out_of_memory(error):
+        return f"not enough memory: {first_line or type(error).__name__}"
+    return (
+        f"internal error: {type(error).__name__}: {first_line} "
+        f"(please report it; {DEBUG}=1 shows the traceback)"
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch has a class for its allocator on the GPU; on the CPU it raises a RuntimeError
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return on_cpu or isinstance(error, MemoryError) or _has_a_class_of(error, MEMORY_ERRORS)
+
+
+def _has_a_class_of(error: Exception, names: Mapping[str, str]) -> bool:
+    # a module that was not imported has raised nothing, and may be what cannot be imported
+    loaded = {module: sys.modules[module] for module in names if module in sys.modules}
+    return isinstance(error, tuple(getattr(m, names[name]) for name, m in loaded.items()))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # of a closed stderr
+        print(f"megaopt: {text}", file=sys.stderr, flush=True)
+
+
+def _drop_output_that_cannot_be_written() -> None:
+    try:
+        print(end="", flush=True)
+    except OSError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """Leave what is still to be written to nobody: Python would try again at exit, and complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

@@ -1,0 +1,204 @@
+"""Takes the steps of a case and hashes what it sees after each."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+import megaopt
+from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.tensors import copies, gradient, parameters, specs_of
+from megaopt.float8 import Float8Weight
+from megaopt.optimizer import FusedOptimizer
+
+STEPS = 20
+WRITE, RESUME = 9, 10
+"""After which steps weights are written by somebody else, and the run goes on from a state dict."""
+
+GROUPS: tuple[dict[str, Any], ...] = (
+    {
+        "lr": 2e-3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-5,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "dampening": 0.3,
+    },
+    # of few bits, so that results are often halfway between two numbers of a 16-bit format
+    {
+        "lr": 2.0**-4,
+        "betas": (0.75, 0.875),
+        "eps": 2.0**-10,
+        "weight_decay": 2.0**-3,
+        "momentum": 0.75,
+        "dampening": 0.25,
+    },
+)
+LATE_STEPS = (99_990, 4_090)
+CLIP_NORMS = (100.0, 10_000.0)
+"""Even steps are clipped, odd ones stay below."""
+OVERFLOWS = (3, 13)
+
+DIGITS = 12
+"""Of a hash in the record, in hexadecimal."""
+
+SCALES = ("scale", "scale_inv", "amax_history")
+QUANTITIES = {"data8": "weights", "master_param": "masters"}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Hashes:
+    """A SHA-256 for each quantity, over all steps."""
+
+    def __init__(self, any_nan: bool) -> None:
+        self._any_nan = any_nan
+        self._hashes: dict[str, Any] = {}
+
+    def add(self, name: str, where: str, tensor: Tensor) -> None:
+        """Takes in name, place, dtype, shape and the elements' bytes, little end first."""
+        quantity = "scales" if name.endswith(SCALES) else QUANTITIES.get(name, name)
+        found = self._hashes.setdefault(quantity, hashlib.sha256())
+        found.update(f"{where} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(_bytes_of(tensor, self._any_nan))
+
+    def digests(self) -> dict[str, str]:
+        """The first digits of each, by quantity."""
+        return {name: found.hexdigest()[:DIGITS] for name, found in sorted(self._hashes.items())}
+
+
+def _bytes_of(tensor: Tensor, any_nan: bool) -> bytes:
+    tensor = tensor.detach().cpu().contiguous()
+    if any_nan and tensor.is_floating_point() and tensor.element_size() > 1:
+        tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
+    array = tensor.view(INTEGERS[tensor.element_size()]).numpy()
+    return numpy.asarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
+
+
+def run(case: Case, backend: str, device: torch.device) -> dict[str, str]:
+    """The digests of a case, by quantity.
+
+    Args:
+        case: what is stepped.
+        backend: "triton" or "reference".
+        device: where the parameters are.
+
+    Returns:
+        By name, "weights", "masters", "exp_avg", "exp_avg_sq", "scales", "norms" and "steps", of
+        those that there are, over STEPS steps: DIGITS hexadecimal digits of a SHA-256.
+
+    Raises:
+        RuntimeError: the backend does not keep the case's contract on the device.
+    """
+    # only ieee promises one pattern for all NaNs
+    hashes = Hashes(any_nan=case.contract != "ieee")
+    params = parameters(case, device)
+    with warnings.catch_warnings():
+        # 16-bit weights without masters, and written ones, are what some cases are about
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer = _optimizer(case, params, backend)
+        _start(case, optimizer)
+        # before the first step too: fp8 weights are made by then
+        for step in range(STEPS + 1):
+            if step:
+                _give(case, params, step, device)
+                _step(case, optimizer, step, device)
+            for name, where, tensor in _seen(case, params, optimizer, step):
+                hashes.add(name, f"{step} {where}", tensor)
+            if case.has("external-write") and step == WRITE:
+                _write(params)
+            if case.has("resume") and step == RESUME:
+                params, optimizer = _resumed(case, params, optimizer, backend)
+    return hashes.digests()
+
+
+def _optimizer(case: Case, params: list[Tensor], backend: str) -> FusedOptimizer:
+    specs = specs_of(case)
+    names = ("lr", "weight_decay", *case.kind.numbers)
+    groups = [
+        {
+            "params": [p for p, spec in zip(params, specs, strict=True) if spec.group == index],
+            **{name: own[name] for name in names},
+        }
+        for index, own in enumerate(GROUPS)
+    ]
+    options = case.options
+    if case.has("external-masters"):
+        options = {**options, "dtype": None, "master_weights": [_master(p) for p in params]}
+    made: FusedOptimizer = getattr(megaopt, case.kind.optimizer)(groups, backend=backend, **options)
+    return made
+
+
+def _master(param: Tensor) -> Tensor:
+    """What a master made by the optimizer would start as."""
+    values = param.high_precision_initial_value() if isinstance(param, Float8Weight) else param
+    assert values is not None
+    return values.detach().to(torch.float32, copy=True)
+
+
+def _start(case: Case, optimizer: FusedOptimizer) -> None:
+    if not case.has("late"):
+        return
+    for group, step in zip(optimizer.param_groups, LATE_STEPS, strict=True):
+        if isinstance(group["step"], Tensor):
+            group["step"].fill_(step)
+        else:
+            group["step"] = step
+
+
+def _give(case: Case, params: list[Tensor], step: int, device: torch.device) -> None:
+    for index, param in enumerate(params):
+        grad = gradient(case, index, step, device)
+        if case.options["use_decoupled_grad"]:
+            param.decoupled_grad = grad  # type: ignore[attr-defined]  # as Megatron sets it
+        else:
+            param.grad = grad
+
+
+def _step(case: Case, optimizer: FusedOptimizer, step: int, device: torch.device) -> None:
+    if case.has("grad-scale") or case.has("overflow"):
+        overflows = case.has("overflow") and step in OVERFLOWS
+        scale = torch.full((1,), 1024.0 if step % 2 else 1000.0, device=device)
+        found_inf = torch.full((1,), float(overflows), device=device)
+        # as torch.amp.GradScaler sets them
+        optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    optimizer.step(clip_norm=CLIP_NORMS[step % 2] if case.has("clip") else None)
+
+
+def _seen(
+    case: Case, params: list[Tensor], optimizer: FusedOptimizer, step: int
+) -> Iterator[tuple[str, str, Tensor]]:
+    """All that a step may have changed: its name, where it belongs, the tensor."""
+    packed = optimizer.state_dict()
+    for index, param in enumerate(params):
+        parts = param.tensors() if isinstance(param, Float8Weight) else {"weights": param}
+        for name, part in parts.items():
+            yield name, f"{index} weight", part
+        for name, value in packed["state"].get(index, {}).items():
+            yield name, str(index), value
+    for index, group in enumerate(packed["param_groups"]):
+        yield "steps", f"group {index}", torch.tensor(int(group["step"]))
+    if step and (case.has("clip") or case.has("skip")):
+        yield "norms", "", optimizer.grad_norm
+
+
+@torch.no_grad()
+def _write(params: list[Tensor]) -> None:
+    for param in params:
+        param.copy_(param.detach().clamp(-0.5, 0.5))
+
+
+def _resumed(
+    case: Case, params: list[Tensor], optimizer: FusedOptimizer, backend: str
+) -> tuple[list[Tensor], FusedOptimizer]:
+    fresh = copies(params, case)
+    other = _optimizer(case, fresh, backend)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return fresh, other

@@ -1,0 +1,133 @@
+"""`megaopt regress`: runs a regression, shows its table, writes its record and its picture."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megaopt.commands.config import RunConfig, read_config
+from megaopt.commands.console import make_console
+from megaopt.commands.regression.lockstep import Lane, Regression
+from megaopt.commands.regression.outputs import make_folder
+from megaopt.commands.regression.picture import draw_losses
+from megaopt.commands.regression.record import build_record
+from megaopt.commands.toml_tables import read_toml
+from megaopt.commands.training.determinism import choose_device, deterministic
+from megaopt.commands.training.limits import require_room
+from megaopt.commands.training.text import Batches, Corpus, load_corpus
+from megaopt.files import write_json
+from megaopt.source import describe_source
+
+
+def step_progress(console: Console) -> Progress:
+    """A progress bar over steps."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+def batches_of(config: RunConfig, corpus: Corpus) -> Batches:
+    """The batches of a config."""
+    return Batches(
+        corpus=corpus,
+        seed=config.seed,
+        batch_size=config.batch_size,
+        context=config.model.context,
+    )
+
+
+def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
+    """Trains the variants of a config and compares them bit for bit.
+
+    A config with a table [megatron] is trained by Megatron-Core, in processes of its own.
+
+    Args:
+        config_path: the TOML file.
+        out: folder in which the folder of this run, named like the config, is made.
+        perturb: step after whose update one bit of one master is flipped; None: never.
+
+    Returns:
+        0 where every variant equals its baseline, 1 where one differs; with [megatron] 2 where one
+        failed.
+
+    Raises:
+        ConfigError: the config, perturb or MEGAOPT_COMMIT is not allowed, or a variant cannot run
+            here.
+        CorpusError: the text is too short for the config's context.
+        RankError, ResumeError: a process of a variant failed.
+        OSError: the record or the picture cannot be written.
+    """
+    if "megatron" in read_toml(config_path):
+        from megaopt.commands.regression.megatron.command import regress_megatron
+
+        return regress_megatron(config_path, out, perturb)
+    config, source = read_config(config_path), describe_source()
+    console = make_console()
+    with deterministic(config.cpu_threads), tempfile.TemporaryDirectory() as scratch:
+        device = choose_device(config)
+        require_room(config, len(config.runs), device)
+        corpus = load_corpus()
+        regression = Regression(
+            config,
+            batches_of(config, corpus),
+            device,
+            config_path=config_path,
+            folder=Path(scratch),
+            perturb=perturb,
+        )
+        folder = make_folder(out / config.name)
+        _run(regression, console)
+    # before the files are written, which may fail
+    console.print(_table(regression))
+    write_json(folder / "record.json", build_record(regression, corpus, source))
+    title = f"{config.name}: {config.steps} steps on {device.type}"
+    draw_losses(folder / "losses.png", title, regression.lanes)
+    return _report(regression, folder, console)
+
+
+def _run(regression: Regression, console: Console) -> None:
+    with step_progress(console) as progress:
+        names = len(regression.lanes)
+        task = progress.add_task(f"training {names} variants", total=regression.config.steps)
+        regression.run(lambda step: progress.update(task, completed=step))
+
+
+def _row(lane: Lane) -> tuple[str, ...]:
+    """Variant, baseline, final loss, whether they are identical, the first difference."""
+    loss = f"{lane.losses[-1]:.9g}"
+    if lane.baseline is None:
+        return lane.short_name, "", loss, "", ""
+    found = lane.difference
+    where = "" if found is None else f"step {found.step}: {found.tensor}[{found.index}]"
+    identical = "[green]yes[/]" if found is None else "[red]no[/]"
+    return lane.short_name, lane.baseline.short_name, loss, identical, where
+
+
+def _table(regression: Regression) -> Table:
+    """A row for each lane; under [float8] a section for each recipe."""
+    table = Table(title=f"{regression.config.name}: {regression.config.steps} steps")
+    recipes = [lane.variant.recipe for lane in regression.lanes]
+    with_recipes = regression.config.float8 is not None
+    names = ("recipe", "variant", "baseline", "final loss", "identical")
+    for name in names if with_recipes else names[1:]:
+        table.add_column(name, no_wrap=True)
+    table.add_column("first difference", overflow="fold")
+    for lane, recipe, following in zip(
+        regression.lanes, recipes, [*recipes[1:], None], strict=True
+    ):
+        leading = (recipe or "",) if with_recipes else ()
+        table.add_row(*leading, *_row(lane), end_section=recipe != following)
+    return table
+
+
+def _report(regression: Regression, folder: Path, console: Console) -> int:
+    console.print(f"record and picture: {folder}", soft_wrap=True, highlight=False)
+    difference = regression.first_difference()
+    if difference is None:
+        console.print("[green]identical[/]: every loss, weight and state, bit for bit")
+        return 0
+    console.print(f"[red]different[/]: {difference}", soft_wrap=True, highlight=False)
+    return 1

@@ -1,0 +1,144 @@
+"""A Megatron-Core GPT: the model, its data-parallel wrapper, and a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from megaopt.commands.regression.megatron.config import MegatronRun, MegatronVariant
+from megaopt.commands.training.text import Batches
+
+FEED_FORWARD_FACTOR = 4
+
+
+def megatron(name: str) -> Any:
+    """A module of Megatron-Core, by its path within the package."""
+    return import_module(f"megatron.core.{name}" if name else "megatron.core")
+
+
+def weights_dtype(run: MegatronRun) -> torch.dtype:
+    """What the model computes in, fp8 apart."""
+    return torch.bfloat16 if run.megatron.precision == "bf16" else torch.float32
+
+
+def transformer_config(run: MegatronRun, device: torch.device) -> Any:
+    """Megatron's TransformerConfig: nothing random, nothing fused that TransformerEngine brings."""
+    own, dtype = run.megatron, weights_dtype(run)
+    fp8 = {"fp8": "hybrid", "fp8_recipe": own.fp8_recipe, "fp8_param": own.fp8_param_gather}
+    return megatron("transformer").TransformerConfig(
+        num_layers=run.model.layers,
+        hidden_size=run.model.width,
+        num_attention_heads=run.model.heads,
+        ffn_hidden_size=FEED_FORWARD_FACTOR * run.model.width,
+        tensor_model_parallel_size=own.tensor_parallel,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # drawn on the GPU where there is one: minutes less for a large model
+        use_cpu_initialization=device.type == "cpu",
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        # where TransformerEngine is installed and apex is not, the other norm asks for apex
+        normalization="RMSNorm",
+        attention_backend=megatron("transformer.enums").AttnBackend.unfused,
+        **(fp8 if own.fp8_recipe is not None else {}),
+    )
+
+
+def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
+    """Megatron's GPTModel with the seed's weights, in the run's dtype, on the device."""
+    specs = megatron("models.gpt.gpt_layer_specs")
+    with_engine = run.megatron.fp8_recipe is not None
+    if with_engine:
+        spec = specs.get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = specs.get_gpt_layer_local_spec(normalization=config.normalization)
+    model = megatron("models.gpt.gpt_model").GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=run.model.vocabulary_size,
+        max_sequence_length=run.model.context,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+    # TransformerEngine's layers are on the device and in the dtype, and a cast would quantize anew
+    return model if with_engine else model.to(device).to(weights_dtype(run))
+
+
+def wrap(run: MegatronRun, variant: MegatronVariant, config: Any, model: Any) -> Any:
+    """Megatron's DistributedDataParallel around the model, for the distributed optimizer."""
+    distributed, own = megatron("distributed"), run.megatron
+    settings = distributed.DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=run.reduces_in_fp32(variant),
+        overlap_grad_reduce=run.overlaps_grad_reduce(variant),
+        overlap_param_gather=run.overlaps_param_gather(variant),
+        bucket_size=own.bucket_size,
+        average_in_collective=False,
+        fp8_param_gather=own.fp8_param_gather,
+    )
+    return distributed.DistributedDataParallel(config, settings, model)
+
+
+def connect(config: Any, chunk: Any, optimizer: Any) -> None:
+    """Tells Megatron's schedule of the wrapper's and the optimizer's part in a step."""
+    config.finalize_model_grads_func = megatron("distributed").finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = chunk.no_sync
+    if chunk.ddp_config.overlap_param_gather:
+        config.param_sync_func = chunk.start_param_sync
+
+
+class ForwardStep:
+    """A forward pass as Megatron's schedules call it, on a micro batch of this rank's share.
+
+    Args:
+        batches: of the run, of all ranks together.
+        rank: of this process among the data-parallel ones.
+        ranks: how many share a batch.
+        micro_batch_size: sequences in a forward pass.
+        device: where to train.
+    """
+
+    def __init__(
+        self, batches: Batches, rank: int, ranks: int, micro_batch_size: int, device: torch.device
+    ) -> None:
+        self.batches, self.rank, self.device = batches, rank, device
+        self.share, self.micro_batch_size = batches.batch_size // ranks, micro_batch_size
+        context = batches.context
+        shape = (1, 1, context, context)
+        self.mask = torch.triu(torch.ones(shape, dtype=torch.bool, device=device), 1)
+        places = torch.arange(context, device=device)
+        self.places = places.unsqueeze(0).expand(micro_batch_size, context)
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of this rank in a step."""
+        return self.share // self.micro_batch_size
+
+    def data(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and targets of each micro batch of a step; steps count from 1."""
+        first = self.rank * self.share
+        inputs, targets = (each[first : first + self.share] for each in self.batches.at(step))
+        size = self.micro_batch_size
+        for start in range(0, self.share, size):
+            micro_batch = (each[start : start + size] for each in (inputs, targets))
+            part, expected = (each.to(self.device) for each in micro_batch)
+            yield part, expected
+
+    def __call__(self, data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """The losses of the next micro batch, and what takes their mean."""
+        inputs, targets = next(data)
+        return model(inputs, self.places, self.mask, labels=targets), self._mean
+
+    @staticmethod
+    def _mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = losses.float().mean()
+        return mean, {"loss": mean.detach().clone()}

@@ -1,0 +1,131 @@
+"""The optimizer of a variant: Megatron's own with one inner Adam or another, or ours in it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from megaopt.commands.regression.megatron.config import MegaoptVariant, MegatronRun, StockVariant
+from megaopt.commands.regression.megatron.model import megatron, weights_dtype
+from megaopt.commands.regression.megatron.unfused import UnfusedAdam
+
+# Megatron calls its fp8 moments uint8
+STATE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.uint8,
+}
+
+
+def optimizer_config(run: MegatronRun, **more: Any) -> Any:
+    """Megatron's OptimizerConfig, with more of its fields."""
+    adam, dtype = run.optimizer, weights_dtype(run)
+    return megatron("optimizer").OptimizerConfig(
+        optimizer="adam",
+        lr=adam.learning_rate,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.beta1,
+        adam_beta2=adam.beta2,
+        adam_eps=adam.eps,
+        decoupled_weight_decay=adam.adam_w_mode,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        clip_grad=run.megatron.clip_grad,
+        fp8_recipe=run.megatron.fp8_recipe,
+        **more,
+    )
+
+
+def choose_inner(inner: str) -> None:
+    """Decides which Adam this process's Megatron takes.
+
+    Megatron takes the first that is installed of TransformerEngine's, apex's and torch's, when it
+    is imported, and notes it in these names; it reads them in later calls too, so they stay.
+
+    Raises:
+        ImportError: it is TransformerEngine's, which is not installed.
+    """
+    builder = megatron("optimizer")
+    distributed = megatron("optimizer.distrib_optimizer")
+    adam: Any = UnfusedAdam
+    if inner == "transformer_engine":
+        adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
+    elif inner == "torch":
+        adam = torch.optim.AdamW
+    builder.Adam = distributed.Adam = adam
+    builder.USING_PYTORCH_OPTIMIZER = inner == "torch"
+    # of these: how the step count is kept
+    distributed.HAVE_APEX_OR_TE = distributed.USING_TE_OPTIMIZER = inner != "torch"
+    distributed.USING_APEX_OPTIMIZER = False
+
+
+def stock_optimizer(run: MegatronRun, variant: StockVariant, chunk: Any) -> Any:
+    """Megatron's own get_megatron_optimizer."""
+    choose_inner(variant.inner)
+    aware = variant.mode == "precision_aware"
+    remainders = variant.store_param_remainders
+    config = optimizer_config(
+        run, use_precision_aware_optimizer=aware, store_param_remainders=remainders
+    )
+    return megatron("optimizer").get_megatron_optimizer(config, [chunk])
+
+
+def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
+    """That of megaopt.integration.megatron, which is imported by name: nobody else needs it."""
+    plug = import_module("megaopt.integration.megatron")
+    return plug.get_megatron_optimizer(
+        optimizer_config(run),
+        [chunk],
+        mode=variant.mode,
+        contract=variant.contract,
+        backend=variant.backend,
+        exp_avg_dtype=STATE_DTYPES[variant.exp_avg_dtype],
+        exp_avg_sq_dtype=STATE_DTYPES[variant.exp_avg_sq_dtype],
+        store_param_remainders=variant.store_param_remainders,
+        round_scaled_grads=variant.round_scaled_grads,
+    )
+
+
+def build_optimizer(run: MegatronRun, variant: StockVariant | MegaoptVariant, chunk: Any) -> Any:
+    """Megatron's optimizer object for a wrapped model."""
+    if isinstance(variant, StockVariant):
+        return stock_optimizer(run, variant, chunk)
+    return our_optimizer(run, variant, chunk)
+
+
+def distributed_optimizers(optimizer: Any) -> list[Any]:
+    """Megatron's DistributedOptimizers in a chain of them, or the one."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+class Schedule:
+    """The learning rate and weight decay of each step, by Megatron's own scheduler.
+
+    Its warm-up counts from 0 and its steps are set, not counted, so a resumed run needs no state.
+    """
+
+    def __init__(self, run: MegatronRun, optimizer: Any) -> None:
+        adam = run.optimizer
+        scheduler = megatron("optimizer_param_scheduler").OptimizerParamScheduler
+        self.scheduler = scheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=adam.learning_rate,
+            min_lr=0.0,
+            lr_warmup_steps=adam.warmup_steps,
+            lr_decay_steps=max(run.steps, adam.warmup_steps + 1),
+            lr_decay_style="constant",
+            start_wd=adam.weight_decay,
+            end_wd=adam.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def set(self, step: int) -> None:
+        """Writes a step's learning rate and weight decay into the param groups."""
+        self.scheduler.num_steps = step
+        self.scheduler.step(increment=0)

@@ -1,0 +1,13 @@
+"""What the CPU's rank processes have imported before they are made, without its warnings."""
+
+import contextlib
+import warnings
+from importlib import import_module
+
+import megaopt.commands.regression.megatron.rank  # noqa: F401
+
+with warnings.catch_warnings(), contextlib.suppress(ImportError):
+    # each module warns that TransformerEngine and apex are not there
+    warnings.simplefilter("ignore")
+    for name in ("models.gpt.gpt_model", "optimizer", "dist_checkpointing"):
+        import_module(f"megatron.core.{name}")

@@ -1,0 +1,84 @@
+"""The record of a Megatron-Core regression, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from megaopt.commands import environment
+from megaopt.commands.regression.megatron.rank import settings
+from megaopt.commands.regression.megatron.regression import Outcome, Regression, is_installed
+from megaopt.commands.regression.megatron.result import Result
+from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
+from megaopt.commands.regression.record import VERSIONS, hardware
+from megaopt.commands.training.text import Corpus
+from megaopt.source import Source
+
+PACKAGES = ("megatron-core", "transformer_engine", "apex")
+
+
+def measured(regression: Regression, result: Result) -> dict[str, Any]:
+    """Times, memory, and the bytes that a step should move."""
+    fused_clip = is_installed("transformer_engine") or is_installed("apex")
+    variant = result.lane.variant
+    return {
+        "optimizer_milliseconds": 1000 * result.median("optimizer_seconds"),
+        "step_milliseconds": 1000 * result.median("seconds"),
+        "measured_steps": len(result.measured),
+        "state_bytes": result.state_bytes,
+        "peak_bytes": result.largest("peak_bytes"),
+        "optimizer_extra_bytes": result.largest("optimizer_extra_bytes"),
+        "allocated_bytes": result.largest("allocated_bytes"),
+        "bytes_per_parameter": bytes_per_parameter(regression.run, variant, fused_clip),
+        "ranks": result.lane.stretches[-1].ranks,
+        "summaries": result.summaries,
+    }
+
+
+def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
+    """What is known of a lane."""
+    difference, result = outcome.difference, outcome.result
+    compared = outcome.lane.baseline is not None and outcome.failure is None
+    record: dict[str, Any] = {
+        "variant": outcome.lane.variant.name,
+        "baseline": outcome.lane.baseline,
+        "identical": difference is None if compared else None,
+        "first_difference": None if difference is None else dataclasses.asdict(difference),
+        "failure": outcome.failure,
+    }
+    if result is None:
+        return record
+    last = [rank["fingerprints"] for rank in result.steps[-1].ranks]
+    return {
+        **record,
+        "losses": [loss.hex() for loss in result.losses],
+        "grad_norms": [step.ranks[0]["grad_norm"] for step in result.steps],
+        "fingerprints": {name: bits for each in last for name, bits in each.items()},
+        "measured": measured(regression, result),
+    }
+
+
+def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
+    """The record of a regression so far; losses and norms are hexadecimal floats."""
+    difference = regression.first_difference()
+    described = environment.describe()
+    finished = len(regression.outcomes) == len(regression.lanes)
+    return {
+        "source": source,
+        "versions": {key: described[key] for key in VERSIONS}
+        | {name: environment.installed_version(name) for name in PACKAGES},
+        "hardware": hardware(torch.device(regression.device), described),
+        "settings": settings(),
+        "config": dataclasses.asdict(regression.run),
+        "perturb": regression.perturb,
+        "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
+        "variants": {
+            name: outcome_record(regression, outcome)
+            for name, outcome in regression.outcomes.items()
+        },
+        "finished": finished,
+        "identical": finished and difference is None and not regression.failed,
+        "first_difference": None if difference is None else dataclasses.asdict(difference),
+    }

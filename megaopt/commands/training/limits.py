@@ -1,0 +1,58 @@
+"""What a run must fit into: a machine that cannot hold it is told so before anything is built."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megaopt.commands.config import ModelConfig, RunConfig
+from megaopt.commands.toml_tables import ConfigError, require
+
+LEAST_BYTES = 12
+"""Of a parameter in one variant: two fp32 moments, and a master or what stands for it."""
+MOST_HEAD_SIZE = 256
+"""Elements of an attention head on a GPU, where flash attention takes no larger ones."""
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Elements of all parameters of training.model.GPT."""
+    block = 12 * model.width**2 + 2 * model.width
+    return (model.vocabulary_size + model.context + 1) * model.width + model.layers * block
+
+
+def least_bytes(config: RunConfig, variants: int) -> int:
+    """Bytes that so many variants need at least, with one batch and its logits."""
+    tokens = config.batch_size * config.model.context
+    batch = tokens * (8 + 4 * config.model.vocabulary_size)
+    return batch + variants * LEAST_BYTES * count_parameters(config.model)
+
+
+def require_room(config: RunConfig, variants: int, device: torch.device) -> None:
+    """Raises a ConfigError where so many variants of a run cannot train on a device."""
+    require_memory(least_bytes(config, variants), device)
+    if device.type == "cuda":
+        size = config.model.width // config.model.heads
+        allowed = f"at most {MOST_HEAD_SIZE} on a GPU"
+        require(size <= MOST_HEAD_SIZE, "model.width divided by model.heads", size, allowed)
+
+
+def require_memory(needed: int, device: torch.device) -> None:
+    """Raises a ConfigError where a device has less memory than is needed; in bytes."""
+    there = memory_of(device)
+    if there is not None and needed > there:
+        raise ConfigError(
+            "model, batch_size and the number of variants must be small enough for the "
+            f"{there / 2**30:.1f} GiB of memory on this {device.type}, got a run that needs at "
+            f"least {needed / 2**30:.1f} GiB"
+        )
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of a device's memory; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,150 @@
+"""The bench's cases: modes of ours under each contract, their bytes, and the order of a run."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megaopt.commands.bench import cases
+from megaopt.commands.bench.cases import MODES, Mode, select
+from megaopt.commands.bench.instance import build, bytes_per_step
+from megaopt.commands.bench.peers import PEERS
+from megaopt.commands.bench.sets import SETS, TensorSet
+from megaopt.float8 import RECIPES, Float8Weight
+from megaopt.kernels.contracts import CONTRACTS, IEEE
+
+CPU = torch.device("cpu")
+SIZES = TensorSet(name="s", description="", sizes=(3, 8, 100))
+IEEE_MODES = {name: mode for name, mode in MODES.items() if mode.contract == "ieee"}
+BYTES = {
+    "bf16": 28,
+    "bf16-remainders": 26,
+    "bf16-moments": 20,
+    "bf16-remainders-moments": 18,
+    "fp16-moments": 20,
+    "fp8-moments": 16,
+    "fp8-delayed": 27,
+    "fp8-current": 31,
+    "fp8-block_128x128": 27,
+    "fp8-block_1x128": 27,
+    "fp8-mxfp8": 27,
+    "fp32": 28,
+}
+PLAIN = {name: mode for name, mode in IEEE_MODES.items() if mode.recipe is None}
+FLOAT8 = {name: mode for name, mode in IEEE_MODES.items() if mode.recipe is not None}
+MATRICES = TensorSet.of_shapes("m", "", [(256, 384), (96,), (128, 128)])
+SCALES = {  # bytes of the scales of MATRICES' blocks; the second has one block, of one number
+    "fp8-delayed": 0,
+    "fp8-current": 0,
+    "fp8-block_128x128": 4 * 2 * 3,
+    "fp8-block_1x128": 4 * (256 * 3 + 128),
+    "fp8-mxfp8": 256 * 12 + 128 * 4,
+}
+
+
+@pytest.mark.parametrize("mode", PLAIN.values(), ids=PLAIN)
+def test_declared_bytes_are_those_of_the_tensors(mode: Mode) -> None:
+    make = partial(mode.optimizer, backend="reference")
+    instance = build(make, SIZES, mode.weight_dtype, CPU)
+    instance.optimizer.step()
+    assert bytes_per_step(instance) == 111 * mode.bytes_per_parameter
+
+
+@pytest.mark.parametrize("mode", FLOAT8.values(), ids=FLOAT8)
+def test_bytes_of_fp8_weights_with_scales_and_plain_norms(mode: Mode) -> None:
+    make = partial(mode.optimizer, backend="reference")
+    instance = build(make, MATRICES, mode.weight_dtype, CPU, weight=mode.weight)
+    instance.optimizer.step()
+    matrices = 256 * 384 + 128 * 128
+    expected = matrices * mode.bytes_per_parameter + 96 * 28 + SCALES[mode.name]
+    assert bytes_per_step(instance) == expected
+    assert [type(p.data) is Float8Weight for p in instance.parameters] == [True, False, True]
+
+
+def test_recipes_are_the_default_ones_but_direct_where_te_casts_directly() -> None:
+    for name in RECIPES:
+        assert MODES[f"fp8-{name}"].recipe == RECIPES[name]
+    direct = {name for name, mode in MODES.items() if mode.recipe and mode.recipe.direct}
+    assert direct == {"te:fp8-delayed"} & {*MODES}
+    twins = {name: mode.twin for name, mode in MODES.items() if mode.recipe and mode.twin}
+    assert {
+        name: f"te:{twin}".replace("transformerengine-", "") for name, twin in twins.items()
+    } == {name: name for name in twins}
+
+
+def test_modes_under_ieee_and_their_bytes() -> None:
+    assert {name: mode.bytes_per_parameter for name, mode in IEEE_MODES.items()} == BYTES
+
+
+def test_every_contract_that_exists_has_modes_and_no_other() -> None:
+    assert {mode.contract for mode in MODES.values()} == {*CONTRACTS} & {"ieee", "te", "torch"}
+
+
+def test_modes_of_other_contracts_are_left_out_or_named_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cases, "CONTRACTS", {"ieee": IEEE, "te": IEEE})
+    made = partial(cases._modes, "m", "some", 20, {}, against=("torch-fused-fp32",))
+    modes = list(made(twins={"te": "transformerengine-bf16", "torch": "torch-fused-fp32"}))
+    assert [(mode.name, mode.contract, mode.twin) for mode in modes] == [
+        ("m", "ieee", None),
+        ("te:m", "te", "transformerengine-bf16"),
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
+    # no call of TransformerEngine's casts masters to these
+    assert bool(mode.against) == (mode.name not in ("fp8-block_1x128", "fp8-mxfp8"))
+    for name in {*mode.against, *([mode.twin] if mode.twin else [])}:
+        assert PEERS[name].weight_dtype == mode.weight_dtype
+        assert PEERS[name].bytes_per_parameter == mode.bytes_per_parameter
+        scaling = mode.recipe.scaling if mode.recipe else None
+        assert getattr(PEERS[name], "scaling", None) == scaling
+        # one heading for both in the picture
+        assert scaling is None or PEERS[name].description == mode.description
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_contract_and_formats_reach_the_optimizer(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "FusedAdam", lambda parameters, **options: (parameters, options))
+    parameters, options = mode.optimizer((1, 2), backend="triton")
+    assert parameters == [1, 2]
+    expected = {"lr": 1e-3, "weight_decay": 0.1, "contract": mode.contract, "backend": "triton"}
+    assert options == {**expected, **mode.options}
+
+
+def test_select_takes_names_in_the_tables_order() -> None:
+    shaped = [name for name, tensors in SETS.items() if tensors.shapes]
+    assert shaped == ["A", "B", "moe64", "gpt2"]
+    float8 = [mode for mode in MODES.values() if mode.recipe]
+    assert len(select()) == len(SETS) * len(MODES) - len(float8) * (len(SETS) - len(shaped))
+    names = [case.name for case in select(("C", "A"), ("fp32", "bf16"))]
+    assert names == ["A/bf16", "A/fp32", "C/bf16", "C/fp32"]
+
+
+def test_a_mode_brings_its_peers_and_stands_before_them() -> None:
+    everything = tuple(PEERS.values())
+    names = [case.subject.name for case in select(("A",), ("fp32", "torchao-8bit"), everything)]
+    assert names == ["fp32", "torch-fused-fp32", "torch-foreach-fp32", "apex-fp32", "torchao-8bit"]
+    only_peer = select(("A",), ("bitsandbytes-8bit",), everything)
+    assert [case.subject.name for case in only_peer] == ["bitsandbytes-8bit"]
+    everywhere = [case.subject.name for case in select(("A",), (), everything)]
+    assert sorted(everywhere) == sorted([*MODES, *PEERS])
+    for mode in MODES.values():
+        assert all(everywhere.index(mode.name) < everywhere.index(name) for name in mode.against)
+
+
+@pytest.mark.parametrize(
+    ("sets", "only", "message"),
+    [
+        (("A", "D"), (), r"sets=\['D'\]: unknown; allowed are A, B, C, llama70b-64, "),
+        ((), ("fp8",), r"only=\['fp8'\]: unknown; allowed are bf16, "),
+        (("C",), ("fp8-mxfp8",), r"sets=\['C'\]: no matrices .* allowed are A, B, moe64, gpt2"),
+    ],
+)
+def test_select_refuses_unknown_names(sets, only, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        select(sets, only)

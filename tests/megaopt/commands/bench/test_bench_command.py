@@ -1,0 +1,197 @@
+"""`megaopt bench` as a command: exit statuses, the gate, and, on a GPU, a whole small run."""
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaopt.commands.bench import command
+from megaopt.commands.bench.cases import MODES, Case, select
+from megaopt.commands.bench.command import main
+from megaopt.commands.bench.equality import Check, check
+from megaopt.commands.bench.peers import PEERS, Peer
+from megaopt.commands.bench.results import Result
+from megaopt.commands.bench.sets import SETS
+from megaopt.commands.toml_tables import ConfigError
+from megaopt.kernels.backends import BACKENDS
+from megaopt.source import describe_source
+
+CPU = torch.device("cpu")
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="bench cannot run here: needs a CUDA GPU"):
+        main(tmp_path / "out", (), ())
+    assert not (tmp_path / "out").exists()
+
+
+def test_gpu_without_kernels_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "no [kernels] here")
+    with pytest.raises(ConfigError, match=r"bench cannot run here: no \[kernels\] here"):
+        main(tmp_path / "out", (), ())
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sets=\['Z'\]"):
+        main(tmp_path, ("Z",), ())
+    with pytest.raises(ConfigError, match=r"only=\['Z'\]"):
+        main(tmp_path, (), ("Z",))
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_why_not", lambda: None)
+    monkeypatch.setattr(command, "_measure_all", not_called)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        main(tmp_path / "file" / "out", ("A",), ("fp32",), peers=False)
+
+
+def test_a_commit_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAOPT_COMMIT", "main")
+    with pytest.raises(ConfigError, match="MEGAOPT_COMMIT must be 40 hex digits"):
+        main(tmp_path / "out", (), ())
+    assert not (tmp_path / "out").exists()
+
+
+def not_called(*_: object) -> None:
+    raise AssertionError("a case whose bits are wrong was built or measured")
+
+
+def test_case_that_differs_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "check", lambda *_: Check("reference", "step 1, tensor 0"))
+    monkeypatch.setattr(command, "build", not_called)
+    monkeypatch.setattr(command, "measure", not_called)
+    result = command.run(select(("A",), ("bf16",))[0], CPU, None)
+    assert result.figures is None
+    assert result.problem == "differs from reference: step 1, tensor 0"
+
+
+def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("needs amp_C")
+
+    monkeypatch.setattr(command, "check", not_called)  # a peer promises nothing
+    monkeypatch.setattr(command, "build", failing)
+    peer = Case(SETS["C"], PEERS["apex-fp32"])
+    result = command.run(peer, CPU, None)
+    assert (result.figures, result.problem) == (None, "RuntimeError: needs amp_C")
+    with pytest.raises(AssertionError):  # the check: ours is not run without it
+        command.run(Case(SETS["C"], MODES["bf16"]), CPU, None)
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "transformerengine-fp8-current", "bf16"])
+def test_fp8_weights_are_what_is_measured(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    built = []
+    monkeypatch.setattr(command, "check", lambda *_: Check("reference"))
+    monkeypatch.setattr(command, "build", lambda *_, weight: built.append(weight))
+    monkeypatch.setattr(command, "measure", lambda *_: None)
+    subject = {**MODES, **PEERS}[name]
+    assert command.run(Case(SETS["A"], subject), CPU, None).problem is None
+    assert [weight is None for weight in built] == [name == "bf16"]
+
+
+class Absent(Peer):
+    def why_not(self) -> str | None:
+        return "apex is not installed"
+
+
+def test_peers_that_are_not_installed_are_left_out_and_named() -> None:
+    apex = PEERS["apex-fp32"]
+    absent = Absent(**{field.name: getattr(apex, field.name) for field in fields(apex)})
+    subjects = [MODES["fp32"], absent, PEERS["torch-fused-fp32"]]
+    kept, skipped = command._installed([Case(SETS["A"], subject) for subject in subjects])
+    assert [case.subject.name for case in kept] == ["fp32", "torch-fused-fp32"]
+    assert skipped == {"apex": "apex is not installed"}
+
+
+@pytest.mark.parametrize(("peers", "count"), [(True, 1 + 3), (False, 1)])
+def test_peers_are_measured_unless_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: bool, count: int
+) -> None:
+    seen: list[Case] = []
+
+    def measured(cases: list[Case], *_: object) -> list[Result]:
+        seen.extend(cases)
+        return [Result(case, None, "not measured") for case in cases]
+
+    monkeypatch.setattr(command, "_why_not", lambda: None)
+    monkeypatch.setattr(command, "_installed", lambda cases: (cases, {}))
+    monkeypatch.setattr(command, "_measure_all", measured)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(Peer, "version", lambda _: "1.0")
+    assert main(tmp_path, ("A",), ("fp32",), peers) == 1
+    assert len(seen) == count
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [case["case"] for case in record["cases"]] == [case.name for case in seen]
+    assert record["source"] == describe_source()
+    assert (tmp_path / "speed_A.png").exists()
+
+
+@pytest.mark.gpu
+def test_difference_reaches_the_exit_status_and_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "check", lambda *_: Check("reference", "step 1, tensor 0"))
+    assert main(tmp_path, ("C",), ("bf16",), peers=False) == 1
+    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    assert case["equal"] is False
+    assert "percent_of_copy" not in case
+
+
+@pytest.mark.gpu
+def test_small_run_on_a_gpu(tmp_path: Path) -> None:
+    only = ("bf16", "bf16-remainders", "fp32", "torch-fused-fp32")
+    assert main(tmp_path, ("C", "gpt2"), only, peers=True) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["environment"]["gpu"]
+    assert record["libraries"]["torch"] == torch.__version__
+    measured = {case["case"]: case for case in record["cases"]}
+    assert {f"{name}/{mode}" for name in ("C", "gpt2") for mode in only} <= set(measured)
+    for name, case in measured.items():
+        if "ours" in case:
+            assert case["bytes"] == case["bytes_per_parameter"] * case["elements"]
+            assert case["launches"] in (None, 1)  # None where the profiler may not look
+        assert case.get("wall_ms", 1) > 0, name
+    assert "torch-fused-fp32" in {r["peer"] for r in measured["C/fp32"]["times_faster_than"]}
+    for name in ("C", "gpt2"):
+        assert (tmp_path / f"speed_{name}.png").stat().st_size > 5000
+
+
+@pytest.mark.gpu
+def test_fp8_weights_are_measured_on_a_gpu(tmp_path: Path) -> None:
+    only = tuple(name for name, mode in MODES.items() if mode.recipe and mode.contract == "ieee")
+    assert main(tmp_path, ("gpt2",), only, peers=False) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [case["ours"] for case in record["cases"]] == list(only)
+    shapes = SETS["gpt2"].shapes
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    for case in record["cases"]:
+        assert case["equal"] is True
+        mode = MODES[case["ours"]]
+        others = case["elements"] - matrices  # norms and biases stay bf16, with fp32 masters
+        counted = mode.bytes_per_parameter * matrices + MODES["bf16"].bytes_per_parameter * others
+        assert mode.recipe is not None
+        if mode.recipe.scaling in ("delayed", "current"):
+            assert case["bytes"] == counted
+        else:  # and scales: at most an fp32 for each of 6 blocks in a row of 768, padded to 8
+            assert counted < case["bytes"] <= counted + 8 * 4 / 768 * matrices
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_passes_its_gate_on_unaligned_shards_and_cut_blocks(name: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = SETS["llama70b-64"] if MODES[name].weight is None else SETS["B"]  # shapes for fp8
+    found = check(MODES[name], tensors.shrunk(2**20), device)
+    assert found.difference is None
+    assert found.against is not None or MODES[name].contract == "te"

@@ -1,0 +1,208 @@
+"""The bench's table, record and picture, from given figures."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
+import pytest
+from rich.console import Console
+from torch.autograd import DeviceType
+
+from megaopt.commands.bench.cases import MODES, Case
+from megaopt.commands.bench.equality import Check
+from megaopt.commands.bench.measure import Figures, count_device_work, repetitions
+from megaopt.commands.bench.peers import PEERS
+from megaopt.commands.bench.picture import OURS, PEER, _rows, draw
+from megaopt.commands.bench.report import print_table, record_of, table_of
+from megaopt.commands.bench.results import Ratio, Result, ratios
+from megaopt.commands.bench.sets import SETS
+from megaopt.files import write_json
+
+FIGURES = Figures(
+    tensors=1,
+    elements=1000,
+    bytes=28_000,
+    repetitions=50,
+    step_ms=2.0,
+    step_ms_quartiles=(1.9, 2.1),
+    copy_bytes=56_000,
+    copy_ms=3.0,
+    copy_ms_quartiles=(2.9, 3.1),
+    wall_ms=2.25,
+    wall_moved_ms=2.5,
+    kernels={"step_kernel": 1},
+    transfers={"Memcpy HtoD": 2},
+    scratch_bytes=2**20,
+)
+A_BF16 = Case(SETS["A"], MODES["bf16"])
+A_TE = Case(SETS["A"], PEERS["transformerengine-bf16"])
+A_FP32 = Case(SETS["A"], MODES["fp32"])
+C_BF16 = Case(SETS["C"], MODES["bf16"])
+SLOW = replace(FIGURES, step_ms=3.0, wall_ms=9.0, wall_moved_ms=20.0, bytes=26_500)
+RESULTS = [
+    Result(A_BF16, FIGURES, None, Check("reference")),
+    Result(A_TE, SLOW),
+    Result(A_FP32, None, "differs from ...", Check("torch-fused-fp32", "step 1, tensor 0")),
+    Result(C_BF16, replace(FIGURES, kernels={}), None, Check(None)),
+]
+SOURCE = {"commit": "ab" * 20, "dirty": False}
+HERE = {"gpu": "a card", "cuda_driver": None}
+
+
+def test_percent_and_bandwidth() -> None:
+    assert FIGURES.percent_of_copy == 75.0  # 14 against 18.67 bytes/us
+    assert FIGURES.copy_bandwidth == 56_000 / 3e-3
+    assert FIGURES.launches == 1
+    assert replace(FIGURES, kernels={"a": 2, "b": 3}).launches == 5
+    assert replace(FIGURES, kernels={}).launches is None
+
+
+def test_only_work_on_the_device_is_counted() -> None:
+    def event(name: str, device: DeviceType = DeviceType.CUDA, note: bool = False) -> Any:
+        return SimpleNamespace(name=name, device_type=device, is_user_annotation=note)
+
+    events = [
+        event("step_kernel"),
+        event("step_kernel"),
+        event("fill"),
+        event("Memcpy HtoD (Pinned -> Device)"),
+        event("Memset (Device)"),
+        event("Optimizer.step#FusedAdam.step", note=True),
+        event("cudaLaunchKernel", DeviceType.CPU),
+    ]
+    kernels, transfers = count_device_work(events)
+    assert kernels == {"step_kernel": 2, "fill": 1}
+    assert transfers == {"Memcpy HtoD (Pinned -> Device)": 1, "Memset (Device)": 1}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"), [(1e-4, 50), (0.009, 50), (0.059, 10), (0.11, 5), (0.4, 3), (2.0, 3)]
+)
+def test_slow_steps_are_repeated_less_often(seconds: float, count: int) -> None:
+    assert repetitions(seconds) == count
+
+
+def test_ratios_are_to_the_peers_of_the_same_set() -> None:
+    (ratio,) = ratios(RESULTS[0], RESULTS)
+    assert ratio == Ratio(peer="transformerengine-bf16", step=1.5, wall=4.0, wall_moved=8.0)
+    assert ratios(RESULTS[1], RESULTS) == []  # a peer
+    assert ratios(RESULTS[2], RESULTS) == []  # no speed
+    assert ratios(RESULTS[3], RESULTS) == []  # the peer was not measured on set C
+
+
+def test_record_holds_every_figure(tmp_path: Path) -> None:
+    libraries, skipped = {"transformer_engine": "2.20.2"}, {"apex": "apex is not installed"}
+    record = record_of(RESULTS, SOURCE, HERE, "megaopt bench", libraries, skipped)
+    write_json(tmp_path / "record.json", record)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["source"], record["environment"]) == (SOURCE, HERE)
+    assert record["command"] == "megaopt bench"
+    assert (record["libraries"], record["skipped"]) == (libraries, skipped)
+    assert set(record["sets"]) == {"A", "C"}
+    good, peer, bad, unknown = record["cases"]
+    assert (good["case"], good["ours"], good["contract"]) == ("A/bf16", "bf16", "ieee")
+    assert (good["checked_against"], good["equal"]) == ("reference", True)
+    for name in ("step_ms", "copy_ms", "wall_ms", "wall_moved_ms", "bytes", "scratch_bytes"):
+        assert good[name] == getattr(FIGURES, name)
+    assert good["kernels"] == {"step_kernel": 1}
+    assert good["percent_of_copy"] == FIGURES.percent_of_copy
+    assert good["times_faster_than"] == [
+        {"peer": "transformerengine-bf16", "step": 1.5, "wall": 4.0, "wall_moved": 8.0}
+    ]
+    assert peer["peer"] == "transformerengine-bf16"
+    assert peer["bytes_per_parameter"] == 26.5  # as counted, not as declared
+    assert not {"equal", "contract", "times_faster_than"} & peer.keys()
+    assert (unknown["checked_against"], unknown["equal"]) == (None, None)
+    assert unknown["launches"] is None
+    assert (bad["checked_against"], bad["equal"]) == ("torch-fused-fp32", False)
+    assert bad["problem"].startswith("differs")
+    assert not {"step_ms", "percent_of_copy", "times_faster_than"} & bad.keys()
+
+
+def test_record_of_fp8_weights_says_how_they_are_cast() -> None:
+    case = Case(SETS["A"], MODES["fp8-current"])
+    result = Result(case, replace(FIGURES, bytes=31_000), None, Check("reference"))
+    (record,) = record_of([result], SOURCE, HERE, "megaopt bench")["cases"]
+    assert (record["scaling"], record["direct"]) == ("current", False)
+    assert record["bytes_per_parameter"] == 31
+    assert "other weights bf16" in record["description"]
+    peer = Result(Case(SETS["A"], PEERS["transformerengine-fp8-current"]), SLOW)
+    assert [ratio.step for ratio in ratios(result, [result, peer])] == [1.5]
+
+
+def printed(results: list[Result], width: int) -> list[str]:
+    text = io.StringIO()
+    print_table(Console(width=width, file=text), table_of(results))
+    return text.getvalue().splitlines()
+
+
+def row(lines: list[str], case: str) -> list[str]:
+    (line,) = [line for line in lines if line.startswith(f"│ {case} ")]
+    return [cell.strip() for cell in line.split("│")[1:-1]]
+
+
+def test_table_has_figures_and_no_speed_for_a_failed_case() -> None:
+    lines = printed(RESULTS, 300)
+    figures = ["28", "2.000", "75.0%", "2.250", "2.500", "1", "1.0"]
+    against = "transformerengine-bf16 1.50x / 4.00x / 8.00x"
+    assert row(lines, "A/bf16") == ["A/bf16", "✓ reference", *figures, against]
+    peer = row(lines, "A/transformerengine-bf16")
+    assert peer[1:4] == ["", "26.5", "3.000"]
+    assert row(lines, "A/fp32")[1:] == ["differ", "28", "no speed", *[""] * 6]
+    assert row(lines, "C/bf16")[1] == "unchecked"
+    assert row(lines, "C/bf16")[7] == "unknown"
+
+
+def test_narrow_terminal_cuts_nothing_off() -> None:
+    long = replace(RESULTS[0], case=Case(SETS["llama70b-64"], MODES["bf16-remainders-moments"]))
+    assert printed([*RESULTS, long], 80) == printed([*RESULTS, long], 300)
+
+
+def pixels(path: Path, colour: str) -> int:
+    image = matplotlib.image.imread(path)[..., :3]
+    wanted = np.array(matplotlib.colors.to_rgb(colour))
+    return int((np.abs(image - wanted).max(axis=-1) < 0.01).sum())
+
+
+def bars(folder: Path, results: list[Result], colour: str = OURS) -> int:
+    """Pixels of one colour in a set's picture, those of the legend taken away."""
+    folder.mkdir()
+    (path,) = draw(folder, results, "a card")
+    (bare,) = draw(folder / "..", [replace(result, figures=None) for result in results], "a card")
+    return pixels(path, colour) - pixels(bare, colour)
+
+
+def test_picture_has_bars_in_proportion(tmp_path: Path) -> None:
+    fast = [replace(RESULTS[0], figures=replace(FIGURES, step_ms=1.5))]  # 100%
+    slow = [replace(RESULTS[0], figures=replace(FIGURES, step_ms=3.0))]  # 50%
+    long, short = bars(tmp_path / "fast", fast), bars(tmp_path / "slow", slow)
+    assert short > 1000
+    assert long / short == pytest.approx(2, abs=0.15)  # the line at 100% covers some pixels
+
+
+def test_peers_have_bars_of_their_own_colour(tmp_path: Path) -> None:
+    ours = RESULTS[:1]
+    both = [*ours, replace(RESULTS[1], figures=FIGURES)]
+    assert bars(tmp_path / "ours", ours, PEER) < 100  # the edges of letters are grey
+    assert bars(tmp_path / "both", both, PEER) > 1000
+
+
+def test_each_set_has_its_picture_and_a_failed_case_no_bar(tmp_path: Path) -> None:
+    paths = draw(tmp_path, RESULTS, None)
+    assert [path.name for path in paths] == ["speed_A.png", "speed_C.png"]
+    assert all(path.stat().st_size > 5000 for path in paths)
+    assert bars(tmp_path / "failed", [RESULTS[2]]) == 0
+
+
+def test_bars_of_one_description_stand_together() -> None:
+    rows, headings = _rows(RESULTS[:3])
+    assert [text for _, text in headings] == ["bf16 weights, fp32 masters", "fp32 weights"]
+    assert rows[1] - rows[0] == 1
+    assert rows[2] - rows[1] > 1.5
+    assert rows[1] < headings[1][0] < rows[2]

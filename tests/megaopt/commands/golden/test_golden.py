@@ -1,0 +1,122 @@
+"""Every case has the bits of the record, on every backend that is here."""
+
+import pytest
+import torch
+
+from megaopt.commands import environment
+from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
+from megaopt.commands.golden.record import packaged
+from megaopt.commands.golden.run import run
+
+RECORD = packaged()
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+# 5 seconds each on Triton's interpreter; the others take it a quarter of an hour
+QUICK = {
+    "ieee/adamw/fp32-weight/no-master/fp32-fp32",
+    "ieee/adam/bf16-weight/remainder/bf16-bf16",
+    "ieee/adamw/delayed-weight/fp32-master/fp32-fp32/capturable/overflow",
+}
+
+
+def cases_of(part):
+    return pytest.mark.parametrize("case", CASES[part], ids=lambda case: case.name)
+
+
+@cases_of(ANY_MACHINE)
+def test_the_reference_has_the_bits_of_the_record(case):
+    assert run(case, "reference", CPU) == RECORD.digests[ANY_MACHINE][case.name]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow, id=case.name)
+        for case in CASES[ANY_MACHINE]
+    ],
+)
+def test_the_kernels_have_the_bits_of_the_record(case, device):
+    assert run(case, "triton", device) == RECORD.digests[ANY_MACHINE][case.name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@cases_of(ANY_MACHINE)
+def test_a_gpu_has_the_bits_of_the_record(case, backend):
+    assert run(case, backend, GPU) == RECORD.digests[ANY_MACHINE][case.name]
+
+
+@pytest.mark.gpu
+@cases_of(NVIDIA_GPU)
+def test_a_gpu_has_the_bits_of_its_own_part(case):
+    if not RECORD.is_recorded(NVIDIA_GPU):
+        pytest.skip("not recorded yet: megaopt verify --record PATH on an NVIDIA GPU makes it")
+    here = environment.describe()["compute_capability"]
+    recorded = RECORD.made_on["compute_capability"]
+    if here != recorded:
+        pytest.skip(f"recorded on compute capability {recorded}, the GPU here has {here}")
+    backends = ("triton", "reference") if case.contract == "torch" else ("triton",)
+    for backend in backends:
+        assert run(case, backend, GPU) == RECORD.digests[NVIDIA_GPU][case.name], backend
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the cases are stepped")
+@cases_of(NVIDIA_GPU)
+def test_without_a_gpu_its_cases_are_refused_for_that_alone(case):
+    """Every option is allowed: the device is checked after them."""
+    with pytest.raises(RuntimeError, match=f"contract '{case.contract}' needs an NVIDIA GPU"):
+        run(case, "triton", CPU)
+
+
+# --- what the record says about itself
+
+# where lr and step lie, a new optimizer with a loaded state, masters that are given
+NO_BITS = ("capturable", "resume", "external-masters")
+
+
+def equals(variation):
+    """Names of ieee's cases with a variation, and of those without it."""
+    names = [case.name for case in CASES[ANY_MACHINE]]
+    without = [name.replace(f"/{variation}", "") for name in names]
+    return [(n, other) for n, other in zip(names, without, strict=True) if n != other in names]
+
+
+@pytest.mark.parametrize("variation", NO_BITS)
+def test_what_moves_no_bit_has_the_same_line(variation):
+    found = equals(variation)
+    assert found
+    for name, other in found:
+        assert RECORD.digests[ANY_MACHINE][name] == RECORD.digests[ANY_MACHINE][other], name
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("bf16-weight/remainder/fp32-fp32", "bf16-weight/fp32-master/fp32-fp32"),
+        ("fp16-weight/no-master/fp32-fp32", "bf16-weight/no-master/bf16-bf16"),
+        ("fp32-weight/no-master/fp32-fp32/late", "fp32-weight/no-master/fp32-fp32"),
+        ("current_direct-weight/fp32-master/fp32-fp32", "current-weight/fp32-master/fp32-fp32"),
+        ("delayed_recent-weight/fp32-master/fp32-fp32", "delayed-weight/fp32-master/fp32-fp32"),
+        ("current_powers-weight/fp32-master/fp32-fp32", "current-weight/fp32-master/fp32-fp32"),
+        (
+            "bf16-weight/fp32-master/fp32-fp32/clip/round-scaled-grads",
+            "bf16-weight/fp32-master/fp32-fp32/clip",
+        ),
+    ],
+)
+def test_what_moves_bits_has_another(name, other):
+    found, expected = (RECORD.digests[ANY_MACHINE][f"ieee/adamw/{each}"] for each in (name, other))
+    assert found["weights"] != expected["weights"]
+
+
+def test_decay_in_the_gradient_reaches_every_quantity():
+    row = "fp32-weight/no-master/fp32-fp32"
+    adamw, adam = (RECORD.digests[ANY_MACHINE][f"ieee/{name}/{row}"] for name in ("adamw", "adam"))
+    differing = {quantity for quantity in adamw if adamw[quantity] != adam[quantity]}
+    assert differing == {"weights", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_run_repeats_itself():
+    case = Case("ieee/adamw/delayed-weight/fp16-master/fp32-bf16")
+    assert run(case, "reference", CPU) == run(case, "reference", CPU)

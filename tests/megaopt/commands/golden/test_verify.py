@@ -1,0 +1,319 @@
+"""`megaopt verify`: what it says, and that a change of one operation is seen and named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mutants import mutant
+
+from megaopt import FusedAdam, kernels
+from megaopt.commands import cli
+from megaopt.commands.golden import check, command
+from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
+from megaopt.commands.golden.record import Record, RecordError, packaged, parse, render
+from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.formats import MASTERS, MOMENTS, WEIGHTS
+from megaopt.kernels.rules import RULES
+
+FP32 = "ieee/adamw/fp32-weight/no-master/fp32-fp32"
+BF16 = "ieee/adamw/bf16-weight/no-master/bf16-bf16"
+MASTER = "ieee/adamw/bf16-weight/fp32-master/fp32-fp32"
+REMAINDER = "ieee/adamw/bf16-weight/remainder/fp32-fp32"
+FLOAT8 = "ieee/adamw/bf16-weight/fp32-master/fp8-fp8/nonfinite"
+
+
+@pytest.fixture
+def megaopt(capsys, tmp_path, monkeypatch):
+    """Runs the command line in this process: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        status = cli.main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def verify(megaopt):
+    """Checks some cases with the reference."""
+    return lambda *names: megaopt("verify", "--backends", "reference", "--only", *names)
+
+
+def lines(out):
+    return [line for line in out.splitlines() if line.startswith("different: ")]
+
+
+def test_identical_cases_exit_with_0(verify):
+    status, out, err = verify(FP32, BF16)
+    assert (status, err) == (0, "")
+    row = next(line for line in out.splitlines() if "reference on cpu" in line)
+    assert [cell.strip() for cell in row.split("│")[4:-1]] == ["2", "2", "0", "0"]
+    assert out.splitlines()[-1] == "identical: all that was checked here, bit for bit"
+
+
+# --- one operation in one rule or format changed: the case is named, and the quantity
+
+SOURCES = Path(kernels.__file__).parent
+
+
+def changed(file, change, folder):
+    return mutant(SOURCES / file, change, folder)
+
+
+def test_a_change_of_a_rule_is_named(verify, monkeypatch, tmp_path):
+    change = (
+        "square_root_reference(exp_avg_sq * correction2) + eps",
+        "square_root_reference(exp_avg_sq * correction2 + eps)",
+    )
+    module = changed("rules/adam_ieee.py", change, tmp_path)
+    monkeypatch.setitem(RULES, ("adamw", "ieee"), module.ADAMW_IEEE)
+    status, out, _ = verify(FP32, "ieee/adam/fp32-weight/no-master/fp32-fp32")
+    assert status == 1
+    assert lines(out) == [f"different: {FP32}: weights (reference on cpu)"]
+
+
+def test_a_change_of_one_moment_is_named(verify, monkeypatch, tmp_path):
+    change = (
+        "exp_avg * beta1 + grad * one_minus_beta1",
+        "(exp_avg.double() * beta1 + (grad * one_minus_beta1).double()).float()",
+    )
+    module = changed("rules/adam_ieee.py", change, tmp_path)
+    monkeypatch.setitem(RULES, ("adamw", "ieee"), module.ADAMW_IEEE)
+    status, out, _ = verify(MASTER)
+    assert status == 1
+    assert lines(out) == [f"different: {MASTER}: exp_avg, masters, weights (reference on cpu)"]
+
+
+FORMATS = {
+    "bf16: ties away, weights": (
+        "formats/bfloat16.py",
+        (
+            "code = value.to(torch.bfloat16).view(torch.int16)",
+            "code = ((value.view(torch.int32) + 0x8000) >> 16).to(torch.int16)",
+        ),
+        (WEIGHTS, "BFLOAT16"),
+        (MASTER, "weights"),
+    ),
+    "bf16: ties away, moments": (
+        "formats/bfloat16.py",
+        (
+            "code = value.to(torch.bfloat16).view(torch.int16)",
+            "code = ((value.view(torch.int32) + 0x8000) >> 16).to(torch.int16)",
+        ),
+        (MOMENTS, "BFLOAT16"),
+        (BF16, "exp_avg, exp_avg_sq, weights"),
+    ),
+    "remainder16: ties to even": (
+        "formats/remainder16.py",
+        (
+            "upper = (bits >> 16) + (code < 0).int()",
+            "upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16",
+        ),
+        (MASTERS, "REMAINDER16"),
+        (REMAINDER, "masters, weights"),
+    ),
+    "scaled fp8: infinities saturate": (
+        "formats/float8.py",
+        ("torch.where(value.isfinite(), scaled, torch.nan)", "scaled"),
+        (MOMENTS, "SCALED_FLOAT8_E4M3"),
+        (FLOAT8, "exp_avg, exp_avg_sq, masters, scales, weights"),
+    ),
+    "scaled fp8: the scale is the quotient": (
+        "formats/float8.py",
+        ("scale_of_inverse=True", "scale_of_inverse=False"),
+        (MOMENTS, "SCALED_FLOAT8_E4M3"),
+        (FLOAT8, "masters, scales, weights"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "place", "expected"), FORMATS.values(), ids=FORMATS.keys()
+)
+def test_a_change_of_a_format_is_named(
+    file, change, place, expected, verify, monkeypatch, tmp_path
+):
+    form = getattr(changed(file, change, tmp_path), place[1])
+    monkeypatch.setitem(place[0], form.dtype, form)
+    (name, quantities) = expected
+    status, out, _ = verify(name)
+    assert status == 1
+    assert lines(out) == [f"different: {name}: {quantities} (reference on cpu)"]
+
+
+def test_a_change_of_a_kernel_is_named(megaopt, monkeypatch, tmp_path, device):
+    change = (
+        "tl.math.div_rn(exp_avg * correction1, denominator)",
+        "(exp_avg * correction1) * tl.math.div_rn(tl.full((), 1.0, tl.float32), denominator)",
+    )
+    module = changed("rules/adam_ieee.py", change, tmp_path)
+    monkeypatch.setitem(RULES, ("adamw", "ieee"), module.ADAMW_IEEE)
+    status, out, _ = megaopt("verify", "--only", FP32)
+    assert status == 1
+    assert lines(out) == [f"different: {FP32}: weights (triton on {device.type})"]
+
+
+def test_a_step_that_fails_is_a_difference(verify, monkeypatch):
+    def step(self, *_, **__):
+        raise RuntimeError("no step today")
+
+    monkeypatch.setattr(FusedAdam, "step", step)
+    status, out, _ = verify(FP32)
+    assert status == 1
+    assert lines(out) == [f"different: {FP32}: RuntimeError: no step today (reference on cpu)"]
+
+
+# --- cases and lines that do not match, parts that cannot be checked
+
+
+def test_a_case_that_the_record_lacks_is_named(verify, monkeypatch):
+    new = Case("ieee/adamw/fp16-weight/no-master/fp8-fp8/late")
+    monkeypatch.setitem(CASES, ANY_MACHINE, [Case(FP32), new])
+    status, out, _ = verify(FP32, new.name)
+    assert status == 1
+    assert lines(out) == [f"different: {new.name}: not in the record"]
+
+
+def test_a_line_without_a_case_is_named():
+    old = packaged()
+    digests = {**old.digests[ANY_MACHINE], "ieee/sgd": {}}
+    changed_record = Record({**old.digests, ANY_MACHINE: digests}, old.made_on)
+    assert changed_record.strays() == {"ieee/sgd": "no case has this name"}
+
+
+def part_of_gpus(made_on):
+    digests = {ANY_MACHINE: {}, NVIDIA_GPU: {case.name: {} for case in CASES[NVIDIA_GPU]}}
+    return check.plan(Record(digests, made_on), {NVIDIA_GPU: CASES[NVIDIA_GPU]})
+
+
+def test_a_part_that_was_not_recorded_is_not_checked():
+    tasks = check.plan(Record({ANY_MACHINE: {}, NVIDIA_GPU: {}}, {}), CASES)
+    here = [task for task in tasks if not CONTRACTS[task.contract].needs_gpu]
+    assert {task.reason for task in here if task.backend == "reference"} == {"not recorded yet"}
+    assert {task.part for task in tasks} == set(CASES)
+
+
+def test_the_example_of_a_pattern_has_cases():
+    assert check.choose([check.EXAMPLE], [])[ANY_MACHINE]
+
+
+def test_without_a_gpu_a_part_that_was_not_recorded_needs_one_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tasks = check.plan(Record({ANY_MACHINE: {}, NVIDIA_GPU: {}}, {}), CASES)
+    reasons = {task.reason for task in tasks if task.part == NVIDIA_GPU}
+    assert reasons
+    assert all("needs an NVIDIA GPU" in reason for reason in reasons)
+
+
+def test_without_a_gpu_its_part_is_not_checked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for task in part_of_gpus({}):
+        assert f"contract '{task.contract}' needs an NVIDIA GPU" in task.reason
+
+
+@pytest.mark.gpu
+def test_another_kind_of_gpu_is_not_checked():
+    for task in part_of_gpus({"compute_capability": "1.0"}):
+        assert "recorded on compute capability 1.0, the GPU here has" in task.reason
+
+
+def test_nothing_checked_exits_with_2(megaopt):
+    status, _, err = megaopt("verify", "--only", "te/*", "--backends", "reference")
+    assert status == 2
+    assert err == "megaopt: nothing was checked here\n"
+
+
+# --- arguments, and the file
+
+BAD_INPUT = {
+    "no such case": (
+        ["--only", "ieee/sgd"],
+        f"only must match one of the {sum(map(len, CASES.values()))} names of cases, as "
+        "'ieee/adamw/bf16*' does, got 'ieee/sgd'",
+    ),
+    "no such backend": (
+        ["--backends", "cuda"],
+        "backends must be of triton, reference, got 'cuda'",
+    ),
+    "a part of a record": (
+        ["--record", "record.json", "--only", FP32],
+        "record must stand without only and backends: a record is whole",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_exits_with_2_and_is_named(megaopt, tmp_path, arguments, message):
+    status, _, err = megaopt("verify", *arguments)
+    assert (status, err) == (2, f"megaopt: {message}\n")
+    assert not (tmp_path / "record.json").exists()
+
+
+@pytest.fixture
+def two_cases(monkeypatch):
+    monkeypatch.setitem(CASES, ANY_MACHINE, [Case(FP32), Case(BF16)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_a_record_is_written_anew(megaopt, tmp_path, two_cases):
+    status, out, err = megaopt("verify", "--record", "record.json")
+    assert (status, err) == (0, "")
+    assert "written: record.json" in out
+    assert f"{NVIDIA_GPU}: left as it was, contract 'te' needs an NVIDIA GPU" in out
+    written = parse((tmp_path / "record.json").read_text(), "record.json")
+    old = packaged()
+    assert written.digests[ANY_MACHINE] == {n: old.digests[ANY_MACHINE][n] for n in (FP32, BF16)}
+    assert written.digests[NVIDIA_GPU] == old.digests[NVIDIA_GPU]
+    assert written.made_on == old.made_on
+
+
+def test_a_record_that_cannot_be_written_exits_with_2(megaopt, two_cases):
+    status, _, err = megaopt("verify", "--record", "no/folder.json")
+    assert status == 2
+    assert "no/folder.json" in err
+
+
+def test_a_file_is_a_line_for_each_case():
+    old = packaged()
+    text = render(old)
+    assert parse(text, "text") == old
+    assert json.loads(text)[ANY_MACHINE] == old.digests[ANY_MACHINE]
+    for name, digests in old.digests[ANY_MACHINE].items():
+        (line,) = (line for line in text.splitlines() if f'"{name}"' in line)
+        assert all(digest in line for digest in digests.values())
+
+
+BAD_FILES = {
+    "no JSON": ("{", "record.json must be JSON: "),
+    "a list": ("[]", "record.json must have the keys any machine, NVIDIA GPU, .*, got list"),
+    "other keys": ('{"any machine": {}}', r"record.json must have the keys .*, got \['any mac"),
+    "no object": (
+        '{"any machine": 3, "NVIDIA GPU": {}, "NVIDIA GPU, made on": {}}',
+        "record.json: 'any machine' must be an object, got 3",
+    ),
+    "a number": (
+        '{"any machine": {"x": {"weights": 3}}, "NVIDIA GPU": {}, "NVIDIA GPU, made on": {}}',
+        "record.json: 'any machine': 'x' must have texts by quantity, got {'weights': 3}",
+    ),
+    "no versions": (
+        '{"any machine": {}, "NVIDIA GPU": {}, "NVIDIA GPU, made on": 3}',
+        "record.json: 'NVIDIA GPU, made on' must be an object, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_another_file_is_refused(text, message):
+    with pytest.raises(RecordError, match=message):
+        parse(text, "record.json")
+
+
+def test_a_record_that_cannot_be_read_exits_with_2(megaopt, monkeypatch):
+    monkeypatch.setattr(command, "packaged", lambda: parse("{", "record.json"))
+    status, _, err = megaopt("verify")
+    assert status == 2
+    assert "record.json must be JSON" in err

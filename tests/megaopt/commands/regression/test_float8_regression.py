@@ -1,0 +1,285 @@
+"""Regressions of fp8 weights: every recipe, whole, resumed and in ranks; planted differences."""
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaopt.commands import cli
+from megaopt.commands.config import ConfigError, read_config
+from megaopt.commands.regression import fake_quantize
+from megaopt.commands.regression.command import batches_of
+from megaopt.commands.regression.compare import find_mismatch
+from megaopt.commands.regression.crew import CrewTrainer, RankError, Reply, pack
+from megaopt.commands.regression.fake_quantize import DelayedFakeQuantizer, FakeQuantizedLinear
+from megaopt.commands.regression.lockstep import Regression
+from megaopt.commands.regression.resume import load_result
+from megaopt.commands.regression.shards import shard_bounds
+from megaopt.commands.regression.single import train
+from megaopt.commands.regression.variants import build_trainer
+from megaopt.commands.training.determinism import deterministic
+from megaopt.commands.training.text import load_corpus
+from megaopt.float8 import RECIPES, Float8Weight
+
+CPU = torch.device("cpu")
+CONFIG = Path(__file__).parents[4] / "configs" / "gpt_tiny_fp8.toml"
+ALL = list(RECIPES)
+FORMS = {
+    "fp8": {"backend": "reference"},
+    "external": {"backend": "reference", "masters": "external"},
+}
+
+
+@pytest.fixture
+def write_float8(write_run):
+    """Writes a very small run: write_float8(recipes, name={key: value}, ...)."""
+
+    def write(recipes, scaled=False, steps=4, learning_rate=3e-3, **variants):
+        forms = {name: ("unfused", v) for name, v in variants.items()}
+        path = write_run(steps, learning_rate=learning_rate, **forms)
+        text = re.sub(r'\[\[variant]]\nname = "ties_away"[^[]*', "", path.read_text())
+        float8 = (
+            f"[float8]\nrecipes = {json.dumps(recipes)}\nscaled_matmul = {str(scaled).lower()}\n"
+        )
+        path.write_text(text.replace("[[variant]]", f"{float8}\n[[variant]]", 1))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def build(write_float8, tmp_path):
+    def build(recipes=ALL, perturb=None, **run):
+        path = write_float8(recipes, **run)
+        config = read_config(path)
+        batches = batches_of(config, load_corpus())
+        return Regression(config, batches, CPU, config_path=path, folder=tmp_path, perturb=perturb)
+
+    return build
+
+
+def run(regression):
+    with deterministic(1):
+        regression.run(lambda step: None)
+    return {lane.variant.name: lane for lane in regression.lanes}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_every_recipe_equals_fake_quantization(build, scaled):
+    regression = build(scaled=scaled, **FORMS)
+    lanes = run(regression)
+    assert regression.first_difference() is None
+    kinds = {"codes", "scale_inv", "weight", "master_param", "exp_avg", "exp_avg_sq"}
+    for recipe in ALL:
+        delayed = {"scale", "amax_history"} if recipe == "delayed" else set()
+        for name in FORMS:
+            lane = lanes[f"{recipe}.{name}"]
+            assert lane.baseline is lanes[f"{recipe}.unfused"]
+            assert lane.losses == lane.baseline.losses
+            assert len(set(lane.losses)) == regression.config.steps
+            assert lane.sha256 == lane.baseline.sha256
+            assert set(lane.sha256) == kinds | delayed
+
+
+def test_a_run_that_reaches_nan_is_identical(build):
+    regression = build(learning_rate=1e20, **FORMS)
+    lanes = run(regression)
+    assert regression.first_difference() is None
+    for recipe in ALL:
+        assert math.isnan(lanes[f"{recipe}.unfused"].losses[-1])
+        for name in FORMS:
+            assert lanes[f"{recipe}.{name}"].sha256 == lanes[f"{recipe}.unfused"].sha256
+
+
+def test_which_weights_are_fp8(write_float8):
+    config = read_config(write_float8(["mxfp8"], fp8=FORMS["fp8"]))
+    model = build_trainer(config, config.find_variant("mxfp8.fp8"), CPU).model
+    cast = build_trainer(config, config.find_variant("mxfp8.unfused"), CPU).model
+    float8 = {n for n, p in model.named_parameters() if isinstance(p, Float8Weight)}
+    assert float8 == {n for n, p in model.named_parameters() if p.ndim == 2 and "blocks" in n}
+    faked = {n for n, m in cast.named_modules() if isinstance(m, FakeQuantizedLinear)}
+    assert {f"{name}.weight" for name in faked} == float8
+    assert [n for n, _ in cast.named_parameters()] == [n for n, _ in model.named_parameters()]
+
+
+def test_the_scaled_product_has_losses_of_its_own(build):
+    plain, scaled = (run(build(["current"], scaled=each, **FORMS)) for each in (False, True))
+    assert plain["current.fp8"].losses != scaled["current.fp8"].losses
+
+
+def test_ranks_and_resumed_runs_equal_the_baseline(build):
+    forms = {
+        "resumed": {"backend": "reference", "resume_after": 2},
+        "ranks_2": {"backend": "reference", "ranks": 2},
+        "ranks_3": {"backend": "reference", "ranks": 3},
+    }
+    regression = build(["delayed", "block_1x128"], **forms)
+    lanes = run(regression)
+    assert regression.first_difference() is None
+    for lane in lanes.values():
+        assert lane.sha256 == lanes[f"{lane.variant.recipe}.unfused"].sha256
+        assert lane.losses == lanes[f"{lane.variant.recipe}.unfused"].losses
+
+
+@pytest.mark.parametrize("kind", ["codes", "scale_inv", "scale", "amax_history", "exp_avg"])
+def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
+    regression = build(["current", "delayed"], **FORMS)
+    lane = next(each for each in regression.lanes if each.variant.name == "delayed.fp8")
+    name, owner = "blocks.0.feed_forward.expand.weight", lane.trainer.owner
+    step = owner.step
+
+    def step_and_flip(learning_rate):
+        step(learning_rate)
+        if lane.trainer.steps_done == 2:
+            tensor = owner.snapshot()[name][kind]
+            tensor.view(-1).view(torch.uint8)[0] ^= 4
+
+    monkeypatch.setattr(owner, "step", step_and_flip)
+    run(regression)
+    found = regression.first_difference()
+    assert (found.step, found.variant, found.baseline) == (2, "delayed.fp8", "delayed.unfused")
+    assert (found.tensor, found.index) == (f"{name} {kind}", 0)
+    assert int(found.bits, 16) ^ int(found.baseline_bits, 16) == 4
+
+
+# --- the baseline is a judge of its own
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_other_codes_are_found(build, monkeypatch, recipe):
+    """The two do not agree by sharing code: a baseline that scales to 240 differs at once."""
+    monkeypatch.setattr(fake_quantize, "CODE_MAX", 240.0)
+    regression = build([recipe], fp8=FORMS["fp8"])
+    run(regression)
+    assert regression.first_difference().step == 1
+
+
+def test_a_scale_that_is_not_delayed_is_found(build, monkeypatch):
+    after_step = DelayedFakeQuantizer.after_step
+
+    def at_once(self, weight):
+        after_step(self, weight)
+        self.scale.copy_(self.next_scale)
+
+    monkeypatch.setattr(DelayedFakeQuantizer, "after_step", at_once)
+    regression = build(["delayed"], fp8=FORMS["fp8"])
+    run(regression)
+    assert regression.first_difference().tensor.endswith(("codes", "scale_inv"))
+
+
+def test_a_saved_baseline_continues_with_the_same_bits(write_float8, tmp_path):
+    path = write_float8(["delayed"], fp8=FORMS["fp8"])
+    files = [tmp_path / name for name in ("straight", "half", "resumed")]
+    train(path, variant="delayed.unfused", result=files[0])
+    train(path, variant="delayed.unfused", steps=2, save=files[1])
+    train(path, variant="delayed.unfused", resume=files[1], result=files[2])
+    (losses, snapshot), (resumed_losses, resumed) = (load_result(files[i], CPU) for i in (0, 2))
+    assert resumed_losses == losses[2:]
+    assert find_mismatch(resumed, snapshot) is None
+
+
+# --- ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", [0, 1, 80, 1280, 6401])
+def test_shards_are_uneven_unaligned_and_sometimes_empty(numel, ranks):
+    sizes = []
+    for number in range(ranks + 1):
+        bounds = shard_bounds(numel, ranks, number)
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, numel, ranks + 1)
+        assert bounds == sorted(bounds)
+        assert all(place % 2 or place in (0, numel) for place in bounds)
+        sizes.append([b - a for a, b in itertools.pairwise(bounds)])
+    if ranks > 1 and numel >= 80:
+        assert all(any(own[rank] == 0 for own in sizes) for rank in range(ranks))
+        assert all(len({size for size in own if size}) > 1 or ranks == 2 for own in sizes)
+
+
+def test_a_rank_of_other_bits_is_found():
+    """All ranks are compared: rank 1's loss, or one code of its, is reported as the variant's."""
+    weights = {"a": {"codes": torch.arange(4, dtype=torch.uint8)}}
+    other = {"a": {"codes": torch.tensor([0, 1, 6, 3], dtype=torch.uint8)}}
+
+    class Told:
+        device = CPU
+
+        def __init__(self, loss, theirs):
+            own = Reply(1.5, pack({"a": {**weights["a"], "exp_avg": torch.ones(4)}}))
+            self.told = [own, Reply(1.5, pack(weights)), Reply(loss, pack(theirs))]
+
+        def replies(self, name):
+            return self.told
+
+    for loss, theirs in ((1.5, weights), (1.25, weights), (1.5, other)):
+        trainer = CrewTrainer("x", Told(loss, theirs))
+        assert trainer.train_step(None) == loss
+        found = trainer.owner.snapshot()["a"]
+        assert torch.equal(found["codes"], theirs["a"]["codes"])
+        assert torch.equal(found["exp_avg"], torch.ones(4))
+
+
+REASONS = {
+    "raises": r"(?s)rank 1 failed: .*Expected tensor for argument",
+    "ends": r"rank 1 failed: its process ended",
+}
+
+
+@pytest.mark.parametrize("fault", REASONS)
+def test_a_rank_that_fails_is_told(build, monkeypatch, fault):
+    regression = build(["current"], ranks={"backend": "reference", "ranks": 2})
+    begin = regression.crew.begin
+
+    def spoil(batch):
+        if fault == "raises":
+            regression.crew._connections[1].send([batch[0].float().numpy(), batch[1].numpy()])
+        else:
+            regression.crew._processes[1].terminate()
+        begin(batch)
+
+    monkeypatch.setattr(regression.crew, "begin", spoil)
+    with pytest.raises(RankError, match=REASONS[fault]):
+        run(regression)
+    assert regression.crew._processes == []
+
+
+def test_ranks_alone_are_refused(write_float8):
+    path = write_float8(["current"], ranks={"backend": "reference", "ranks": 2})
+    with pytest.raises(ConfigError, match=r"`megaopt regress` only, got 'current\.ranks' with 2"):
+        train(path, variant="current.ranks")
+
+
+# --- the command, and the config of the repository
+
+
+def test_the_config_of_the_repository_is_identical(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["regress", str(CONFIG), "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "identical: every loss" in out
+    record = json.loads((tmp_path / "gpt_tiny_fp8" / "record.json").read_text())
+    assert record["config"]["float8"]["recipes"] == ALL
+    names = [f"{r}.{v['name']}" for r in ALL for v in record["config"]["variant"]]
+    assert list(record["variants"]) == names
+    for name, lane in record["variants"].items():
+        assert lane["recipe"] == name.split(".")[0]
+        assert lane["recipe"] in out
+        assert len(lane["losses"]) == 100
+        # it learns: far below ln 256, which knows nothing
+        assert float.fromhex(lane["losses"][-1]) < 4
+        assert lane["identical"] is (None if name.endswith(".unfused") else True)
+    assert (tmp_path / "gpt_tiny_fp8" / "losses.png").stat().st_size > 50_000
+
+
+def test_a_perturbed_run_fails_in_the_named_step(write_float8, tmp_path, capsys):
+    path = write_float8(["mxfp8", "delayed"], **FORMS)
+    assert cli.main(["regress", str(path), "--perturb", "3", "--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "tiny" / "record.json").read_text())["first_difference"]
+    assert (found["step"], found["variant"], found["baseline"]) == (3, "mxfp8.fp8", "mxfp8.unfused")
+    assert found["tensor"] == "blocks.0.attention.query.weight master_param"
+    assert int(found["bits"], 16) ^ int(found["baseline_bits"], 16) == 1
+    assert "step 3, variant mxfp8.fp8" in capsys.readouterr().out

@@ -1,0 +1,213 @@
+"""Small whole regressions: every form of FusedAdam against its baseline; planted differences."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from megaopt.commands.config import ConfigError, read_config
+from megaopt.commands.regression.command import batches_of
+from megaopt.commands.regression.compare import hexadecimal
+from megaopt.commands.regression.fused import FusedWeights
+from megaopt.commands.regression.lockstep import Regression
+from megaopt.commands.regression.resume import ResumeError
+from megaopt.commands.regression.variants import build_trainer
+from megaopt.commands.training.determinism import deterministic
+from megaopt.commands.training.text import load_corpus
+from megaopt.kernels.optional_triton import INTERPRETED
+
+CPU = torch.device("cpu")
+FORMS = {
+    "reference": ("unfused", {"backend": "reference"}),
+    "external_masters": ("unfused", {"backend": "reference", "masters": "external"}),
+    "groups_and_views": ("unfused", {"backend": "reference", "layout": "groups_and_views"}),
+    "remainders": ("ties_away", {"backend": "reference", "masters": "remainders"}),
+}
+TRITON_FORMS = {
+    name: (baseline, {**options, "backend": "triton"})
+    for name, (baseline, options) in FORMS.items()
+}
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_corpus()
+
+
+@pytest.fixture
+def build(write_run, corpus, tmp_path):
+    def build(perturb=None, **run):
+        path = write_run(**run)
+        config = read_config(path)
+        return Regression(
+            config,
+            batches_of(config, corpus),
+            CPU,
+            config_path=path,
+            folder=tmp_path,
+            perturb=perturb,
+        )
+
+    return build
+
+
+def run(regression):
+    steps = []
+    with deterministic(1):
+        regression.run(steps.append)
+    assert steps == list(range(1, regression.config.steps + 1))
+    return {lane.variant.name: lane for lane in regression.lanes}
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_every_form_equals_its_baseline(build, backend):
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("on a CPU, Triton runs on its interpreter only; test_cli runs it on the GPU")
+    forms = FORMS if backend == "reference" else TRITON_FORMS
+    regression = build(**forms)
+    lanes = run(regression)
+    assert regression.first_difference() is None
+    for name, (baseline, _) in forms.items():
+        assert lanes[name].losses == lanes[baseline].losses
+        assert lanes[name].sha256 == lanes[baseline].sha256
+        assert len(set(lanes[name].losses)) == regression.config.steps
+
+
+@pytest.mark.parametrize("optimizer", ["adam_w_mode = false", "bias_correction = false"])
+def test_the_other_modes_equal_their_baseline(build, optimizer):
+    regression = build(optimizer=optimizer, reference=FORMS["reference"])
+    run(regression)
+    assert regression.first_difference() is None
+
+
+def test_a_run_that_reaches_nan_is_identical(build):
+    """Plain torch operations and FusedAdam leave NaNs of other signs and payloads."""
+    forms = {**FORMS, "ranks": ("unfused", {"backend": "reference", "ranks": 2})}
+    regression = build(learning_rate=1e20, **forms)
+    lanes = run(regression)
+    assert math.isnan(lanes["unfused"].losses[-1])
+    assert regression.first_difference() is None
+    for name, (baseline, _) in forms.items():
+        assert lanes[name].sha256 == lanes[baseline].sha256
+        for kinds in lanes[name].final.values():
+            assert all(tensor.isnan().all() for tensor in kinds.values())
+
+
+def test_remainders_differ_from_ties_to_even(build):
+    """The two baselines are needed: a comparison with the wrong one fails."""
+    _, options = FORMS["remainders"]
+    regression = build(steps=30, remainders=("unfused", options))
+    lanes = run(regression)
+    assert lanes["remainders"].difference is not None
+    assert lanes["unfused"].sha256 != lanes["ties_away"].sha256
+
+
+def test_a_resumed_run_equals_a_straight_one(build):
+    resumed = ("unfused", {"backend": "reference", "resume_after": 2})
+    regression = build(resumed=resumed)
+    lanes = run(regression)
+    assert regression.first_difference() is None
+    assert lanes["resumed"].losses == lanes["unfused"].losses
+    assert lanes["resumed"].sha256 == lanes["unfused"].sha256
+
+
+def test_a_fresh_process_that_fails_is_told(build, monkeypatch):
+    resumed = ("unfused", {"backend": "reference", "resume_after": 2})
+    regression = build(resumed=resumed)
+    monkeypatch.setattr("megaopt.commands.regression.lockstep.save_trainer", lambda *_: None)
+    with pytest.raises(ResumeError, match=r"'resumed': the fresh process failed: .*no such file"):
+        run(regression)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_perturbed_master_is_found_at_its_step(build, step):
+    regression = build(perturb=step, **FORMS)
+    lanes = run(regression)
+    found = regression.first_difference()
+    matrix = 256 * 16
+    assert (found.step, found.variant, found.baseline) == (step, "reference", "unfused")
+    assert (found.tensor, found.index) == ("token_embedding.weight master_param", matrix // 2)
+    assert int(found.bits, 16) ^ int(found.baseline_bits, 16) == 1
+    # the others stay in step, and the one that differs goes on training
+    assert [name for name in lanes if lanes[name].difference] == ["reference"]
+    assert len(lanes["reference"].losses) == regression.config.steps
+
+
+@pytest.mark.filterwarnings("ignore:parameter .* was written outside the optimizer:UserWarning")
+@pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq"])
+def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
+    regression = build(**FORMS)
+    name, index = "blocks.0.feed_forward.expand.weight", 77
+    owner = next(x for x in regression.lanes if x.variant.name == "groups_and_views").trainer.owner
+    step, steps_taken = owner.step, itertools.count(1)
+
+    def step_and_flip(learning_rate):
+        step(learning_rate)
+        if next(steps_taken) == 2:
+            piece = next(p for p in owner.pieces if p.name == name)
+            state = owner.optimizer.state[piece.tensor]
+            tensor = piece.tensor.detach() if kind == "weight" else state[kind]
+            integer = torch.int16 if tensor.element_size() == 2 else torch.int32
+            tensor.view(integer).view(-1)[index] ^= 4
+
+    monkeypatch.setattr(owner, "step", step_and_flip)
+    run(regression)
+    found = regression.first_difference()
+    assert (found.step, found.variant) == (2, "groups_and_views")
+    assert (found.tensor, found.index) == (f"{name} {kind}", index)
+    assert int(found.bits, 16) ^ int(found.baseline_bits, 16) == 4
+
+
+def test_a_differing_loss_is_found(build, monkeypatch):
+    regression = build(reference=FORMS["reference"])
+    trainer = next(x for x in regression.lanes if x.variant.name == "reference").trainer
+    train_step = trainer.train_step
+
+    def nudged(batch):
+        loss = train_step(batch)
+        return loss * (1 + 2**-23) if trainer.steps_done == 3 else loss
+
+    monkeypatch.setattr(trainer, "train_step", nudged)
+    run(regression)
+    found = regression.first_difference()
+    assert (found.step, found.tensor, found.index) == (3, "loss", 0)
+    assert 1 <= int(found.bits, 16) - int(found.baseline_bits, 16) <= 2
+
+
+@pytest.mark.parametrize("step", [-1, 0, 5])
+def test_a_perturbation_outside_the_run_is_refused(build, step):
+    with pytest.raises(ConfigError, match=rf"perturb must be a step .*from 1 to 4, got {step}"):
+        build(perturb=step, **FORMS)
+
+
+def test_a_perturbation_without_masters_is_refused(build):
+    with pytest.raises(ConfigError, match=r"perturb must be .*fp32 masters.*, got 1"):
+        build(perturb=1, remainders=FORMS["remainders"])
+
+
+def test_views_are_unaligned_and_lie_in_the_weights(write_run):
+    config = read_config(write_run(views=FORMS["groups_and_views"]))
+    owner = build_trainer(config, config.find_variant("views"), CPU).owner
+    assert isinstance(owner, FusedWeights)
+    assert len(owner.optimizer.param_groups) == 4
+    for name, pieces in itertools.groupby(owner.pieces, key=lambda piece: piece.name):
+        first, second = pieces
+        assert first.source is second.source, name
+        assert (first.start, first.stop, second.stop) == (0, second.start, first.source.numel())
+        assert first.tensor.data_ptr() == first.source.data_ptr()
+        assert second.tensor.data_ptr() % 16 != 0
+    given = sum(p.numel() for group in owner.optimizer.param_groups for p in group["params"])
+    assert given == sum(piece.tensor.numel() for piece in owner.pieces)
+
+
+def test_hexadecimal_reads_the_master_that_is_flipped(write_run):
+    config = read_config(write_run(reference=FORMS["reference"]))
+    trainer = build_trainer(config, config.find_variant("reference"), CPU)
+    trainer.train_step(batches_of(config, load_corpus()).at(1))
+    name = "token_embedding.weight"
+    master = trainer.owner.snapshot()[name]["master_param"]
+    before = hexadecimal(master, 2048)
+    trainer.owner.flip_master_bit()
+    after = hexadecimal(trainer.owner.snapshot()[name]["master_param"], 2048)
+    assert int(before, 16) ^ int(after, 16) == 1

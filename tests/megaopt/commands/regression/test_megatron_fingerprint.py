@@ -1,0 +1,91 @@
+import itertools
+
+import pytest
+import torch
+
+from megaopt.commands.regression.compare import as_integers
+from megaopt.commands.regression.megatron import fingerprint as fingerprints
+from megaopt.commands.regression.megatron.fingerprint import hexadecimal, odd_numbers
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+MODULUS = 1 << 64
+
+
+def fingerprint(shard, start):
+    """Beside another shard, which must not matter."""
+    other = torch.zeros_like(shard)
+    first, second = fingerprints.fingerprint([other, shard], start).tolist()
+    assert first == int(fingerprints.fingerprint([other], start))
+    return second
+
+
+def splitmix(place):
+    x = (place + 1) * 0x9E3779B97F4A7C15 % MODULUS
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % MODULUS
+    return (x ^ x >> 31) | 1
+
+
+def drawn(dtype, count=1000):
+    bits = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)
+    return bits.view(dtype)
+
+
+@pytest.mark.parametrize("start", [0, 7, 1 << 31, 3 << 40])
+def test_the_odd_numbers_are_those_of_splitmix64(start):
+    numbers = odd_numbers(start, start + 100, torch.device("cpu")).tolist()
+    assert [number % MODULUS for number in numbers] == [splitmix(start + i) for i in range(100)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_is_that_of_whole_numbers(dtype):
+    tensor, size = drawn(dtype), 8 * dtype.itemsize
+    total = 0
+    if dtype.is_floating_point:  # every NaN counts as torch's
+        tensor[tensor.isnan()] = torch.nan
+    for place, number in enumerate(as_integers(tensor).tolist()):
+        # uint8 has no sign, the others do
+        signed = (
+            number if dtype == torch.uint8 or number < 1 << (size - 1) else number - (1 << size)
+        )
+        total += (signed + 1) * splitmix(5 + place)
+    assert hexadecimal(int(fingerprint(tensor, 5))) == f"0x{total % MODULUS:016x}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", [(0, 1000), (1, 999), (333, 334), (500, 500)])
+def test_shards_add_up_to_the_whole(dtype, cuts, monkeypatch):
+    monkeypatch.setattr(fingerprints, "BLOCK", 64)
+    tensor = drawn(dtype)
+    bounds = [0, *cuts, 1000]
+    parts = itertools.pairwise(bounds)
+    total = sum(int(fingerprint(tensor[a:b], a)) for a, b in parts)
+    assert hexadecimal(total) == hexadecimal(int(fingerprint(tensor, 0)))
+
+
+@pytest.mark.parametrize("index", [0, 511, 999])
+@pytest.mark.parametrize("bit", [0, 15, 31])
+def test_one_bit_changes_it(index, bit):
+    tensor = drawn(torch.float32)
+    before = int(fingerprint(tensor, 0))
+    flipped = tensor.view(torch.int32).clone()
+    flipped[index] ^= torch.tensor(1).bitwise_left_shift(bit).to(torch.int32)
+    assert int(fingerprint(flipped.view(torch.float32), 0)) != before
+
+
+def test_what_values_cannot_tell_apart_changes_it():
+    zeros = torch.tensor([0.0, -0.0, float("nan")])
+    other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    found = {int(fingerprint(t, 0)) for t in zeros.split(1)}
+    assert len(found) == 3
+    assert int(fingerprint(other_nan, 0)) == int(fingerprint(zeros[2:], 0))
+    assert int(fingerprint(other_nan, 1)) != int(fingerprint(other_nan, 0))
+
+
+def test_place_and_length_matter():
+    tensor = torch.tensor([1.0, 2.0, 0.0])
+    swapped = torch.tensor([2.0, 1.0, 0.0])
+    longer = torch.tensor([1.0, 2.0, 0.0, 0.0])
+    found = {int(fingerprint(t, 0)) for t in (tensor, swapped, longer)}
+    assert len({*found, int(fingerprint(tensor, 1))}) == 4
+    assert int(fingerprint(tensor[:0], 9)) == 0

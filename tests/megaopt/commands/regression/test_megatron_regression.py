@@ -1,0 +1,213 @@
+import json
+import multiprocessing
+import time
+
+import pytest
+
+from megaopt.commands.regression.command import regress
+from megaopt.commands.regression.crew import RankError
+from megaopt.commands.regression.megatron.config import read_megatron_run
+from megaopt.commands.regression.megatron.group import run_group
+from megaopt.commands.regression.megatron.plan import plan_lanes
+from megaopt.commands.regression.megatron.rank import Task
+from megaopt.commands.regression.megatron.regression import is_installed
+from megaopt.commands.training.text import load_corpus
+from megaopt.source import describe_source
+
+needs_megatron = pytest.mark.skipif(
+    not (is_installed("megatron.core") and is_installed("psutil")),
+    reason="needs megatron-core, psutil",
+)
+needs_plug = pytest.mark.skipif(
+    not is_installed("megaopt.integration.megatron"), reason="needs megaopt.integration.megatron"
+)
+
+RUN = """
+seed = 1
+steps = {steps}
+batch_size = 4
+device = "cpu"
+patience = {patience}
+[model]
+layers = 1
+heads = 2
+width = 16
+context = 16
+vocabulary_size = 256
+[optimizer]
+learning_rate = 3e-3
+warmup_steps = 2
+beta2 = 0.95
+weight_decay = 0.1
+[megatron]
+ranks = 2
+micro_batch_size = 1
+bucket_size = 2500
+"""
+STOCK = '[[variant]]\nname = "stock"\nkind = "stock"\ninner = "unfused"\n'
+TWICE = STOCK + "runs = 2\n"
+RESUMED = STOCK.replace('"stock"', '"resumed"', 1) + 'baseline = "stock"\nresume_after = 2\n'
+AT_1 = STOCK.replace('"stock"', '"at_1"', 1) + "resume_after = 2\nresume_ranks = 1\n"
+OURS = """[[variant]]
+name = "{name}"
+kind = "megaopt"
+baseline = "{baseline}"
+backend = "reference"
+{keys}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(variants, steps=4, patience=300):
+        path = tmp_path / "tiny.toml"
+        path.write_text(RUN.format(steps=steps, patience=patience) + variants, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run(write, tmp_path):
+    """Runs variants; the exit status and the record."""
+
+    def run(variants, perturb=None):
+        status = regress(write(variants), tmp_path / "out", perturb)
+        text = (tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8")
+        return status, json.loads(text)
+
+    return run
+
+
+@needs_megatron
+def test_stock_repeats_itself_and_resumes(run, tmp_path):
+    # bf16 weights are their cast masters already
+    status, record = run(TWICE + RESUMED + "cast_after_load = true\n" + AT_1)
+    assert status == 0
+    assert record["finished"]
+    assert record["identical"]
+    variants = record["variants"]
+    assert record["source"] == describe_source()
+    assert list(variants) == ["stock", "stock.2", "at_1", "resumed"]
+    assert [each["identical"] for each in variants.values()] == [None, True, None, True]
+    assert [each["baseline"] for each in variants.values()] == [None, "stock", None, "stock"]
+    stock = variants["stock"]
+    losses = [float.fromhex(loss) for loss in stock["losses"]]
+    assert len(losses) == 4
+    # an untrained model over 256 bytes: ln 256 = 5.545
+    assert all(5 < loss < 6 for loss in losses)
+    assert losses[-1] < losses[0]
+    assert all(float.fromhex(norm) > 0 for norm in stock["grad_norms"])
+    # one process sums what two did in another order, and has the same shards put together
+    assert variants["at_1"]["fingerprints"].keys() == stock["fingerprints"].keys()
+    summaries = variants["at_1"]["measured"]["summaries"]
+    two = stock["measured"]["summaries"]
+    assert len(summaries) == 1
+    assert sum(each["owned_elements"] for each in two) == summaries[0]["parameters"]
+    assert len(two[0]["buckets"][0]) > 1
+    # masters and two moments of 4 bytes
+    for each in (*summaries, *two):
+        assert each["state_bytes"] == 12 * each["owned_elements"]
+    for name in ("losses.png", "times.png"):
+        assert (tmp_path / "out" / "tiny" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@needs_megatron
+def test_a_flipped_bit_is_noticed(run):
+    status, record = run(TWICE, perturb=2)
+    assert status == 1
+    assert not record["identical"]
+    found = record["first_difference"]
+    assert (found["step"], found["variant"], found["baseline"]) == (2, "stock.2", "stock")
+    assert found["tensor"] == "embedding.word_embeddings.weight master_param"
+    assert len(found["bits"]) == len(found["baseline_bits"]) == 18
+    assert found["bits"] != found["baseline_bits"]
+
+
+@needs_megatron
+@needs_plug
+def test_ours_equals_stock(run):
+    modes = [("main_shards", ""), ("precision_aware", 'mode = "precision_aware"')]
+    variants = STOCK + AT_1
+    for name, keys in modes:
+        variants += OURS.format(name=name, baseline="stock", keys=keys)
+        resume = f"{keys}\nresume_after = 2\n"
+        variants += OURS.format(name=f"{name}_resumed", baseline="stock", keys=resume)
+        resume += "resume_ranks = 1\n"
+        variants += OURS.format(name=f"{name}_at_1", baseline="at_1", keys=resume)
+    status, record = run(variants)
+    assert record["first_difference"] is None
+    assert [each["failure"] for each in record["variants"].values()] == [None] * 8
+    assert status == 0
+
+
+@needs_megatron
+def test_a_variant_that_fails_is_told_and_the_others_go_on(run, capsys):
+    # this contract has no backend on a CPU
+    failing = OURS.format(name="failing", baseline="stock", keys='contract = "te"')
+    status, record = run(failing + STOCK)
+    assert status == 2
+    assert not record["identical"]
+    assert "rank " in record["variants"]["failing"]["failure"]
+    assert "Error: " in record["variants"]["failing"]["failure"]
+    assert record["variants"]["failing"]["identical"] is None
+    assert record["variants"]["stock"]["failure"] is None
+    assert "failed: failing" in capsys.readouterr().out
+
+
+def test_nothing_to_perturb_is_refused(write, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"perturb must be a step at which a variant of tiny .*, got 2"
+    ):
+        regress(write(STOCK), tmp_path / "out", 2)
+    with pytest.raises(ValueError, match="perturb must be a step of the run, from 1 to 4, got 9"):
+        regress(write(TWICE), tmp_path / "out", 9)
+
+
+def test_a_package_that_is_missing_is_named(write, tmp_path, monkeypatch):
+    name = "megaopt.commands.regression.megatron.regression.is_installed"
+    monkeypatch.setattr(name, lambda module: module not in ("megatron.core", "psutil"))
+    with pytest.raises(ValueError, match="tiny needs megatron-core, psutil: pip install"):
+        regress(write(STOCK + RESUMED), tmp_path / "out")
+
+
+# --- the processes
+
+
+@pytest.fixture
+def tasks(write, tmp_path):
+    def tasks(steps, patience):
+        import numpy as np
+
+        run = read_megatron_run(write(STOCK, steps=steps, patience=patience))
+        np.save(tmp_path / "tokens.npy", load_corpus().tokens.numpy())
+        stretch = plan_lanes(run)[0].stretches[0]
+        return [
+            Task(run=run, stretch=stretch, rank=rank, device="cpu", folder=tmp_path)
+            for rank in range(2)
+        ]
+
+    return tasks
+
+
+@needs_megatron
+def test_ranks_that_wait_are_ended(tasks):
+    began, before = time.monotonic(), set(multiprocessing.active_children())
+    with pytest.raises(RankError, match=r"(?s)rank 0 of stock failed|nothing for patience=5 s"):
+        run_group(tasks(steps=2, patience=5)[:1], lambda step: None)
+    assert time.monotonic() - began < 60
+    assert set(multiprocessing.active_children()) <= before
+
+
+@needs_megatron
+def test_a_killed_rank_ends_the_others(tasks):
+    before = set(multiprocessing.active_children())
+
+    def kill_one(step):
+        if step == 2:
+            victim = next(p for p in multiprocessing.active_children() if p.name.endswith("rank1"))
+            victim.kill()
+
+    with pytest.raises(RankError, match="of stock failed"):
+        run_group(tasks(steps=100_000, patience=60), kill_one)
+    assert set(multiprocessing.active_children()) <= before

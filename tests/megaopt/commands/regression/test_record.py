@@ -1,0 +1,95 @@
+import hashlib
+import json
+import platform
+
+import pytest
+import torch
+
+from megaopt.commands.config import ConfigError
+from megaopt.commands.regression.command import regress
+from megaopt.commands.training.text import load_corpus
+from megaopt.source import describe_source
+
+FORMS = {
+    "reference": ("unfused", {"backend": "reference"}),
+    "remainders": ("ties_away", {"backend": "reference", "masters": "remainders"}),
+}
+
+
+@pytest.fixture
+def run(write_run, tmp_path):
+    def run(perturb=None):
+        status = regress(write_run(steps=3, **FORMS), tmp_path / "out", perturb)
+        text = (tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8")
+        return status, json.loads(text)
+
+    return run
+
+
+def test_an_identical_run_is_recorded(run, tmp_path):
+    status, record = run()
+    assert status == 0
+    assert record["identical"] is True
+    assert record["first_difference"] is None
+    assert record["source"] == describe_source()
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["python"] == platform.python_version()
+    assert record["hardware"]["device"] == "cpu"
+    assert record["hardware"]["cores"]
+    assert record["config"]["steps"] == 3
+    assert record["config"]["model"]["width"] == 16
+    assert record["config"]["variant"][2]["baseline"] == "unfused"
+    assert record["corpus"]["sha256"] == load_corpus().sha256
+    names = ["unfused", "ties_away", "reference", "remainders"]
+    assert list(record["variants"]) == names
+    baselines = [record["variants"][name]["baseline"] for name in names]
+    assert baselines == [None, None, "unfused", "ties_away"]
+
+
+def test_a_commit_that_is_none_is_refused_before_anything_is_trained(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAOPT_COMMIT", "main")
+    with pytest.raises(ConfigError, match="MEGAOPT_COMMIT must be 40 hex digits"):
+        run()
+    assert not (tmp_path / "out").exists()
+
+
+def test_losses_and_hashes_are_those_of_the_baseline(run):
+    _, record = run()
+    variants = record["variants"]
+    losses = [float.fromhex(loss) for loss in variants["reference"]["losses"]]
+    assert len(losses) == 3
+    # an untrained model over 256 bytes: ln 256 = 5.545
+    assert all(5 < loss < 6 for loss in losses)
+    assert [loss.hex() for loss in losses] == variants["unfused"]["losses"]
+    kinds = {"weight", "master_param", "exp_avg", "exp_avg_sq"}
+    for name, baseline in (("reference", "unfused"), ("remainders", "ties_away")):
+        assert set(variants[name]["sha256"]) == kinds
+        assert variants[name]["sha256"] == variants[baseline]["sha256"]
+        assert variants[name]["identical"] is True
+    empty = hashlib.sha256().hexdigest()
+    assert empty not in variants["unfused"]["sha256"].values()
+
+
+def test_a_difference_is_recorded(run):
+    status, record = run(perturb=2)
+    assert status == 1
+    assert record["identical"] is False
+    assert record["perturb"] == 2
+    found = record["first_difference"]
+    assert list(found) == [
+        *("step", "variant", "baseline", "tensor", "index", "bits", "baseline_bits"),
+    ]
+    assert (found["step"], found["variant"]) == (2, "reference")
+    assert found["tensor"] == "token_embedding.weight master_param"
+    assert record["variants"]["reference"]["first_difference"] == found
+    assert record["variants"]["reference"]["identical"] is False
+    assert record["variants"]["remainders"]["identical"] is True
+    assert record["variants"]["unfused"]["identical"] is None
+
+
+@pytest.mark.parametrize("perturb", [None, 2])
+def test_a_picture_is_drawn(run, tmp_path, perturb):
+    run(perturb)
+    picture = (tmp_path / "out" / "tiny" / "losses.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000

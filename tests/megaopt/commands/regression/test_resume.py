@@ -1,0 +1,106 @@
+import math
+
+import pytest
+import torch
+
+from megaopt.checkpoint import CheckpointError, save
+from megaopt.commands.config import ConfigError, read_config
+from megaopt.commands.regression.command import batches_of
+from megaopt.commands.regression.compare import find_mismatch
+from megaopt.commands.regression.resume import load_result, load_trainer, save_result, save_trainer
+from megaopt.commands.regression.single import train
+from megaopt.commands.regression.variants import build_trainer
+from megaopt.commands.training.determinism import deterministic
+from megaopt.commands.training.text import load_corpus
+
+CPU = torch.device("cpu")
+REFERENCE = ("unfused", {"backend": "reference"})
+FORMS = {
+    "whole": REFERENCE,
+    "views": ("unfused", {"backend": "reference", "layout": "groups_and_views"}),
+    "remainders": ("ties_away", {"backend": "reference", "masters": "remainders"}),
+}
+
+
+@pytest.mark.parametrize("variant", ["unfused", *FORMS])
+def test_straight_equals_saved_and_resumed(write_run, tmp_path, variant):
+    path = write_run(**FORMS)
+    files = [tmp_path / name for name in ("straight", "half", "resumed")]
+    train(path, variant=variant, result=files[0])
+    train(path, variant=variant, steps=2, save=files[1])
+    train(path, variant=variant, resume=files[1], result=files[2])
+    losses, snapshot = load_result(files[0], CPU)
+    resumed_losses, resumed = load_result(files[2], CPU)
+    assert len(losses) == 4
+    assert resumed_losses == losses[2:]
+    assert find_mismatch(resumed, snapshot) is None
+
+
+def test_a_result_keeps_every_bit(tmp_path):
+    patterns = torch.tensor([0x7FC00001, -1, 0x80000000 - 2**32, 1], dtype=torch.int32)
+    snapshot = {
+        "a.weight": {
+            "weight": patterns.to(torch.int16).view(torch.bfloat16),
+            "master_param": patterns.view(torch.float32),
+        },
+        "b.weight": {"weight": patterns.view(torch.float32).view(2, 2)},
+    }
+    save_result(tmp_path / "result", [1.5, math.inf, 2.0**-140], snapshot)
+    losses, loaded = load_result(tmp_path / "result", CPU)
+    assert losses == [1.5, math.inf, 2.0**-140]
+    assert find_mismatch(loaded, snapshot) is None
+
+
+@pytest.fixture
+def saved(write_run, tmp_path):
+    config = read_config(write_run(whole=REFERENCE, other=REFERENCE))
+    variant = config.find_variant("whole")
+    trainer = build_trainer(config, variant, CPU)
+    with deterministic(1):
+        trainer.train_step(batches_of(config, load_corpus()).at(1))
+    save_trainer(tmp_path / "saved", config, variant, trainer)
+    return tmp_path / "saved"
+
+
+def refusal(path, config, variant="whole"):
+    chosen = config.find_variant(variant)
+    trainer = build_trainer(config, chosen, CPU)
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        load_trainer(path, config, chosen, trainer)
+    assert trainer.steps_done == 0
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_run_is_refused(write_run, saved):
+    other_decay = read_config(write_run(optimizer="beta1 = 0.8", whole=REFERENCE))
+    message = refusal(saved, other_decay)
+    assert "of this run, whose optimizer.beta1 is 0.8, got " in message
+    assert message.endswith("saved', whose optimizer.beta1 is 0.9")
+
+
+def test_a_checkpoint_of_another_variant_is_refused(write_run, saved):
+    config = read_config(write_run(whole=REFERENCE, other=REFERENCE))
+    message = refusal(saved, config, "other")
+    assert "whose variant.name is 'other', got " in message
+    assert message.endswith("whose variant.name is 'whole'")
+
+
+def test_a_checkpoint_of_another_kind_of_variant_is_refused(write_run, saved):
+    message = refusal(saved, read_config(write_run(whole=REFERENCE)), "unfused")
+    assert "whose variant is UnfusedVariant(name='unfused'" in message
+    assert "whose variant is FusedVariant(name='whole'" in message
+
+
+def test_other_files_are_refused(write_run, tmp_path, saved):
+    config = read_config(write_run(whole=REFERENCE))
+    save(tmp_path / "foreign", {"weights": 3})
+    assert "must be a checkpoint of `megaopt train`, got" in refusal(tmp_path / "foreign", config)
+    truncated = tmp_path / "truncated"
+    truncated.write_bytes(saved.read_bytes()[:1000])
+    assert str(truncated) in refusal(truncated, config)
+
+
+def test_no_steps_left_is_refused(write_run, saved):
+    path = write_run(whole=REFERENCE, other=REFERENCE)
+    with pytest.raises(ConfigError, match=r"steps must be more than the 1 steps .*, got 1"):
+        train(path, variant="whole", steps=1, resume=saved)

@@ -1,0 +1,165 @@
+"""The baseline against numpy, whose fp32 operations are each rounded to nearest even once."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megaopt.commands.config import OptimizerConfig, UnfusedVariant
+from megaopt.commands.regression.compare import as_integers
+from megaopt.commands.regression.unfused import (
+    UnfusedAdam,
+    adam_update,
+    power,
+    round_nearest_away,
+    round_nearest_even,
+    scalars_of,
+    square_root,
+)
+
+LEARNING_RATE = 0.00123
+CONFIG = OptimizerConfig(learning_rate=LEARNING_RATE, beta2=0.95, eps=1e-6, weight_decay=0.1)
+
+
+def numpy_adam(param, grad, exp_avg, exp_avg_sq, config, step):
+    f = np.float32
+    beta1, beta2 = f(config.beta1), f(config.beta2)
+    rest1, rest2 = f(1 - config.beta1), f(1 - config.beta2)
+    r1 = r2 = f(1)
+    if config.bias_correction:
+        r1 = f(1 / (1 - power(config.beta1, step)))
+        r2 = f(1 / (1 - power(config.beta2, step)))
+    decay = f(config.weight_decay)
+    if not config.adam_w_mode:
+        grad = grad + decay * param
+    exp_avg = beta1 * exp_avg + rest1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + rest2 * (grad * grad)
+    update = (exp_avg * r1) / (np.sqrt(exp_avg_sq * r2) + f(config.eps))
+    if config.adam_w_mode:
+        update = update + decay * param
+    return param - f(config.learning_rate) * update, exp_avg, exp_avg_sq
+
+
+def values(seed, exponents=(-30, 10), count=4001):
+    generator = np.random.default_rng(seed)
+    scale = np.exp2(generator.uniform(*exponents, count))
+    return (generator.standard_normal(count) * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_the_update_is_the_contract_bit_for_bit(adam_w_mode, bias_correction):
+    config = dataclasses.replace(CONFIG, adam_w_mode=adam_w_mode, bias_correction=bias_correction)
+    param = values(1)
+    expected = (param, np.zeros_like(param), np.zeros_like(param))
+    tensors = [torch.from_numpy(array.copy()) for array in expected]
+    for step in range(1, 8):
+        grad = values(10 + step)
+        expected = numpy_adam(expected[0], grad, *expected[1:], config, step)
+        scalars = scalars_of(config, step, LEARNING_RATE, config.weight_decay)
+        adam_update(tensors[0], torch.from_numpy(grad), *tensors[1:], scalars)
+        for tensor, array in zip(tensors, expected, strict=True):
+            assert array.dtype == np.float32
+            assert np.array_equal(tensor.numpy().view(np.int32), array.view(np.int32))
+
+
+@pytest.mark.parametrize("exponents", [(-149, -120), (-126, 120)], ids=["denormal", "normal"])
+def test_the_root_is_correctly_rounded(exponents):
+    x = np.abs(values(3, exponents, count=200_000))
+    root = square_root(torch.from_numpy(x)).numpy()
+    assert np.array_equal(root.view(np.int32), np.sqrt(x).view(np.int32))
+
+
+def test_powers_are_by_squaring_from_the_top():
+    assert power(0.9, 1) == 0.9
+    assert power(0.9, 5) == ((0.9 * 0.9) ** 2) * 0.9
+    assert power(0.95, 6) == ((0.95 * 0.95) * 0.95) ** 2
+
+
+TIES = {
+    # fp32 bits: (to nearest even, to nearest away), bf16 bits
+    0x3F808000: (0x3F80, 0x3F81),
+    0x3F818000: (0x3F82, 0x3F82),
+    0xBF808000: (0xBF80, 0xBF81),
+    0x3F807FFF: (0x3F80, 0x3F80),
+    0x3F808001: (0x3F81, 0x3F81),
+    0x00008000: (0x0000, 0x0001),
+    0x80008000: (0x8000, 0x8001),
+    0x7F7F8000: (0x7F80, 0x7F80),
+    0x7F7F7FFF: (0x7F7F, 0x7F7F),
+    0x7F800000: (0x7F80, 0x7F80),
+    0xFF800000: (0xFF80, 0xFF80),
+}
+
+
+@pytest.mark.parametrize("bits", TIES, ids=hex)
+def test_ties_are_rounded_as_the_name_says(bits):
+    master = torch.tensor([bits], dtype=torch.uint32).view(torch.float32)
+    rounded = [
+        f(master).view(torch.uint16).item() for f in (round_nearest_even, round_nearest_away)
+    ]
+    assert tuple(rounded) == TIES[bits]
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000], ids=hex)
+def test_a_nan_stays_a_nan(bits):
+    master = torch.tensor([bits], dtype=torch.uint32).view(torch.float32)
+    assert round_nearest_even(master).isnan().all()
+    assert round_nearest_away(master).isnan().all()
+
+
+class Pair(nn.Module):
+    """One bf16 matrix and one fp32 norm weight."""
+
+    def __init__(self):
+        super().__init__()
+        matrix = torch.from_numpy(values(5, (-3, 0), 12)).view(3, 4)
+        self.matrix = nn.Parameter(matrix.bfloat16())
+        self.norm = nn.Parameter(torch.from_numpy(values(6, (-3, 0), 4)))
+
+
+def set_gradients(model, step):
+    for number, parameter in enumerate(model.parameters()):
+        grad = torch.from_numpy(values(100 * number + step, (-3, 0), parameter.numel()))
+        parameter.grad = grad.view(parameter.shape).to(parameter.dtype)
+
+
+def test_masters_feed_the_weights_and_norms_are_their_own():
+    model = Pair()
+    owner = UnfusedAdam(model, CONFIG, UnfusedVariant(name="a"))
+    master = model.matrix.detach().float().numpy().ravel()
+    norm = model.norm.detach().clone().numpy()
+    state, norm_state = [np.zeros_like(master)] * 2, [np.zeros_like(norm)] * 2
+    for step in range(1, 4):
+        set_gradients(model, step)
+        gradients = [p.grad.float().numpy().ravel() for p in model.parameters()]
+        owner.step(LEARNING_RATE)
+        master, *state = numpy_adam(master, gradients[0], *state, CONFIG, step)
+        no_decay = dataclasses.replace(CONFIG, weight_decay=0.0)
+        norm, *norm_state = numpy_adam(norm, gradients[1], *norm_state, no_decay, step)
+    snapshot = owner.snapshot()
+    assert list(snapshot) == ["matrix", "norm"]
+    assert "master_param" not in snapshot["norm"]
+    assert np.array_equal(snapshot["matrix"]["master_param"].numpy().ravel(), master)
+    assert np.array_equal(snapshot["norm"]["weight"].numpy(), norm)
+    expected = torch.from_numpy(master).view(3, 4).bfloat16()
+    assert torch.equal(as_integers(model.matrix), as_integers(expected))
+
+
+def test_a_loaded_baseline_continues_with_the_same_bits():
+    straight, stopped = Pair(), Pair()
+    variant = UnfusedVariant(name="a")
+    first, second = (UnfusedAdam(model, CONFIG, variant) for model in (straight, stopped))
+    for step in (1, 2):
+        set_gradients(straight, step)
+        first.step(LEARNING_RATE)
+    stopped.load_state_dict(straight.state_dict())
+    second.load_state_dict(first.state_dict())
+    for model, owner in ((straight, first), (stopped, second)):
+        set_gradients(model, 3)
+        owner.step(LEARNING_RATE)
+    for name, kinds in first.snapshot().items():
+        for kind, tensor in kinds.items():
+            assert torch.equal(as_integers(tensor), as_integers(second.snapshot()[name][kind]))

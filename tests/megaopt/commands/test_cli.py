@@ -1,0 +1,275 @@
+import errno
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megaopt.commands import cli
+
+RUN = """
+seed = 1
+steps = 2
+batch_size = 2
+device = "{device}"
+cpu_threads = 1
+
+[model]
+layers = 1
+heads = 2
+width = 32
+context = 16
+vocabulary_size = 256
+
+[optimizer]
+learning_rate = 3e-3
+weight_decay = 0.1
+
+[[variant]]
+name = "unfused"
+kind = "unfused"
+
+[[variant]]
+name = "fused"
+kind = "fused"
+baseline = "unfused"
+backend = "{backend}"
+
+[[variant]]
+name = "stopped"
+kind = "fused"
+baseline = "unfused"
+backend = "{backend}"
+resume_after = 1
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(RUN.format(device="cpu", backend="reference"), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def megaopt(capsys, tmp_path, monkeypatch):
+    """Runs the command line in this process: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        status = cli.main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_an_identical_run_exits_with_0(megaopt, config, tmp_path):
+    status, out, err = megaopt("regress", config)
+    assert (status, err) == (0, "")
+    assert "identical" in out
+    record = json.loads((tmp_path / "out" / "small" / "record.json").read_text())
+    assert record["identical"] is True
+    assert (tmp_path / "out" / "small" / "losses.png").exists()
+
+
+def test_a_difference_exits_with_1_and_is_named(megaopt, config, tmp_path):
+    status, out, err = megaopt("regress", config, "--perturb", 2, "--out", tmp_path / "elsewhere")
+    assert (status, err) == (1, "")
+    assert "step 2, variant fused, tensor token_embedding.weight master_param, index 4096" in out
+    assert (tmp_path / "elsewhere" / "small" / "record.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+BAD_INPUT = {
+    "no such file": (["regress", "none.toml"], r"none.toml: cannot be read"),
+    "perturb 0": (
+        ["regress", "small.toml", "--perturb", "0"],
+        "perturb must be a step of the run, from 1 to 2, got 0",
+    ),
+    "perturb late": (
+        ["regress", "small.toml", "--perturb", "3"],
+        "perturb must be a step of the run, from 1 to 2, got 3",
+    ),
+    "perturb x": (["regress", "small.toml", "--perturb", "x"], "perturb"),
+    "no such variant": (
+        ["train", "small.toml", "--variant", "x"],
+        "variant must be one of unfused, fused, stopped, got 'x'",
+    ),
+    "no such checkpoint": (["train", "small.toml", "--resume", "none"], "none: no such file"),
+    "no steps": (
+        ["train", "small.toml", "--steps", "0"],
+        "steps must be a whole number from 1 to 2**31-1, got 0",
+    ),
+    "no folder": (
+        ["train", "small.toml", "--save", "no/folder"],
+        "save must be a file in a folder that exists",
+    ),
+    "out is a file": (["regress", "small.toml", "--out", "small.toml"], "small.toml"),
+    "unknown command": (["regres", "small.toml"], "regres"),
+    "unknown option": (["regress", "small.toml", "--perturbb", "3"], "perturbb"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_exits_with_2_and_is_named(megaopt, config, arguments, message):
+    status, _, err = megaopt(*arguments)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_bad_config_exits_with_2_and_names_file_and_key(megaopt, config):
+    config.write_text(config.read_text().replace("steps = 2", "steeps = 2"), encoding="utf-8")
+    status, _, err = megaopt("regress", config)
+    assert status == 2
+    assert f"{config}: the keys must be among " in err
+    assert "got 'steeps'" in err
+
+
+def test_a_run_is_trained_saved_and_resumed(megaopt, config, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    assert megaopt("train", config, "--steps", 1, "--save", checkpoint)[0] == 0
+    status, resumed, _ = megaopt("train", config, "--resume", checkpoint)
+    assert status == 0
+    _, straight, _ = megaopt("train", config)
+    last = straight.splitlines()[-1]
+    assert last.startswith("fused: loss ")
+    assert last.endswith(" at step 2")
+    assert resumed.splitlines()[-1] == last
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_record_that_cannot_be_written_is_told_after_the_table(megaopt, config, monkeypatch):
+    text = config.read_text(encoding="utf-8").replace("resume_after = 1", "")  # it saves files too
+    config.write_text(text, encoding="utf-8")
+    monkeypatch.setattr("megaopt.commands.regression.record.os.fsync", full)
+    status, out, err = megaopt("regress", config)
+    assert (status, err) == (2, "megaopt: out/small/record.json: No space left on device\n")
+    assert "small: 2 steps" in out
+
+
+def test_a_picture_that_cannot_be_written_is_told(megaopt, config, tmp_path):
+    (tmp_path / "out" / "small" / "losses.png").mkdir(parents=True)
+    status, _, err = megaopt("regress", config)
+    assert (status, err) == (2, "megaopt: out/small/losses.png: Is a directory\n")
+
+
+@pytest.mark.parametrize("option", ["--save", "--result"])
+def test_a_checkpoint_that_cannot_be_written_is_told(megaopt, config, monkeypatch, option):
+    def save(path, payload):
+        full()
+
+    monkeypatch.setattr("megaopt.checkpoint.save", save)
+    status, out, err = megaopt("train", config, option, "kept")
+    assert (status, err) == (2, "megaopt: kept: No space left on device\n")
+    assert "fused: loss " in out
+
+
+@pytest.mark.parametrize("option", ["--save", "--result"])
+def test_a_place_that_cannot_be_written_is_told_before_training(megaopt, config, option, tmp_path):
+    for place, message in (
+        (tmp_path, "must be a file, not a folder"),
+        (tmp_path / "none" / "file", "must be a file in a folder that exists"),
+        (config / "file", "must be a file in a folder that exists"),
+    ):
+        status, out, err = megaopt("train", config, option, place)
+        assert (status, out) == (2, "")
+        assert f"{option[2:]} {message}, got '{place}'" in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
+@pytest.mark.parametrize("arguments", [["regress"], ["train", "--save", "kept"]])
+def test_a_real_limit_of_the_system_is_told(config, tmp_path, arguments):
+    """Files of at most 1,000 bytes, as on a disk that is nearly full."""
+    import resource
+
+    command = [sys.executable, "-m", "megaopt", arguments[0], str(config), *arguments[1:]]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MEGAOPT_DEBUG": "0"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("megaopt: ")
+    kept = {path.name for path in tmp_path.iterdir()} - {"out"}
+    assert kept == {config.name}
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_begins(megaopt, config):
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("= 256", f"= {2**31 - 1}"), encoding="utf-8")
+    for arguments in (["regress", config], ["train", config]):
+        status, _, err = megaopt(*arguments)
+        assert status == 2
+        assert "must be small enough for the " in err
+        assert re.search(r"got a run that needs at least \d+\.\d GiB", err)
+
+
+def test_help_exits_with_0(megaopt):
+    status, out, _ = megaopt("--help")
+    assert status == 0
+    assert all(command in out for command in ("regress", "train", "bench", "doctor"))
+
+
+@pytest.mark.parametrize("package", cli.PACKAGES)
+def test_a_missing_package_names_the_extra(megaopt, monkeypatch, package):
+    find_spec = importlib.util.find_spec
+    hide = lambda name, *rest: None if name == package else find_spec(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    status, _, err = megaopt("doctor")
+    assert status == 2
+    assert f"needs {package}: pip install 'megaopt[cli]'" in err
+
+
+def test_the_interpreter_is_chosen_without_a_gpu_only(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for gpu, expected in ((True, None), (False, "1")):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        cli.choose_triton_mode()
+        assert os.environ.get("TRITON_INTERPRET") == expected
+    monkeypatch.delenv("TRITON_INTERPRET")
+
+
+def run_as_a_process(folder, config):
+    # as a process of its own: the environment decides before the kernels are imported
+    command = [sys.executable, "-m", "megaopt", "regress", str(config)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_runs_from_the_command_line(tmp_path, config):
+    config.write_text(RUN.format(device="cpu", backend="triton"), encoding="utf-8")
+    if torch.cuda.is_available():
+        config.write_text(RUN.format(device="cuda", backend="triton"), encoding="utf-8")
+    done = run_as_a_process(tmp_path, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical" in done.stdout
+
+
+@pytest.mark.gpu
+def test_a_run_on_the_gpu_is_identical_and_repeats_itself(tmp_path, config):
+    pytest.importorskip(
+        "tyro", reason="the commands' requirements (megaopt[cli]) are not installed"
+    )
+    config.write_text(RUN.format(device="cuda", backend="triton"), encoding="utf-8")
+    records = []
+    for _ in range(2):
+        done = run_as_a_process(tmp_path, config)
+        assert done.returncode == 0, done.stdout + done.stderr
+        records.append((tmp_path / "out" / "small" / "record.json").read_text())
+    assert records[0] == records[1]
+    assert json.loads(records[0])["hardware"]["device"] == "cuda"

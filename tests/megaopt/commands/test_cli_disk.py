@@ -1,0 +1,60 @@
+"""A command whose disk is full says so in a line; what was there before stays."""
+
+import pytest
+from checkpoints import full_disk
+
+from megaopt.commands import cli
+
+RUN = """
+seed = 1
+steps = 2
+batch_size = 2
+device = "cpu"
+cpu_threads = 1
+
+[model]
+layers = 1
+heads = 2
+width = 32
+context = 16
+vocabulary_size = 256
+
+[optimizer]
+learning_rate = 3e-3
+weight_decay = 0.1
+
+[[variant]]
+name = "unfused"
+kind = "unfused"
+
+[[variant]]
+name = "fused"
+kind = "fused"
+baseline = "unfused"
+backend = "reference"
+"""
+
+
+COMMANDS = {
+    "record": (["regress", "small.toml"], "out/small/record.json"),
+    "checkpoint": (["train", "small.toml", "--save", "saved"], "saved"),
+    "result": (["train", "small.toml", "--result", "result"], "result"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "file"), COMMANDS.values(), ids=COMMANDS)
+def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys, arguments, file):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(RUN, encoding="utf-8")
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(b"older")
+    with full_disk(500):
+        status = cli.main(arguments)
+    said = capsys.readouterr().err
+    assert status == 2, said
+    # (the test's folder is named whole or as it was asked for)
+    assert said.startswith("megaopt: ")
+    assert said.endswith(f"{file}: File too large\n")
+    assert said.count("\n") == 1
+    assert (tmp_path / file).read_bytes() == b"older"
+    assert not [*tmp_path.rglob(".megaopt-*")]

@@ -1,0 +1,113 @@
+"""Broken configs, a thousand of them: each is refused in words, with 2, and none gets further."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from config_fuzz import extreme_run, write_broken
+
+from megaopt.commands import cli
+from megaopt.commands.regression import command, single
+from megaopt.commands.regression.megatron import command as megatron_command
+from megaopt.commands.toml_tables import ConfigError
+from megaopt.commands.training import limits
+from megaopt.commands.training.text import Corpus, load_corpus
+
+SOURCES = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
+COMMANDS = {
+    "regress": lambda path, out: ["regress", str(path), "--out", str(out)],
+    "train": lambda path, out: ["train", str(path), "--save", str(out / "x")],
+}
+VALID = "the config is valid"
+# a parameter, what it may be, and what it is; or why a file is no TOML; or what is not here
+MESSAGE = re.compile(
+    r"megaopt: ([^\n]+: )?("
+    r"(the keys|[\w.\[\] -]+) must be [^\n]+, got [^\n]+"
+    r"|cannot be read as TOML: [^\n]+"
+    r"|[\w.]+ needs [^\n]+: pip install [^\n]+"
+    rf"|{VALID})\n"
+)
+
+
+def stop(*_: object, **__: object) -> None:
+    raise ConfigError(VALID)
+
+
+@pytest.fixture
+def refuse(monkeypatch, tmp_path, capsys):
+    """Runs a command on the broken config of a seed; what it said on stderr."""
+    corpus: Corpus = load_corpus()
+    for module in (command, megatron_command, single):
+        monkeypatch.setattr(module, "load_corpus", lambda: corpus)
+    # a valid config would build models: that is another test's
+    monkeypatch.setattr(command, "Regression", stop)
+    monkeypatch.setattr(megatron_command, "Regression", stop)
+    monkeypatch.setattr(single, "build_trainer", stop)
+
+    def refuse(seed, name):
+        path = write_broken(tmp_path, SOURCES, seed)
+        status = cli.main(COMMANDS[name](path, tmp_path))
+        out, err = capsys.readouterr()
+        assert status == 2, (path, err)
+        assert MESSAGE.fullmatch(err), (path, err)
+        assert len(err) < 1000, (path, err)
+        assert "internal error" not in err, (path, err)
+        assert out == ""
+        return err
+
+    return refuse
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path, capsys):
+    """Runs `megaopt train` on an extreme run; the exit status and stderr."""
+    corpus = load_corpus()
+    monkeypatch.setattr(single, "load_corpus", lambda: corpus)
+    # the same everywhere: a large machine would begin with what does not fit here
+    monkeypatch.setattr(limits, "memory_of", lambda device: 2**30)
+
+    def train(seed):
+        path = tmp_path / "run.toml"
+        path.write_text(extreme_run(seed), encoding="utf-8")
+        status = cli.main(["train", str(path)])
+        err = capsys.readouterr().err
+        assert status in (0, 2), (extreme_run(seed), err)
+        assert (status == 0) == (err == ""), (extreme_run(seed), err)
+        assert re.fullmatch(r"megaopt: [^\n]+ must be [^\n]+, got [^\n]+\n|", err) or (
+            "cannot run here: " in err
+        ), (extreme_run(seed), err)
+        return status
+
+    return train
+
+
+def check(refuse, seeds):
+    messages = []
+    for seed in seeds:
+        name = random.Random(seed).choice(list(COMMANDS))
+        messages.append(refuse(seed, name))
+    return messages
+
+
+def test_broken_configs_are_refused(refuse):
+    messages = check(refuse, range(50))
+    # the tries reach what the checks are for
+    for part in ("must be", "cannot be read as TOML", "got nothing", "nested too deeply"):
+        assert any(part in message for message in messages), part
+
+
+@pytest.mark.slow
+def test_a_thousand_broken_configs_are_refused(refuse):
+    messages = check(refuse, range(1000, 2000))
+    assert sum(VALID in message for message in messages) < 100
+
+
+def test_extreme_runs_are_trained_or_refused(train):
+    assert {train(seed) for seed in range(20)} == {0, 2}
+
+
+@pytest.mark.slow
+def test_hundreds_of_extreme_runs_are_trained_or_refused(train):
+    statuses = [train(seed) for seed in range(1000, 1500)]
+    assert 100 < statuses.count(0) < 400

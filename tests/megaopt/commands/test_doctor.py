@@ -1,0 +1,163 @@
+"""The doctor tries what it reports, and sees a backend that is broken or differs by a bit."""
+
+import platform
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import megaopt
+from megaopt import FusedAdam
+from megaopt.commands import doctor, environment
+from megaopt.commands.promises import trial
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.contracts import CONTRACTS
+
+CPU = torch.device("cpu")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def test_all_that_should_work_here_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    for word in (megaopt.__version__, str(torch.__version__), *BACKENDS, *CONTRACTS):
+        assert word in text
+
+
+def test_the_last_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main() == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("working: reference on cpu")
+    assert verdict.endswith("promises were not checked, --check does so")
+
+
+def test_nothing_is_cut_where_the_output_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    note = "because " * 100 + "of the end"
+    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: note)
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    assert any(note in line for line in text.splitlines())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+
+
+def test_a_narrow_terminal_folds_and_cuts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "x" * 500)
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    assert text.count("x") >= 500
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+
+
+def test_every_backend_and_contract_is_examined() -> None:
+    findings = doctor.examine(CPU)
+    assert {(f.backend, f.contract) for f in findings} == {
+        (backend, contract) for backend in BACKENDS for contract in CONTRACTS
+    }
+    assert any(f.works and f.backend == "reference" for f in findings)
+
+
+def test_backend_that_cannot_work_says_why_and_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "no [kernels] on Mars")
+    assert doctor.main() == 0
+    text = capsys.readouterr().out
+    assert "not here" in text
+    assert "[kernels]" in text
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are compiled")
+def test_kernels_on_a_cpu_say_what_a_program_must_set() -> None:
+    notes = {f.backend: f.note for f in doctor.examine(CPU) if f.contract == "ieee"}
+    assert "must set TRITON_INTERPRET=1 before it imports megaopt" in notes["triton"]
+    assert "TRITON_INTERPRET" not in notes["reference"]
+
+
+def test_contract_that_a_backend_does_not_keep_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, contract = next(iter(CONTRACTS.items()))
+    monkeypatch.setitem(CONTRACTS, name, replace(contract, backends=("triton",)))
+    findings = {f.backend: f for f in doctor.examine(CPU) if f.contract == name}
+    assert findings["reference"].works is None
+    assert "kept by triton only" in findings["reference"].note
+
+
+class Crooked(FusedAdam):
+    """Turns over one bit of one moment where the Triton kernel stepped."""
+
+    def __init__(self, parameters, *, backend, **options) -> None:
+        super().__init__(parameters, backend=backend, **options)
+        self.crooked = backend == "triton"
+
+    def step(self, **arguments) -> None:
+        super().step(**arguments)
+        if self.crooked:
+            parameter = self.param_groups[0]["params"][1]
+            self.state[parameter]["exp_avg"].view(torch.int32)[0, 7] ^= 1
+
+
+class Broken(FusedAdam):
+    def step(self, **arguments) -> None:
+        raise RuntimeError("the [kernel] does not compile")
+
+
+class Idle(FusedAdam):
+    def step(self, **arguments) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.initialize_state(parameter)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (Crooked, "bits: torch.bfloat16 exp_avg of weight 1 after step 1, element 7: 0x"),
+        (Broken, "RuntimeError: the [kernel] does not compile"),
+        (Idle, "left a weight as it was"),
+    ],
+)
+def test_broken_backend_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    optimizer: type[FusedAdam],
+    message: str,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(trial, "FusedAdam", optimizer)
+    findings = [f for f in doctor.examine(device) if f.backend == "triton" and f.works is not None]
+    assert findings
+    assert all(f.works is False and message in f.note for f in findings)
+    assert doctor.main() == 1
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith(f"NOT working: triton under {findings[0].contract} on {device}")
+
+
+def test_environment_is_text_or_none_with_the_same_keys_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described = environment.describe()
+    assert all(isinstance(value, str | None) for value in described.values())
+    assert described["python"] == platform.python_version()
+    assert described["torch"] == str(torch.__version__)
+    assert int(described["cores"]) >= 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    without = environment.describe()
+    assert without.keys() == described.keys()
+    assert without["gpu"] is without["compute_capability"] is None
+
+
+@pytest.mark.gpu
+def test_environment_names_the_gpu() -> None:
+    described = environment.describe()
+    assert torch.cuda.get_device_properties(0).name in described["gpu"]
+    assert described["compute_capability"] == ".".join(map(str, torch.cuda.get_device_capability()))
+    assert described["cuda_runtime"] == torch.version.cuda

@@ -1,0 +1,208 @@
+"""Ctrl-C at any moment: exit status 130, one line on stderr, no process and no file left behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megaopt.commands.regression.megatron.regression import is_installed
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT to send")
+
+TINY = """
+seed = 1
+steps = 1000000
+batch_size = 2
+device = "cpu"
+cpu_threads = 1
+[model]
+layers = 1
+heads = 2
+width = 16
+context = 16
+vocabulary_size = 256
+[optimizer]
+learning_rate = 3e-3
+"""
+UNFUSED = '[[variant]]\nname = "unfused"\nkind = "unfused"\n'
+FUSED = '[[variant]]\nname = "fused"\nkind = "fused"\nbaseline = "unfused"\nbackend = "reference"\n'
+STOCK = '[[variant]]\nname = "stock"\nkind = "stock"\ninner = "unfused"\n'
+CONFIGS = {
+    "plain": TINY + UNFUSED + FUSED,
+    "ranks": TINY + UNFUSED + FUSED + "ranks = 2\n",
+    "resumed": TINY.replace("1000000", "3") + UNFUSED + FUSED + "resume_after = 1\n",
+    "megatron": TINY + "[megatron]\nranks = 2\nmicro_batch_size = 1\n" + STOCK,
+}
+PATIENCE = 300
+MARK = "MEGAOPT_TEST_OF_INTERRUPTS"
+
+
+class Command:
+    """A command in a process group of its own, with a folder of its own for temporary files."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.scratch, self.mark = folder / "scratch", str(folder)
+        self.scratch.mkdir()
+        environment = {**os.environ, "TMPDIR": str(self.scratch), MARK: self.mark}
+        environment.pop("MEGAOPT_DEBUG", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megaopt", *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, moment):
+        """Until moment(self) holds."""
+        last = time.monotonic() + PATIENCE
+        while not moment(self):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < last, "the moment did not come"
+            time.sleep(0.05)
+
+    def interrupt(self, group: bool):
+        """As a terminal does, all processes; or, as a scheduler may, the command alone."""
+        send = os.killpg if group else os.kill
+        send(self.process.pid, signal.SIGINT)
+
+    def left(self):
+        """The command's processes that still run, by the environment that they inherit."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark:
+                    found.append((process.pid, process.status(), process.cmdline()))
+            except psutil.Error:
+                continue
+        return found
+
+    def end(self):
+        """Exit status and stderr; what is left is ended, and told."""
+        _, err = self.process.communicate(timeout=PATIENCE)
+        last = time.monotonic() + 10
+        while self.left() and time.monotonic() < last:
+            time.sleep(0.05)  # a process that was killed takes a moment
+        left = self.left()
+        for pid, _, _ in left:
+            os.kill(pid, signal.SIGKILL)
+        return self.process.returncode, err, left
+
+
+@pytest.fixture
+def start(tmp_path):
+    commands = []
+
+    def start(name, *arguments):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(CONFIGS[name], encoding="utf-8")
+        commands.append(Command(tmp_path, *(arguments or ("regress", str(path)))))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
+            command.process.communicate()
+
+
+def assert_interrupted(command):
+    status, err, left = command.end()
+    assert (status, err, left) == (130, "megaopt: interrupted\n", [])
+    # torch's compiler makes its cache's folder when it is imported
+    kept = [path for path in command.scratch.iterdir() if "torchinductor" not in path.name]
+    assert kept == []
+
+
+def found(pattern):
+    return lambda command: next(command.scratch.rglob(pattern), None) is not None
+
+
+def imports_torch(command):
+    """Whether the command's own code has begun; before, it is Python's start that is broken off."""
+    try:
+        maps = psutil.Process(command.process.pid).memory_maps()
+    except psutil.Error:
+        return False
+    return any("libtorch" in each.path for each in maps)
+
+
+# a file that is there once what is meant has begun
+MOMENTS = {
+    "plain": ("plain", found("tmp*")),
+    "ranks": ("ranks", found("meeting")),
+    "resumed": ("resumed", found("fused.said")),
+    "megatron": ("megatron", found("stock-rank1.log")),
+}
+needs_megatron = pytest.mark.skipif(
+    not (is_installed("megatron.core") and is_installed("psutil")), reason="needs megatron-core"
+)
+ALL = [pytest.param(name, marks=needs_megatron) if name == "megatron" else name for name in MOMENTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("ranks", True),
+        ("resumed", False),
+        pytest.param("megatron", True, marks=needs_megatron),
+    ],
+)
+def test_an_interrupted_run_leaves_nothing(start, name, group):
+    command = start(name)
+    command.wait_for(MOMENTS[name][1])
+    command.interrupt(group)
+    assert_interrupted(command)
+
+
+def test_an_interrupt_while_modules_are_imported(start):
+    command = start("plain")
+    command.wait_for(imports_torch)
+    command.interrupt(group=False)
+    assert_interrupted(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [True, False])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("later", [0.0, 0.3, 3.0])
+def test_every_part_of_a_run_may_be_interrupted(start, name, group, later):
+    command = start(name)
+    command.wait_for(MOMENTS[name][1])
+    time.sleep(later)
+    command.interrupt(group)
+    assert_interrupted(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_any_moment_will_do(start, seed):
+    rng = random.Random(seed)
+    command = start(rng.choice(("plain", "ranks", "resumed")))
+    command.wait_for(imports_torch)
+    time.sleep(rng.uniform(0, 8))
+    command.interrupt(group=rng.random() < 0.5)
+    assert_interrupted(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("doctor",), ("doctor", "--check"), ("bench",)])
+@pytest.mark.parametrize("later", [0.0, 2.0, 4.0])
+def test_other_commands_may_be_interrupted(start, arguments, later):
+    command = start("plain", *arguments)
+    command.wait_for(imports_torch)
+    time.sleep(later)
+    if command.process.poll() is None:
+        command.interrupt(group=True)
+    status, err, left = command.end()
+    no_gpu = "megaopt: bench cannot run here: needs a CUDA GPU"
+    assert (status, err) in [(130, "megaopt: interrupted\n"), (0, "")] or no_gpu in err
+    assert left == []

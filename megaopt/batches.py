@@ -14,7 +14,7 @@ from megaopt.float8.ranks import Agreement
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.formats import GRADS, names
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import Grads, Wanted, Watch, is_plain_class, module_for
+from megaopt.kernels.step.watch import Grads, Wanted, Watch, finder_for, is_plain_class
 from megaopt.options import has_shared_elements
 
 MASTER = "master_param"
@@ -158,7 +158,7 @@ class Batches:
             keys=tuple(state.keys()),
             values=tuple(state.values()),
             batches=[batch.wanted() for batch in self._watched],
-            module=module_for(len(params)),
+            find=finder_for(params),
         )
 
     def look(

@@ -33,7 +33,7 @@ BUILDER = Path(__file__).with_name("native_build.py")
 
 
 def place() -> Path:
-    """Where it lies, in torch's cache of extensions: one for each source, torch, Python and libc."""
+    """Where it lies in torch's cache of extensions, one for each source, torch, Python and libc."""
     about = [torch.__version__, torch.version.git_version, sys.implementation.cache_tag]
     about += [platform.machine(), *platform.libc_ver()]
     digest = hashlib.sha256(SOURCE.read_bytes() + repr(about).encode()).hexdigest()[:16]

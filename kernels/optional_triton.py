@@ -12,6 +12,7 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+    from triton.compiler import CompiledKernel
     from triton.language.extra.cuda import libdevice
 except ImportError as error:
     MISSING: str | None = f"Triton cannot be imported ({error})"
@@ -26,6 +27,9 @@ except ImportError as error:
 
         def __getattr__(self, name: str) -> str:
             return name
+
+    class CompiledKernel:  # type: ignore[no-redef]
+        """What nothing is."""
 
     tl: Any = _Names()  # type: ignore[no-redef]
     libdevice: Any = _Names()  # type: ignore[no-redef]
@@ -51,4 +55,4 @@ else:
         return function if INTERPRETED else triton.jit(function)
 
 
-__all__ = ["INTERPRETED", "MISSING", "helper", "jit", "libdevice", "tl"]
+__all__ = ["INTERPRETED", "MISSING", "CompiledKernel", "helper", "jit", "libdevice", "tl"]

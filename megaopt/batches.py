@@ -12,7 +12,7 @@ import torch
 from megaopt.float8.ranks import Agreement
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import Grads, Wanted, Watch, module_for
+from megaopt.kernels.step.watch import Grads, Wanted, Watch, finder_for
 from megaopt.state import SCALE, state_name
 
 
@@ -158,7 +158,7 @@ class Batches:
             keys=tuple(state.keys()),
             values=tuple(state.values()),
             batches=[batch.wanted() for batch in self._watched],
-            module=module_for(len(params)),
+            find=finder_for(params),
         )
 
     def look(

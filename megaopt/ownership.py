@@ -18,7 +18,7 @@ from megaopt.kernels.float8.scale import e8m0_value_reference
 from megaopt.kernels.formats import MASTERS, WEIGHTS
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
-from megaopt.kernels.step.watch import module_for
+from megaopt.kernels.step.watch import finder_for
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.state import MASTER, SCALE, State
@@ -52,13 +52,15 @@ class Versions:
         self._known = {tensor: self._known.get(tensor, tensor._version) for tensor in everything}
         row = [self._known[tensor] for tensor in self._tensors]
         self._row = numpy.array(row, dtype=numpy.int64)
-        self._module = module_for(len(params))
+        self._find = finder_for(params)
+        self._module: Any = None
 
     def _noted(self) -> dict[torch.Tensor, int]:
         return {**self._known, **dict(zip(self._tensors, self._row.tolist(), strict=True))}
 
     def moved(self) -> list[int]:
         """Places of the stepped parameters that somebody has written since."""
+        self._module = self._module or self._find()
         if self._module is not None:
             found = self._module.moved_versions(self._tensors, self._row)
         else:

@@ -193,6 +193,10 @@ class Formats:
         flags = (self.rounds_grad, self.writes_grad, self.maximize)
         return digest(f"{'/'.join(keys)}/{self.cast}/{flags}")
 
+    def __hash__(self) -> int:
+        """Quick: launches look for their kernel by it."""
+        return hash(self.cache_key)
+
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""
         names = ", ".join(form.name for form in self.by_slot.values())

@@ -107,8 +107,7 @@ class CastPlan(TritonPlan):
             elif not along:
                 self._cast_tensors(only_amax=True)
             return
-        if not isinstance(scalars, torch.Tensor):
-            scalars = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
+        scalars = self.on_device(scalars)
         options = {"RULE": self.rule, "SHARDED": self.shared, **TILES[self.recipe.scaling]}
         self._launch_tiles(tile_kernel, (scalars,), (scalars.shape[1],), options)
 

@@ -64,7 +64,7 @@ class TritonPlan:
         if formats.scaled:
             programs = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
             self._programs, self._count = to_device(programs, device), programs.shape[1]
-        self._table = DeviceTable(device)
+        self._table, self._scalars = DeviceTable(device), DeviceTable(device)
         rows = scratch_rows(formats.moment_count)
         scratch = rows * len(numels) + 1 if formats.scaled else 0
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
@@ -98,12 +98,17 @@ class TritonPlan:
         if self._count == 0:
             return
         table = self.table()
-        if not isinstance(scalars, torch.Tensor):
-            scalars = to_device(numpy.array(scalars, dtype=numpy.float32), self.device)
+        scalars = self.on_device(scalars)
         sizes = (self._rows.shape[1], self._count, scalars.shape[1])
         arguments = (table, self._programs, scalars, controls, self._scratch, *sizes)
         options = {"FORMATS": self.formats, "RULE": self.rule, "CONTROLLED": controls is not None}
         launch(kernel.step_kernel, self._count, arguments, options, self.geometry)
+
+    def on_device(self, scalars: Sequence[tuple[float, ...]] | torch.Tensor) -> torch.Tensor:
+        """fp32 [groups, numbers] there; nothing is copied where they are what they were."""
+        if isinstance(scalars, torch.Tensor):
+            return scalars
+        return self._scalars.update(numpy.array(scalars, dtype=numpy.float32))
 
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""

@@ -10,6 +10,7 @@ import torch
 
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.step.scales import AMAX_PHASE, STEP_PHASE
+from megaopt.kernels.step.upload import Upload
 
 
 @dataclass(frozen=True)
@@ -45,43 +46,82 @@ OWN_SCALED = INTERPRETER if INTERPRETED else COMPILED_SCALED
 
 
 class DeviceTable:
-    """A host array's copy on the device, made anew where the array changed.
+    """A host array's copy on the device; what changed in the array is written over it.
 
     What a CUDA graph captured has to stay as it was for as long as the graph is replayed: those
-    copies are kept with the table, and are never written again.
+    copies are kept with the table, and are never written again. Nor is a copy written on another
+    stream than the one that it was allocated on, whose allocator would give its memory away too
+    early.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.tensor = torch.empty(0)
         self._host: numpy.ndarray | None = None
+        self._upload: Upload | None = None
+        self._stream = 0
         self._captured: list[torch.Tensor] = []
-        self._waits_for_replay = False
+        self._is_captured = self._waits_for_replay = False
 
     def update(self, array: numpy.ndarray) -> torch.Tensor:
         """The array on the device, uploaded where it differs from the last one."""
-        if self._host is None or not numpy.array_equal(self._host, array):
-            host = array.copy()
-            self._upload(host)
-            self._host = host  # only now: without memory for a copy the old one stays
+        changed = self._changed(array)
+        if changed is not None:
+            host, self._host = array.copy(), None  # without memory for a copy the next one is whole
+            self._put(host, *changed)
+            self._host = host
         return self.kept()
 
     def kept(self) -> torch.Tensor:
         """The array on the device as it was last, which a graph that is being captured may keep."""
+        assert self._host is not None
+        assert self._upload is not None
         if is_capturing(self.device):
-            self._captured.append(self.tensor)
-        elif self._waits_for_replay:
-            assert self._host is not None
-            self._upload(self._host)
-        return self.tensor
+            self._captured.append(self._upload.tensor)
+            self._is_captured = True
+        elif self._waits_for_replay or self._stream != stream_of(self.device):
+            self._put(self._host)
+        return self._upload.tensor
 
-    def _upload(self, host: numpy.ndarray) -> None:
-        """Copies to new memory; within a capture that is filled only when the graph is replayed."""
+    def _changed(self, array: numpy.ndarray) -> tuple[int, int] | None:
+        """The rows that differ from the last array's, from the first to behind the last."""
+        if self._host is None or self._host.shape != array.shape:
+            return 0, len(array)
+        # by bits: 0.0 == -0.0
+        new, old = (each.view(f"i{each.itemsize}") for each in (array, self._host))
+        rows = numpy.flatnonzero((new != old).reshape(len(array), -1).any(axis=1))
+        return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else None
+
+    def _put(self, host: numpy.ndarray, first: int = 0, last: int | None = None) -> None:
+        """Writes rows over those of the copy, or makes a new one where it must stay or differs."""
+        if is_capturing(self.device):
+            self._put_in_graph(host)
+            return
+        stream, own = stream_of(self.device), self._upload
+        fits = own is not None and own.tensor.shape == host.shape and self._stream == stream
+        if own is None or not fits or self._is_captured:
+            own, first, last = Upload(empty_like(host, self.device)), 0, None
+        own.write(host, first, last)
+        self._upload, self._stream = own, stream
+        self._is_captured = self._waits_for_replay = False
+
+    def _put_in_graph(self, host: numpy.ndarray) -> None:
+        """Copies to new memory, which is filled only when the graph is replayed."""
         pinned = pinned_copy(host, self.device)
-        self.tensor = pinned.to(self.device, non_blocking=True, copy=True)
-        self._waits_for_replay = is_capturing(self.device)
-        if self._waits_for_replay:
-            self._captured.append(pinned)
+        self._upload = Upload(pinned.to(self.device, non_blocking=True, copy=True))
+        self._captured.append(pinned)
+        self._is_captured = self._waits_for_replay = True
+
+
+def empty_like(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
+    """Memory on the device for an array, that every later step may write."""
+    # not what a step within inference mode would make
+    with torch.inference_mode(False):
+        return torch.empty_like(torch.from_numpy(array), device=device)
+
+
+def stream_of(device: torch.device) -> int:
+    """The device's current stream, as a number."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -82,16 +83,24 @@ class Watch:
     """The keys of the optimizer's whole state, in its order."""
     values: tuple[object, ...]
     batches: list[Wanted]
-    module: Any
-    """The extension that native.build made, or None for the twin in Python."""
+    find: Callable[[], Any]
+    """Gives the extension once it is there; None until then, while the twin in Python serves."""
 
     def __post_init__(self) -> None:
+        self._module: Any = None
         self._wanted: list[Any] = []
-        if any(type(state) not in (dict, type(None)) for state in self.states):
-            self.module = None  # the extension reads past what a subclass may do
-        if self.module is not None:
-            fields = [vars(wanted).values() for wanted in self.batches]
-            self._wanted = [self.module.Wanted(*each) for each in fields]
+        # the extension reads past what a subclass may do
+        self._is_plain = all(type(state) in (dict, type(None)) for state in self.states)
+
+    def _found(self) -> Any:
+        """The extension; the twin notes the same addresses, so that one may follow the other."""
+        if self._module is None and self._is_plain:
+            module = self.find()
+            if module is not None:
+                fields = [vars(wanted).values() for wanted in self.batches]
+                self._wanted = [module.Wanted(*each) for each in fields]
+                self._module = module
+        return self._module
 
     def look(
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
@@ -107,9 +116,10 @@ class Watch:
             None if anything is not what it was but for its address. Then the batches have to be
             made anew: some addresses are noted, others are not.
         """
-        if self.module is not None:
+        module = self._module or self._found()
+        if module is not None:
             was = (self.params, self.sizes, self.states, self.keys, self.values)
-            found = self.module.look(self._wanted, *was, param_groups, state, decoupled)
+            found = module.look(self._wanted, *was, param_groups, state, decoupled)
             if found is None:
                 return None
             moved, grads = found
@@ -204,9 +214,10 @@ def note_row(row: numpy.ndarray, tensors: Iterable[torch.Tensor]) -> bool:
     return moved
 
 
-def module_for(count: int) -> Any:
-    """The extension where so many tensors are worth building it, and it can be built; else None."""
-    return native.build()[0] if count >= native.WORTH_BUILDING else None
+def finder_for(params: Sequence[torch.Tensor]) -> Callable[[], Any]:
+    """What gives the extension once it is there, and has it built where that is worth it."""
+    on_gpu = any(param.device.type == "cuda" for param in params)
+    return partial(native.get, on_gpu or len(params) >= native.WORTH_BUILDING)
 
 
 def grads_of(params: Iterable[torch.Tensor], decoupled: bool) -> list[torch.Tensor | None]:

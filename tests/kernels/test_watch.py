@@ -60,7 +60,7 @@ class Optimizer:
             keys=tuple(self.state),
             values=tuple(self.state.values()),
             batches=[wanted],
-            module=module,
+            find=lambda: module,
         )
 
     def look(self):

@@ -349,8 +349,7 @@ def beside_plain_ones(options):
 
 
 def by_the_extension(options):
-    """With the look at tensors in C++, as from 1,000 parameters on."""
-    native.WORTH_BUILDING = 1
+    """With the look at tensors in C++."""
     module, reason = native.build()
     return reason, trained(options, 3) if module is not None else None
 

@@ -1,0 +1,75 @@
+"""Copies from the host to the device for which nobody waits, out of memory that is used again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+
+class NoEvent:
+    """In place of a CUDA event where copies are done when they return."""
+
+    def record(self) -> None:
+        """Nothing is queued."""
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Memory of the host that the device copies from."""
+
+    tensor: torch.Tensor
+    copied: Any
+    """The event behind its last copy: once it has passed the memory can be written again."""
+
+
+def new_piece(like: torch.Tensor) -> Piece:
+    """Memory for a copy to a tensor; pinned where that is on a GPU."""
+    on_gpu = like.device.type == "cuda"
+    # a step within inference mode makes tensors that no other step could write
+    with torch.inference_mode(False):
+        memory = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
+    return Piece(memory, torch.cuda.Event() if on_gpu else NoEvent())  # type: ignore[no-untyped-call]
+
+
+class Upload:
+    """A tensor on the device that the host writes again and again, while earlier copies wait.
+
+    pin_memory() and .to() in each step took 0.07 ms on an H200's host. There are as many pieces of
+    memory as the host has ever been writes ahead of the device.
+
+    Args:
+        tensor: contiguous; what is written is read on the stream that is current then.
+        new: makes a piece of memory of the tensor's shape and dtype.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, new: Callable[[torch.Tensor], Piece] = new_piece
+    ) -> None:
+        self.tensor, self._new = tensor, new
+        self._pieces: deque[Piece] = deque()
+
+    def write(self, array: numpy.ndarray, first: int = 0, last: int | None = None) -> None:
+        """Copies an array's rows from `first` up to `last` into the tensor's, after what is queued.
+
+        Args:
+            array: of the tensor's shape and dtype; it may change as soon as this returns.
+            first: the first row.
+            last: the row behind the last; None for all.
+        """
+        rows = slice(first, last)
+        oldest_is_done = bool(self._pieces) and self._pieces[0].copied.query()
+        piece = self._pieces.popleft() if oldest_is_done else self._new(self.tensor)
+        source = piece.tensor[rows]
+        source.numpy()[...] = array[rows]
+        self.tensor[rows].copy_(source, non_blocking=True)
+        piece.copied.record()
+        self._pieces.append(piece)  # not where the copy failed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,14 +11,16 @@ import torch
 from megaopt.batches import Batch, Batches
 from megaopt.float8.batch import Float8Batch, plan_formats
 from megaopt.float8.ranks import Agreement
-from megaopt.gradients import check_readable, resolved
+from megaopt.gradients import check_readable, check_written_grads, resolved
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.watch import Grads, grads_of
 from megaopt.memory import check_memory
 from megaopt.owned import Owned
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
+from megaopt.preparations import Prepared
 from megaopt.sharded_batch import ShardedBatch
 from megaopt.state import State, completed_state, state_name, written_tensors
 
@@ -26,6 +28,22 @@ Kind = tuple[torch.device, Formats, bool, Any]
 """What the parameters of a batch have in common: device, formats, whether copies are stepped, and
 what their views say."""
 CheckParam = Callable[[torch.Tensor, str], None]
+
+
+@dataclass
+class StepRun:
+    """One step on its way."""
+
+    owned: Owned
+    """Of the optimizer that steps."""
+    request: Request
+    """What gradients go through first, and when nothing is stepped."""
+    rows: list[tuple[float, ...]] | None
+    """The groups' scalars; None where they are made on the device."""
+    batches: Batches
+    grads: Grads
+    """Of each parameter."""
+    prepared: Prepared = field(default_factory=dict)
 
 
 @dataclass
@@ -78,6 +96,19 @@ def collect(
     written = [(*labels[param], made) for param, made in found.states.items()]
     check_memory([each for view, name, own in written for each in written_tensors(view, own, name)])
     return found
+
+
+def completed_states(
+    owned: Owned, state: Mapping[Any, State], places: Iterable[int]
+) -> dict[torch.Tensor, State]:
+    """What the states of parameters become; they stay as they are."""
+    external = owned.external_masters()
+    made = {}
+    for place in places:
+        view, label = owned.views[place], owned.labels[place]
+        own, formats = state.get(view.param, {}), owned.formats(view)
+        made[view.param] = completed_state(view, own, formats, external[place], label)
+    return made
 
 
 def _check_gradients(owned: Owned, grads: Grads, check: CheckParam) -> None:
@@ -133,3 +164,11 @@ def resolve_grads(params: Iterable[torch.Tensor], decoupled: bool) -> bool:
             setattr(param, "decoupled_grad" if decoupled else "grad", plain)
             found = True
     return found
+
+
+def writes_grads(run: StepRun) -> bool:
+    """Whether a step stores unscaled gradients, which then have to be fit for it."""
+    writes = run.owned.options.write_unscaled_grads and run.request.grad_scale is not None
+    if writes:
+        check_written_grads([local_of(grad) for grad in run.grads], run.owned.labels)
+    return writes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +11,17 @@ import torch
 from megaopt import state_dict as state_dicts
 from megaopt.batches import Batches
 from megaopt.capture import check_capture, check_captured_batches, check_captured_float8
+from megaopt.checked_numbers import CheckedNumbers
 from megaopt.checks import one_of, refuse
-from megaopt.collect import collect, make_batches, resolve_grads
+from megaopt.collect import (
+    StepRun,
+    collect,
+    completed_states,
+    make_batches,
+    resolve_grads,
+    writes_grads,
+)
 from megaopt.consensus import Consensus
-from megaopt.gradients import check_written_grads
 from megaopt.groups import States, check_new_group, entries_of, new_group
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.preparation import Request
@@ -27,29 +33,13 @@ from megaopt.overwriting import overwrite
 from megaopt.owned import Owned
 from megaopt.ownership import commit, refreshed
 from megaopt.params import view_of
-from megaopt.params.dtensor import local_of, locals_of
-from megaopt.preparations import Preparations, Prepared, is_skipped, requested
+from megaopt.params.dtensor import locals_of
+from megaopt.preparations import Preparations, is_skipped, requested
 from megaopt.probing import is_probe
-from megaopt.state import MASTER, State, completed_state, picklable
+from megaopt.state import MASTER, picklable
 from megaopt.state_access import set_scaled, unscaled
-from megaopt.writes import ExternalWrites, MissingMastersWarning
-
-__all__ = ["FusedOptimizer", "MissingMastersWarning"]
-
-
-@dataclass
-class StepRun:
-    """One step on its way."""
-
-    owned: Owned
-    request: Request
-    """What gradients go through first, and when nothing is stepped."""
-    rows: list[tuple[float, ...]] | None
-    """The groups' scalars; None where they are made on the device."""
-    batches: Batches
-    grads: Grads
-    """Of each parameter."""
-    prepared: Prepared = field(default_factory=dict)
+from megaopt.writes import ExternalWrites
+from megaopt.writes import MissingMastersWarning as MissingMastersWarning
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -86,7 +76,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._batches: Batches | None = None
         self._captured: list[Batches] = []  # CUDA graphs read their tables
         self._preparations, self._consensus = Preparations(), Consensus()
-        self._writes = ExternalWrites()
+        self._writes, self._numbers = ExternalWrites(), CheckedNumbers()
         self._was_stepped = False
 
     @property
@@ -145,7 +135,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: a CUDA graph captures what it cannot repeat.
         """
         self._consensus.hear(self._owned)
-        loss = _evaluated(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         run = self._collect(clip_norm, clip_coefficient)
         if run is not None and self._prepare(run):
             self._launch(run)
@@ -167,10 +157,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self._makes_states_for_a_checkpoint(owned, request):
                 return None
             run = StepRun(owned, request, self._rows(owned), *self._gather(owned))
-            writes_grads = self._writes_grads(run)
+            writes = writes_grads(run)
             self._writes.take_over(owned, self.state)
             for batch in run.batches.batches:
-                batch.stage_inputs(run.grads, writes_grads)
+                batch.stage_inputs(run.grads, writes)
         return run
 
     def _prepare(self, run: StepRun) -> bool:
@@ -225,13 +215,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         is_skippable = isinstance(getattr(self, "found_inf", None), torch.Tensor)
         return (is_skippable or self._skips_nonfinite) and not self.options.capturable
 
-    def _writes_grads(self, run: StepRun) -> bool:
-        """Whether this step stores unscaled gradients, which then have to be fit for it."""
-        writes = self.options.write_unscaled_grads and run.request.grad_scale is not None
-        if writes:
-            check_written_grads([local_of(grad) for grad in run.grads], run.owned.labels)
-        return writes
-
     def _makes_states_for_a_checkpoint(self, owned: Owned, request: Request) -> bool:
         """Makes the states, and steps nothing, if torch.distributed.checkpoint asks for that.
 
@@ -250,9 +233,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _rows(self, owned: Owned) -> list[tuple[float, ...]] | None:
         """The groups' scalars for the coming step, None where they are made on the device."""
-        capturable = self.options.capturable
-        owned.check_groups(owned.device if capturable else torch.device("cpu"))
-        if capturable:
+        if not self._numbers.are_those_checked(owned):
+            owned.check_groups()
+            self._numbers.note(owned)
+        if self.options.capturable:
             return None
         return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
 
@@ -374,6 +358,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: one is no parameter of this optimizer.
         """
         owned = self._owned
+        if isinstance(params, torch.Tensor):
+            refuse("params", "a list of parameters", params)
         chosen = range(len(owned.params)) if params is None else [owned.index(p) for p in params]
         for place in chosen:
             view = owned.views[place]
@@ -399,7 +385,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         own = {self.options.store_param_remainders, master.joined}
         where = f"{owned.labels[index]}, whose master is stored as {master.name}"
         one_of(f"store_param_remainders for {where},", store_param_remainders, (None, *own))
-        commit(self.state, self._completed(owned, [index]))
+        commit(self.state, completed_states(owned, self.state, [index]))
 
     @torch.no_grad()
     def initialize_states(self) -> None:
@@ -410,18 +396,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         owned = self._owned
         for param, label in zip(owned.params, owned.labels, strict=True):
             self._check_param(param, label)
-        commit(self.state, self._completed(owned, range(len(owned.params))))
-
-    def _completed(self, owned: Owned, places: Iterable[int]) -> dict[torch.Tensor, State]:
-        """What the states of parameters become."""
-        external = owned.external_masters()
-        made = {}
-        for place in places:
-            view, label = owned.views[place], owned.labels[place]
-            own = self.state.get(view.param, {})
-            formats = owned.formats(view)
-            made[view.param] = completed_state(view, own, formats, external[place], label)
-        return made
+        commit(self.state, completed_states(owned, self.state, range(len(owned.params))))
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
@@ -450,11 +425,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(unscaled_state, torch.Tensor):
             return
-        is_tensor = isinstance(param, torch.Tensor)
-        known = is_tensor and (param in self.state or any(p is param for p in self._owned.params))
-        if not known:
-            refuse("param", "a parameter of this optimizer", param)
-        set_scaled(self._owned, self.state, view_of(param), state_name, unscaled_state)
+        owned = self._owned
+        if not (isinstance(param, torch.Tensor) and param in self.state):
+            owned.index(param)
+        set_scaled(owned, self.state, view_of(param), state_name, unscaled_state)
         if state_name == MASTER:
             self._writes.versions.note(param)
 
@@ -494,17 +468,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         owned = self._owned
-        masters = owned.external_masters()
         loaded = state_dicts.read(state_dict, owned)
         if self.options.capturable:
             numbers = owned.device_numbers(loaded.groups)
             loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
-        pairs = []
-        for param, master in zip(owned.params, masters, strict=True):
-            state = loaded.states.get(param, {})
-            if master is not None and state.get(MASTER) is not None:
-                pairs.append((local_of(master), local_of(state[MASTER])))
-                state[MASTER] = master
+        pairs = state_dicts.pairs_of_masters(loaded, owned)
         self._batches = None
         self._consensus.forget()
         new = {"state": States(dict, loaded.states), "param_groups": loaded.groups}
@@ -533,11 +501,3 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._forget()
         self.state = States(dict, self.state)
         self._writes.reset(self._owned.params)
-
-
-def _evaluated(closure: Callable[[], Any] | None) -> Any:
-    """The closure's loss, with gradients; None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -54,12 +55,17 @@ class Numbers:
     flags: tuple[str, ...] = ()
     """What is True or False."""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """All keys."""
+        return (*self.names_but_step, "step")
+
+    @cached_property
+    def names_but_step(self) -> tuple[str, ...]:
+        """All keys but the step count's."""
         lr, *others = self.ranges
         betas = ("betas",) if self.has_betas else ()
-        return (lr, *betas, *others, *self.flags, "step")
+        return (lr, *betas, *others, *self.flags)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,7 @@ class Owned:
 
     # --- devices
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Of the first parameter; the CPU without parameters."""
         firsts = (group["params"][0].device for group in self.groups if group["params"])
@@ -156,8 +156,9 @@ class Owned:
 
     # --- checks
 
-    def check_groups(self, device: torch.device) -> None:
+    def check_groups(self) -> None:
         """Raises ValueError for a number of a group that the coming step cannot use."""
+        device = self.device
         for index, group in enumerate(self.groups):
             where = f"group {index}"
             if self.options.capturable:

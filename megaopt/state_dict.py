@@ -26,7 +26,7 @@ from megaopt.kernels.step.batch import Formats
 from megaopt.options import VARIANTS, Options, check_group, check_variant
 from megaopt.owned import Owned
 from megaopt.params import ParamView
-from megaopt.params.dtensor import check_sharding, locals_of
+from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.saved import NOT_MADE, Key, Saved, taken_apart
 from megaopt.state import MASTER, SCALE, State, encoded, state_name
 
@@ -91,6 +91,17 @@ def read(
             state = take(locals_of(state), owned, view, where, not_made)
             states[view.param] = view.wrap_state(state)
     return Loaded(states, groups)
+
+
+def pairs_of_masters(loaded: Loaded, owned: Owned) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The caller's masters, and what is to be written into each; states get the caller's."""
+    pairs = []
+    for param, master in zip(owned.params, owned.external_masters(), strict=True):
+        state = loaded.states.get(param, {})
+        if master is not None and state.get(MASTER) is not None:
+            pairs.append((local_of(master), local_of(state[MASTER])))
+            state[MASTER] = master
+    return pairs
 
 
 def _check_not_made(key: Key, not_made: dict[Key, list[str]], owned: Owned, where: str) -> None:

@@ -11,6 +11,7 @@ from megaopt import environment, exits
 from megaopt.console import make_console
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.step import native
 from megaopt.parity import peers_table
 from megaopt.promises.table import Outcome, examine_promises
 from megaopt.promises.trial import Place, Tensors, differ, train
@@ -47,7 +48,8 @@ def main(check: bool = False) -> int:
         0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
     """
     console = make_console()
-    console.print(_environment_table(environment.describe()))
+    here = {**environment.describe(), "extension": native.status()}
+    console.print(_environment_table(here))
     findings = [finding for device in devices() for finding in examine(device)]
     console.print(_findings_table(findings))
     console.print(peers_table())

@@ -11,6 +11,7 @@ import megaopt
 from megaopt import FusedAdam, doctor, environment
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.step import native
 from megaopt.promises import trial
 
 CPU = torch.device("cpu")
@@ -22,6 +23,17 @@ def test_all_that_should_work_here_works(capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     for word in (megaopt.__version__, str(torch.__version__), *BACKENDS, *CONTRACTS):
         assert word in text
+
+
+def test_it_says_whether_steps_use_the_extension(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "devices", list)
+    doctor.main()
+    assert native.status().split(":")[0] in capsys.readouterr().out
+    monkeypatch.setenv("MEGAOPT_NATIVE", "0")
+    doctor.main()
+    assert "off: MEGAOPT_NATIVE=0" in capsys.readouterr().out
 
 
 def test_the_last_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,13 @@ class Plan(Protocol):
     def cast(self) -> None:
         """After a step, and after the ranks have put their amaxes together: stores fp8 weights."""
 
+    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+        """Delayed scaling, after `cast`: the next step's scales, from this step's amaxes.
+
+        Args:
+            histories: of each weight, fp32, (amax_history_len,).
+        """
+
 
 class Triton:
     """One launch for all tensors of a combination of formats."""

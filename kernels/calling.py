@@ -50,7 +50,7 @@ def _launch(
     if function.pre_run_hooks or torch.version.hip is not None:
         function[(programs,)](*arguments, **options, enable_fp_fusion=False)
         return
-    key = (id(function), device, *options, *options.values(), *map(_kind, arguments))
+    key = (id(function), device, *options, *options.values(), *_kinds(arguments))
     known = _compiled.get(key)
     if known is not None:
         kernel, constants = known
@@ -61,15 +61,21 @@ def _launch(
         _compiled[key] = kernel, _constants(function, len(arguments), options)
 
 
-def _kind(argument: object) -> object:
-    """What of an argument Triton specialises a kernel for, where it looks at no number's value."""
-    if argument is None:
-        return None
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return "narrow" if -(2**31) <= argument < 2**31 else "wide" if argument < 2**63 else "huge"
-    return type(argument)
+def _kinds(arguments: tuple[object, ...]) -> list[object]:
+    """What of arguments Triton specialises a kernel for, where it looks at no number's value."""
+    kinds: list[object] = []
+    for argument in arguments:
+        if argument is None:
+            kinds.append(None)
+        elif isinstance(argument, torch.Tensor):
+            kinds += argument.dtype, argument.data_ptr() % 16 == 0
+        elif type(argument) is not int:
+            kinds.append(type(argument))
+        elif -(2**31) <= argument < 2**31:
+            kinds.append("narrow")
+        else:
+            kinds.append("wide" if argument < 2**63 else "huge")
+    return kinds
 
 
 def _is_free_of_values(function: Any, arguments: tuple[object, ...]) -> bool:

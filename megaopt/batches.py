@@ -58,7 +58,7 @@ class Batch:
                 self._copies = own
             self.plan.look(own)
 
-    def quantize(self, controls: torch.Tensor | None = None) -> None:
+    def quantize(self) -> None:
         """After a step, and after ranks have put amaxes together: the weights become fp8."""
 
     def copy_results(self) -> None:

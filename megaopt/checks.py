@@ -97,7 +97,8 @@ def _float_of(value: Any) -> float | None:
         is_known = is_dense(value) and not value.is_meta and not value.requires_grad
         fits = is_known and value.dtype in NUMBERS and value.numel() == 1
         return float(value) if fits else None
-    if isinstance(value, bool) or not isinstance(value, Real):
+    # Real is slow to ask, and each step asks
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         return None
     try:
         return float(value)

@@ -195,7 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _quantize(self, run: StepRun) -> None:
         """Weights become fp8 where they are kept so."""
         for batch in run.batches.quantized:
-            batch.quantize(run.prepared[batch.device][1])
+            batch.quantize()
 
     def _finish(self, run: StepRun) -> None:
         """Copies results back to where they belong, and notes that the weights were written."""

@@ -113,6 +113,9 @@ class TritonPlan:
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""
 
+    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+        """Nothing: these weights have no scales."""
+
     def table(self) -> torch.Tensor:
         """int64 [Formats.row_count, tensors] on the device, brought up to date."""
         if not self.stale:

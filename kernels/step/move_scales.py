@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from megaopt.kernels.float8.scale import magnitude_bits, scale_from_amax
+import torch
+
+from megaopt.kernels.float8.recipe import Float8Recipe
+from megaopt.kernels.float8.scale import (
+    magnitude_bits,
+    magnitude_reference,
+    scale_from_amax,
+    scale_from_amax_reference,
+)
 from megaopt.kernels.optional_triton import jit, tl
 from megaopt.kernels.step.kernel import SKIP
 
@@ -18,7 +26,7 @@ def move_scales_kernel(
     CONTROLLED: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Delayed scaling, a weight a program: megaopt.float8.update_scales after a step."""
+    """Delayed scaling, a weight a program: move_scales_reference after a step."""
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if tl.load(controls_ptr + SKIP) != 0:
             return
@@ -42,3 +50,30 @@ def move_scales_kernel(
     # a scalar's comparison is no mask in Triton 3.9's interpreter, a block's is
     tl.store(history_ptr + place, latest, mask=(place >= 1) & (place == length - 1))
     tl.store(history_ptr, 0.0)
+
+
+def move_scales_reference(
+    history: torch.Tensor,
+    scale: torch.Tensor,
+    recipe: Float8Recipe,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """The twin for one weight, whose amax of this step is the history's first; nothing waits.
+
+    Args:
+        history: fp32, (amax_history_len,).
+        scale: fp32, (1,).
+        recipe: with delayed scaling.
+        skip: one boolean on the device; where it is true nothing moves.
+    """
+    newest = recipe.amax_compute_algo == "most_recent"
+    # the largest passes NaNs over, the newest is taken as it is
+    amax = history[:1] if newest else magnitude_reference(history).amax().reshape(1)
+    new_scale = scale_from_amax_reference(amax, recipe.code_max, 0.0, scale)
+    new_history = history.roll(-1)
+    new_history[:1] = 0.0
+    if skip is not None:
+        new_scale = torch.where(skip, scale, new_scale)
+        new_history = torch.where(skip, history, new_history)
+    scale.copy_(new_scale)
+    history.copy_(new_history)

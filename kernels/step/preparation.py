@@ -53,7 +53,7 @@ class Request:
         moved = {
             name: t.to(device, non_blocking=True) for name, t in given.items() if t is not None
         }
-        return replace(self, **moved)
+        return replace(self, **moved) if moved else self
 
     @property
     def is_skippable(self) -> bool:
@@ -63,8 +63,8 @@ class Request:
     @property
     def is_empty(self) -> bool:
         """Whether gradients are taken as they are, in every case."""
-        given = (self.grad_scale, self.found_inf, self.coefficient)
-        return not self.needs_norm and all(tensor is None for tensor in given)
+        is_given = self.found_inf is not None or self.coefficient is not None
+        return not (is_given or self.grad_scale is not None or self.needs_norm)
 
 
 class Measured(Protocol):

@@ -16,6 +16,7 @@ from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
 from megaopt.kernels.step.cast_columns import columns_reference
 from megaopt.kernels.step.controls import SKIP, UNSCALED
+from megaopt.kernels.step.move_scales import move_scales_reference
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -170,6 +171,7 @@ class ReferencePlan:
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
         self._buffers: Buffers = {}
+        self._scales: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step."""
@@ -207,7 +209,21 @@ class ReferencePlan:
                 cast_tensor(self._tensors(index), self.formats, extent)
                 if "weight_columns" in self._buffers:
                     self._cast_columns(index)
+        self._scales = (self._buffers.get("weight_scale", []), self._buffers["weight_amax"])
         self._buffers = {}
+
+    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+        """Delayed scaling, after `cast`: the next step's scales.
+
+        Args:
+            histories: of each weight, fp32, (amax_history_len,).
+        """
+        assert self.formats.cast is not None
+        if self._skipped:
+            return
+        for history, scale, amax in zip(histories, *self._scales, strict=True):
+            history[:1].copy_(torch.maximum(history[:1], amax))
+            move_scales_reference(history, scale, self.formats.cast.recipe)
 
     def _cast_columns(self, index: int) -> None:
         codes, scale_inv = (

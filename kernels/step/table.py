@@ -65,11 +65,13 @@ class DeviceTable:
     def update(self, array: numpy.ndarray) -> torch.Tensor:
         """The array on the device, uploaded where it differs from the last one."""
         changed = self._changed(array)
-        if changed is not None:
-            host, self._host = array.copy(), None  # without memory for a copy the next one is whole
-            self._put(host, *changed)
-            self._host = host
-        return self.kept()
+        if changed is None:
+            return self.kept()
+        host, self._host = array.copy(), None  # after an error the next one is uploaded whole
+        in_graph = is_capturing(self.device)
+        own = self._put_in_graph(host) if in_graph else self._put(host, *changed)
+        self._host = host
+        return own
 
     def kept(self) -> torch.Tensor:
         """The array on the device as it was last, which a graph that is being captured may keep."""
@@ -79,23 +81,23 @@ class DeviceTable:
             self._captured.append(self._upload.tensor)
             self._is_captured = True
         elif self._waits_for_replay or self._stream != stream_of(self.device):
-            self._put(self._host)
+            return self._put(self._host)
         return self._upload.tensor
 
-    def _changed(self, array: numpy.ndarray) -> tuple[int, int] | None:
+    def _changed(self, array: numpy.ndarray) -> tuple[int, int | None] | None:
         """The rows that differ from the last array's, from the first to behind the last."""
         if self._host is None or self._host.shape != array.shape:
-            return 0, len(array)
+            return 0, None
         # by bits: 0.0 == -0.0
-        new, old = (each.view(f"i{each.itemsize}") for each in (array, self._host))
-        rows = numpy.flatnonzero((new != old).reshape(len(array), -1).any(axis=1))
-        return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else None
+        bits = f"i{array.itemsize}"
+        differs = array.view(bits) != self._host.view(bits)
+        if not differs.any():
+            return None
+        rows = differs.reshape(len(array), -1).any(axis=1).nonzero()[0]
+        return int(rows[0]), int(rows[-1]) + 1
 
-    def _put(self, host: numpy.ndarray, first: int = 0, last: int | None = None) -> None:
-        """Writes rows over those of the copy, or makes a new one where it must stay or differs."""
-        if is_capturing(self.device):
-            self._put_in_graph(host)
-            return
+    def _put(self, host: numpy.ndarray, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Writes rows over those of the copy; makes a new one where it must stay, or fits not."""
         stream, own = stream_of(self.device), self._upload
         fits = own is not None and own.tensor.shape == host.shape and self._stream == stream
         if own is None or not fits or self._is_captured:
@@ -103,13 +105,16 @@ class DeviceTable:
         own.write(host, first, last)
         self._upload, self._stream = own, stream
         self._is_captured = self._waits_for_replay = False
+        return own.tensor
 
-    def _put_in_graph(self, host: numpy.ndarray) -> None:
+    def _put_in_graph(self, host: numpy.ndarray) -> torch.Tensor:
         """Copies to new memory, which is filled only when the graph is replayed."""
         pinned = pinned_copy(host, self.device)
-        self._upload = Upload(pinned.to(self.device, non_blocking=True, copy=True))
-        self._captured.append(pinned)
+        tensor = pinned.to(self.device, non_blocking=True, copy=True)
+        self._captured += pinned, tensor
+        self._upload = Upload(tensor)
         self._is_captured = self._waits_for_replay = True
+        return tensor
 
 
 def empty_like(array: numpy.ndarray, device: torch.device) -> torch.Tensor:

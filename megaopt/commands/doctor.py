@@ -14,6 +14,7 @@ from megaopt.commands.promises.table import Outcome, examine_promises
 from megaopt.commands.promises.trial import Place, Tensors, differ, train
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.step import native
 
 __all__ = ["Finding", "examine", "main"]
 
@@ -47,7 +48,8 @@ def main(check: bool = False) -> int:
         0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
     """
     console = make_console()
-    console.print(_environment_table(environment.describe()))
+    here = {**environment.describe(), "extension": native.status()}
+    console.print(_environment_table(here))
     findings = [finding for device in devices() for finding in examine(device)]
     console.print(_findings_table(findings))
     console.print(peers_table())

@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megaopt.batches import Batch, copy_back
-from megaopt.float8.delayed import update_scales
 from megaopt.float8.parts import Parts
 from megaopt.float8.ranks import all_reduce_max
 from megaopt.kernels.formats import MASTERS
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.cast_launch import CastPlan
-from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.watch import Grads, Wanted
 from megaopt.params import view_of
 from megaopt.state import SCALE
@@ -102,11 +99,11 @@ class Float8Batch(Batch):
             return "another library's fp8 weights are told of new codes by the host"
         return None
 
-    def quantize(self, controls: torch.Tensor | None = None) -> None:
+    def quantize(self) -> None:
         """After a step, and after the ranks have put amaxes together: the weights become fp8."""
         self.plan.cast()
         if self.formats.is_delayed:
-            self._move_scales(None if controls is None else controls[SKIP] != 0)
+            self._move_scales()
         self._parts.changed()
 
     def copy_results(self) -> None:
@@ -115,21 +112,16 @@ class Float8Batch(Batch):
         for slot in self.formats.state_slots:
             copy_back(self._own_states(slot), copies[slot])
 
-    def _move_scales(self, skip: torch.Tensor | None) -> None:
-        """The next step's scales, from this one's amaxes; others' libraries move their own."""
+    def _move_scales(self) -> None:
+        """The next step's scales, from this one's amaxes; other libraries move their own."""
         parts = self._parts
         if self._are_foreign:
             latest = parts.attributes("latest_amax")
             torch._foreach_copy_(
                 latest, torch._foreach_maximum(latest, list[Any](self._own_amaxes))
             )
-            return
-        if isinstance(self.plan, CastPlan):
+        else:
             self.plan.move_scales(parts.attributes("amax_history"))
-            return
-        for weight, amax in zip(parts.weights, self._own_amaxes, strict=True):
-            weight.latest_amax.copy_(torch.maximum(weight.latest_amax, amax))
-            update_scales(weight, skip)
 
     def wanted(self) -> Wanted:
         """As of plain weights; the parameters have no memory to look at."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megaopt.float8.weight import Float8Weight
-from megaopt.kernels.float8.scale import magnitude_reference, scale_from_amax_reference
+from megaopt.kernels.step.move_scales import move_scales_reference
 
 
 @torch.no_grad()
@@ -27,14 +27,4 @@ def update_scales(weight: Float8Weight, skip: torch.Tensor | None = None) -> Non
     history, scale, recipe = weight.amax_history, weight.scale, weight.recipe
     if history is None or scale is None:
         raise ValueError(f"scaling={recipe.scaling!r} is not allowed: only 'delayed'")
-    newest = recipe.amax_compute_algo == "most_recent"
-    # the largest passes NaNs over, the newest is taken as it is
-    amax = history[:1] if newest else magnitude_reference(history).amax().reshape(1)
-    new_scale = scale_from_amax_reference(amax, recipe.code_max, 0.0, scale)
-    new_history = history.roll(-1)
-    new_history[:1] = 0.0
-    if skip is not None:
-        new_scale = torch.where(skip, scale, new_scale)
-        new_history = torch.where(skip, history, new_history)
-    scale.copy_(new_scale)
-    history.copy_(new_history)
+    move_scales_reference(history, scale, recipe, skip)

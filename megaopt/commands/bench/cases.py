@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from megaopt import FusedAdam
 from megaopt.commands.bench.peers import PEERS, SHARED, Peer, describe_float8
-from megaopt.commands.bench.sets import SETS, TensorSet
+from megaopt.commands.bench.sets import HOST, SETS, TensorSet
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.kernels.contracts import CONTRACTS
 
@@ -188,7 +188,7 @@ def select(
     fp8 weights are measured on sets whose tensors have shapes.
 
     Args:
-        sets: Names of SETS; none means all.
+        sets: Names of SETS, and HOST, which has no cases; none means all.
         only: Names of modes and peers; none means all. A mode brings the peers it is against.
         peers: Those that may be measured.
 
@@ -196,7 +196,10 @@ def select(
         ValueError: A name is none of SETS, or none of MODES and PEERS; or all names are of fp8
             weights, and no set has shapes.
     """
-    for parameter, names, table in (("sets", sets, SETS), ("only", only, {**MODES, **PEERS})):
+    for parameter, names, table in (
+        ("sets", sets, (*SETS, HOST)),
+        ("only", only, (*MODES, *PEERS)),
+    ):
         if unknown := [name for name in names if name not in table]:
             allowed = ", ".join(table)
             raise ValueError(f"{parameter}={unknown}: unknown; allowed are {allowed}")
@@ -210,7 +213,7 @@ def select(
         for subject in _in_order(modes, chosen)
         if subject.weight is None or tensor_set.shapes
     ]
-    if not cases and only and modes + chosen:
+    if not cases and only and modes + chosen and {*sets} != {HOST}:
         allowed = ", ".join(tensor_set.name for tensor_set in SETS.values() if tensor_set.shapes)
         raise ValueError(f"sets={[*sets]}: no matrices for fp8 weights; allowed are {allowed}")
     return cases

@@ -13,12 +13,14 @@ from rich.console import Console
 from megaopt.commands import environment
 from megaopt.commands.bench.cases import Case, Mode, select
 from megaopt.commands.bench.equality import check
+from megaopt.commands.bench.host import HostFigures, host_record, host_table, measure_host
 from megaopt.commands.bench.instance import build
 from megaopt.commands.bench.measure import Copy, Figures, measure
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.picture import draw
 from megaopt.commands.bench.report import print_table, record_of, table_of
 from megaopt.commands.bench.results import Result
+from megaopt.commands.bench.sets import HOST
 from megaopt.commands.console import make_console
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.toml_tables import ConfigError
@@ -41,7 +43,7 @@ def main(
 
     Args:
         out: The folder for record.json and a speed_<set>.png for each set; made where missing.
-        sets: Names of tensor sets (sets.SETS); none means all.
+        sets: Names of tensor sets (sets.SETS, and sets.HOST for the host's share); none means all.
         only: Names of modes (cases.MODES) and peers (peers.PEERS); none means all. A mode brings
             the peers that it is compared with.
         peers: Whether peers are measured, as far as they are installed.
@@ -68,7 +70,10 @@ def main(
         console.print(f"skipped: {reason}", markup=False)
     device = torch.device("cuda", torch.cuda.current_device())
     results = _measure_all(cases, device, console)
-    _report(out, results, source, skipped, console)
+    # where it is asked for, or nothing is
+    wants_host = HOST in sets or not (sets or only)
+    host = measure_host(device) if wants_host else []
+    _report(out, results, source, skipped, console, host)
     return 0 if all(r.figures for r in results if isinstance(r.case.subject, Mode)) else 1
 
 
@@ -137,7 +142,12 @@ def _run_peer(case: Case, peer: Peer, device: torch.device, copy: Copy) -> Resul
 
 
 def _report(
-    out: Path, results: list[Result], source: Source, skipped: dict[str, str], console: Console
+    out: Path,
+    results: list[Result],
+    source: Source,
+    skipped: dict[str, str],
+    console: Console,
+    host: Sequence[HostFigures] = (),
 ) -> None:
     described = environment.describe()
     peers = [r.case.subject for r in results if isinstance(r.case.subject, Peer)]
@@ -146,7 +156,11 @@ def _report(
     versions = dict(sorted(libraries.items()))
     record = record_of(results, source, described, command, versions, skipped)
     # before the files are written, which may fail
-    print_table(console, table_of(results))
+    if results:
+        print_table(console, table_of(results))
+    if host:
+        record["host"] = host_record(host)
+        print_table(console, host_table(host))
     write_json(out / "record.json", record)
     pictures = draw(out, results, described["gpu"])
     files = ", ".join(map(str, [out / "record.json", *pictures]))

@@ -4,7 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["SETS", "Shape", "TensorSet"]
+__all__ = ["HOST", "SETS", "Shape", "TensorSet"]
+
+HOST = "host"
+"""The set of megaopt.bench.host, of which the host's time alone is measured."""
 
 Shape = tuple[int, ...]
 

@@ -13,6 +13,7 @@ from megaopt.commands import doctor, environment
 from megaopt.commands.promises import trial
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.step import native
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -23,6 +24,17 @@ def test_all_that_should_work_here_works(capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     for word in (megaopt.__version__, str(torch.__version__), *BACKENDS, *CONTRACTS):
         assert word in text
+
+
+def test_it_says_whether_steps_use_the_extension(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "devices", list)
+    doctor.main()
+    assert native.status().split(":")[0] in capsys.readouterr().out
+    monkeypatch.setenv("MEGAOPT_NATIVE", "0")
+    doctor.main()
+    assert "off: MEGAOPT_NATIVE=0" in capsys.readouterr().out
 
 
 def test_the_last_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:

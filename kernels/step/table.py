@@ -45,6 +45,10 @@ OWN = INTERPRETER if INTERPRETED else COMPILED
 OWN_SCALED = INTERPRETER if INTERPRETED else COMPILED_SCALED
 
 
+# Finding the rows of a smaller array takes as long as copying all of it.
+SMALL = 4096
+
+
 class DeviceTable:
     """A host array's copy on the device; what changed in the array is written over it.
 
@@ -93,6 +97,8 @@ class DeviceTable:
         differs = array.view(bits) != self._host.view(bits)
         if not differs.any():
             return None
+        if array.nbytes <= SMALL:
+            return 0, None
         rows = differs.reshape(len(array), -1).any(axis=1).nonzero()[0]
         return int(rows[0]), int(rows[-1]) + 1
 

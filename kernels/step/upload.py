@@ -65,11 +65,12 @@ class Upload:
             first: the first row.
             last: the row behind the last; None for all.
         """
-        rows = slice(first, last)
         oldest_is_done = bool(self._pieces) and self._pieces[0].copied.query()
         piece = self._pieces.popleft() if oldest_is_done else self._new(self.tensor)
-        source = piece.tensor[rows]
-        source.numpy()[...] = array[rows]
-        self.tensor[rows].copy_(source, non_blocking=True)
+        target, source = self.tensor, piece.tensor
+        if first or last is not None:
+            target, source, array = (each[first:last] for each in (target, source, array))
+        source.numpy()[...] = array
+        target.copy_(source, non_blocking=True)
         piece.copied.record()
         self._pieces.append(piece)  # not where the copy failed

@@ -54,6 +54,7 @@ def test_triton_looks_at_arguments_that_it_has_another_kernel_for(launched):
         "8 bytes further",
         "another dtype",
         "no None",
+        "None in another's place",
         "wide",
         "huge",
         "a whole factor",

@@ -69,6 +69,9 @@ class Target:
     def __getitem__(self, rows):
         return Part(self, rows)
 
+    def copy_(self, source, non_blocking):
+        self[:].copy_(source, non_blocking)
+
     def __getattr__(self, name):
         return getattr(self.tensor, name)
 
@@ -93,7 +96,7 @@ def test_a_device_that_lags_reads_what_was_written_for_each_step(seed):
     array, wanted, ahead = numpy.zeros((4, 3), dtype=numpy.float32), [], 0
     for step in range(200):
         first = chance.randrange(4)
-        last = chance.randrange(first + 1, 5)
+        last = chance.choice([None, *range(first + 1, 5)])
         array[first:last] = step + 1
         upload.write(array, first, last)
         wanted.append(torch.from_numpy(array.copy()))
@@ -123,6 +126,19 @@ def test_a_copy_that_fails_is_made_whole_at_the_next_step(monkeypatch):
     monkeypatch.setattr(Upload, "write", write)
     back = numpy.zeros((3, 2), dtype=numpy.int64)
     assert torch.equal(table.update(back), torch.from_numpy(back))
+
+
+def test_only_what_changed_is_written(monkeypatch):
+    written = []
+    write = Upload.write
+    noted = lambda self, array, *rows: written.append(rows) or write(self, array, *rows)  # noqa: E731
+    monkeypatch.setattr(Upload, "write", noted)
+    table, array = tables.DeviceTable(torch.device("cpu")), numpy.zeros((9, 100), dtype=numpy.int64)
+    table.update(array)
+    for rows in ([0], [3, 5], [8], []):
+        array[rows, 7] += 1
+        assert torch.equal(table.update(array), torch.from_numpy(array))
+    assert written == [(0, None), (0, 1), (3, 6), (8, 9)]
 
 
 def test_zeros_of_another_sign_are_uploaded():

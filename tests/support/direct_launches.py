@@ -24,7 +24,8 @@ looked: list[JITFunction] = []
 class Launcher(gpu_compiler.Launcher):
     def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
         enter(metadata)
-        passed.append((x, y, z, stream, function, packed, enter, leave, *arguments))
+        # a compiled kernel has a launcher of its own
+        passed.append((self, x, y, z, stream, function, packed, enter, leave, *arguments))
         leave(metadata)
 
 
@@ -67,32 +68,33 @@ def compared(function, arguments, grid, options):
 
 
 @triton.jit(do_not_specialize=["count", "factor"])
-def small_kernel(table_ptr, other_ptr, count, factor, WHICH: triton.language.constexpr):
+def small_kernel(table_ptr, other_ptr, third_ptr, count, factor, WHICH: triton.language.constexpr):
     triton.language.store(table_ptr, count)
 
 
 def changes():
     """For each kind of change, by name: whether Triton looks at its first and second launch."""
     words = FIRST.view(torch.int32)
-    start = ((FIRST, None, 3, 0.5), {"WHICH": 1})
+    start = ((FIRST, None, None, 3, 0.5), {"WHICH": 1})
     launches = {
         "the same": start,
-        "another tensor": ((OTHER, None, 3, 0.5), {"WHICH": 1}),
-        "8 bytes further": ((FIRST[1:], None, 3, 0.5), {"WHICH": 1}),
-        "16 bytes further": ((FIRST[2:], None, 3, 0.5), {"WHICH": 1}),
-        "another dtype": ((words, None, 3, 0.5), {"WHICH": 1}),
-        "no None": ((FIRST, OTHER, 3, 0.5), {"WHICH": 1}),
-        "one": ((FIRST, None, 1, 0.5), {"WHICH": 1}),
-        "sixteen": ((FIRST, None, 16, 0.5), {"WHICH": 1}),
-        "the least narrow": ((FIRST, None, -(2**31), 0.5), {"WHICH": 1}),
-        "the largest narrow": ((FIRST, None, 2**31 - 1, 0.5), {"WHICH": 1}),
-        "wide": ((FIRST, None, 2**31, 0.5), {"WHICH": 1}),
-        "wide, below 0": ((FIRST, None, -(2**31) - 1, 0.5), {"WHICH": 1}),
-        "huge": ((FIRST, None, 2**63, 0.5), {"WHICH": 1}),
-        "a whole factor": ((FIRST, None, 3, 2), {"WHICH": 1}),
-        "no factor": ((FIRST, None, 3, None), {"WHICH": 1}),
-        "another constant": ((FIRST, None, 3, 0.5), {"WHICH": 2}),
-        "more warps": ((FIRST, None, 3, 0.5), {"WHICH": 1, "num_warps": 8}),
+        "another tensor": ((OTHER, None, None, 3, 0.5), {"WHICH": 1}),
+        "8 bytes further": ((FIRST[1:], None, None, 3, 0.5), {"WHICH": 1}),
+        "16 bytes further": ((FIRST[2:], None, None, 3, 0.5), {"WHICH": 1}),
+        "another dtype": ((words, None, None, 3, 0.5), {"WHICH": 1}),
+        "no None": ((FIRST, OTHER, None, 3, 0.5), {"WHICH": 1}),
+        "None in another's place": ((FIRST, None, OTHER, 3, 0.5), {"WHICH": 1}),
+        "one": ((FIRST, None, None, 1, 0.5), {"WHICH": 1}),
+        "sixteen": ((FIRST, None, None, 16, 0.5), {"WHICH": 1}),
+        "the least narrow": ((FIRST, None, None, -(2**31), 0.5), {"WHICH": 1}),
+        "the largest narrow": ((FIRST, None, None, 2**31 - 1, 0.5), {"WHICH": 1}),
+        "wide": ((FIRST, None, None, 2**31, 0.5), {"WHICH": 1}),
+        "wide, below 0": ((FIRST, None, None, -(2**31) - 1, 0.5), {"WHICH": 1}),
+        "huge": ((FIRST, None, None, 2**63, 0.5), {"WHICH": 1}),
+        "a whole factor": ((FIRST, None, None, 3, 2), {"WHICH": 1}),
+        "no factor": ((FIRST, None, None, 3, None), {"WHICH": 1}),
+        "another constant": ((FIRST, None, None, 3, 0.5), {"WHICH": 2}),
+        "more warps": ((FIRST, None, None, 3, 0.5), {"WHICH": 1, "num_warps": 8}),
     }
     taken(lambda: call(small_kernel, 1, *start))
     found = {}
@@ -111,7 +113,7 @@ def hooked():
     hooks = triton.knobs.runtime.launch_enter_hook
     note = lambda metadata: names.append(metadata.get()["name"])  # noqa: E731
     hooks.add(note)
-    launch = lambda: call(small_kernel, 1, (FIRST, None, 3, 0.5), {"WHICH": 1})  # noqa: E731
+    launch = lambda: call(small_kernel, 1, (FIRST, None, None, 3, 0.5), {"WHICH": 1})  # noqa: E731
     _, is_looked_at = taken(launch)
     hooks.remove(note)
     taken(launch)

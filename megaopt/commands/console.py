@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["make_console"]
+__all__ = ["make_console", "step_progress"]
 
 UNLIMITED = 10_000
 """Columns of what is no terminal: more than any line has."""
@@ -27,3 +28,9 @@ def make_console() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = UNLIMITED
     return console
+
+
+def step_progress(console: Console) -> Progress:
+    """A progress bar over steps."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console)

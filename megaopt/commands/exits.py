@@ -38,8 +38,8 @@ USERS_ERRORS = {
     "megaopt.commands.toml_tables": "ConfigError",
     "megaopt.checkpoint": "CheckpointError",
     "megaopt.commands.training.text": "CorpusError",
-    "megaopt.commands.regression.crew": "RankError",
-    "megaopt.commands.regression.resume": "ResumeError",
+    "megaopt.commands.regression.processes": "RankError",
+    "megaopt.commands.regression.single": "ResumeError",
 }
 """By module the errors whose messages are for users."""
 MEMORY_ERRORS = {"torch": "OutOfMemoryError"}

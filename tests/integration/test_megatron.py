@@ -11,8 +11,9 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 import megatron_cases as cases
+from megatron_cpu import prepare
 from megatron_gpt import Case, load_and_train, train, train_and_save
-from megatron_ranks import RankError, Ranks
+from ranks import RankError, Ranks
 
 from megaopt.integration.megatron.choices import Choices
 
@@ -23,11 +24,12 @@ KINDS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory):
     """For each number of ranks processes that live as long as this module's tests."""
-    folder, started = tmp_path_factory.mktemp("ranks"), {}
+    started = {}
 
     def start(world):
-        if world not in started or not started[world].is_alive():
-            started[world] = Ranks(world, folder)
+        if world not in started or started[world].failed:
+            folder = tmp_path_factory.mktemp("ranks")
+            started[world] = Ranks(world, folder, prepare, fresh=True, patience=300)
         return started[world]
 
     yield start
@@ -43,7 +45,7 @@ def stock(pools):
     def run(world, function, case, *args):
         key = (world, function, repr(case), args)
         if key not in kept:
-            kept[key] = pools(world).call(function, case, *args)
+            kept[key] = pools(world)(function, case, *args)
         return kept[key]
 
     return run
@@ -78,7 +80,7 @@ def test_every_bit_is_megatrons(pools, stock, name, world, mode):
     settings = SETTINGS[name]
     steps = 5 if "overflows" in name else 3
     expected = stock(world, train, Case(**settings), steps)
-    found = pools(world).call(train, Case(plug=mode, **settings), steps)
+    found = pools(world)(train, Case(plug=mode, **settings), steps)
     assert found == expected
     assert len({step[0] for step in found[0]["steps"]}) == steps
     updated = {step[1] for step in found[0]["steps"]}
@@ -89,7 +91,7 @@ def test_every_bit_is_megatrons(pools, stock, name, world, mode):
 def test_clipped_gradients_rounded_as_megatron_rounds_them(pools, stock, mode):
     bf16 = {"fp32_grads": False, "clip_grad": 0.1}
     rounding = Case(plug=mode, options={"round_scaled_grads": True}, **bf16)
-    found = pools(2).call(train, rounding, 3)
+    found = pools(2)(train, rounding, 3)
     assert found == stock(2, train, Case(rounds_clipped=True, **bf16), 3)
     assert found != stock(2, train, Case(**bf16), 3)
 
@@ -107,22 +109,22 @@ def test_whether_it_rounds_is_chosen_or_the_configs(chosen, aware):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_context_manager_makes_the_same(pools, stock, mode):
-    found = pools(2).call(train, Case(plug=mode, as_context=True), 3)
+    found = pools(2)(train, Case(plug=mode, as_context=True), 3)
     assert found == stock(2, train, Case(), 3)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_kernels_under_the_interpreter(pools, stock, mode):
-    found = pools(1).call(train, Case(plug=mode, options={"backend": "triton"}), 2)
+    found = pools(1)(train, Case(plug=mode, options={"backend": "triton"}), 2)
     assert found == stock(1, train, Case(), 2)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sharding_moves_no_bit(pools, mode):
     case = Case(plug=mode, clip_grad=0.0, overlap=False)
-    whole = pools(1).call(cases.step_given_gradients, case)[0]
+    whole = pools(1)(cases.step_given_gradients, case)[0]
     for world in (2, 3):
-        assert pools(world).call(cases.step_given_gradients, case) == [whole] * world
+        assert pools(world)(cases.step_given_gradients, case) == [whole] * world
 
 
 # --- gradients
@@ -132,7 +134,7 @@ def test_sharding_moves_no_bit(pools, mode):
 def test_gradients_are_read_where_they_lie(pools, mode):
     for fp32, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         case = Case(plug=mode, fp32_grads=fp32, clip_grad=0.1)
-        for found in pools(2).call(cases.gradients_of, case):
+        for found in pools(2)(cases.gradients_of, case):
             told = {"in_buffer", "bound_once", "left_alone", "changed", "clipped"}
             assert found == {"dtypes": {dtype}, **dict.fromkeys(told, True)}
 
@@ -141,7 +143,7 @@ def test_gradients_are_read_where_they_lie(pools, mode):
 def test_a_norm_that_takes_16_bits_is_given_them(pools, stock, mode):
     settings = {"fp32_grads": False}
     expected = stock(2, train, Case(**settings), 3)
-    found = pools(2).call(cases.norm_of_16_bits, Case(plug=mode, **settings))
+    found = pools(2)(cases.norm_of_16_bits, Case(plug=mode, **settings))
     assert [each["steps"] for each in found] == [each["steps"] for each in expected]
     assert {dtype for each in found for dtype in each["dtypes"]} == {torch.bfloat16}
 
@@ -151,7 +153,7 @@ def test_a_norm_that_takes_16_bits_is_given_them(pools, stock, mode):
 
 def test_main_params_can_be_edited_in_place(pools, stock):
     expected = stock(2, cases.edit_main_params, Case())
-    assert pools(2).call(cases.edit_main_params, Case(plug="main_shards")) == expected
+    assert pools(2)(cases.edit_main_params, Case(plug="main_shards")) == expected
     assert expected[0]["norms"]
 
 
@@ -159,14 +161,14 @@ def test_main_params_can_be_edited_in_place(pools, stock):
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_are_reloaded(pools, stock, mode, with_state_dict):
     expected = stock(2, cases.reload_weights, Case(), with_state_dict)
-    assert pools(2).call(cases.reload_weights, Case(plug=mode), with_state_dict) == expected
+    assert pools(2)(cases.reload_weights, Case(plug=mode), with_state_dict) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", MODES)
 def test_shards_that_moved_are_put_back(pools, stock, mode, dtype):
     expected = stock(2, train, Case(dtype=dtype), 3)
-    assert pools(2).call(cases.move_shards, Case(plug=mode, dtype=dtype)) == expected
+    assert pools(2)(cases.move_shards, Case(plug=mode, dtype=dtype)) == expected
 
 
 # --- storage formats
@@ -181,8 +183,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_moments_are_stored_as_asked(pools, name):
     own, other = (
-        pools(2).call(cases.steps_of_formats, Case(plug=mode, options=FORMATS[name]))
-        for mode in MODES
+        pools(2)(cases.steps_of_formats, Case(plug=mode, options=FORMATS[name])) for mode in MODES
     )
     dtype = torch.float8_e4m3fn if name == "fp8" else FORMATS[name]["exp_avg_dtype"]
     assert {own[0]["dtypes"][key] for key in ("exp_avg", "exp_avg_sq")} == {dtype}
@@ -192,13 +193,11 @@ def test_moments_are_stored_as_asked(pools, name):
 
 def test_remainders_are_whole_masters_to_checkpoints(pools, tmp_path):
     case = Case(plug="precision_aware", options={"store_param_remainders": True})
-    assert pools(2).call(cases.steps_of_formats, case)[0]["dtypes"]["master_param"] == torch.int16
-    saved = pools(2).call(train_and_save, case, tmp_path / "a", "dp_reshardable")
-    back = pools(2).call(load_and_train, case, tmp_path / "a", "dp_reshardable")
+    assert pools(2)(cases.steps_of_formats, case)[0]["dtypes"]["master_param"] == torch.int16
+    saved = pools(2)(train_and_save, case, tmp_path / "a", "dp_reshardable")
+    back = pools(2)(load_and_train, case, tmp_path / "a", "dp_reshardable")
     assert [each["loaded"] for each in back] == saved
-    other = pools(3).call(
-        load_and_train, Case(plug="main_shards"), tmp_path / "a", "dp_reshardable"
-    )
+    other = pools(3)(load_and_train, Case(plug="main_shards"), tmp_path / "a", "dp_reshardable")
     assert other[0]["loaded"]["states"] == saved[0]["states"]
 
 
@@ -210,13 +209,13 @@ def test_remainders_are_whole_masters_to_checkpoints(pools, tmp_path):
 def test_resuming_equals_going_straight_on(pools, stock, tmp_path, mode, kind):
     case = Case(plug=mode)
     straight = stock(2, train, Case(), 4)
-    saved = pools(2).call(train_and_save, case, tmp_path / "a", kind)
-    back = pools(2).call(load_and_train, case, tmp_path / "a", kind)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", kind)
+    back = pools(2)(load_and_train, case, tmp_path / "a", kind)
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
     for world in (1, 3):
-        for other in pools(world).call(load_and_train, case, tmp_path / "a", kind):
+        for other in pools(world)(load_and_train, case, tmp_path / "a", kind):
             assert other["loaded"] == saved[0]
 
 
@@ -224,9 +223,9 @@ def test_resuming_equals_going_straight_on(pools, stock, tmp_path, mode, kind):
 def test_lr_may_wait_for_megatrons_scheduler(pools, stock, tmp_path, mode):
     """config.lr is None, as by default: what is made, saved and loaded before the first step."""
     case, straight = Case(plug=mode, lr=None), stock(2, train, Case(), 3)
-    assert pools(2).call(train, case, 3) == straight
-    saved = pools(2).call(train_and_save, case, tmp_path / "a", "dp_reshardable", 0)
-    back = pools(2).call(load_and_train, case, tmp_path / "a", "dp_reshardable", 0, 3)
+    assert pools(2)(train, case, 3) == straight
+    saved = pools(2)(train_and_save, case, tmp_path / "a", "dp_reshardable", 0)
+    back = pools(2)(load_and_train, case, tmp_path / "a", "dp_reshardable", 0, 3)
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"] for each in straight]
 
@@ -234,16 +233,16 @@ def test_lr_may_wait_for_megatrons_scheduler(pools, stock, tmp_path, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_states_made_by_megatrons_hook_are_whole(pools, tmp_path, mode):
     """As its tests and NeMo make them before a save: then a checkpoint has masters too."""
-    found = pools(2).call(cases.make_states_and_save, Case(plug=mode), tmp_path / "a")
+    found = pools(2)(cases.make_states_and_save, Case(plug=mode), tmp_path / "a")
     assert all(state == seen["states"] for seen in found for state in seen["first"])
-    back = pools(2).call(load_and_train, Case(plug=mode), tmp_path / "a", "dp_reshardable", 0)
+    back = pools(2)(load_and_train, Case(plug=mode), tmp_path / "a", "dp_reshardable", 0)
     assert [each["loaded"]["states"] for each in back] == [each["states"] for each in found]
 
 
 @pytest.mark.parametrize(("mode", "experts"), [*zip(MODES, (2, None), strict=True)])
 def test_groups_never_stepped_are_saved_with_the_others_step(pools, tmp_path, mode, experts):
     case = Case(plug=mode, experts=experts)
-    for found in pools(2).call(cases.save_groups_never_stepped, case, tmp_path / "a"):
+    for found in pools(2)(cases.save_groups_never_stepped, case, tmp_path / "a"):
         assert all(len(steps) > 1 and set(steps) == {1234} for steps in found)
 
 
@@ -251,51 +250,49 @@ def test_groups_never_stepped_are_saved_with_the_others_step(pools, tmp_path, mo
 def test_a_step_without_an_lr_says_so(pools, mode):
     message = "group 0: lr must be a finite number >= 0 in fp32, got None"
     with pytest.raises(RankError, match=message):
-        pools(1).call(cases.step_without_lr, Case(plug=mode, lr=None))
+        pools(1)(cases.step_without_lr, Case(plug=mode, lr=None))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_that_hold_padding_alone(pools, tmp_path, mode):
     case = Case(plug=mode, buckets=1)
-    saved = pools(3).call(train_and_save, case, tmp_path / "a", "dp_reshardable")
+    saved = pools(3)(train_and_save, case, tmp_path / "a", "dp_reshardable")
     for world in (3, 2):
-        back = pools(world).call(load_and_train, case, tmp_path / "a", "dp_reshardable")
+        back = pools(world)(load_and_train, case, tmp_path / "a", "dp_reshardable")
         assert all(each["loaded"] == saved[0] for each in back)
 
 
 def test_modes_load_each_others(pools, tmp_path):
-    saved = pools(2).call(train_and_save, Case(plug=MODES[0]), tmp_path / "a", "dp_reshardable")
-    back = pools(2).call(load_and_train, Case(plug=MODES[1]), tmp_path / "a", "dp_reshardable")
-    again = pools(2).call(load_and_train, Case(plug=MODES[0]), tmp_path / "a", "dp_reshardable")
+    saved = pools(2)(train_and_save, Case(plug=MODES[0]), tmp_path / "a", "dp_reshardable")
+    back = pools(2)(load_and_train, Case(plug=MODES[1]), tmp_path / "a", "dp_reshardable")
+    again = pools(2)(load_and_train, Case(plug=MODES[0]), tmp_path / "a", "dp_reshardable")
     assert back == again
     assert [each["loaded"] for each in back] == saved
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_follow_their_masters_after_a_load(pools, tmp_path, mode):
-    saved = pools(2).call(train_and_save, Case(plug=mode), tmp_path / "a", "dp_reshardable")
-    found = pools(2).call(
-        cases.load_without_model, Case(plug=mode), tmp_path / "a", "dp_reshardable"
-    )
+    saved = pools(2)(train_and_save, Case(plug=mode), tmp_path / "a", "dp_reshardable")
+    found = pools(2)(cases.load_without_model, Case(plug=mode), tmp_path / "a", "dp_reshardable")
     assert found == saved
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpoints_in_megatrons_older_files(pools, stock, tmp_path, mode):
     straight = stock(2, train, Case(), 4)
-    saved = pools(2).call(cases.save_legacy, Case(plug=mode), str(tmp_path / "a"))
+    saved = pools(2)(cases.save_legacy, Case(plug=mode), str(tmp_path / "a"))
     groups = saved[0]["groups"]
-    back = pools(2).call(cases.load_legacy, Case(plug=mode), str(tmp_path / "a"), groups)
+    back = pools(2)(cases.load_legacy, Case(plug=mode), str(tmp_path / "a"), groups)
     assert [each["states"] for each in back] == [each["states"] for each in saved]
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
 
 
 def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoint(pools, tmp_path):
     case = Case(plug="main_shards")
-    saved = pools(2).call(train_and_save, case, tmp_path / "a", "dp_reshardable")
+    saved = pools(2)(train_and_save, case, tmp_path / "a", "dp_reshardable")
     with pytest.raises(RankError):
-        pools(2).call(cases.die_in_a_save, case, tmp_path / "b", "dp_reshardable", 1)
-    back = pools(1).call(load_and_train, case, tmp_path / "a", "dp_reshardable")
+        pools(2)(cases.die_in_a_save, case, tmp_path / "b", "dp_reshardable", 1)
+    back = pools(1)(load_and_train, case, tmp_path / "a", "dp_reshardable")
     assert back[0]["loaded"] == saved[0]
 
 
@@ -310,7 +307,7 @@ def test_nothing_stays_patched(pools, mode):
         "stock": "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
         "adam": False,
     }
-    assert pools(1).call(cases.what_stays, Case(plug=mode)) == [expected]
+    assert pools(1)(cases.what_stays, Case(plug=mode)) == [expected]
 
 
 WEIGHT = "module.decoder.final_layernorm.weight"
@@ -350,14 +347,14 @@ ERRORS = [
 
 @pytest.mark.parametrize(("change", "message"), ERRORS)
 def test_what_is_refused(pools, change, message):
-    ((error, unchanged),) = pools(1).call(cases.error_of, Case(plug="main_shards"), change)
+    ((error, unchanged),) = pools(1)(cases.error_of, Case(plug="main_shards"), change)
     assert error.partition(": ")[2].startswith(message)
     assert unchanged
 
 
 def test_other_releases_can_be_tried(pools):
     case = Case(plug="main_shards", options={"any_version": True})
-    ((error, _),) = pools(1).call(cases.error_of, case, ("version", None, "0.18.0"))
+    ((error, _),) = pools(1)(cases.error_of, case, ("version", None, "0.18.0"))
     assert error == "no error"
 
 

@@ -1,9 +1,16 @@
 """Megatron-Core on the CPU, in processes of tests that do nothing else."""
 
 import logging
+import os
 import warnings
 
 from megaopt.commands.regression.megatron import cpu
+
+
+def prepare():
+    """What a rank does before it meets the others."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    pretend_cuda()
 
 
 def pretend_cuda():

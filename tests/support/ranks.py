@@ -3,6 +3,8 @@
 import contextlib
 import io
 import multiprocessing
+import os
+import threading
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -34,34 +36,52 @@ def _packed(value):
     return file.getvalue()
 
 
-def _serve(rank, world, meeting, parent):
+def _serve(rank, world, meeting, parent, prepare, patience):
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    patience = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", f"file://{meeting}", patience, world_size=world, rank=rank)
+    prepare()
+    waits = timedelta(seconds=patience)
+    dist.init_process_group("gloo", f"file://{meeting}", waits, world_size=world, rank=rank)
     with contextlib.suppress(EOFError):  # the tests were broken off
         while (task := parent.recv()) is not None:
-            function, arguments = task
+            function, arguments, named = task
             try:
                 torch.manual_seed(0)
-                reply = True, _packed(function(*arguments))
+                reply = True, _packed(function(*arguments, **named))
             except Exception:
                 reply = False, traceback.format_exc()
             parent.send(reply)
     dist.destroy_process_group()
 
 
-class Ranks:
-    """`world` processes that call functions of modules which they can import."""
+def _end_with_parent():
+    """Not to stay in a collective when the tests were killed."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
-    def __init__(self, world, folder):
+
+def _nothing():
+    pass
+
+
+class Ranks:
+    """`world` processes that call functions of modules which they can import.
+
+    prepare: what each calls before they meet.
+    fresh: they are not forked, and may have processes of their own.
+    """
+
+    def __init__(self, world, folder, prepare=_nothing, fresh=False, patience=PATIENCE):
         # forked from a process that has torch and no threads yet: started in milliseconds
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        if not fresh:
+            context.set_forkserver_preload(PRELOADED)
+        self._patience = patience
         self._processes, self._connections = [], []
         for rank in range(world):
             own, theirs = context.Pipe()
-            arguments = (rank, world, str(folder / "meeting"), theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            arguments = (rank, world, str(folder / "meeting"), theirs, prepare, patience)
+            process = context.Process(target=_serve, args=arguments, daemon=not fresh)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -71,14 +91,14 @@ class Ranks:
     def failed(self):
         return not self._processes
 
-    def __call__(self, function, *arguments):
+    def __call__(self, function, *arguments, **named):
         """What the function returns on each rank; RankError for the first that raises."""
         for connection in self._connections:
-            connection.send((function, arguments))
+            connection.send((function, arguments, named))
         found = {}
         while len(found) < len(self._connections):
             missing = {c: r for r, c in enumerate(self._connections) if r not in found}
-            ready = wait(list(missing), PATIENCE)
+            ready = wait(list(missing), self._patience)
             for connection in ready:
                 found[missing[connection]] = self._received(connection)
             if not ready:
@@ -99,7 +119,7 @@ class Ranks:
     def close(self, kill=False):
         for process, connection in zip(self._processes, self._connections, strict=True):
             if kill:
-                process.terminate()
+                process.kill()
             else:
                 with contextlib.suppress(OSError):
                     connection.send(None)

@@ -12,11 +12,10 @@ from megaopt.commands.bench.cases import Mode
 from megaopt.commands.bench.instance import Instance, build, state_tensors
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bits import first_unequal
 from megaopt.kernels.contracts import CONTRACTS
 
 __all__ = ["Check", "check", "compare", "first_difference"]
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -116,17 +115,5 @@ def compare(ours: Instance, theirs: Instance) -> str | None:
 def _compare_tensors(ours: Tensor, theirs: Tensor) -> str | None:
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return f": {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
-    one, other = _bits(ours), _bits(theirs)
-    if torch.equal(one, other):
-        return None
-    at = int((one != other).nonzero()[0])
-    return f"[{at}]: {_hexadecimal(one[at])} against {_hexadecimal(other[at])}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(INTEGERS[tensor.element_size()]).flatten()
-
-
-def _hexadecimal(value: Tensor) -> str:
-    width = 8 * value.element_size()
-    return f"0x{int(value) % 2**width:0{width // 4}x}"
+    found = first_unequal(ours, theirs, nans_alike=False)
+    return None if found is None else f"[{found.place}]: {found.bits} against {found.others}"

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 from megaopt.commands.bench.cases import Mode
 from megaopt.commands.bench.results import Result
-from megaopt.files import replacing
+from megaopt.commands.regression.picture import save
 
 __all__ = ["draw"]
 
@@ -58,8 +58,7 @@ def _draw_set(path: Path, results: Sequence[Result], hardware: str | None) -> No
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     patches = [Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries")]
     figure.legend(handles=patches, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
-    with replacing(path) as file:
-        figure.savefig(file, format="png")
+    save(path, figure)
 
 
 def _rows(results: Sequence[Result]) -> tuple[list[float], list[tuple[float, str]]]:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megaopt.commands.bench.report import print_table
+from megaopt.commands.console import step_progress
 from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
 from megaopt.commands.golden.check import (
     Outcome,
@@ -22,7 +23,6 @@ from megaopt.commands.golden.check import (
     why_not_recorded,
 )
 from megaopt.commands.golden.record import Record, packaged, write
-from megaopt.commands.regression.command import step_progress
 
 __all__ = ["verify"]
 

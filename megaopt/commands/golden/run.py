@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import megaopt
+from megaopt.commands.bits import as_integers
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.tensors import copies, gradient, parameters, specs_of
 from megaopt.float8 import Float8Weight
@@ -51,7 +52,6 @@ DIGITS = 12
 
 SCALES = ("scale", "scale_inv", "amax_history")
 QUANTITIES = {"data8": "weights", "master_param": "masters"}
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Hashes:
@@ -74,10 +74,10 @@ class Hashes:
 
 
 def _bytes_of(tensor: Tensor, any_nan: bool) -> bytes:
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu()
     if any_nan and tensor.is_floating_point() and tensor.element_size() > 1:
         tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
-    array = tensor.view(INTEGERS[tensor.element_size()]).numpy()
+    array = as_integers(tensor).numpy()
     return numpy.asarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
 
 

@@ -27,7 +27,7 @@ class Promise:
 
     name: str
     """The operation, as the table calls it."""
-    check: Callable[[], str | None] | None
+    check: Callable[[], str | None] | None = None
     """What differs first, or None; no check where only `left_to` has one."""
     needs: tuple[str, ...] = ()
     """What the check needs, of NEEDS."""
@@ -88,9 +88,7 @@ GPU_SUITE = "not checked here; covered by `make test-gpu`"
 PROMISES = (
     Promise("scalars of a group", checks.scalars),
     Promise("update, Adam and AdamW", checks.update),
-    Promise(
-        "update, AMSGrad, Lion and SGD; maximize", None, left_to=f"is of several rules: {SUITE}"
-    ),
+    Promise("update, AMSGrad, Lion and SGD; maximize", left_to=f"is of several rules: {SUITE}"),
     Promise("step in float32, bfloat16, float16, remainder16", checks.step),
     Promise("step in scaled_float16, scaled_float8_e4m3", checks.scaled_step, ("kernels",)),
     Promise("norm of the gradients", checks.norm),
@@ -107,49 +105,36 @@ PROMISES = (
         "a CUDA graph's replays are eager steps, contract ieee", checks.graph, ("GPU", "kernels")
     ),
     Promise("scales of a tensor, one launch", checks.scaled_step, ("kernels",)),
-    Promise(
-        "tensors past 2**31 elements", None, left_to=f"takes 30 GiB of a GPU's memory: {GPU_SUITE}"
-    ),
+    Promise("tensors past 2**31 elements", left_to=f"takes 30 GiB of a GPU's memory: {GPU_SUITE}"),
     Promise("contract te", partial(parity, "te"), ("NVIDIA GPU", "kernels", "TransformerEngine")),
     Promise(
         "contract te beside apex's FusedAdam (megaopt.integration.apex)",
-        None,
         left_to=f"needs apex, built from its source: {GPU_SUITE}",
     ),
     Promise(
         "TransformerEngine's fp8 tensors: its FusedAdam over 100 steps, its "
         "quantize_master_weights",
-        None,
         left_to=f"trains 100 steps beside TransformerEngine: {GPU_SUITE}",
     ),
+    Promise("MXFP8 along columns", left_to=f"concerns TransformerEngine's own tensors: {SUITE}"),
     Promise(
-        "MXFP8 along columns", None, left_to=f"concerns TransformerEngine's own tensors: {SUITE}"
-    ),
-    Promise(
-        "gradients that a step unscales in place",
-        None,
-        left_to=f"concerns several formats: {SUITE}",
+        "gradients that a step unscales in place", left_to=f"concerns several formats: {SUITE}"
     ),
     Promise("contract torch", partial(parity, "torch"), ("NVIDIA GPU", "kernels")),
-    Promise("step of DTensors", None, left_to=f"takes several processes: {SUITE}"),
-    Promise(
-        "norm of DTensors, and what it decides", None, left_to=f"takes several processes: {SUITE}"
-    ),
+    Promise("step of DTensors", left_to=f"takes several processes: {SUITE}"),
+    Promise("norm of DTensors, and what it decides", left_to=f"takes several processes: {SUITE}"),
     Promise("save, load, continue", checks.saving),
     Promise(
         "moments and step counts, to torch's AdamW and Adam and back",
-        None,
         left_to=f"steps torch's optimizers too: {SUITE}",
     ),
     Promise(
         "training run, losses",
-        None,
         left_to="takes minutes: not checked here; covered by `megaopt regress CONFIG`",
     ),
     Promise("step of fp8 weights", checks.float8_step),
     Promise(
         "training run with fp8 weights, losses",
-        None,
         left_to="takes minutes: not checked here; covered by `megaopt regress "
         "configs/gpt_tiny_fp8.toml`",
     ),

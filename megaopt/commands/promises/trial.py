@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megaopt import FusedAdam
-from megaopt.commands.regression.compare import compared_integers, hexadecimal
+from megaopt.commands.bits import first_unequal
 from megaopt.float8 import Float8Weight
 from megaopt.kernels.backends import BACKENDS
 
@@ -153,9 +153,6 @@ def differ(found: Tensors, expected: Tensors) -> str | None:
         ours, theirs = found[name].reshape(-1), tensor.reshape(-1)
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             return f"{name}: {ours.dtype} {len(ours)}, and not {theirs.dtype} {len(theirs)}"
-        unequal = compared_integers(ours) != compared_integers(theirs)
-        if unequal.any():
-            index = int(unequal.nonzero()[0])
-            bits, others = hexadecimal(ours, index), hexadecimal(theirs, index)
-            return f"{name}, element {index}: {bits}, and not {others}"
+        if (unequal := first_unequal(ours, theirs)) is not None:
+            return f"{name}, element {unequal.place}: {unequal.bits}, and not {unequal.others}"
     return None

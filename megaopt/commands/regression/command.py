@@ -6,11 +6,10 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megaopt.commands.config import RunConfig, read_config
-from megaopt.commands.console import make_console
+from megaopt.commands.config import read_config
+from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.lockstep import Lane, Regression
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import draw_losses
@@ -18,25 +17,9 @@ from megaopt.commands.regression.record import build_record
 from megaopt.commands.toml_tables import read_toml
 from megaopt.commands.training.determinism import choose_device, deterministic
 from megaopt.commands.training.limits import require_room
-from megaopt.commands.training.text import Batches, Corpus, load_corpus
+from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.files import write_json
 from megaopt.source import describe_source
-
-
-def step_progress(console: Console) -> Progress:
-    """A progress bar over steps."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=console)
-
-
-def batches_of(config: RunConfig, corpus: Corpus) -> Batches:
-    """The batches of a config."""
-    return Batches(
-        corpus=corpus,
-        seed=config.seed,
-        batch_size=config.batch_size,
-        context=config.model.context,
-    )
 
 
 def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:

@@ -7,16 +7,10 @@ operation met it first. A NaN beside a number is a difference, and so is 0.0 bes
 from __future__ import annotations
 
 import hashlib
-import math
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
-from megaopt.commands.training.trainer import Snapshot
-
-INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from megaopt.commands.bits import Snapshot, compared_integers, first_unequal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,18 +22,19 @@ class Difference:
     variant: str
     baseline: str
     tensor: str
-    """Either "loss", or the parameter's name and the kind: "norm.weight exp_avg"."""
-    index: int
-    """Flat index of the first differing element."""
+    """The quantity: a loss, a norm, or the parameter's name and the kind: "norm.weight exp_avg"."""
+    index: int | None = None
+    """Flat index of the first differing element; None: the bits are those of a fingerprint."""
     bits: str
-    """The variant's bit pattern, hexadecimal."""
+    """The variant's, hexadecimal."""
     baseline_bits: str
-    """The baseline's bit pattern, hexadecimal."""
+    """The baseline's, hexadecimal."""
 
     def __str__(self) -> str:
+        what = self.tensor if self.index is None else f"tensor {self.tensor}, index {self.index}"
         return (
-            f"step {self.step}, variant {self.variant}, tensor {self.tensor}, index {self.index}: "
-            f"{self.bits}, but {self.baseline_bits} in {self.baseline}"
+            f"step {self.step}, variant {self.variant}, {what}: {self.bits}, but "
+            f"{self.baseline_bits} in {self.baseline}"
         )
 
 
@@ -51,38 +46,6 @@ class Mismatch:
     index: int
     bits: str
     baseline_bits: str
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bit patterns, as integers of the same width."""
-    return tensor.detach().contiguous().view(INTEGER_OF_SIZE[tensor.element_size()])
-
-
-def compared_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """What is compared: the bit patterns as integers, of every NaN that of torch.nan."""
-    integers = as_integers(tensor)
-    if not tensor.is_floating_point():
-        return integers
-    nan = as_integers(torch.tensor(math.nan).to(tensor.dtype))
-    return integers.masked_fill(tensor.detach().isnan(), int(nan.item()))
-
-
-def from_integers(integers: torch.Tensor, dtype: str, device: torch.device) -> torch.Tensor:
-    """What `as_integers` made of a tensor of that dtype, by its name ("torch.float32"); moved."""
-    return integers.to(device).view(getattr(torch, dtype.removeprefix("torch.")))
-
-
-def hexadecimal(tensor: torch.Tensor, index: int) -> str:
-    """The bit pattern of one element, by flat index."""
-    width = 8 * tensor.element_size()
-    value = int(as_integers(tensor).view(-1)[index].item())
-    return f"0x{value % (1 << width):0{width // 4}x}"
-
-
-def loss_bits(loss: float) -> str:
-    """The fp32 bit pattern of a loss; of every NaN 0x7fc00000."""
-    loss = math.nan if math.isnan(loss) else loss
-    return f"0x{struct.unpack('<I', struct.pack('<f', loss))[0]:08x}"
 
 
 def find_mismatch(snapshot: Snapshot, baseline: Snapshot) -> Mismatch | None:
@@ -99,15 +62,8 @@ def find_mismatch(snapshot: Snapshot, baseline: Snapshot) -> Mismatch | None:
         raise RuntimeError(f"the variant and its baseline hold different tensors: {odd[:4]}")
     for name, kinds in baseline.items():
         for kind, expected in kinds.items():
-            actual = snapshot[name][kind]
-            if torch.equal(as_integers(actual), as_integers(expected)):
-                continue
-            differs = compared_integers(actual) != compared_integers(expected)
-            if not differs.any():
-                continue
-            index = int(differs.view(-1).nonzero()[0].item())
-            bits, baseline_bits = (hexadecimal(tensor, index) for tensor in (actual, expected))
-            return Mismatch(f"{name} {kind}", index, bits, baseline_bits)
+            if (found := first_unequal(snapshot[name][kind], expected)) is not None:
+                return Mismatch(f"{name} {kind}", *found)
     return None
 
 

@@ -13,22 +13,19 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from megaopt.commands.bits import Snapshot, loss_bits, pack, unpack
 from megaopt.commands.config import FusedVariant, RunConfig
 from megaopt.commands.exits import describe_error
-from megaopt.commands.regression.compare import as_integers, find_mismatch, from_integers, loss_bits
-from megaopt.commands.regression.processes import start_deaf
+from megaopt.commands.regression.compare import find_mismatch
+from megaopt.commands.regression.processes import Processes, RankError
 from megaopt.commands.regression.shards import ShardedWeights
 from megaopt.commands.regression.variants import build_trainer_with
 from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.trainer import Snapshot, Trainer
+from megaopt.commands.training.trainer import Trainer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for the others."""
-
-
-class RankError(RuntimeError):
-    """A process of a variant with ranks failed."""
 
 
 class Reply(NamedTuple):
@@ -41,25 +38,6 @@ class Reply(NamedTuple):
 def variants_with_ranks(config: RunConfig) -> list[FusedVariant]:
     """Those that a crew trains."""
     return [run for run in config.runs if isinstance(run, FusedVariant) and run.ranks is not None]
-
-
-def pack(snapshot: Snapshot) -> dict[str, Any]:
-    """For a pipe: arrays of integers, beside their dtype's name."""
-    return {
-        name: {kind: (str(t.dtype), as_integers(t).cpu().numpy()) for kind, t in kinds.items()}
-        for name, kinds in snapshot.items()
-    }
-
-
-def unpack(packed: dict[str, Any], device: torch.device) -> Snapshot:
-    """What `pack` packed, onto a device."""
-    return {
-        name: {
-            kind: from_integers(torch.from_numpy(array), dtype, device)
-            for kind, (dtype, array) in kinds.items()
-        }
-        for name, kinds in packed.items()
-    }
 
 
 # --- in the processes
@@ -115,7 +93,7 @@ def _train(trainer: Trainer, batch: Batch) -> Reply:
     loss, owner = trainer.train_step(batch), trainer.owner
     assert isinstance(owner, ShardedWeights)
     gathered = owner.snapshot()
-    return Reply(loss, pack(gathered if owner.rank == 0 else owner.weights()))
+    return Reply(loss, pack(gathered if owner.rank == 0 else owner.weights(), arrays=True))
 
 
 # --- beside the other variants
@@ -133,19 +111,18 @@ class Crew:
     def __init__(self, config: RunConfig, device: torch.device, folder: Path) -> None:
         self.config, self.device = config, device
         self._meeting = folder / "meeting"
-        self._processes: list[Any] = []
+        # torch's threads do not survive a fork
+        self._context = multiprocessing.get_context("spawn")
+        self._processes = Processes(self._context, daemon=True)
         self._connections: list[Connection] = []
         self._replies: list[dict[str, Reply]] = []
 
     def __enter__(self) -> Crew:
         world = max(variant.ranks or 0 for variant in variants_with_ranks(self.config))
-        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         for rank in range(world):
-            own, theirs = context.Pipe()
+            own, theirs = self._context.Pipe()
             given = (rank, world, self.config, str(self.device), str(self._meeting), theirs)
-            process = context.Process(target=_serve, args=given, daemon=True)
-            start_deaf(process)
-            self._processes.append(process)
+            self._processes.start(f"rank{rank}", _serve, *given)
             self._connections.append(own)
             theirs.close()  # so that its end is seen here
         return self
@@ -156,15 +133,16 @@ class Crew:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        for process, connection in zip(self._processes, self._connections, strict=True):
-            if error is None:
+        if error is None:
+            for connection in self._connections:
                 with suppress(OSError):
                     connection.send(None)
-            else:
-                process.kill()  # it may wait for another rank
-            process.join()
+            self._processes.join()
+        # after an error one may wait for another
+        self._processes.__exit__(kind, error, where)
+        for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._connections = []
 
     def begin(self, batch: Batch) -> None:
         """Lets all variants train on a batch; returns at once."""

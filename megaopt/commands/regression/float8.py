@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
 from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
 from megaopt.commands.regression.unfused import UnfusedAdam
-from megaopt.commands.training.trainer import Snapshot
 from megaopt.float8 import Float8Weight, to_float8
 
 

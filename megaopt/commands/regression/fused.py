@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from megaopt import FusedAdam
+from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import FusedVariant, OptimizerConfig
 from megaopt.commands.regression.float8 import initial_master, weight_tensors
-from megaopt.commands.training.trainer import Snapshot, weight_decay_of
+from megaopt.commands.training.trainer import weight_decay_of
 from megaopt.float8 import Float8Weight
 
 STATE_KINDS = ("master_param", "exp_avg", "exp_avg_sq")
@@ -86,7 +87,27 @@ def build_optimizer(
     )
 
 
-class FusedWeights:
+class OptimizerWeights:
+    """Owns a model's weights through an optimizer."""
+
+    optimizer: Any
+
+    def _step(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's own, exact to the bit."""
+        self.optimizer.load_state_dict(state_dict)
+
+
+class FusedWeights(OptimizerWeights):
     """Owns a model's weights through FusedAdam, as a variant says."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: FusedVariant) -> None:
@@ -123,9 +144,7 @@ class FusedWeights:
         """Updates state and weights in FusedAdam's one pass."""
         for piece in self.pieces:
             piece.take_gradient()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        self._step(learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
         self._check_masters_are_ours()
 
@@ -165,11 +184,3 @@ class FusedWeights:
                 bits[bits.numel() // 2] ^= 1
                 return
         raise RuntimeError("this variant holds no fp32 master")
-
-    def state_dict(self) -> dict[str, Any]:
-        """FusedAdam's own."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """FusedAdam's own, exact to the bit."""
-        self.optimizer.load_state_dict(state_dict)

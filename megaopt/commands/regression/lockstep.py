@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megaopt.commands.bits import Snapshot, loss_bits
 from megaopt.commands.config import ConfigError, FusedVariant, RunConfig, Variant
 from megaopt.commands.regression.compare import (
     Difference,
@@ -15,15 +16,15 @@ from megaopt.commands.regression.compare import (
     earliest,
     find_mismatch,
     hash_snapshot,
-    loss_bits,
 )
 from megaopt.commands.regression.crew import Crew, CrewTrainer, variants_with_ranks
 from megaopt.commands.regression.fused import FusedWeights
-from megaopt.commands.regression.resume import FreshRun, save_trainer
+from megaopt.commands.regression.resume import save_trainer
+from megaopt.commands.regression.single import FreshRun
 from megaopt.commands.regression.variants import build_trainer
 from megaopt.commands.toml_tables import require
 from megaopt.commands.training.text import Batches
-from megaopt.commands.training.trainer import Snapshot, Trainer
+from megaopt.commands.training.trainer import Trainer
 
 PROCESSES = 2
 """How many resumed variants continue at a time."""

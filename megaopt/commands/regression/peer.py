@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig, PeerVariant
-from megaopt.commands.regression.fused import group_pieces, whole_pieces
-from megaopt.commands.training.trainer import Snapshot
+from megaopt.commands.regression.fused import OptimizerWeights, group_pieces, whole_pieces
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -32,7 +32,7 @@ def transformer_engine(groups: list[dict[str, Any]], config: OptimizerConfig) ->
 LIBRARIES = {"transformer_engine": transformer_engine}
 
 
-class PeerWeights:
+class PeerWeights(OptimizerWeights):
     """Owns a model's weights through another library's optimizer."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: PeerVariant) -> None:
@@ -43,9 +43,7 @@ class PeerWeights:
 
     def step(self, learning_rate: float) -> None:
         """Updates state and weights in the library's own step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        self._step(learning_rate)
 
     def snapshot(self) -> Snapshot:
         """The weights and the state; an fp32 weight is its own master."""
@@ -57,12 +55,3 @@ class PeerWeights:
                 result[name]["master_param"] = state["master_param"]
             result[name] |= {kind: state[kind] for kind in MOMENTS}
         return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """The library's own."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The library's own."""
-        self.optimizer.load_state_dict(state_dict)

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megaopt.commands.regression.compare import Difference, earliest
 from megaopt.files import replacing
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
@@ -20,24 +21,16 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MARKERS_PER_CURVE = 8
 
 
-class Place(Protocol):
-    """Where a variant first differs."""
-
-    @property
-    def step(self) -> int:
-        """Counted from 1."""
-
-    @property
-    def variant(self) -> str:
-        """Whose."""
-
-    @property
-    def tensor(self) -> str:
-        """The quantity."""
-
-
 class Curve(Protocol):
     """A variant as it is drawn: the lanes of the regressions."""
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step."""
+
+    @property
+    def difference(self) -> Difference | None:
+        """The first one."""
 
     @property
     def short_name(self) -> str:
@@ -48,16 +41,8 @@ class Curve(Protocol):
         """Whose column it is in."""
 
     @property
-    def losses(self) -> list[float]:
-        """Of each step."""
-
-    @property
     def baseline(self) -> Curve | None:
         """What it was compared with."""
-
-    @property
-    def difference(self) -> Place | None:
-        """The first one."""
 
 
 def _draw_losses(axes: Any, baselines: Sequence[Curve], variants: Sequence[Curve]) -> None:
@@ -105,10 +90,10 @@ def _draw_differences(axes: Any, variants: Sequence[Curve]) -> None:
 
 def _mark_first_difference(axes: Any, variants: Sequence[Curve]) -> None:
     """A line at the first step at which any bit differs, which may be none of a loss."""
-    found = [lane.difference.step for lane in variants if lane.difference is not None]
-    if not found:
+    found = earliest(lane.difference for lane in variants)
+    if found is None:
         return
-    step = min(found)
+    step = found.step
     axes.axvline(step, color="#444444", linewidth=0.9, linestyle="--", zorder=0)
     is_late = step > max(len(lane.losses) for lane in variants) / 2
     axes.annotate(
@@ -136,14 +121,13 @@ def _scale_to_one_unit(axes: Any, variants: Sequence[Curve]) -> None:
 
 def _summary(variants: Sequence[Curve], in_short: bool = False) -> str:
     """What differs; in short for a narrow column."""
-    different = [lane.difference for lane in variants if lane.difference is not None]
+    first = earliest(lane.difference for lane in variants)
     if not variants:
         return "Nothing was compared"
-    if not different and in_short:
+    if first is None and in_short:
         return "Difference: none, in any bit"
-    if not different:
+    if first is None:
         return "Difference from the baseline: none, in any bit of any loss, weight or state"
-    first = min(different, key=lambda difference: difference.step)
     if in_short:
         return f"Difference: first at step {first.step}"
     where = f"step {first.step}, {first.variant}, {first.tensor}"
@@ -185,5 +169,10 @@ def draw_losses(path: Path, title: str, lanes: Sequence[Curve]) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     labels = rows[0][0].get_legend_handles_labels()
     figure.legend(*labels, loc="outside right upper", frameon=False, fontsize=10)
+    save(path, figure)
+
+
+def save(path: Path, figure: Figure) -> None:
+    """Writes a picture as PNG."""
     with replacing(path) as file:
         figure.savefig(file, format="png")

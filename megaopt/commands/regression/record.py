@@ -9,31 +9,49 @@ from typing import Any
 import torch
 
 from megaopt.commands import environment
+from megaopt.commands.config import RunConfig
+from megaopt.commands.regression.compare import Difference
 from megaopt.commands.regression.lockstep import Lane, Regression
+from megaopt.commands.regression.megatron.config import MegatronRun
 from megaopt.commands.training.text import Corpus
 from megaopt.source import Source
 
 VERSIONS = ("megaopt", "python", "torch", "triton", "cuda_runtime", "cuda_driver")
 
 
-def hardware(device: torch.device, described: dict[str, str | None]) -> dict[str, Any]:
-    """What the run computed on."""
+def made_with(
+    run: RunConfig | MegatronRun, device: torch.device, corpus: Corpus, source: Source
+) -> dict[str, Any]:
+    """What a record begins with: source, versions, hardware, config and text."""
+    described = environment.describe()
     return {
-        "device": device.type,
-        "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        **{key: value for key, value in described.items() if key not in VERSIONS},
+        "source": source,
+        "versions": {key: described[key] for key in VERSIONS},
+        "hardware": {
+            "device": device.type,
+            "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            **{key: value for key, value in described.items() if key not in VERSIONS},
+        },
+        "config": dataclasses.asdict(run),
+        "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
     }
+
+
+def recorded(difference: Difference | None) -> dict[str, Any] | None:
+    """All that is known of a difference; of a fingerprint there is no index."""
+    if difference is None:
+        return None
+    return {k: value for k, value in dataclasses.asdict(difference).items() if value is not None}
 
 
 def _lane_record(lane: Lane) -> dict[str, Any]:
     baseline = lane.variant.baseline
-    difference = lane.difference
     return {
         "recipe": lane.variant.recipe,
         "baseline": baseline,
-        "identical": None if baseline is None else difference is None,
-        "first_difference": None if difference is None else dataclasses.asdict(difference),
+        "identical": None if baseline is None else lane.difference is None,
+        "first_difference": recorded(lane.difference),
         "losses": [loss.hex() for loss in lane.losses],
         "sha256": lane.sha256,
     }
@@ -42,15 +60,10 @@ def _lane_record(lane: Lane) -> dict[str, Any]:
 def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
     """The record of a finished regression; losses are hexadecimal floats."""
     difference = regression.first_difference()
-    described = environment.describe()
     return {
-        "source": source,
-        "versions": {key: described[key] for key in VERSIONS},
-        "hardware": hardware(regression.device, described),
-        "config": dataclasses.asdict(regression.config),
+        **made_with(regression.config, regression.device, corpus, source),
         "perturb": regression.perturb,
-        "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
         "variants": {lane.variant.name: _lane_record(lane) for lane in regression.lanes},
         "identical": difference is None,
-        "first_difference": None if difference is None else dataclasses.asdict(difference),
+        "first_difference": recorded(difference),
     }

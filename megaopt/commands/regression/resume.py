@@ -1,24 +1,18 @@
-"""Stopping a variant, and continuing it in a fresh process whose results come back by file."""
+"""The files by which a variant is stopped and continued, and hands back what it trained."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megaopt import checkpoint
+from megaopt.commands.bits import Snapshot, pack, unpack
 from megaopt.commands.config import ConfigError, RunConfig, Variant
-from megaopt.commands.regression.compare import as_integers, from_integers
 from megaopt.commands.regression.outputs import about_file
-from megaopt.commands.regression.processes import Child
-from megaopt.commands.training.trainer import Snapshot, Trainer
-
-
-class ResumeError(RuntimeError):
-    """The fresh process failed."""
+from megaopt.commands.training.trainer import Trainer
 
 
 def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
@@ -92,60 +86,11 @@ def _fields(described: Any) -> tuple[str | None, dict[str | None, str]]:
 
 def save_result(path: Path, losses: list[float], snapshot: Snapshot) -> None:
     """Writes what a continued run hands back; tensors as integers, so that no bit is touched."""
-    tensors = {
-        name: {
-            kind: (str(tensor.dtype), as_integers(tensor).cpu()) for kind, tensor in kinds.items()
-        }
-        for name, kinds in snapshot.items()
-    }
-    _save(path, {"losses": [loss.hex() for loss in losses], "tensors": tensors})
+    _save(path, {"losses": [loss.hex() for loss in losses], "tensors": pack(snapshot)})
 
 
 def load_result(path: Path, device: torch.device) -> tuple[list[float], Snapshot]:
     """Reads what `save_result` wrote, onto a device."""
     payload = checkpoint.load(path)
-    snapshot = {
-        name: {
-            kind: from_integers(tensor, dtype, device) for kind, (dtype, tensor) in kinds.items()
-        }
-        for name, kinds in payload["tensors"].items()
-    }
-    return [float.fromhex(loss) for loss in payload["losses"]], snapshot
-
-
-class FreshRun:
-    """`megaopt train --resume` to the config's last step; leaving the context ends its process.
-
-    Args:
-        config_path: of the run.
-        variant: its name.
-        path: the checkpoint to continue; the process's files are made beside it.
-    """
-
-    def __init__(self, config_path: Path, variant: str, path: Path) -> None:
-        self.variant, path = variant, path.resolve()
-        self._result = path.with_suffix(".result")
-        command = [sys.executable, "-m", "megaopt", "train", str(config_path.resolve())]
-        # in one word: a name may begin with a dash
-        command += [f"--variant={variant}", f"--resume={path}", f"--result={self._result}"]
-        # not where the user stands: with `-m`, that folder comes first on the import path
-        self._child = Child(command, path.parent, path.with_suffix(".said"))
-
-    def __enter__(self) -> FreshRun:
-        self._child.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._child.__exit__(*error)
-
-    def wait(self, device: torch.device) -> tuple[list[float], Snapshot]:
-        """The losses of the continued steps, and the final weights and state on device.
-
-        Raises:
-            ResumeError: the process failed; the message ends with what it said.
-        """
-        status, said = self._child.wait()
-        if status != 0:
-            end = said.strip()[-2000:]
-            raise ResumeError(f"variant {self.variant!r}: the fresh process failed: {end}")
-        return load_result(self._result, device)
+    losses = [float.fromhex(loss) for loss in payload["losses"]]
+    return losses, unpack(payload["tensors"], device)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import FusedVariant, OptimizerConfig
 from megaopt.commands.regression.float8 import weight_tensors
-from megaopt.commands.regression.fused import STATE_KINDS, Piece, build_optimizer, group_pieces
-from megaopt.commands.training.trainer import Snapshot
+from megaopt.commands.regression.fused import (
+    STATE_KINDS,
+    OptimizerWeights,
+    Piece,
+    build_optimizer,
+    group_pieces,
+)
 from megaopt.float8 import Float8Weight
 from megaopt.float8.shard import Float8Shard
 
@@ -56,7 +61,7 @@ def memory_of(parameter: torch.Tensor) -> torch.Tensor:
     return held.view(-1)
 
 
-class ShardedWeights:
+class ShardedWeights(OptimizerWeights):
     """Owns a rank's shards of a model's weights through FusedAdam, and gathers the others'.
 
     Args:
@@ -91,9 +96,7 @@ class ShardedWeights:
         """Updates this rank's shards, then gathers the weights."""
         for piece in self.pieces.values():
             piece.take_gradient()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        self._step(learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
         self._gather({name: memory_of(p) for name, p in self.parameters.items()})
         for parameter in self.parameters.values():
@@ -122,14 +125,6 @@ class ShardedWeights:
             as_bytes(tensor[bounds[name][rank] : bounds[name][rank + 1]])
             for name, tensor in whole.items()
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """FusedAdam's own, of this rank's shards."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """FusedAdam's own, exact to the bit."""
-        self.optimizer.load_state_dict(state_dict)
 
     def weights(self) -> Snapshot:
         """The weights, as this rank has them."""

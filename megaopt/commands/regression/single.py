@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from megaopt.commands import exits
+from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import ConfigError, FusedVariant, RunConfig, Variant, read_config
-from megaopt.commands.console import make_console
-from megaopt.commands.regression.command import batches_of, step_progress
+from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.outputs import require_place
-from megaopt.commands.regression.resume import load_trainer, save_result, save_trainer
+from megaopt.commands.regression.processes import Processes, print_into, printed
+from megaopt.commands.regression.resume import (
+    load_result,
+    load_trainer,
+    save_result,
+    save_trainer,
+)
 from megaopt.commands.regression.variants import build_trainer
 from megaopt.commands.toml_tables import MOST, require
 from megaopt.commands.training.determinism import choose_device, deterministic
 from megaopt.commands.training.limits import require_room
-from megaopt.commands.training.text import Batches, load_corpus
+from megaopt.commands.training.text import Batches, batches_of, load_corpus
 from megaopt.commands.training.trainer import Trainer
 
 
@@ -90,3 +102,50 @@ def _train_steps(batches: Batches, trainer: Trainer, name: str, last: int) -> li
             progress.update(task, completed=step, description=f"{name}, loss {losses[-1]:.4f}")
     console.print(f"{name}: loss {losses[-1]:.9g} at step {last}", highlight=False)
     return losses
+
+
+# --- the fresh process
+
+
+class ResumeError(RuntimeError):
+    """The fresh process failed."""
+
+
+def _serve(said: Path, config_path: Path, options: dict[str, Any]) -> None:
+    print_into(said)
+    sys.exit(exits.run(lambda: train(config_path, **options)))
+
+
+class FreshRun:
+    """A variant is continued to the config's last step; leaving the context ends its process.
+
+    Args:
+        config_path: of the run.
+        variant: its name.
+        path: the checkpoint to continue; the process's files are made beside it.
+    """
+
+    def __init__(self, config_path: Path, variant: str, path: Path) -> None:
+        self.variant, self.config_path, self.path = variant, config_path, path
+        self._said, self._result = path.with_suffix(".said"), path.with_suffix(".result")
+        self._processes = Processes(multiprocessing.get_context("spawn"), daemon=True)
+
+    def __enter__(self) -> FreshRun:
+        options = {"variant": self.variant, "resume": self.path, "result": self._result}
+        self._processes.start(self.variant, _serve, self._said, self.config_path, options)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._processes.__exit__(*error)
+
+    def wait(self, device: torch.device) -> tuple[list[float], Snapshot]:
+        """The losses of the continued steps, and the final weights and state on device.
+
+        Raises:
+            ResumeError: the process failed; the message ends with what it said.
+        """
+        self._processes.join()
+        if any(process.exitcode for process in self._processes.all):
+            end = printed(self._said).strip()[-2000:]
+            raise ResumeError(f"variant {self.variant!r}: the fresh process failed: {end}")
+        return load_result(self._result, device)

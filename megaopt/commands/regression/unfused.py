@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
-from megaopt.commands.training.trainer import Snapshot, weight_decay_of
+from megaopt.commands.training.trainer import weight_decay_of
 
 
 def power(base: float, exponent: int) -> float:

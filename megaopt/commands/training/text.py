@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megaopt.commands.training.sentences import sentences
+
+if TYPE_CHECKING:
+    from megaopt.commands.config import RunConfig
+    from megaopt.commands.regression.megatron.config import MegatronRun
 
 SEED, LENGTH = 1, 2**20
 
@@ -64,3 +69,10 @@ class Batches:
         starts = torch.randint(last, (self.batch_size, 1), generator=generator)
         tokens = self.corpus.tokens[starts + torch.arange(self.context + 1)].long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def batches_of(run: RunConfig | MegatronRun, corpus: Corpus) -> Batches:
+    """The batches of a run."""
+    return Batches(
+        corpus=corpus, seed=run.seed, batch_size=run.batch_size, context=run.model.context
+    )

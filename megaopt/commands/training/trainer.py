@@ -6,15 +6,10 @@ from typing import Any, Protocol
 
 import torch
 
+from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig
 from megaopt.commands.training.model import GPT
 from megaopt.float8 import scaled_matmul
-
-Snapshot = dict[str, dict[str, torch.Tensor]]
-"""Parameter name, in model order -> kind ("weight", "master_param", "exp_avg", "exp_avg_sq") ->
-tensor in the weight's shape. There is no master_param where an fp32 weight is its own master.
-An fp8 weight has "codes", "scale_inv" (of its recipe's shape) and, with delayed scaling, "scale"
-and "amax_history" in the place of "weight"."""
 
 
 class WeightOwner(Protocol):

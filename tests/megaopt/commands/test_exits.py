@@ -10,8 +10,8 @@ import torch
 
 from megaopt.checkpoint import CheckpointError
 from megaopt.commands import cli, doctor, exits
-from megaopt.commands.regression.crew import RankError
-from megaopt.commands.regression.resume import ResumeError
+from megaopt.commands.regression.processes import RankError
+from megaopt.commands.regression.single import ResumeError
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.text import CorpusError
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megaopt.commands.regression.compare import compared_integers
+from megaopt.commands.bits import compared_integers
 
 BLOCK = 1 << 22
 """Elements at a time: the int64 values between take 8 bytes each."""
@@ -61,8 +61,3 @@ def fingerprint(shards: Sequence[torch.Tensor], start: int) -> torch.Tensor:
         for number, each in enumerate(bits):
             total[number] += ((each[begin:end].to(torch.int64) + 1) * odd).sum()
     return total
-
-
-def hexadecimal(number: int) -> str:
-    """An int64 as 16 hexadecimal digits."""
-    return f"0x{number % (1 << 64):016x}"

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megaopt.commands.exits import DEBUG, wants_traceback
-from megaopt.commands.regression.crew import RankError
 from megaopt.commands.regression.megatron.rank import Task, serve
-from megaopt.commands.regression.processes import start_deaf
+from megaopt.commands.regression.processes import Processes, RankError, printed
 
 PAUSE = 0.1
 """Seconds between two looks at the processes."""
@@ -53,31 +52,24 @@ def run_group(tasks: list[Task], on_step: Callable[[int], None]) -> None:
             printed last. No process is left then.
     """
     context = context_for(tasks[0].device)
+    # its end tells them that the command has ended
     own, theirs = context.Pipe(duplex=False)
-    processes = []
-    try:
+    with own, theirs, Processes(context, daemon=False) as processes:
         for task in tasks:
-            process = context.Process(target=serve, args=(task, own), name=task.lines.stem)
-            processes.append(process)
-            start_deaf(process)
+            processes.start(task.lines.stem, serve, task, own)
         _watch(tasks, processes, on_step)
-        _leave(processes)
-    finally:
-        for process in (each for each in processes if each.pid is not None):
-            process.kill()
-            process.join()
-        own.close()
-        theirs.close()
+        # what they had to tell is written
+        processes.join(GRACE)
 
 
-def _watch(tasks: list[Task], processes: list[Any], on_step: Callable[[int], None]) -> None:
+def _watch(tasks: list[Task], processes: Processes, on_step: Callable[[int], None]) -> None:
     """Until every rank has written its last line."""
     patience = tasks[0].run.patience
     watched = [Lines(task.lines) for task in tasks]
     moved = time.monotonic()
     while not all(lines.finished for lines in watched):
         # before the lines are read: what a process wrote before it ended is then among them
-        ended = [not process.is_alive() for process in processes]
+        ended = [not process.is_alive() for process in processes.all]
         news = [lines.look() for lines in watched]
         for step in news[0]:
             on_step(step)
@@ -100,21 +92,12 @@ def _watch(tasks: list[Task], processes: list[Any], on_step: Callable[[int], Non
         time.sleep(PAUSE)
 
 
-def _leave(processes: list[Any]) -> None:
-    """Lets ranks end by themselves; what they had to tell is written."""
-    last = time.monotonic() + GRACE
-    for process in processes:
-        process.join(max(0.0, last - time.monotonic()))
-
-
 def _last_word(task: Task) -> float:
     return task.log.stat().st_mtime if task.log.exists() else 0.0
 
 
 def _told(task: Task) -> str:
-    if not task.log.exists():
-        return "nothing"
-    text = task.log.read_text(encoding="utf-8", errors="replace")
+    text = printed(task.log)
     # before the traceback there are other packages' warnings
     text = text[max(text.rfind(TRACEBACK), 0) :]
     if text.startswith(TRACEBACK) and not wants_traceback():

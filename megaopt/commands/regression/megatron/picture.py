@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 
 from megaopt.commands.regression.megatron.config import StockVariant
 from megaopt.commands.regression.megatron.regression import Outcome
-from megaopt.commands.regression.picture import BASELINE_COLOURS, COLOURS
-from megaopt.files import replacing
+from megaopt.commands.regression.picture import BASELINE_COLOURS, COLOURS, save
 
 
 def draw_times(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
@@ -35,5 +34,4 @@ def draw_times(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     axes.set_title("Megatron's step grey, ours blue; ranks in brackets", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontweight="bold")
-    with replacing(path) as file:
-        figure.savefig(file, format="png")
+    save(path, figure)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megaopt.commands.regression.compare import loss_bits
+from megaopt.commands.bits import loss_bits
 from megaopt.commands.regression.megatron import checkpoint, state
 from megaopt.commands.regression.megatron.config import MegatronRun, StockVariant
 from megaopt.commands.regression.megatron.cpu import pretend_cuda
@@ -41,7 +41,8 @@ from megaopt.commands.regression.megatron.optimizer import (
     distributed_optimizers,
 )
 from megaopt.commands.regression.megatron.plan import Stretch
-from megaopt.commands.training.text import Batches, Corpus
+from megaopt.commands.regression.processes import print_into
+from megaopt.commands.training.text import Batches, Corpus, batches_of
 
 SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -93,7 +94,7 @@ def settings() -> dict[str, str]:
 
 def serve(task: Task, parent: Connection) -> None:
     """The process's life: exit status 1 and a traceback in its log where anything fails."""
-    _print_into(task.log)
+    print_into(task.log)
     # processes that Megatron spawns to save would import the command's main module, torch and all
     sys.modules["__main__"] = ModuleType("__main__")
     # a rank that waits for another in a collective would outlive a parent that was killed
@@ -111,12 +112,6 @@ def serve(task: Task, parent: Connection) -> None:
         sys.stderr.flush()
         # not sys.exit: what waits for the other ranks at exit may wait for ever
         os._exit(1)
-
-
-def _print_into(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
 
 
 def _end_with(parent: Connection) -> None:
@@ -261,12 +256,7 @@ class Training:
 def _batches(task: Task) -> Batches:
     # copied on write, so that torch does not warn of memory that cannot be written
     tokens = torch.from_numpy(np.load(task.tokens, mmap_mode="c"))
-    return Batches(
-        corpus=Corpus(tokens=tokens, sha256=""),
-        seed=task.run.seed,
-        batch_size=task.run.batch_size,
-        context=task.run.model.context,
-    )
+    return batches_of(task.run, Corpus(tokens=tokens, sha256=""))
 
 
 def _write(lines: Any, line: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from megaopt.commands.regression.megatron.rank import settings
 from megaopt.commands.regression.megatron.regression import Outcome, Regression, is_installed
 from megaopt.commands.regression.megatron.result import Result
 from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
-from megaopt.commands.regression.record import VERSIONS, hardware
+from megaopt.commands.regression.record import made_with, recorded
 from megaopt.commands.training.text import Corpus
 from megaopt.source import Source
 
@@ -45,7 +44,7 @@ def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
         "variant": outcome.lane.variant.name,
         "baseline": outcome.lane.baseline,
         "identical": difference is None if compared else None,
-        "first_difference": None if difference is None else dataclasses.asdict(difference),
+        "first_difference": recorded(difference),
         "failure": outcome.failure,
     }
     if result is None:
@@ -63,22 +62,18 @@ def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
 def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
     """The record of a regression so far; losses and norms are hexadecimal floats."""
     difference = regression.first_difference()
-    described = environment.describe()
     finished = len(regression.outcomes) == len(regression.lanes)
+    record = made_with(regression.run, torch.device(regression.device), corpus, source)
+    record["versions"] |= {name: environment.installed_version(name) for name in PACKAGES}
     return {
-        "source": source,
-        "versions": {key: described[key] for key in VERSIONS}
-        | {name: environment.installed_version(name) for name in PACKAGES},
-        "hardware": hardware(torch.device(regression.device), described),
+        **record,
         "settings": settings(),
-        "config": dataclasses.asdict(regression.run),
         "perturb": regression.perturb,
-        "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
         "variants": {
             name: outcome_record(regression, outcome)
             for name, outcome in regression.outcomes.items()
         },
         "finished": finished,
         "identical": finished and difference is None and not regression.failed,
-        "first_difference": None if difference is None else dataclasses.asdict(difference),
+        "first_difference": recorded(difference),
     }

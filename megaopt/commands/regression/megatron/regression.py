@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from megaopt.commands.config import ConfigError
-from megaopt.commands.regression.crew import RankError
+from megaopt.commands.regression.compare import Difference, earliest
 from megaopt.commands.regression.megatron.config import MegatronRun, StockVariant
 from megaopt.commands.regression.megatron.group import run_group
 from megaopt.commands.regression.megatron.plan import Lane, Stretch, plan_lanes
 from megaopt.commands.regression.megatron.rank import Task
 from megaopt.commands.regression.megatron.result import (
-    Difference,
     Result,
     find_difference,
     read_result,
 )
+from megaopt.commands.regression.processes import RankError
 from megaopt.commands.toml_tables import require
 from megaopt.commands.training.limits import count_parameters, require_memory
 from megaopt.commands.training.text import Corpus
@@ -143,8 +143,7 @@ class Regression:
 
     def first_difference(self) -> Difference | None:
         """The earliest difference of all lanes."""
-        found = [each.difference for each in self.outcomes.values() if each.difference is not None]
-        return min(found, key=lambda difference: difference.step, default=None)
+        return earliest(each.difference for each in self.outcomes.values())
 
     @property
     def failed(self) -> list[Outcome]:

@@ -10,33 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaopt.commands.regression.compare import Difference
 from megaopt.commands.regression.megatron.plan import Lane, Stretch
 
 WARM_UP = 3
 """Steps of a group of processes whose times are not counted: the first compile and allocate."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """Where a variant first differs from its baseline."""
-
-    step: int
-    """The step, counted from 1, whose loss or norm differs, or after whose update a tensor does."""
-    variant: str
-    baseline: str
-    tensor: str
-    """The quantity: "loss of rank 0, micro batch 1", "gradient norm", or a tensor by parameter and
-    kind, "output.weight exp_avg"; of that the bits are the fingerprint's."""
-    bits: str
-    """The variant's, hexadecimal."""
-    baseline_bits: str
-    """The baseline's, hexadecimal."""
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.step}, variant {self.variant}, {self.tensor}: {self.bits}, but "
-            f"{self.baseline_bits} in {self.baseline}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

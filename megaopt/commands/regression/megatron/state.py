@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megaopt.commands.regression.megatron.fingerprint import fingerprint, hexadecimal
+from megaopt.commands.bits import in_digits
+from megaopt.commands.regression.megatron.fingerprint import fingerprint
 from megaopt.commands.regression.megatron.model import megatron
 from megaopt.commands.regression.megatron.optimizer import distributed_optimizers
 
@@ -79,7 +80,7 @@ def fingerprints(chunk: Any, optimizer: Any) -> dict[str, str]:
         sums[row[shards.name]] += fingerprint(own, shards.start)
     dist.all_reduce(sums, group=megatron("parallel_state").get_data_parallel_group())
     return {
-        f"{name} {kind}": hexadecimal(number)
+        f"{name} {kind}": in_digits(number, 64)
         for name, numbers in zip(names, sums.tolist(), strict=True)
         for kind, number in zip(kinds, numbers, strict=True)
     }

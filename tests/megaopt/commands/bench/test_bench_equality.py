@@ -16,6 +16,7 @@ from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.instance import Instance, build, state_tensors
 from megaopt.commands.bench.peers import PEERS, SHARED, Peer
 from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bits import as_integers
 from megaopt.kernels.contracts import CONTRACTS, Contract
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,7 +65,7 @@ def test_one_flipped_bit_is_named_in_every_tensor(mode_name: str) -> None:
         assert equality.compare(other, reference) is None
         values = state_tensors(other, other.parameters[1])[name]
         at = min(17, values.numel() - 1)
-        values.view(equality.INTEGERS[values.element_size()]).view(-1)[at] ^= 1
+        as_integers(values).view(-1)[at] ^= 1
         found = equality.compare(other, reference)
         assert found is not None
         assert found.startswith(f"tensor 1, {name}[{at}]: 0x")

@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 
+from megaopt.commands.bits import hexadecimal, loss_bits
 from megaopt.commands.regression.compare import (
     Difference,
     Mismatch,
     earliest,
     find_mismatch,
     hash_snapshot,
-    hexadecimal,
-    loss_bits,
 )
 
 

@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from megaopt.commands import cli
+from megaopt.commands.bits import pack
 from megaopt.commands.config import ConfigError, read_config
 from megaopt.commands.regression import fake_quantize
-from megaopt.commands.regression.command import batches_of
 from megaopt.commands.regression.compare import find_mismatch
-from megaopt.commands.regression.crew import CrewTrainer, RankError, Reply, pack
+from megaopt.commands.regression.crew import CrewTrainer, Reply
 from megaopt.commands.regression.fake_quantize import DelayedFakeQuantizer, FakeQuantizedLinear
 from megaopt.commands.regression.lockstep import Regression
+from megaopt.commands.regression.processes import RankError
 from megaopt.commands.regression.resume import load_result
 from megaopt.commands.regression.shards import shard_bounds
 from megaopt.commands.regression.single import train
 from megaopt.commands.regression.variants import build_trainer
 from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.text import load_corpus
+from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.float8 import RECIPES, Float8Weight
 
 CPU = torch.device("cpu")
@@ -238,13 +239,13 @@ def test_a_rank_that_fails_is_told(build, monkeypatch, fault):
         if fault == "raises":
             regression.crew._connections[1].send([batch[0].float().numpy(), batch[1].numpy()])
         else:
-            regression.crew._processes[1].terminate()
+            regression.crew._processes.all[1].terminate()
         begin(batch)
 
     monkeypatch.setattr(regression.crew, "begin", spoil)
     with pytest.raises(RankError, match=REASONS[fault]):
         run(regression)
-    assert regression.crew._processes == []
+    assert regression.crew._processes.all == []
 
 
 def test_ranks_alone_are_refused(write_float8):

@@ -6,15 +6,14 @@ import math
 import pytest
 import torch
 
+from megaopt.commands.bits import hexadecimal
 from megaopt.commands.config import ConfigError, read_config
-from megaopt.commands.regression.command import batches_of
-from megaopt.commands.regression.compare import hexadecimal
 from megaopt.commands.regression.fused import FusedWeights
 from megaopt.commands.regression.lockstep import Regression
-from megaopt.commands.regression.resume import ResumeError
+from megaopt.commands.regression.single import ResumeError
 from megaopt.commands.regression.variants import build_trainer
 from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.text import load_corpus
+from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.kernels.optional_triton import INTERPRETED
 
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@ import itertools
 import pytest
 import torch
 
-from megaopt.commands.regression.compare import as_integers
+from megaopt.commands.bits import as_integers, in_digits
 from megaopt.commands.regression.megatron import fingerprint as fingerprints
-from megaopt.commands.regression.megatron.fingerprint import hexadecimal, odd_numbers
+from megaopt.commands.regression.megatron.fingerprint import odd_numbers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 MODULUS = 1 << 64
@@ -49,7 +49,7 @@ def test_the_sum_is_that_of_whole_numbers(dtype):
             number if dtype == torch.uint8 or number < 1 << (size - 1) else number - (1 << size)
         )
         total += (signed + 1) * splitmix(5 + place)
-    assert hexadecimal(int(fingerprint(tensor, 5))) == f"0x{total % MODULUS:016x}"
+    assert in_digits(int(fingerprint(tensor, 5)), 64) == f"0x{total % MODULUS:016x}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,7 +60,7 @@ def test_shards_add_up_to_the_whole(dtype, cuts, monkeypatch):
     bounds = [0, *cuts, 1000]
     parts = itertools.pairwise(bounds)
     total = sum(int(fingerprint(tensor[a:b], a)) for a, b in parts)
-    assert hexadecimal(total) == hexadecimal(int(fingerprint(tensor, 0)))
+    assert in_digits(total, 64) == in_digits(int(fingerprint(tensor, 0)), 64)
 
 
 @pytest.mark.parametrize("index", [0, 511, 999])

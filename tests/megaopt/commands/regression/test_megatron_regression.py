@@ -5,12 +5,12 @@ import time
 import pytest
 
 from megaopt.commands.regression.command import regress
-from megaopt.commands.regression.crew import RankError
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.megatron.group import run_group
 from megaopt.commands.regression.megatron.plan import plan_lanes
 from megaopt.commands.regression.megatron.rank import Task
 from megaopt.commands.regression.megatron.regression import is_installed
+from megaopt.commands.regression.processes import RankError
 from megaopt.commands.training.text import load_corpus
 from megaopt.source import describe_source
 

@@ -5,13 +5,12 @@ import torch
 
 from megaopt.checkpoint import CheckpointError, save
 from megaopt.commands.config import ConfigError, read_config
-from megaopt.commands.regression.command import batches_of
 from megaopt.commands.regression.compare import find_mismatch
 from megaopt.commands.regression.resume import load_result, load_trainer, save_result, save_trainer
 from megaopt.commands.regression.single import train
 from megaopt.commands.regression.variants import build_trainer
 from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.text import load_corpus
+from megaopt.commands.training.text import batches_of, load_corpus
 
 CPU = torch.device("cpu")
 REFERENCE = ("unfused", {"backend": "reference"})

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from megaopt.commands.bits import as_integers
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
-from megaopt.commands.regression.compare import as_integers
 from megaopt.commands.regression.unfused import (
     UnfusedAdam,
     adam_update,

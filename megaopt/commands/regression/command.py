@@ -37,8 +37,8 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
         failed.
 
     Raises:
-        ConfigError: the config, perturb or MEGAOPT_COMMIT is not allowed, or a variant cannot run
-            here.
+        ConfigError: the config or perturb is not allowed, or a variant cannot run here.
+        SourceError: MEGAOPT_COMMIT is not allowed.
         CorpusError: the text is too short for the config's context.
         RankError, ResumeError: a process of a variant failed.
         OSError: the record or the picture cannot be written.

@@ -110,6 +110,8 @@ class OptimizerWeights:
 class FusedWeights(OptimizerWeights):
     """Owns a model's weights through FusedAdam, as a variant says."""
 
+    optimizer: FusedAdam
+
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: FusedVariant) -> None:
         in_views = variant.layout == "groups_and_views"
         split = unaligned_pieces if in_views else whole_pieces

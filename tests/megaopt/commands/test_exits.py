@@ -14,6 +14,7 @@ from megaopt.commands.regression.processes import RankError
 from megaopt.commands.regression.single import ResumeError
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.text import CorpusError
+from megaopt.source import SourceError
 
 HINT = "(please report it; MEGAOPT_DEBUG=1 shows the traceback)"
 
@@ -35,7 +36,7 @@ def ended_by(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "kind", [ConfigError, CheckpointError, CorpusError, RankError, ResumeError]
+    "kind", [ConfigError, CheckpointError, CorpusError, RankError, ResumeError, SourceError]
 )
 def test_an_error_for_users_is_its_message(ended_by, kind):
     assert ended_by(kind("steps must be 1, got 2")) == (2, "megaopt: steps must be 1, got 2\n")
@@ -138,7 +139,7 @@ def test_a_closed_stdout_is_no_difference():
 
 def test_an_interrupt_within_an_exec_has_our_status(tmp_path):
     (tmp_path / "interrupted.py").write_text(
-        "from megaopt import exits\n\n\n"
+        "from megaopt.commands import exits\n\n\n"
         "def interrupted():\n    exec('raise KeyboardInterrupt')\n\n\n"
         "raise SystemExit(exits.run(interrupted))\n",
         encoding="utf-8",

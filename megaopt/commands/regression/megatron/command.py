@@ -41,8 +41,8 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
         0 where every variant equals its baseline, 1 where one differs, 2 where one failed.
 
     Raises:
-        ConfigError: the config, perturb or MEGAOPT_COMMIT is not allowed, or the run cannot be
-            made here.
+        ConfigError: the config or perturb is not allowed, or the run cannot be made here.
+        SourceError: MEGAOPT_COMMIT is not allowed.
         OSError: the record or a picture cannot be written.
     """
     run, source = read_megatron_run(config_path), describe_source()

@@ -5,10 +5,9 @@ import platform
 import pytest
 import torch
 
-from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.command import regress
 from megaopt.commands.training.text import load_corpus
-from megaopt.source import describe_source
+from megaopt.source import SourceError, describe_source
 
 FORMS = {
     "reference": ("unfused", {"backend": "reference"}),
@@ -48,7 +47,7 @@ def test_an_identical_run_is_recorded(run, tmp_path):
 
 def test_a_commit_that_is_none_is_refused_before_anything_is_trained(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGAOPT_COMMIT", "main")
-    with pytest.raises(ConfigError, match="MEGAOPT_COMMIT must be 40 hex digits"):
+    with pytest.raises(SourceError, match="MEGAOPT_COMMIT must be 40 hex digits"):
         run()
     assert not (tmp_path / "out").exists()
 

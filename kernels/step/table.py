@@ -132,7 +132,11 @@ def empty_like(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
 
 def stream_of(device: torch.device) -> int:
     """The device's current stream, as a number."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    # torch.cuda.current_stream makes an object, which takes 5 us on an H200's host
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -69,7 +69,7 @@ class Upload:
         piece = self._pieces.popleft() if oldest_is_done else self._new(self.tensor)
         target, source = self.tensor, piece.tensor
         if first or last is not None:
-            target, source, array = (each[first:last] for each in (target, source, array))
+            target, source, array = target[first:last], source[first:last], array[first:last]
         source.numpy()[...] = array
         target.copy_(source, non_blocking=True)
         piece.copied.record()

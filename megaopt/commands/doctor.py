@@ -153,6 +153,8 @@ def _table(title: str, *headings: str) -> Table:
 
 def _environment_table(described: dict[str, str | None]) -> Table:
     table = _table("here")
+    for _ in range(2):
+        table.add_column(overflow="fold")
     for name, value in described.items():
         table.add_row(name, "none, or not known" if value is None else escape(value))
     return table

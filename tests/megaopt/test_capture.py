@@ -221,9 +221,9 @@ def test_an_eager_step_with_other_gradients_leaves_captured_tables_alone(capturi
     give_gradients(params_of(own), 1)
     kept_alive = [param.grad for param in params_of(own)]
     own.step()
-    capturing(False)
     (batch,) = own._captured[0].batches
     captured = batch.plan.table()
+    capturing(False)
     before = captured.clone()
     assert_same_bits(captured[0], torch.tensor([grad.data_ptr() for grad in kept_alive]))
     train(own, 2, first=2)

@@ -206,3 +206,31 @@ def test_megatrons_steps_of_the_first_page_are_the_records():
         assert_says(row[1:5], *shown, times[0] / times[1], own["peak_bytes"] / 2**30)
         assert row[5] == "yes"
         assert variants[name]["identical"] is True
+
+
+def test_the_table_of_the_hosts_share_is_the_record():
+    found = read("h200-bench-host.json")["host"]["cases"]
+    rows = rows_of("docs/benchmarks/README.md", "| tensors | ours | torch |")
+    for row, case in zip(rows, found, strict=True):
+        times = [case[name] for name in ("ours_ms", "torch_ms", "ours_moved_ms", "torch_moved_ms")]
+        own, peer, moved, peer_moved = times
+        assert_says(
+            row, case["tensors"], own, peer, peer / own, moved, peer_moved, peer_moved / moved
+        )
+
+
+def test_the_table_of_steps_before_and_after_is_the_records():
+    before, after = (cases(f"h200-bench-step-{when}.json") for when in ("before", "after"))
+    rows = rows_of("docs/benchmarks/README.md", "| case | before: device |")
+    assert [row[0] for row in rows] == list(after)
+    for row in rows:
+        pair = (before[row[0]], after[row[0]])
+        assert_says(row[1:], *(each[key] for each in pair for key in ("step_ms", "wall_ms")))
+
+
+def test_the_count_of_the_gpu_suite_is_the_records():
+    found = read("h200-gpu-suite.json")["outcomes"]
+    text = f"{found['passed']:,} passed, {found['skipped']} skipped"
+    for page in ("docs/benchmarks/README.md", "docs/reliability.md"):
+        assert text in (REPOSITORY / page).read_text(encoding="utf-8")
+    assert found.keys() == {"passed", "skipped"}

@@ -43,6 +43,22 @@ def test_sharded_steps_are_whole_steps(on_ranks, options, world, replicas):
     assert_same_on_all(found, trained(options, 3))
 
 
+OTHER_RULES = {
+    "lion": {"optimizer": "FusedLion", "weights": BF16, **MASTER},
+    "sgd": {"optimizer": "FusedSGD"},
+    "sgd_nesterov": {"optimizer": "FusedSGD", "momentum": 0.9, "nesterov": True, "weights": BF16},
+    "amsgrad": {"amsgrad": True, "maximize": True, "weights": BF16, **REMAINDERS},
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("options", OTHER_RULES.values(), ids=OTHER_RULES)
+def test_sharded_steps_of_other_rules_are_whole_steps(on_ranks, options, world):
+    options = {**HYPER, **options}
+    found = on_ranks(world, trained, options, 3)
+    assert_same_on_all(found, trained(options, 3))
+
+
 @all_layouts
 def test_state_is_sharded_as_its_parameter(on_ranks, world, replicas):
     for options in (KINDS["masters"], KINDS["remainders"], KINDS["external"]):

@@ -21,8 +21,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import megaopt
 from megaopt import FusedAdam
 from megaopt.kernels.step import native
+from megaopt.params import view_of
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
@@ -90,7 +92,8 @@ def snapshot(optimizer):
 def build(options, replicas=1, dtype=None, shapes=SHAPES, seed=0):
     """A model and its optimizer; without a process group a whole one.
 
-    options: FusedAdam's; "external" among them makes fp32 masters of the values before bf16.
+    options: FusedAdam's, or those of the class that "optimizer" names; "external" among them makes
+        fp32 masters of the values before bf16.
     """
     options = dict(options)
     dtype = dtype or options.pop("weights", FP32)
@@ -100,7 +103,8 @@ def build(options, replicas=1, dtype=None, shapes=SHAPES, seed=0):
     if options.pop("external", False):
         options["master_weights"] = [param.detach().clone() for param in model.parameters()]
         model.to(BF16)
-    return model, FusedAdam(model.parameters(), **options)
+    kind = getattr(megaopt, options.pop("optimizer", "FusedAdam"))
+    return model, kind(model.parameters(), **options)
 
 
 def train(model, optimizer, steps, first=0, **step):
@@ -120,6 +124,16 @@ def trained(options, steps, replicas=1, **step):
 
 
 # --- what belongs to the processes alone
+
+
+def first_elements(shape, replicas, *dims):
+    """For whole tensors that count their elements: what a view says, and the shard's first."""
+    mesh = mesh_of(replicas)
+    counts = torch.arange(torch.Size(shape).numel(), dtype=FP32).view(shape)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    view = view_of(distribute_tensor(counts, mesh, placements, src_data_rank=None))
+    own = view.local.flatten()[:1].tolist()
+    return view.first_element, own, view.number(7), view.wrap(view.local).full_tensor().tolist()
 
 
 def kinds_of_state(options, replicas):

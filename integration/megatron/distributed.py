@@ -40,6 +40,9 @@ class Sharded(CheckpointedOptimizer):
         if not self.is_stub_optimizer:
             self.init_state_fn = self.initialize_states
             self._take_shards()
+            for model, shard in self.shards.items():  # as megaopt.params reads it
+                start = self._get_model_param_range_map(model)["param"].start
+                shard.megaopt_first_element = start
             self._norm_shards = self._ask_for_norm_shards()
             self.has_16_bit_norm = self._may_have_16_bit_norm()
 

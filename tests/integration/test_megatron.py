@@ -140,6 +140,13 @@ def test_gradients_are_read_where_they_lie(pools, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_shards_say_where_in_their_parameters_they_begin(pools, mode):
+    found = pools(2)(cases.where_shards_begin, Case(plug=mode))
+    assert all(is_same for is_same, _, _ in found)
+    assert any(at_zero < count for _, at_zero, count in found)  # some are cut
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_norm_that_takes_16_bits_is_given_them(pools, stock, mode):
     settings = {"fp32_grads": False}
     expected = stock(2, train, Case(**settings), 3)

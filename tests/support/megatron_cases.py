@@ -11,6 +11,7 @@ from megatron_gpt import optimizer_config as make_config
 
 import megaopt
 from megaopt.integration import megatron as ours
+from megaopt.params import view_of
 
 
 def step_given_gradients(case, steps=3):
@@ -172,6 +173,20 @@ def gradients_of(case):
         "changed": not all(map(torch.equal, before, second)),
         "clipped": norm > case.clip_grad,
     }
+
+
+def where_shards_begin(case):
+    """Whether shards are their parameters from their first elements on; how many begin at 0."""
+    trainer = Trainer(case)
+    trainer.train(1)
+    trainer.gather()
+    (optimizer,) = trainer.optimizer.chained_optimizers
+    found = []
+    for model, shard in optimizer.shards.items():
+        first = view_of(shard).first_element
+        part = model.detach().flatten()[first : first + shard.numel()]
+        found.append((torch.equal(part, shard.detach().flatten()), first))
+    return all(is_same for is_same, _ in found), sum(first == 0 for _, first in found), len(found)
 
 
 def norm_of_16_bits(case):

@@ -156,7 +156,7 @@ def towards_zero(value, *_):
 
 def test_another_rounding_is_noticed(monkeypatch):
     bf16 = WEIGHTS[torch.bfloat16]
-    monkeypatch.setitem(WEIGHTS, torch.bfloat16, replace(bf16, encode_reference=truncated))
+    monkeypatch.setitem(WEIGHTS, bf16.name, replace(bf16, encode_reference=truncated))
     assert checks.encoding().startswith("torch.bfloat16, element ")
     monkeypatch.setattr(checks, "FLOAT8_E4M3", replace(FLOAT8_E4M3, encode_reference=towards_zero))
     assert checks.float8_encoding().startswith("float8_e4m3, element ")

@@ -1,6 +1,7 @@
 """The record has a case for every row of every table, and beside each format what it goes with."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megaopt.commands.golden.record import packaged
 from megaopt.float8 import RECIPES
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8.recipe import ALGORITHMS, FLOAT8
-from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
+from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS, FormatTable
 from megaopt.kernels.rules import RULES
 from megaopt.options import NONFINITE
 
@@ -38,7 +39,7 @@ def rule(case):
 
 def weights_with_masters():
     """An fp32 weight is its own master, and only bf16 is half of one."""
-    for weight, form in itertools.product(WEIGHTS, MASTERS):
+    for weight, form in itertools.product(WEIGHTS.allowed, MASTERS.allowed):
         own = weight == torch.float32 and form is not None
         if not own and not (form == torch.int16 and weight != torch.bfloat16):
             yield weight, form
@@ -55,7 +56,7 @@ WANTED = {
     ),
     "contract": (lambda: CONTRACTS, lambda: {case.contract for case in EVERY}),
     "gradient and weight": (
-        lambda: itertools.product(GRADS, WEIGHTS),
+        lambda: itertools.product(GRADS.allowed, WEIGHTS.allowed),
         lambda: {(case.grad, case.weight) for case in PLAIN},
     ),
     "weight and master": (
@@ -63,15 +64,15 @@ WANTED = {
         lambda: {(case.weight, master(case)) for case in PLAIN},
     ),
     "exp_avg and exp_avg_sq": (
-        lambda: itertools.product(MOMENTS, MOMENTS),
+        lambda: itertools.product(MOMENTS.allowed, MOMENTS.allowed),
         lambda: {moments(case) for case in PLAIN},
     ),
     "master and exp_avg": (
-        lambda: itertools.product(MASTERS, MOMENTS),
+        lambda: itertools.product(MASTERS.allowed, MOMENTS.allowed),
         lambda: {(master(case), moments(case)[0]) for case in PLAIN},
     ),
     "master and exp_avg_sq": (
-        lambda: itertools.product(MASTERS, MOMENTS),
+        lambda: itertools.product(MASTERS.allowed, MOMENTS.allowed),
         lambda: {(master(case), moments(case)[1]) for case in PLAIN},
     ),
     "scaling and dtype of fp8 weights": (
@@ -79,10 +80,12 @@ WANTED = {
         lambda: {(case.recipe.scaling, case.recipe.dtype) for case in IN_FP8},
     ),
     "scaling and master of fp8 weights": (
-        lambda: itertools.product(RECIPES, [form for form in MASTERS if form != torch.int16]),
+        lambda: itertools.product(
+            RECIPES, [form for form in MASTERS.allowed if form != torch.int16]
+        ),
         lambda: {(case.recipe.scaling, master(case)) for case in IN_FP8},
     ),
-    "dtype of fp8 weights": (lambda: WEIGHTS, lambda: {case.weight for case in IN_FP8}),
+    "dtype of fp8 weights": (lambda: WEIGHTS.allowed, lambda: {case.weight for case in IN_FP8}),
     "amaxes of delayed scaling": (
         lambda: ALGORITHMS,
         lambda: {case.recipe.amax_compute_algo for case in IN_FP8},
@@ -124,7 +127,11 @@ def test_every_row_of_every_table_has_a_case(what):
     ids=["rule", "contract", "gradient", "weight", "master", "moment", "recipe"],
 )
 def test_a_new_row_without_a_case_is_noticed(table, row, whats, monkeypatch):
-    monkeypatch.setitem(table, row, None)
+    if isinstance(table, FormatTable):
+        form = replace(table[torch.float32], name="new", dtype=row)
+        monkeypatch.setitem(table, "new", form)
+    else:
+        monkeypatch.setitem(table, row, None)
     for what in whats:
         assert any(each == row or row in each for each in missing(what))
 

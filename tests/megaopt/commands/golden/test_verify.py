@@ -138,7 +138,7 @@ def test_a_change_of_a_format_is_named(
     file, change, place, expected, verify, monkeypatch, tmp_path
 ):
     form = getattr(changed(file, change, tmp_path), place[1])
-    monkeypatch.setitem(place[0], form.dtype, form)
+    monkeypatch.setitem(place[0], form.name, form)
     (name, quantities) = expected
     status, out, _ = verify(name)
     assert status == 1

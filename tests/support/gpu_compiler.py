@@ -21,7 +21,7 @@ from triton.runtime import driver
 
 import megaopt
 import megaopt.integration.transformer_engine
-from megaopt import FusedAdam, FusedLion, FusedSGD, groups
+from megaopt import FusedAdam, FusedLion, FusedSGD, owned
 from megaopt.float8 import RECIPES
 from megaopt.float8.shard import Float8Shard
 from megaopt.kernels import backends
@@ -125,7 +125,7 @@ def main():
     assert not INTERPRETED
     driver.set_active(Driver())
     backends.Triton.why_not = lambda self, device: None
-    groups.why_not = lambda backend, contract, device: None
+    owned.why_not = lambda backend, contract, device: None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     masters = {"dtype": torch.float32}
     fp16 = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}

@@ -39,7 +39,6 @@ from megaopt.probing import is_probe
 from megaopt.state import MASTER, picklable
 from megaopt.state_access import set_scaled, unscaled
 from megaopt.writes import ExternalWrites
-from megaopt.writes import MissingMastersWarning as MissingMastersWarning
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -233,9 +232,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _rows(self, owned: Owned) -> list[tuple[float, ...]] | None:
         """The groups' scalars for the coming step, None where they are made on the device."""
-        if not self._numbers.are_those_checked(owned):
-            owned.check_groups()
-            self._numbers.note(owned)
+        self._numbers.check(owned)
         if self.options.capturable:
             return None
         return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]

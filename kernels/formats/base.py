@@ -58,11 +58,6 @@ class Format:
         """Whether a scale per tensor goes with the codes."""
         return self.code_max > 0
 
-    @property
-    def block(self) -> tuple[int, ...] | None:
-        """What shares a scale: None, the whole tensor."""
-        return None
-
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""

@@ -10,9 +10,11 @@ import torch
 
 from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
+from megaopt.kernels.quantizers.launch import CastPlan
+from megaopt.kernels.quantizers.reference import CastReferencePlan
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
-from megaopt.kernels.step.cast_launch import CastPlan
+from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.preparation import ReferencePreparation, TritonPreparation
 from megaopt.kernels.step.reference import ReferencePlan
@@ -82,11 +84,12 @@ class Triton:
         groups: Sequence[int],
         device: torch.device,
         extents: Sequence[Extent] | None = None,
+        places: Sequence[Place] | None = None,
     ) -> Plan:
         """Tables on the device for tensors of these sizes; `groups` are their rows of scalars."""
         if formats.cast is not None and extents is not None:
-            return CastPlan(formats, rule, numels, groups, device, extents)
-        return TritonPlan(formats, rule, numels, groups, device)
+            return CastPlan(formats, rule, numels, groups, device, extents, places)
+        return TritonPlan(formats, rule, numels, groups, device, None, places)
 
     def preparation(self, rule: Rule, device: torch.device) -> TritonPreparation:
         """The scalars and controls of steps on the device."""
@@ -110,9 +113,12 @@ class Reference:
         groups: Sequence[int],
         device: torch.device,
         extents: Sequence[Extent] | None = None,
+        places: Sequence[Place] | None = None,
     ) -> Plan:
         """Nothing is laid out ahead."""
-        return ReferencePlan(formats, rule, groups, extents)
+        if formats.cast is not None and extents is not None:
+            return CastReferencePlan(formats, rule, groups, extents, places)
+        return ReferencePlan(formats, rule, groups, places)
 
     def preparation(self, rule: Rule, device: torch.device) -> ReferencePreparation:
         """The scalars and controls of steps on the device, made on the host."""

@@ -5,20 +5,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaopt.adam import FusedAdam
+    from megaopt.casting import cast_model
     from megaopt.float8 import to_float8
+    from megaopt.galore import GaLoreAdamW
+    from megaopt.gradient_release import release_gradients
     from megaopt.lion import FusedLion
+    from megaopt.model_state import get_fp32_model_state_dict, set_fp32_model_state_dict
     from megaopt.sgd import FusedSGD
 
 __version__ = "0.1.0"
 
-__all__ = ["FusedAdam", "FusedLion", "FusedSGD", "__version__", "to_float8"]
+__all__ = [
+    "FusedAdam",
+    "FusedLion",
+    "FusedSGD",
+    "GaLoreAdamW",
+    "__version__",
+    "cast_model",
+    "get_fp32_model_state_dict",
+    "release_gradients",
+    "set_fp32_model_state_dict",
+    "to_float8",
+]
 
 HOMES = {
     "FusedAdam": "megaopt.adam",
     "FusedLion": "megaopt.lion",
     "FusedSGD": "megaopt.sgd",
+    "GaLoreAdamW": "megaopt.galore",
+    "cast_model": "megaopt.casting",
+    "get_fp32_model_state_dict": "megaopt.model_state",
+    "release_gradients": "megaopt.gradient_release",
+    "set_fp32_model_state_dict": "megaopt.model_state",
     "to_float8": "megaopt.float8",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

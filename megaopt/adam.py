@@ -10,6 +10,7 @@ import torch
 
 from megaopt.checks import NOT_NEGATIVE, one_of
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.formats import MOMENTS
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
@@ -35,14 +36,20 @@ class AdamOptions(Options):
         "amsgrad": FLAGS,
     }
 
-    exp_avg_dtype: torch.dtype = torch.float32
-    exp_avg_sq_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype | str = torch.float32
+    exp_avg_sq_dtype: torch.dtype | str = torch.float32
     adam_w_mode: bool = True
     amsgrad: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
         super().__post_init__()
+        if self.amsgrad and MOMENTS[self.exp_avg_sq_dtype].draws:
+            raise ValueError(
+                "exp_avg_sq_dtype must round to nearest with amsgrad=True, got "
+                f"{self.exp_avg_sq_dtype!r}: the largest of numbers that are rounded up and down "
+                "is too large"
+            )
         for name in VARIANTS:
             if self.contract == "te" and getattr(self, name):
                 raise ValueError(
@@ -51,7 +58,7 @@ class AdamOptions(Options):
                 )
 
     @property
-    def max_exp_avg_sq_dtype(self) -> torch.dtype:
+    def max_exp_avg_sq_dtype(self) -> torch.dtype | str:
         """Of AMSGrad's third moment."""
         return self.exp_avg_sq_dtype
 
@@ -85,13 +92,37 @@ class FusedAdam(FusedOptimizer):
             fp32. A list gives the masters: one tensor per parameter in group order (None for an
             fp32 weight), used as they are, not copied. None or False without dtype: the weights
             alone are updated. May be assigned after construction.
-        master_weight_dtype: torch.float32, or torch.float16 with a scale per tensor.
+        master_weight_dtype: torch.float32, or torch.float16 with a scale per tensor; or the name of
+            a master that lies beside its 16-bit weight: "remainder16" (exact fp32: an int16 beside
+            a bf16 weight, as store_param_remainders keeps it), "remainder8" (24 bits: an int8
+            beside a bf16 weight), "kahan" (a bf16 beside a bf16 or fp16 weight), and the last two
+            rounded stochastically, "remainder8_stochastic" and "kahan_stochastic". Rounded to
+            nearest, these two lose updates below half of their last place (2**-17 and about as much
+            of the weight). A name whose master does not fit a weight is refused.
         exp_avg_dtype: torch.float32, torch.bfloat16, or, with a scale per tensor, torch.float16 or
-            torch.float8_e4m3fn (which torch.uint8 stands for too, as in TransformerEngine).
-        exp_avg_sq_dtype: likewise, chosen independently.
+            torch.float8_e4m3fn (which torch.uint8 stands for too, as in TransformerEngine); or
+            "bfloat16_stochastic", which does not stall as torch.bfloat16 does: take it for both. Or
+            8 bits in blocks, "block_e4m3" (for exp_avg_sq "block_e5m3"), rounded stochastically:
+            128 elements share a scale of one byte, state["exp_avg_scale"]. "block64_e4m3" and its
+            like have blocks of 64; "..._nearest" rounds to nearest, where exp_avg_sq stalls. Or 4
+            bits, two a byte, in blocks of 32, "block32_e3m0" (for exp_avg_sq "block32_e4m0"), where
+            the last dimension is a multiple of 32: right in the mean too, with updates noisier by
+            84% of it; "..._nearest" is not for training: exp_avg stays where gradients stop. Those
+            of fewer than 4,096 elements, 65,536 in one dimension, keep fp32 moments then, and so do
+            DTensors whose rows are no whole blocks. What draws is not for contract torch, nor for
+            exp_avg_sq with amsgrad; blocks are not for fp8 weights.
+        exp_avg_sq_dtype: likewise, chosen independently; blocks are of one size.
         store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not
             hold: exact, 2 bytes less per weight; weights then round ties away from zero. Needs
             masters and bf16 weights; fp32 weights may be among them.
+        weight_rounding: "stochastic" rounds bf16 and fp16 weights so that they are in the mean the
+            values that the rule gave; for weights without masters, fp32 ones may be among them, fp8
+            ones not. "nearest" loses updates below half a unit in a weight's last place.
+        seed: of the random bits of what is rounded stochastically, from 0 to 2**64 - 1; in the
+            groups, and saved with them, where there is such. A group's `param_numbers`, one number
+            from 0 to 2**32 - 1 for each parameter, tell parameters apart; without it they are
+            numbered in the order of the groups. docs/numbers.md says what a bit is made of, and
+            what a load takes over.
         bias_correction: divides the moments by 1 - beta**step.
         adam_w_mode: AdamW; False for Adam with L2 weight decay.
         use_decoupled_grad: reads `p.decoupled_grad`, of any of the three dtypes, not `p.grad`.
@@ -146,10 +177,12 @@ class FusedAdam(FusedOptimizer):
         *,
         dtype: torch.dtype | None = None,
         master_weights: MasterWeights = None,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        exp_avg_dtype: torch.dtype | str = torch.float32,
+        exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         store_param_remainders: bool = False,
+        weight_rounding: str = "nearest",
+        seed: int = 0,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
         use_decoupled_grad: bool = False,
@@ -182,6 +215,8 @@ class FusedAdam(FusedOptimizer):
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             store_param_remainders=store_param_remainders,
+            weight_rounding=weight_rounding,
+            seed=seed,
             adam_w_mode=adam_w_mode,
             contract=contract,
             backend=backend,

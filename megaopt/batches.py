@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy
 import torch
 
 from megaopt.float8.ranks import Agreement
+from megaopt.groups import given_numbers, shaping_numbers
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import Grads, Wanted, Watch, finder_for
-from megaopt.state import SCALE, state_name
+from megaopt.kernels.step.watch import Grads, Guards, Watch, finder_for
+from megaopt.state import state_name
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Batch:
         """Whether tensors that the watch does not look at are what the batch was made for."""
         return True
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Of all its tensors."""
         return self.params[0].device
@@ -49,14 +51,16 @@ class Batch:
         return self.formats.cast is not None
 
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
-        """Before a step: a plan that works on tensors gets them; copies where they are staged."""
-        if not self.addresses:
-            own = self.buffers(grads)
-            if self.staged:
-                self._written_grads = own["grad"] if writes_grads else []
-                own = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
-                self._copies = own
-            self.plan.look(own)
+        """Before a step of a plan without addresses: it gets tensors, copies where staged."""
+        own = self.buffers(grads)
+        if self.staged:
+            self._written_grads = own["grad"] if writes_grads else []
+            own = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
+            self._copies = own
+        self.plan.look(own)
+
+    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Before a step: projections whose turn it is are made anew."""
 
     def quantize(self) -> None:
         """After a step, and after ranks have put amaxes together: the weights become fp8."""
@@ -111,14 +115,20 @@ class Batch:
             own[slot] = self._own_states(slot)
         return own
 
-    def wanted(self) -> Wanted:
+    def _own_shapes(self, slot: str) -> list[torch.Size] | None:
+        """Those of scales and packed codes, as they are now; None for other slots."""
+        if not self.formats.is_reshaped(slot):
+            return None
+        return [each.shape for each in self._tensors(slot)]
+
+    def guards(self) -> Guards:
         """What the tensors are now, at which the batch was made."""
         slots = self.formats.slots
-        return Wanted(
+        return Guards(
             positions=self.positions,
             names=self.names,
             dtypes=[self.formats.dtype(slot) for slot in slots],
-            scales=[slot.endswith(SCALE) for slot in slots],
+            scales=[None, None, *map(self._own_shapes, self.formats.state_slots)],
             shapes=[param.shape for param in self.params],
             device=self.params[0].device,
             contiguous=not self.staged,
@@ -149,7 +159,14 @@ class Batches:
         """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
         self.quantized = [batch for batch in batches if batch.quantizes]
         """Those whose weights become fp8 after the step."""
+        self._projected = [batch for batch in batches if batch.formats.low_rank is not None]
+        self.fed = [batch for batch in batches if not batch.addresses]
+        """Those whose plans are given tensors in every step."""
+        self._shaping = shaping_numbers(param_groups)
+        self._draws = any(batch.formats.draws for batch in batches)
+        self._given = given_numbers(param_groups) if self._draws else []
         self._watched = [batch for batch in batches if batch.watched]
+        self._unwatched = [batch for batch in batches if not batch.watched]
         stepped = {position for batch in batches for position in batch.positions}
         self._watch = Watch(
             params=params,
@@ -157,7 +174,7 @@ class Batches:
             states=tuple(state[p] if i in stepped else None for i, p in enumerate(params)),
             keys=tuple(state.keys()),
             values=tuple(state.values()),
-            batches=[batch.wanted() for batch in self._watched],
+            batches=[batch.guards() for batch in self._watched],
             find=finder_for(params),
         )
 
@@ -165,16 +182,28 @@ class Batches:
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
     ) -> Grads | None:
         """The gradients for a step with these batches, or None if they do not fit what is there."""
-        seen = self._watch.look(param_groups, state, decoupled)
-        if seen is None or not all(batch.fits(seen.grads) for batch in self.batches):
+        if self._shaping and shaping_numbers(param_groups) != self._shaping:
             return None
+        if self._draws and given_numbers(param_groups) != self._given:
+            return None
+        seen = self._watch.look(param_groups, state, decoupled)
+        if seen is None:
+            return None
+        for batch in self._unwatched:
+            if not batch.fits(seen.grads):
+                return None
         for batch, moved in zip(self._watched, seen.moved, strict=True):
             batch.plan.stale = batch.plan.stale or moved
         return seen.grads
 
+    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Before a step: the projections whose turn it is are made anew, of its gradients."""
+        for batch in self._projected:
+            batch.refresh(groups)
+
     def abandon(self) -> None:
         """Nothing is stepped after all."""
-        for batch in self.batches:
+        for batch in self.fed:
             batch.abandon()
 
 

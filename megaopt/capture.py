@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from megaopt.batches import Batch
+from megaopt.batches import Batches
 from megaopt.checks import COUNT, NOT_NEGATIVE, is_dense, number, shown
 from megaopt.kernels.step.table import is_capturing
 
@@ -49,13 +49,22 @@ def _fits(value: Any, name: str, device: torch.device) -> bool:
     )
 
 
-def check_capture(device: torch.device, capturable: bool, backend: str) -> None:
-    """Raises RuntimeError where a CUDA graph captures a step that reads numbers of the host."""
+def check_capture(
+    device: torch.device, capturable: bool, backend: Callable[[torch.device], str]
+) -> None:
+    """Raises RuntimeError where a CUDA graph captures a step that reads numbers of the host.
+
+    Args:
+        device: the optimizer's.
+        capturable: whether numbers are on the device.
+        backend: names that of a device.
+    """
     if not is_capturing(device):
         return
-    if backend != "triton":
+    name = backend(device)
+    if name != "triton":
         raise RuntimeError(
-            f"a CUDA graph is being captured, and backend={backend!r} computes on the host: only "
+            f"a CUDA graph is being captured, and backend={name!r} computes on the host: only "
             "backend='triton' can be captured"
         )
     if not capturable:
@@ -65,29 +74,29 @@ def check_capture(device: torch.device, capturable: bool, backend: str) -> None:
         )
 
 
-def check_captured_batches(device: torch.device, fit: bool, staged: bool) -> None:
-    """Raises RuntimeError for what a step can do only outside a graph."""
+def check_captured_batches(device: torch.device, last: Batches | None, fit: bool) -> None:
+    """Raises RuntimeError for what a step can do only outside a graph.
+
+    Args:
+        device: the optimizer's.
+        last: the batches of the last step.
+        fit: whether this step has the same.
+    """
     if not is_capturing(device):
         return
-    if not fit:
+    if last is None or not fit:
         raise RuntimeError(
             "a CUDA graph is being captured, and the parameters, gradients or states are not those "
             "of the last step (other dtypes, sizes or parameters with gradients, or no step yet): "
             "take one step like this one before the capture; only the gradients' addresses may "
             "differ"
         )
-    if staged:
+    if any(batch.staged for batch in last.batches):
         raise RuntimeError(
             "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
             "only contiguous ones are allowed in a capture"
         )
-
-
-def check_captured_float8(device: torch.device, batches: Sequence[Batch]) -> None:
-    """Raises RuntimeError for fp8 weights whose step a graph cannot repeat."""
-    if not is_capturing(device):
-        return
-    for batch in batches:
+    for batch in last.batches:
         reason = batch.why_not_captured()
         if reason is not None:
             raise RuntimeError(f"a CUDA graph is being captured, and {reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaopt.checks import LAST_STEP
+from megaopt.groups import given_numbers
 from megaopt.owned import Owned
 
 FIXED = (float, int, bool, str, type(None))
@@ -19,6 +20,8 @@ class CheckedNumbers:
 
     def __init__(self) -> None:
         self._seen: list[list[Any]] = []
+        self._given: list[Any] = []
+        """The groups' param_numbers, where something draws."""
 
     def check(self, owned: Owned) -> None:
         """Raises ValueError for a number of a group that the coming step cannot use."""
@@ -31,7 +34,7 @@ class CheckedNumbers:
         seen = self._seen
         if len(seen) != len(owned.groups):
             return False
-        names = owned.options.NUMBERS.names_but_step
+        names = owned.options.names_but_step
         for group, values in zip(owned.groups, seen, strict=True):
             step = group.get("step")
             if type(step) is not int or not 0 <= step <= LAST_STEP:
@@ -39,13 +42,14 @@ class CheckedNumbers:
             for name, value in zip(names, values, strict=True):
                 if group.get(name) is not value:
                     return False
-        return True
+        return not owned.options.draws or given_numbers(owned.groups) == self._given
 
     def _note(self, owned: Owned) -> None:
         """Keeps the objects that were just checked; none where one could change its value."""
-        names = owned.options.NUMBERS.names_but_step
+        names = owned.options.names_but_step
         seen = [[group[name] for name in names] for group in owned.groups]
         is_fixed = all(_is_fixed(value) for values in seen for value in values)
+        self._given = given_numbers(owned.groups) if owned.options.draws else []
         self._seen = seen if is_fixed and not owned.options.capturable else []
 
 

@@ -16,6 +16,7 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.watch import Grads, grads_of
+from megaopt.low_rank_batch import low_rank_batch
 from megaopt.memory import check_memory
 from megaopt.owned import Owned
 from megaopt.params import ParamView
@@ -80,6 +81,7 @@ def collect(
         owned.check_one_device()
     _check_gradients(owned, grads, check)
     external = owned.external_masters()
+    owned.check_places()
     found = Collected({}, {})
     for place, (view, grad) in enumerate(zip(owned.views, grads, strict=True)):
         if grad is None and not makes_all:
@@ -141,13 +143,16 @@ def _batch(owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequenc
     params = [view.param for view in views]
     numels = [view.local.numel() for view in views]
     rows = [owned.group_numbers[place] for place in places]
+    spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
     backend = BACKENDS[owned.backend(device)]
     own = (list(places), params, [state[param] for param in params], staged)
+    if formats.low_rank is not None:
+        return low_rank_batch(owned, formats, *own)
     if formats.cast is not None:
         extents = [view.extent for view in views]
-        plan = backend.plan(plan_formats(formats), owned.rule, numels, rows, device, extents)
+        plan = backend.plan(plan_formats(formats), owned.rule, numels, rows, device, extents, spots)
         return Float8Batch(formats, plan, *own)
-    plan = backend.plan(formats, owned.rule, numels, rows, device)
+    plan = backend.plan(formats, owned.rule, numels, rows, device, None, spots)
     batch = ShardedBatch if any(view.is_sharded for view in views) else Batch
     return batch(formats, plan, *own)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,18 +30,17 @@ class Consensus:
         """What ranks found in the last step counts no more: a load takes its place."""
         self._notices = []
 
-    def hear(self, owned: Owned) -> None:
+    def hear(self, groups: Iterable[dict[str, Any]], capturable: bool) -> None:
         """Raises what ranks found in the last step, for which the host did not wait."""
         notices, self._notices = self._notices, []
         for notice in notices:
             if notice.is_set():
-                if not owned.options.capturable:  # the host counted a step that was left out
-                    for group in owned.groups:
+                if not capturable:  # the host counted a step that was left out
+                    for group in groups:
                         group["step"] -= 1
                 raise ValueError(notice.message)
 
-    @contextmanager
-    def shares_errors(self, owned: Owned, measures: bool, waits: bool) -> Iterator[None]:
+    def share_error(self, owned: Owned, measures: bool, waits: bool) -> None:
         """An error of this rank alone becomes one on all that would wait for it.
 
         Args:
@@ -50,15 +48,11 @@ class Consensus:
             measures: whether ranks would meet to measure a norm.
             waits: whether the host waits to know if there is a step.
         """
-        try:
-            yield
-        except Exception:
-            if not is_capturing(owned.device):
-                views = owned.shared_views
-                if measures:
-                    withdraw(views)
-                Agreement(views, {}).withdraw(waits, self._amax_counts)
-            raise
+        if not is_capturing(owned.device):
+            views = owned.shared_views
+            if measures:
+                withdraw(views)
+            Agreement(views, {}).withdraw(waits, self._amax_counts)
 
     def reach(
         self, owned: Owned, batches: Batches, request: Request, waits: bool, own: Preparations

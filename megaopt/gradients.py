@@ -14,10 +14,10 @@ from megaopt.options import has_shared_elements
 from megaopt.params.dtensor import check_sharding, local_of
 
 
-def check_written_grads(grads: Sequence[torch.Tensor | None], wheres: Sequence[str]) -> None:
+def check_written_grads(grads: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
     """Raises ValueError where unscaled gradients could not take the place of the scaled ones."""
     owners: dict[int, str] = {}
-    for grad, where in zip(grads, wheres, strict=True):
+    for grad, where in zip(grads, labels, strict=True):
         if grad is None or grad.numel() == 0:
             continue
         wanted = f"{where}: with write_unscaled_grads=True the gradient must"

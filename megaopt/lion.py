@@ -24,7 +24,7 @@ class LionOptions(Options):
         {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE}, has_betas=True
     )
 
-    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype | str = torch.float32
 
 
 class FusedLion(FusedOptimizer):
@@ -43,9 +43,10 @@ class FusedLion(FusedOptimizer):
             three to ten times AdamW's. At least 0.
         maximize: steps along the gradient, not against it.
         exp_avg_dtype: of the moment, as for FusedAdam.
-        dtype, master_weights, master_weight_dtype, store_param_remainders, use_decoupled_grad,
-        capturable, nonfinite, direct_cast, round_scaled_grads, on_external_write,
-        write_unscaled_grads, backend, foreach, differentiable, fused: as for FusedAdam.
+        dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
+        use_decoupled_grad, capturable, nonfinite, direct_cast, round_scaled_grads,
+        on_external_write, write_unscaled_grads, backend, foreach, differentiable, fused: as for
+        FusedAdam.
         **unknown: none; refused by name.
 
     Raises:
@@ -62,9 +63,11 @@ class FusedLion(FusedOptimizer):
         maximize: bool = False,
         dtype: torch.dtype | None = None,
         master_weights: MasterWeights = None,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        exp_avg_dtype: torch.dtype | str = torch.float32,
         store_param_remainders: bool = False,
+        weight_rounding: str = "nearest",
+        seed: int = 0,
         use_decoupled_grad: bool = False,
         capturable: bool = False,
         nonfinite: str = "propagate",
@@ -92,6 +95,8 @@ class FusedLion(FusedOptimizer):
             master_weight_dtype=master_weight_dtype,
             exp_avg_dtype=exp_avg_dtype,
             store_param_remainders=store_param_remainders,
+            weight_rounding=weight_rounding,
+            seed=seed,
             backend=backend,
             capturable=capturable,
             nonfinite=nonfinite,

@@ -33,7 +33,7 @@ def check_master_weights(
     if options.master_weight_dtype != torch.float32:
         raise ValueError(
             "a list of master_weights is not allowed with master_weight_dtype="
-            f"{options.master_weight_dtype}: their scales are not in it"
+            f"{options.master_weight_dtype}: torch.float32, whose values need nothing beside them"
         )
     if len(masters) != len(views):
         raise ValueError(

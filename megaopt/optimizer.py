@@ -10,7 +10,7 @@ import torch
 
 from megaopt import state_dict as state_dicts
 from megaopt.batches import Batches
-from megaopt.capture import check_capture, check_captured_batches, check_captured_float8
+from megaopt.capture import check_capture, check_captured_batches
 from megaopt.checked_numbers import CheckedNumbers
 from megaopt.checks import one_of, refuse
 from megaopt.collect import (
@@ -32,7 +32,6 @@ from megaopt.options import Options
 from megaopt.overwriting import overwrite
 from megaopt.owned import Owned
 from megaopt.ownership import commit, refreshed
-from megaopt.params import view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.preparations import Preparations, is_skipped, requested
 from megaopt.probing import is_probe
@@ -54,6 +53,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Read `p.decoupled_grad` instead of `p.grad`; may be assigned at any time."""
     _makes_all_states = False
     """Whether a step makes the state of parameters that have no gradient too."""
+    _is_being_made = False
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to us
 
     def __init__(
@@ -66,9 +66,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.options = options
         self._master_weights: MasterWeights = None
         self._forget()
-        super().__init__(entries_of("params", params), {**defaults, "step": 0, **options.marks})
+        self._is_being_made = True
+        super().__init__(entries_of("params", params), {**defaults, **options.group_keys})
+        self._is_being_made = False
         self.state = States(dict)
         self.master_weights = master_weights
+        self._owned.check_places()  # once: it looks at all parameters
 
     def _forget(self) -> None:
         """Lets go of everything that is made again when it is needed."""
@@ -77,6 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._preparations, self._consensus = Preparations(), Consensus()
         self._writes, self._numbers = ExternalWrites(), CheckedNumbers()
         self._was_stepped = False
+        self._release: Any = None  # a megaopt.gradient_release.GradientRelease
 
     @property
     def rule(self) -> Rule:
@@ -133,10 +137,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 then nothing has changed either, except that a first step has made the state.
             RuntimeError: a CUDA graph captures what it cannot repeat.
         """
-        self._consensus.hear(self._owned)
+        if self._release is not None:
+            self._release.check_step(clip_norm, clip_coefficient)
+        self._consensus.hear(self.param_groups, self.options.capturable)
         loss = None if closure is None else torch.enable_grad()(closure)()
         run = self._collect(clip_norm, clip_coefficient)
         if run is not None and self._prepare(run):
+            run.batches.refresh(self.param_groups)
             self._launch(run)
             self._exchange(run)
             self._quantize(run)
@@ -145,27 +152,29 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _collect(self, clip_norm: float | None, coefficient: torch.Tensor | None) -> StepRun | None:
         """Checks everything, and finds what there is to step; None if only states were made."""
-        owned = self._owned
-        measures = clip_norm is not None or self._skips_nonfinite
-        with self._consensus.shares_errors(owned, measures, self._waits):
-            request = requested(self, self._skips_nonfinite, clip_norm, coefficient)
+        owned, skips_nonfinite = self._owned, self._skips_nonfinite
+        try:
+            request = requested(self, skips_nonfinite, clip_norm, coefficient)
             if clip_norm is not None:
                 owned.check_one_device(f"clip_norm={clip_norm!r}")
             # before anything that waits for a device, which would break a capture
-            check_capture(owned.device, self.options.capturable, owned.backend(owned.device))
+            check_capture(owned.device, self.options.capturable, owned.backend)
             if self._makes_states_for_a_checkpoint(owned, request):
                 return None
             run = StepRun(owned, request, self._rows(owned), *self._gather(owned))
             writes = writes_grads(run)
             self._writes.take_over(owned, self.state)
-            for batch in run.batches.batches:
+            for batch in run.batches.fed:
                 batch.stage_inputs(run.grads, writes)
+        except Exception:
+            measures = clip_norm is not None or skips_nonfinite
+            self._consensus.share_error(owned, measures, self._waits)
+            raise
         return run
 
     def _prepare(self, run: StepRun) -> bool:
         """Meets the other ranks, makes scalars and controls; whether there is a step."""
-        batches = run.batches
-        own = self._preparations
+        batches, own = run.batches, self._preparations
         request = self._consensus.reach(run.owned, batches, run.request, self._waits, own)
         if request is not None:
             groups = self.param_groups if self.options.capturable else None
@@ -198,7 +207,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _finish(self, run: StepRun) -> None:
         """Copies results back to where they belong, and notes that the weights were written."""
-        for batch in run.batches.batches:
+        for batch in run.batches.fed:
             batch.copy_results()
         self._writes.versions.count_up()
 
@@ -235,21 +244,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._numbers.check(owned)
         if self.options.capturable:
             return None
-        return [self.rule.scalars({**g, "step": g["step"] + 1}) for g in self.param_groups]
+        return [owned.rule.row({**g, "step": g["step"] + 1}) for g in self.param_groups]
 
     def _gather(self, owned: Owned) -> tuple[Batches, Grads]:
         """The batches of this step: those of the last one where everything is as it was."""
         now = (self.param_groups, self.state, self.use_decoupled_grad)
         batches, self._batches = self._batches, None  # only batches that fit may stay
         grads = None if batches is None else batches.look(*now)
-        if grads is None:
-            found = resolve_grads(owned.params, self.use_decoupled_grad)
-            if found and batches is not None:
-                grads = batches.look(*now)
-        staged = batches is not None and any(batch.staged for batch in batches.batches)
-        check_captured_batches(owned.device, grads is not None, staged)
-        if batches is not None:
-            check_captured_float8(owned.device, batches.batches)
+        found = grads is None and resolve_grads(owned.params, self.use_decoupled_grad)
+        if found and batches is not None:
+            grads = batches.look(*now)
+        check_captured_batches(owned.device, batches, grads is not None)
         if grads is None:
             batches = self._sort(owned, grads_of(owned.params, self.use_decoupled_grad))
             grads = batches.look(*now)
@@ -270,9 +275,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""
         super().zero_grad(set_to_none)
-        if not self.use_decoupled_grad:
-            return
-        for param in self._owned.params:
+        for param in self._owned.params if self.use_decoupled_grad else ():
             if set_to_none:
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             elif getattr(param, "decoupled_grad", None) is not None:
@@ -301,15 +304,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError, TypeError, or RuntimeError for a device; then nothing has changed, the
         dict that was given included.
         """
-        group, index = new_group(param_group), len(self.param_groups)
-        given = dict(param_group)
+        group, index, given = new_group(param_group), len(self.param_groups), dict(param_group)
         try:
             super().add_param_group(group)
             check_new_group(group, self.options, f"group {index}")
             for place, param in enumerate(group["params"]):
                 self._check_param(param, self._owned.label(index, place))
-            capturable = self.options.capturable
-            numbers = self._owned.device_numbers(self.param_groups) if capturable else []
+            owned = self._owned
+            if not self._is_being_made:
+                owned.check_places()
+            numbers = owned.device_numbers(self.param_groups) if self.options.capturable else []
             param_group.update(group)
             self.param_groups[index] = param_group
             for own, new in zip(self.param_groups, numbers, strict=False):
@@ -348,11 +352,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         weight anyway.
 
         Args:
-            params: parameters of this optimizer; None for all. Those without a master, or without
-                state yet, are left as they are.
-
-        Raises:
-            ValueError: one is no parameter of this optimizer.
+            params: parameters of this optimizer, else ValueError; None for all. Those without a
+                master, or without state yet, are left as they are.
         """
         owned = self._owned
         if isinstance(params, torch.Tensor):
@@ -400,14 +401,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The fp32 value of a state tensor, whatever its format, of the parameter's shape.
 
         It is the tensor itself where it is stored as fp32, a new one otherwise; for a DTensor
-        parameter a DTensor of its mesh and placements. Under
-        store_param_remainders the master is put together from weight and remainder. A weight
-        without a master gives its own value.
+        parameter a DTensor of its mesh and placements. A master that lies beside its weight is put
+        together from both. A weight without a master gives its own value, and one that became fp32
+        since the last step (model.float()) that of the master it had.
 
         Raises ValueError for a state that is not there, or yet: a step makes it for parameters with
         a gradient, `initialize_state` for any.
         """
-        return unscaled(self._owned, self.state, view_of(param), state_name)
+        return unscaled(self._owned, self.state, param, state_name)
 
     @torch.no_grad()
     def set_scaled_state(
@@ -425,7 +426,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         owned = self._owned
         if not (isinstance(param, torch.Tensor) and param in self.state):
             owned.index(param)
-        set_scaled(owned, self.state, view_of(param), state_name, unscaled_state)
+        set_scaled(owned, self.state, owned.view(param), state_name, unscaled_state)
         if state_name == MASTER:
             self._writes.versions.note(param)
 
@@ -433,13 +434,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
 
         Every group also names the contract and adam_w_mode, so that a load can refuse another.
-        "not_made" has, for each parameter whose state is not complete yet, the names of what it
-        lacks, so that a load can refuse a state dict that has lost some.
-        torch's own optimizers load what FusedAdam.to_torch_state_dict gives, not this.
+        "not_made" says what states that are not complete lack, "written" which weights were written
+        since the last step. torch's own optimizers load what to_torch_state_dict gives, not this.
         Raises ValueError where ranks differed in the last step, which then left it out.
         """
-        self._consensus.hear(self._owned)
-        return state_dicts.mark(super().state_dict(), self._owned)
+        self._consensus.hear(self.param_groups, self.options.capturable)
+        return state_dicts.mark(super().state_dict(), self._owned, self._writes.versions)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -450,8 +450,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         at the next step.
 
         Parameters are taken by their place; where both sides have param_names, these must agree.
-        Pre hooks come before everything else, post hooks when the load is done: an error of a post
-        hook leaves the optimizer loaded.
+        Post hooks come when the load is done: an error of one leaves the optimizer loaded.
 
         Raises:
             ValueError: a state dict of another contract, format, group size or tensor shape, with
@@ -474,7 +473,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._consensus.forget()
         new = {"state": States(dict, loaded.states), "param_groups": loaded.groups}
         overwrite(pairs, lambda: vars(self).update(new))
-        self._writes.reset(owned.params)
+        self._writes.reset(owned.params, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -490,6 +489,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "options": self.options,
             "_master_weights": self._master_weights,
             "use_decoupled_grad": self.use_decoupled_grad,
+            "_written": self._writes.versions.moved_anywhere(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -497,4 +497,4 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._forget()
         self.state = States(dict, self.state)
-        self._writes.reset(self._owned.params)
+        self._writes.reset(self._owned.params, vars(self).pop("_written", ()))

@@ -23,7 +23,16 @@ from megaopt.checks import (
     shown,
 )
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, WEIGHTS, Format
+from megaopt.kernels.formats import (
+    BESIDE_FLOAT16,
+    MASTERS,
+    MOMENTS,
+    NONE,
+    STOCHASTIC_WEIGHTS,
+    WEIGHTS,
+    Format,
+)
+from megaopt.kernels.lowrank.spec import LowRank
 
 NONFINITE = ("propagate", "skip", "error")
 """What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
@@ -33,10 +42,19 @@ EXTERNAL_WRITES = ("refresh", "error", "ignore")
 """What a step does about a weight that was written outside the optimizer: it sets the master to the
 written elements, and warns once; it raises RuntimeError; it goes on from the master."""
 
-TORCH_REFUSES = {
-    torch.float8_e4m3fn: "torch's optimizers keep none in fp8",
-}
-"""Moments that contract torch does not cover, and why."""
+SQUARED = "_sq_dtype"
+"""How the options of moments end that are never negative."""
+
+ROUNDINGS = ("nearest", "stochastic")
+"""How weights without a master are rounded."""
+
+BESIDE = "kahan_beside"
+"""Key of groups whose weights have compensations, and in a state dict the weights' dtypes: a
+compensation, always bf16, is of no use beside another weight than its own."""
+
+FORMATS = "state_formats"
+"""Key of all groups: the formats of moments and masters by name, as in "exp_avg=float32,
+master=remainder16". A load compares them: dtypes do not tell all formats apart."""
 
 FLAGS = (True, False)
 
@@ -89,7 +107,7 @@ class Options:
         "contract": ("ieee",),
         "backend": ("auto", *BACKENDS),
         "dtype": (None, torch.float32),
-        "master_weight_dtype": (torch.float32, torch.float16),
+        "weight_rounding": ROUNDINGS,
         "nonfinite": NONFINITE,
         "direct_cast": (None, *FLAGS),
         "round_scaled_grads": FLAGS,
@@ -102,8 +120,10 @@ class Options:
     """What each option may be."""
 
     dtype: torch.dtype | None = None
-    master_weight_dtype: torch.dtype = torch.float32
+    master_weight_dtype: torch.dtype | str = torch.float32
     store_param_remainders: bool = False
+    weight_rounding: str = "nearest"
+    seed: int = 0
     contract: str = "ieee"
     backend: str = "auto"
     capturable: bool = False
@@ -116,19 +136,22 @@ class Options:
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
-        moments = [f.name for f in fields(self) if f.name.endswith("_dtype")]
-        moments.remove("master_weight_dtype")
+        moments = self._moments
         for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
                 object.__setattr__(self, name, torch.float8_e4m3fn)
         for name, allowed in self.CHOICES.items():
             one_of(name, getattr(self, name), allowed)
+        one_of("master_weight_dtype", self.master_weight_dtype, kinds_of_masters())
         for name in moments:
             key = getattr(self, name)
             if not (isinstance(key, (str, torch.dtype)) and key in MOMENTS):
                 one_of(name, key, MOMENTS.allowed)
         for name in moments:
             self._check_moment(name)
+        check_seed(self.seed)
+        self._check_draws()
+        self._check_blocks()
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite='error' is not allowed with capturable=True: nothing waits for the "
@@ -142,32 +165,136 @@ class Options:
             )
         if self.store_param_remainders and self.master_weight_dtype != torch.float32:
             raise ValueError(
-                "store_param_remainders=True keeps exact fp32 masters: master_weight_dtype="
-                f"{self.master_weight_dtype} is not allowed beside it, only torch.float32"
+                "master_weight_dtype must be torch.float32 with store_param_remainders=True, whose "
+                "remainders keep exact fp32 masters (master_weight_dtype='remainder16' alone asks "
+                f"for the same), got {shown(self.master_weight_dtype)}"
             )
 
     def _check_moment(self, name: str) -> None:
-        dtype = getattr(self, name)
-        if self.contract == "torch" and dtype in TORCH_REFUSES:
-            allowed = (str(other) for other in MOMENTS.allowed if other not in TORCH_REFUSES)
+        if self.contract == "torch" and self._is_scaled(getattr(self, name)):
+            keys = [key for key in MOMENTS.allowed if isinstance(key, torch.dtype)]
+            allowed = [str(key) for key in keys if not self._is_scaled(key)]
             raise ValueError(
-                f"{name}={dtype} is not allowed with contract='torch': {TORCH_REFUSES[dtype]}; "
-                f"{', '.join(allowed)}"
+                f"{name} must be one of {', '.join(allowed)} with contract='torch', got "
+                f"{getattr(self, name)}: torch's optimizers keep no scales"
             )
+
+    def _is_scaled(self, key: torch.dtype | str) -> bool:
+        """Whether moments of this kind have a scale, also under contract torch."""
+        return MOMENTS[key].scaled and not (self.contract == "torch" and key == torch.float16)
+
+    def _check_draws(self) -> None:
+        if self.contract == "torch" and self.draws:
+            raise ValueError(
+                "contract='torch' must round to nearest, as torch's optimizers do, got "
+                f"{', '.join(self._drawing)}; contract='ieee' rounds stochastically too"
+            )
+
+    def _check_blocks(self) -> None:
+        """Raises ValueError for moments in blocks that go with nothing else that was asked for."""
+        formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
+        blocks = {name: form for name, form in formats.items() if form.block}
+        if not blocks:
+            return
+        listing = ", ".join(f"{name}={form.name!r}" for name, form in blocks.items())
+        for name, form in blocks.items():
+            unsigned = name.endswith(SQUARED)
+            if form.unsigned != unsigned:
+                fit = [f.name for f in MOMENTS.values() if f.block and f.unsigned == unsigned]
+                reason = "is never negative" if unsigned else "has a sign"
+                raise ValueError(
+                    f"{name} must be one of {', '.join(fit)} among those in blocks, as that moment "
+                    f"{reason}, got {form.name!r}"
+                )
+        if self.contract == "torch":
+            raise ValueError(
+                f"{listing} must not be given with contract='torch': torch's optimizers keep no "
+                "moments in blocks"
+            )
+        if len({form.block for form in blocks.values()}) > 1:
+            raise ValueError(f"moments in blocks must have blocks of one size, got {listing}")
+        scaled = [f"{name}={form.name!r}" for name, form in formats.items() if form.scaled]
+        if MASTERS[self.master_weight_dtype].scaled:
+            scaled.append(f"master_weight_dtype={self.master_weight_dtype}")
+        if scaled:
+            raise ValueError(
+                f"{listing} must not be given beside {', '.join(scaled)}: a scale for the whole "
+                "tensor takes two passes over it, moments in blocks are stored in one"
+            )
+
+    @property
+    def _moments(self) -> list[str]:
+        """The options that are dtypes of moments."""
+        names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
+        return [name for name in names if name != "master_weight_dtype"]
+
+    @property
+    def _drawing(self) -> list[str]:
+        """What asks for random bits."""
+        formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
+        formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
+        found = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
+        is_drawn = self.weight_rounding == "stochastic"
+        return [*found, *(["weight_rounding='stochastic'"] if is_drawn else [])]
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether something is rounded stochastically; then groups have a seed."""
+        return bool(self._drawing)
+
+    @cached_property
+    def names_but_step(self) -> tuple[str, ...]:
+        """The keys that every group has, but the step count's."""
+        return (*self.NUMBERS.names_but_step, *(("seed",) if self.draws else ()))
+
+    def low_rank(self, param: torch.Tensor, group: Mapping[str, Any]) -> LowRank | None:
+        """How the gradient of a parameter in a group is projected; None: not at all."""
+        return None
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """For numbers of a group that do not go together: a subclass raises ValueError."""
+
+    @property
+    def group_keys(self) -> dict[str, Any]:
+        """What every group has beside its numbers, at first."""
+        beside = {BESIDE: ""} if self.master_weight_dtype in BESIDE_FLOAT16 else {}
+        drawn = {"seed": self.seed} if self.draws else {}
+        return {"step": 0, **self.marks, FORMATS: self.formats_mark, **drawn, **beside}
 
     @property
     def marks(self) -> dict[str, Any]:
         """What every group and every state dict names."""
         return {name: getattr(self, name) for name in self.MARKS}
 
+    @cached_property
+    def format_names(self) -> dict[str, str]:
+        """Of moments and masters, by slot."""
+        names = [name.removesuffix("_dtype") for name in self._moments]
+        found = {name: self.moment_format(name).name for name in names}
+        return {**found, "master": MASTERS[self._master_key].name}
+
+    @property
+    def formats_mark(self) -> str:
+        """The value of FORMATS."""
+        return ", ".join(f"{slot}={name}" for slot, name in self.format_names.items())
+
     def moment_format(self, moment: str) -> Format:
-        """How a moment is stored: under contract torch fp16 has no scale, as torch keeps it."""
+        """How a moment is stored: under contract torch fp16 has no scale, as torch keeps it.
+
+        One in blocks only where the parameter keeps blocks (megaopt.state.moment_format).
+        """
         dtype = getattr(self, f"{moment}_dtype")
-        plain = self.contract == "torch" and dtype == torch.float16
+        plain = MOMENTS[dtype].scaled and not self._is_scaled(dtype)
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
+
+    def weight_format(self, dtype: torch.dtype) -> Format:
+        """How a weight that is no fp8 is stored."""
+        is_drawn = self.weight_rounding == "stochastic" and dtype in STOCHASTIC_WEIGHTS
+        return STOCHASTIC_WEIGHTS[dtype] if is_drawn else WEIGHTS[dtype]
+
+    @property
+    def _master_key(self) -> torch.dtype | str:
+        return torch.int16 if self.store_param_remainders else self.master_weight_dtype
 
     def master_format(
         self, weight_dtype: torch.dtype, wanted: bool, float8: bool = False
@@ -178,7 +305,17 @@ class Options:
         """
         if not wanted or (weight_dtype == torch.float32 and not float8):
             return NONE
-        return MASTERS[torch.int16 if self.store_param_remainders else self.master_weight_dtype]
+        key = self._master_key
+        if weight_dtype == torch.float16 and isinstance(key, str):
+            key = BESIDE_FLOAT16.get(key, key)
+        return MASTERS[key]
+
+
+def kinds_of_masters() -> list[torch.dtype | str]:
+    """What master_weight_dtype may be: dtypes, and the names of masters beside their weights."""
+    joined = [name for name, form in MASTERS.items() if form.joined]
+    named = [name for name in joined if name not in BESIDE_FLOAT16.values()]
+    return [torch.float32, torch.float16, *named]
 
 
 def check_group(
@@ -189,7 +326,8 @@ def check_group(
     lr_is_needed: it may not be None, as it may before the first step.
     """
     numbers = options.NUMBERS
-    missing = [name for name in numbers.names if name not in group]
+    names = (*options.names_but_step, "step")
+    missing = [name for name in names if name not in group]
     if missing:
         raise ValueError(f"{where} must have {', '.join(missing)}, got {listed(group)}")
     if group["lr"] is None and not lr_is_needed:
@@ -204,7 +342,36 @@ def check_group(
     if not isinstance(step, int):
         refuse(f"{where}: step", COUNT.allowed, step)
     number(f"{where}: step", step, COUNT)
+    if options.draws:
+        check_seed(group["seed"], f"{where}: seed")
+        _check_param_numbers(group, where)
     options.check_numbers(group, where)
+
+
+def _check_param_numbers(group: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError unless they are a number of 32 bits for each parameter, or not given."""
+    numbers = group.get("param_numbers")
+    if numbers is None:
+        return
+    count = len(group.get("params", ()))
+    is_list = isinstance(numbers, (list, tuple)) and len(numbers) == count
+    if not is_list or not all(map(is_param_number, numbers)):
+        allowed = f"a list of {count} whole numbers from 0 to 2**32 - 1"
+        refuse(f"{where}: param_numbers", allowed, numbers)
+
+
+PARAM_NUMBER = "a whole number from 0 to 2**32 - 1"
+
+
+def is_param_number(value: Any) -> bool:
+    """Whether it can tell a parameter's random bits from those of others."""
+    return type(value) is int and 0 <= value < 2**32
+
+
+def check_seed(seed: Any, name: str = "seed") -> None:
+    """Raises ValueError unless it is the key of a random generator."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        refuse(name, "a whole number from 0 to 2**64 - 1", seed)
 
 
 def _check_betas(betas: Any, where: str) -> None:
@@ -231,7 +398,7 @@ def check_group_options(group: Mapping[str, Any], options: Options, where: str) 
                 f"{where}: {name} is not allowed in a group: it is an argument of the optimizer"
             )
     # torch's groups all name capturable, which moves no number
-    for name in {field.name for field in fields(options)} - {"capturable"}:
+    for name in {field.name for field in fields(options)} - {"capturable", "seed"}:
         own = getattr(options, name)
         if name in group and not same(group[name], own):
             raise ValueError(
@@ -277,15 +444,22 @@ def check_weight(
         )
     if weight.dtype not in WEIGHTS:
         raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {WEIGHTS}")
-    remainders = options.store_param_remainders and masters
-    if remainders and float8:
+    master = options.master_format(weight.dtype, masters, float8)
+    if float8 and options.weight_rounding == "stochastic" and not master.present:
         raise ValueError(
-            f"{where}: store_param_remainders=True is not allowed for fp8 weights: a remainder is "
-            "the half of a master that its bf16 weight does not hold"
+            f"{where}: weight_rounding must be 'nearest' for fp8 weights without masters, got "
+            "'stochastic'"
         )
-    required = options.master_format(weight.dtype, masters, float8).requires_weight
-    if required not in (None, weight.dtype):
+    asked = "store_param_remainders=True"
+    if not options.store_param_remainders:
+        asked = f"master_weight_dtype={options.master_weight_dtype!r}"
+    if master.joined and float8:
         raise ValueError(
-            f"{where}: store_param_remainders=True is not allowed for {weight.dtype} weights: "
-            f"{required} (whose bits are an fp32 master's upper half), or torch.float32"
+            f"{where}: {asked} is not allowed for fp8 weights: such a master is what its 16-bit "
+            "weight does not hold; torch.float32 or torch.float16"
+        )
+    if master.requires_weight not in (None, weight.dtype):
+        raise ValueError(
+            f"{where}: {asked} is not allowed for {weight.dtype} weights: "
+            f"{master.requires_weight} (whose bits are a master's upper half), or torch.float32"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,9 +16,16 @@ from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.draws import Place
 from megaopt.masters import MasterWeights, check_master_weights
-from megaopt.options import Options, check_group, check_weight
+from megaopt.options import (
+    PARAM_NUMBER,
+    Options,
+    check_group,
+    is_param_number,
+)
 from megaopt.params import ParamView, view_of
+from megaopt.params.low_rank import LowRankView
 from megaopt.state import formats_of
 
 Group = dict[str, Any]
@@ -36,7 +44,12 @@ class Owned:
     def __init__(
         self, groups: Sequence[Group], options: Options, rule: Rule, masters: MasterWeights
     ) -> None:
-        self.groups, self.options, self.rule, self.masters = groups, options, rule, masters
+        self.groups, self.options, self.masters = groups, options, masters
+        self.rule = rule.drawing if options.draws else rule
+
+    def with_groups(self, groups: Sequence[Group]) -> Owned:
+        """The same with other groups, of the same parameters."""
+        return Owned(groups, self.options, self.rule, self.masters)
 
     # --- parameters, in group order
 
@@ -48,7 +61,18 @@ class Owned:
     @cached_property
     def views(self) -> list[ParamView]:
         """Of all parameters."""
-        return [view_of(param) for param in self.params]
+        return [self._view(param, group) for group in self.groups for param in group["params"]]
+
+    def view(self, param: torch.Tensor) -> ParamView:
+        """Of one parameter, also of one that is in no group any more."""
+        # only these are looked through: whoever asks for all parameters asks one by one
+        ranked = [group for group in self.groups if group.get("rank") is not None]
+        own = next((group for group in ranked if any(param is p for p in group["params"])), {})
+        return self._view(param, own)
+
+    def _view(self, param: torch.Tensor, group: Group) -> ParamView:
+        low_rank = self.options.low_rank(param, group)
+        return view_of(param) if low_rank is None else LowRankView(param, low_rank)
 
     @property
     def shared_views(self) -> list[ParamView]:
@@ -117,20 +141,71 @@ class Owned:
     def check_masters(self) -> None:
         """Raises ValueError unless masters and parameters fit."""
         check_master_weights(self.masters, self.views, self.labels, self.options)
+        if self.options.weight_rounding == "stochastic" and self.wants_masters:
+            raise ValueError(
+                "weight_rounding='stochastic' is for weights without masters: leave it out, or "
+                "pass master_weights=False and no dtype"
+            )
+        kind = self.options.master_weight_dtype
+        if isinstance(kind, str) and not self.wants_masters:
+            raise ValueError(
+                f"master_weight_dtype={kind!r} needs masters to keep: pass master_weights=True"
+            )
         remainders, params = self.options.store_param_remainders, self.params
         if remainders and not self.wants_masters:
             raise ValueError(
                 "store_param_remainders=True needs masters to keep: pass master_weights=True or "
                 "dtype=torch.float32"
             )
-        if remainders and params:
-            for view, label in zip(self.views, self.labels, strict=True):
-                check_weight(view.param, label, self.options, self.wants_masters)
-            if all(param.dtype != torch.bfloat16 for param in params):
-                raise ValueError(
-                    "store_param_remainders=True needs torch.bfloat16 weights; none of the "
-                    f"{len(params)} parameters is"
-                )
+        for view, label in zip(self.views, self.labels, strict=True):
+            view.check(label, self.options, self.rule.moments, self.wants_masters)
+        if remainders and params and all(param.dtype != torch.bfloat16 for param in params):
+            raise ValueError(
+                "store_param_remainders=True needs torch.bfloat16 weights; none of the "
+                f"{len(params)} parameters is"
+            )
+
+    # --- random bits
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Of each parameter, for its random bits: its group's, or that of its view."""
+        given = [each for group in self.groups for each in self._given_numbers(group)]
+        pairs = enumerate(zip(self.views, given, strict=True))
+        return [view.number(i) if own is None else own for i, (view, own) in pairs]
+
+    def _given_numbers(self, group: Group) -> list[int | None]:
+        return group.get("param_numbers") or [None] * len(group["params"])
+
+    def place(self, index: int) -> Place:
+        """Where a parameter's local elements lie among all, for its random bits."""
+        return self.views[index].place(self.numbers[index])
+
+    def check_places(self) -> None:
+        """Raises ValueError where two parameters would draw the same random bits.
+
+        Also for a parameter's number of its own that is none.
+        """
+        if not self.options.draws:
+            return
+        for number, label in zip(self.numbers, self.labels, strict=True):
+            if not is_param_number(number):
+                refuse(f"{label}: megaopt_number", PARAM_NUMBER, number)
+        seen: dict[int, list[tuple[int, int, str]]] = {}
+        for index, (view, label) in enumerate(zip(self.views, self.labels, strict=True)):
+            place, numel = self.place(index), view.local.numel()
+            if numel:
+                part = (place.first, place.last(numel), label)
+                seen.setdefault(place.number, []).append(part)
+        for number, parts in seen.items():
+            parts.sort()
+            for (_, end, one), (start, _, other) in itertools.pairwise(parts):
+                if start <= end:
+                    raise ValueError(
+                        f"{other}: number {number}, by which random bits are drawn, must be its "
+                        f"own, got that of {one}, at elements that both have; param_numbers of a "
+                        "group sets others"
+                    )
 
     # --- devices
 
@@ -190,3 +265,11 @@ class Owned:
             f"{asked}={getattr(self.options, asked)!r} does not work for {label} on "
             f"{param.device}: {reason}; {everywhere} works everywhere"
         )
+
+
+def owned_of(optimizer: Any) -> Owned:
+    """What an optimizer owns; raises ValueError for one that is not of this package."""
+    own = getattr(optimizer, "_owned", None)
+    if not isinstance(own, Owned):
+        refuse("optimizer", "an optimizer of megaopt", optimizer)
+    return own

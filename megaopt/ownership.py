@@ -13,15 +13,15 @@ from typing import Any
 import numpy
 import torch
 
-from megaopt.kernels.float8.quantize import multiplied
-from megaopt.kernels.float8.scale import e8m0_value_reference
-from megaopt.kernels.formats import MASTERS, WEIGHTS
+from megaopt.kernels.formats import MASTERS, WEIGHTS, Format
+from megaopt.kernels.quantizers.scale import multiplied
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
 from megaopt.kernels.step.watch import finder_for
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
-from megaopt.state import MASTER, SCALE, State
+from megaopt.params.view import SCALE
+from megaopt.state import MASTER, State
 
 # A scale of fp8 codes is known by its inverse alone, which is rounded, and so is the inverse's own
 # reciprocal: each by at most half an ulp, 2**-24 of it. Together they are less than 2**-22 off.
@@ -44,6 +44,7 @@ class Versions:
         stepped: Iterable[int] = (),
         before: Versions | None = None,
     ) -> None:
+        self._params = params
         self._known = {} if before is None else before._noted()
         own = [(tensor, place) for place in stepped for tensor in view_of(params[place]).counted]
         self._tensors = [tensor for tensor, _ in own]
@@ -52,6 +53,7 @@ class Versions:
         self._known = {tensor: self._known.get(tensor, tensor._version) for tensor in everything}
         row = [self._known[tensor] for tensor in self._tensors]
         self._row = numpy.array(row, dtype=numpy.int64)
+        self._rows = {tensor: index for index, tensor in enumerate(self._tensors)}
         self._find = finder_for(params)
         self._module: Any = None
 
@@ -66,13 +68,29 @@ class Versions:
         else:
             now = numpy.array([tensor._version for tensor in self._tensors], dtype=numpy.int64)
             found = numpy.flatnonzero(now != self._row).tolist()
-        return sorted({self._places[index] for index in found})
+        return sorted({self._places[index] for index in found}) if found else []
+
+    def moved_anywhere(self) -> list[int]:
+        """Places of all parameters that somebody has written since, stepped ones or not."""
+        noted = self._noted()
+        counted = enumerate(view_of(param).counted for param in self._params)
+        return [
+            place
+            for place, tensors in counted
+            if any(noted.get(each, each._version) != each._version for each in tensors)
+        ]
+
+    def forget(self, param: torch.Tensor) -> None:
+        """The weight may have been written."""
+        for tensor in view_of(param).counted:
+            self._known[tensor] = -1
 
     def note(self, param: torch.Tensor) -> None:
         """Weight and master are as they should be now, whatever was written."""
         for tensor in view_of(param).counted:
             self._known[tensor] = tensor._version
-            self._row[[own is tensor for own in self._tensors]] = tensor._version
+            if tensor in self._rows:
+                self._row[self._rows[tensor]] = tensor._version
 
     def count_up(self) -> None:
         """After a step: counts all versions up, which kernels do not, and notes them."""
@@ -118,12 +136,12 @@ def _float8_casts(value: torch.Tensor, view: Any, form: Formats) -> Any:
     """The same of fp8 codes under the scales that they have now."""
     assert form.cast is not None
     weight = view.weight
-    recipe, inverse = form.cast.recipe, weight.scale_inv
-    if recipe.scaling == "mxfp8":
-        inverse = e8m0_value_reference(inverse)
+    recipe = form.cast.recipe
+    inverse = recipe.quantizer.value_reference(weight.scale_inv)
     whole = torch.ones(weight.shape, dtype=torch.float32, device=value.device)
     scale = 1 / view.part_of(multiplied(whole, inverse, recipe.block))
-    rounded = form.rounding.decode_reference(form.rounding.encode_reference(value))
+    rounding = form.cast.rounding
+    rounded = rounding.decode_reference(rounding.encode_reference(value))
     scales = (scale * (1 - SCALE_ERROR), scale * (1 + SCALE_ERROR))
     codes = [recipe.format.encode_reference(rounded * each) for each in scales]
     return [recipe.format.decode_reference(code) for code in codes]
@@ -137,16 +155,25 @@ def _unscaled_codes(view: ParamView) -> torch.Tensor:
 def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
     """bool, the weight's shape: where the weight is not a cast of its master any more.
 
-    A remainder has no value of its own: its master moves with the weight, and nothing is to do.
+    What lies beside its weight has no value of its own: the master moves with the weight, and only
+    a weight that no value together with this code gives (0 with a negative remainder, say, which
+    would be read as NaN) is known to be written.
     """
     weight, master, scale = view.local, state[MASTER], state.get(MASTER + SCALE)
     if formats.master.joined:
-        return torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
+        return ~_belongs(weight.detach(), master, formats.master)
     if formats.cast is None:
         own = formats.weight.decode_reference(weight.detach())
         return ~_is_between(own, *_plain_casts(master, scale, formats))
     value = formats.master.decode_reference(master, scale)
     return ~_is_between(_unscaled_codes(view), *_float8_casts(value, view, formats))
+
+
+def _belongs(weight: torch.Tensor, code: torch.Tensor, form: Format) -> torch.Tensor:
+    """Whether a weight and the code beside it are what a value is stored as; bool."""
+    again, _ = form.encode_by_hand(form.decode_reference(weight, code))
+    same: torch.Tensor = again.view(torch.int16) == weight.view(torch.int16)
+    return same
 
 
 def refresh(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
@@ -160,7 +187,9 @@ def refresh(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torc
     """
     written = written_elements(view, state, formats)
     master, found, own = state[MASTER], written.any(), view.value(formats)
-    if not formats.master.scaled:
+    if formats.master.joined:
+        master.copy_(torch.where(written, formats.master.encode_by_hand(own)[1], master))
+    elif not formats.master.scaled:
         master.copy_(torch.where(written, own, master))
     elif own.numel() and bool(found):
         scale = state[MASTER + SCALE]
@@ -177,7 +206,7 @@ def refreshed(
     only_look: the master stays as it is.
     """
     known = isinstance(state.get(MASTER), torch.Tensor)
-    if not (known and formats.master.present) or formats.master.joined:
+    if not (known and formats.master.present):
         return False
     if only_look:
         return written_elements(view, state, formats).any()
@@ -212,12 +241,16 @@ def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | No
     master = state.get(MASTER)
     if weight.dtype != torch.float32 or not isinstance(master, torch.Tensor):
         return None
+    value = weight.detach()
     form = MASTERS[master.dtype]
     if form.joined:
-        upper = weight.detach().to(torch.bfloat16)
-        return torch.where(upper == weight, form.decode_reference(upper, master), weight)
+        for each in MASTERS.values():
+            if each.joined and each.dtype == master.dtype and not each.draws:
+                upper = weight.detach().to(each.requires_weight)
+                fits = (upper == weight) & _belongs(upper, master, each)
+                value = torch.where(fits, each.decode_reference(upper, master), value)
+        return value
     scale = state.get(MASTER + SCALE)
-    value = weight.detach()
     for dtype in (torch.float16, torch.bfloat16):
         formats = Formats(WEIGHTS[dtype], WEIGHTS[dtype], form, (), ())
         fits = _is_between(weight.detach(), *_plain_casts(master, scale, formats))

@@ -75,10 +75,12 @@ class Preparations:
             batches: what is stepped.
             asked: what to do with the gradients.
         """
-        prepared = {}
+        prepared: Prepared = {}
         # the first parameter's too, which may have no gradient
-        devices = (owned.device, *(batch.device for batch in batches.batches))
-        for device in dict.fromkeys(devices):
+        devices = dict.fromkeys([owned.device, *[batch.device for batch in batches.batches]])
+        if groups is None and asked.is_empty:
+            return dict.fromkeys(devices, (None, None))
+        for device in devices:
             plans = measured(batches, device) if asked.needs_norm else []
             prepared[device] = self.on(device, owned).make(groups, asked.on(device), plans)
         return prepared

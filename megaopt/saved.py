@@ -14,6 +14,10 @@ NOT_MADE = "not_made"
 It stands beside "state" and "param_groups", so that whoever puts these two together anew drops it.
 """
 
+WRITTEN = "written"
+"""Key of a state dict, beside the same: the parameters whose weights were written since the last
+step, so that their masters are to take the values. It is there where there are such."""
+
 Key = Hashable
 """What a state dict calls a parameter: its place, or whatever a hook or a framework made of it."""
 
@@ -29,6 +33,8 @@ class Saved:
     """Of all parameters, in group order."""
     not_made: dict[Key, list[str]] | None
     """None in a state dict that does not say it: another optimizer's, or one taken apart."""
+    written: list[Key]
+    """Parameters whose weights were written since the last step."""
 
 
 def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
@@ -58,6 +64,7 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
         groups=groups,
         order=order,
         not_made=None if not_made is None else _names_by_key(not_made),
+        written=_written(state_dict.get(WRITTEN, []), order),
     )
 
 
@@ -115,3 +122,10 @@ def _names_by_key(not_made: Any) -> dict[Key, list[str]]:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             refuse(f"{NOT_MADE!r}[{shown(key)}] of the state dict", "a list of names", names)
     return dict(not_made)
+
+
+def _written(keys: Any, order: list[Key]) -> list[Key]:
+    known = isinstance(keys, (list, tuple)) and all(isinstance(key, (int, str)) for key in keys)
+    if not known or not set(keys) <= set(order):
+        refuse(f"{WRITTEN!r} of the state dict", "a list of keys of its parameters", keys)
+    return list(keys)

@@ -39,7 +39,7 @@ class SGDOptions(Options):
         "decoupled_weight_decay": FLAGS,
     }
 
-    momentum_buffer_dtype: torch.dtype = torch.float32
+    momentum_buffer_dtype: torch.dtype | str = torch.float32
     has_momentum: bool = False
     """There is a momentum buffer."""
     nesterov: bool = False
@@ -78,9 +78,10 @@ class FusedSGD(FusedOptimizer):
         decoupled_weight_decay: weight decay is the part of a weight that goes per step of size one,
             times lr, and passes by the momentum (SGDW, Loshchilov & Hutter 2019, arXiv:1711.05101).
         momentum_buffer_dtype: of the moment, as FusedAdam's exp_avg_dtype.
-        dtype, master_weights, master_weight_dtype, store_param_remainders, use_decoupled_grad,
-        capturable, nonfinite, direct_cast, round_scaled_grads, on_external_write,
-        write_unscaled_grads, backend, foreach, differentiable, fused: as for FusedAdam.
+        dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
+        use_decoupled_grad, capturable, nonfinite, direct_cast, round_scaled_grads,
+        on_external_write, write_unscaled_grads, backend, foreach, differentiable, fused: as for
+        FusedAdam.
         **unknown: none; refused by name.
 
     Raises:
@@ -100,9 +101,11 @@ class FusedSGD(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         dtype: torch.dtype | None = None,
         master_weights: MasterWeights = None,
-        master_weight_dtype: torch.dtype = torch.float32,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        momentum_buffer_dtype: torch.dtype | str = torch.float32,
         store_param_remainders: bool = False,
+        weight_rounding: str = "nearest",
+        seed: int = 0,
         use_decoupled_grad: bool = False,
         capturable: bool = False,
         nonfinite: str = "propagate",
@@ -131,6 +134,8 @@ class FusedSGD(FusedOptimizer):
             master_weight_dtype=master_weight_dtype,
             momentum_buffer_dtype=momentum_buffer_dtype,
             store_param_remainders=store_param_remainders,
+            weight_rounding=weight_rounding,
+            seed=seed,
             backend=backend,
             capturable=capturable,
             nonfinite=nonfinite,

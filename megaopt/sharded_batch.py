@@ -10,7 +10,7 @@ import torch
 
 from megaopt.batches import Batch
 from megaopt.kernels.step.batch import Buffers
-from megaopt.kernels.step.watch import Grads, Wanted, fit
+from megaopt.kernels.step.watch import Grads, Guards, fit
 from megaopt.params.dtensor import dtensor_class, local_of, same_sharding, waited
 from megaopt.params.view import PLAIN
 from megaopt.state import state_name
@@ -25,7 +25,7 @@ class ShardedBatch(Batch):
     """
 
     _seen: Buffers = field(default_factory=dict)
-    _wanted: Wanted | None = None
+    _guards: Guards | None = None
 
     watched = False
 
@@ -51,11 +51,11 @@ class ShardedBatch(Batch):
         }
         if not self._have_memory(dtensors):
             return False
-        if self._wanted is None:  # the first look: everything was just checked
+        if self._guards is None:  # the first look: everything was just checked
             shapes = [local.shape for local in self._seen["weight"]]
-            wanted = replace(super().wanted(), shapes=shapes, scales=[False] * len(whole))
-            self._wanted = replace(wanted, names=[])
-        return fit(self._wanted, list(self._seen.values()))
+            guards = replace(super().guards(), shapes=shapes)
+            self._guards = replace(guards, names=[])
+        return fit(self._guards, list(self._seen.values()))
 
     def _have_memory(self, dtensors: list[bool]) -> bool:
         """Whether all shards are plain tensors; those that are being made are waited for."""

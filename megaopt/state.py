@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.formats import GRADS, WEIGHTS, Format
+from megaopt.kernels.formats import GRADS, MOMENTS, Format
 from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.reference import store_scaled
+from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.memory import Named
 from megaopt.options import Options
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.view import SCALE
 
 State = dict[str, Any]
 MASTER = "master_param"
-SCALE = "_scale"
 
 
 def state_name(slot: str) -> str:
@@ -35,16 +35,23 @@ def formats_of(
     cast, dtype = view.cast(options.direct_cast), view.param.dtype
     return Formats(
         GRADS[grad_dtype],
-        WEIGHTS[dtype] if cast is None else cast.recipe.format,
+        options.weight_format(dtype) if cast is None else cast.recipe.format,
         options.master_format(dtype, masters, cast is not None),
-        tuple(map(options.moment_format, moments)),
+        tuple(moment_format(view, options, moment) for moment in moments),
         moments,
         cast,
         # of fp32 it is no other kernel
         options.round_scaled_grads and grad_dtype != torch.float32,
         options.write_unscaled_grads,
         options.maximize,
+        view.low_rank,
     )
+
+
+def moment_format(view: ParamView, options: Options, moment: str) -> Format:
+    """How a parameter's moment is stored."""
+    form = options.moment_format(moment)
+    return form if not form.block or view.keeps_blocks(form) else MOMENTS[torch.float32]
 
 
 def complete(
@@ -61,9 +68,10 @@ def complete(
     weight = view.local
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name not in state:
-            state[name] = torch.zeros(weight.shape, dtype=form.dtype, device=weight.device)
-        if form.scaled:
-            state.setdefault(name + SCALE, torch.ones(1, device=weight.device))
+            shape = shape_of(name, formats, view)
+            state[name] = torch.zeros(shape, dtype=form.dtype, device=weight.device)
+        if form.has_scale and name + SCALE not in state:
+            state[name + SCALE] = _new_scale(form, view)
     if external is not None:
         state[MASTER] = external
     elif not formats.master.present:
@@ -71,37 +79,52 @@ def complete(
     elif state.get(MASTER) is None:
         value = view.initial_value(formats)
         if formats.master.joined:  # the weight stays as it is
-            state[MASTER] = formats.master.encode_reference(value)[1]
+            state[MASTER] = formats.master.encode_by_hand(value)[1]
         else:
-            state.update(encoded(MASTER, value, formats.master, weight)[0])
+            state.update(encoded(MASTER, value, formats.master, view)[0])
 
 
-def get_unscaled(state: State, name: str, form: Format, weight: torch.Tensor) -> torch.Tensor:
+def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torch.Tensor:
     """The fp32 value of a state tensor: the tensor itself where it is stored as fp32."""
+    code, scale = state[name], state.get(name + SCALE)
     if form.joined:
-        return form.decode_reference(weight, state[name])
-    return form.decode_reference(state[name], state.get(name + SCALE))
+        return form.decode_reference(view.local.detach(), code)
+    return decoded(form, code, scale, view.first_element if form.block else 0)
 
 
 def encoded(
-    name: str, value: torch.Tensor, form: Format, weight: torch.Tensor
+    name: str, value: torch.Tensor, form: Format, view: ParamView
 ) -> tuple[State, torch.Tensor | None]:
     """New state tensors that hold an fp32 value in its format, by name.
 
     Also what the weight becomes with a joined master, as only together they say the value; None
     otherwise.
     """
-    value = value.to(weight.device, torch.float32).reshape(weight.shape)
-    code = torch.empty(weight.shape, dtype=form.dtype, device=weight.device)
+    weight = view.local
+    value = value.to(weight.device, torch.float32).reshape(view.state_shape(name))
+    shape = form.stored_shape(value.shape)
+    code = torch.empty(shape, dtype=form.dtype, device=weight.device)
     if form.joined:
-        upper, lower = form.encode_reference(value)
+        upper, lower = form.encode_by_hand(value)
         return {name: code.copy_(lower)}, upper
-    if not form.scaled:
-        return {name: code.copy_(form.encode_reference(value))}, None
-    scale = torch.ones(1, device=weight.device)
+    if not form.has_scale:
+        return {name: code.copy_(form.encode_by_hand(value))}, None
+    scale = _new_scale(form, view)
     if value.numel():
-        store_scaled(code, scale, value, form)
+        # adding makes a 0 of -0, for which moments without a sign have no code
+        value = value + 0.0 if form.unsigned else value
+        store_scaled(code, scale, value, form, first=view.first_element if form.block else 0)
     return {name: code, name + SCALE: scale}, None
+
+
+def _new_scale(form: Format, view: ParamView) -> torch.Tensor:
+    """The scale of a tensor, or of its blocks, that is all 0: 1, the smallest byte there is."""
+    dtype = torch.uint8 if form.block else torch.float32
+    return torch.ones(_scale_shape(form, view), dtype=dtype, device=view.local.device)
+
+
+def _scale_shape(form: Format, view: ParamView) -> tuple[int, ...]:
+    return view.block_scales_shape(form.block) if form.block else (1,)
 
 
 def completed_state(
@@ -118,7 +141,7 @@ def completed_state(
     # a step within inference mode makes no such tensors
     with torch.inference_mode(False), torch.no_grad():
         complete(state, view, formats, local_of(external))
-    check_state(state, formats, view.local, names, label)
+    check_state(state, formats, view, names, label)
     return view.wrap_state(state, [*own.values(), external])
 
 
@@ -132,24 +155,37 @@ def written_tensors(view: ParamView, state: State, where: str) -> list[Named]:
     return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]
 
 
+def shape_of(slot: str, formats: Formats, view: ParamView) -> tuple[int, ...]:
+    """Of a slot's tensor in the state of a parameter."""
+    if slot.endswith(SCALE):
+        return _scale_shape(formats.by_slot[slot.removesuffix(SCALE)], view)
+    return formats.by_slot[slot].stored_shape(view.state_shape(state_name(slot)))
+
+
 def check_state(
-    state: dict[str, Any], formats: Formats, param: torch.Tensor, names: dict[str, str], where: str
+    state: dict[str, Any], formats: Formats, view: ParamView, names: dict[str, str], where: str
 ) -> None:
     """Raises ValueError where a state tensor is not what the formats ask for."""
     for slot in formats.state_slots:
-        tensor = state[names[slot]]
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(
-                f"{where}: state {names[slot]!r} is {tensor!r}; allowed: a torch.Tensor"
-            )
-        shape = (1,) if slot.endswith(SCALE) else tuple(param.shape)
-        wanted = (formats.dtype(slot), shape, param.device)
-        found = (tensor.dtype, tuple(tensor.shape), tensor.device)
-        if found != wanted:
-            raise ValueError(
-                f"{where}: state {names[slot]!r} is {found[0]} of shape {found[1]} on {found[2]}; "
-                f"allowed: {wanted[0]} of shape {wanted[1]} on {wanted[2]}"
-            )
+        wanted = (formats.dtype(slot), shape_of(slot, formats, view), view.local.device)
+        check_state_tensor(state[names[slot]], wanted, f"{where}: state {names[slot]!r}")
+    for name in view.kept.keys() & state.keys():
+        wanted = (torch.float32, view.kept[name], view.local.device)
+        check_state_tensor(state[name], wanted, f"{where}: state {name!r}")
+
+
+def check_state_tensor(
+    tensor: object, wanted: tuple[torch.dtype, tuple[int, ...], torch.device], where: str
+) -> None:
+    """Raises ValueError unless it is a tensor of this dtype and shape on this device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{where} is {tensor!r}; allowed: a torch.Tensor")
+    found = (tensor.dtype, tuple(tensor.shape), tensor.device)
+    if found != wanted:
+        raise ValueError(
+            f"{where} is {found[0]} of shape {found[1]} on {found[2]}; "
+            f"allowed: {wanted[0]} of shape {wanted[1]} on {wanted[2]}"
+        )
 
 
 # --- pickled

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megaopt.checks import is_dense, one_of, refuse, same
+from megaopt.kernels.formats import Format
 from megaopt.memory import check_writable
 from megaopt.overwriting import overwrite
 from megaopt.owned import Owned
+from megaopt.ownership import widened
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
-from megaopt.state import MASTER, SCALE, State, encoded, get_unscaled, state_name
+from megaopt.params.view import SCALE
+from megaopt.state import MASTER, State, encoded, get_unscaled, state_name
 
 
 def _slot(owned: Owned, name: str) -> str:
@@ -22,16 +25,20 @@ def _slot(owned: Owned, name: str) -> str:
     return slots[name]
 
 
-def unscaled(owned: Owned, state: Mapping[Any, State], view: ParamView, name: str) -> torch.Tensor:
+def unscaled(
+    owned: Owned, state: Mapping[Any, State], param: torch.Tensor, name: str
+) -> torch.Tensor:
     """See FusedOptimizer.get_unscaled_state."""
-    own: State = state.get(view.param, {})
+    view = owned.view(param)
+    own: State = state.get(param, {})
     if name.endswith(SCALE) and name in own:
         scale: torch.Tensor = own[name]
         return scale
     formats = owned.formats(view)
     form = formats.by_slot[_slot(owned, name)]
     if name == MASTER and not form.present:
-        value = view.value(formats)
+        wide = widened(view.local, locals_of(own))  # as the next step takes it
+        value = view.value(formats) if wide is None else wide
     elif own.get(name) is None:
         label = owned.labels[owned.index(view.param)]
         raise ValueError(
@@ -39,7 +46,7 @@ def unscaled(owned: Owned, state: Mapping[Any, State], view: ParamView, name: st
             "none: the first step with a gradient makes it, or initialize_state"
         )
     else:
-        value = get_unscaled(locals_of(own), name, form, view.local.detach())
+        value = get_unscaled(locals_of(own), name, form, view)
     known = [each for each in own.values() if local_of(each) is value]
     return known[0] if known else view.wrap(value)
 
@@ -59,7 +66,7 @@ def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torc
         return
     if name == MASTER and own.get(MASTER) is None and owned.has_external_masters:
         own = {**own, MASTER: owned.external_masters()[owned.index(view.param)]}
-    _store(state, view, own, *encoded(name, value, formats.by_slot[slot], local))
+    _store(state, view, own, *encoded(name, value, formats.by_slot[slot], view))
 
 
 def _store(
@@ -74,7 +81,7 @@ def _store(
         if stored.get(name) is None:
             stored[name] = tensor
         else:
-            _check_like(stored[name], tensor, f"state {name!r}")
+            _check_like(stored[name], tensor.dtype, tensor.shape, view.local, f"state {name!r}")
             pairs.append((stored[name], tensor))
     completed = view.wrap_state(stored, list(own.values()))
     overwrite(pairs, lambda: state[view.param].update(completed))
@@ -84,7 +91,7 @@ def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) 
     """The weight becomes an fp32 value of its shard's shape, where that is no master's."""
     if view.weight is None:
         check_writable(view.local, "the parameter")
-        code = owned.formats(view).weight.encode_reference(value).clone()
+        code = owned.formats(view).weight.encode_by_hand(value).clone()
         overwrite([(view.local, code)], lambda: state[view.param].update({MASTER: None}))
         return
     if view.extent.shared:
@@ -112,17 +119,29 @@ def _one_number(value: torch.Tensor, name: str, local: torch.Tensor) -> torch.Te
 def _check_value(value: torch.Tensor, view: ParamView, name: str) -> None:
     """Raises ValueError for a tensor that is no fp32 value of so many elements."""
     param = view.param
+    shape = param.shape if view.low_rank is None else torch.Size(view.state_shape(name))
     # a plain parameter's may have any shape of as many elements
     fits = _is_real(value) and (
-        value.shape == param.shape or (not view.is_sharded and value.numel() == param.numel())
+        value.shape == shape or (not view.is_sharded and value.numel() == shape.numel())
     )
     if not fits:
-        refuse(name, f"real numbers of the parameter's shape, {tuple(param.shape)}", value)
+        refuse(name, f"real numbers of the parameter's shape, {tuple(shape)}", value)
 
 
-def _check_like(own: Any, new: torch.Tensor, where: str) -> None:
-    """Raises ValueError unless the new tensor's content can go into a state's own."""
-    wanted = (new.dtype, tuple(new.shape), new.device)
+def check_master(own: State, form: Format, weight: torch.Tensor, label: str) -> None:
+    """Raises ValueError where a state has a master that a value in this format cannot go into."""
+    stored = locals_of(own)
+    kinds = {MASTER: (form.dtype, weight.shape), MASTER + SCALE: (torch.float32, (1,))}
+    for name, (dtype, shape) in kinds.items():
+        if dtype is not None and stored.get(name) is not None:
+            _check_like(stored[name], dtype, shape, weight, f"{label}: state {name!r}")
+
+
+def _check_like(
+    own: Any, dtype: torch.dtype, shape: Sequence[int], weight: torch.Tensor, where: str
+) -> None:
+    """Raises ValueError unless a state's tensor takes such content, beside this weight."""
+    wanted = (dtype, tuple(shape), weight.device)
     if not is_dense(own) or (own.dtype, tuple(own.shape), own.device) != wanted:
         refuse(where, f"{wanted[0]} of shape {wanted[1]} on {wanted[2]}", own)
     check_writable(own, where)

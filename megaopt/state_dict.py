@@ -23,12 +23,23 @@ from megaopt.checks import (
 from megaopt.groups import check_names
 from megaopt.kernels.formats import Format
 from megaopt.kernels.step.batch import Formats
-from megaopt.options import VARIANTS, Options, check_group, check_variant
+from megaopt.options import (
+    BESIDE,
+    FORMATS,
+    VARIANTS,
+    Options,
+    check_group,
+    check_seed,
+    check_variant,
+)
 from megaopt.owned import Owned
+from megaopt.ownership import Versions
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
-from megaopt.saved import NOT_MADE, Key, Saved, taken_apart
-from megaopt.state import MASTER, SCALE, State, encoded, state_name
+from megaopt.params.view import SCALE
+from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
+from megaopt.state import MASTER, State, encoded, shape_of, state_name
+from megaopt.state_formats import check_formats
 
 # Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
@@ -41,12 +52,16 @@ class Loaded:
 
     states: dict[torch.Tensor, State]
     groups: list[dict[str, Any]]
+    written: list[int]
+    """Places of parameters whose weights were written before the state dict was made."""
 
 
-def mark(packed: dict[str, Any], owned: Owned) -> dict[str, Any]:
+def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, Any]:
     """Adds to a state dict what a load compares; leaves out masters that are none.
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None.
+
+    versions: of the weights, as the last step left them.
     """
     state = {
         key: {name: value for name, value in own.items() if value is not None}
@@ -58,8 +73,26 @@ def mark(packed: dict[str, Any], owned: Owned) -> dict[str, Any]:
         own = packed["state"].get(key, {})
         if not all(name in own for name in names):
             not_made[key] = [name for name in names if name not in own]
-    groups = [{**group, **owned.options.marks} for group in packed["param_groups"]]
-    return {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
+    marks = {**owned.options.marks, FORMATS: owned.options.formats_mark}
+    groups = [
+        {**group, **marks, **_beside(own["params"], owned)}
+        for group, own in zip(packed["param_groups"], owned.groups, strict=True)
+    ]
+    keys = [key for group in groups for key in group["params"]]
+    written = [keys[place] for place in versions.moved_anywhere()]
+    marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
+    return {**marked, WRITTEN: written} if written else marked
+
+
+def _beside(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
+    if BESIDE not in owned.options.group_keys:
+        return {}
+    short = (torch.bfloat16, torch.float16)
+    return {BESIDE: ", ".join(sorted({_dtype_of(p) for p in params if p.dtype in short}))}
+
+
+def _dtype_of(param: torch.Tensor) -> str:
+    return str(param.dtype).removeprefix("torch.")
 
 
 def read(
@@ -78,19 +111,25 @@ def read(
         _group(own, owned.groups[index], options, _step(saved, options, index), index)
         for index, own in enumerate(saved.groups)
     ]
+    owned = owned.with_groups(groups)  # whose numbers decide the shapes of states
     take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
-    for key, view, where in zip(saved.order, owned.views, owned.labels, strict=True):
+    places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
+    for key, view, where, group in places:
         state = saved.states.get(key)
         if state is None and saved.not_made is not None:
             _check_not_made(key, saved.not_made, owned, where)
         if state is not None:
             for name in (*owned.rule.moments, MASTER):
                 check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
+            if ours:
+                _check_beside(saved.groups[group], state, owned, view, where)
+                check_formats(saved.groups[group].get(FORMATS), state, owned, view, where)
             not_made = (saved.not_made or {}).get(key, [])
             state = take(locals_of(state), owned, view, where, not_made)
             states[view.param] = view.wrap_state(state)
-    return Loaded(states, groups)
+    place_of = {key: place for place, key in enumerate(saved.order)}
+    return Loaded(states, groups, [place_of[key] for key in saved.written])
 
 
 def pairs_of_masters(loaded: Loaded, owned: Owned) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -112,6 +151,17 @@ def _check_not_made(key: Key, not_made: dict[Key, list[str]], owned: Owned, wher
             f"{where}: the state dict must have its {' and '.join(lost)}, got no state; only "
             f"parameters in its {NOT_MADE!r} may have none"
         )
+
+
+def _check_beside(
+    group: dict[str, Any], state: State, owned: Owned, view: ParamView, where: str
+) -> None:
+    """Raises ValueError for a compensation that was saved beside a weight of another dtype."""
+    beside, own = group.get(BESIDE), _dtype_of(view.param)
+    if not beside or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
+        return
+    if not isinstance(beside, str) or own not in beside.split(", "):
+        refuse(f"{where}: {BESIDE!r} of the state dict", f"{own!r}, its dtype", beside)
 
 
 def _step(saved: Saved, options: Options, index: int) -> int:
@@ -143,12 +193,22 @@ def _group(
     check_variant(saved, options, f"{where} of the state dict")
     _check_marks(saved, options, where)
     marks = {*options.MARKS, *VARIANTS, "decoupled_weight_decay"}
-    left_out = {*marks, *IGNORED, "params", "param_names"}
+    left_out = {
+        *marks,
+        *IGNORED,
+        BESIDE,
+        FORMATS,
+        "params",
+        "param_names",
+        *_own_numbers(saved, own, options, where),
+    }
     kept = {key: value for key, value in saved.items() if key not in left_out}
     group = {**own, **kept, **_names(saved, own, where), "step": step}
     if isinstance(saved.get("step"), torch.Tensor):  # capturable: numbers, until the load is over
         group["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
     check_group(group, options, where, lr_is_needed=options.capturable)
+    if "contract" in saved and "seed" in saved:  # kept where nothing draws, for who draws again
+        check_seed(saved["seed"], f"{where}: seed")
     copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in kept}
     return {**group, **copies}
 
@@ -166,6 +226,28 @@ def _check_marks(saved: dict[str, Any], options: Options, where: str) -> None:
             )
 
 
+def _own_numbers(
+    saved: dict[str, Any], own: dict[str, Any], options: Options, where: str
+) -> list[str]:
+    """The key param_numbers where this optimizer's stay, not those of the state dict.
+
+    Where keys are names, a framework has found each parameter by its own, and left the list in the
+    order of the parameters that were saved. Raises ValueError where there are none to stay.
+    """
+    if "param_numbers" not in saved or not _goes_by_names(saved):
+        return []
+    if options.draws and saved["param_numbers"] and not own.get("param_numbers"):
+        raise ValueError(
+            f"{where}: param_numbers must be given to this optimizer, as the state dict, which "
+            "goes by names, has them, got none"
+        )
+    return ["param_numbers"]
+
+
+def _goes_by_names(saved: dict[str, Any]) -> bool:
+    return any(isinstance(key, str) for key in saved["params"])
+
+
 def _names(saved: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
     """The names that a group gets, if any.
 
@@ -173,7 +255,7 @@ def _names(saved: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, 
     a framework has found each parameter by its own, and the list may be of other ranks.
     """
     names, known = saved.get("param_names"), own.get("param_names")
-    if names is None or any(isinstance(key, str) for key in saved["params"]):
+    if names is None or _goes_by_names(saved):
         return {}
     check_names(names, len(saved["params"]), f"{where} of the state dict")
     if known is not None and [*names] != [*known]:
@@ -202,32 +284,44 @@ def _ours(
     not_made: Sequence[str],
 ) -> State:
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
-    formats, param = owned.formats(view), view.local
+    formats = owned.formats(view)
     names = {state_name(slot): slot for slot in (*formats.state_slots, "master")}
-    unknown = [name for name in saved if name not in names]
+    unknown = [name for name in saved if name not in (*names, *view.kept)]
     if unknown:
         raise ValueError(
-            f"{where}: {listed(unknown)} in the state dict; allowed: {', '.join(names)}"
+            f"{where}: {listed(unknown)} in the state dict; allowed: "
+            f"{', '.join((*names, *view.kept))}"
         )
-    state: State = {}
+    state = _kept(saved, view, where)
     for name, slot in names.items():
         if slot not in formats.slots:
             if saved.get(name) is not None:
                 refuse(f"{where}: {name!r} of the state dict", "None", saved[name])
             state[name] = None
         elif name in saved:
-            state[name] = _code(saved[name], formats, slot, param, f"{where}: {name!r}")
+            state[name] = _code(saved[name], formats, slot, view, f"{where}: {name!r}")
         elif name.removesuffix(SCALE) not in not_made:
             raise ValueError(f"{where}: the state dict has no {name!r}")
     return state
 
 
-def _code(saved: Any, formats: Formats, slot: str, param: torch.Tensor, where: str) -> torch.Tensor:
-    dtype = formats.dtype(slot)
-    shape = (1,) if slot.endswith(SCALE) else tuple(param.shape)
+def _kept(saved: State, view: ParamView, where: str) -> State:
+    """Copies of what a state has beside moments and master, as fp32."""
+    state: State = {}
+    for name in view.kept.keys() & saved.keys():
+        value, shape = saved[name], view.kept[name]
+        fits = _is_readable(value) and value.is_floating_point() and tuple(value.shape) == shape
+        if not fits:
+            refuse(f"{where}: {name!r} of the state dict", f"real numbers of shape {shape}", value)
+        state[name] = _copy(value, view.local).float()
+    return state
+
+
+def _code(saved: Any, formats: Formats, slot: str, view: ParamView, where: str) -> torch.Tensor:
+    dtype, shape = formats.dtype(slot), shape_of(slot, formats, view)
     if not _is_readable(saved) or saved.dtype != dtype or tuple(saved.shape) != shape:
         refuse(f"{where} of the state dict", f"{dtype} of shape {shape}", saved)
-    return _copy(saved, param)
+    return _copy(saved, view.local)
 
 
 def _foreign(
@@ -238,20 +332,20 @@ def _foreign(
     not_made: Sequence[str],
 ) -> State:
     """Another optimizer's state, its values stored in our formats."""
-    formats, param = owned.formats(view), view.local
+    formats = owned.formats(view)
     names = {state_name(slot): slot for slot in (*formats.moment_names, "master")}
     scales = [name + SCALE for name in names if name + SCALE in saved]
     if scales:
         raise ValueError(
             f"{where}: {', '.join(scales)} in the state dict; allowed in groups with a 'contract'"
         )
-    state: State = {}
+    state = _kept(saved, view, where)
     for name, slot in names.items():
         form = formats.by_slot[slot]
         if name == MASTER and not form.present:
             state[name] = None  # TransformerEngine keeps a dead one for fp32 weights
         elif saved.get(name) is not None:
-            _convert(state, name, saved[name], form, param, where)
+            _convert(state, name, saved[name], form, view, where)
         elif name != MASTER and name not in not_made:
             refuse(f"{where}: {name!r} of the state dict", "a tensor", saved.get(name))
         # otherwise made at the next step
@@ -259,18 +353,21 @@ def _foreign(
 
 
 def _convert(
-    state: State, name: str, value: Any, form: Format, param: torch.Tensor, where: str
+    state: State, name: str, value: Any, form: Format, view: ParamView, where: str
 ) -> None:
     """Stores another optimizer's value in our format."""
+    param, shape = view.local, view.state_shape(name)
     where = f"{where}: {name!r} of the state dict"
-    if not _is_readable(value) or value.shape != param.shape:
-        refuse(where, f"a tensor of shape {tuple(param.shape)}", value)
-    if value.dtype == form.dtype and not form.scaled:
+    if not _is_readable(value) or tuple(value.shape) != shape:
+        refuse(where, f"a tensor of shape {shape}", value)
+    if form.joined and form.dtype is not None and form.dtype.is_floating_point:
+        refuse(where, f"none beside masters in the format {form.name!r}", value)
+    if value.dtype == form.dtype and not form.has_scale:
         state[name] = _copy(value, param)
     elif form.joined or not value.is_floating_point():
         refuse(where, str(form.dtype), value)
     else:
-        state.update(encoded(name, value.detach(), form, param)[0])
+        state.update(encoded(name, value.detach(), form, view)[0])
 
 
 def _copy(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

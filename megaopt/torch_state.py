@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaopt.checks import NOT_NEGATIVE, number
-from megaopt.options import Options, check_group
+from megaopt.options import FORMATS, Options, check_group
 from megaopt.owned import Owned
 from megaopt.params import view_of
-from megaopt.saved import NOT_MADE
-from megaopt.state import MASTER, SCALE
+from megaopt.params.view import SCALE
+from megaopt.saved import NOT_MADE, WRITTEN
+from megaopt.state import MASTER
 
 if TYPE_CHECKING:
     from megaopt.optimizer import FusedOptimizer
 
-OURS = ("contract", "adam_w_mode", "step", "bias_correction")
+OURS = ("contract", "adam_w_mode", "step", "bias_correction", FORMATS)
 """Keys of our groups that torch's have not."""
 MOST_STEPS = 2**24
 """torch counts in fp32, which holds every whole number up to here."""
@@ -26,13 +27,13 @@ MOST_STEPS = 2**24
 def torch_state_dict(optimizer: FusedOptimizer, drop_masters: bool) -> dict[str, Any]:
     """See FusedAdam.to_torch_state_dict."""
     owned = Owned(optimizer.param_groups, optimizer.options, optimizer.rule, None)
-    params, groups, wheres = owned.params, owned.group_numbers, owned.labels
+    params, groups, labels = owned.params, owned.group_numbers, owned.labels
     for index, group in enumerate(optimizer.param_groups):
         _check(group, optimizer.options, f"group {index}")
     packed = optimizer.state_dict()
     states = {}
     for key, state in packed["state"].items():
-        param, where = params[key], wheres[key]
+        param, where = params[key], labels[key]
         if not state:
             continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
         _check_state(param, state, optimizer.rule.moments, where, drop_masters)
@@ -46,7 +47,7 @@ def torch_state_dict(optimizer: FusedOptimizer, drop_masters: bool) -> dict[str,
         count = float(optimizer.param_groups[groups[key]]["step"])
         states[key]["step"] = torch.tensor(count, dtype=torch.float32)
     own = [_group(group, optimizer.options) for group in packed["param_groups"]]
-    kept = {name: value for name, value in packed.items() if name != NOT_MADE}
+    kept = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
     return {**kept, "state": states, "param_groups": own}
 
 

@@ -19,27 +19,36 @@ class MissingMastersWarning(UserWarning):
 
 
 class ExternalWrites:
-    """Notices weights that were written between steps, and warns once of what that means."""
+    """Notices weights that were written between steps, and warns once of what that means.
 
-    def __init__(self) -> None:
+    Args:
+        said: the warnings that were given, to share with others.
+    """
+
+    def __init__(self, said: set[str] | None = None) -> None:
         self.versions = Versions([])
-        self._warned = self._warned_of_masters = False
+        self.said: set[str] = set() if said is None else said
 
-    def reset(self, params: Iterable[torch.Tensor]) -> None:
-        """Weights and masters are as they should be now."""
-        self.versions = Versions(list(params))
+    def reset(self, params: Iterable[torch.Tensor], written: Iterable[int] = ()) -> None:
+        """Weights and masters are as they should be now, but at the places of written ones."""
+        own = list(params)
+        self.versions = Versions(own)
+        for place in written:
+            self.versions.forget(own[place])
 
     def watch(self, owned: Owned, places: list[int]) -> None:
         """From now on looks at the parameters at these places, which steps write."""
         self.versions = Versions(owned.params, places, self.versions)
 
-    def take_over(self, owned: Owned, state: Mapping[Any, Any]) -> None:
+    def take_over(self, owned: Owned, state: Mapping[Any, Any], everywhere: bool = False) -> None:
         """What others wrote into weights since the last step becomes their masters' value.
 
+        everywhere: also of parameters that the last step did not write.
         Raises RuntimeError instead with on_external_write="error".
         """
         policy = owned.options.on_external_write
-        places = [] if policy == "ignore" else self.versions.moved()
+        moved = self.versions.moved_anywhere if everywhere else self.versions.moved
+        places = [] if policy == "ignore" else moved()
         for place in places:
             view, label = owned.views[place], owned.labels[place]
             own = locals_of(state.get(view.param, {}))
@@ -51,8 +60,8 @@ class ExternalWrites:
                     "on_external_write='error', got elements that are no cast of their master; "
                     "refresh_masters() takes them over"
                 )
-            if not (self._warned or owned.options.capturable) and bool(found):
-                self._warned = True
+            if not ("written" in self.said or owned.options.capturable) and bool(found):
+                self.said.add("written")
                 warn_caller(
                     f"{label} was written outside the optimizer: its master takes the "
                     "written values. on_external_write='error' refuses such writes, 'ignore' puts "
@@ -62,17 +71,19 @@ class ExternalWrites:
     def warn_without_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
         """Once, where nobody said whether 16-bit weights are to have masters."""
         asked = owned.options.dtype is not None or owned.masters is not None
-        if asked or self._warned_of_masters:
+        drawn = owned.options.weight_rounding == "stochastic"  # then no update is lost
+        if asked or drawn or "no masters" in self.said:
             return
         labels = dict(zip(owned.params, owned.labels, strict=True))
         short = [labels[p] for p in params if p.dtype in (torch.bfloat16, torch.float16)]
         if short:
-            self._warned_of_masters = True
+            self.said.add("no masters")
             warn_caller(
                 f"{len(short)} parameters ({short[0]} the first) are 16-bit and have no fp32 "
                 "master: updates smaller than half a unit in a weight's last place are lost, and "
                 "at common learning rates weights stand still. Pass dtype=torch.float32 for fp32 "
-                "masters, or master_weights=False to train without",
+                "masters, weight_rounding='stochastic' to lose none in the mean, or "
+                "master_weights=False to train without",
                 MissingMastersWarning,
             )
 

@@ -1,6 +1,7 @@
 """Runs the kernels on Triton's interpreter where there is no GPU, before megaopt is imported."""
 
 import os
+import zlib
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:
+        # by name: whichever of its parameters alternates, both its values are among either half
+        if "halved" in item.keywords and zlib.crc32(item.name.encode()) % 2:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

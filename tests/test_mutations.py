@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from encoding_cases import assert_encodes, every_pattern_of_16_bits, oracle_codes, ties
+from draw_cases import CASES, assert_words
+from encoding_cases import (
+    assert_encoded,
+    assert_encodes,
+    every_pattern_of_16_bits,
+    oracle_codes,
+    ties,
+    upper_halves,
+)
 from float8_cases import EDGES, assert_e8m0, assert_scales, hard_amaxes, random_amaxes
 from mutants import mutant
 from step_cases import (
@@ -27,9 +35,11 @@ from step_cases import (
 )
 
 from megaopt import kernels
-from megaopt.kernels.float8 import scale as true_scale
 from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2
+from megaopt.kernels.formats.base import Format
+from megaopt.kernels.quantizers import scale as true_scale
 from megaopt.kernels.rules import RULES
+from megaopt.kernels.step import draws as true_draws
 
 SOURCES = Path(kernels.__file__).parent
 PLAIN = next(f for f in CURATED if name_of(f) == "bfloat16-bfloat16-float32-float32-float32")
@@ -38,6 +48,7 @@ REMAINDER = next(
 )
 SCALED = next(f for f in CURATED if name_of(f) == "float32-float32-none-scaled_float16-bfloat16")
 FLOAT8 = next(f for f in CURATED if name_of(f) == "float32-float32-none-scaled_float8_e4m3-float32")
+KAHAN = next(f for f in CURATED if f.master.name == "kahan_stochastic")
 COUNTS = [1, 1000]
 
 RULE_MUTANTS = {
@@ -49,9 +60,9 @@ RULE_MUTANTS = {
         "    exp_avg_sq = beta2 * exp_avg_sq",
     ),
     "kernel: contraction of param": (
-        "param = param - lr * update\n    return canonical(param)",
+        "param = param - lr * update\n    return param, (exp_avg, exp_avg_sq)\n",
         "param = (param.to(tl.float64) - lr.to(tl.float64) * update.to(tl.float64)).to(tl.float32)"
-        "\n    return canonical(param)",
+        "\n    return param, (exp_avg, exp_avg_sq)\n",
     ),
     "kernel: eps outside the root": (
         "tl.math.sqrt_rn(exp_avg_sq * correction2) + eps",
@@ -64,10 +75,6 @@ RULE_MUTANTS = {
     "kernel: reciprocal instead of division": (
         "tl.math.div_rn(exp_avg * correction1, denominator)",
         "(exp_avg * correction1) * tl.math.div_rn(tl.full((), 1.0, tl.float32), denominator)",
-    ),
-    "kernel: NaN left as it comes": (
-        "canonical(param), (canonical(exp_avg), canonical(exp_avg_sq))\n\n\n@helper\ndef adam(",
-        "param, (canonical(exp_avg), canonical(exp_avg_sq))\n\n\n@helper\ndef adam(",
     ),
     "kernel: no weight decay": (
         "direction(exp_avg, exp_avg_sq, scalars) + weight_decay * param",
@@ -82,8 +89,9 @@ RULE_MUTANTS = {
         "(exp_avg.double() * beta1 + (grad * one_minus_beta1).double()).float()",
     ),
     "twin: update in fp64": (
-        "param = param - update * lr\n    moments = (canonical",
-        "param = (param.double() - update.double() * lr).float()\n    moments = (canonical",
+        "param = param - update * lr\n    return param, (exp_avg, exp_avg_sq)\n",
+        "param = (param.double() - update.double() * lr).float()\n"
+        "    return param, (exp_avg, exp_avg_sq)\n",
     ),
     "both: bias correction off by one step": (
         'power(beta, group["step"])',
@@ -227,6 +235,104 @@ SCALE_MUTANTS = {
         "((quotient.view(torch.int32) + 0x7FFFFF) & int(INFINITY))",
     ),
 }  # fmt: skip
+ENCODING_MUTANTS = {
+    "bf16 kernel: 15 bits": (
+        ("bfloat16.py", "bfloat16_stochastic"),
+        ("tl.where(value == value, pattern + bits", "tl.where(value == value, pattern + bits // 2"),
+    ),
+    "bf16 twin: to nearest": (
+        ("bfloat16.py", "bfloat16_stochastic"),
+        ("pattern | 0x400000, pattern + bits)", "pattern | 0x400000, pattern + 0x8000)"),
+    ),
+    "fp16 kernel: the lower of the bits": (
+        ("float16.py", "float16_stochastic"),
+        ("normal = ((magnitude + (bits >> 3)) >> 13) - ((127 - 15) << 10)\n    small = tl.",
+         "normal = ((magnitude + (bits & 0x1FFF)) >> 13) - ((127 - 15) << 10)\n    small = tl."),
+    ),
+    "fp16 kernel: no subnormals": (
+        ("float16.py", "float16_stochastic"),
+        ("tl.where(magnitude < SMALLEST_NORMAL, (multiples + bits) >> 16, normal)", "normal"),
+    ),
+    "fp16 kernel: beyond infinity": (
+        ("float16.py", "float16_stochastic"),
+        ("tl.minimum(code, INFINITY)", "code"),
+    ),
+    "fp16 twin: no sign": (
+        ("float16.py", "float16_stochastic"),
+        ("code.clamp(max=INFINITE) | ((pattern >> 16) & 0x8000)",
+         "code.clamp(max=INFINITE)"),
+    ),
+    "24 bits kernel: truncation": (
+        ("remainder8.py", "remainder8"),
+        ("split(value, bits + 0x7F + ((bits >> 8) & 1))", "split(value, bits)"),
+    ),
+    "24 bits kernel: ties away": (
+        ("remainder8.py", "remainder8"),
+        ("split(value, bits + 0x7F + ((bits >> 8) & 1))", "split(value, bits + 0x80)"),
+    ),
+    "24 bits kernel: no carry": (
+        ("remainder8.py", "remainder8"),
+        ("tl.where(code < 0, upper + 1, upper)", "upper"),
+    ),
+    "24 bits twin: no carry": (
+        ("remainder8.py", "remainder8_stochastic"),
+        ("upper = (pattern >> 16) + (code < 0).int()", "upper = (pattern >> 16) + 0 * code"),
+    ),
+    "24 bits kernel: the lower of the bits": (
+        ("remainder8.py", "remainder8_stochastic"),
+        ("value.to(tl.int32, bitcast=True) + (bits >> 8)",
+         "value.to(tl.int32, bitcast=True) + (bits & 0xFF)"),
+    ),
+    "Kahan kernel: zeros without a sign": (
+        ("kahan.py", "kahan"),
+        ("(weight.to(tl.int32, bitcast=True) & -2147483648)",
+         "(weight.to(tl.int32, bitcast=True) & 0)"),
+    ),
+    "Kahan kernel: infinities less infinity": (
+        ("kahan.py", "kahan_float16"),
+        ("is_some = (tl.abs(difference) > 0.0) & (tl.abs(weight) < float(\"inf\"))",
+         "is_some = tl.abs(difference) > 0.0"),
+    ),
+    "Kahan twin: zeros without a sign": (
+        ("kahan.py", "kahan_stochastic"),
+        ("torch.copysign(torch.zeros_like(weight), weight)", "torch.zeros_like(weight)"),
+    ),
+    "Kahan twin: what the weight has too much": (
+        ("kahan.py", "kahan"),
+        ("difference = value - weight\n    is_some = (difference.abs()",
+         "difference = weight - value\n    is_some = (difference.abs()"),
+    ),
+}  # fmt: skip
+DRAW_MUTANTS = {
+    "kernel: constant seed": ("none + key[2], key[0], key[1])", "none + key[2], none, none)"),
+    "kernel: half of the seed": ("none + key[2], key[0], key[1])", "none + key[2], key[0], none)"),
+    "kernel: step left out": ("none + key[2], key[0]", "none, key[0]"),
+    "kernel: the step's upper half left out": (
+        "sixteens(row_ptr, 4))",
+        "tl.load(row_ptr + 4).to(tl.uint32))",
+    ),
+    "kernel: number left out": ("high, none + number,", "high, none,"),
+    "kernel: local index": ("index = first + place\n", "index = place\n"),
+    "kernel: local index, four at a time": ("quad = (first + start) // 4", "quad = start // 4"),
+    "kernel: index in the chunk": ("place = start + offsets", "place = offsets"),
+    "kernel: index of 32 bits": ("high = (index >> 32).to(tl.uint32)", "high = tl.zeros_like(low)"),
+    "kernel: rows without their distance": ("(place // run) * stride", "(place // run) * run"),
+    "kernel: another order": (
+        "tl.join(words[0], words[2]), tl.join(words[1], words[3])",
+        "tl.join(words[0], words[1]), tl.join(words[2], words[3])",
+    ),
+    "kernel: moments draw the same": ("if INDEX == 0:", "if INDEX >= 0:"),
+    "kernel: weights draw as exp_avg_sq": (
+        "return word & 0xFFFF\n",
+        "return (word >> 16) & 0xFFFF\n",
+    ),
+    "twin: constant seed": ("index >> 32, *rest), key)", "index >> 32, *rest), (0, 0))"),
+    "twin: step left out": ("torch.full_like(index, step)", "torch.zeros_like(index)"),
+    "twin: number left out": ("torch.full_like(index, number)", "torch.zeros_like(index)"),
+    "twin: local index": ("index = place.first + offset", "index = offset"),
+    "twin: lanes not skipped": ("skipped = place.first % 4", "skipped = 0"),
+    "twin: exp_avg draws as the weight": ("(words ^ upper) & 0xFFFF", "words & 0xFFFF"),
+}
 E8M0_MUTANTS = {
     "kernel: rounded down": ("tl.minimum(exponent + 1, E8M0_LARGEST)", "exponent"),
     "kernel: 2**-127 rounded up": ("(bits <= TWO_TO_MINUS_127)", "(bits < TWO_TO_MINUS_127)"),
@@ -245,7 +351,7 @@ E8M0_MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("formats", [PLAIN, REMAINDER, SCALED, FLOAT8], ids=name_of)
+@pytest.mark.parametrize("formats", [PLAIN, REMAINDER, SCALED, FLOAT8, KAHAN], ids=name_of)
 def test_the_check_passes_on_the_true_source(formats, device):
     assert_all_agree(formats, RULES["adamw", "ieee"], GROUP, COUNTS, device)
 
@@ -255,6 +361,50 @@ def test_the_check_notices_a_mutant_of_the_rule(change, tmp_path, device):
     module = mutant(SOURCES / "rules" / "adam_ieee.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_all_agree(PLAIN, module.ADAMW_IEEE, GROUP, COUNTS, device)
+
+
+def test_the_check_notices_a_decay_without_the_compensation(tmp_path, device):
+    """Of the weight as it is stored, instead of the value that it and what it lost are."""
+    stored = "(param.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"
+    old = "direction(exp_avg, exp_avg_sq, scalars) + weight_decay * "
+    module = mutant(SOURCES / "rules" / "adam_ieee.py", (f"{old}param", f"{old}{stored}"), tmp_path)
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
+        assert_all_agree(KAHAN, module.ADAMW_IEEE, GROUP, COUNTS, device)
+
+
+def form_of(module, name):
+    """A module's format of a name."""
+    return next(f for f in vars(module).values() if isinstance(f, Format) and f.name == name)
+
+
+def assert_encodes_upper_halves(form, device):
+    values = upper_halves()
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 2**16, values.shape, generator=generator, dtype=torch.int32)
+    assert_encoded(form, values, device, bits if form.draws else None)
+
+
+@pytest.mark.parametrize("case", ENCODING_MUTANTS.values(), ids=ENCODING_MUTANTS)
+@pytest.mark.halved
+def test_the_check_notices_a_mutant_of_an_encoding(case, tmp_path, device):
+    """The unchanged formats are checked in tests/kernels/test_stochastic.py."""
+    (file, name), change = case
+    module = mutant(SOURCES / "formats" / file, change, tmp_path)
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
+        assert_encodes_upper_halves(form_of(module, name), device)
+
+
+def assert_draws_all(module, device):
+    for place, start in CASES:
+        assert_words(place, start, 32, device, module=module)
+
+
+@pytest.mark.parametrize("change", DRAW_MUTANTS.values(), ids=DRAW_MUTANTS)
+def test_the_check_notices_a_mutant_of_the_draws(change, tmp_path, device):
+    assert_draws_all(true_draws, device)
+    module = mutant(SOURCES / "step" / "draws.py", change, tmp_path)
+    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
+        assert_draws_all(module, device)
 
 
 @pytest.mark.parametrize("case", FORMAT_MUTANTS.values(), ids=FORMAT_MUTANTS)
@@ -302,7 +452,7 @@ def assert_e8m0_all(module, device):
 )
 def test_the_check_notices_a_mutant_of_fp8_scales(check, change, tmp_path, device):
     check(true_scale, device)
-    module = mutant(SOURCES / "float8" / "scale.py", change, tmp_path)
+    module = mutant(SOURCES / "quantizers" / "scale.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         check(module, device)
 

@@ -219,6 +219,23 @@ def test_the_table_of_the_hosts_share_is_the_record():
         )
 
 
+def test_the_table_of_what_is_rounded_stochastically_is_the_record():
+    found = cases("h200-bench-rounded.json")
+    for row in rows_of("docs/benchmarks/README.md", "| case | what | bytes a parameter |"):
+        case = found[row[0]]
+        keys = ("bytes_per_parameter", "step_ms", "percent_of_copy")
+        assert_says(row[2:], *(case[key] for key in keys))
+        assert case.get("equal", "ours" not in case) is True
+
+
+def test_the_table_of_masters_is_the_record():
+    seeds = read("h200-masters.json")["seeds"]
+    rows = rows_of("docs/benchmarks/README.md", "| master and moments |")
+    assert [row[0] for row in rows] == [*seeds["0"]]
+    for row in rows:
+        assert_says(row[1:], *(own[row[0]]["held_out"] for own in seeds.values()))
+
+
 def test_the_table_of_steps_before_and_after_is_the_records():
     before, after = (cases(f"h200-bench-step-{when}.json") for when in ("before", "after"))
     rows = rows_of("docs/benchmarks/README.md", "| case | before: device |")

@@ -1,4 +1,4 @@
-"""fp8 weights: recipes, the arithmetic of their scales, and how whole tensors become codes."""
+"""fp8 weights: recipes, and how whole tensors become codes."""
 
 from megaopt.kernels.float8.quantize import Quantized, dequantize_reference, quantize_reference
 from megaopt.kernels.float8.recipe import RECIPES, Float8Recipe

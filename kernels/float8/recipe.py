@@ -10,20 +10,15 @@ import torch
 
 from megaopt.kernels.formats.base import Format, scale_shape
 from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2
+from megaopt.kernels.quantizers import QUANTIZERS, Quantizer
+from megaopt.kernels.rules.base import round_to_fp32
 
 FLOAT8 = {form.dtype: form for form in (FLOAT8_E4M3, FLOAT8_E5M2)}
 """The formats of codes, by dtype."""
 
-BLOCKS: dict[str, tuple[int, int] | None] = {
-    "delayed": None,
-    "current": None,
-    "block_128x128": (128, 128),
-    "block_1x128": (1, 128),
-    "mxfp8": (1, 32),
-}
-"""By scaling: rows and columns of a block that shares a scale; None where the whole tensor does."""
-
 ALGORITHMS = ("max", "most_recent")
+OPTIONS = ("power_of_two_scales", "margin", "amax_history_len", "amax_compute_algo", "amax_epsilon")
+"""The options that not every scaling looks at."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class Float8Recipe:
     as TransformerEngine's fused optimizer does, and not as bf16 weights that are cast."""
 
     def __post_init__(self) -> None:
-        _one_of("scaling", self.scaling, BLOCKS)
+        _one_of("scaling", self.scaling, QUANTIZERS)
         _one_of("dtype", self.dtype, FLOAT8)
         _one_of("amax_compute_algo", self.amax_compute_algo, ALGORITHMS)
         _one_of("power_of_two_scales", self.power_of_two_scales, (None, True, False))
@@ -78,29 +73,31 @@ class Float8Recipe:
             raise ValueError(f"amax_epsilon={epsilon!r} is not allowed: finite, at least 0")
         if torch.tensor(epsilon, dtype=torch.float32).item() != epsilon:
             raise ValueError(f"amax_epsilon={epsilon!r} is not allowed: a number of fp32")
+        object.__setattr__(self, "amax_epsilon", float(epsilon))  # kernels take it as a constant
 
     def _check_scaling(self) -> None:
         """Refuses what the scaling would not look at."""
-        if self.scaling == "delayed":
-            unused = ["power_of_two_scales", "amax_epsilon"]
-        else:
-            unused = ["margin", "amax_history_len", "amax_compute_algo"]
-        if self.scaling == "mxfp8":
-            unused.append("amax_epsilon")
-            if self.power_of_two_scales is False:
-                raise ValueError(
-                    "power_of_two_scales=False is not allowed with scaling='mxfp8': E8M0 scales are"
-                )
-        for name in unused:
+        if not self.quantizer.scale_dtype.is_floating_point and self.power_of_two_scales is False:
+            raise ValueError(
+                f"power_of_two_scales=False is not allowed with scaling={self.scaling!r}: "
+                "E8M0 scales are"
+            )
+        for name in (name for name in OPTIONS if name not in self.quantizer.options):
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             # False is what None has become here: dataclasses.replace passes it
             if value != default and value is not False:
                 raise ValueError(f"{name}={value!r} is not allowed with scaling={self.scaling!r}")
 
     @property
+    def quantizer(self) -> Quantizer:
+        """What the scaling names."""
+        return QUANTIZERS[self.scaling]
+
+    @property
     def block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale; None: the whole tensor."""
-        return BLOCKS[self.scaling]
+        own = self.quantizer
+        return (own.rows, own.columns) if own.columns else None
 
     @property
     def format(self) -> Format:
@@ -111,6 +108,11 @@ class Float8Recipe:
     def code_max(self) -> float:
         """What a scale takes the amax to: the dtype's largest number, 2**margin times smaller."""
         return math.ldexp(torch.finfo(self.dtype).max, -self.margin)
+
+    @property
+    def code_max_inverse(self) -> float:
+        """Its reciprocal, rounded to fp32."""
+        return round_to_fp32(1 / self.code_max)
 
     def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
         """The shape of scales for a weight: (1,), or rows and columns of blocks.
@@ -130,5 +132,5 @@ def _one_of(name: str, value: object, allowed: Iterable[object]) -> None:
         raise ValueError(f"{name}={value!r} is not allowed: one of {', '.join(map(str, choices))}")
 
 
-RECIPES = {scaling: Float8Recipe(scaling) for scaling in BLOCKS}
+RECIPES = {scaling: Float8Recipe(scaling) for scaling in QUANTIZERS}
 """The recipes with TransformerEngine's defaults, by name."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from megaopt.kernels.formats.base import Format, FormatTable, scale_shape
-from megaopt.kernels.formats.bfloat16 import BFLOAT16
+from megaopt.kernels.formats.bfloat16 import BFLOAT16, BFLOAT16_STOCHASTIC
+from megaopt.kernels.formats.block4 import BLOCKS_OF_4_BITS
+from megaopt.kernels.formats.block8 import BLOCKS
 from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2, SCALED_FLOAT8_E4M3
-from megaopt.kernels.formats.float16 import FLOAT16, SCALED_FLOAT16
+from megaopt.kernels.formats.float16 import FLOAT16, FLOAT16_STOCHASTIC, SCALED_FLOAT16
 from megaopt.kernels.formats.float32 import FLOAT32, decode, decode_reference, encode
 from megaopt.kernels.formats.float32 import encode_reference as _encode_reference
+from megaopt.kernels.formats.kahan import (
+    KAHAN_BFLOAT16,
+    KAHAN_BFLOAT16_STOCHASTIC,
+    KAHAN_FLOAT16,
+    KAHAN_FLOAT16_STOCHASTIC,
+)
+from megaopt.kernels.formats.remainder8 import REMAINDER8, REMAINDER8_STOCHASTIC
 from megaopt.kernels.formats.remainder16 import REMAINDER16
 from megaopt.kernels.optional_triton import tl
 
@@ -16,17 +25,43 @@ NONE = Format("none", None, tl.int8, decode, encode, decode_reference, _encode_r
 
 GRADS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)
 WEIGHTS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)
-MASTERS = FormatTable(FLOAT32, SCALED_FLOAT16, REMAINDER16, NONE)
-MOMENTS = FormatTable(FLOAT32, BFLOAT16, SCALED_FLOAT16, SCALED_FLOAT8_E4M3)
+STOCHASTIC_WEIGHTS = FormatTable(BFLOAT16_STOCHASTIC, FLOAT16_STOCHASTIC)
+"""Of weights without a master that are rounded so."""
+MASTERS = FormatTable(
+    FLOAT32,
+    SCALED_FLOAT16,
+    REMAINDER16,
+    NONE,
+    REMAINDER8,
+    REMAINDER8_STOCHASTIC,
+    KAHAN_BFLOAT16,
+    KAHAN_BFLOAT16_STOCHASTIC,
+    KAHAN_FLOAT16,
+    KAHAN_FLOAT16_STOCHASTIC,
+)
+MOMENTS = FormatTable(
+    FLOAT32,
+    BFLOAT16,
+    SCALED_FLOAT16,
+    SCALED_FLOAT8_E4M3,
+    BFLOAT16_STOCHASTIC,
+    *BLOCKS,
+    *BLOCKS_OF_4_BITS,
+)
+
+BESIDE_FLOAT16 = {"kahan": "kahan_float16", "kahan_stochastic": "kahan_float16_stochastic"}
+"""Masters that have a row of their own for fp16 weights, under one name to users."""
 
 
 __all__ = [
+    "BESIDE_FLOAT16",
     "FLOAT8_E4M3",
     "FLOAT8_E5M2",
     "GRADS",
     "MASTERS",
     "MOMENTS",
     "NONE",
+    "STOCHASTIC_WEIGHTS",
     "WEIGHTS",
     "Format",
     "FormatTable",

@@ -23,6 +23,8 @@ class Format:
     - joined (a master that lies beside its weight): `decode(weight_code, code) -> fp32`,
       `encode(value) -> (weight_code, code)`.
 
+    Where the format draws, `encode` has a last argument: 16 random bits, an int32 for each element.
+
     The kernel sees a code as `element`, an integer or fp32 type of the dtype's width: rounding is
     done on the bits, because Triton's interpreter truncates where the GPU rounds.
     """
@@ -47,6 +49,44 @@ class Format:
     """The codes mean something only together with the weight's."""
     requires_weight: torch.dtype | None = None
     """The only dtype of weights that a master in this format can lie beside; None: any."""
+    draws: bool = False
+    """Values are rounded stochastically: up with the probability that leaves the mean as it is."""
+    block: int = 0
+    """Where positive: so many elements of the parameter, from its first on, share a scale of one
+    byte (megaopt.kernels.formats.block8)."""
+    unsigned: bool = False
+    """There are no codes for negative values."""
+    one_nan: bool = False
+    """Every NaN becomes the same code."""
+    packed: int = 1
+    """Codes that share an element of the tensor, which is so much shorter in the last dimension:
+    2 are 4 bits each, that of even index the lower ones. In blocks only. `decode` and `encode` see
+    a code by itself, as an int32."""
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the tensor that holds the codes of a tensor of this shape.
+
+        Raises ValueError where codes are packed and the last dimension is cut within an element.
+        """
+        if self.packed == 1:
+            return tuple(shape)
+        if not shape or shape[-1] % self.packed:
+            raise ValueError(
+                f"{self.name} keeps {self.packed} elements in a byte: the last dimension must be a "
+                f"multiple of {self.packed}, got shape {tuple(shape)}"
+            )
+        return (*shape[:-1], shape[-1] // self.packed)
+
+    def encode_by_hand(self, value: torch.Tensor, *inverse: torch.Tensor | None) -> Any:
+        """As encode_reference, for what no step stores; a format that draws rounds to nearest then.
+
+        Ties go away from zero there: 0x8000 is half of the last place in 16 random bits.
+        """
+        if not self.draws:
+            return self.encode_reference(value, *inverse)
+        half = torch.full_like(value, 0x8000, dtype=torch.int32)
+        rest = () if self.joined else (inverse or (None,))
+        return self.encode_reference(value, *rest, half)
 
     @property
     def present(self) -> bool:
@@ -58,23 +98,41 @@ class Format:
         """Whether a scale per tensor goes with the codes."""
         return self.code_max > 0
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether one or more scales go with the codes."""
+        return self.scaled or self.block > 0
+
+    def reads_as(self, other: Format) -> bool:
+        """Whether the other's codes, with their scales, are the same values in this format.
+
+        So it is with rounding to nearest and stochastically, which differ in `encode` alone.
+        """
+        scales = ("code_max", "scale_of_inverse", "block", "packed")
+        names = ("dtype", "decode_reference", "joined", "requires_weight", *scales)
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         functions = [getattr(f, "cache_key", "") for f in (self.decode, self.encode)]
+        fields: tuple[Any, ...]
         fields = (self.name, self.element, self.code_max, self.scale_of_inverse, self.joined)
+        fields = (*fields, self.block) if self.block else fields
+        fields = (*fields, self.packed) if self.packed > 1 else fields
         return f"{':'.join(map(str, fields))}:{functions}"
 
 
 class FormatTable(dict[Any, Format]):
     """The formats that a kind of buffer may have, by name.
 
-    A dtype finds the first format of that dtype; later ones of the same dtype are found by name
-    alone.
+    A dtype finds the first format of that dtype; later ones of the same dtype, and those in blocks,
+    are found by name alone.
     """
 
     def __init__(self, *formats: Format) -> None:
         super().__init__({each.name: each for each in formats})
+        self._by_dtype = self._first_of_each()
 
     def add(self, form: Format) -> None:
         """Adds a row; raises ValueError where the table has the name."""
@@ -82,22 +140,35 @@ class FormatTable(dict[Any, Format]):
             raise ValueError(f"form must have a name of its own, got {form.name!r} again")
         self[form.name] = form
 
+    def __setitem__(self, name: str, form: Format) -> None:
+        super().__setitem__(name, form)
+        self._by_dtype = self._first_of_each()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._by_dtype = self._first_of_each()
+
     def __getitem__(self, key: str | torch.dtype | None) -> Format:
-        return super().__getitem__(key if isinstance(key, str) else self._by_dtype()[key])
+        return super().__getitem__(key if isinstance(key, str) else self._by_dtype[key])
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) if isinstance(key, str) else key in self._by_dtype()
+        return super().__contains__(key) if isinstance(key, str) else key in self._by_dtype
 
     @property
     def allowed(self) -> list[str | torch.dtype | None]:
-        """What finds a format, for options and messages: dtypes, and names where these do not."""
-        first = {name: dtype for dtype, name in self._by_dtype().items()}
+        """What finds a format, for options and messages: dtypes, and names where these do not.
+
+        Options take torch.uint8 for fp8, as TransformerEngine does, whatever codes are bytes.
+        """
+        first = {name: dtype for dtype, name in self._by_dtype.items() if dtype != torch.uint8}
         return [first.get(name, name) for name in self]
 
-    def _by_dtype(self) -> dict[torch.dtype | None, str]:
+    def _first_of_each(self) -> dict[torch.dtype | None, str]:
+        """By dtype: looked for several times for each parameter, whenever batches are made."""
         found: dict[torch.dtype | None, str] = {}
         for name, form in self.items():
-            found.setdefault(form.dtype, name)
+            if not form.block:
+                found.setdefault(form.dtype, name)
         return found
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""bf16: the upper half of an fp32 pattern, rounded to nearest even."""
+"""bf16: the upper half of an fp32 pattern, rounded to nearest even, or stochastically."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def encode(value, inverse):
     return (tl.where(value == value, rounded, bits | 0x400000) >> 16).to(tl.int16)
 
 
+@helper
+def encode_stochastic(value, inverse, bits):
+    # up with the probability that the lower half is of the last place's distance; infinity's lower
+    # half is 0, and so is that of every number that bf16 has
+    pattern = value.to(tl.int32, bitcast=True)
+    return (tl.where(value == value, pattern + bits, pattern | 0x400000) >> 16).to(tl.int16)
+
+
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """The value, shape of `code`, fp32."""
     return code.float()
@@ -35,6 +43,25 @@ def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -
     return torch.where(value.isnan(), upper, code).view(torch.bfloat16)
 
 
+def encode_stochastic_reference(
+    value: torch.Tensor, inverse: torch.Tensor | None, bits: torch.Tensor
+) -> torch.Tensor:
+    """One of the two bf16 around a number, in the mean the number; a NaN as encode_reference's."""
+    pattern = value.view(torch.int32)
+    rounded = torch.where(value.isnan(), pattern | 0x400000, pattern + bits)
+    return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 BFLOAT16 = Format(
     "bfloat16", torch.bfloat16, tl.int16, decode, encode, decode_reference, encode_reference
+)
+BFLOAT16_STOCHASTIC = Format(
+    "bfloat16_stochastic",
+    torch.bfloat16,
+    tl.int16,
+    decode,
+    encode_stochastic,
+    decode_reference,
+    encode_stochastic_reference,
+    draws=True,
 )

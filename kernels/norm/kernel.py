@@ -137,7 +137,7 @@ def add_chunk(
     SPAN: tl.constexpr,
 ):
     tensor, number = place_of(chunks_ptr, tensors, chunk, SPAN)
-    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS)
+    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, 0, BLOCK, ITERATIONS)
     grad_ptr = pointer(table_ptr, GRAD, tensors, tensor, start, FORMAT)
     block = tl.zeros((), tl.int32)
     while block < unmasked:

@@ -30,7 +30,12 @@ Moments = tuple[torch.Tensor, ...]
 
 
 def scalars(group: Mapping[str, Any]) -> Scalars:
-    """One row of fp32 numbers for a parameter group, computed in fp64 and rounded once.
+    """One row of fp32 numbers for a parameter group, computed in fp64 and rounded once."""
+    return round_row(numbers(group))
+
+
+def numbers(group: Mapping[str, Any]) -> Scalars:
+    """The same row in fp64.
 
     Args:
         group: lr (step size, in units of the parameter), betas, eps, weight_decay (per unit of lr),
@@ -40,13 +45,12 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
         beta1, 1 - beta1, beta2, 1 - beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps,
         weight_decay, lr; both corrections are 1 without bias correction.
     """
-    beta1, beta2 = (float(beta) for beta in group["betas"])
+    beta1, beta2 = map(float, group["betas"])
     corrections = [1.0, 1.0]
     if group["bias_correction"]:
         corrections = [1.0 / (1.0 - power(beta, group["step"])) for beta in (beta1, beta2)]
     row = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections)
-    row += (float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
-    return round_row(row)
+    return (*row, float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
 
 
 @helper
@@ -113,7 +117,7 @@ def adamw(param, moments, grad, scalars):
     exp_avg, exp_avg_sq = averages(moments, grad, scalars)
     update = direction(exp_avg, exp_avg_sq, scalars) + weight_decay * param
     param = param - lr * update
-    return canonical(param), (canonical(exp_avg), canonical(exp_avg_sq))
+    return param, (exp_avg, exp_avg_sq)
 
 
 @helper
@@ -122,7 +126,7 @@ def adam(param, moments, grad, scalars):
     grad = grad + weight_decay * param
     exp_avg, exp_avg_sq = averages(moments, grad, scalars)
     param = param - lr * direction(exp_avg, exp_avg_sq, scalars)
-    return canonical(param), (canonical(exp_avg), canonical(exp_avg_sq))
+    return param, (exp_avg, exp_avg_sq)
 
 
 @helper
@@ -133,30 +137,28 @@ def largest(max_exp_avg_sq, exp_avg_sq):
 
 
 @helper
-def amsgrad_updated(param, moments, max_exp_avg_sq, grad, scalars, DECOUPLED: tl.constexpr):
+def amsgrad(param, moments, grad, scalars, DECOUPLED: tl.constexpr):
     _, _, _, _, _, _, _, weight_decay, lr = scalars
-    exp_avg, exp_avg_sq = averages(moments, grad, scalars)
+    exp_avg, exp_avg_sq, max_exp_avg_sq = moments
+    if not DECOUPLED:
+        grad = grad + weight_decay * param
+    exp_avg, exp_avg_sq = averages((exp_avg, exp_avg_sq), grad, scalars)
     max_exp_avg_sq = largest(max_exp_avg_sq, exp_avg_sq)
     update = direction(exp_avg, max_exp_avg_sq, scalars)
     if DECOUPLED:
         update = update + weight_decay * param
     param = param - lr * update
-    moments = (canonical(exp_avg), canonical(exp_avg_sq), canonical(max_exp_avg_sq))
-    return canonical(param), moments
+    return param, (exp_avg, exp_avg_sq, max_exp_avg_sq)
 
 
 @helper
 def adamw_amsgrad(param, moments, grad, scalars):
-    exp_avg, exp_avg_sq, max_exp_avg_sq = moments
-    return amsgrad_updated(param, (exp_avg, exp_avg_sq), max_exp_avg_sq, grad, scalars, True)
+    return amsgrad(param, moments, grad, scalars, True)
 
 
 @helper
 def adam_amsgrad(param, moments, grad, scalars):
-    _, _, _, _, _, _, _, weight_decay, _ = scalars
-    exp_avg, exp_avg_sq, max_exp_avg_sq = moments
-    grad = grad + weight_decay * param
-    return amsgrad_updated(param, (exp_avg, exp_avg_sq), max_exp_avg_sq, grad, scalars, False)
+    return amsgrad(param, moments, grad, scalars, False)
 
 
 def canonical_reference(value: torch.Tensor) -> torch.Tensor:
@@ -205,8 +207,7 @@ def adamw_reference(
     exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
     update = direction_reference(exp_avg, exp_avg_sq, scalars) + param * weight_decay
     param = param - update * lr
-    moments = (canonical_reference(exp_avg), canonical_reference(exp_avg_sq))
-    return canonical_reference(param), moments
+    return param, (exp_avg, exp_avg_sq)
 
 
 def adam_reference(
@@ -217,8 +218,7 @@ def adam_reference(
     grad = grad + param * weight_decay
     exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
     param = param - direction_reference(exp_avg, exp_avg_sq, scalars) * lr
-    moments = (canonical_reference(exp_avg), canonical_reference(exp_avg_sq))
-    return canonical_reference(param), moments
+    return param, (exp_avg, exp_avg_sq)
 
 
 def amsgrad_reference(
@@ -236,8 +236,7 @@ def amsgrad_reference(
     update = direction_reference(exp_avg, largest_so_far, scalars)
     update = update + param * weight_decay if decoupled else update
     param = param - update * lr
-    moments = tuple(map(canonical_reference, (exp_avg, exp_avg_sq, largest_so_far)))
-    return canonical_reference(param), moments
+    return param, (exp_avg, exp_avg_sq, largest_so_far)
 
 
 def adamw_amsgrad_reference(

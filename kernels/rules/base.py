@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_float
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from megaopt.kernels.optional_triton import helper
 
 MOST_TABLES = 2
 """Of tensors on the device that a rule's prepare may read."""
+
+
+DRAW_NUMBERS = 6
+"""How many numbers a row has for random bits."""
+
+
+def draw_numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """A group's seed, in four pieces of 16 bits, and its step, in two: exact in fp32."""
+    seed, step = group["seed"], group["step"]
+    pieces = [seed >> 16 * place & 0xFFFF for place in range(4)]
+    return tuple(map(float, (*pieces, step & 0xFFFF, step >> 16)))
 
 
 @helper
@@ -66,11 +78,35 @@ class Rule:
     """At most MOST_TABLES fp32 tensors on the device that `prepare` reads."""
     moments_use_param: bool = False
     """The new moments depend on the parameter (decay that is added to the gradient)."""
+    reads_param: bool = True
+    """`update` is given the parameter's value; otherwise zeros, and the step loads none."""
     lanes: bool = False
     """`update` and its twin take a last argument: for which elements torch's kernel rounds the L2
     decay before it adds it to the gradient (megaopt.kernels.rules.lanes)."""
+    draws: bool = False
+    """The row has what random bits are made of behind the rule's own numbers (draw_numbers)."""
     capturable: Rule | None = None
     """The rule in its place where lr and step are on the device, if its bits are others."""
+
+    @property
+    def makes_nan_canonical(self) -> bool:
+        """The step gives every NaN that `update` returns one pattern: it differs by processor."""
+        return self.contract == "ieee"
+
+    @property
+    def width(self) -> int:
+        """How many numbers a group's row has, with those for random bits."""
+        return self.row_length + (DRAW_NUMBERS if self.draws else 0)
+
+    def row(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """A group's row for the update that is number group["step"]."""
+        own = self.scalars(group)
+        return (*own, *draw_numbers(group)) if self.draws else own
+
+    @cached_property
+    def drawing(self) -> Rule:
+        """The same rule in an optimizer that rounds something stochastically."""
+        return replace(self, draws=True)
 
     @cached_property
     def cache_key(self) -> str:
@@ -78,6 +114,8 @@ class Rule:
         functions = (self.prepare, self.update, self.unscale)
         keys = [getattr(function, "cache_key", "") for function in functions]
         fields = (self.name, self.contract, self.row_length, self.moments_use_param, self.lanes)
+        fields = (*fields, self.draws) if self.draws else fields
+        fields = fields if self.reads_param else (*fields, self.reads_param)
         return digest(f"{fields}:{keys}")
 
     def __repr__(self) -> str:
@@ -92,7 +130,7 @@ def digest(text: str) -> str:
 
 def round_row(values: Iterable[float]) -> tuple[float, ...]:
     """The fp32 nearest to each fp64, as `round_to_fp32`."""
-    return tuple([c_float(value).value for value in values])
+    return tuple(array("f", values))
 
 
 def round_to_fp32(value: float) -> float:
@@ -101,15 +139,15 @@ def round_to_fp32(value: float) -> float:
     return c_float(value).value
 
 
+# a step goes on from where the steps before were half as far
+@lru_cache(maxsize=256)
 def power(base: float, exponent: int) -> float:
     """base**exponent in fp64 by squaring, from the exponent's highest bit down.
 
     Only IEEE multiplications in a fixed order: the C library's pow differs in the last bit from one
     system to another, and a kernel can repeat this.
     """
-    result = 1.0
-    for bit in bin(exponent)[2:]:
-        result *= result
-        if bit == "1":
-            result *= base
-    return result
+    if exponent == 0:
+        return 1.0
+    root = power(base, exponent >> 1)
+    return root * root * base if exponent & 1 else root * root

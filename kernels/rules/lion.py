@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.adam_ieee import canonical, canonical_reference
 from megaopt.kernels.rules.base import Rule, round_row
 from megaopt.kernels.rules.loading import number
 
@@ -65,7 +64,7 @@ def lion(param, moments, grad, scalars):
     update = sign(beta1 * exp_avg + one_minus_beta1 * grad) + weight_decay * param
     param = param - lr * update
     exp_avg = beta2 * exp_avg + one_minus_beta2 * grad
-    return canonical(param), (canonical(exp_avg),)
+    return param, (exp_avg,)
 
 
 def lion_reference(
@@ -85,7 +84,7 @@ def lion_reference(
     update = torch.where(mixed > 0, 1.0, torch.where(mixed < 0, -1.0, mixed))
     param = param - (update + param * weight_decay) * lr
     exp_avg = exp_avg * beta2 + grad * one_minus_beta2
-    return canonical_reference(param), (canonical_reference(exp_avg),)
+    return param, (exp_avg,)
 
 
 LION = Rule("lion", "ieee", ("exp_avg",), scalars, 6, hyper, prepare, lion, lion_reference)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.adam_ieee import canonical, canonical_reference
 from megaopt.kernels.rules.base import Rule, round_row
 from megaopt.kernels.rules.loading import number
 
@@ -68,10 +67,10 @@ def updated(
     if MOMENTS > 0:
         momentum_buffer = momentum * moments[0] + kept * update
         update = update + momentum * momentum_buffer if NESTEROV else momentum_buffer
-        after = (canonical(momentum_buffer),)
+        after = (momentum_buffer,)
     if DECOUPLED:
         update = update + weight_decay * param
-    return canonical(param - lr * update), after
+    return param - lr * update, after
 
 
 @helper
@@ -122,9 +121,9 @@ def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tens
         if moments:
             momentum_buffer = moments[0] * momentum + found * kept
             found = found + momentum_buffer * momentum if nesterov else momentum_buffer
-            after = (canonical_reference(momentum_buffer),)
+            after = (momentum_buffer,)
         found = found + param * weight_decay if decoupled else found
-        return canonical_reference(param - found * lr), after
+        return param - found * lr, after
 
     return update
 

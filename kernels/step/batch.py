@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy
 import torch
 
-from megaopt.kernels.float8 import Float8Recipe
 from megaopt.kernels.formats import WEIGHTS, Format
+from megaopt.kernels.lowrank.spec import LowRank
+from megaopt.kernels.quantizers.base import LATER, Quantizer, Store
+from megaopt.kernels.quantizers.plain import PLAIN
 from megaopt.kernels.rules.base import digest
+from megaopt.kernels.step.rows import FIRST_MOMENT_ROW, FIXED_ROWS
 
-FIXED_ROWS = {
-    "grad": 0,
-    "weight": 1,
-    "master": 2,
-    "master_scale": 3,
-    "weight_scale": 4,
-    "weight_scale_inv": 5,
-    "weight_amax": 6,
-}
-"""The kinds of buffer that every rule has, and their rows in the kernel's table of addresses."""
-FIRST_MOMENT_ROW = 15
-"""After rows of numbers; two rows a moment: its address, and that of its scale."""
+if TYPE_CHECKING:
+    from megaopt.kernels.float8 import Float8Recipe
 
 Buffers = dict[str, list[torch.Tensor]]
 """For each slot in use, one contiguous tensor per parameter, in one order."""
@@ -44,10 +36,15 @@ class Cast:
         return WEIGHTS[torch.float32 if self.recipe.direct else self.dtype]
 
     @property
+    def quantizer(self) -> Quantizer:
+        """The recipe's."""
+        return self.recipe.quantizer
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """What lies beside the codes."""
-        delayed = ("weight_scale",) if self.recipe.scaling == "delayed" else ()
-        return (*delayed, "weight_scale_inv", "weight_amax")
+        kept = ("weight_scale",) if self.quantizer.keeps_scale else ()
+        return (*kept, "weight_scale_inv", "weight_amax")
 
 
 class Extent(NamedTuple):
@@ -79,6 +76,8 @@ class Formats:
     """An unscaled gradient takes the place of the one in memory."""
     maximize: bool = False
     """The step follows the gradient instead of going against it."""
+    low_rank: LowRank | None = None
+    """Where matrices are stepped through a projection of their gradients; else None."""
 
     @property
     def moment_count(self) -> int:
@@ -95,7 +94,7 @@ class Formats:
     def slots(self) -> tuple[str, ...]:
         """The slots that hold tensors."""
         buffers = [slot for slot, form in self.by_slot.items() if form.present]
-        scales = [f"{slot}_scale" for slot, form in self.by_slot.items() if form.scaled]
+        scales = [f"{slot}_scale" for slot, form in self.by_slot.items() if form.has_scale]
         return (*buffers, *scales, *(self.cast.slots if self.cast else ()))
 
     @cached_property
@@ -112,69 +111,17 @@ class Formats:
         """The rows of the kernel's table."""
         return FIRST_MOMENT_ROW + 2 * self.moment_count
 
-    # what kernels ask of the cast, as plain values
-    @property
-    def is_delayed(self) -> bool:
-        """fp8 weights with delayed scaling: their codes can be stored with the step."""
-        return self.cast is not None and self.cast.recipe.scaling == "delayed"
+    @cached_property
+    def store(self) -> Store:
+        """How the step's pass stores weights.
 
-    @property
-    def casts_along(self) -> bool:
-        """fp8 weights that the step's own pass can cast, or at least find amaxes for.
-
-        Not where the master is scaled: its stored value, of which the weight is made, is known only
-        when the tensor is through. Nor blocks beside scaled moments.
+        fp8 weights wait where the master is scaled: its stored value, of which the weight is made,
+        is known only when the tensor is through. So do tiles beside scaled moments.
         """
-        if self.cast is None or self.master.scaled:
-            return False
-        return self.cast.recipe.block is None or not self.scaled
-
-    @property
-    def is_e8m0(self) -> bool:
-        """fp8 weights whose scales are exponents."""
-        return self.cast is not None and self.cast.recipe.scaling == "mxfp8"
-
-    @property
-    def shares_rows(self) -> bool:
-        """fp8 weights in blocks of several rows."""
-        return self.block_rows > 1
-
-    @property
-    def block_columns(self) -> int:
-        """Of fp8 weights in blocks."""
-        return self._block[1]
-
-    @property
-    def block_rows(self) -> int:
-        """Of fp8 weights in blocks."""
-        return self._block[0]
-
-    @property
-    def _block(self) -> tuple[int, int]:
-        return (self.cast and self.cast.recipe.block) or (0, 0)
-
-    @property
-    def rounding(self) -> Format:
-        """Through which values go before they become fp8."""
-        return self.cast.rounding if self.cast else WEIGHTS[torch.float32]
-
-    @property
-    def code_max(self) -> float:
-        """What a scale takes an amax of fp8 weights to; for E8M0 its reciprocal, an fp32."""
         if self.cast is None:
-            return 1.0
-        code_max = self.cast.recipe.code_max
-        return float(numpy.float32(1 / code_max)) if self.is_e8m0 else code_max
-
-    @property
-    def amax_epsilon(self) -> float:
-        """The least amax of fp8 weights."""
-        return float(self.cast.recipe.amax_epsilon) if self.cast else 0.0
-
-    @property
-    def power_of_two_scales(self) -> bool:
-        """Whether scales of fp8 weights are rounded down to powers of two."""
-        return self.cast is not None and bool(self.cast.recipe.power_of_two_scales)
+            return PLAIN
+        own = self.cast.quantizer.store
+        return LATER if self.master.scaled or (own.tile and self.scaled) else own
 
     @cached_property
     def state_slots(self) -> tuple[str, ...]:
@@ -187,10 +134,27 @@ class Formats:
         return any(form.scaled for form in self.by_slot.values())
 
     @cached_property
+    def block(self) -> int:
+        """Elements that share a scale where moments are kept in blocks, else 0."""
+        return max((form.block for form in self.moments), default=0)
+
+    def is_reshaped(self, slot: str) -> bool:
+        """Whether a slot's tensors have another shape than the parameter: scales, packed codes."""
+        return slot not in self.by_slot or self.by_slot[slot].packed > 1
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether something is rounded stochastically."""
+        return any(form.draws for form in self.by_slot.values())
+
+    @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         keys = [form.cache_key for form in self.by_slot.values()]
-        flags = (self.rounds_grad, self.writes_grad, self.maximize)
+        keys.append(self.store.cache_key)
+        if self.cast:
+            keys += [self.cast.quantizer.cache_key, self.cast.rounding.cache_key]
+        flags = (self.rounds_grad, self.writes_grad, self.maximize, self.low_rank)
         return digest(f"{'/'.join(keys)}/{self.cast}/{flags}")
 
     def __hash__(self) -> int:
@@ -203,11 +167,12 @@ class Formats:
         return f"Formats({names}, {self.cache_key})"
 
     def dtype(self, slot: str) -> torch.dtype:
-        """The dtype that a slot's tensors have; scales are fp32 tensors of one element."""
-        if slot == "weight_scale_inv" and self.cast and self.cast.recipe.scaling == "mxfp8":
-            return torch.uint8
+        """The dtype that a slot's tensors have; scales are fp32, of blocks uint8."""
+        if slot == "weight_scale_inv" and self.cast:
+            return self.cast.quantizer.scale_dtype
         if slot.endswith(("_scale", "_scale_inv", "_amax")):
-            return torch.float32
+            own = self.by_slot.get(slot.removesuffix("_scale"))
+            return torch.uint8 if own is not None and own.block else torch.float32
         dtype = self.by_slot[slot].dtype
         assert dtype is not None
         return dtype

@@ -1,9 +1,16 @@
-"""Where a chunk's buffers lie, and how a block of one is read and written."""
+"""Where a chunk's buffers lie, and how a block of one is read and written.
+
+Where moments share scales by blocks (megaopt.kernels.formats.block8), what a program loads at once
+is a tile, a row for each thread with the elements that it takes: a scale is one number in each
+thread, a block's largest value is found by shuffles, and nothing goes through shared memory.
+"""
 
 from __future__ import annotations
 
+from megaopt.kernels.formats.block8 import factor, finite_key, inverse_factor, scale_of_key
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.step.rows import GRAD, MASTER, MOMENT, WEIGHT
+from megaopt.kernels.step.draws import moment_bits
+from megaopt.kernels.step.rows import FIRST_ELEMENT, GRAD, MASTER, MOMENT, WEIGHT
 
 
 @helper
@@ -19,6 +26,9 @@ def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
 @helper
 def moment_pointer(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr, INDEX: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    if FORMAT.packed == 2:
+        # a shard starts at an even element of its block
+        start = start // 2
     return pointer(table_ptr, MOMENT + 2 * INDEX, tensors, tensor, start, FORMAT)
 
 
@@ -69,6 +79,48 @@ def store_block(ptr, offsets, code, mask, MASKED: tl.constexpr):
 
 
 @helper
+def pair_offsets(offsets, rows):
+    """Of the bytes of a tile's codes of 4 bits, [rows, width // 2]."""
+    HALF: tl.constexpr = offsets.shape[1] // 2
+    return rows[:, None] // 2 + tl.arange(0, HALF)[None, :]
+
+
+@helper
+def halves(tile):
+    """What a tile has at even places and at odd ones, each [rows, width // 2]."""
+    return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
+
+
+@helper
+def load_pairs(ptr, offsets, rows, mask, MASKED: tl.constexpr):
+    """int32, the codes of 4 bits of a tile, of which two lie in each byte."""
+    pointers = ptr + pair_offsets(offsets, rows)
+    if MASKED:
+        # a tensor has both of a byte's elements, or none
+        inner, _ = halves(mask)
+        pair = tl.load(pointers, mask=inner, other=0)
+    else:
+        HALF: tl.constexpr = offsets.shape[1] // 2
+        pair = tl.load(tl.multiple_of(pointers, [1, HALF]))
+    pair = pair.to(tl.int32)
+    return tl.reshape(tl.join(pair & 15, pair >> 4), offsets.shape)
+
+
+@helper
+def store_pairs(ptr, offsets, rows, code, mask, MASKED: tl.constexpr):
+    """Stores a tile's codes of 4 bits, int32, two in each byte."""
+    pointers = ptr + pair_offsets(offsets, rows)
+    even, odd = halves(code)
+    pair = (even | (odd << 4)).to(tl.uint8)
+    if MASKED:
+        inner, _ = halves(mask)
+        tl.store(pointers, pair, mask=inner)
+    else:
+        HALF: tl.constexpr = offsets.shape[1] // 2
+        tl.store(tl.multiple_of(pointers, [1, HALF]), pair)
+
+
+@helper
 def store_where(condition, ptr, offsets, code, mask, MASKED: tl.constexpr):
     """As store_block, where an int32, one for all elements, is not 0."""
     pointers = ptr + offsets
@@ -110,13 +162,129 @@ def loaded_moment(
     moment_ptr,
     scale,
     offsets,
+    rows,
     mask,
     FORMATS: tl.constexpr,
     INDEX: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    return FORMAT.decode(load_block(moment_ptr, offsets, mask, MASKED), scale)
+    if FORMAT.packed == 2:
+        code = load_pairs(moment_ptr, offsets, rows, mask, MASKED)
+    else:
+        code = load_block(moment_ptr, offsets, mask, MASKED)
+    return FORMAT.decode(code, scale)
+
+
+@helper
+def lead_of(table_ptr, tensors, tensor, FORMATS: tl.constexpr):
+    """How many elements of the tensor's first block lie before the tensor; int64."""
+    lead = tl.full((), 0, tl.int64)
+    if FORMATS.block:
+        lead = tl.load(table_ptr + FIRST_ELEMENT * tensors + tensor) % FORMATS.block
+    return lead
+
+
+@helper
+def offsets_of(block, FORMATS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Of a block's elements in the chunk: [BLOCK], or with rows [BLOCK // WIDTH, WIDTH]."""
+    if FORMATS.block:
+        rows = rows_of(block, FORMATS, BLOCK, WIDTH)
+        offsets = rows[:, None] + tl.arange(0, WIDTH)[None, :]
+    else:
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+    return offsets
+
+
+@helper
+def rows_of(block, FORMATS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """The offsets of the rows' first elements; 0 where there are no rows."""
+    if FORMATS.block:  # noqa: SIM108 at compile time
+        rows = block * BLOCK + tl.arange(0, BLOCK // WIDTH) * WIDTH
+    else:
+        rows = 0
+    return rows
+
+
+@helper
+def first_block(start, FORMATS: tl.constexpr):
+    """The first that may go unmasked: not the one that begins before the tensor."""
+    block = tl.zeros((), tl.int32)
+    if FORMATS.block:
+        block += (start < 0).to(tl.int32)
+    return block
+
+
+@helper
+def first_masked(behind, start, FORMATS: tl.constexpr):
+    """The first masked block; behind: what follows the unmasked ones."""
+    block = behind
+    if FORMATS.block:
+        block = tl.where(start < 0, 0, behind)
+    return block
+
+
+@helper
+def next_masked(block, behind, FORMATS: tl.constexpr):
+    block += 1
+    if FORMATS.block:
+        block = tl.maximum(block, behind)
+    return block
+
+
+@helper
+def inside(offsets, start, elements, FORMATS: tl.constexpr):
+    """Which elements of a block are the tensor's: not those before it, nor behind it."""
+    mask = offsets < elements
+    if FORMATS.block:
+        mask = mask & (offsets >= -start)
+    return mask
+
+
+@helper
+def block_scale(
+    scale, rows, elements, FORMATS: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr
+):
+    """What decodes a moment: fp32 [rows, 1] where it is in blocks, else `scale` itself."""
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    if FORMAT.block:
+        pointers = scale + rows // FORMAT.block
+        if MASKED:  # noqa: SIM108 at compile time
+            code = tl.load(pointers, mask=rows < elements, other=1)
+        else:
+            code = tl.load(pointers)
+        scale = factor(code)[:, None]
+    return scale
+
+
+@helper
+def block_scales(scales, rows, elements, FORMATS: tl.constexpr, MASKED: tl.constexpr):
+    COUNT: tl.constexpr = FORMATS.moment_count
+    found = ()
+    for index in tl.static_range(COUNT):
+        found += (block_scale(scales[index], rows, elements, FORMATS, index, MASKED),)
+    return found
+
+
+@helper
+def stored_scale(
+    scale_ptr, value, rows, elements, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr
+):
+    """Stores the scales of the blocks that rows are of; their inverses, fp32 [rows, 1]."""
+    key = finite_key(value)
+    if MASKED:
+        key = tl.where(mask, key, 0)
+    WIDTH: tl.constexpr = value.shape[1]
+    TOGETHER: tl.constexpr = FORMATS.block // WIDTH
+    shape: tl.constexpr = (value.shape[0] // TOGETHER, TOGETHER)
+    largest = tl.max(tl.reshape(tl.max(key, 1), shape), 1)
+    # back to each of the rows that share it
+    scale = scale_of_key(tl.reshape(tl.broadcast_to(largest[:, None], shape), rows.shape))
+    chosen = rows % FORMATS.block == 0
+    if MASKED:
+        chosen = chosen & (rows < elements)
+    tl.store(scale_ptr + rows // FORMATS.block, scale.to(tl.uint8), mask=chosen)
+    return inverse_factor(scale)[:, None]
 
 
 @helper
@@ -124,22 +292,37 @@ def stored_moment(
     moment_ptr,
     value,
     inverse,
+    words,
     offsets,
+    rows,
+    elements,
     mask,
     FORMATS: tl.constexpr,
     INDEX: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    store_block(moment_ptr, offsets, FORMAT.encode(value, inverse), mask, MASKED)
+    if FORMAT.block:
+        inverse = stored_scale(inverse, value, rows, elements, mask, FORMATS, MASKED)
+    if FORMAT.draws:
+        code = FORMAT.encode(value, inverse, moment_bits(words, INDEX))
+    else:
+        code = FORMAT.encode(value, inverse)
+    if FORMAT.packed == 2:
+        store_pairs(moment_ptr, offsets, rows, code, mask, MASKED)
+    else:
+        store_block(moment_ptr, offsets, code, mask, MASKED)
 
 
 @helper
 def stored_moments(
-    pointers, moments, inverses, offsets, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr
-):
+    pointers, moments, inverses, words, offsets, rows, elements, mask, FORMATS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """rows, elements: of moments in rows; inverses: pointers to their scales."""
     COUNT: tl.constexpr = FORMATS.moment_count
     for index in tl.static_range(COUNT):
         stored_moment(
-            pointers[index], moments[index], inverses[index], offsets, mask, FORMATS, index, MASKED
-        )
+            pointers[index], moments[index], inverses[index], words, offsets, rows, elements,
+            mask, FORMATS, index, MASKED,
+        )  # fmt: skip

@@ -8,35 +8,33 @@ Formats with a scale per tensor need the new values' amax before a code can be s
 tensors are worked through twice in the same launch: first for the amaxes, then for the step, whose
 programs wait for all of their tensor's first ones (megaopt.kernels.step.scales).
 
-Formats and rules come in as compile-time values (megaopt.kernels.formats, megaopt.kernels.rules).
+Formats, rules, and what stores weights come in as compile-time values (megaopt.kernels.formats,
+megaopt.kernels.rules, megaopt.kernels.quantizers).
 """
 
 from __future__ import annotations
 
-from megaopt.kernels.float8.scale import magnitude_bits, reciprocal
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.rules.adam_ieee import canonical
 from megaopt.kernels.rules.loading import load_row
 from megaopt.kernels.step import controls as order
 from megaopt.kernels.step.blocks import (
-    load_block,
-    loaded_moment,
-    loaded_param,
+    block_scales,
+    first_block,
+    first_masked,
+    inside,
+    lead_of,
+    next_masked,
+    offsets_of,
     pointers_of,
-    store_block,
-    store_where,
-    stored_moments,
+    rows_of,
 )
+from megaopt.kernels.step.draws import block_words, draw_of
 from megaopt.kernels.step.rows import (
     ALIGNED,
     GROUP,
     MASTER_SCALE,
     MOMENT,
     NUMEL,
-    VECTORIZED,
-    WEIGHT_AMAX,
-    WEIGHT_SCALE,
-    WEIGHT_SCALE_INV,
 )
 from megaopt.kernels.step.scales import (
     AMAX_PHASE,
@@ -49,6 +47,7 @@ from megaopt.kernels.step.scales import (
     take_ticket,
     wait_for_amaxes,
 )
+from megaopt.kernels.step.update import stored_block, updated_block
 
 # Places in the fp32 controls, as in controls.py.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)
@@ -56,162 +55,6 @@ INVERSE_SCALE: tl.constexpr = tl.constexpr(order.INVERSE_SCALE)
 COEFFICIENT: tl.constexpr = tl.constexpr(order.COEFFICIENT)
 SKIP: tl.constexpr = tl.constexpr(order.SKIP)
 UNSCALED: tl.constexpr = tl.constexpr(order.UNSCALED)
-
-
-@helper
-def controlled_grad(
-    grad_ptr,
-    grad,
-    controls,
-    offsets,
-    mask,
-    FORMATS: tl.constexpr,
-    RULE: tl.constexpr,
-    CONTROLLED: tl.constexpr,
-    MASKED: tl.constexpr,
-    WRITES_GRAD: tl.constexpr,
-):
-    """The gradient unscaled and clipped, each with one rounding, or with a second one."""
-    if CONTROLLED:
-        grad_scale, inverse_scale, coefficient, unscaled = controls
-        grad = RULE.unscale(grad, grad_scale, inverse_scale)
-        if WRITES_GRAD:
-            code = FORMATS.grad.encode(canonical(grad), 1.0)
-            # a mask, as a branch takes 90 registers where this takes 64
-            store_where(unscaled.to(tl.int32), grad_ptr, offsets, code, mask, MASKED)
-        grad = rounded_grad(rounded_grad(grad, FORMATS) * coefficient, FORMATS)
-    return grad
-
-
-@helper
-def rounded_grad(grad, FORMATS: tl.constexpr):
-    if FORMATS.rounds_grad:
-        grad = FORMATS.grad.decode(FORMATS.grad.encode(grad, 1.0), 1.0)
-    return grad
-
-
-@helper
-def first_lane(table_ptr, tensors, tensor, start, offsets):
-    """Whether torch's kernel takes an element as the first of a thread's four (adam_torch)."""
-    vectorized = tl.load(table_ptr + VECTORIZED * tensors + tensor)
-    index = (start % 65536).to(tl.int32) + offsets
-    return tl.where(vectorized != 0, index, index // 512) % 4 == 0
-
-
-@helper
-def updated_block(
-    table_ptr,
-    place,
-    pointers,
-    scales,
-    scalars,
-    controls,
-    offsets,
-    mask,
-    FORMATS: tl.constexpr,
-    RULE: tl.constexpr,
-    CONTROLLED: tl.constexpr,
-    MASKED: tl.constexpr,
-    WITH_PARAM: tl.constexpr,
-    WRITES_GRAD: tl.constexpr,
-):
-    """The new fp32 param and moments of one block; of these nothing is stored.
-
-    Without WITH_PARAM param is neither loaded nor meant: the moments of a rule that do not need it.
-    With WRITES_GRAD a gradient that is unscaled is stored so.
-    """
-    tensors, tensor, start = place
-    grad_ptr, weight_ptr, master_ptr, moment_ptrs = pointers
-    master_scale, moment_scales = scales
-    COUNT: tl.constexpr = FORMATS.moment_count
-    grad = FORMATS.grad.decode(load_block(grad_ptr, offsets, mask, MASKED), 1.0)
-    grad = controlled_grad(
-        grad_ptr, grad, controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, WRITES_GRAD
-    )
-    if FORMATS.maximize:
-        grad = grad * -1.0
-    moments = ()
-    for index in tl.static_range(COUNT):
-        moments += (
-            loaded_moment(
-                moment_ptrs[index], moment_scales[index], offsets, mask, FORMATS, index, MASKED
-            ),
-        )
-    if WITH_PARAM:
-        param = loaded_param(weight_ptr, master_ptr, master_scale, offsets, mask, FORMATS, MASKED)
-    else:
-        param = tl.zeros_like(grad)
-    if RULE.lanes:
-        is_rounded = first_lane(table_ptr, tensors, tensor, start, offsets)
-        if FORMATS.maximize:
-            is_rounded = offsets >= 0
-        if CONTROLLED:
-            is_rounded = is_rounded & (controls[3] + tl.zeros_like(grad) == 0)
-        values = RULE.update(param, moments, grad, scalars, is_rounded)
-    else:
-        values = RULE.update(param, moments, grad, scalars)
-    return values
-
-
-@helper
-def stored_block(
-    pointers,
-    inverses,
-    values,
-    weight_scale,
-    amax_bits,
-    offsets,
-    mask,
-    FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Encodes and stores what updated_block gave; of fp8 weights also raises the bits of amaxes."""
-    _, weight_ptr, master_ptr, moment_ptrs = pointers
-    master_inverse, moment_inverses = inverses
-    param, moments = values
-    if FORMATS.master.joined:
-        weight_code, master_code = FORMATS.master.encode(param)
-        store_block(master_ptr, offsets, master_code, mask, MASKED)
-        store_block(weight_ptr, offsets, weight_code, mask, MASKED)
-    elif FORMATS.master.present:
-        master_code = FORMATS.master.encode(param, master_inverse)
-        store_block(master_ptr, offsets, master_code, mask, MASKED)
-    if FORMATS.casts_along:
-        value = FORMATS.rounding.decode(FORMATS.rounding.encode(param, 1.0), 1.0)
-        if MASKED:
-            value = tl.where(mask, value, 0.0)
-        amax_bits = tl.maximum(amax_bits, magnitude_bits(value))
-        if FORMATS.is_delayed:
-            weight_code = FORMATS.weight.encode(value * weight_scale, 1.0)
-            store_block(weight_ptr, offsets, weight_code, mask, MASKED)
-    elif not (FORMATS.master.joined or FORMATS.cast):
-        store_block(weight_ptr, offsets, FORMATS.weight.encode(param, 1.0), mask, MASKED)
-    stored_moments(moment_ptrs, moments, moment_inverses, offsets, mask, FORMATS, MASKED)
-    return amax_bits
-
-
-@helper
-def weight_scale_of(table_ptr, tensors, tensor, FORMATS: tl.constexpr):
-    """What values of fp8 weights are multiplied by under delayed scaling."""
-    if FORMATS.is_delayed:
-        address = tl.load(table_ptr + WEIGHT_SCALE * tensors + tensor)
-        scale = tl.load(address.to(tl.pointer_type(tl.float32)))
-    else:
-        scale = 1.0
-    return scale
-
-
-@helper
-def finish_cast(table_ptr, place, weight_scale, amax_bits, FORMATS: tl.constexpr):
-    """Raises the tensor's amax; its first chunk stores scale_inv, which delayed scaling knows."""
-    if FORMATS.casts_along:
-        tensors, tensor, start = place
-        address = tl.load(table_ptr + WEIGHT_AMAX * tensors + tensor)
-        tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(amax_bits, 0))
-        if FORMATS.is_delayed:
-            address = tl.load(table_ptr + WEIGHT_SCALE_INV * tensors + tensor)
-            scale_inv_ptr = address.to(tl.pointer_type(tl.float32))
-            tl.store(scale_inv_ptr, reciprocal(weight_scale), mask=start == 0)
 
 
 @helper
@@ -224,9 +67,12 @@ def place_of(chunks_ptr, tensors, chunk, SPAN):
 
 
 @helper
-def chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS):
-    """Of a tensor's chunk: first element, elements, and the blocks that go unmasked."""
-    start = number.to(tl.int64) * (BLOCK * ITERATIONS)
+def chunk_of(table_ptr, tensors, tensor, number, lead, BLOCK, ITERATIONS):
+    """Of a tensor's chunk: first element, elements, and the blocks that go unmasked.
+
+    lead: elements before the tensor, from which on its first chunk is counted.
+    """
+    start = number.to(tl.int64) * (BLOCK * ITERATIONS) - lead
     numel = tl.load(table_ptr + NUMEL * tensors + tensor)
     elements = tl.minimum(numel - start, BLOCK * ITERATIONS).to(tl.int32)
     aligned = tl.load(table_ptr + ALIGNED * tensors + tensor).to(tl.int32)
@@ -237,6 +83,13 @@ def chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS):
 def scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE: tl.constexpr):
     group = tl.load(table_ptr + GROUP * tensors + tensor)
     return load_row(scalars_ptr + group * scalar_count, RULE.row_length)
+
+
+@helper
+def draw_row(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE: tl.constexpr):
+    """To what a tensor's group has for random bits, behind the rule's own numbers."""
+    group = tl.load(table_ptr + GROUP * tensors + tensor)
+    return scalars_ptr + group * scalar_count + RULE.row_length
 
 
 @helper
@@ -260,17 +113,33 @@ def old_moment_scale(table_ptr, tensors, tensor, FORMATS: tl.constexpr, INDEX: t
 
 
 @helper
-def kept_moment_scale(scratch_ptr, tensors, tensor, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+def kept_moment_scale(
+    table_ptr, scratch_ptr, place, lead, FORMATS: tl.constexpr, INDEX: tl.constexpr
+):
+    """The scale from before the step; of moments in blocks a pointer to the chunk's scales."""
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    return kept_scale(scratch_ptr, 1 + INDEX, tensors, tensor, FORMAT, FORMATS.moment_count)
+    tensors, tensor, start = place
+    if FORMAT.block:
+        address = tl.load(table_ptr + (MOMENT + 2 * INDEX + 1) * tensors + tensor)
+        scale = address.to(tl.pointer_type(tl.uint8)) + (start + lead) // FORMAT.block
+    else:
+        scale = kept_scale(scratch_ptr, 1 + INDEX, tensors, tensor, FORMAT, FORMATS.moment_count)
+    return scale
 
 
 @helper
-def new_moment_scale(table_ptr, scratch_ptr, place, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+def new_moment_scale(
+    table_ptr, scratch_ptr, place, kept, FORMATS: tl.constexpr, INDEX: tl.constexpr
+):
+    """The reciprocal of the new scale; of moments in blocks where the new ones go, `kept`."""
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
     tensors, tensor, start = place
     row = MOMENT + 2 * INDEX + 1
-    return new_scale(table_ptr, row, scratch_ptr, 1 + INDEX, tensors, tensor, start, FORMAT)
+    if FORMAT.block:
+        inverse = kept
+    else:
+        inverse = new_scale(table_ptr, row, scratch_ptr, 1 + INDEX, tensors, tensor, start, FORMAT)
+    return inverse
 
 
 @helper
@@ -339,7 +208,7 @@ def find_amaxes(
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         param, moments = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, offsets, None,
+            table_ptr, place, pointers, scales, scalars, controls, offsets, 0, None,
             FORMATS, RULE, CONTROLLED, False, WITH_PARAM, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, param, MASTER_FORMAT)
@@ -349,7 +218,7 @@ def find_amaxes(
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < elements
         param, moments = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, offsets, mask,
+            table_ptr, place, pointers, scales, scalars, controls, offsets, 0, mask,
             FORMATS, RULE, CONTROLLED, True, WITH_PARAM, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), MASTER_FORMAT)
@@ -365,19 +234,64 @@ def find_amaxes(
 
 
 @helper
+def step_block(
+    table_ptr,
+    place,
+    pointers,
+    scales,
+    inverses,
+    scalars,
+    controls,
+    draw,
+    weight_scale,
+    amax_bits,
+    block,
+    elements,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The step of one block; the amaxes raised to its own."""
+    start = place[2]
+    offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
+    rows = rows_of(block, FORMATS, BLOCK, WIDTH)
+    mask = inside(offsets, start, elements, FORMATS) if MASKED else None
+    scales = (scales[0], block_scales(scales[1], rows, elements, FORMATS, MASKED))
+    values = updated_block(
+        table_ptr, place, pointers, scales, scalars, controls, offsets, rows, mask,
+        FORMATS, RULE, CONTROLLED, MASKED, RULE.reads_param, FORMATS.writes_grad,
+    )  # fmt: skip
+    words = block_words(
+        draw, start, block * BLOCK, offsets, FORMATS.draws, SPLIT, BLOCK, not MASKED
+    )
+    return stored_block(
+        pointers, inverses, values, weight_scale, amax_bits, words, offsets, rows, elements, mask,
+        FORMATS, MASKED,
+    )  # fmt: skip
+
+
+@helper
 def step_chunk(
     table_ptr,
     scratch_ptr,
     place,
+    lead,
     pointers,
     scalars,
     controls,
+    draw,
     elements,
     unmasked,
     FORMATS: tl.constexpr,
     RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """The step of one chunk."""
     tensors, tensor, start = place
@@ -385,39 +299,32 @@ def step_chunk(
     COUNT: tl.constexpr = FORMATS.moment_count
     moment_scales, moment_inverses = (), ()
     for index in tl.static_range(COUNT):
-        moment_scales += (kept_moment_scale(scratch_ptr, tensors, tensor, FORMATS, index),)
-        moment_inverses += (new_moment_scale(table_ptr, scratch_ptr, place, FORMATS, index),)
+        kept = kept_moment_scale(table_ptr, scratch_ptr, place, lead, FORMATS, index)
+        moment_scales += (kept,)
+        moment_inverses += (new_moment_scale(table_ptr, scratch_ptr, place, kept, FORMATS, index),)
     scales = (kept_scale(scratch_ptr, 0, tensors, tensor, MASTER_FORMAT, COUNT), moment_scales)
     master_inverse = new_scale(
         table_ptr, MASTER_SCALE, scratch_ptr, 0, tensors, tensor, start, MASTER_FORMAT
     )
     inverses = (master_inverse, moment_inverses)
-    weight_scale = weight_scale_of(table_ptr, tensors, tensor, FORMATS)
-    amax_bits = tl.zeros((BLOCK,), tl.int32)
+    weight_scale = FORMATS.store.begin(table_ptr, place, FORMATS)
+    amax_bits = tl.zeros_like(offsets_of(0, FORMATS, BLOCK, WIDTH))
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
-    block = tl.zeros((), tl.int32)
+    block = first_block(start, FORMATS)
     while block < unmasked:
-        offsets = block * BLOCK + tl.arange(0, BLOCK)
-        values = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, offsets, None,
-            FORMATS, RULE, CONTROLLED, False, True, FORMATS.writes_grad,
+        amax_bits = step_block(
+            table_ptr, place, pointers, scales, inverses, scalars, controls, draw, weight_scale,
+            amax_bits, block, elements, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, False,
         )  # fmt: skip
-        amax_bits = stored_block(
-            pointers, inverses, values, weight_scale, amax_bits, offsets, None, FORMATS, False
-        )
         block += 1
-    while block * BLOCK < elements:
-        offsets = block * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < elements
-        values = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, offsets, mask,
-            FORMATS, RULE, CONTROLLED, True, True, FORMATS.writes_grad,
+    masked = first_masked(block, start, FORMATS)
+    while masked * BLOCK < elements:
+        amax_bits = step_block(
+            table_ptr, place, pointers, scales, inverses, scalars, controls, draw, weight_scale,
+            amax_bits, masked, elements, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, True,
         )  # fmt: skip
-        amax_bits = stored_block(
-            pointers, inverses, values, weight_scale, amax_bits, offsets, mask, FORMATS, True
-        )
-        block += 1
-    finish_cast(table_ptr, place, weight_scale, amax_bits, FORMATS)
+        masked = next_masked(masked, block, FORMATS)
+    FORMATS.store.finish(table_ptr, place, weight_scale, amax_bits, FORMATS)
 
 
 @jit(do_not_specialize=["tensors", "chunks", "scalar_count"])
@@ -433,9 +340,11 @@ def step_kernel(
     FORMATS: tl.constexpr,
     RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     ITERATIONS: tl.constexpr,
     SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements that a thread takes; where moments are in blocks
 ):
     """One optimizer step of one chunk, or, for a scale per tensor, what has to come before it."""
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
@@ -448,11 +357,16 @@ def step_kernel(
         number = tl.load(chunks_ptr + chunks + program)
     else:
         tensor, number = place_of(chunks_ptr, tensors, program, SPAN)
-    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, BLOCK, ITERATIONS)
+    lead = lead_of(table_ptr, tensors, tensor, FORMATS)
+    start, elements, unmasked = chunk_of(
+        table_ptr, tensors, tensor, number, lead, BLOCK, ITERATIONS
+    )
     place = (tensors, tensor, start)
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
     controls = controls_of(controls_ptr, CONTROLLED)
     pointers = pointers_of(table_ptr, tensors, tensor, start, FORMATS)
+    row_ptr = draw_row(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
+    draw = draw_of(table_ptr, tensors, tensor, row_ptr, FORMATS.draws)
     if FORMATS.scaled:
         numel = tl.load(table_ptr + NUMEL * tensors + tensor)
         own_chunks = tl.cdiv(numel, BLOCK * ITERATIONS).to(tl.int32)
@@ -464,12 +378,12 @@ def step_kernel(
         else:
             wait_for_amaxes(scratch_ptr, tensors, tensor, own_chunks, FORMATS.moment_count)
             step_chunk(
-                table_ptr, scratch_ptr, place, pointers, scalars, controls, elements, unmasked,
-                FORMATS, RULE, CONTROLLED, BLOCK,
+                table_ptr, scratch_ptr, place, lead, pointers, scalars, controls, draw, elements,
+                unmasked, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH,
             )  # fmt: skip
         finish(scratch_ptr, tensors, tensor, own_chunks, FORMATS.moment_count)
     else:
         step_chunk(
-            table_ptr, scratch_ptr, place, pointers, scalars, controls, elements, unmasked,
-            FORMATS, RULE, CONTROLLED, BLOCK,
+            table_ptr, scratch_ptr, place, lead, pointers, scalars, controls, draw, elements,
+            unmasked, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH,
         )  # fmt: skip

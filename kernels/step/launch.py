@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, reduce
 
 import numpy
 import torch
@@ -14,9 +15,12 @@ from megaopt.kernels.rules.lanes import vectorized
 from megaopt.kernels.step import kernel
 from megaopt.kernels.step import rows as table_rows
 from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.scales import scratch_rows
 from megaopt.kernels.step.table import (
     OWN,
+    OWN_BLOCKS,
+    OWN_DRAWN,
     OWN_SCALED,
     Chunks,
     DeviceTable,
@@ -41,6 +45,8 @@ class TritonPlan:
         groups: for each tensor, its row in the scalars that `step` is given.
         device: a CUDA device, or the CPU under Triton's interpreter.
         geometry: for tests; the device's own otherwise.
+        places: of each tensor in its parameter, for random bits; None: each is a whole one, and
+            its number is its place here.
     """
 
     def __init__(
@@ -51,15 +57,22 @@ class TritonPlan:
         groups: Sequence[int],
         device: torch.device,
         geometry: Geometry | None = None,
+        places: Sequence[Place] | None = None,
     ) -> None:
         self.formats, self.rule, self.device = formats, rule, device
-        self.geometry = geometry or (OWN_SCALED if formats.scaled else OWN)
+        self.geometry = geometry or _geometry(formats)
         self._rows = numpy.zeros((formats.row_count, len(numels)), dtype=numpy.int64)
         self._rows[table_rows.NUMEL.value] = numels
         self._rows[table_rows.GROUP.value] = groups
+        self._in_quads, self._is_split = numpy.ones(len(numels), dtype=bool), False
+        if formats.draws or formats.block:
+            self._note_places(places or in_order(len(numels)))
         self.addresses = {slot: self._rows[formats.rows[slot]] for slot in formats.slots}
         self.stale = True
-        self._chunks = Chunks(numels, self.geometry, device)
+        own_rows = [table_rows.ALIGNED.value, table_rows.VECTORIZED.value]
+        own_rows += [formats.rows[slot] for slot in formats.slots]
+        self._changing = None if formats.cast else own_rows
+        self._chunks = Chunks(self._lengths(), self.geometry, device)
         self._programs, self._count = self._chunks.table, self._chunks.count
         if formats.scaled:
             programs = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
@@ -80,8 +93,24 @@ class TritonPlan:
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm: one launch."""
-        norm = NormPlan(self.formats.grad, self.geometry)
-        norm.accumulate(self.table(), self._chunks, bins)
+        geometry, chunks = self._norm_chunks
+        NormPlan(self.formats.grad, geometry).accumulate(self.table(), chunks, bins)
+
+    @cached_property
+    def _norm_chunks(self) -> tuple[Geometry, Chunks]:
+        """Of the tensors themselves: not counted from where their first blocks begin."""
+        if not self.formats.block:
+            return self.geometry, self._chunks
+        numels = self._rows[table_rows.NUMEL.value].tolist()
+        return OWN, Chunks(numels, OWN, self.device)
+
+    def _lengths(self) -> list[int]:
+        """Elements of each tensor, with those of its first block that lie before it."""
+        numels = self._rows[table_rows.NUMEL.value]
+        if not self.formats.block:
+            return list(numels.tolist())
+        lead = self._rows[table_rows.FIRST_ELEMENT.value] % self.formats.block
+        return list(numpy.where(numels == 0, 0, numels + lead).tolist())
 
     def step(
         self,
@@ -101,7 +130,13 @@ class TritonPlan:
         scalars = self.on_device(scalars)
         sizes = (self._rows.shape[1], self._count, scalars.shape[1])
         arguments = (table, self._programs, scalars, controls, self._scratch, *sizes)
-        options = {"FORMATS": self.formats, "RULE": self.rule, "CONTROLLED": controls is not None}
+        options = {
+            "FORMATS": self.formats,
+            "RULE": self.rule,
+            "CONTROLLED": controls is not None,
+            "SPLIT": self._is_split,
+            "WIDTH": self.geometry.width if self.formats.block else 0,
+        }
         launch(kernel.step_kernel, self._count, arguments, options, self.geometry)
 
     def on_device(self, scalars: Sequence[tuple[float, ...]] | torch.Tensor) -> torch.Tensor:
@@ -120,19 +155,47 @@ class TritonPlan:
         """int64 [Formats.row_count, tensors] on the device, brought up to date."""
         if not self.stale:
             return self._table.kept()
-        in_use = self._rows[[self.formats.rows[slot] for slot in self.formats.by_slot]]
-        self._rows[table_rows.ALIGNED.value] = numpy.bitwise_or.reduce(in_use, axis=0) % 16 == 0
+        in_use = [self._rows[self.formats.rows[slot]] for slot in self.formats.by_slot]
+        aligned = reduce(numpy.bitwise_or, in_use) & 15 == 0
+        self._rows[table_rows.ALIGNED.value] = aligned & self._in_quads
         if self.rule.lanes:
             self._rows[table_rows.VECTORIZED.value] = self._vectorized()
-        table = self._table.update(self._rows)
+        table = self._table.update(self._rows, self._changing)
         self.stale = False  # only now: without memory for the copy the next step tries again
         return table
+
+    def _note_places(self, places: Sequence[Place]) -> None:
+        rows = (table_rows.NUMBER, table_rows.FIRST_ELEMENT, table_rows.RUN, table_rows.RUN_STRIDE)
+        for row, values in zip(rows, zip(*places, strict=True), strict=True):
+            self._rows[row.value] = values
+        self._is_split = any(place.stride for place in places)
+        whole = [self._is_whole(place) for place in places]
+        self._in_quads = numpy.array(whole, dtype=bool)
+
+    def _is_whole(self, place: Place) -> bool:
+        """Whether the tensor's blocks may go unmasked, as far as its place goes.
+
+        Those in rows begin up to a row before the tensor: with 16 elements there all its buffers
+        are aligned there too.
+        """
+        if not self.formats.block:
+            return place.in_quads
+        return place.first % 16 == 0 and not (place.stride and self.formats.draws)
 
     def _vectorized(self) -> numpy.ndarray:
         columns = [
             (self.addresses[slot], self.formats.dtype(slot).itemsize) for slot in self.formats.slots
         ]
         return vectorized(self._rows[table_rows.NUMEL.value], columns)
+
+
+def _geometry(formats: Formats) -> Geometry:
+    if formats.scaled:
+        return OWN_SCALED
+    if formats.block:
+        return OWN_BLOCKS
+    drawn = sum(form.draws for form in formats.by_slot.values())
+    return OWN_DRAWN if drawn > 1 else OWN
 
 
 def launch(
@@ -150,4 +213,6 @@ def launch(
         "SPAN": geometry.span,
         "num_warps": geometry.warps,
     }
+    if geometry.registers is not None and torch.version.hip is None:
+        options["maxnreg"] = geometry.registers
     call(function, programs, arguments, options)

@@ -22,23 +22,54 @@ namespace {
 
 using Addresses = py::array_t<std::int64_t, py::array::c_style>;
 
-bool same_sizes(at::IntArrayRef found, at::IntArrayRef wanted) {
-  if (found.size() != wanted.size()) return false;
-  for (std::size_t i = 0; i < wanted.size(); ++i) {  // too few for a call of memcmp
-    if (found[i] != wanted[i]) return false;
-  }
-  return true;
-}
 constexpr c10::DispatchKeySet not_plain({c10::DispatchKey::Python, c10::DispatchKey::Negative,
                                          c10::DispatchKey::ZeroTensor});
 
-// Wanted in watch.py
-struct Wanted {
+// Sizes of many tensors, one behind the other: a vector each would be one more thing to wait for.
+class Shapes {
+ public:
+  Shapes(const std::vector<std::vector<std::int64_t>>& shapes) {
+    for (const auto& shape : shapes) {
+      sizes_.insert(sizes_.end(), shape.begin(), shape.end());
+      ends_.push_back(sizes_.size());
+    }
+  }
+
+  bool has(at::IntArrayRef found, std::size_t place) const {
+    const std::size_t begin = ends_[place], count = ends_[place + 1] - begin;
+    if (found.size() != count) return false;
+    for (std::size_t i = 0; i < count; ++i) {  // too few for a call of memcmp
+      if (found[i] != sizes_[begin + i]) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<std::int64_t> sizes_;
+  std::vector<std::size_t> ends_{0};
+};
+
+using Sizes = std::vector<std::vector<std::int64_t>>;
+
+// Guards in watch.py
+struct Guards {
+  Guards(std::vector<std::int64_t> positions, std::vector<py::str> names,
+         std::vector<at::ScalarType> dtypes, const std::vector<std::optional<Sizes>>& scales,
+         const Sizes& shapes, at::Device device, bool contiguous, std::vector<Addresses> addresses)
+      : positions(std::move(positions)),
+        names(std::move(names)),
+        dtypes(std::move(dtypes)),
+        scales(scales.begin(), scales.end()),
+        shapes(shapes),
+        device(device),
+        contiguous(contiguous),
+        addresses(std::move(addresses)) {}
+
   std::vector<std::int64_t> positions;
   std::vector<py::str> names;
   std::vector<at::ScalarType> dtypes;
-  std::vector<bool> scales;
-  std::vector<std::vector<std::int64_t>> shapes;
+  std::vector<std::optional<Shapes>> scales;
+  Shapes shapes;
   at::Device device;
   bool contiguous;
   std::vector<Addresses> addresses;
@@ -48,8 +79,7 @@ struct Wanted {
     if (slot != 1 && tensor.key_set().has_any(not_plain)) return false;
     if (tensor.layout() != at::kStrided || tensor.scalar_type() != dtypes[slot]) return false;
     if (tensor.device() != device || (contiguous && !tensor.is_contiguous())) return false;
-    return scales[slot] ? tensor.dim() == 1 && tensor.size(0) == 1
-                        : same_sizes(tensor.sizes(), shapes[place]);
+    return (scales[slot] ? *scales[slot] : shapes).has(tensor.sizes(), place);
   }
 };
 
@@ -120,7 +150,8 @@ struct Things {
   // nullptr where it is no tensor; a tensor that is not defined where there is none
   const at::Tensor* grad(std::size_t position) const {
     static const at::Tensor undefined;
-    if (!grads) return &THPVariable_Unpack(param(position)).grad();
+    // not Tensor::grad, which looks for what it has to warn of
+    if (!grads) return &THPVariable_Unpack(param(position)).unsafeGetTensorImpl()->grad();
     PyObject* const grad = PyList_GET_ITEM(grads->ptr(), position);
     if (grad == Py_None) return &undefined;
     return THPVariable_Check(grad) ? &THPVariable_Unpack(grad) : nullptr;
@@ -139,11 +170,6 @@ void prefetch_impl(const at::Tensor& tensor) {
   prefetch(impl, sizeof(c10::TensorImpl) - 12);  // dtype, device, flags
 }
 
-// A tensor is scattered over memory: a Python object, what it is, where its elements are. Waiting
-// for one after the other is nearly all of what a look takes, so that the tensors of some parameters
-// are fetched level by level, all at a time.
-constexpr std::size_t AT_A_TIME = 8;
-
 // Where a tensor lies; nothing where it takes torch to tell. Reads one cache line of the storage.
 std::optional<std::int64_t> address(const at::Tensor& tensor) {
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
@@ -157,86 +183,101 @@ std::optional<std::int64_t> address(const at::Tensor& tensor) {
   return start + static_cast<std::int64_t>(impl->itemsize()) * impl->storage_offset();
 }
 
+// A tensor is scattered over memory: a Python object, what it is, where its elements are. Waiting
+// for one after the other would be nearly all of what a look takes. So it goes by stages, each of
+// which sends for what the next one reads, of another parameter APART places behind.
 class Looker {
  public:
-  Looker(Wanted& wanted, const Things& things)
-      : wanted_(wanted), things_(things), slots_(wanted.dtypes.size()) {
-    for (Addresses& row : wanted.addresses) {
-      TORCH_CHECK(row.size() == static_cast<py::ssize_t>(wanted.positions.size()));
+  Looker(Guards& guards, const Things& things)
+      : guards_(guards), things_(things), slots_(guards.dtypes.size()) {
+    for (Addresses& row : guards.addresses) {
+      TORCH_CHECK(row.size() == static_cast<py::ssize_t>(guards.positions.size()));
       rows_.push_back(row.mutable_data());
     }
-    tensors_.resize(slots_ * AT_A_TIME);
-    values_.resize(slots_ * AT_A_TIME);
+    tensors_.resize(slots_ * KEPT);
+    values_.resize(slots_ * KEPT);
   }
 
   bool moved = false;
 
   // false where something does not fit
   bool look() {
-    const std::size_t count = wanted_.positions.size();
-    for (first_ = 0; first_ < count; first_ += AT_A_TIME) {
-      size_ = std::min(AT_A_TIME, count - first_);
-      prefetch_objects();
-      if (!find_tensors()) return false;
-      for (std::size_t i = 0; i < size_ * slots_; ++i) {
-        const c10::Storage& storage = tensors_[i]->unsafeGetTensorImpl()->unsafe_storage();
-        prefetch(storage.unsafeGetStorageImpl(), 16);
-      }
-      for (std::size_t i = 0; i < size_; ++i) {
-        for (std::size_t slot = 0; slot < slots_; ++slot) {
-          const at::Tensor& tensor = *tensors_[i * slots_ + slot];
-          if (!wanted_.fits(tensor, slot, first_ + i)) return false;
-          note(tensor, slot, first_ + i);
-        }
-      }
+    const std::size_t count = guards_.positions.size();
+    for (std::size_t next = 0; next < count + 5 * APART; ++next) {
+      const auto place = [next](std::size_t stage) { return next - stage * APART; };
+      // the places before the first are large numbers, too
+      if (place(0) < count) send_for_objects(place(0));
+      if (place(1) < count && !send_for_weight(place(1))) return false;
+      if (place(2) < count && !find_values(place(2))) return false;
+      if (place(3) < count && !find_tensors(place(3))) return false;
+      if (place(4) < count) send_for_storages(place(4));
+      if (place(5) < count && !fit_and_note(place(5))) return false;
     }
     return true;
   }
 
  private:
-  std::size_t position(std::size_t i) const { return wanted_.positions[first_ + i]; }
+  static constexpr std::size_t APART = 2, KEPT = 16;
+  static_assert(KEPT > 4 * APART);  // from the second stage to the last
 
-  void prefetch_objects() const {
-    for (std::size_t i = 0; i < size_; ++i) {
-      prefetch(things_.param(position(i)), 16);
-      prefetch(things_.state(position(i)), offsetof(PyDictObject, ma_keys));
+  std::size_t position(std::size_t place) const { return guards_.positions[place]; }
+  PyObject** values(std::size_t place) { return &values_[place % KEPT * slots_]; }
+  const at::Tensor** tensors(std::size_t place) { return &tensors_[place % KEPT * slots_]; }
+
+  void send_for_objects(std::size_t place) const {
+    prefetch(things_.param(position(place)), 16);
+    prefetch(things_.state(position(place)), offsetof(PyDictObject, ma_keys));
+  }
+
+  bool send_for_weight(std::size_t place) {
+    PyObject* const param = things_.param(position(place));
+    if (!THPVariable_Check(param)) return false;
+    tensors(place)[1] = &THPVariable_Unpack(param);
+    prefetch_impl(*tensors(place)[1]);
+    const auto* const keys = reinterpret_cast<PyDictObject*>(things_.state(position(place)))->ma_keys;
+    prefetch(keys);
+    prefetch(keys, 64);
+    return true;
+  }
+
+  bool find_values(std::size_t place) {
+    prefetch(tensors(place)[1]->unsafeGetTensorImpl()->autograd_meta());
+    for (std::size_t slot = 2; slot < slots_; ++slot) {
+      PyObject* const name = guards_.names[slot - 2].ptr();
+      PyObject* const value = PyDict_GetItemWithError(things_.state(position(place)), name);
+      if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+      if (value == nullptr) return false;
+      prefetch(value, 16);
+      values(place)[slot] = value;
     }
-    for (std::size_t i = 0; i < size_; ++i) {
-      PyObject* const param = things_.param(position(i));
-      if (THPVariable_Check(param)) prefetch_impl(THPVariable_Unpack(param));
-      const auto* const keys = reinterpret_cast<PyDictObject*>(things_.state(position(i)))->ma_keys;
-      prefetch(keys);
-      prefetch(keys, 64);
+    return true;
+  }
+
+  bool find_tensors(std::size_t place) {
+    tensors(place)[0] = things_.grad(position(place));
+    if (tensors(place)[0] == nullptr || !tensors(place)[0]->defined()) return false;
+    prefetch_impl(*tensors(place)[0]);
+    for (std::size_t slot = 2; slot < slots_; ++slot) {
+      PyObject* const value = values(place)[slot];
+      if (!THPVariable_Check(value)) return false;
+      tensors(place)[slot] = &THPVariable_Unpack(value);
+      prefetch_impl(*tensors(place)[slot]);
+    }
+    return true;
+  }
+
+  void send_for_storages(std::size_t place) {
+    for (std::size_t slot = 0; slot < slots_; ++slot) {
+      const c10::Storage& storage = tensors(place)[slot]->unsafeGetTensorImpl()->unsafe_storage();
+      prefetch(storage.unsafeGetStorageImpl(), 16);
     }
   }
 
-  bool find_tensors() {
-    for (std::size_t i = 0; i < size_; ++i) {
-      PyObject* const param = things_.param(position(i));
-      if (!THPVariable_Check(param)) return false;
-      const at::Tensor& weight = THPVariable_Unpack(param);
-      prefetch(weight.unsafeGetTensorImpl()->autograd_meta());
-      tensors_[i * slots_ + 1] = &weight;
-      for (std::size_t slot = 2; slot < slots_; ++slot) {
-        PyObject* const name = wanted_.names[slot - 2].ptr();
-        PyObject* const value = PyDict_GetItemWithError(things_.state(position(i)), name);
-        if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
-        if (value == nullptr) return false;
-        prefetch(value, 16);
-        values_[i * slots_ + slot] = value;
-      }
-    }
-    for (std::size_t i = 0; i < size_; ++i) {
-      const at::Tensor* const grad = things_.grad(position(i));
-      if (grad == nullptr || !grad->defined()) return false;
-      prefetch_impl(*grad);
-      tensors_[i * slots_] = grad;
-      for (std::size_t slot = 2; slot < slots_; ++slot) {
-        PyObject* const value = values_[i * slots_ + slot];
-        if (!THPVariable_Check(value)) return false;
-        tensors_[i * slots_ + slot] = &THPVariable_Unpack(value);
-        prefetch_impl(THPVariable_Unpack(value));
-      }
+  bool fit_and_note(std::size_t place) {
+    for (std::size_t slot = 0; slot < slots_; ++slot) {
+      const at::Tensor& tensor = *tensors(place)[slot];
+      if (!guards_.fits(tensor, slot, place)) return false;
+      note(tensor, slot, place);
     }
     return true;
   }
@@ -250,9 +291,9 @@ class Looker {
     rows_[slot][place] = now;
   }
 
-  Wanted& wanted_;
+  Guards& guards_;
   const Things& things_;
-  std::size_t slots_, first_ = 0, size_ = 0;
+  std::size_t slots_;
   std::vector<std::int64_t*> rows_;
   std::vector<PyObject*> values_;
   std::vector<const at::Tensor*> tensors_;
@@ -261,7 +302,7 @@ class Looker {
 // For each batch whether an address moved, and the gradients that are Python objects; None where the
 // batches have to be made anew. states has an entry for each parameter: None for those that had no
 // gradient.
-std::optional<py::tuple> look(const std::vector<Wanted*>& batches, const py::tuple& params,
+std::optional<py::tuple> look(const std::vector<Guards*>& batches, const py::tuple& params,
                               const std::vector<std::int64_t>& sizes, const py::tuple& states,
                               const py::tuple& keys, const py::tuple& values,
                               const py::object& groups, const py::object& state, bool decoupled) {
@@ -276,7 +317,7 @@ std::optional<py::tuple> look(const std::vector<Wanted*>& batches, const py::tup
     if (grad == nullptr || grad->defined()) return std::nullopt;
   }
   std::vector<bool> moved;
-  for (Wanted* batch : batches) {
+  for (Guards* batch : batches) {
     Looker looker(*batch, things);
     if (!looker.look()) return std::nullopt;
     moved.push_back(looker.moved);
@@ -314,9 +355,9 @@ void count_versions_up(const py::list& tensors, Addresses& noted) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  py::class_<Wanted>(module, "Wanted")
+  py::class_<Guards>(module, "Guards")
       .def(py::init<std::vector<std::int64_t>, std::vector<py::str>, std::vector<at::ScalarType>,
-                    std::vector<bool>, std::vector<std::vector<std::int64_t>>, at::Device, bool,
+                    std::vector<std::optional<Sizes>>, Sizes, at::Device, bool,
                     std::vector<Addresses>>());
   module.def("look", &look);
   module.def("moved_versions", &moved_versions);

@@ -33,10 +33,14 @@ BUILDER = Path(__file__).with_name("native_build.py")
 
 
 def place() -> Path:
-    """Where it lies in torch's cache of extensions, one for each source, torch, Python and libc."""
+    """Where it lies in torch's cache of extensions.
+
+    There is one for each source and way to build it, torch, Python and libc.
+    """
     about = [torch.__version__, torch.version.git_version, sys.implementation.cache_tag]
     about += [platform.machine(), *platform.libc_ver()]
-    digest = hashlib.sha256(SOURCE.read_bytes() + repr(about).encode()).hexdigest()[:16]
+    sources = SOURCE.read_bytes() + BUILDER.read_bytes()  # which has the compiler's flags
+    digest = hashlib.sha256(sources + repr(about).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions")
     return Path(root, f"megaopt_native_{digest}.so").absolute()

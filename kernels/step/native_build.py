@@ -43,7 +43,8 @@ def _build(source: Path, name: str, folder: Path) -> None:
     cpp_extension.load(
         name=name,
         sources=[str(source)],
-        extra_cflags=["-O2"],
+        # as torch is built: its headers, and Python's, check much at each call otherwise
+        extra_cflags=["-O2", "-DNDEBUG"],
         build_directory=str(folder),
         with_cuda=False,
     )

@@ -135,7 +135,7 @@ class TritonPreparation(Preparation):
             rows = self._rows(groups)
             columns, table = rows.shape[1], self._groups.update(rows)
             if len(self._scalars) != len(groups):
-                shape = (len(groups), self.rule.row_length)
+                shape = (len(groups), self.rule.width)
                 self._scalars = torch.zeros(shape, dtype=torch.float32, device=self.device)
             scalars = self._scalars
             if is_capturing(self.device):
@@ -145,7 +145,7 @@ class TritonPreparation(Preparation):
         arguments = (table, scalars, self._controls, *given, bins, self.norm, request.clip_norm)
         options = {"RULE": self.rule, "SKIP_NONFINITE": request.skip_nonfinite, "num_warps": 1}
         programs = max(1, len(groups or ()))
-        call(prepare_kernel, programs, (*arguments, columns, self.rule.row_length), options)
+        call(prepare_kernel, programs, (*arguments, columns, self.rule.width), options)
         return scalars, None if request.is_empty else self._controls
 
     def _read(self, groups: Sequence[Group]) -> list[torch.Tensor]:
@@ -164,6 +164,7 @@ class TritonPreparation(Preparation):
                 [
                     group["lr"].data_ptr(),
                     group["step"].data_ptr(),
+                    signed(group["seed"]) if self.rule.draws else 0,
                     *numpy.array(self.rule.hyper(group), dtype=numpy.float64).view(numpy.int64),
                     *(table.data_ptr() for table in tables),
                     *missing,
@@ -172,6 +173,11 @@ class TritonPreparation(Preparation):
                 ]
             )
         return numpy.array(rows, dtype=numpy.int64)
+
+
+def signed(seed: int) -> int:
+    """An int64 of the same bits."""
+    return seed - (seed >> 63 << 64)
 
 
 class ReferencePreparation(Preparation):
@@ -188,7 +194,7 @@ class ReferencePreparation(Preparation):
         scalars = []
         for group in groups:
             step = int(group["step"]) + 1
-            scalars.append(self.rule.scalars({**group, "lr": float(group["lr"]), "step": step}))
+            scalars.append(self.rule.row({**group, "lr": float(group["lr"]), "step": step}))
             group["step"].fill_(step - skip)
         return scalars, controls
 

@@ -13,10 +13,12 @@ from megaopt.kernels.rules.loading import store_row
 from megaopt.kernels.step.kernel import COEFFICIENT, GRAD_SCALE, INVERSE_SCALE, SKIP, UNSCALED
 
 # Columns of the int64 table of groups, a row a group: addresses of lr (fp32) and step (int32), then
-# the bits of Rule.hyper in fp64, and addresses and lengths of the rule's tables.
+# the seed of random bits, the bits of Rule.hyper in fp64, and addresses and lengths of the rule's
+# tables.
 LR: tl.constexpr = tl.constexpr(0)
 STEP: tl.constexpr = tl.constexpr(1)
-HYPER: tl.constexpr = tl.constexpr(2)
+SEED: tl.constexpr = tl.constexpr(2)
+HYPER: tl.constexpr = tl.constexpr(3)
 
 
 @helper
@@ -47,6 +49,15 @@ def clip_coefficient(norm, clip_norm):
 
 
 @helper
+def store_draw_numbers(row_ptr, seed, step):
+    """megaopt.kernels.rules.base.draw_numbers."""
+    for piece in tl.static_range(4):
+        tl.store(row_ptr + piece, ((seed >> (16 * piece)) & 0xFFFF).to(tl.float32))
+    tl.store(row_ptr + 4, (step & 0xFFFF).to(tl.float32))
+    tl.store(row_ptr + 5, (step >> 16).to(tl.float32))
+
+
+@helper
 def prepared_scalars(group_ptr, scalars_ptr, skip, RULE: tl.constexpr):
     """Counts the step, unless it is skipped, and stores the group's row of scalars."""
     lr = tl.load(tl.load(group_ptr + LR).to(tl.pointer_type(tl.float32)))
@@ -54,6 +65,8 @@ def prepared_scalars(group_ptr, scalars_ptr, skip, RULE: tl.constexpr):
     step = tl.load(step_ptr) + 1
     tl.store(step_ptr, step, mask=skip == 0)
     store_row(scalars_ptr, RULE.prepare(group_ptr + HYPER, lr, step), RULE.row_length)
+    if RULE.draws:
+        store_draw_numbers(scalars_ptr + RULE.row_length, tl.load(group_ptr + SEED), step)
 
 
 @jit(do_not_specialize=["columns", "scalar_count", "clip_norm"])

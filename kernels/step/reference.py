@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
 
-from megaopt.kernels.float8.shard import shard_amax_reference, shard_codes_reference
 from megaopt.kernels.formats import Format
+from megaopt.kernels.formats.block8 import (
+    factor_reference,
+    inverse_factor_reference,
+    scale_of_amax_reference,
+)
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
-from megaopt.kernels.step.batch import Buffers, Extent, Formats
-from megaopt.kernels.step.cast_columns import columns_reference
+from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.controls import SKIP, UNSCALED
-from megaopt.kernels.step.move_scales import move_scales_reference
+from megaopt.kernels.step.draws import (
+    Place,
+    in_order,
+    moment_bits_reference,
+    weight_bits_reference,
+    words_reference,
+)
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -35,15 +45,85 @@ def scale_reference(value: torch.Tensor, form: Format) -> tuple[torch.Tensor, to
     return (torch.ones_like(inverse) / inverse if form.scale_of_inverse else scale), inverse
 
 
-def store_scaled(
-    code: torch.Tensor, scale: torch.Tensor | None, value: torch.Tensor, form: Format
+def packed(code: torch.Tensor, form: Format) -> torch.Tensor:
+    """Codes as the format keeps them: of 4 bits two in each byte, the even one the lower."""
+    return code if form.packed == 1 else code[..., ::2] | code[..., 1::2] << 4
+
+
+def unpacked(stored: torch.Tensor, form: Format) -> torch.Tensor:
+    """A code of its own for each element."""
+    if form.packed == 1:
+        return stored
+    return torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+
+
+def decoded(
+    form: Format, stored: torch.Tensor, scale: torch.Tensor | None, first: int = 0
+) -> torch.Tensor:
+    """The fp32 values of stored codes; first: of what is in blocks, as store_blocks has it."""
+    code = unpacked(stored, form)
+    return form.decode_reference(code, factors(form, scale, code, first))
+
+
+def factors(form: Format, scale: torch.Tensor | None, like: torch.Tensor, first: int) -> Any:
+    """What decode_reference is given beside codes: a scale, or the factor of each element."""
+    if not form.block:
+        return scale
+    assert scale is not None
+    return spread(factor_reference(scale), form.block, like, first)
+
+
+def spread(each: torch.Tensor, block: int, like: torch.Tensor, first: int) -> torch.Tensor:
+    """A block's number for each element of `like`, a part of a parameter from its `first` on."""
+    lead = first % block
+    return each.reshape(-1).repeat_interleave(block)[lead : lead + like.numel()].view(like.shape)
+
+
+def store_blocks(
+    code: torch.Tensor,
+    scale: torch.Tensor,
+    value: torch.Tensor,
+    form: Format,
+    first: int = 0,
+    *bits: torch.Tensor,
 ) -> None:
-    """Encodes `value` into `code`, and the new scale, where the format has one, into `scale`."""
+    """Encodes `value` into `code`, and the scales of its blocks into `scale`.
+
+    first: the index of its first element in the parameter, from whose first element on blocks are
+    counted. bits: one tensor for a format that draws; without, it rounds to nearest.
+    """
+    lead = first % form.block
+    magnitude = torch.where(value.isfinite(), value.abs(), 0.0).reshape(-1)
+    padded = value.new_zeros(scale.numel() * form.block)
+    padded[lead : lead + value.numel()] = magnitude
+    new = scale_of_amax_reference(padded.view(-1, form.block).amax(1))
+    inverse = spread(inverse_factor_reference(new), form.block, value, first)
+    encode = form.encode_reference if bits else form.encode_by_hand
+    code.copy_(packed(encode(value, inverse, *bits), form))
+    scale.copy_(new.view(scale.shape))
+
+
+def store_scaled(
+    code: torch.Tensor,
+    scale: torch.Tensor | None,
+    value: torch.Tensor,
+    form: Format,
+    *bits: torch.Tensor,
+    first: int = 0,
+) -> None:
+    """Encodes `value` into `code`, and the new scale, where the format has one, into `scale`.
+
+    bits: one tensor for a format that draws; first: of what is in blocks, as store_blocks has it.
+    """
+    if form.block:
+        assert scale is not None
+        store_blocks(code, scale, value, form, first, *bits)
+        return
     inverse = None
     if scale is not None:
         new, inverse = scale_reference(value, form)
         scale.copy_(new)
-    code.copy_(form.encode_reference(value, inverse))
+    code.copy_(form.encode_reference(value, inverse, *bits))
 
 
 def controlled_grad(
@@ -79,31 +159,38 @@ def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return first.view(tensors["weight"].shape)
 
 
+def param_of(tensors: dict[str, torch.Tensor], formats: Formats) -> torch.Tensor:
+    """The fp32 value that a rule updates: the master's where there is one, else the weight's."""
+    weight, master = tensors["weight"], tensors.get("master")
+    if formats.master.joined:
+        value: torch.Tensor = formats.master.decode_reference(weight, master)
+        return value
+    if master is not None:
+        return formats.master.decode_reference(master, tensors.get("master_scale"))
+    return formats.weight.decode_reference(weight)
+
+
 def step_tensor(
     tensors: dict[str, torch.Tensor],
     formats: Formats,
     rule: Rule,
     scalars: tuple[float, ...],
     controls: torch.Tensor | None = None,
-    extent: Extent | None = None,
+    place: Place = Place(0),  # noqa: B008 a tuple
 ) -> None:
     """One optimizer step of one parameter; `tensors` maps slots to contiguous tensors.
 
-    fp8 weights are not stored here but by cast_tensor; their amaxes are found.
+    fp8 weights are not stored here (megaopt.kernels.quantizers.reference). place: for random bits.
 
     controls: fp32, in the order of megaopt.kernels.step.controls; None leaves gradients alone.
     """
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
     own = list(zip(formats.moment_names, formats.moments, strict=True))
     moments = tuple(
-        form.decode_reference(tensors[name], tensors.get(f"{name}_scale")) for name, form in own
+        decoded(form, tensors[name], tensors.get(f"{name}_scale"), place.first)
+        for name, form in own
     )
-    if formats.master.joined:
-        param = formats.master.decode_reference(weight, master)
-    elif master is not None:
-        param = formats.master.decode_reference(master, tensors.get("master_scale"))
-    else:
-        param = formats.weight.decode_reference(weight)
+    param = param_of(tensors, formats) if rule.reads_param else torch.zeros_like(moments[0])
     if controls is None:
         grad = formats.grad.decode_reference(grad)
     else:
@@ -111,49 +198,29 @@ def step_tensor(
     unscaled = controls is not None and bool(controls[UNSCALED])
     lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
     grad = grad * -1.0 if formats.maximize else grad
-    param, moments = rule.update_reference(param, moments, grad, scalars, *lanes)
+    own_row = scalars[: rule.row_length]
+    param, moments = rule.update_reference(param, moments, grad, own_row, *lanes)
+    if rule.makes_nan_canonical:
+        param, moments = canonical_reference(param), tuple(map(canonical_reference, moments))
+    words = weight.new_zeros(0)
+    if formats.draws:
+        numbers = scalars[rule.row_length :]
+        words = words_reference(place, weight.numel(), numbers, weight.device).view(weight.shape)
     if formats.master.joined:
-        weight_code, code = formats.master.encode_reference(param)
+        bits = (weight_bits_reference(words),) if formats.master.draws else ()
+        weight_code, code = formats.master.encode_reference(param, *bits)
         tensors["master"].copy_(code)
         weight.copy_(weight_code)
     else:
         if formats.cast is None:
-            weight.copy_(formats.weight.encode_reference(param))
+            bits = (weight_bits_reference(words),) if formats.weight.draws else ()
+            weight.copy_(formats.weight.encode_reference(param, None, *bits))
         if master is not None:
             store_scaled(master, tensors.get("master_scale"), param, formats.master)
-    if formats.cast is not None:
-        note_amax(tensors, formats, extent)
-    for (name, form), moment in zip(own, moments, strict=True):
-        store_scaled(tensors[name], tensors.get(f"{name}_scale"), moment, form)
-
-
-def values_to_cast(tensors: dict[str, torch.Tensor], formats: Formats) -> torch.Tensor:
-    """What fp8 weights are made of: the stored master, rounded as the recipe says; fp32."""
-    assert formats.cast is not None
-    value = formats.master.decode_reference(tensors["master"], tensors.get("master_scale"))
-    rounding = formats.cast.rounding
-    return rounding.decode_reference(rounding.encode_reference(value))
-
-
-def note_amax(tensors: dict[str, torch.Tensor], formats: Formats, extent: Extent | None) -> None:
-    """Raises the amaxes of the weight to those of this part of it."""
-    assert formats.cast is not None
-    assert extent is not None
-    values, amax = values_to_cast(tensors, formats), tensors["weight_amax"]
-    found = shard_amax_reference(values, formats.cast.recipe, *extent[:3])
-    amax.copy_(torch.maximum(amax, found.view(amax.shape)))
-
-
-def cast_tensor(tensors: dict[str, torch.Tensor], formats: Formats, extent: Extent) -> None:
-    """Stores the codes of a part of an fp8 weight, and the whole weight's scale_inv."""
-    assert formats.cast is not None
-    recipe, amax = formats.cast.recipe, tensors["weight_amax"]
-    amax = amax.view(recipe.scale_shape(torch.Size(extent[:2])))
-    values = values_to_cast(tensors, formats)
-    scale = tensors.get("weight_scale")
-    codes, scale_inv = shard_codes_reference(values, recipe, *extent[:3], amax, scale)
-    tensors["weight"].copy_(codes.view(tensors["weight"].shape))
-    tensors["weight_scale_inv"].copy_(scale_inv.view(tensors["weight_scale_inv"].shape))
+    for index, ((name, form), moment) in enumerate(zip(own, moments, strict=True)):
+        bits = (moment_bits_reference(words, index),) if form.draws else ()
+        scale = tensors.get(f"{name}_scale")
+        store_scaled(tensors[name], scale, moment, form, *bits, first=place.first)
 
 
 class ReferencePlan:
@@ -164,14 +231,13 @@ class ReferencePlan:
         formats: Formats,
         rule: Rule,
         groups: Sequence[int],
-        extents: Sequence[Extent] | None = None,
+        places: Sequence[Place] | None = None,
     ) -> None:
         self.formats, self.rule, self.groups = formats, rule, groups
-        self.extents: Sequence[Extent | None] = extents or [None] * len(groups)
+        self.places = places or in_order(len(groups))
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
         self._buffers: Buffers = {}
-        self._scales: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step."""
@@ -195,52 +261,14 @@ class ReferencePlan:
         if self._skipped:
             return
         for index, group in enumerate(self.groups):
-            tensors = self._tensors(index)
+            tensors = {slot: self._buffers[slot][index] for slot in self.formats.slots}
             if tensors["weight"].numel():
-                extent = self.extents[index]
-                step_tensor(tensors, self.formats, self.rule, scalars[group], controls, extent)
-        if self.formats.cast is None:
-            self._buffers = {}  # gradients may go
+                own = (scalars[group], controls, self.places[index])
+                step_tensor(tensors, self.formats, self.rule, *own)
+        self._buffers = {}  # gradients may go
 
     def cast(self) -> None:
-        """After a step, and after the ranks have put their amaxes together: stores fp8 weights."""
-        for index, extent in enumerate(self.extents):
-            if extent is not None and not self._skipped:
-                cast_tensor(self._tensors(index), self.formats, extent)
-                if "weight_columns" in self._buffers:
-                    self._cast_columns(index)
-        self._scales = (self._buffers.get("weight_scale", []), self._buffers["weight_amax"])
-        self._buffers = {}
+        """Nothing: these weights are stored with the step."""
 
     def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
-        """Delayed scaling, after `cast`: the next step's scales.
-
-        Args:
-            histories: of each weight, fp32, (amax_history_len,).
-        """
-        assert self.formats.cast is not None
-        if self._skipped:
-            return
-        for history, scale, amax in zip(histories, *self._scales, strict=True):
-            history[:1].copy_(torch.maximum(history[:1], amax))
-            move_scales_reference(history, scale, self.formats.cast.recipe)
-
-    def _cast_columns(self, index: int) -> None:
-        codes, scale_inv = (
-            self._buffers[slot][index] for slot in ("weight_columns", "weight_columns_scale_inv")
-        )
-        values = values_to_cast(self._tensors(index), self.formats).view(codes.shape)
-        assert self.formats.cast is not None
-        made, made_inv = columns_reference(values, self.formats.cast.recipe)
-        codes.copy_(made)
-        scale_inv.copy_(made_inv)
-
-    def _tensors(self, index: int) -> dict[str, torch.Tensor]:
-        tensors = {slot: self._buffers[slot][index] for slot in self.formats.slots}
-        if self.formats.cast is not None:
-            for slot in (
-                self.formats.by_slot
-            ):  # codes come one-dimensional, and so has all that goes with them
-                if slot in tensors:
-                    tensors[slot] = tensors[slot].view(-1)
-        return tensors
+        """Nothing: these weights have no scales."""

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from megaopt.kernels.optional_triton import tl
-from megaopt.kernels.step.batch import FIRST_MOMENT_ROW, FIXED_ROWS
 
-# Rows of the int64 table, one column a tensor. First addresses, as batch.FIXED_ROWS has them.
+FIXED_ROWS = {
+    "grad": 0,
+    "weight": 1,
+    "master": 2,
+    "master_scale": 3,
+    "weight_scale": 4,
+    "weight_scale_inv": 5,
+    "weight_amax": 6,
+}
+"""The kinds of buffer that every rule has, and their rows in the kernel's table of addresses."""
+FIRST_MOMENT_ROW = 19
+"""After rows of numbers; two rows a moment: its address, and that of its scale."""
+
+# Rows of the int64 table, one column a tensor. First addresses.
 GRAD: tl.constexpr = tl.constexpr(FIXED_ROWS["grad"])
 WEIGHT: tl.constexpr = tl.constexpr(FIXED_ROWS["weight"])
 MASTER: tl.constexpr = tl.constexpr(FIXED_ROWS["master"])
@@ -23,5 +35,10 @@ WEIGHT_COLUMNS: tl.constexpr = tl.constexpr(12)
 WEIGHT_START: tl.constexpr = tl.constexpr(13)
 # and, in blocks, how far apart the rows of its scale_inv lie
 WEIGHT_SCALE_STRIDE: tl.constexpr = tl.constexpr(14)
+# of what draws random bits: the parameter's number, and where in it the tensor's elements lie
+NUMBER: tl.constexpr = tl.constexpr(15)
+FIRST_ELEMENT: tl.constexpr = tl.constexpr(16)
+RUN: tl.constexpr = tl.constexpr(17)
+RUN_STRIDE: tl.constexpr = tl.constexpr(18)
 # for each moment its address, then that of its scale
 MOMENT: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW)

@@ -21,8 +21,8 @@ Grads = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the tensors of a batch were when it was made, and have to be still.
+class Guards:
+    """What the tensors of a batch have to be still: guards, as torch.compile has them.
 
     Something else needs another kernel, other tables, or an error message.
     """
@@ -33,8 +33,9 @@ class Wanted:
     """Which tensors of a parameter's state take part."""
     dtypes: list[torch.dtype]
     """Of the gradients, of the weights, and of each of the state's tensors."""
-    scales: list[bool]
-    """For each of these whether it has the shape (1,); otherwise it has its parameter's."""
+    scales: list[list[torch.Size] | None]
+    """For each of these the shapes of scales or packed codes, by parameter; None: it has its
+    parameter's shape."""
     shapes: list[torch.Size]
     """Of each parameter."""
     device: torch.device
@@ -82,13 +83,14 @@ class Watch:
     keys: tuple[object, ...]
     """The keys of the optimizer's whole state, in its order."""
     values: tuple[object, ...]
-    batches: list[Wanted]
+    batches: list[Guards]
     find: Callable[[], Any]
     """Gives the extension once it is there; None until then, while the twin in Python serves."""
 
     def __post_init__(self) -> None:
         self._module: Any = None
-        self._wanted: list[Any] = []
+        self._guards: list[Any] = []
+        self._gradients = Gradients(self.params)
         # the extension reads past what a subclass may do
         self._is_plain = all(type(state) in (dict, type(None)) for state in self.states)
 
@@ -97,8 +99,8 @@ class Watch:
         if self._module is None and self._is_plain:
             module = self.find()
             if module is not None:
-                fields = [vars(wanted).values() for wanted in self.batches]
-                self._wanted = [module.Wanted(*each) for each in fields]
+                fields = [vars(guards).values() for guards in self.batches]
+                self._guards = [module.Guards(*each) for each in fields]
                 self._module = module
         return self._module
 
@@ -119,11 +121,11 @@ class Watch:
         module = self._module or self._found()
         if module is not None:
             was = (self.params, self.sizes, self.states, self.keys, self.values)
-            found = module.look(self._wanted, *was, param_groups, state, decoupled)
+            found = module.look(self._guards, *was, param_groups, state, decoupled)
             if found is None:
                 return None
             moved, grads = found
-            return Seen(moved, Gradients(self.params) if grads is None else grads)
+            return Seen(moved, self._gradients if grads is None else grads)
         # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
         with torch._C.DisableTorchFunctionSubclass():
             return self._look(param_groups, state, decoupled)
@@ -136,7 +138,7 @@ class Watch:
         grads = grads_of(self.params, decoupled)
         if [grad is None for grad in grads] != [state is None for state in self.states]:
             return None
-        tensors = [self._tensors(wanted, grads) for wanted in self.batches]
+        tensors = [self._tensors(guards, grads) for guards in self.batches]
         if not all(map(fit, self.batches, tensors)):
             return None
         return Seen(list(map(note, self.batches, tensors)), grads)
@@ -152,12 +154,12 @@ class Watch:
             and same_objects(state.values(), self.values)
         )
 
-    def _tensors(self, wanted: Wanted, grads: Grads) -> list[list[Any]]:
+    def _tensors(self, guards: Guards, grads: Grads) -> list[list[Any]]:
         """Gradients, weights, and what the states have by each of the names."""
-        places = wanted.positions
+        places = guards.positions
         states: list[Any] = [self.states[place] for place in places]
         own = [[of[place] for place in places] for of in (grads, self.params)]
-        return own + [[state.get(name) for state in states] for name in wanted.names]
+        return own + [[state.get(name) for state in states] for name in guards.names]
 
 
 def same_objects(some: Collection[object], others: Collection[object]) -> bool:
@@ -165,10 +167,10 @@ def same_objects(some: Collection[object], others: Collection[object]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def fit(wanted: Wanted, slots: Sequence[list[Any]]) -> bool:
-    """Whether all tensors of a batch are what is wanted."""
-    columns = zip(slots, wanted.dtypes, wanted.scales, strict=True)
-    for slot, (tensors, dtype, scale) in enumerate(columns):
+def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
+    """Whether all tensors of a batch are what is guards."""
+    columns = zip(slots, guards.dtypes, guards.scales, strict=True)
+    for slot, (tensors, dtype, scales) in enumerate(columns):
         kinds = {*map(type, tensors)}
         if not all(issubclass(kind, torch.Tensor) for kind in kinds):
             return False
@@ -176,13 +178,13 @@ def fit(wanted: Wanted, slots: Sequence[list[Any]]) -> bool:
             return False
         if slot == GRAD and any(map(has_pending_sign, tensors)):
             return False
-        shapes = [torch.Size([1])] * len(tensors) if scale else wanted.shapes
+        shapes = guards.shapes if scales is None else scales
         if [tensor.shape for tensor in tensors] != shapes:
             return False
-        one = (dtype, wanted.device, torch.strided)
+        one = (dtype, guards.device, torch.strided)
         if any((each.dtype, each.device, each.layout) != one for each in tensors):
             return False
-        if wanted.contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
+        if guards.contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
             return False
     return True
 
@@ -198,11 +200,11 @@ def has_pending_sign(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
-def note(wanted: Wanted, slots: Sequence[list[torch.Tensor]]) -> bool:
+def note(guards: Guards, slots: Sequence[list[torch.Tensor]]) -> bool:
     """Notes the addresses of a batch; whether any is another than before."""
-    if not wanted.addresses:
+    if not guards.addresses:
         return False
-    moved = [note_row(*pair) for pair in zip(wanted.addresses, slots, strict=True)]
+    moved = [note_row(*pair) for pair in zip(guards.addresses, slots, strict=True)]
     return any(moved)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `megaopt regress`, `train`, `bench`, `doctor` and `verify`.
+"""The command line: `megaopt regress`, `train`, `bench`, `doctor`, `verify` and `galore`.
 
 Exit status: 0 done, and nothing differs; 1 a difference, or a check that failed; 2 bad input, what
 cannot be done here, or a file that cannot be written; 130 Ctrl-C. MEGAOPT_DEBUG=1 shows the
@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Union
 
 from megaopt.commands import exits
 
@@ -101,6 +102,67 @@ def verify(
     return run(record, only, backends)
 
 
+def galore_test(
+    *,
+    kernel: str = "hybrid",
+    M: int = 4096,
+    N: int = 4096,
+    rank: int = 128,
+    weights: str = "float32",
+    proj_type: str = "std",
+    seed: int = 0,
+    verbose: bool = False,
+) -> int:
+    """Step a random matrix with GaLoreAdamW; compare its errors against fp64 with torch's own.
+
+    Args:
+        kernel: torch or hybrid; hybrid runs without a GPU too, slowly.
+        M: Rows.
+        N: Columns.
+        rank: Of the projection; with rank * (M + N) < M * N.
+        weights: float32, or bfloat16 with fp32 masters and bf16 gradients.
+        proj_type: Side of the projection: std, reverse_std, right, left or auto.
+        seed: Of weight, gradients and first projection.
+        verbose: Also print the largest errors, and where they are.
+    """
+    main = _load("megaopt.commands.galore.check", "main")
+    from megaopt.commands.galore.errors import Setup
+
+    setup = Setup(
+        kernel=kernel,
+        rows=M,
+        columns=N,
+        rank=rank,
+        weights=weights,
+        proj_type=proj_type,
+        seed=seed,
+    )
+    return main(setup, verbose)
+
+
+def galore_bench(
+    *,
+    M: int = 4096,
+    N: tuple[int, ...] = (4096, 11008),
+    ranks: tuple[int, ...] = (32, 64, 128, 256, 512),
+    kernels: tuple[str, ...] = ("torch", "hybrid"),
+    weights: tuple[str, ...] = ("float32", "bfloat16"),
+    out: Path = Path("out/galore"),
+) -> int:
+    """Time GaLoreAdamW's step without a refresh, against a copy of the bytes that it must move.
+
+    Args:
+        M: Rows.
+        N: Columns, of one matrix each.
+        ranks: Of the projections.
+        kernels: torch, hybrid.
+        weights: float32, bfloat16 (with fp32 masters and bf16 gradients).
+        out: Folder for the record and the picture.
+    """
+    main = _load("megaopt.commands.galore.bench", "main")
+    return main(out, [(M, columns) for columns in N], ranks, kernels, weights)
+
+
 def choose_triton_mode() -> None:
     """Where there is no GPU, runs Triton's kernels on its interpreter.
 
@@ -129,6 +191,26 @@ def _leave(*_: object) -> None:
     os._exit(exits.INTERRUPTED)
 
 
+def _galore() -> Callable[..., int]:
+    """A command of two commands."""
+    from tyro import conf
+
+    test = conf.subcommand("test", constructor=galore_test)
+    bench = conf.subcommand("bench", constructor=galore_bench)
+    # to mypy they are types, which cannot be applied to what is made at run time
+    whole: Any = conf.OmitArgPrefixes
+    short: Any = conf.OmitSubcommandPrefixes
+
+    def galore(command: Any) -> int:
+        """Check GaLoreAdamW's step of a matrix (test), or time it (bench)."""
+        status: int = command
+        return status
+
+    either: Any = Union[Annotated[Any, test], Annotated[Any, bench]]  # noqa: UP007 made at run time
+    galore.__annotations__["command"] = whole[short[either]]
+    return galore
+
+
 def _dispatch(arguments: Sequence[str] | None) -> int:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -143,6 +225,7 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "bench": bench,
         "doctor": doctor,
         "verify": verify,
+        "galore": _galore(),
     }
     status: int = tyro.extras.subcommand_cli_from_dict(commands, prog="megaopt", args=arguments)
     return status

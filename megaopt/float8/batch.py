@@ -15,9 +15,8 @@ from megaopt.float8.parts import Parts
 from megaopt.float8.ranks import all_reduce_max
 from megaopt.kernels.formats import MASTERS
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import Grads, Wanted
+from megaopt.kernels.step.watch import Grads, Guards
 from megaopt.params import view_of
-from megaopt.state import SCALE
 
 FP32_MASTER = MASTERS[torch.float32]
 
@@ -102,7 +101,7 @@ class Float8Batch(Batch):
     def quantize(self) -> None:
         """After a step, and after the ranks have put amaxes together: the weights become fp8."""
         self.plan.cast()
-        if self.formats.is_delayed:
+        if self.formats.cast and self.formats.cast.quantizer.keeps_scale:
             self._move_scales()
         self._parts.changed()
 
@@ -123,13 +122,12 @@ class Float8Batch(Batch):
         else:
             self.plan.move_scales(parts.attributes("amax_history"))
 
-    def wanted(self) -> Wanted:
+    def guards(self) -> Guards:
         """As of plain weights; the parameters have no memory to look at."""
-        wanted = super().wanted()
-        dtypes = list(wanted.dtypes[: 2 + len(self.names)])
+        guards = super().guards()
+        dtypes = list(guards.dtypes[: 2 + len(self.names)])
         dtypes[1] = self.params[0].dtype
-        scales = [False, False, *(name.endswith(SCALE) for name in self.names)]
-        return replace(wanted, dtypes=dtypes, scales=scales, contiguous=False)
+        return replace(guards, dtypes=dtypes, contiguous=False)
 
 
 def share_amaxes(batches: Sequence[Any]) -> dict[dist.ProcessGroup, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megaopt.float8.weight import Float8Weight
-from megaopt.kernels.step.move_scales import move_scales_reference
+from megaopt.kernels.quantizers.delayed import move_scales_reference
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ from megaopt.kernels.float8 import (
     dequantize_reference,
     quantize_reference,
 )
-from megaopt.kernels.float8.quantize import amax_reference
-from megaopt.kernels.float8.scale import scale_from_amax_reference
+from megaopt.kernels.quantizers.scale import amax_reference, scale_from_amax_reference
 from megaopt.overwriting import overwrite
 
 TENSORS = ("data8", "scale_inv", "scale", "amax_history")
@@ -102,11 +101,11 @@ class Float8Weight(Tensor):
         recipe, shape = self.recipe, self.recipe.scale_shape(self.shape)
         wanted: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
             "data8": (recipe.dtype, tuple(self.shape)),
-            "scale_inv": (torch.uint8 if recipe.scaling == "mxfp8" else torch.float32, shape),
+            "scale_inv": (recipe.quantizer.scale_dtype, shape),
             "scale": None,
             "amax_history": None,
         }
-        if recipe.scaling == "delayed":
+        if recipe.quantizer.keeps_scale:
             wanted["scale"] = (torch.float32, shape)
             wanted["amax_history"] = (torch.float32, (recipe.amax_history_len,))
         for name, allowed in wanted.items():
@@ -147,7 +146,7 @@ class Float8Weight(Tensor):
                 raise ValueError(f"{name} {found} is not allowed: bfloat16, float16 or float32")
         values = values.detach()
         scale = history = None
-        if recipe.scaling == "delayed":
+        if recipe.quantizer.keeps_scale:
             history = values.new_zeros(recipe.amax_history_len, dtype=torch.float32)
             encoded = values.float() if recipe.direct else values.to(dtype).float()
             scale = scale_from_amax_reference(amax_reference(encoded, recipe), recipe.code_max)

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.formats import Format
+from megaopt.kernels.step.draws import Place
 from megaopt.options import Options
-from megaopt.params.view import PLAIN, ParamView
+from megaopt.params.view import PLAIN, SCALE, ParamView
 
 
 def dtensor_class() -> Any:
@@ -125,6 +127,41 @@ class DTensorView(ParamView):
         sizes = [math.prod(own.shape[dim + 1 :]) for dim in range(own.dim())]
         return sum(start * size for start, size in zip(starts, sizes, strict=True))
 
+    def place(self, number: int) -> Place:
+        """Of the shard's elements in the parameter.
+
+        Raises ValueError for a shard of a part of two dimensions behind the first.
+        """
+        own, shape = self.param.shape, self.local.shape
+        cut = [dim for dim, size in enumerate(shape) if size != own[dim]]
+        leading = next((dim for dim, size in enumerate(own) if size != 1), 0)
+        if not cut or cut == [leading] or not self.local.numel():
+            return Place(number, self.first_element if self.local.numel() else 0)
+        if set(cut) - {leading, cut[-1]}:
+            raise ValueError(
+                f"placements {tuple(self.param.placements)} of shape {tuple(own)} must split at "
+                "most one dimension behind the first where random bits are drawn"
+            )
+        inner = math.prod(own[cut[-1] + 1 :])
+        run, stride = shape[cut[-1]] * inner, own[cut[-1]] * inner
+        return Place(number, self.first_element, run, stride)
+
+    def keeps_blocks(self, form: Format) -> bool:
+        """Also only where no block goes from one row, all elements of an index, into the next."""
+        shape = self.whole_shape
+        in_rows = len(shape) > 1 and math.prod(shape[1:]) % form.block == 0
+        return in_rows and super().keeps_blocks(form)
+
+    def block_scales_shape(self, block: int) -> tuple[int, ...]:
+        """Of the scales of the shard: (rows, blocks of a row)."""
+        rows, *rest = self.local.shape
+        return (rows, math.prod(rest) // block)
+
+    def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
+        """The scales of a shard's blocks as a DTensor, split as the parameter is."""
+        own, block = self.param, self.local.shape[1:].numel() // local.shape[1]
+        return self._reshaped(local, (own.shape[0], own.shape[1:].numel() // block))
+
     @property
     def counted(self) -> list[torch.Tensor]:
         """The DTensor and its shard, which counts writes to to_local()."""
@@ -136,9 +173,22 @@ class DTensorView(ParamView):
         The class is called as FSDP2 calls it: DTensor.from_local moves what it gets to the mesh's
         kind of device, and shards that FSDP2 offloads lie on the CPU.
         """
-        own = self.param
-        meta = own._spec.tensor_meta._replace(dtype=local.dtype)
-        spec = replace(own._spec, tensor_meta=meta)
+        own, shape = self.param, self.local.shape
+        if local.shape == shape:
+            return self._wrapped(local, own._spec.tensor_meta._replace(dtype=local.dtype))
+        # packed codes; columns are split between whole blocks
+        together = shape[-1] // local.shape[-1]
+        return self._reshaped(local, (*own.shape[:-1], own.shape[-1] // together))
+
+    def _reshaped(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """A DTensor of this shape, dense, split as the parameter is."""
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        meta = self.param._spec.tensor_meta
+        own = {"shape": torch.Size(shape), "stride": stride, "dtype": local.dtype}
+        return self._wrapped(local, meta._replace(**own))
+
+    def _wrapped(self, local: torch.Tensor, meta: Any) -> torch.Tensor:
+        spec = replace(self.param._spec, tensor_meta=meta)
         made: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
         return made
 
@@ -155,7 +205,8 @@ class DTensorView(ParamView):
             is_tensor = isinstance(value, torch.Tensor)
             made[name] = objects.get(id(value), value)
             if is_tensor and not is_dtensor(made[name]):
-                made[name] = self.wrap(value)
+                wrap = self.wrap_scales if name.endswith(SCALE) else self.wrap
+                made[name] = wrap(value)
         return made
 
     def _check_kind(
@@ -177,6 +228,7 @@ class DTensorView(ParamView):
             "master_weight_dtype": options.master_format(param.dtype, masters),
         }
         for name, form in formats.items():
+            self._check_blocks(where, name, form)
             if form.scaled:
                 raise ValueError(
                     f"{where}: {name}={getattr(options, name)} is not allowed for a DTensor: each "
@@ -184,3 +236,21 @@ class DTensorView(ParamView):
                     "would be independent of the number of ranks; torch.float32"
                     + (" or torch.bfloat16" if name != "master_weight_dtype" else "")
                 )
+
+    def _check_blocks(self, where: str, name: str, form: Format) -> None:
+        """Raises ValueError where a shard would have parts of blocks."""
+        param = self.param
+        if not form.block or not self.keeps_blocks(form):
+            return
+        sizes = [1] * param.dim()
+        for dim, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                sizes[placement.dim] *= param.device_mesh.size(dim)
+        is_whole = sizes[1] == 1 or param.shape[1] % (form.block * sizes[1]) == 0
+        if not is_whole or sizes[2:] != [1] * len(sizes[2:]) or (param.dim() > 2 and sizes[1] > 1):
+            raise ValueError(
+                f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
+                f"each shard, got placements {tuple(param.placements)} of shape "
+                f"{tuple(param.shape)}; allowed: rows split over any number of ranks, columns of "
+                f"two dimensions in parts of {form.block} elements"
+            )

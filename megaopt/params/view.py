@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megaopt.kernels.formats import Format
+from megaopt.kernels.lowrank.spec import LowRank
 from megaopt.kernels.step.batch import Cast, Extent, Formats
+from megaopt.kernels.step.draws import Place
 from megaopt.options import Options, check_weight
+
+FEWEST_IN_ROWS, FEWEST_IN_A_ROW = 4096, 65536
+"""Elements from which moments are kept in blocks: of norms and biases, which take little memory and
+matter much, they are fp32."""
+
+SCALE = "_scale"
+"""How the names of scales end in a parameter's state."""
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Classes of tensors that have memory of their own; subclasses may have none."""
@@ -26,6 +37,8 @@ class ParamView:
     """The device mesh of a DTensor, and its dimensions over which the parameter is split."""
     is_sharded = False
     """It is a DTensor, and so is its state."""
+    low_rank: LowRank | None = None
+    """How its gradient is projected for the step; None: it is stepped as it is."""
 
     def __init__(self, param: Any) -> None:
         self.param = param
@@ -44,7 +57,32 @@ class ParamView:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Of the parameter over all ranks."""
-        return tuple(self.param.shape)
+        return tuple(getattr(self.param, "megaopt_whole_shape", self.param.shape))
+
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """Of this rank's tensor of the state under a moment's or the master's name."""
+        return tuple(self.local.shape)
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of fp32 tensors that a state may have beside moments and master."""
+        return {}
+
+    def keeps_blocks(self, form: Format) -> bool:
+        """Whether its moments may be in a format of blocks; small ones stay fp32.
+
+        Of packed codes the last dimension has to be of whole blocks. The whole parameter's shape
+        decides, so that it is so on all ranks, however many they are.
+        """
+        shape = self.whole_shape
+        if math.prod(shape) < (FEWEST_IN_ROWS if len(shape) > 1 else FEWEST_IN_A_ROW):
+            return False
+        return form.packed == 1 or shape[-1] % form.block == 0
+
+    def block_scales_shape(self, block: int) -> tuple[int, ...]:
+        """Of the scales of `local`, from the block in which it starts."""
+        numel = self.local.numel()
+        return (-(-(numel + self.first_element % block) // block) if numel else 0,)
 
     @property
     def first_element(self) -> int:
@@ -52,13 +90,18 @@ class ParamView:
         return int(getattr(self.param, "megaopt_first_element", 0))
 
     def number(self, place: int) -> int:
-        """The parameter's number, the same on all ranks that hold a part of it.
+        """The parameter's number, the same on all ranks that hold a part of it; not checked.
 
         Args:
             place: among all parameters of the optimizer, in group order: the number of a parameter
                 to which nobody gave one.
         """
-        return int(getattr(self.param, "megaopt_number", place))
+        number: int = getattr(self.param, "megaopt_number", place)
+        return number
+
+    def place(self, number: int) -> Place:
+        """Where `local` lies in the whole parameter, for random bits; number: the parameter's."""
+        return Place(number, self.first_element)
 
     @property
     def sharding(self) -> tuple[object, ...] | None:
@@ -94,7 +137,36 @@ class ParamView:
             masters: whether weights have masters.
         """
         self._check_kind(where, options, moments, masters)
+        if self.weight is not None:
+            self._check_no_blocks(where, options, moments)
+        for name in moments:
+            self._check_pairs(where, name, options.moment_format(name))
         check_weight(self.local, where, options, masters, self.weight is not None)
+
+    def _check_no_blocks(self, where: str, options: Options, moments: tuple[str, ...]) -> None:
+        for name in moments:
+            form = options.moment_format(name)
+            if form.block:
+                raise ValueError(
+                    f"{where}: {name}_dtype={form.name!r} must not be given "
+                    "for fp8 weights, whose pass works through other tiles; torch.bfloat16, or "
+                    "'bfloat16_stochastic'"
+                )
+
+    def _check_pairs(self, where: str, name: str, form: Format) -> None:
+        """Raises ValueError for a part that has one element of a byte's two.
+
+        No other rank's part may need the same byte, nor a row of this one's end within it.
+        """
+        if form.packed == 1 or not self.keeps_blocks(form):
+            return
+        shape, first = tuple(self.local.shape), self.first_element
+        if first % form.packed or (shape[-1] if shape else 1) % form.packed:
+            raise ValueError(
+                f"{where}: {name}_dtype={form.name!r} keeps two elements in a byte: a part of a "
+                "parameter must start at an even element and have an even number of them in its "
+                f"last dimension, got one of shape {shape} from element {first} on"
+            )
 
     def _check_kind(
         self, where: str, options: Options, moments: tuple[str, ...], masters: bool

@@ -11,6 +11,9 @@ import pytest
 
 import megaopt.kernels
 
+# a minute on one core
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[1] / "support"
 
 

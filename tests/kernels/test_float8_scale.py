@@ -18,8 +18,8 @@ from float8_cases import (
     scale_kernel,
 )
 
-from megaopt.kernels.float8 import scale as true_scale
 from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.quantizers import scale as true_scale
 
 
 @jit

@@ -5,16 +5,32 @@ import oracle
 import pytest
 import torch
 from bits import INTEGERS, assert_same_bits
-from encoding_cases import decode_kernel, kernel_codes, oracle_codes, run
+from encoding_cases import (
+    by_kernel,
+    by_twin,
+    decode_kernel,
+    join_kernel,
+    kernel_codes,
+    oracle_codes,
+    run,
+    split_kernel,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2, MASTERS, MOMENTS, WEIGHTS
-from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.formats import (
+    FLOAT8_E4M3,
+    FLOAT8_E5M2,
+    MASTERS,
+    MOMENTS,
+    STOCHASTIC_WEIGHTS,
+    WEIGHTS,
+)
 from megaopt.kernels.step.reference import scale_reference
 
 REMAINDER16 = MASTERS[torch.int16]
+JOINED = [form for form in MASTERS.values() if form.joined]
 SCALED = MOMENTS[torch.float16]
 FLOAT8 = [FLOAT8_E4M3, FLOAT8_E5M2]
 SCALED_FLOAT8 = MOMENTS[torch.float8_e4m3fn]
@@ -44,21 +60,6 @@ def edges():
 
 
 EDGES = edges()
-
-
-@jit
-def split_kernel(value_ptr, weight_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    weight, code = FORMAT.encode(tl.load(value_ptr + offsets))
-    tl.store(weight_ptr + offsets, weight)
-    tl.store(code_ptr + offsets, code)
-
-
-@jit
-def join_kernel(weight_ptr, code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = FORMAT.decode(tl.load(weight_ptr + offsets), tl.load(code_ptr + offsets))
-    tl.store(value_ptr + offsets, value)
 
 
 @pytest.mark.parametrize("form", WEIGHTS.values(), ids=lambda form: form.name)
@@ -109,22 +110,19 @@ def test_split_kernel_is_the_twin(device):
 )
 @pytest.mark.parametrize(
     "form",
-    [*WEIGHTS.values(), SCALED, REMAINDER16, *FLOAT8, SCALED_FLOAT8],
+    [*WEIGHTS.values(), *STOCHASTIC_WEIGHTS.values(), SCALED, *JOINED, *FLOAT8, SCALED_FLOAT8],
     ids=lambda f: f.name,
 )
 def test_any_nan_stays_one(form, pattern, device):
     """Also the GPU's own 0x7FFFFFFF, and those whose upper half alone would be infinity."""
     value = torch.from_numpy(np.full(4096, pattern, np.uint32).view(np.float32))
-    twin = form.encode_reference(value)
-    twin, *rest = twin if form.joined else (twin,)
-    assert bool(twin.float().isnan().all())
-    if not form.joined:
-        assert_same_bits(kernel_codes(form, value, device), twin)
-        return
-    code, remainder = (torch.ones(4096, dtype=torch.int16, device=device) for _ in range(2))
-    run(split_kernel, value.to(device), code, remainder, form=form)
-    assert_same_bits(code.view(twin.dtype), twin)
-    assert_same_bits(remainder, rest[0])
+    bits = torch.arange(4096, dtype=torch.int32) * 16 + 15 if form.draws else None
+    twin = by_twin(form, value, bits)
+    assert bool(twin[0].float().isnan().all())
+    if form.joined:
+        assert bool(form.decode_reference(*twin).isnan().all())
+    for found, expected in zip(by_kernel(form, value, device, bits), twin, strict=True):
+        assert_same_bits(found, expected)
 
 
 @given(arrays(np.uint32, 64, elements=st.integers(0, 2**32 - 1)))

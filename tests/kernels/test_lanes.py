@@ -97,6 +97,7 @@ def shifted(tensors, slot, elements):
 @pytest.mark.parametrize("slot", [None, "grad", "weight", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("geometry", [None, Geometry(2048, 4)], ids=["own", "small"])
+@pytest.mark.halved
 def test_kernel_and_twin_find_the_lanes_of_torchs_loops(dtype, slot, geometry, device):
     formats = formats_of(dtype)
     numels = [4, 1024, 1025, 66_000]

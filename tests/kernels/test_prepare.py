@@ -52,9 +52,17 @@ def assert_scalars_agree(rule, groups, device):
     assert [int(g["step"]) for g in groups] == steps
 
 
-@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize(
+    ("rule", "bias_correction"),
+    [
+        pytest.param(IEEE, True, id="adamw"),
+        pytest.param(RULES["adam", "ieee"], False, id="adam, no correction"),
+        pytest.param(IEEE, False, id="adamw, no correction", marks=pytest.mark.slow),
+        pytest.param(RULES["adam", "ieee"], True, id="adam", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("rule", [IEEE, RULES["adam", "ieee"]], ids=["adamw", "adam"])
+@pytest.mark.halved
 def test_scalars_made_on_the_device_are_the_hosts(rule, beta, bias_correction, device):
     others = BETAS[1:] + BETAS[:1]
     groups = [
@@ -80,6 +88,40 @@ def test_scalars_made_on_the_device_are_the_hosts(rule, beta, bias_correction, d
 )
 def test_numbers_of_a_group_are_rounded_as_on_the_host(changes, device):
     assert_scalars_agree(IEEE, [group(step, device=device, **changes) for step in (1, 7)], device)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**16 - 1, 2**63, 2**64 - 1, 0x1234_5678_9ABC_DEF0])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_what_random_bits_are_made_of_is_the_hosts(name, seed, device):
+    """Behind the rule's own numbers; not in the row of a rule that draws nothing."""
+    more = {"momentum": 0.9, "dampening": 0.1}
+    steps = [1, 2**16 - 1, 2**16, 2**16 + 1, 99_999, 2**31 - 2]
+    groups = [group(step, device=device, seed=seed ^ step, **more) for step in steps]
+    rule = RULES[name, "ieee"]
+    expected = [
+        rule.drawing.row({**g, "lr": float(g["lr"]), "step": int(g["step"]) + 1}) for g in groups
+    ]
+    for row, step in zip(expected, steps, strict=True):
+        own = seed ^ step
+        pieces = [own % 2**16, own // 2**16 % 2**16, own // 2**32 % 2**16, own // 2**48]
+        assert row[rule.row_length :] == (*pieces, step % 2**16, step // 2**16)
+    found, _ = TritonPreparation(rule.drawing, device).make(groups, Request(), [])
+    assert_same_bits(found.cpu(), torch.from_numpy(np.array(expected, dtype=np.float32)))
+    assert rule.width == rule.row_length == rule.drawing.row_length
+
+
+@pytest.mark.parametrize("name", PREPARATIONS)
+def test_a_skipped_step_draws_again(name, device):
+    """The row is that of the step that will come."""
+    groups = [group(5, device=device, seed=77)]
+    rows = []
+    for found in (1.0, 1.0, 0.0, 0.0):
+        preparation = PREPARATIONS[name](IEEE.drawing, device)
+        request = Request(found_inf=number(found, device))
+        rows.append(torch.as_tensor(preparation.make(groups, request, [])[0]).cpu())
+    for row in rows[1:3]:
+        assert_same_bits(row, rows[0])
+    assert rows[3][0, -2] == 6
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])

@@ -13,6 +13,7 @@ from step_cases import (
     copied,
     name_of,
     reference_step,
+    rows_of,
 )
 
 from megaopt.kernels.rules import RULES
@@ -65,6 +66,7 @@ def test_steps_lag_where_there_is_other_work(lag):
 def plan_of(formats, tensors, lag, monkeypatch, rule=IEEE):
     monkeypatch.setattr(launch, "LAG", lag)
     counts = [weight.numel() for weight in tensors["weight"]]
+    rule, _ = rows_of(formats, rule, [])
     device = tensors["weight"][0].device
     return TritonPlan(formats, rule, counts, [0] * len(counts), device, SMALL)
 
@@ -87,7 +89,14 @@ def controls_of(device, skip=0.0, scale=1.0):
 
 @pytest.mark.parametrize(
     ("formats", "lag"),
-    [*((formats, 3) for formats in SCALED), (SCALED[0], 0), (SCALED[0], 2112)],
+    [
+        *(
+            pytest.param(formats, 3, marks=[pytest.mark.slow] * (i > 1))
+            for i, formats in enumerate(SCALED)
+        ),
+        (SCALED[0], 0),
+        (SCALED[0], 2112),
+    ],
     ids=lambda value: str(value) if isinstance(value, int) else name_of(value),
 )
 def test_steps_in_a_row_are_the_twins(formats, lag, device, monkeypatch):
@@ -99,7 +108,7 @@ def test_steps_in_a_row_are_the_twins(formats, lag, device, monkeypatch):
     for step in (3, 4):
         group = {**GROUP, "step": step}
         plan.look(found)
-        plan.step([rule.scalars(group)])
+        plan.step(rows_of(formats, rule, group)[1])
         assert_ready(plan)
         reference_step(expected, formats, rule, group)
         assert_same_buffers(found, expected)
@@ -111,16 +120,24 @@ def test_a_skipped_step_leaves_everything_as_it_is(formats, device, monkeypatch)
     before = copied(found)
     plan = plan_of(formats, found, 3, monkeypatch)
     plan.look(found)
-    plan.step([IEEE.scalars(GROUP)], controls_of(device, skip=1.0))
+    plan.step(rows_of(formats, IEEE, GROUP)[1], controls_of(device, skip=1.0))
     assert_same_buffers(found, before)
     assert_ready(plan)
-    plan.step([IEEE.scalars(GROUP)], controls_of(device))
+    plan.step(rows_of(formats, IEEE, GROUP)[1], controls_of(device))
     reference_step(before, formats, IEEE, GROUP)
     assert_same_buffers(found, before)
 
 
+FP32_GRADS = [formats for formats in SCALED if formats.grad.name == "float32"]
+
+
 @pytest.mark.parametrize(
-    "formats", [each for each in SCALED if each.grad.name == "float32"], ids=name_of
+    "formats",
+    [
+        pytest.param(formats, marks=[pytest.mark.slow] * (i > 1))
+        for i, formats in enumerate(FP32_GRADS)
+    ],
+    ids=name_of,
 )
 def test_both_phases_unscale_and_clip(formats, device, monkeypatch):
     """Were one of them to forget, codes would not fit their scale."""
@@ -130,7 +147,7 @@ def test_both_phases_unscale_and_clip(formats, device, monkeypatch):
     plan.look(found)
     controls = controls_of(device, scale=3.0)
     controls[COEFFICIENT] = 0.3
-    plan.step([IEEE.scalars(GROUP)], controls)
+    plan.step(rows_of(formats, IEEE, GROUP)[1], controls)
     for grad in expected["grad"]:
         grad.mul_(controls[INVERSE_SCALE]).mul_(controls[COEFFICIENT])
     reference_step(expected, formats, IEEE, GROUP)

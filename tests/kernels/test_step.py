@@ -1,24 +1,30 @@
 """The step: kernel = twin = oracle, in every bit, over formats, layouts, rules and hard values."""
 
+import itertools
+
 import pytest
 import torch
 from step_cases import (
     CURATED,
+    DRAWING,
     GROUP,
     IEEE_RULES,
+    NEWER,
+    NO_BLOCKS,
     assert_all_agree,
     assert_same_buffers,
     buffers,
-    combinations,
     copied,
     name_of,
     oracle_step,
     reference_step,
+    sampled_combinations,
     triton_step,
 )
 
-from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
+from megaopt.kernels.formats import GRADS, MASTERS, STOCHASTIC_WEIGHTS, WEIGHTS, FormatTable
 from megaopt.kernels.rules import RULES
+from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.table import Geometry
 
 SMALL = Geometry(64, 2)
@@ -26,7 +32,7 @@ ADAMW = RULES["adamw", "ieee"]
 
 
 @pytest.mark.parametrize("rule", IEEE_RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("formats", list(combinations()), ids=name_of)
+@pytest.mark.parametrize("formats", sampled_combinations(4))
 def test_twin_is_the_oracle(formats, rule):
     found = buffers(formats, [1, 700], "cpu")
     expected = copied(found)
@@ -35,7 +41,7 @@ def test_twin_is_the_oracle(formats, rule):
     assert_same_buffers(found, expected)
 
 
-@pytest.mark.parametrize("formats", list(combinations()), ids=name_of)
+@pytest.mark.parametrize("formats", sampled_combinations(7))
 def test_kernel_is_the_twin_in_every_combination(formats, device):
     found = buffers(formats, [1, 65], device)
     expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
@@ -44,8 +50,14 @@ def test_kernel_is_the_twin_in_every_combination(formats, device):
     assert_same_buffers(found, expected)
 
 
-@pytest.mark.parametrize("rule", IEEE_RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("formats", CURATED, ids=name_of)
+def pairs_of_rules():
+    """AdamW with every row; L2, which changes what moments see, with those that draw nothing."""
+    for rule, formats in itertools.product(IEEE_RULES, CURATED):
+        marks = [pytest.mark.slow] if rule is not ADAMW and formats in NEWER else []
+        yield pytest.param(rule, formats, marks=marks, id=f"{rule.name}-{name_of(formats)}")
+
+
+@pytest.mark.parametrize(("rule", "formats"), list(pairs_of_rules()))
 def test_kernel_is_the_twin(formats, rule, device):
     found = buffers(formats, [1, 127, 128, 129, 0, 300], device)
     expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
@@ -101,12 +113,14 @@ EACH_FORMAT = [
         "float16-float16-scaled_float16-scaled_float16-bfloat16",
         "float16-float16-float32-bfloat16-float32",
     }
+    or formats in NEWER
 ]
 TABLES = {
     "grad": GRADS,
-    "weight": WEIGHTS,
+    "weight": {**WEIGHTS, **STOCHASTIC_WEIGHTS},
     "master": MASTERS,
-    **dict.fromkeys(ADAMW.moments, MOMENTS),
+    # those in blocks are in test_block_steps.py
+    **dict.fromkeys(ADAMW.moments, FormatTable(*NO_BLOCKS)),
 }
 
 
@@ -134,6 +148,7 @@ def run_steps(take, formats, rule, device):
     + [(rule, CURATED[0]) for rule in IEEE_RULES if rule is not ADAMW],
     ids=lambda value: value.name if value in IEEE_RULES else name_of(value),
 )
+@pytest.mark.halved
 def test_many_steps(rule, formats, device):
     """Errors would compound: nothing is synchronised in between. The run is repeated: equal too."""
     first, second = (run_steps(triton_step, formats, rule, device) for _ in range(2))
@@ -147,7 +162,11 @@ GEOMETRIES = [Geometry(32, 1), Geometry(64, 3), Geometry(256, 1), Geometry(16, 1
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-@pytest.mark.parametrize("formats", EACH_FORMAT, ids=name_of)
+# of those that draw: beside the weight, in all slots, and with scales
+@pytest.mark.parametrize(
+    "formats", [*(f for f in EACH_FORMAT if f not in NEWER), *DRAWING[:3]], ids=name_of
+)
+@pytest.mark.halved
 def test_geometry_changes_no_bit(formats, geometry, device):
     found = buffers(formats, [257], device)
     expected = copied(found)
@@ -172,10 +191,12 @@ def test_unaligned_views_change_no_bit(formats, device):
 
 @pytest.mark.parametrize("formats", [f for f in CURATED if not f.scaled], ids=name_of)
 def test_pieces_of_a_tensor_are_the_whole(formats, device):
+    """Random bits too, where the pieces say which elements of the parameter they are."""
     whole = buffers(formats, [300], device)
     pieces = {slot: list(each[0].clone().split([1, 129, 170])) for slot, each in whole.items()}
     triton_step(whole, formats, ADAMW, GROUP, SMALL)
-    triton_step(pieces, formats, ADAMW, GROUP, SMALL)
+    places = [Place(0, first) for first in (0, 1, 130)]
+    triton_step(pieces, formats, ADAMW, GROUP, SMALL, places=places)
     joined = {slot: [torch.cat(each)] for slot, each in pieces.items()}
     assert_same_buffers(joined, whole)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaopt.kernels.step import native
-from megaopt.kernels.step.watch import Wanted, Watch
+from megaopt.kernels.step.watch import Guards, Watch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = ["first", "second", "second_scale"]
@@ -43,11 +43,11 @@ class Optimizer:
                 "unused": None,
             }
         self.rows = numpy.full((5, 4), -1, dtype=numpy.int64)
-        wanted = Wanted(
+        guards = Guards(
             positions=[0, 1, 2, 3],
             names=NAMES,
             dtypes=[BF16, BF16, FP32, FP32, FP32],
-            scales=[False, False, False, False, True],
+            scales=[None, None, None, None, [torch.Size([1])] * 4],
             shapes=[torch.Size(shape) for shape in SHAPES],
             device=torch.device("cpu"),
             contiguous=contiguous,
@@ -59,7 +59,7 @@ class Optimizer:
             states=(*self.state.values(), None),
             keys=tuple(self.state),
             values=tuple(self.state.values()),
-            batches=[wanted],
+            batches=[guards],
             find=lambda: module,
         )
 

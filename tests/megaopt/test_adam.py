@@ -15,6 +15,8 @@ from megaopt import FusedAdam
 FACE = """def FusedAdam(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
     amsgrad=False, *, dtype=None, master_weights=None, master_weight_dtype=torch.float32,
     exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, store_param_remainders=False,
+    weight_rounding="nearest",
+    seed=0,
     bias_correction=True, adam_w_mode=True, use_decoupled_grad=False, capturable=False,
     nonfinite="propagate", direct_cast=None, round_scaled_grads=False,
     on_external_write="refresh", write_unscaled_grads=False, contract="ieee", backend="auto",

@@ -403,7 +403,13 @@ def test_a_parameter_that_stands_in_a_group_twice_is_refused():
     before.assert_same()
 
 
-@pytest.mark.parametrize("options", [MASTER, FP16_FP8], ids=["fp32 masters", "scales"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(MASTER, id="fp32 masters"),
+        pytest.param(FP16_FP8, id="scales", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_that_failed_before_its_launch_can_be_taken_again(options):
     """The tables that a launch reads are as new as the addresses, whatever failed on the way."""
     retried = 0

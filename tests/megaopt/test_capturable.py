@@ -65,9 +65,10 @@ def assert_same_numbers(found, expected):
 
 @both_backends
 @every_format
+@pytest.mark.halved
 def test_capturable_moves_no_bit(options, backend):
     found, expected = made(options, backend=backend), plain(options, backend="reference")
-    for step in range(10):
+    for step in range(6):
         lr = 0.03 / (step + 1)
         found.param_groups[0]["lr"].fill_(lr)
         expected.param_groups[0]["lr"] = lr
@@ -79,7 +80,7 @@ def test_capturable_moves_no_bit(options, backend):
                 params_of(optimizer)[0].grad = None
             optimizer.step()
         assert_same_numbers(found, expected)
-    assert [int(group["step"]) for group in found.param_groups] == [10, 10, 10]
+    assert [int(group["step"]) for group in found.param_groups] == [6, 6, 6]
 
 
 @both_backends
@@ -239,9 +240,17 @@ def test_without_parameters_steps_are_counted(backend):
 
 
 @pytest.mark.parametrize(("backend", "backend_after"), [BACKENDS, BACKENDS[::-1]])
-@pytest.mark.parametrize("through", [lambda value: value, copy.deepcopy, through_a_file])
+@pytest.mark.parametrize(
+    "through",
+    [
+        pytest.param(lambda value: value, id="as it is", marks=pytest.mark.slow),
+        pytest.param(copy.deepcopy, id="copied", marks=pytest.mark.slow),
+        pytest.param(through_a_file, id="a file"),
+    ],
+)
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("name", ["remainders", "fp16_master_bf16_fp16"])
+@pytest.mark.halved
 def test_resumed_is_straight(name, before, after, through, backend, backend_after):
     options = FORMATS[name]
     source = made(options, before, backend=backend)

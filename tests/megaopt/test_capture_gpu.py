@@ -10,7 +10,19 @@ from megaopt import FusedAdam
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(3, 4), (), (0,), (5,), (5000,), (2048,)]
+SHAPES = [(3, 4), (), (0,), (5,), (5000,), (2048,), (64, 128)]
+DRAWING = {
+    "stochastic": {
+        "weight_rounding": "stochastic",
+        "exp_avg_dtype": "bfloat16_stochastic",
+        "exp_avg_sq_dtype": "bfloat16_stochastic",
+    },
+    **{
+        name: {"master_weights": True, "master_weight_dtype": name}
+        for name in ("remainder8_stochastic", "kahan_stochastic")
+    },
+    "blocks": {**MASTER, "exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"},
+}
 BANK = 8
 CLIP_NORM = 20.0  # of gradients whose norm is 10 to 170
 
@@ -87,7 +99,9 @@ def feed(optimizer, bank, step):
             group["lr"] = lr
 
 
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    "options", [*FORMATS.values(), *DRAWING.values()], ids=[*FORMATS, *DRAWING]
+)
 def test_a_thousand_replays_are_a_thousand_eager_steps(options, bank):
     found, expected = made(options, True), made(options, False)
 

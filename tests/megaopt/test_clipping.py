@@ -1,6 +1,7 @@
 """clip_norm and clip_coefficient: the norm's definition, the coefficient's, then a plain step."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -83,6 +84,7 @@ def assert_clips(options, clip_norm, grads, **others):
 @both_modes
 @both_backends
 @every_format
+@pytest.mark.halved
 def test_a_clipped_step_is_a_plain_one_with_clipped_gradients(options, backend, capturable):
     assert_clips(options, 0.3, grads_of(1), backend=backend, capturable=capturable)
 
@@ -348,10 +350,16 @@ def two_passes(grads, scale, coefficient):
     return grads
 
 
+ROUNDED = ["no_masters", "remainders", "fp16_moments", "fp8_moments"]
+KINDS = list(itertools.product(ROUNDED, [BF16, FP16, FP32]))
+
+
 @both_backends
 @both_modes
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("name", ["no_masters", "remainders", "fp16_moments", "fp8_moments"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(*kind, marks=[pytest.mark.slow] * (i % 2)) for i, kind in enumerate(KINDS)],
+)
 def test_scaled_gradients_rounded_to_their_dtype(name, dtype, backend, capturable):
     """As torch's in-place products leave them, of which a plain step makes the same."""
     scale, coefficient = torch.tensor(3.0), torch.tensor(0.37)

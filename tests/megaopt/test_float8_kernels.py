@@ -8,9 +8,9 @@ from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight, update_scales
 from megaopt.float8.batch import FP32_MASTER
 from megaopt.kernels.formats import GRADS
+from megaopt.kernels.quantizers.launch import CastPlan
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.batch import Cast, Extent, Formats
-from megaopt.kernels.step.cast_launch import CastPlan
 
 MASTERS = {"dtype": torch.float32}
 OPTIONS = {

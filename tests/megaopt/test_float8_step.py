@@ -224,6 +224,7 @@ SKIPS = {
 @pytest.mark.parametrize("masters", [MASTERS, {}], ids=["fp32_masters", "no_masters"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize(("options", "skip"), SKIPS.values(), ids=SKIPS)
+@pytest.mark.halved
 def test_a_skipped_step_changes_nothing(options, skip, recipe, masters):
     assert_skips_change_nothing(options, skip, recipe, masters, "reference")
 
@@ -294,7 +295,9 @@ def test_groups_of_every_kind(backend):
 @every_backend
 def test_remainders_are_refused_with_the_reason(backend):
     weights = float8_weights(RECIPES["current"])
-    with pytest.raises(ValueError, match=r"store_param_remainders=True .*fp8 weights: a remainder"):
+    with pytest.raises(
+        ValueError, match=r"store_param_remainders=True .*fp8 weights: such a master"
+    ):
         FusedAdam(weights, backend=backend, store_param_remainders=True, **MASTERS)
 
 
@@ -351,9 +354,24 @@ def by_checkpoint(model, state, folder):
     return loaded["model"], loaded["state"]
 
 
-@pytest.mark.parametrize("through", [by_file, by_checkpoint])
+@pytest.mark.parametrize(
+    ("recipe", "through"),
+    [
+        pytest.param(
+            recipe,
+            through,
+            id=f"{name}-{kind}",
+            marks=[pytest.mark.slow] * (name not in quick),
+        )
+        for through, kind, quick in (
+            (by_file, "file", ("current", "block_128x128")),
+            (by_checkpoint, "checkpoint", ("delayed", "mxfp8")),
+        )
+        for name, recipe in RECIPES.items()
+    ],
+)
 @pytest.mark.parametrize("options", STORED.values(), ids=STORED)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.halved
 def test_resumed_equals_straight(recipe, options, through, tmp_path):
     def build(seed):
         weights = float8_weights(recipe, seed=seed)

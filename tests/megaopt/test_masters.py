@@ -185,7 +185,7 @@ def test_a_master_beside_an_fp32_weight_is_refused():
 
 def test_masters_of_another_kind_than_the_options_are_refused():
     params = parameters([(3,), (5,)])
-    with pytest.raises(ValueError, match=r"list .*master_weight_dtype=torch.float16: their scales"):
+    with pytest.raises(ValueError, match=r"list .*_dtype=torch.float16: torch.float32"):
         FusedAdam(params, master_weight_dtype=FP16, master_weights=masters_of(params))
     with pytest.raises(ValueError, match=r"master_weights\[0\].*dtype torch.float32 .*torch.int16"):
         FusedAdam(params, store_param_remainders=True, master_weights=masters_of(params))

@@ -21,7 +21,6 @@ from megaopt.checks import DECAY, NOT_NEGATIVE
 from megaopt.kernels.formats import MOMENTS, Format
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules import RULES, Rule
-from megaopt.kernels.rules.adam_ieee import canonical, canonical_reference
 from megaopt.kernels.rules.base import round_row
 from megaopt.kernels.rules.loading import number
 from megaopt.optimizer import FusedOptimizer
@@ -47,13 +46,13 @@ def prepare(hyper_ptr, lr, step):
 def update(param, moments, grad, scalars):
     decay, lr = scalars
     velocity = decay * moments[0] + grad
-    return canonical(param - lr * velocity), (canonical(velocity),)
+    return param - lr * velocity, (velocity,)
 
 
 def update_reference(param, moments, grad, scalars):
     decay, lr = scalars
     velocity = moments[0] * decay + grad
-    return canonical_reference(param - velocity * lr), (canonical_reference(velocity),)
+    return param - velocity * lr, (velocity,)
 
 
 TOY = Rule("toy", "ieee", ("velocity",), scalars, 2, hyper, prepare, update, update_reference)

@@ -90,6 +90,7 @@ def test_a_written_weight_sets_its_master_where_it_was_written(look, backend, ho
     ("kind", "dtype"),
     [("fp32", BF16), ("fp32", FP16), ("fp16", BF16), ("fp16", FP16), ("remainders", BF16)],
 )
+@pytest.mark.halved
 def test_what_is_written_back_unchanged_loses_no_bit(backend, kind, dtype):
     """Of scaled fp16 masters the weight is often no cast of what is stored."""
     found, expected = (optimizer_of(kind, dtype, backend=backend) for _ in range(2))
@@ -454,3 +455,35 @@ def test_fp32_weights_are_not_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
+
+
+JOINED = {
+    "remainder16": {"dtype": FP32, "store_param_remainders": True},
+    **{
+        name: {"master_weights": True, "master_weight_dtype": name}
+        for name in ("remainder8", "remainder8_stochastic", "kahan", "kahan_stochastic")
+    },
+}
+
+
+@pytest.mark.parametrize("options", JOINED.values(), ids=JOINED)
+@pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, 1e-30], ids=str)
+def test_a_weight_beside_its_master_may_be_written_to_anything(options, value):
+    """0 with a negative remainder was NaN; a compensation larger than its weight stayed."""
+    param = torch.nn.Parameter(torch.linspace(900, 1100, 64).to(BF16))
+    optimizer = FusedAdam([param], lr=0.5, backend="reference", **options)
+    param.grad = torch.linspace(-1, 1, 64).to(BF16)
+    optimizer.step()
+    with torch.no_grad():
+        param[::2] = value
+    kept = optimizer.get_unscaled_state(param, "master_param")[1::2].clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    param.grad = torch.zeros_like(param)
+    with warnings.catch_warnings():  # not every such write can be known
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer.step()
+    found = optimizer.get_unscaled_state(param, "master_param")
+    assert torch.equal(found[1::2], kept)
+    if value != torch.inf:  # infinity times lr = 0 is NaN
+        assert torch.equal(param[::2], torch.full((32,), value).to(BF16))
+        assert bool(found.isfinite().all())

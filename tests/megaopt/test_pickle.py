@@ -9,7 +9,6 @@ import pytest
 import torch
 from float8_models import assert_same_parts, model, parts
 from runs import (
-    BF16,
     FORMATS,
     FP8,
     FP16,
@@ -29,11 +28,17 @@ from megaopt.kernels.formats import MASTERS, MOMENTS, WEIGHTS
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1, "backend": "reference"}
 MASTER_OPTIONS = {
-    FP32: MASTER,
-    FP16: {"master_weights": True, "master_weight_dtype": FP16},
-    torch.int16: {"dtype": FP32, "store_param_remainders": True},
-    None: {},
+    "float32": MASTER,
+    "scaled_float16": {"master_weights": True, "master_weight_dtype": FP16},
+    "remainder16": {"dtype": FP32, "store_param_remainders": True},
+    "none": {},
 }
+
+
+def options_of(form):
+    """Of a row of the masters' table."""
+    named = {"master_weights": True, "master_weight_dtype": form.name.replace("_float16", "")}
+    return MASTER_OPTIONS.get(form.name, named)
 
 
 def through_torch(value):
@@ -72,12 +77,17 @@ def test_every_format(options, capturable, done):
 
 
 def products():
-    """The options of all combinations of the tables, and the weights' dtype."""
-    tables = (WEIGHTS, MASTERS, MOMENTS, MOMENTS)
-    for weight, master, first, second in itertools.product(*(table.allowed for table in tables)):
-        if master != torch.int16 or weight == BF16:  # there are no other remainders
+    """The options of all combinations of the tables, and the weights' dtype.
+
+    Without moments in blocks, which test_block_moments.py has: parameters this small keep fp32.
+    """
+    moments = [key for key in MOMENTS.allowed if not MOMENTS[key].block]
+    tables = (WEIGHTS.allowed, MASTERS.allowed, moments, moments)
+    for weight, master, first, second in itertools.product(*tables):
+        form = MASTERS[master]
+        if form.requires_weight in (None, weight):
             moments = {"exp_avg_dtype": first, "exp_avg_sq_dtype": second}
-            yield {**MASTER_OPTIONS[master], **moments}, weight
+            yield {**options_of(form), **moments}, weight
 
 
 @pytest.mark.slow

@@ -317,6 +317,7 @@ def set_element(optimizer, param, name, value):
     ids=lambda value: str(value),
 )
 @all_formats
+@pytest.mark.halved
 def test_nan_reaches_the_weight_and_nothing_else(backend, options, where, bad):
     """Its neighbours get what they get without it, also where they share a scale.
 

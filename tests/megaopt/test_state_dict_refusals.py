@@ -7,6 +7,7 @@ import torch
 from runs import (
     BF16,
     FORMATS,
+    FP16,
     FP16_MASTER,
     MASTER,
     REMAINDERS,
@@ -17,6 +18,11 @@ from runs import (
     train,
 )
 from state_dicts import made
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from megaopt import FusedAdam
 
@@ -263,3 +269,41 @@ def test_a_state_dict_of_another_format_is_refused(saved, own):
     with pytest.raises(ValueError, match=r"parameter 0 of group 0: .*state dict"):
         target.load_state_dict(source.state_dict())
     assert_same(snapshot(target), before)
+
+
+@pytest.mark.parametrize("names", [False, True], ids=["by place", "flattened by names"])
+@pytest.mark.parametrize(("saved", "loaded"), [(BF16, FP16), (FP16, BF16)], ids=str)
+@pytest.mark.parametrize("kind", ["kahan", "kahan_stochastic"])
+def test_compensations_of_weights_of_another_dtype_are_refused(kind, saved, loaded, names):
+    """They are bf16 beside either; one of fp32 weights is no hindrance."""
+
+    def built(dtype):
+        model = torch.nn.Linear(3, 2).to(dtype)
+        model.bias.data = model.bias.data.float()
+        optimizer = FusedAdam(model.parameters(), master_weights=True, master_weight_dtype=kind)
+        train(optimizer, 1)
+        return model, optimizer
+
+    given = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def load(target, state):
+        model, optimizer = target
+        if names:
+            set_optimizer_state_dict(model, optimizer, state, options=given)
+        else:
+            optimizer.load_state_dict(state)
+
+    model, optimizer = built(saved)
+    state = optimizer.state_dict()
+    if names:
+        state = get_optimizer_state_dict(model, optimizer, options=given)
+    other = built(loaded)
+    before = snapshot(other[1])
+    name, own = (str(dtype).removeprefix("torch.") for dtype in (saved, loaded))
+    message = f"parameter 0 of group 0: 'kahan_beside' of the state dict must be '{own}', its dtype"
+    with pytest.raises(ValueError, match=f"{message}, got '{name}'"):
+        load(other, copy.deepcopy(state))
+    assert_same(snapshot(other[1]), before)
+    same = built(saved)
+    load(same, state)
+    assert_same(snapshot(same[1])["states"], snapshot(optimizer)["states"])

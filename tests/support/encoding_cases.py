@@ -15,6 +15,38 @@ def encode_kernel(value_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr
 
 
 @jit
+def encode_drawing_kernel(value_ptr, bits_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value, bits = tl.load(value_ptr + offsets), tl.load(bits_ptr + offsets)
+    tl.store(code_ptr + offsets, FORMAT.encode(value, 1.0, bits))
+
+
+@jit
+def split_kernel(value_ptr, weight_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    weight, code = FORMAT.encode(tl.load(value_ptr + offsets))
+    tl.store(weight_ptr + offsets, weight)
+    tl.store(code_ptr + offsets, code)
+
+
+@jit
+def split_drawing_kernel(
+    value_ptr, bits_ptr, weight_ptr, code_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr
+):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    weight, code = FORMAT.encode(tl.load(value_ptr + offsets), tl.load(bits_ptr + offsets))
+    tl.store(weight_ptr + offsets, weight)
+    tl.store(code_ptr + offsets, code)
+
+
+@jit
+def join_kernel(weight_ptr, code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = FORMAT.decode(tl.load(weight_ptr + offsets), tl.load(code_ptr + offsets))
+    tl.store(value_ptr + offsets, value)
+
+
+@jit
 def decode_kernel(code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(value_ptr + offsets, FORMAT.decode(tl.load(code_ptr + offsets), 1.0))
@@ -38,6 +70,67 @@ def kernel_codes(form, values, device):
     integer = {1: torch.int8, 2: torch.int16, 4: torch.float32}[code.element_size()]
     run(encode_kernel, values.to(device), code.view(integer), form=form)
     return code
+
+
+# Any format: a list of its codes' tensors, one, or for joined ones the weight's and the master's.
+
+
+def by_twin(form, values, bits=None):
+    """bits: int32, 16 random ones for each value, where the format draws."""
+    own = [] if bits is None else [bits]
+    codes = form.encode_reference(values, *([] if form.joined else [None]), *own)
+    return list(codes) if form.joined else [codes]
+
+
+def by_oracle(form, values, bits=None):
+    own = None if bits is None else bits.numpy().astype(np.int64)
+    if form.joined:
+        weight = {torch.float16: "float16", torch.bfloat16: "bfloat16"}[form.requires_weight]
+        codes = oracle.joined_codes(form.name, weight, values.numpy(), own)
+    else:
+        codes = [oracle.encode(form.name, values.numpy(), own)[0]]
+    found = [torch.from_numpy(np.ascontiguousarray(code)) for code in codes]
+    return [code.view(dtype) for code, dtype in zip(found, dtypes_of(form), strict=True)]
+
+
+def by_kernel(form, values, device, bits=None):
+    """As the others, on the CPU in the end."""
+    count = len(values)
+    given = [values] if bits is None else [values, bits]
+    given = [torch.cat([each, each.new_zeros(-count % 4096)]).to(device) for each in given]
+    codes = [torch.zeros(len(given[0]), dtype=d, device=device) for d in dtypes_of(form)]
+    kernels = [[encode_kernel, encode_drawing_kernel], [split_kernel, split_drawing_kernel]]
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.float32}
+    stored = [code.view(signed[code.element_size()]) for code in codes]
+    run(kernels[form.joined][form.draws], *given, *stored, form=form)
+    return [code[:count].cpu() for code in codes]
+
+
+def dtypes_of(form):
+    return [form.requires_weight, form.dtype] if form.joined else [form.dtype]
+
+
+def values_of(form, codes):
+    """What codes say, fp32, by the twin."""
+    return form.decode_reference(*codes)
+
+
+def assert_encoded(form, values, device, bits=None):
+    """Fails unless twin, kernel and oracle give the same codes; returns them."""
+    expected = by_oracle(form, values, bits)
+    sides = {"twin": by_twin(form, values, bits), "kernel": by_kernel(form, values, device, bits)}
+    for name, found in sides.items():
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other, f"{name} of {form.name}")
+    return expected
+
+
+def upper_halves():
+    """Every upper half of fp32 with lower halves at the ends and the middle; NaNs canonical."""
+    upper = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    lower = np.array([0, 1, 0x7F, 0x80, 0x81, 0x0FFF, 0x8000, 0x9000, 0xFFFF], dtype=np.uint32)
+    patterns = (upper | lower).reshape(-1)
+    return torch.from_numpy(oracle.canonical(patterns.view(np.float32)))
 
 
 def every_pattern_of_16_bits():

@@ -1,5 +1,7 @@
 """What ranks do in the tests of DTensor parameters: real fully_shard, on CPUs, over gloo."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -13,17 +15,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import megaopt
 from megaopt import FusedAdam
 from megaopt.kernels.step import native
+from megaopt.kernels.step.reference import ReferencePlan
 from megaopt.params import view_of
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
@@ -346,8 +344,8 @@ def moved(options):
 
 
 def beside_plain_ones(options):
-    """DTensors, split and not, and plain parameters in one optimizer; and how many launches."""
-    mesh = mesh_of()
+    """DTensors and plain parameters in one optimizer; and the launches of each step."""
+    mesh, launch_alone = mesh_of(), ReferencePlan.step
     wholes = [values(shape, i) for i, shape in enumerate([(5, 3), (7,), (4,)])]
     given = [
         distribute_tensor(wholes[0], mesh, [Replicate()], src_data_rank=None),
@@ -356,10 +354,14 @@ def beside_plain_ones(options):
     ]
     params = [torch.nn.Parameter(value) for value in given]
     optimizer = FusedAdam(params, **options)
+    launches = []
     for step in range(3):
         give(params, gradients(step, [tuple(param.shape) for param in params]))
-        optimizer.step()
-    return snapshot(optimizer), len(optimizer._batches.batches)
+        with mock.patch.object(ReferencePlan, "step", autospec=True) as launch:
+            launch.side_effect = launch_alone
+            optimizer.step()
+        launches.append(launch.call_count)
+    return snapshot(optimizer), launches
 
 
 def by_the_extension(options):
@@ -409,74 +411,3 @@ def gradients_that_are_on_their_way(options):
 
 def split_like_rows(mesh, shape, seed):
     return distribute_tensor(values(shape, seed), mesh, [Shard(0)], src_data_rank=None)
-
-
-# --- models
-
-TENSOR_PARALLEL = {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (5, 6), "2.bias": (5,)}
-TENSOR_PARALLEL |= {"3.weight": (5,), "3.bias": (5,)}
-
-
-def with_tensor_parallel(options, steps):
-    """FSDP2 over tensor parallelism, 2 x 2: meshes of one and two dimensions, strided shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    layers = [torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 5), torch.nn.LayerNorm(5)]
-    model = torch.nn.Sequential(*layers)
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, mesh["tensor"], plan)
-    for param in model.parameters():  # each element's place in the whole tensor
-        local = param.detach()
-        places = torch.arange(param.numel(), dtype=FP32).view(param.shape)
-        if isinstance(param, DTensor):
-            places = split_like(param, places)
-        local.copy_(places)
-    fully_shard(model, mesh=mesh["data"])
-    params = dict(model.named_parameters())
-    places = {name: param.to_local().long() for name, param in params.items()}
-
-    def part(name, value):
-        own = value.flatten()[places[name].flatten()].view(places[name].shape)
-        own = own.contiguous()
-        like = params[name]
-        given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-        return DTensor.from_local(own, like.device_mesh, like.placements, **given)
-
-    for index, (name, param) in enumerate(params.items()):
-        param.detach().copy_(part(name, values(TENSOR_PARALLEL[name], index)))
-    optimizer = FusedAdam(params.values(), **options)
-    for step in range(steps):
-        grads = gradients(step, TENSOR_PARALLEL.values())
-        for (name, param), grad in zip(params.items(), grads, strict=True):
-            param.grad = part(name, grad)
-        optimizer.step(clip_norm=0.5)
-    return snapshot(optimizer), optimizer.grad_norm
-
-
-def losses(replicas, steps, options):
-    """bf16 weights made of fp32 ones that stay as masters; every rank has the same batches."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 3)]
-    model = torch.nn.Sequential(*layers)
-    if dist.is_initialized():
-        mesh = mesh_of(replicas)
-        for module in (model[0], model[2], model):
-            fully_shard(module, mesh=mesh)
-    masters = [param.detach().clone() for param in model.parameters()]
-    model.bfloat16()
-    optimizer = FusedAdam(model.parameters(), master_weights=masters, **options)
-    found = []
-    for step in range(steps):
-        loss = model(values((4, 6), step, BF16)).float().square().mean()
-        loss.backward()
-        found.append(loss.detach())
-        optimizer.step(clip_norm=0.5)
-        optimizer.zero_grad()
-    return found, snapshot(optimizer)
-
-
-def offloaded(options):
-    """CPUOffloadPolicy, where the device is a CPU anyway: nothing is copied."""
-    model = fully_shard(Bare(), mesh=mesh_of(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    optimizer = FusedAdam(model.parameters(), **options)
-    train(model, optimizer, 2)
-    return snapshot(optimizer)

@@ -21,7 +21,7 @@ from triton.runtime import driver
 
 import megaopt
 import megaopt.integration.transformer_engine
-from megaopt import FusedAdam, FusedLion, FusedSGD, owned
+from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW, owned
 from megaopt.float8 import RECIPES
 from megaopt.float8.shard import Float8Shard
 from megaopt.kernels import backends
@@ -92,8 +92,8 @@ def resources(binary):
     return {key: int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL")}
 
 
-def plain(count=3):
-    return [torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16)) for _ in range(count)]
+def plain(count=3, shape=SHAPE):
+    return [torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for _ in range(count)]
 
 
 def float8(recipe):
@@ -155,7 +155,25 @@ def main():
     step("capturable nesterov", plain(), kind=FusedSGD, momentum=0.9, capturable=True, **masters)
     for contract in ("ieee", "torch"):
         step(f"{contract}, amsgrad", plain(), contract=contract, amsgrad=True, **masters)
+    drawn = {"exp_avg_dtype": "bfloat16_stochastic", "exp_avg_sq_dtype": "bfloat16_stochastic"}
+    weights = {"master_weights": False, "weight_rounding": "stochastic"}
+    step("stochastic", plain(), **weights, **drawn)
+    step("stochastic, capturable", plain(), capturable=True, **weights, **drawn)
+    for name in ("remainder8", "remainder8_stochastic", "kahan", "kahan_stochastic"):
+        step(name, plain(), master_weights=True, master_weight_dtype=name)
+    step("stochastic lion", plain(), kind=FusedLion, exp_avg_dtype="bfloat16_stochastic", **masters)
     step("blocks, lion", float8("block_128x128"), kind=FusedLion, **masters)
+    galore = {"kind": GaLoreAdamW, "rank": 40}
+    for proj_type in ("right", "left"):
+        step(
+            f"galore, {proj_type}", plain(), proj_type=proj_type, clip_norm=1.0, **galore, **masters
+        )
+    step("galore, remainders", plain(), store_param_remainders=True, **galore, **masters)
+    blocks = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+    step("galore, stochastic", plain(), **galore, **weights, **blocks)
+    for signed, unsigned in (("block_e4m3", "block_e5m3"), ("block32_e3m0", "block32_e4m0")):
+        moments = {"exp_avg_dtype": signed, "exp_avg_sq_dtype": unsigned}
+        step(f"{signed} and {unsigned}", plain(shape=(272, 320)), **weights, **moments)
     launch.total(new_bins(torch.device("cpu")))
     print(json.dumps(compiled))
 

@@ -62,11 +62,14 @@ def save_groups_never_stepped(case, folder):
     ]
 
 
-def step_without_lr(case):
-    """Nobody has set what config left out."""
+def error_without_lr(case):
+    """What a step says where nobody has set what config left out."""
     trainer = Trainer(case)
     trainer.backward()
-    trainer.optimizer.step()
+    try:
+        trainer.optimizer.step()
+    except ValueError as error:
+        return str(error)
 
 
 def edit_main_params(case):

@@ -45,6 +45,11 @@ class Case:
     in its precision-aware mode (which needs TransformerEngine)."""
     options: dict = field(default_factory=dict)
     """Of ours."""
+    hidden: int = 32
+    inner: int = 64
+    """Sizes of the layers."""
+    pads_buckets: bool = False
+    """pad_buckets_for_high_nccl_busbw."""
 
 
 def megatron(name):
@@ -96,9 +101,9 @@ def build_model(case):
         }
     config = config_class(
         num_layers=2,
-        hidden_size=32,
+        hidden_size=case.hidden,
         num_attention_heads=2,
-        ffn_hidden_size=64,
+        ffn_hidden_size=case.inner,
         bf16=case.dtype == torch.bfloat16,
         fp16=case.dtype == torch.float16,
         params_dtype=case.dtype,
@@ -135,6 +140,7 @@ def build_model(case):
         overlap_grad_reduce=case.overlap,
         overlap_param_gather=case.overlap and case.gathers_late,
         bucket_size=case.buckets,
+        pad_buckets_for_high_nccl_busbw=case.pads_buckets,
     )
     return config, distributed.DistributedDataParallel(config, settings, model)
 

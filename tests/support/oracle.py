@@ -4,12 +4,16 @@ Rounding the fp64 result of one operation on fp32 numbers to fp32 gives the corr
 result: for +, -, *, / and the root, 53 bits are at least 2 * 24 + 2 (Figueroa 1995), and where the
 fp32 result is subnormal it has fewer bits still, so that the same bound holds. Nothing of megaopt
 is used here but the names of its formats; bf16, fp8 and fp16 come from ml_dtypes and numpy.
+Stochastic rounding is done on fp64 numbers, in units of the last place; random bits are in
+philox_oracle.py.
 """
 
 from fractions import Fraction
 
+import block_oracle
 import ml_dtypes
 import numpy as np
+import philox_oracle
 
 F32 = np.float32
 FLOAT8 = {
@@ -115,10 +119,30 @@ def sgd(param, moments, grad, group, nesterov, decoupled):
     return subtract(param, multiply(lr, update)), after
 
 
+def galore(param, moments, grad, group, kind):
+    """The three rules of a step of low rank: AdamW, Adam's direction alone, and its use."""
+    if kind == "adamw":
+        param, *moments = adam(param, *moments, grad, group, True)
+        return param, moments
+    if kind == "direction":
+        own = {**group, "bias_correction": False}
+        _, exp_avg, exp_avg_sq = adam(param, *moments, grad, own, True)
+        denominator = add(root(exp_avg_sq), F32(group["eps"]))
+        return divide(exp_avg, denominator), (exp_avg, exp_avg_sq)
+    rate = group["lr"] * group["scale"]
+    if group["bias_correction"]:
+        rate = rate * np.sqrt(1.0 - power(group["betas"][1], group["step"]))
+        rate = rate / (1.0 - power(group["betas"][0], group["step"]))
+    param = subtract(param, multiply(F32(rate), grad))
+    return subtract(param, multiply(F32(group["lr"] * group["weight_decay"]), param)), ()
+
+
 def update(rule, param, moments, grad, group):
     """The new param and moments by a rule's name."""
     name, _, kind = rule.partition("_")
-    if kind == "amsgrad":
+    if name == "galore":
+        param, moments = galore(param, moments, grad, group, kind)
+    elif kind == "amsgrad":
         param, moments = amsgrad(param, moments, grad, group, name == "adamw")
     elif name in ("adam", "adamw"):
         param, *moments = adam(param, *moments, grad, group, name == "adamw")
@@ -129,7 +153,44 @@ def update(rule, param, moments, grad, group):
     return canonical(param), [canonical(moment) for moment in moments]
 
 
+# Bits of mantissa, and the exponent of the smallest normal number.
+FLOATS = {"bfloat16": (7, -126), "float16": (10, -14), "remainder8": (15, -126)}
+
+
+def on_the_grid(value, name, bits=None):
+    """A number of a format as fp64, beside an fp32 number: the nearest, or as 16 bits decide.
+
+    In units of the last place, without a limit of the exponent above: what is too large is left to
+    a cast. With bits the number goes up where its fraction, cut off after 16 bits, and they are
+    together 1 or more.
+    """
+    mantissa, smallest = FLOATS[name]
+    magnitude = np.abs(np.where(np.isfinite(value), value, F32(0))).astype(np.float64)
+    exponent = np.maximum(np.frexp(magnitude)[1] - 1, smallest)
+    exponent = np.where(magnitude == 0, smallest, exponent)
+    unit = np.ldexp(1.0, exponent - mantissa)
+    if bits is None:
+        count = np.rint(magnitude / unit)
+    else:
+        count = np.floor(magnitude / unit)
+        fraction = np.floor((magnitude / unit - count) * 2**16)
+        count = count + (fraction + bits >= 2**16)
+    return np.where(np.isfinite(value), np.copysign(count * unit, value), value)
+
+
+def stochastic(name, value, bits):
+    """The codes of bf16 or fp16."""
+    with np.errstate(over="ignore"):
+        near = on_the_grid(value, name, bits)
+        if name == "float16":
+            code = near.astype(np.float16).view(np.uint16)
+            return np.where(np.isnan(value), np.uint16(0x7E00), code)
+        code = near.astype(F32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    return np.where(np.isnan(value), np.uint16(0x7FC0), code)
+
+
 def decode(name, code, scale):
+    name = name.removesuffix("_stochastic")
     if name == "float32":
         return code.view(F32)
     if name == "bfloat16":
@@ -138,8 +199,17 @@ def decode(name, code, scale):
     return multiply(value, scale) if name.startswith("scaled") else value
 
 
-def encode(name, value):
-    """The codes as unsigned integers, and the scale or None."""
+def decode_moment(name, code, scale, first):
+    """first: the tensor's first element in its parameter, from whose first blocks are counted."""
+    if name.startswith("block"):
+        return block_oracle.decode(name, code, scale, first % block_oracle.block_of(name))
+    return decode(name, code, scale)
+
+
+def encode(name, value, bits=None):
+    """The codes as unsigned integers, and the scale or None; bits: 16 an element, if it draws."""
+    if name.endswith("_stochastic"):
+        return stochastic(name.removesuffix("_stochastic"), value, bits), None
     if name == "float32":
         return value.view(np.uint32), None
     if name == "bfloat16":
@@ -188,34 +258,98 @@ def split(value):
     return (upper % 2**16).astype(np.uint16), lower.astype(np.uint16).view(np.int16)
 
 
-def step(names, codes, group, rule, moments, maximize=False):
+def join24(weight_code, remainder):
+    """The number of 24 bits whose upper 16, rounded ties away, are the weight's code."""
+    lower = remainder.view(np.uint8).astype(np.int64)
+    upper = weight_code.view(np.uint16).astype(np.int64) - (lower >= 0x80)
+    return ((upper % 2**16) * 2**16 + lower * 2**8).astype(np.uint32).view(F32)
+
+
+def split24(value, bits=None):
+    with np.errstate(over="ignore"):
+        near = on_the_grid(canonical(value), "remainder8", bits).astype(F32)
+    pattern = canonical(near).view(np.uint32).astype(np.int64) // 2**8
+    lower = pattern % 2**8
+    upper = pattern // 2**8 + (lower >= 0x80)
+    return (upper % 2**16).astype(np.uint16), lower.astype(np.uint8)
+
+
+def compensate(value, weight, bits=None, again=True):
+    """The bf16 weight or fp16 weight (a format's name) of a value, and what it lost, as bf16."""
+    code, _ = encode(weight, value)
+    stored = decode(weight, code, None)
+    whole = ~np.isfinite(stored) | (stored == value)
+    lost = np.where(whole, np.copysign(F32(0), stored), subtract(value, stored)).astype(F32)
+    rest = encode("bfloat16" if bits is None else "bfloat16_stochastic", lost, bits)[0]
+    if again:
+        # rounded to half of the weight's last place, it may be the neighbour's
+        with np.errstate(all="ignore"):
+            total = (stored + decode("bfloat16", rest, None)).astype(F32)
+        other, its_rest = compensate(total, weight, again=False)
+        moved = (other != code) & np.isfinite(decode(weight, other, None))
+        code, rest = np.where(moved, other, code), np.where(moved, its_rest, rest)
+    return code, rest
+
+
+def joined_value(master, weight, codes):
+    """The fp32 number that a weight and what lies beside it are together."""
+    if master == "remainder16":
+        return join(codes["weight"], codes["master"])
+    if master.startswith("remainder8"):
+        return join24(codes["weight"], codes["master"])
+    compensation = decode("bfloat16", codes["master"], None)
+    return canonical(add(decode(weight, codes["weight"], None), compensation))
+
+
+def joined_codes(master, weight, value, bits):
+    """The codes of a weight and of what lies beside it; bits: of a master that draws."""
+    bits = bits if master.endswith("_stochastic") else None
+    if master == "remainder16":
+        return split(value)
+    if master.startswith("remainder8"):
+        return split24(value, bits)
+    return compensate(value, weight, bits)
+
+
+def step(names, codes, group, rule, moments, maximize, place, draws):
     """One step of one tensor.
 
     names: slot -> format name, without slots that hold nothing; codes: slot -> unsigned integers
-    (grad, weight, master and the moments, whose names are given) and scales (fp32). Returns both
-    after the step.
+    (grad, weight, master and the moments, whose names are given) and scales (fp32, or a byte a
+    block); place: number, first element, run and stride of the tensor; draws: whether something
+    does. Returns both after the step.
     """
+    first = place[1]
     scale = {slot: codes.get(f"{slot}_scale") for slot in names}
-    joined = names.get("master") == "remainder16"
+    joined = names.get("master", "").startswith(("remainder", "kahan"))
     if joined:
-        param = join(codes["weight"], codes["master"])
+        param = joined_value(names["master"], names["weight"], codes)
     else:
         source = "master" if "master" in names else "weight"
         param = decode(names[source], codes[source], scale[source])
-    before = [decode(names[name], codes[name], scale[name]) for name in moments]
+    before = [decode_moment(names[name], codes[name], scale[name], first) for name in moments]
     grad = decode(names["grad"], codes["grad"], None)
     grad = np.negative(grad) if maximize else grad
     param, found = update(rule, param, before, grad, group)
+    bits = {}
+    if draws:
+        words = philox_oracle.words(place, len(param), group["seed"], group["step"])
+        bits = philox_oracle.bits_by_slot(words, moments)
     after = {}
     values = dict(zip(moments, found, strict=True))
     if joined:
-        after["weight"], after["master"] = split(param)
+        own = (names["master"], names["weight"], param, bits.get("weight"))
+        after["weight"], after["master"] = joined_codes(*own)
     else:
         values["weight"] = param
         if "master" in names:
             values["master"] = param
     for slot, value in values.items():
-        after[slot], new_scale = encode(names[slot], value)
+        if names[slot].startswith("block"):
+            lead = first % block_oracle.block_of(names[slot])
+            after[slot], new_scale = block_oracle.encode(names[slot], value, lead, bits.get(slot))
+        else:
+            after[slot], new_scale = encode(names[slot], value, bits.get(slot))
         if new_scale is not None:
             after[f"{slot}_scale"] = new_scale
     return after

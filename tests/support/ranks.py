@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 PATIENCE = 120
 """Seconds that a rank waits for the others, and the test for all of them."""
@@ -29,6 +30,23 @@ class RankError(AssertionError):
     """What a rank raised."""
 
 
+class _OnOneDevice(dist.ProcessGroupGloo):
+    """A group that shares its process's device with the others.
+
+    Each device of gloo has a thread that wakes a hundred times a second: Megatron's groups alone
+    had 390 in each process, which took a third of a core while nobody used them.
+    """
+
+    device = None
+
+    def __init__(self, store, rank, size, timeout):
+        if _OnOneDevice.device is None:
+            _OnOneDevice.device = dist.ProcessGroupGloo.create_default_device()
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [_OnOneDevice.device], timeout
+        super().__init__(store, rank, size, options)
+
+
 def _packed(value):
     # plain bytes: tensors through a pipe would share memory with a process that has ended
     file = io.BytesIO()
@@ -41,6 +59,7 @@ def _serve(rank, world, meeting, parent, prepare, patience):
     torch.set_num_threads(1)
     prepare()
     waits = timedelta(seconds=patience)
+    distributed_c10d.ProcessGroupGloo = _OnOneDevice
     dist.init_process_group("gloo", f"file://{meeting}", waits, world_size=world, rank=rank)
     with contextlib.suppress(EOFError):  # the tests were broken off
         while (task := parent.recv()) is not None:

@@ -5,12 +5,14 @@ import itertools
 
 import numpy as np
 import oracle
+import pytest
 import torch
 from bits import INTEGERS, assert_same_bits
 
-from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
+from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE, STOCHASTIC_WEIGHTS, WEIGHTS
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.draws import in_order
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import ReferencePlan
 
@@ -23,6 +25,7 @@ GROUP = {
     "step": 3,
     "momentum": 0.9,
     "dampening": 0.3,
+    "seed": 0x9ABC_DEF0_8765_4321,
 }
 
 
@@ -36,14 +39,39 @@ POSITIVE = ("exp_avg_sq", "max_exp_avg_sq")
 """Moments that are never below 0."""
 
 
+def weights_and_masters():
+    """Every format of a weight beside every master that it can have."""
+    for weight, master in itertools.product(WEIGHTS.values(), MASTERS.values()):
+        is_own_master = weight.name == "float32" and master.present
+        if not is_own_master and master.requires_weight in (None, weight.dtype):
+            yield weight, master
+    for weight in STOCHASTIC_WEIGHTS.values():
+        yield weight, NONE
+
+
+PAIRS = list(weights_and_masters())
+NO_BLOCKS = [form for form in MOMENTS.values() if not form.block]
+
+
 def combinations():
-    """Every combination of formats that can be asked for."""
-    tables = (GRADS, WEIGHTS, MASTERS, MOMENTS, MOMENTS)
-    for row in itertools.product(*(table.values() for table in tables)):
-        formats = Formats(*row[:3], row[3:], ADAM)
-        is_own_master = formats.weight.name == "float32" and formats.master.present
-        if not is_own_master and not (formats.master.joined and formats.weight.name != "bfloat16"):
-            yield formats
+    """Every combination of formats that can be asked for, but of moments in blocks."""
+    tables = (GRADS.values(), PAIRS, NO_BLOCKS, NO_BLOCKS)
+    for grad, (weight, master), *moments in itertools.product(*tables):
+        yield Formats(grad, weight, master, tuple(moments), ADAM)
+
+
+def sampled_combinations(one_in):
+    """Every combination as a parameter of a test; all but one in so many of them are slow.
+
+    One in 4 has each of (grad, weight and master, a moment) with some other moment; one in up to 7
+    each two formats of any two slots: the others' places add up to any remainder.
+    """
+    sizes = [range(len(each)) for each in (GRADS, PAIRS, NO_BLOCKS, NO_BLOCKS)]
+    found = []
+    for place, formats in zip(itertools.product(*sizes), combinations(), strict=True):
+        marks = [] if sum(place) % one_in == 0 else [pytest.mark.slow]
+        found.append(pytest.param(formats, marks=marks, id=name_of(formats)))
+    return found
 
 
 def name_of(formats):
@@ -74,9 +102,20 @@ CURATED = [
         "float32-bfloat16-remainder16-bfloat16-scaled_float8_e4m3",
         "float16-float16-scaled_float16-scaled_float8_e4m3-scaled_float16",
         "float32-float32-none-scaled_float8_e4m3-float32",
+        "bfloat16-bfloat16-remainder8-bfloat16_stochastic-float32",
+        "float32-bfloat16-remainder8_stochastic-bfloat16_stochastic-bfloat16_stochastic",
+        "bfloat16-bfloat16-kahan-bfloat16-bfloat16_stochastic",
+        "bfloat16-bfloat16-kahan_stochastic-bfloat16_stochastic-scaled_float16",
+        "float16-float16-kahan_float16-float32-float32",
+        "float32-float16-kahan_float16_stochastic-scaled_float8_e4m3-bfloat16_stochastic",
+        "bfloat16-bfloat16_stochastic-none-bfloat16_stochastic-bfloat16_stochastic",
+        "float16-float16_stochastic-none-float32-bfloat16",
     }
 ]
-assert len(CURATED) == 18
+assert len(CURATED) == 26
+DRAWING = [formats for formats in CURATED if formats.draws]
+NEWER = [each for each in CURATED if each.draws or "kahan" in each.master.name]
+"""Those that draw random bits, and Kahan's compensation."""
 
 
 def hard_values(count, generator, positive=False):
@@ -90,12 +129,41 @@ def hard_values(count, generator, positive=False):
     return values.abs() if positive else values
 
 
-def tensor_of(slot, formats, count, generator):
+def block_combinations(blocks=(128, 64)):
+    """Every combination that has a moment in blocks, of 8 bits; with blocks of 32, of 4."""
+    for block in blocks:
+        signed, unsigned = (
+            [f for f in MOMENTS.values() if f.block == block and f.unsigned == is_unsigned]
+            for is_unsigned in (False, True)
+        )
+        plain = [form for form in NO_BLOCKS if not form.scaled]
+        pairs = [pair for pair in PAIRS if not pair[1].scaled]
+        tables = (GRADS.values(), pairs, [*signed, *plain], [*unsigned, *plain])
+        for grad, (weight, master), *moments in itertools.product(*tables):
+            if any(form.block for form in moments):
+                yield Formats(grad, weight, master, tuple(moments), ADAM)
+
+
+def scales_of_blocks(count, block, first, generator):
+    """Bytes: most are those of usual moments, some of any, the ends among them."""
+    blocks = -(-(count + first % block) // block) if count else 0
+    usual = torch.randint(70, 135, (blocks,), generator=generator)
+    kind = torch.randint(0, 8, (blocks,), generator=generator)
+    other = torch.randint(1, 254, (blocks,), generator=generator)
+    found = torch.where(kind == 0, other, usual)
+    return torch.where(kind == 1, torch.where(other > 127, 253, 1), found).to(torch.uint8)
+
+
+def tensor_of(slot, formats, count, generator, first=0):
     if slot.endswith("_scale"):
-        return torch.full((1,), 3.1e-5)
-    dtype = formats.dtype(slot)
-    if dtype == torch.int16:
-        return torch.randint(-(2**15), 2**15, (count,), generator=generator).to(dtype)
+        block = formats.by_slot[slot.removesuffix("_scale")].block
+        own = scales_of_blocks(count, block, first, generator) if block else None
+        return torch.full((1,), 3.1e-5) if own is None else own
+    dtype, packed = formats.dtype(slot), formats.by_slot[slot].packed
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        stored = (count // packed,)
+        return torch.randint(limits.min, limits.max + 1, stored, generator=generator).to(dtype)
     if slot in ("grad", "weight", "master") or dtype == torch.float32:
         values = hard_values(count, generator, positive=slot in POSITIVE)
     else:
@@ -104,18 +172,23 @@ def tensor_of(slot, formats, count, generator):
     return values.to(dtype)
 
 
-def buffers(formats, counts, device, seed=0):
-    """For each slot a tensor of each count."""
+def buffers(formats, counts, device, seed=0, places=None):
+    """For each slot a tensor of each count; places: for moments in blocks."""
     generator = torch.Generator().manual_seed(seed)
+    places = places or in_order(len(counts))
     return {
-        slot: [tensor_of(slot, formats, count, generator).to(device) for count in counts]
+        slot: [
+            tensor_of(slot, formats, count, generator, place.first).to(device)
+            for count, place in zip(counts, places, strict=True)
+        ]
         for slot in formats.slots
     }
 
 
 def with_rule(formats, rule):
     """The formats with those of Adam's moments for the moments of another rule."""
-    moments = [*formats.moments, formats.moments[0]][: len(rule.moments)]
+    third = formats.moments[1 if formats.block else 0]  # never negative
+    moments = [*formats.moments, third][: len(rule.moments)]
     return dataclasses.replace(formats, moments=tuple(moments), moment_names=rule.moments)
 
 
@@ -131,35 +204,48 @@ def copied(tensors):
     return {slot: [tensor.clone() for tensor in each] for slot, each in tensors.items()}
 
 
-def triton_step(tensors, formats, rule, group, geometry=None, groups=None, controls=None):
+def rows_of(formats, rule, groups):
+    """What a plan takes: the rule, drawing where the formats need it, and its rows."""
+    rule = rule.drawing if formats.draws else rule
+    return rule, [rule.row(each) for each in (groups if isinstance(groups, list) else [groups])]
+
+
+def triton_step(
+    tensors, formats, rule, group, geometry=None, groups=None, controls=None, places=None
+):
     """Steps the buffers in place on the kernel; `group` may be a list of groups."""
     counts = [weight.numel() for weight in tensors["weight"]]
-    listed = group if isinstance(group, list) else [group]
+    rule, rows = rows_of(formats, rule, group)
     device = tensors["weight"][0].device
-    plan = TritonPlan(formats, rule, counts, groups or [0] * len(counts), device, geometry)
+    plan = TritonPlan(formats, rule, counts, groups or [0] * len(counts), device, geometry, places)
     plan.look(tensors)
-    plan.step([rule.scalars(each) for each in listed], controls)
+    plan.step(rows, controls)
 
 
-def reference_step(tensors, formats, rule, group, groups=None, controls=None):
+def reference_step(tensors, formats, rule, group, groups=None, controls=None, places=None):
     """Steps the buffers in place on the twin."""
-    listed = group if isinstance(group, list) else [group]
-    plan = ReferencePlan(formats, rule, groups or [0] * len(tensors["weight"]))
+    rule, rows = rows_of(formats, rule, group)
+    plan = ReferencePlan(formats, rule, groups or [0] * len(tensors["weight"]), places)
     plan.look(tensors)
-    plan.step([rule.scalars(each) for each in listed], controls)
+    plan.step(rows, controls)
 
 
-def oracle_step(tensors, formats, rule, group):
-    """Steps the buffers in place on the oracle, with tensors of at least one element."""
+def oracle_step(tensors, formats, rule, group, places=None):
+    """Steps the buffers in place on the oracle; it leaves out tensors without an element."""
     names = {slot: form.name for slot, form in formats.by_slot.items() if form.present}
-    for index in range(len(tensors["weight"])):
+    places = places or in_order(len(tensors["weight"]))
+    for index, place in enumerate(places):
+        if not tensors["weight"][index].numel():
+            continue
         codes = {}
         for slot in formats.slots:
             tensor = tensors[slot][index].cpu()
             codes[slot] = tensor.view(INTEGERS[tensor.element_size()]).numpy()
             if slot.endswith("_scale"):
                 codes[slot] = tensor.numpy()
-        after = oracle.step(names, codes, group, rule.name, rule.moments, formats.maximize)
+        own = (rule.name, rule.moments, formats.maximize, place)
+        own = (*own, formats.draws)
+        after = oracle.step(names, codes, group, *own)
         for slot, code in after.items():
             tensor = tensors[slot][index]
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(code)).view(tensor.dtype))
@@ -180,15 +266,15 @@ def put_ties(tensors):
     return tensors
 
 
-def assert_all_agree(formats, rule, group, counts, device, geometry=None, ties=False):
+def assert_all_agree(formats, rule, group, counts, device, geometry=None, ties=False, places=None):
     """Fails unless kernel, twin and oracle take the same step, bit for bit."""
-    kernel = buffers(formats, counts, device)
+    kernel = buffers(formats, counts, device, places=places)
     kernel = put_ties(kernel) if ties else kernel
     twin = {slot: [t.cpu() for t in each] for slot, each in copied(kernel).items()}
     truth = copied(twin)
-    triton_step(kernel, formats, rule, group, geometry)
-    reference_step(twin, formats, rule, group)
-    oracle_step(truth, formats, rule, group)
+    triton_step(kernel, formats, rule, group, geometry, places=places)
+    reference_step(twin, formats, rule, group, places=places)
+    oracle_step(truth, formats, rule, group, places)
     assert_same_buffers(twin, truth)
     assert_same_buffers(kernel, truth)
 
@@ -199,3 +285,36 @@ def assert_same_buffers(found, expected):
     for slot in found:
         for index, (one, other) in enumerate(zip(found[slot], expected[slot], strict=True)):
             assert_same_bits(one, other, f"{slot}[{index}]")
+
+
+def assert_geometry_changes_no_bit(formats, rule, geometry, counts, places, device):
+    """Beside the oracle."""
+    found = buffers(formats, counts, device, places=places)
+    expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
+    triton_step(found, formats, rule, GROUP, geometry, places=places)
+    oracle_step(expected, formats, rule, GROUP, places)
+    assert_same_buffers(found, expected)
+
+
+def assert_nothing_is_written_beside(formats, rule, geometry, place, device):
+    """Guard bands of a known pattern around every buffer, scales too."""
+    inner = buffers(formats, [300], device, places=[place])
+    bases = {}
+    for slot, (tensor,) in inner.items():
+        bases[slot] = torch.full((tensor.nbytes + 256,), 77, dtype=torch.uint8, device=device)
+        bases[slot][128:-128] = tensor.view(torch.uint8)
+    views = {slot: [base[128:-128].view(inner[slot][0].dtype)] for slot, base in bases.items()}
+    triton_step(views, formats, rule, GROUP, geometry, places=[place])
+    for slot, base in bases.items():
+        assert bool((base[:128] == 77).all()), slot
+        assert bool((base[-128:] == 77).all()), slot
+
+
+def assert_some_agree(combinations, rule, counts, places, device):
+    """Those that differ by this rule's moments, each once."""
+    seen = set()
+    for formats in combinations:
+        formats = with_rule(formats, rule)
+        if formats.block and name_of(formats) not in seen:
+            seen.add(name_of(formats))
+            assert_all_agree(formats, rule, GROUP, counts, device, places=places)

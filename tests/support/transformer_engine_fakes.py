@@ -8,7 +8,7 @@ import types
 import torch
 
 from megaopt.float8 import Float8Weight
-from megaopt.kernels.float8.scale import reciprocal_reference
+from megaopt.kernels.quantizers.scale import reciprocal_reference
 
 PAD = 77
 """What lies between scales, in padding that is nobody's."""

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megaopt import FusedAdam
+import megaopt
 from megaopt.commands.bench.peers import PEERS, SHARED, Peer, describe_float8
 from megaopt.commands.bench.sets import HOST, SETS, TensorSet
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.optimizer import FusedOptimizer
 
 __all__ = ["MODES", "Case", "Mode", "select"]
 
@@ -27,7 +28,7 @@ class Mode:
     weight_dtype: torch.dtype
     """Of weights and of gradients."""
     options: Mapping[str, Any]
-    """What FusedAdam is given besides what every optimizer is given."""
+    """What the optimizer is given besides what every optimizer is given."""
     bytes_per_parameter: float
     """What a step must move: each input read once, each output written once; the master twice
     where fp8 codes wait for the whole tensor's amax. Scales of blocks are left out."""
@@ -38,6 +39,8 @@ class Mode:
     """The peers that do the same work, by their names in PEERS."""
     recipe: Float8Recipe | None = None
     """How matrices are kept in fp8; None: all weights are of weight_dtype."""
+    kind: str = "FusedAdam"
+    """megaopt's optimizer; FusedAdam alone has contracts."""
 
     @property
     def weight(self) -> Callable[[Tensor], Parameter] | None:
@@ -48,9 +51,12 @@ class Mode:
         assert self.recipe is not None
         return Parameter(Float8Weight.from_values(values, self.recipe))
 
-    def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> FusedAdam:
+    def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> FusedOptimizer:
         """Make the optimizer; `more` goes to its constructor."""
-        return FusedAdam(list(parameters), contract=self.contract, **SHARED, **self.options, **more)
+        own: Any = getattr(megaopt, self.kind)
+        contract = {"contract": self.contract} if self.kind == "FusedAdam" else {}
+        made: FusedOptimizer = own(list(parameters), **contract, **SHARED, **self.options, **more)
+        return made
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,12 @@ class Case:
 _MASTER = {"dtype": torch.float32}
 _REMAINDERS = {"dtype": torch.float32, "store_param_remainders": True}
 _BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+_STOCHASTIC = {
+    "master_weights": False,
+    "weight_rounding": "stochastic",
+    "exp_avg_dtype": "bfloat16_stochastic",
+    "exp_avg_sq_dtype": "bfloat16_stochastic",
+}
 _FP16_MOMENTS = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
 _FP8_MOMENTS = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn}
 
@@ -83,6 +95,7 @@ def _modes(
     twins: Mapping[str, str] = MappingProxyType({}),
     weight: torch.dtype = torch.bfloat16,
     recipe: Float8Recipe | None = None,
+    kind: str = "FusedAdam",
 ) -> Iterator[Mode]:
     """Give the mode under ieee, and under each contract in `twins`, where that contract exists."""
     for contract, twin in {"ieee": None, **twins}.items():
@@ -97,7 +110,14 @@ def _modes(
                 twin=twin,
                 against=against,
                 recipe=recipe,
+                kind=kind,
             )
+
+
+def _beside_weights(name: str, description: str, bytes_per_parameter: float) -> Iterator[Mode]:
+    """Give the mode of fp32 moments and a master that lies beside its bf16 weight."""
+    options = {"master_weights": True, "master_weight_dtype": name}
+    return _modes(name, f"bf16 weights, {description}", bytes_per_parameter, options, against=())
 
 
 def _float8(name: str, bytes_per_parameter: float, *peers: str) -> Iterator[Mode]:
@@ -105,6 +125,7 @@ def _float8(name: str, bytes_per_parameter: float, *peers: str) -> Iterator[Mode
 
     With delayed scaling these are of a fused step, which casts fp32 values directly.
     """
+    recipe = RECIPES[name]
     modes = _modes(
         f"fp8-{name}",
         describe_float8(name),
@@ -112,11 +133,11 @@ def _float8(name: str, bytes_per_parameter: float, *peers: str) -> Iterator[Mode
         _MASTER,
         against=peers,
         twins={"te": peers[0]} if peers else {},
-        recipe=RECIPES[name],
+        recipe=recipe,
     )
     for mode in modes:
-        direct = name == "delayed" and mode.contract == "te"
-        yield replace(mode, recipe=replace(RECIPES[name], direct=direct))
+        direct = recipe.quantizer.keeps_scale and mode.contract == "te"
+        yield replace(mode, recipe=replace(recipe, direct=direct))
 
 
 def _as_transformer_engine(
@@ -166,6 +187,26 @@ MODES = {
         _float8("block_128x128", 27, "transformerengine-fp8-block_128x128"),
         _float8("block_1x128", 27),
         _float8("mxfp8", 27),
+        _modes(
+            "stochastic",
+            "bf16 weights without masters and bf16 moments, stochastic",
+            14,
+            _STOCHASTIC,
+            against=(),
+        ),
+        _beside_weights("remainder8_stochastic", "24-bit masters, stochastic", 24),
+        _beside_weights("kahan_stochastic", "Kahan compensation, stochastic", 26),
+        _modes(
+            "lion", "Lion, bf16 weights, fp32 masters", 20, _MASTER, against=(), kind="FusedLion"
+        ),
+        _modes(
+            "sgd",
+            "SGD with momentum, bf16 weights, fp32 masters",
+            20,
+            {**_MASTER, "momentum": 0.9},
+            against=(),
+            kind="FusedSGD",
+        ),
         _modes(
             "fp32",
             "fp32 weights",

@@ -28,7 +28,7 @@ from megaopt.files import write_json
 from megaopt.kernels.backends import BACKENDS
 from megaopt.source import Source, describe_source
 
-__all__ = ["main"]
+__all__ = ["main", "why_not"]
 
 CHECKED_ELEMENTS = 2**20
 
@@ -62,7 +62,7 @@ def main(
         source = describe_source()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if reason := _why_not():
+    if reason := why_not():
         raise ConfigError(f"bench cannot run here: {reason}")
     make_folder(out)
     cases, skipped = _installed(wanted)
@@ -77,7 +77,8 @@ def main(
     return 0 if all(r.figures for r in results if isinstance(r.case.subject, Mode)) else 1
 
 
-def _why_not() -> str | None:
+def why_not() -> str | None:
+    """Why the step cannot be timed here; None where it can."""
     if not torch.cuda.is_available():
         return "needs a CUDA GPU, torch.cuda.is_available() is False here"
     return BACKENDS["triton"].why_not(torch.device("cuda"))

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from megaopt.commands.bench.weights import is_float8
 from megaopt.float8 import RECIPES
-from megaopt.kernels.float8.scale import scale_from_amax_reference
+from megaopt.kernels.quantizers.scale import scale_from_amax_reference
 
 __all__ = ["AdamThenCast", "FusedFloat8Adam", "float8_parameter", "one_rank_group"]
 

@@ -14,7 +14,7 @@ from megaopt.kernels.formats import MASTERS, MOMENTS
 
 __all__ = ["Instance", "build", "bytes_per_step", "state_tensors"]
 
-STATES = ("exp_avg", "exp_avg_sq", "master_param")
+STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param")
 SCALED = {f.dtype for table in (MOMENTS, MASTERS) for f in table.values() if f.scaled}
 
 
@@ -139,7 +139,7 @@ def _bytes_of(instance: Instance, parameter: Parameter) -> int:
         written = [tensors["weight"], tensors["weight_scale_inv"]]
         read_again = master.nbytes if is_cast_afterwards(parameter) else 0
         return gradient.nbytes + stored + read_again + _bytes_of_many(written)
-    weight_is_read = master is None or master.dtype is torch.int16
+    weight_is_read = master is None or MASTERS[master.dtype].joined
     return gradient.nbytes + stored + parameter.nbytes * (2 if weight_is_read else 1)
 
 

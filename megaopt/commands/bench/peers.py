@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -15,10 +15,23 @@ from torch.nn import Parameter
 
 from megaopt.commands.bench.float8_peers import AdamThenCast, FusedFloat8Adam, float8_parameter
 
-__all__ = ["PEERS", "SHARED", "Float8Peer", "Peer", "describe_float8"]
+__all__ = ["PEERS", "SHARED", "Peer", "describe_float8"]
 
 SHARED: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "weight_decay": 0.1})
 """What every optimizer is given; a decay, so that a step does all that it does in training."""
+
+
+MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "torch": "torch.optim",
+        "transformerengine": "transformer_engine.pytorch.optimizers",
+        "apex": "apex.optimizers",
+        "flashoptim": "flashoptim",
+        "torchao": "torchao.optim",
+        "bitsandbytes": "bitsandbytes.optim",
+    }
+)
+"""By what a peer's name begins with, the module that its class is in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +52,17 @@ class Peer:
     options: Mapping[str, Any]
     decoupled_grad: bool = False
     """Whether it can read `p.decoupled_grad`, of another dtype than the weight."""
+    scaling: str | None = None
+    """Of fp8 matrices, which TransformerEngine's writes, by its name in megaopt.float8.RECIPES."""
+    separate_cast: bool = False
+    """Whether the optimizer updates masters and another call casts them to fp8."""
 
     @property
     def weight(self) -> Callable[[Tensor], Parameter] | None:
         """What makes an fp8 weight of a matrix; None where weights are of weight_dtype."""
-        return None
+        if self.scaling is None:
+            return None
+        return partial(float8_parameter, scaling=self.scaling)
 
     @property
     def package(self) -> str:
@@ -62,31 +81,12 @@ class Peer:
         except PackageNotFoundError:
             return "unknown"
 
-    def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> torch.optim.Optimizer:
-        """Make the optimizer; `more` goes to its constructor."""
-        kind = getattr(importlib.import_module(self.module), self.kind)
-        made: torch.optim.Optimizer = kind(list(parameters), **SHARED, **self.options, **more)
-        return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8Peer(Peer):
-    """An optimizer of TransformerEngine that writes its fp8 weights."""
-
-    scaling: str
-    """By its name in megaopt.float8.RECIPES."""
-    separate_cast: bool
-    """Whether the optimizer updates masters and another call casts them."""
-
-    @property
-    def weight(self) -> Callable[[Tensor], Parameter]:
-        """What makes an fp8 weight of a matrix."""
-        return partial(float8_parameter, scaling=self.scaling)
-
     def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> Any:
-        """Make what has the step and the state of an optimizer; `more` goes to FusedAdam."""
-        kind = AdamThenCast if self.separate_cast else FusedFloat8Adam
-        return kind(parameters, **SHARED, **self.options, **more)
+        """Make the optimizer, or what has its step and state; `more` goes to its constructor."""
+        kind: Any = AdamThenCast if self.separate_cast else FusedFloat8Adam
+        if self.scaling is None:
+            kind = getattr(importlib.import_module(self.module), self.kind)
+        return kind(list(parameters), **SHARED, **self.options, **more)
 
 
 @cache
@@ -101,31 +101,38 @@ def _why_not(module: str) -> str | None:
     return None
 
 
-def _torch(name: str, weight: torch.dtype, bytes_per_parameter: float, **options: Any) -> Peer:
+def _peer(
+    name: str,
+    kind: str,
+    description: str,
+    bytes_per_parameter: float,
+    *,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Peer:
+    """One whose name begins with its library's."""
     return Peer(
-        name=f"torch-{name}",
-        description="fp32 weights" if weight is torch.float32 else "bf16 weights and moments",
-        module="torch.optim",
-        kind="AdamW",
-        weight_dtype=weight,
+        name=name,
+        description=description,
+        module=MODULES[name.partition("-")[0]],
+        kind=kind,
+        weight_dtype=weight_dtype,
         bytes_per_parameter=bytes_per_parameter,
         options=options,
     )
 
 
+def _torch(name: str, weight: torch.dtype, bytes_per_parameter: float, **options: Any) -> Peer:
+    description = "fp32 weights" if weight is torch.float32 else "bf16 weights and moments"
+    row = (f"torch-{name}", "AdamW", description, bytes_per_parameter)
+    return _peer(*row, weight_dtype=weight, **options)
+
+
 def _transformer_engine(
     name: str, description: str, bytes_per_parameter: float, **options: Any
 ) -> Peer:
-    return Peer(
-        name=f"transformerengine-{name}",
-        description=description,
-        module="transformer_engine.pytorch.optimizers",
-        kind="FusedAdam",
-        weight_dtype=torch.bfloat16,
-        bytes_per_parameter=bytes_per_parameter,
-        options={"master_weights": True, **options},
-        decoupled_grad=True,
-    )
+    row = (f"transformerengine-{name}", "FusedAdam", description, bytes_per_parameter)
+    return replace(_peer(*row, **options), decoupled_grad=True)
 
 
 def describe_float8(scaling: str) -> str:
@@ -135,91 +142,50 @@ def describe_float8(scaling: str) -> str:
 
 def _float8(
     scaling: str, bytes_per_parameter: float, *, separate_cast: bool, suffix: str = ""
-) -> Float8Peer:
-    return Float8Peer(
-        name=f"transformerengine-fp8-{scaling}{suffix}",
-        description=describe_float8(scaling),
-        module="transformer_engine.pytorch.optimizers",
-        kind="FusedAdam",
-        weight_dtype=torch.bfloat16,
-        bytes_per_parameter=bytes_per_parameter,
-        options={},
-        decoupled_grad=True,
-        scaling=scaling,
-        separate_cast=separate_cast,
-    )
-
-
-def _apex() -> Peer:
-    return Peer(
-        name="apex-fp32",
-        description="fp32 weights",
-        module="apex.optimizers",
-        kind="FusedAdam",
-        weight_dtype=torch.float32,
-        bytes_per_parameter=28,
-        options={},
-    )
-
-
-def _flashoptim(name: str, description: str, bytes_per_parameter: float, **options: Any) -> Peer:
-    return Peer(
-        name=f"flashoptim-{name}",
-        description=description,
-        module="flashoptim",
-        kind="FlashAdamW",
-        weight_dtype=torch.bfloat16,
-        bytes_per_parameter=bytes_per_parameter,
-        options=options,
-    )
-
-
-def _torchao(name: str, kind: str, bytes_per_parameter: float) -> Peer:
-    return Peer(
-        name=f"torchao-{name}",
-        description=f"bf16 weights, {name} moments",
-        module="torchao.optim",
-        kind=kind,
-        weight_dtype=torch.bfloat16,
-        bytes_per_parameter=bytes_per_parameter,
-        options={"bf16_stochastic_round": True},
-    )
-
-
-def _bitsandbytes() -> Peer:
-    return Peer(
-        name="bitsandbytes-8bit",
-        description="bf16 weights, 8bit moments",
-        module="bitsandbytes.optim",
-        kind="AdamW8bit",
-        weight_dtype=torch.bfloat16,
-        bytes_per_parameter=10,
-        options={},
-    )
+) -> Peer:
+    name, description = f"fp8-{scaling}{suffix}", describe_float8(scaling)
+    peer = _transformer_engine(name, description, bytes_per_parameter)
+    return replace(peer, scaling=scaling, separate_cast=separate_cast)
 
 
 def _moments(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
 
 
+MASTERS: Mapping[str, Any] = {"master_weights": True}
+ROUNDED: Mapping[str, Any] = {"bf16_stochastic_round": True}
+
 PEERS = {
     peer.name: peer
     for peer in (
-        _transformer_engine("bf16", "bf16 weights, fp32 masters", 28),
+        _transformer_engine("bf16", "bf16 weights, fp32 masters", 28, **MASTERS),
         _transformer_engine(
-            "bf16-remainders", "bf16 weights, int16 remainders", 26, store_param_remainders=True
+            "bf16-remainders",
+            "bf16 weights, int16 remainders",
+            26,
+            store_param_remainders=True,
+            **MASTERS,
         ),
         _transformer_engine(
-            "bf16-moments", "bf16 weights and moments, fp32 masters", 20, **_moments(torch.bfloat16)
+            "bf16-moments",
+            "bf16 weights and moments, fp32 masters",
+            20,
+            **MASTERS,
+            **_moments(torch.bfloat16),
         ),
         _transformer_engine(
             "fp16-moments",
             "bf16 weights, fp32 masters, fp16 moments",
             20,
+            **MASTERS,
             **_moments(torch.float16),
         ),
         _transformer_engine(
-            "fp8-moments", "bf16 weights, fp32 masters, fp8 moments", 16, **_moments(torch.uint8)
+            "fp8-moments",
+            "bf16 weights, fp32 masters, fp8 moments",
+            16,
+            **MASTERS,
+            **_moments(torch.uint8),
         ),
         _float8("delayed", 27, separate_cast=False),
         _float8("delayed", 27, separate_cast=True, suffix="-cast"),
@@ -227,21 +193,27 @@ PEERS = {
         _float8("block_128x128", 27, separate_cast=True),
         _torch("fused-fp32", torch.float32, 28, fused=True),
         _torch("foreach-fp32", torch.float32, 28, foreach=True),
-        _apex(),
+        _peer("apex-fp32", "FusedAdam", "fp32 weights", 28, weight_dtype=torch.float32),
         _torch("fused-bf16", torch.bfloat16, 14, fused=True),
         _torch("foreach-bf16", torch.bfloat16, 14, foreach=True),
         # unquantized, its moments are stored in the weights' dtype
-        _flashoptim(
-            "32bit-master",
+        _peer(
+            "flashoptim-32bit-master",
+            "FlashAdamW",
             "bf16 weights and moments, 16 more bits a weight",
             18,
             quantize=False,
             master_weight_bits=32,
         ),
-        _flashoptim("8bit", "bf16 weights, 8 more bits a weight, 8bit moments", 12),
-        _torchao("8bit", "AdamW8bit", 10),
-        _bitsandbytes(),
-        _torchao("fp8", "AdamWFp8", 10),
-        _torchao("4bit", "AdamW4bit", 8),
+        _peer(
+            "flashoptim-8bit",
+            "FlashAdamW",
+            "bf16 weights, 8 more bits a weight, 8bit moments",
+            12,
+        ),
+        _peer("torchao-8bit", "AdamW8bit", "bf16 weights, 8bit moments", 10, **ROUNDED),
+        _peer("bitsandbytes-8bit", "AdamW8bit", "bf16 weights, 8bit moments", 10),
+        _peer("torchao-fp8", "AdamWFp8", "bf16 weights, fp8 moments", 10, **ROUNDED),
+        _peer("torchao-4bit", "AdamW4bit", "bf16 weights, 4bit moments", 8, **ROUNDED),
     )
 }

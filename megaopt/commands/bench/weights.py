@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megaopt.float8 import Float8Weight
+from megaopt.kernels.quantizers import Left
 
 __all__ = ["is_cast_afterwards", "is_float8", "weight_tensors"]
 
@@ -19,7 +20,7 @@ def is_float8(parameter: Parameter) -> bool:
 def is_cast_afterwards(parameter: Parameter) -> bool:
     """Whether the fp8 codes need all new values first: one scale, from the tensor's own amax."""
     if isinstance(parameter, Float8Weight):
-        return parameter.recipe.scaling == "current"
+        return parameter.recipe.quantizer.store.left is Left.CODES
     quantizer = getattr(parameter, "_quantizer", None)
     return type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
 

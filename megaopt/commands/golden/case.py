@@ -10,11 +10,22 @@ import torch
 
 from megaopt.float8 import RECIPES, Float8Recipe
 
-DTYPES = {
+DTYPES: dict[str, Any] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
+    "stochastic": "bfloat16_stochastic",
+    **{
+        f"{block}_{code}{rounding}": f"{block}_{code}{rounding}"
+        for block, codes in {
+            "block": ("e4m3", "e5m3"),
+            "block64": ("e4m3", "e5m3"),
+            "block32": ("e3m0", "e4m0"),
+        }.items()
+        for code in codes
+        for rounding in ("", "_nearest")
+    },
 }
 WEIGHTS = ("fp32", "bf16", "fp16")
 
@@ -54,6 +65,11 @@ MASTERS: dict[str, dict[str, Any]] = {
     "fp32-master": {"dtype": torch.float32},
     "fp16-master": {"master_weights": True, "master_weight_dtype": torch.float16},
     "remainder": {"dtype": torch.float32, "store_param_remainders": True},
+    "no-master-stochastic": {"master_weights": False, "weight_rounding": "stochastic"},
+    **{
+        f"{name.replace('_', '-')}-master": {"master_weights": True, "master_weight_dtype": name}
+        for name in ("remainder8", "remainder8_stochastic", "kahan", "kahan_stochastic")
+    },
 }
 FLOAT8: dict[str, Float8Recipe] = {
     **RECIPES,
@@ -156,10 +172,16 @@ class Case:
         return FLOAT8.get(self.parts[2].removesuffix("-weight"))
 
     @cached_property
+    def has_blocks(self) -> bool:
+        """Whether a moment is kept in blocks, as those of small parameters never are."""
+        return any(moment.startswith("block") for moment in _dtypes(self.parts[4]))
+
+    @cached_property
     def weight(self) -> torch.dtype:
         """The dtype of weights, of fp8 ones what they are to everybody."""
         if self.recipe is None:
-            return DTYPES[self.parts[2].removesuffix("-weight")]
+            own: torch.dtype = DTYPES[self.parts[2].removesuffix("-weight")]
+            return own
         return self._dtype("values", torch.bfloat16)
 
     @cached_property

@@ -40,6 +40,48 @@ FORMATS = (
     "fp16-weight/no-master/fp32-fp32",
 )
 
+# what is rounded stochastically, and masters beside their weights that lose bits
+ROUNDED = (
+    "bf16-weight/no-master-stochastic/stochastic-stochastic",
+    "bf16-weight/no-master-stochastic/fp32-fp32/capturable",
+    "fp16-weight/no-master-stochastic/bf16-stochastic",
+    "bf16-weight/no-master-stochastic/stochastic-stochastic/overflow",
+    "bf16-weight/no-master-stochastic/stochastic-stochastic/nonfinite",
+    "fp16-weight/no-master-stochastic/stochastic-fp32/nonfinite",
+    "bf16-weight/no-master-stochastic/stochastic-stochastic/resume",
+    "fp32-weight/no-master/stochastic-stochastic/late",
+    "bf16-weight/fp32-master/stochastic-fp8",
+    "bf16-weight/remainder8-master/fp32-fp32",
+    "bf16-weight/remainder8-stochastic-master/stochastic-stochastic/fp32-grad",
+    "bf16-weight/remainder8-stochastic-master/fp32-fp32/nonfinite",
+    "bf16-weight/kahan-master/fp32-fp32",
+    "bf16-weight/kahan-stochastic-master/stochastic-bf16",
+    "bf16-weight/kahan-stochastic-master/fp32-fp32/nonfinite",
+    "fp16-weight/kahan-master/fp16-fp16",
+    "fp16-weight/kahan-stochastic-master/fp32-stochastic/clip",
+    "block_1x128-weight/fp32-master/stochastic-stochastic",
+    "current-weight/fp32-master/stochastic-fp32",
+)
+
+# moments in blocks; a master or weight of each kind beside them
+BLOCKS = (
+    "bf16-weight/no-master-stochastic/block_e4m3-block_e5m3",
+    "bf16-weight/no-master-stochastic/block_e4m3-block_e5m3/nonfinite",
+    "bf16-weight/fp32-master/block_e4m3-block_e5m3",
+    "bf16-weight/fp32-master/block_e4m3-block_e5m3/resume",
+    "fp32-weight/no-master/block64_e4m3-block64_e5m3",
+    "fp32-weight/no-master/block64_e4m3-block64_e5m3/capturable",
+    "bf16-weight/remainder/block_e4m3_nearest-block_e5m3_nearest",
+    "bf16-weight/remainder8-stochastic-master/block64_e4m3_nearest-block64_e5m3_nearest/fp32-grad",
+    "bf16-weight/kahan-master/bf16-block_e5m3",
+    "fp16-weight/no-master-stochastic/block_e4m3-fp32/clip",
+    # of 4 bits
+    "bf16-weight/no-master-stochastic/block32_e3m0-block32_e4m0",
+    "bf16-weight/no-master-stochastic/block32_e3m0-block32_e4m0/nonfinite",
+    "bf16-weight/fp32-master/block32_e3m0_nearest-block32_e4m0/resume",
+    "fp32-weight/no-master/block32_e3m0-block32_e4m0_nearest/capturable",
+)
+
 # decay that is added to the gradient: moments depend on the parameter, in whatever format
 L2 = (
     "fp32-weight/no-master/fp32-fp32",
@@ -166,6 +208,7 @@ LION = (
     "bf16-weight/no-master/fp32/resume",
     "delayed-weight/fp32-master/fp32",
     "block_1x128-weight/fp32-master/fp8",
+    "bf16-weight/no-master-stochastic/stochastic",
 )
 MOMENTUM = (
     "fp32-weight/no-master/fp32",
@@ -173,6 +216,7 @@ MOMENTUM = (
     "bf16-weight/fp32-master/fp32/nonfinite",
     "bf16-weight/remainder/fp8",
     "mxfp8-weight/fp32-master/bf16",
+    "bf16-weight/remainder8-stochastic-master/stochastic",
 )
 NO_MOMENTUM = (
     "fp32-weight/no-master/no-moments",
@@ -199,17 +243,24 @@ def _without_fp8_moments(rows: Iterable[str]) -> list[str]:
 
 CASES: dict[str, list[Case]] = {
     ANY_MACHINE: [
-        *_of("ieee", "adamw", (*FORMATS, *OPTIONS, *FLOAT8)),
+        *_of("ieee", "adamw", (*FORMATS, *OPTIONS, *FLOAT8, *ROUNDED, *BLOCKS)),
         *_of("ieee", "adam", (*L2, "delayed-weight/fp32-master/fp32-fp32")),
         *_of("ieee", "adam", ("block_128x128-weight/fp32-master/fp8-fp32",)),
+        *_of("ieee", "adam", ("bf16-weight/fp32-master/block_e4m3-block_e5m3",)),
         *(case for rule in ("adamw", "adam") for case in _of("ieee", rule, (MAXIMIZE,))),
         *_of("ieee", "adamw_amsgrad", AMSGRAD),
         *_of("ieee", "adam_amsgrad", AMSGRAD),
+        *_of("ieee", "adamw_amsgrad", ("bf16-weight/fp32-master/block_e4m3-block_e5m3_nearest",)),
         *_of("ieee", "lion", LION),
+        *_of("ieee", "lion", ("bf16-weight/no-master-stochastic/block_e4m3",)),
+        *_of("ieee", "lion", ("fp32-weight/no-master/block64_e4m3_nearest/maximize",)),
         *(case for rule in ("sgd", "sgdw") for case in _of("ieee", rule, NO_MOMENTUM)),
         *_of("ieee", "sgd_momentum", (*MOMENTUM, "fp32-weight/no-master/fp32/late")),
         *_of("ieee", "sgd_momentum", ("fp32-weight/no-master/fp32/resume",)),
+        *_of("ieee", "sgd_momentum", ("bf16-weight/remainder/block64_e4m3",)),
+        *_of("ieee", "sgd_momentum", ("bf16-weight/remainder/block32_e3m0",)),
         *_of("ieee", "sgd_nesterov", MOMENTUM),
+        *_of("ieee", "sgdw_nesterov", ("bf16-weight/kahan-stochastic-master/block_e4m3",)),
         *_of("ieee", "sgdw_momentum", MOMENTUM),
         *_of("ieee", "sgdw_nesterov", MOMENTUM),
     ],

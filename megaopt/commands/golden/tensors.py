@@ -82,10 +82,22 @@ MATRICES = (
     Spec((24, 64), 1, "tiny", float8=True),
     Spec((16, 160), 1, "coarse", float8=True),
 )
+# of 4,096 elements and more, whose moments may be in blocks: rows of whole blocks and of parts
+LARGE = (
+    Spec((40, 104), 0),
+    Spec((7,), 0),
+    Spec((33, 128), 0, offset=1),
+    Spec((64, 70), 0, "late"),
+    Spec((65, 64), 1, "coarse"),
+    Spec((90, 50), 1, transposed=True),
+    Spec((2, 2100), 1, "still"),
+)
 
 
 def specs_of(case: Case) -> tuple[Spec, ...]:
     """What parameters a case has."""
+    if case.has_blocks:
+        return LARGE
     return PLAIN if case.recipe is None else MATRICES
 
 

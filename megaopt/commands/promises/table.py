@@ -91,6 +91,11 @@ PROMISES = (
     Promise("update, AMSGrad, Lion and SGD; maximize", left_to=f"is of several rules: {SUITE}"),
     Promise("step in float32, bfloat16, float16, remainder16", checks.step),
     Promise("step in scaled_float16, scaled_float8_e4m3", checks.scaled_step, ("kernels",)),
+    Promise("step in moments of 4 bits", left_to=f"is of several formats: {SUITE}"),
+    Promise(
+        "GaLoreAdamW, under one kernel, device and number of threads",
+        left_to=f"is of several kernels: {SUITE}",
+    ),
     Promise("norm of the gradients", checks.norm),
     Promise("encoding bfloat16, float16", checks.encoding),
     Promise("encoding fp8", checks.float8_encoding),

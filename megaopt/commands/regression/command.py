@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megaopt.commands.config import read_config
 from megaopt.commands.console import make_console, step_progress
-from megaopt.commands.regression.lockstep import Lane, Regression
+from megaopt.commands.regression.lockstep import Regression, Trial
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import draw_losses
 from megaopt.commands.regression.record import build_record
@@ -67,42 +67,42 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
     console.print(_table(regression))
     write_json(folder / "record.json", build_record(regression, corpus, source))
     title = f"{config.name}: {config.steps} steps on {device.type}"
-    draw_losses(folder / "losses.png", title, regression.lanes)
+    draw_losses(folder / "losses.png", title, regression.trials)
     return _report(regression, folder, console)
 
 
 def _run(regression: Regression, console: Console) -> None:
     with step_progress(console) as progress:
-        names = len(regression.lanes)
+        names = len(regression.trials)
         task = progress.add_task(f"training {names} variants", total=regression.config.steps)
         regression.run(lambda step: progress.update(task, completed=step))
 
 
-def _row(lane: Lane) -> tuple[str, ...]:
+def _row(trial: Trial) -> tuple[str, ...]:
     """Variant, baseline, final loss, whether they are identical, the first difference."""
-    loss = f"{lane.losses[-1]:.9g}"
-    if lane.baseline is None:
-        return lane.short_name, "", loss, "", ""
-    found = lane.difference
+    loss = f"{trial.losses[-1]:.9g}"
+    if trial.baseline is None:
+        return trial.short_name, "", loss, "", ""
+    found = trial.difference
     where = "" if found is None else f"step {found.step}: {found.tensor}[{found.index}]"
     identical = "[green]yes[/]" if found is None else "[red]no[/]"
-    return lane.short_name, lane.baseline.short_name, loss, identical, where
+    return trial.short_name, trial.baseline.short_name, loss, identical, where
 
 
 def _table(regression: Regression) -> Table:
-    """A row for each lane; under [float8] a section for each recipe."""
+    """A row for each trial; under [float8] a section for each recipe."""
     table = Table(title=f"{regression.config.name}: {regression.config.steps} steps")
-    recipes = [lane.variant.recipe for lane in regression.lanes]
+    recipes = [trial.variant.recipe for trial in regression.trials]
     with_recipes = regression.config.float8 is not None
     names = ("recipe", "variant", "baseline", "final loss", "identical")
     for name in names if with_recipes else names[1:]:
         table.add_column(name, no_wrap=True)
     table.add_column("first difference", overflow="fold")
-    for lane, recipe, following in zip(
-        regression.lanes, recipes, [*recipes[1:], None], strict=True
+    for trial, recipe, following in zip(
+        regression.trials, recipes, [*recipes[1:], None], strict=True
     ):
         leading = (recipe or "",) if with_recipes else ()
-        table.add_row(*leading, *_row(lane), end_section=recipe != following)
+        table.add_row(*leading, *_row(trial), end_section=recipe != following)
     return table
 
 

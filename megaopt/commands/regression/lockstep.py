@@ -17,11 +17,11 @@ from megaopt.commands.regression.compare import (
     find_mismatch,
     hash_snapshot,
 )
-from megaopt.commands.regression.crew import Crew, CrewTrainer, variants_with_ranks
 from megaopt.commands.regression.fused import FusedWeights
 from megaopt.commands.regression.resume import save_trainer
 from megaopt.commands.regression.single import FreshRun
 from megaopt.commands.regression.variants import build_trainer
+from megaopt.commands.regression.workers import WorkerGroup, WorkerTrainer, variants_with_ranks
 from megaopt.commands.toml_tables import require
 from megaopt.commands.training.text import Batches
 from megaopt.commands.training.trainer import Trainer
@@ -30,14 +30,14 @@ PROCESSES = 2
 """How many resumed variants continue at a time."""
 
 
-class Lane:
+class Trial:
     """One variant under way: its trainer, its losses, and its first difference, if any."""
 
     def __init__(
-        self, variant: Variant, trainer: Trainer | CrewTrainer, baseline: Lane | None
+        self, variant: Variant, trainer: Trainer | WorkerTrainer, baseline: Trial | None
     ) -> None:
         self.variant = variant
-        self.trainer: Trainer | CrewTrainer | None = trainer
+        self.trainer: Trainer | WorkerTrainer | None = trainer
         self.baseline = baseline
         self.losses: list[float] = []
         self.difference: Difference | None = None
@@ -56,7 +56,7 @@ class Lane:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the lane has a baseline and has not differed from it yet."""
+        """Whether the trial has a baseline and has not differed from it yet."""
         return self.baseline is not None and self.difference is None
 
     def compare_losses(self, first_step: int) -> None:
@@ -89,7 +89,7 @@ class Lane:
 
 
 class Regression:
-    """The lanes of a config, advanced together.
+    """The trials of a config, advanced together.
 
     Args:
         config: the run.
@@ -121,106 +121,108 @@ class Regression:
         self.device = device
         self.perturb = perturb
         self.perturbed = None if perturb is None else _variant_to_perturb(config, perturb)
-        self.crew = Crew(config, device, folder) if variants_with_ranks(config) else None
-        self.lanes = self._build_lanes()
+        self.workers = WorkerGroup(config, device, folder) if variants_with_ranks(config) else None
+        self.trials = self._build_trials()
 
-    def _build_lanes(self) -> list[Lane]:
+    def _build_trials(self) -> list[Trial]:
         # baselines first: whoever is compared with one needs to know it
         variants = sorted(self.config.runs, key=lambda variant: variant.baseline is not None)
-        lanes: dict[str, Lane] = {}
+        trials: dict[str, Trial] = {}
         for variant in variants:
-            baseline = None if variant.baseline is None else lanes[variant.baseline]
-            lanes[variant.name] = Lane(variant, self._build_trainer(variant), baseline)
-        return [lanes[variant.name] for variant in self.config.runs]
+            baseline = None if variant.baseline is None else trials[variant.baseline]
+            trials[variant.name] = Trial(variant, self._build_trainer(variant), baseline)
+        return [trials[variant.name] for variant in self.config.runs]
 
-    def _build_trainer(self, variant: Variant) -> Trainer | CrewTrainer:
-        if self.crew is not None and isinstance(variant, FusedVariant) and variant.ranks:
-            return CrewTrainer(variant.name, self.crew)
+    def _build_trainer(self, variant: Variant) -> Trainer | WorkerTrainer:
+        if self.workers is not None and isinstance(variant, FusedVariant) and variant.ranks:
+            return WorkerTrainer(variant.name, self.workers)
         return build_trainer(self.config, variant, self.device)
 
     def run(self, on_step: Callable[[int], None]) -> None:
-        """Trains and compares all lanes; calls on_step with the number of each finished step.
+        """Trains and compares all trials; calls on_step with the number of each finished step.
 
         Raises:
             RankError: a process of a variant with ranks failed.
             ResumeError: the fresh process of a resumed variant failed.
         """
-        with self.crew or nullcontext():
+        with self.workers or nullcontext():
             for step in range(1, self.config.steps + 1):
                 self._train_step(step)
                 self._compare_step(step)
-                self._stop_lanes_to_resume(step)
+                self._stop_trials_to_resume(step)
                 on_step(step)
-        self._finish_lanes()
-        resumed = [lane for lane in self.lanes if lane.variant.resume_after is not None]
+        self._finish_trials()
+        resumed = [trial for trial in self.trials if trial.variant.resume_after is not None]
         for first in range(0, len(resumed), PROCESSES):
             self._resume(resumed[first : first + PROCESSES])
-        for lane in self.lanes:
-            lane.sha256 = hash_snapshot(lane.final)
+        for trial in self.trials:
+            trial.sha256 = hash_snapshot(trial.final)
 
     def _train_step(self, step: int) -> None:
         batch = self.batches.at(step)
-        if self.crew is not None:
-            self.crew.begin(batch)
-        # the crew's last: until then its processes train beside this one
-        for lane in sorted(self.lanes, key=lambda lane: isinstance(lane.trainer, CrewTrainer)):
-            if lane.trainer is None:
+        if self.workers is not None:
+            self.workers.begin(batch)
+        # the workers' last: until then its processes train beside this one
+        for trial in sorted(
+            self.trials, key=lambda trial: isinstance(trial.trainer, WorkerTrainer)
+        ):
+            if trial.trainer is None:
                 continue
-            lane.losses.append(lane.trainer.train_step(batch))
-            if step == self.perturb and lane.variant == self.perturbed:
-                flip_master_bit(lane.trainer)
+            trial.losses.append(trial.trainer.train_step(batch))
+            if step == self.perturb and trial.variant == self.perturbed:
+                flip_master_bit(trial.trainer)
 
     def _compare_step(self, step: int) -> None:
         snapshots: dict[str, Snapshot] = {}
-        for lane in self.lanes:
-            if lane.trainer is None or lane.baseline is None or not lane.is_compared:
+        for trial in self.trials:
+            if trial.trainer is None or trial.baseline is None or not trial.is_compared:
                 continue
-            lane.compare_losses(step)
-            baseline = lane.baseline
+            trial.compare_losses(step)
+            baseline = trial.baseline
             if baseline.variant.name not in snapshots and baseline.trainer is not None:
                 snapshots[baseline.variant.name] = baseline.trainer.owner.snapshot()
-            snapshot = lane.trainer.owner.snapshot()
-            lane.compare_tensors(step, snapshot, snapshots[baseline.variant.name])
+            snapshot = trial.trainer.owner.snapshot()
+            trial.compare_tensors(step, snapshot, snapshots[baseline.variant.name])
 
-    def _stop_lanes_to_resume(self, step: int) -> None:
-        for lane in self.lanes:
-            if lane.trainer is not None and lane.variant.resume_after == step:
-                assert isinstance(lane.trainer, Trainer)
-                save_trainer(self._checkpoint(lane), self.config, lane.variant, lane.trainer)
-                lane.trainer = None
+    def _stop_trials_to_resume(self, step: int) -> None:
+        for trial in self.trials:
+            if trial.trainer is not None and trial.variant.resume_after == step:
+                assert isinstance(trial.trainer, Trainer)
+                save_trainer(self._checkpoint(trial), self.config, trial.variant, trial.trainer)
+                trial.trainer = None
 
-    def _checkpoint(self, lane: Lane) -> Path:
-        return self.folder / f"{lane.variant.name}.checkpoint"
+    def _checkpoint(self, trial: Trial) -> Path:
+        return self.folder / f"{trial.variant.name}.checkpoint"
 
-    def _finish_lanes(self) -> None:
-        for lane in self.lanes:
-            if lane.trainer is not None:
-                lane.final = lane.trainer.owner.snapshot()
+    def _finish_trials(self) -> None:
+        for trial in self.trials:
+            if trial.trainer is not None:
+                trial.final = trial.trainer.owner.snapshot()
 
-    def _resume(self, lanes: list[Lane]) -> None:
-        """Continues lanes side by side."""
+    def _resume(self, trials: list[Trial]) -> None:
+        """Continues trials side by side."""
         with ExitStack() as stack:
             runs = [
                 stack.enter_context(
-                    FreshRun(self.config_path, lane.variant.name, self._checkpoint(lane))
+                    FreshRun(self.config_path, trial.variant.name, self._checkpoint(trial))
                 )
-                for lane in lanes
+                for trial in trials
             ]
-            for lane, run in zip(lanes, runs, strict=True):
-                self._join(lane, *run.wait(self.device))
+            for trial, run in zip(trials, runs, strict=True):
+                self._join(trial, *run.wait(self.device))
 
-    def _join(self, lane: Lane, losses: list[float], final: Snapshot) -> None:
-        """Adds what a fresh process trained to a lane, and compares it."""
-        stopped = len(lane.losses)
-        lane.losses += losses
-        lane.final = final
-        lane.compare_losses(stopped + 1)
-        if lane.baseline is not None:
-            lane.compare_tensors(self.config.steps, lane.final, lane.baseline.final)
+    def _join(self, trial: Trial, losses: list[float], final: Snapshot) -> None:
+        """Adds what a fresh process trained to a trial, and compares it."""
+        stopped = len(trial.losses)
+        trial.losses += losses
+        trial.final = final
+        trial.compare_losses(stopped + 1)
+        if trial.baseline is not None:
+            trial.compare_tensors(self.config.steps, trial.final, trial.baseline.final)
 
     def first_difference(self) -> Difference | None:
-        """The earliest difference of all lanes."""
-        return earliest(lane.difference for lane in self.lanes)
+        """The earliest difference of all trials."""
+        return earliest(trial.difference for trial in self.trials)
 
 
 def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
@@ -238,7 +240,7 @@ def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
     )
 
 
-def flip_master_bit(trainer: Trainer | CrewTrainer) -> None:
+def flip_master_bit(trainer: Trainer | WorkerTrainer) -> None:
     """Flips one bit of one master, so that a user sees the difference caught."""
     if not isinstance(trainer.owner, FusedWeights):
         raise TypeError(f"trainer.owner = {trainer.owner!r}: only FusedAdam is perturbed")

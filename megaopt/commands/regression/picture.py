@@ -22,7 +22,7 @@ MARKERS_PER_CURVE = 8
 
 
 class Curve(Protocol):
-    """A variant as it is drawn: the lanes of the regressions."""
+    """A variant as it is drawn: the trials of the regressions."""
 
     @property
     def losses(self) -> list[float]:
@@ -47,18 +47,18 @@ class Curve(Protocol):
 
 def _draw_losses(axes: Any, baselines: Sequence[Curve], variants: Sequence[Curve]) -> None:
     """Baselines as broad pale lines, variants as markers that take turns along them."""
-    for number, lane in enumerate(baselines):
+    for number, trial in enumerate(baselines):
         colour = BASELINE_COLOURS[number % len(BASELINE_COLOURS)]
-        steps = range(1, len(lane.losses) + 1)
-        label = f"{lane.short_name} (baseline)"
+        steps = range(1, len(trial.losses) + 1)
+        label = f"{trial.short_name} (baseline)"
         # the later baseline is the narrower, so that both show where they coincide
-        axes.plot(steps, lane.losses, color=colour, linewidth=6 - 3 * min(number, 1), label=label)
-    for number, lane in enumerate(variants):
-        axes.plot(range(1, len(lane.losses) + 1), lane.losses, **_style(number, lane, variants))
+        axes.plot(steps, trial.losses, color=colour, linewidth=6 - 3 * min(number, 1), label=label)
+    for number, trial in enumerate(variants):
+        axes.plot(range(1, len(trial.losses) + 1), trial.losses, **_style(number, trial, variants))
 
 
-def _style(number: int, lane: Curve, variants: Sequence[Curve]) -> dict[str, Any]:
-    every = max(1, len(lane.losses) // MARKERS_PER_CURVE)
+def _style(number: int, trial: Curve, variants: Sequence[Curve]) -> dict[str, Any]:
+    every = max(1, len(trial.losses) // MARKERS_PER_CURVE)
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -67,35 +67,35 @@ def _style(number: int, lane: Curve, variants: Sequence[Curve]) -> dict[str, Any
         "markeredgewidth": 0.7,
         "linewidth": 0.9,
         "markevery": (number * every // max(1, len(variants)), every),
-        "label": lane.short_name,
+        "label": trial.short_name,
     }
 
 
-def _differences(lane: Curve) -> list[float]:
-    if lane.baseline is None:
+def _differences(trial: Curve) -> list[float]:
+    if trial.baseline is None:
         return []
-    return [a - b for a, b in zip(lane.losses, lane.baseline.losses, strict=True)]
+    return [a - b for a, b in zip(trial.losses, trial.baseline.losses, strict=True)]
 
 
 def _draw_differences(axes: Any, variants: Sequence[Curve]) -> None:
-    for number, lane in enumerate(variants):
-        differences = _differences(lane)
-        axes.plot(range(1, len(differences) + 1), differences, **_style(number, lane, variants))
+    for number, trial in enumerate(variants):
+        differences = _differences(trial)
+        axes.plot(range(1, len(differences) + 1), differences, **_style(number, trial, variants))
     axes.axhline(0, color="#444444", linewidth=0.6, zorder=0)
     axes.set_xlabel("step")
-    if all(lane.losses and not any(_differences(lane)) for lane in variants):
+    if all(trial.losses and not any(_differences(trial)) for trial in variants):
         _scale_to_one_unit(axes, variants)
     _mark_first_difference(axes, variants)
 
 
 def _mark_first_difference(axes: Any, variants: Sequence[Curve]) -> None:
     """A line at the first step at which any bit differs, which may be none of a loss."""
-    found = earliest(lane.difference for lane in variants)
+    found = earliest(trial.difference for trial in variants)
     if found is None:
         return
     step = found.step
     axes.axvline(step, color="#444444", linewidth=0.9, linestyle="--", zorder=0)
-    is_late = step > max(len(lane.losses) for lane in variants) / 2
+    is_late = step > max(len(trial.losses) for trial in variants) / 2
     axes.annotate(
         f"first difference: step {step}",
         (step, 0.97), xycoords=axes.get_xaxis_transform(),
@@ -106,7 +106,7 @@ def _mark_first_difference(axes: Any, variants: Sequence[Curve]) -> None:
 
 def _scale_to_one_unit(axes: Any, variants: Sequence[Curve]) -> None:
     """Where all differences are zero, shows how small one would be that still counts."""
-    losses = [loss for lane in variants for loss in lane.losses if math.isfinite(loss)]
+    losses = [loss for trial in variants for loss in trial.losses if math.isfinite(loss)]
     if not losses:
         return
     unit = float(np.spacing(np.float32(np.median(losses))))
@@ -121,7 +121,7 @@ def _scale_to_one_unit(axes: Any, variants: Sequence[Curve]) -> None:
 
 def _summary(variants: Sequence[Curve], in_short: bool = False) -> str:
     """What differs; in short for a narrow column."""
-    first = earliest(lane.difference for lane in variants)
+    first = earliest(trial.difference for trial in variants)
     if not variants:
         return "Nothing was compared"
     if first is None and in_short:
@@ -134,32 +134,32 @@ def _summary(variants: Sequence[Curve], in_short: bool = False) -> str:
     return f"Difference from the baseline: first at {where}"
 
 
-def _draw_column(upper: Any, lower: Any, lanes: Sequence[Curve]) -> None:
-    _draw_losses(upper, *_parted(lanes))
-    _draw_differences(lower, _parted(lanes)[1])
+def _draw_column(upper: Any, lower: Any, trials: Sequence[Curve]) -> None:
+    _draw_losses(upper, *_parted(trials))
+    _draw_differences(lower, _parted(trials)[1])
     for axes in (upper, lower):
         axes.grid(color="#E3E6EA", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def _parted(lanes: Sequence[Curve]) -> tuple[list[Curve], list[Curve]]:
+def _parted(trials: Sequence[Curve]) -> tuple[list[Curve], list[Curve]]:
     """Baselines, and what is compared with them."""
-    baselines = [lane for lane in lanes if lane.baseline is None]
-    return baselines, [lane for lane in lanes if lane.baseline is not None]
+    baselines = [trial for trial in trials if trial.baseline is None]
+    return baselines, [trial for trial in trials if trial.baseline is not None]
 
 
-def draw_losses(path: Path, title: str, lanes: Sequence[Curve]) -> None:
+def draw_losses(path: Path, title: str, trials: Sequence[Curve]) -> None:
     """Writes the picture as PNG: loss curves above, differences from the baselines beneath.
 
     Under [float8] in a column for each recipe.
     """
-    recipes = list(dict.fromkeys(lane.recipe for lane in lanes))
+    recipes = list(dict.fromkeys(trial.recipe for trial in trials))
     figure = Figure(figsize=(7 + 4 * len(recipes), 7.5), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(2, len(recipes), sharex=True, height_ratios=(2, 1), squeeze=False)
     for recipe, upper, lower in zip(recipes, *rows, strict=True):
-        column = [lane for lane in lanes if lane.recipe == recipe]
+        column = [trial for trial in trials if trial.recipe == recipe]
         _draw_column(upper, lower, column)
         single = len(recipes) == 1
         upper.set_title("Loss of every variant" if single else f"Losses: {recipe}", loc="left")

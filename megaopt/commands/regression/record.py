@@ -11,7 +11,7 @@ import torch
 from megaopt.commands import environment
 from megaopt.commands.config import RunConfig
 from megaopt.commands.regression.compare import Difference
-from megaopt.commands.regression.lockstep import Lane, Regression
+from megaopt.commands.regression.lockstep import Regression, Trial
 from megaopt.commands.regression.megatron.config import MegatronRun
 from megaopt.commands.training.text import Corpus
 from megaopt.source import Source
@@ -45,15 +45,15 @@ def recorded(difference: Difference | None) -> dict[str, Any] | None:
     return {k: value for k, value in dataclasses.asdict(difference).items() if value is not None}
 
 
-def _lane_record(lane: Lane) -> dict[str, Any]:
-    baseline = lane.variant.baseline
+def _trial_record(trial: Trial) -> dict[str, Any]:
+    baseline = trial.variant.baseline
     return {
-        "recipe": lane.variant.recipe,
+        "recipe": trial.variant.recipe,
         "baseline": baseline,
-        "identical": None if baseline is None else lane.difference is None,
-        "first_difference": recorded(lane.difference),
-        "losses": [loss.hex() for loss in lane.losses],
-        "sha256": lane.sha256,
+        "identical": None if baseline is None else trial.difference is None,
+        "first_difference": recorded(trial.difference),
+        "losses": [loss.hex() for loss in trial.losses],
+        "sha256": trial.sha256,
     }
 
 
@@ -63,7 +63,7 @@ def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict
     return {
         **made_with(regression.config, regression.device, corpus, source),
         "perturb": regression.perturb,
-        "variants": {lane.variant.name: _lane_record(lane) for lane in regression.lanes},
+        "variants": {trial.variant.name: _trial_record(trial) for trial in regression.trials},
         "identical": difference is None,
         "first_difference": recorded(difference),
     }

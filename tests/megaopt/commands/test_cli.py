@@ -8,50 +8,21 @@ import sys
 
 import pytest
 import torch
+from tiny_runs import UNFUSED, fused, tiny_run
 
 from megaopt.commands import cli
 
-RUN = """
-seed = 1
-steps = 2
-batch_size = 2
-device = "{device}"
-cpu_threads = 1
 
-[model]
-layers = 1
-heads = 2
-width = 32
-context = 16
-vocabulary_size = 256
-
-[optimizer]
-learning_rate = 3e-3
-weight_decay = 0.1
-
-[[variant]]
-name = "unfused"
-kind = "unfused"
-
-[[variant]]
-name = "fused"
-kind = "fused"
-baseline = "unfused"
-backend = "{backend}"
-
-[[variant]]
-name = "stopped"
-kind = "fused"
-baseline = "unfused"
-backend = "{backend}"
-resume_after = 1
-"""
+def small(device="cpu", backend="reference"):
+    """A run of two steps."""
+    run = tiny_run(2, device=device, optimizer="weight_decay = 0.1")
+    return run + UNFUSED + fused(backend=backend)
 
 
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "small.toml"
-    path.write_text(RUN.format(device="cpu", backend="reference"), encoding="utf-8")
+    path.write_text(small(), encoding="utf-8")
     return path
 
 
@@ -69,6 +40,8 @@ def megaopt(capsys, tmp_path, monkeypatch):
 
 
 def test_an_identical_run_exits_with_0(megaopt, config, tmp_path):
+    resumed = fused("resumed", resume_after=1)
+    config.write_text(small() + resumed, encoding="utf-8")
     status, out, err = megaopt("regress", config)
     assert (status, err) == (0, "")
     assert "identical" in out
@@ -80,7 +53,7 @@ def test_an_identical_run_exits_with_0(megaopt, config, tmp_path):
 def test_a_difference_exits_with_1_and_is_named(megaopt, config, tmp_path):
     status, out, err = megaopt("regress", config, "--perturb", 2, "--out", tmp_path / "elsewhere")
     assert (status, err) == (1, "")
-    assert "step 2, variant fused, tensor token_embedding.weight master_param, index 4096" in out
+    assert "step 2, variant fused, tensor token_embedding.weight master_param, index 2048" in out
     assert (tmp_path / "elsewhere" / "small" / "record.json").exists()
     assert not (tmp_path / "out").exists()
 
@@ -98,7 +71,7 @@ BAD_INPUT = {
     "perturb x": (["regress", "small.toml", "--perturb", "x"], "perturb"),
     "no such variant": (
         ["train", "small.toml", "--variant", "x"],
-        "variant must be one of unfused, fused, stopped, got 'x'",
+        "variant must be one of unfused, fused, got 'x'",
     ),
     "no such checkpoint": (["train", "small.toml", "--resume", "none"], "none: no such file"),
     "no steps": (
@@ -148,14 +121,13 @@ def full(*_):
 
 
 def test_a_record_that_cannot_be_written_is_told_after_the_table(megaopt, config, monkeypatch):
-    text = config.read_text(encoding="utf-8").replace("resume_after = 1", "")  # it saves files too
-    config.write_text(text, encoding="utf-8")
     monkeypatch.setattr("megaopt.commands.regression.record.os.fsync", full)
     status, out, err = megaopt("regress", config)
     assert (status, err) == (2, "megaopt: out/small/record.json: No space left on device\n")
     assert "small: 2 steps" in out
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_told(megaopt, config, tmp_path):
     (tmp_path / "out" / "small" / "losses.png").mkdir(parents=True)
     status, _, err = megaopt("regress", config)
@@ -185,6 +157,7 @@ def test_a_place_that_cannot_be_written_is_told_before_training(megaopt, config,
         assert f"{option[2:]} {message}, got '{place}'" in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no such limit")
 @pytest.mark.parametrize("arguments", [["regress"], ["train", "--save", "kept"]])
 def test_a_real_limit_of_the_system_is_told(config, tmp_path, arguments):
@@ -252,9 +225,9 @@ def run_as_a_process(folder, config):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_runs_from_the_command_line(tmp_path, config):
-    config.write_text(RUN.format(device="cpu", backend="triton"), encoding="utf-8")
+    config.write_text(small(backend="triton"), encoding="utf-8")
     if torch.cuda.is_available():
-        config.write_text(RUN.format(device="cuda", backend="triton"), encoding="utf-8")
+        config.write_text(small("cuda", "triton"), encoding="utf-8")
     done = run_as_a_process(tmp_path, config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical" in done.stdout
@@ -265,7 +238,7 @@ def test_a_run_on_the_gpu_is_identical_and_repeats_itself(tmp_path, config):
     pytest.importorskip(
         "tyro", reason="the commands' requirements (megaopt[cli]) are not installed"
     )
-    config.write_text(RUN.format(device="cuda", backend="triton"), encoding="utf-8")
+    config.write_text(small("cuda", "triton"), encoding="utf-8")
     records = []
     for _ in range(2):
         done = run_as_a_process(tmp_path, config)

@@ -2,38 +2,11 @@
 
 import pytest
 from checkpoints import full_disk
+from tiny_runs import UNFUSED, fused, tiny_run
 
 from megaopt.commands import cli
 
-RUN = """
-seed = 1
-steps = 2
-batch_size = 2
-device = "cpu"
-cpu_threads = 1
-
-[model]
-layers = 1
-heads = 2
-width = 32
-context = 16
-vocabulary_size = 256
-
-[optimizer]
-learning_rate = 3e-3
-weight_decay = 0.1
-
-[[variant]]
-name = "unfused"
-kind = "unfused"
-
-[[variant]]
-name = "fused"
-kind = "fused"
-baseline = "unfused"
-backend = "reference"
-"""
-
+RUN = tiny_run(2, optimizer="weight_decay = 0.1") + UNFUSED + fused()
 
 COMMANDS = {
     "record": (["regress", "small.toml"], "out/small/record.json"),

@@ -132,6 +132,7 @@ def test_a_reader_that_has_gone_is_no_error_to_tell():
     assert run_doctor("| true") == (2, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_a_closed_stdout_is_no_difference():
     assert run_doctor(">&-") == (0, "")

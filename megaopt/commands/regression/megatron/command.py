@@ -13,7 +13,7 @@ from rich.table import Table
 from megaopt.commands.console import make_console
 from megaopt.commands.regression.megatron.config import MegatronRun, read_megatron_run
 from megaopt.commands.regression.megatron.picture import draw_times
-from megaopt.commands.regression.megatron.plan import Lane
+from megaopt.commands.regression.megatron.plan import Trial
 from megaopt.commands.regression.megatron.record import build_record, measured
 from megaopt.commands.regression.megatron.regression import Outcome, Regression
 from megaopt.commands.regression.outputs import make_folder
@@ -55,11 +55,11 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
         folder = make_folder(out / run.name)
         teller = Teller(run, console)
 
-        def on_lane(outcome: Outcome) -> None:
-            teller.lane(outcome)
+        def on_trial(outcome: Outcome) -> None:
+            teller.trial(outcome)
             _write(regression, folder, corpus, source)
 
-        regression.train(on_lane, teller.step)
+        regression.train(on_trial, teller.step)
     return _report(regression, folder, console)
 
 
@@ -75,22 +75,22 @@ class Teller:
         self.run, self.console = run, console
         self.began = time.monotonic()
 
-    def step(self, lane: Lane, step: int) -> None:
+    def step(self, trial: Trial, step: int) -> None:
         """The first step of a group of processes, and some on the way."""
         every = max(1, self.run.steps // 4)
-        if step % every == 0 or step in {stretch.first for stretch in lane.stretches}:
-            self._print(f"{lane.name}: step {step} of {self.run.steps}")
+        if step % every == 0 or step in {job.first for job in trial.jobs}:
+            self._print(f"{trial.name}: step {step} of {self.run.steps}")
 
-    def lane(self, outcome: Outcome) -> None:
-        """What came of a lane."""
+    def trial(self, outcome: Outcome) -> None:
+        """What came of a trial."""
         text = "done"
         if outcome.failure is not None:
             text = f"failed: {outcome.failure}"
         elif outcome.baseline is not None:
             different = outcome.difference
-            same = f"identical to {outcome.baseline.lane.name}"
+            same = f"identical to {outcome.baseline.trial.name}"
             text = same if different is None else f"different: {different}"
-        self._print(f"{outcome.lane.name}: {text}")
+        self._print(f"{outcome.trial.name}: {text}")
 
     def _print(self, text: str) -> None:
         seconds = f"{time.monotonic() - self.began:5.0f} s  "
@@ -118,24 +118,24 @@ def _size(value: int | None) -> str:
 
 
 def _compared(regression: Regression) -> Table:
-    """A row for each lane: whether it is identical."""
+    """A row for each trial: whether it is identical."""
     run = regression.run
     table = Table(title=f"{run.name}: {run.steps} steps, {regression.device}")
     for name in ("variant", "baseline", "ranks", "final loss", "identical"):
         table.add_column(name, no_wrap=True)
     for outcome in regression.outcomes.values():
-        lane, identical = outcome.lane, ""
-        if lane.baseline is not None:
+        trial, identical = outcome.trial, ""
+        if trial.baseline is not None:
             identical = "[green]yes[/]" if outcome.difference is None else "[red]no[/]"
-        ranks = " then ".join(str(stretch.ranks) for stretch in lane.stretches)
+        ranks = " then ".join(str(job.ranks) for job in trial.jobs)
         loss = f"{outcome.losses[-1]:.9g}" if outcome.losses else ""
         state = identical if outcome.failure is None else "[red]failed[/]"
-        table.add_row(lane.name, lane.baseline or "", ranks, loss, state)
+        table.add_row(trial.name, trial.baseline or "", ranks, loss, state)
     return table
 
 
 def _measured(regression: Regression) -> Table:
-    """A row for each lane: time, memory and bytes."""
+    """A row for each trial: time, memory and bytes."""
     table = Table(title="a rank's optimizer step, norm and clip included")
     table.add_column("variant", no_wrap=True)
     for name in ("ranks", "ms", "state", "step's extra", "peak", "B/parameter"):
@@ -147,7 +147,7 @@ def _measured(regression: Regression) -> Table:
         sizes = [found[key] for key in ("state_bytes", "optimizer_extra_bytes", "peak_bytes")]
         passes = found["bytes_per_parameter"]
         table.add_row(
-            outcome.lane.name,
+            outcome.trial.name,
             str(found["ranks"]),
             f"{found['optimizer_milliseconds']:.2f}",
             *(_size(size) for size in sizes),
@@ -165,7 +165,7 @@ def _report(regression: Regression, folder: Path, console: Console) -> int:
         console.print(f"[red]different[/]: {escape(str(difference))}", soft_wrap=True)
         return 1
     if regression.failed:
-        names = ", ".join(outcome.lane.name for outcome in regression.failed)
+        names = ", ".join(outcome.trial.name for outcome in regression.failed)
         console.print(f"[red]failed[/]: {names}", soft_wrap=True, highlight=False)
         return FAILED
     console.print("[green]identical[/]: every loss, gradient norm, weight and state, bit for bit")

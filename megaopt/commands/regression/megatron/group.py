@@ -1,4 +1,4 @@
-"""The processes of a stretch: started together, watched, and ended together where one fails."""
+"""The processes of a job: started together, watched, and ended together where one fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def context_for(device: str) -> Any:
 
 
 def run_group(tasks: list[Task], on_step: Callable[[int], None]) -> None:
-    """Runs the ranks of a stretch to their end; calls on_step with each step that rank 0 finished.
+    """Runs the ranks of a job to their end; calls on_step with each step that rank 0 finished.
 
     Raises:
         RankError: a rank failed, or none finished a step in time; the message ends with what it
@@ -80,13 +80,13 @@ def _watch(tasks: list[Task], processes: Processes, on_step: Callable[[int], Non
         if failed:
             # the others may have failed because the first did: it wrote first
             first = min(failed, key=_last_word)
-            raise RankError(f"rank {first.rank} of {first.stretch.name} failed: {_told(first)}")
+            raise RankError(f"rank {first.rank} of {first.job.name} failed: {_told(first)}")
         if time.monotonic() - moved > patience:
             waiting = [
                 t.rank for t, lines in zip(tasks, watched, strict=True) if not lines.finished
             ]
             raise RankError(
-                f"{tasks[0].stretch.name}: nothing for {patience=} s; ranks {waiting} had not "
+                f"{tasks[0].job.name}: nothing for {patience=} s; ranks {waiting} had not "
                 f"finished, rank {waiting[0]} said: {_told(tasks[waiting[0]])}"
             )
         time.sleep(PAUSE)

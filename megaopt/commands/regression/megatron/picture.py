@@ -14,18 +14,18 @@ from megaopt.commands.regression.picture import BASELINE_COLOURS, COLOURS, save
 
 
 def draw_times(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
-    """Writes a PNG: a bar for each lane, the median of its optimizer steps in milliseconds."""
+    """Writes a PNG: a bar for each trial, the median of its optimizer steps in milliseconds."""
     results = [each.result for each in outcomes if each.result is not None]
     figure = Figure(figsize=(11, 1.8 + 0.42 * len(results)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     times = [1000 * result.median("optimizer_seconds") for result in results]
-    stock = [isinstance(result.lane.variant, StockVariant) for result in results]
+    stock = [isinstance(result.trial.variant, StockVariant) for result in results]
     colours = [BASELINE_COLOURS[0] if each else COLOURS[0] for each in stock]
     bars = axes.barh(range(len(results)), times, color=colours)
     axes.bar_label(bars, fmt="%.2f", padding=4)
-    ranks = [result.lane.stretches[-1].ranks for result in results]
-    names = [result.lane.name for result in results]
+    ranks = [result.trial.jobs[-1].ranks for result in results]
+    names = [result.trial.name for result in results]
     labels = [f"{name} ({count})" for name, count in zip(names, ranks, strict=True)]
     axes.set_yticks(range(len(results)), labels)
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""What is run for a config: groups of processes, each for a stretch of a variant's steps."""
+"""What is run for a config: jobs, each of which trains some steps of a variant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megaopt.commands.regression.megatron.config import MegatronRun, MegatronVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class Job:
     """Steps of a variant that one group of fresh processes trains."""
 
     name: str
@@ -30,16 +30,16 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
-    """One run of a variant: its stretches joined, to be compared with another's."""
+class Trial:
+    """One run of a variant: its jobs joined, to be compared with another's."""
 
     name: str
     """The variant's; "name.2" where it is the second run of it."""
     variant: MegatronVariant
     baseline: str | None
-    """Name of another lane."""
-    stretches: tuple[Stretch, ...]
-    """In order; the first may be that of another lane, of which it then is a beginning."""
+    """Name of another trial."""
+    jobs: tuple[Job, ...]
+    """In order; the first may be that of another trial, of which it then is a beginning."""
 
 
 def settings(variant: MegatronVariant) -> MegatronVariant:
@@ -57,54 +57,54 @@ def runs_of(variant: MegatronVariant) -> list[tuple[str, str | None]]:
     return [(variant.name, variant.baseline), *more]
 
 
-def straight_lanes(run: MegatronRun) -> list[Lane]:
-    """The lanes that are not resumed; they save where a resumed one needs their checkpoint."""
-    lanes = []
+def straight_trials(run: MegatronRun) -> list[Trial]:
+    """The trials that are not resumed; they save where a resumed one needs their checkpoint."""
+    trials = []
     for variant in (each for each in run.variant if each.resume_after is None):
         saves = {v.resume_after for v in run.variant if settings(v) == settings(variant)}
         wanted = tuple(sorted(step for step in saves if step is not None))
         for name, baseline in runs_of(variant):
-            stretch = Stretch(
+            job = Job(
                 name=name, variant=variant, ranks=run.megatron.ranks, first=1, last=run.steps,
                 save_after=wanted if name == variant.name else (),
             )  # fmt: skip
-            lanes.append(Lane(name=name, variant=variant, baseline=baseline, stretches=(stretch,)))
-    return lanes
+            trials.append(Trial(name=name, variant=variant, baseline=baseline, jobs=(job,)))
+    return trials
 
 
-def resumed_lanes(run: MegatronRun, straight: list[Lane]) -> list[Lane]:
-    """The resumed lanes; each continues a straight one of equal settings, where there is one."""
-    lanes = []
-    trunks = {settings(lane.variant): lane.stretches[0] for lane in reversed(straight)}
+def resumed_trials(run: MegatronRun, straight: list[Trial]) -> list[Trial]:
+    """The resumed trials; each continues a straight one of equal settings, where there is one."""
+    trials = []
+    trunks = {settings(trial.variant): trial.jobs[0] for trial in reversed(straight)}
     for variant in (each for each in run.variant if each.resume_after is not None):
         step, ranks = variant.resume_after or 0, run.megatron.ranks
         trunk = trunks.get(settings(variant))
         for name, baseline in runs_of(variant):
-            beginning = trunk or Stretch(
+            beginning = trunk or Job(
                 name=f"{name}-begun", variant=variant, ranks=ranks, first=1, last=step,
                 save_after=(step,),
             )  # fmt: skip
-            rest = Stretch(
+            rest = Job(
                 name=name, variant=variant, ranks=variant.resume_ranks or ranks, first=step + 1,
                 last=run.steps, load=beginning.checkpoint(step),
             )  # fmt: skip
-            stretches = (beginning, rest)
-            lanes.append(Lane(name=name, variant=variant, baseline=baseline, stretches=stretches))
-    return lanes
+            jobs = (beginning, rest)
+            trials.append(Trial(name=name, variant=variant, baseline=baseline, jobs=jobs))
+    return trials
 
 
-def plan_lanes(run: MegatronRun) -> list[Lane]:
-    """All lanes in the order in which they are run: each after what it is compared with."""
-    straight = straight_lanes(run)
-    lanes = [*straight, *resumed_lanes(run, straight)]
+def plan_trials(run: MegatronRun) -> list[Trial]:
+    """All trials in the order in which they are run: each after what it is compared with."""
+    straight = straight_trials(run)
+    trials = [*straight, *resumed_trials(run, straight)]
     order = {variant.name: number for number, variant in enumerate(run.variant)}
-    # a lane that another starts from comes before it, hence straight ones first
+    # a trial that another starts from comes before it, hence straight ones first
     return sorted(
-        lanes,
-        key=lambda lane: (
-            len(lane.stretches),
-            lane.variant.baseline is not None,
-            order[lane.variant.name],
-            lane.name != lane.variant.name,
+        trials,
+        key=lambda trial: (
+            len(trial.jobs),
+            trial.variant.baseline is not None,
+            order[trial.variant.name],
+            trial.name != trial.variant.name,
         ),
     )

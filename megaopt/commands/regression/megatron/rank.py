@@ -1,4 +1,4 @@
-"""What a rank's process does: trains a stretch of a variant's steps and writes down its bits.
+"""What a rank's process does: trains a job's steps of a variant and writes down its bits.
 
 A line of JSON for each step, as soon as it is made, and one at the end with the bytes of memory.
 """
@@ -40,7 +40,7 @@ from megaopt.commands.regression.megatron.optimizer import (
     build_optimizer,
     distributed_optimizers,
 )
-from megaopt.commands.regression.megatron.plan import Stretch
+from megaopt.commands.regression.megatron.plan import Job
 from megaopt.commands.regression.processes import print_into
 from megaopt.commands.training.text import Batches, Corpus, batches_of
 
@@ -59,24 +59,24 @@ class Task:
     """What a rank's process is told."""
 
     run: MegatronRun
-    stretch: Stretch
+    job: Job
     rank: int
     device: str
     """ "cuda" or "cpu"."""
     folder: Path
-    """Where the ranks of all stretches meet, write and save."""
+    """Where the ranks of all jobs meet, write and save."""
     perturb: int | None = None
     """Step after which this rank flips one bit of a master; None: never."""
 
     @property
     def lines(self) -> Path:
         """The file of what it writes down."""
-        return self.folder / f"{self.stretch.name}-rank{self.rank}.jsonl"
+        return self.folder / f"{self.job.name}-rank{self.rank}.jsonl"
 
     @property
     def log(self) -> Path:
         """The file of what it prints."""
-        return self.folder / f"{self.stretch.name}-rank{self.rank}.log"
+        return self.folder / f"{self.job.name}-rank{self.rank}.log"
 
     @property
     def tokens(self) -> Path:
@@ -101,7 +101,7 @@ def serve(task: Task, parent: Connection) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         os.environ.update(settings())
-        ranks = str(task.stretch.ranks)
+        ranks = str(task.job.ranks)
         os.environ.update(RANK=str(task.rank), LOCAL_RANK=str(task.rank), WORLD_SIZE=ranks)
         device = _meet(task)
         Training(task, device).train()
@@ -135,9 +135,9 @@ def _meet(task: Task) -> torch.device:
         pretend_cuda()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        f"file://{task.folder / task.stretch.name}.meeting",
+        f"file://{task.folder / task.job.name}.meeting",
         timedelta(seconds=task.run.patience),
-        world_size=task.stretch.ranks,
+        world_size=task.job.ranks,
         rank=task.rank,
     )
     megatron("parallel_state").initialize_model_parallel(
@@ -153,15 +153,15 @@ def _meet(task: Task) -> torch.device:
 
 
 class Training:
-    """A rank's model, optimizer and text, and the steps of its stretch."""
+    """A rank's model, optimizer and text, and the steps of its job."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.task, self.device = task, device
-        run, stretch = task.run, task.stretch
+        run, job = task.run, task.job
         self.config = transformer_config(run, device)
         gpt = build_gpt(run, self.config, device)
-        self.chunk = wrap(run, stretch.variant, self.config, gpt)
-        self.optimizer = build_optimizer(run, stretch.variant, self.chunk)
+        self.chunk = wrap(run, job.variant, self.config, gpt)
+        self.optimizer = build_optimizer(run, job.variant, self.chunk)
         connect(self.config, self.chunk, self.optimizer)
         self.schedule = Schedule(run, self.optimizer)
         groups = megatron("parallel_state")
@@ -173,20 +173,20 @@ class Training:
             device,
         )
         self.tensor_rank = groups.get_tensor_model_parallel_rank()
-        if stretch.load is not None:
-            checkpoint.load(task.folder / stretch.load, self.chunk, self.optimizer)
-            if isinstance(stretch.variant, StockVariant) and stretch.variant.cast_after_load:
+        if job.load is not None:
+            checkpoint.load(task.folder / job.load, self.chunk, self.optimizer)
+            if isinstance(job.variant, StockVariant) and job.variant.cast_after_load:
                 checkpoint.cast_masters(self.chunk, self.optimizer)
 
     def train(self) -> None:
         """Makes the steps, writing a line for each."""
-        stretch = self.task.stretch
+        job = self.task.job
         with self.task.lines.open("w", encoding="utf-8") as lines:
             _write(lines, {"started": True})
-            for step in range(stretch.first, stretch.last + 1):
+            for step in range(job.first, job.last + 1):
                 _write(lines, {"step": step, **self._step(step)})
-                if step in stretch.save_after:
-                    folder = self.task.folder / stretch.checkpoint(step)
+                if step in job.save_after:
+                    folder = self.task.folder / job.checkpoint(step)
                     checkpoint.save(folder, self.chunk, self.optimizer)
             _write(lines, {"summary": self._summary()})
 

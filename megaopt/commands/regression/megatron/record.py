@@ -21,7 +21,7 @@ PACKAGES = ("megatron-core", "transformer_engine", "apex")
 def measured(regression: Regression, result: Result) -> dict[str, Any]:
     """Times, memory, and the bytes that a step should move."""
     fused_clip = is_installed("transformer_engine") or is_installed("apex")
-    variant = result.lane.variant
+    variant = result.trial.variant
     return {
         "optimizer_milliseconds": 1000 * result.median("optimizer_seconds"),
         "step_milliseconds": 1000 * result.median("seconds"),
@@ -31,18 +31,18 @@ def measured(regression: Regression, result: Result) -> dict[str, Any]:
         "optimizer_extra_bytes": result.largest("optimizer_extra_bytes"),
         "allocated_bytes": result.largest("allocated_bytes"),
         "bytes_per_parameter": bytes_per_parameter(regression.run, variant, fused_clip),
-        "ranks": result.lane.stretches[-1].ranks,
+        "ranks": result.trial.jobs[-1].ranks,
         "summaries": result.summaries,
     }
 
 
 def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
-    """What is known of a lane."""
+    """What is known of a trial."""
     difference, result = outcome.difference, outcome.result
-    compared = outcome.lane.baseline is not None and outcome.failure is None
+    compared = outcome.trial.baseline is not None and outcome.failure is None
     record: dict[str, Any] = {
-        "variant": outcome.lane.variant.name,
-        "baseline": outcome.lane.baseline,
+        "variant": outcome.trial.variant.name,
+        "baseline": outcome.trial.baseline,
         "identical": difference is None if compared else None,
         "first_difference": recorded(difference),
         "failure": outcome.failure,
@@ -62,7 +62,7 @@ def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
 def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
     """The record of a regression so far; losses and norms are hexadecimal floats."""
     difference = regression.first_difference()
-    finished = len(regression.outcomes) == len(regression.lanes)
+    finished = len(regression.outcomes) == len(regression.trials)
     record = made_with(regression.run, torch.device(regression.device), corpus, source)
     record["versions"] |= {name: environment.installed_version(name) for name in PACKAGES}
     return {

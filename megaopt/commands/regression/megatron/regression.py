@@ -1,4 +1,4 @@
-"""The lanes of a Megatron-Core regression, run one after another and compared."""
+"""The trials of a Megatron-Core regression, run one after another and compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.compare import Difference, earliest
 from megaopt.commands.regression.megatron.config import MegatronRun, StockVariant
 from megaopt.commands.regression.megatron.group import run_group
-from megaopt.commands.regression.megatron.plan import Lane, Stretch, plan_lanes
+from megaopt.commands.regression.megatron.plan import Job, Trial, plan_trials
 from megaopt.commands.regression.megatron.rank import Task
 from megaopt.commands.regression.megatron.result import (
     Result,
@@ -27,22 +27,22 @@ from megaopt.commands.training.text import Corpus
 
 
 class Outcome:
-    """A lane that was run: its result and its first difference, or why it has none."""
+    """A trial that was run: its result and its first difference, or why it has none."""
 
-    def __init__(self, lane: Lane, baseline: Outcome | None) -> None:
-        self.lane, self.baseline = lane, baseline
+    def __init__(self, trial: Trial, baseline: Outcome | None) -> None:
+        self.trial, self.baseline = trial, baseline
         self.result: Result | None = None
         self.difference: Difference | None = None
         self.failure: str | None = None
 
     @property
     def short_name(self) -> str:
-        """The lane's name."""
-        return self.lane.name
+        """The trial's name."""
+        return self.trial.name
 
     @property
     def recipe(self) -> None:
-        """One picture has all lanes."""
+        """One picture has all trials."""
         return None
 
     @property
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class Regression:
-    """The lanes of a config.
+    """The trials of a config.
 
     Args:
         run: the config.
@@ -76,65 +76,65 @@ class Regression:
         perturb: int | None = None,
     ) -> None:
         self.run, self.device, self.folder, self.perturb = run, device, folder, perturb
-        self.lanes = plan_lanes(run)
-        self.perturbed = None if perturb is None else stretch_to_perturb(run, self.lanes, perturb)
+        self.trials = plan_trials(run)
+        self.perturbed = None if perturb is None else job_to_perturb(run, self.trials, perturb)
         self.outcomes: dict[str, Outcome] = {}
         self._trained: dict[str, str | None] = {}
         require_parts(run, device)
         np.save(folder / "tokens.npy", corpus.tokens.numpy())
 
     def train(
-        self, on_lane: Callable[[Outcome], None], on_step: Callable[[Lane, int], None]
+        self, on_trial: Callable[[Outcome], None], on_step: Callable[[Trial, int], None]
     ) -> None:
-        """Runs and compares all lanes; a failed one does not keep the others from running.
+        """Runs and compares all trials; a failed one does not keep the others from running.
 
         Args:
-            on_lane: called with each lane that ended, well or not.
-            on_step: called with a lane and the step that it finished.
+            on_trial: called with each trial that ended, well or not.
+            on_step: called with a trial and the step that it finished.
         """
-        for lane in self.lanes:
-            baseline = None if lane.baseline is None else self.outcomes[lane.baseline]
-            outcome = self.outcomes[lane.name] = Outcome(lane, baseline)
-            outcome.failure = self._train_lane(lane, on_step)
+        for trial in self.trials:
+            baseline = None if trial.baseline is None else self.outcomes[trial.baseline]
+            outcome = self.outcomes[trial.name] = Outcome(trial, baseline)
+            outcome.failure = self._train_trial(trial, on_step)
             if outcome.failure is None:
                 self._compare(outcome)
-            on_lane(outcome)
+            on_trial(outcome)
 
-    def _train_lane(self, lane: Lane, on_step: Callable[[Lane, int], None]) -> str | None:
-        """Trains the stretches that were not trained yet; why a process failed, or None."""
-        for stretch in lane.stretches:
-            if stretch.name not in self._trained:
-                self._trained[stretch.name] = self._train_stretch(lane, stretch, on_step)
-            if (failure := self._trained[stretch.name]) is not None:
+    def _train_trial(self, trial: Trial, on_step: Callable[[Trial, int], None]) -> str | None:
+        """Trains the jobs that were not trained yet; why a process failed, or None."""
+        for job in trial.jobs:
+            if job.name not in self._trained:
+                self._trained[job.name] = self._train_job(trial, job, on_step)
+            if (failure := self._trained[job.name]) is not None:
                 return failure
         return None
 
-    def _train_stretch(
-        self, lane: Lane, stretch: Stretch, on_step: Callable[[Lane, int], None]
+    def _train_job(
+        self, trial: Trial, job: Job, on_step: Callable[[Trial, int], None]
     ) -> str | None:
         tasks = [
             Task(
                 run=self.run,
-                stretch=stretch,
+                job=job,
                 rank=rank,
                 device=self.device,
                 folder=self.folder,
-                perturb=self.perturb if stretch == self.perturbed and rank == 0 else None,
+                perturb=self.perturb if job == self.perturbed and rank == 0 else None,
             )
-            for rank in range(stretch.ranks)
+            for rank in range(job.ranks)
         ]
         try:
-            run_group(tasks, lambda step: on_step(lane, step))
+            run_group(tasks, lambda step: on_step(trial, step))
         except RankError as error:
             return str(error)
         return None
 
     def _compare(self, outcome: Outcome) -> None:
-        outcome.result = read_result(outcome.lane, self.folder)
+        outcome.result = read_result(outcome.trial, self.folder)
         if outcome.baseline is None:
             return
         if outcome.baseline.result is None:
-            outcome.failure = f"its baseline {outcome.baseline.lane.name} failed"
+            outcome.failure = f"its baseline {outcome.baseline.trial.name} failed"
             return
         try:
             outcome.difference = find_difference(outcome.result, outcome.baseline.result)
@@ -142,12 +142,12 @@ class Regression:
             outcome.failure = str(error)
 
     def first_difference(self) -> Difference | None:
-        """The earliest difference of all lanes."""
+        """The earliest difference of all trials."""
         return earliest(each.difference for each in self.outcomes.values())
 
     @property
     def failed(self) -> list[Outcome]:
-        """The lanes that could not be run or compared."""
+        """The trials that could not be run or compared."""
         return [each for each in self.outcomes.values() if each.failure is not None]
 
 
@@ -179,19 +179,19 @@ def is_installed(name: str) -> bool:
         return False
 
 
-def stretch_to_perturb(run: MegatronRun, lanes: list[Lane], step: int) -> Stretch:
-    """The stretch of the first compared lane with fp32 masters of Megatron's that trains a step.
+def job_to_perturb(run: MegatronRun, trials: list[Trial], step: int) -> Job:
+    """The job of the first compared trial with fp32 masters of Megatron's that trains a step.
 
     Raises:
         ConfigError: there is none.
     """
     allowed = f"a step of the run, from 1 to {run.steps}"
     require(1 <= step <= run.steps, "perturb", step, allowed)
-    for lane in lanes:
-        stretch = lane.stretches[-1]
-        compared = lane.baseline is not None and lane.variant.mode == "main_shards"
-        if compared and stretch.first <= step <= stretch.last:
-            return stretch
+    for trial in trials:
+        job = trial.jobs[-1]
+        compared = trial.baseline is not None and trial.variant.mode == "main_shards"
+        if compared and job.first <= step <= job.last:
+            return job
     raise ConfigError(
         f"perturb must be a step at which a variant of {run.name} that has a baseline and "
         f"mode = 'main_shards' trains, got {step}"

@@ -1,4 +1,4 @@
-"""What a lane's ranks wrote down, joined, and the first place where two lanes differ."""
+"""What a trial's ranks wrote down, joined, and the first place where two trials differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaopt.commands.regression.compare import Difference
-from megaopt.commands.regression.megatron.plan import Lane, Stretch
+from megaopt.commands.regression.megatron.plan import Job, Trial
 
 WARM_UP = 3
 """Steps of a group of processes whose times are not counted: the first compile and allocate."""
@@ -19,7 +19,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A step of a lane, of all ranks."""
+    """A step of a trial, of all ranks."""
 
     number: int
     ranks: tuple[dict[str, Any], ...]
@@ -44,12 +44,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A finished lane."""
+    """A finished trial."""
 
-    lane: Lane
+    trial: Trial
     steps: tuple[Step, ...]
     summaries: tuple[dict[str, Any], ...]
-    """Of the last stretch's ranks."""
+    """Of the last job's ranks."""
 
     @property
     def losses(self) -> list[float]:
@@ -58,8 +58,8 @@ class Result:
 
     @property
     def measured(self) -> tuple[Step, ...]:
-        """The steps of the last stretch without its first ones."""
-        own = [step for step in self.steps if step.number >= self.lane.stretches[-1].first]
+        """The steps of the last job without its first ones."""
+        own = [step for step in self.steps if step.number >= self.trial.jobs[-1].first]
         return tuple(own[WARM_UP:] or own)
 
     def median(self, key: str) -> float:
@@ -79,29 +79,29 @@ class Result:
         return max(int(each["state_bytes"]) for each in self.summaries)
 
 
-def read_lines(stretch: Stretch, folder: Path) -> list[list[dict[str, Any]]]:
-    """The lines of each rank of a stretch."""
-    files = [folder / f"{stretch.name}-rank{rank}.jsonl" for rank in range(stretch.ranks)]
+def read_lines(job: Job, folder: Path) -> list[list[dict[str, Any]]]:
+    """The lines of each rank of a job."""
+    files = [folder / f"{job.name}-rank{rank}.jsonl" for rank in range(job.ranks)]
     return [
         [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         for file in files
     ]
 
 
-def read_result(lane: Lane, folder: Path) -> Result:
-    """Joins the files of a lane's ranks."""
+def read_result(trial: Trial, folder: Path) -> Result:
+    """Joins the files of a trial's ranks."""
     steps: list[Step] = []
-    begins = [stretch.first for stretch in lane.stretches[1:]]
-    for stretch, until in zip(lane.stretches, [*begins, None], strict=True):
-        ranks = read_lines(stretch, folder)
+    begins = [job.first for job in trial.jobs[1:]]
+    for job, until in zip(trial.jobs, [*begins, None], strict=True):
+        ranks = read_lines(job, folder)
         rows = zip(*([line for line in rank if "step" in line] for rank in ranks), strict=True)
         for row in rows:
             number = row[0]["step"]
-            # a beginning that another lane trained goes on in that one
+            # a beginning that another trial trained goes on in that one
             if until is None or number < until:
                 steps.append(Step(number=number, ranks=row))
     summaries = tuple(rank[-1]["summary"] for rank in ranks)
-    return Result(lane=lane, steps=tuple(steps), summaries=summaries)
+    return Result(trial=trial, steps=tuple(steps), summaries=summaries)
 
 
 def find_difference(result: Result, baseline: Result) -> Difference | None:
@@ -119,7 +119,7 @@ def find_difference(result: Result, baseline: Result) -> Difference | None:
         for name, value in bits.items():
             if value != expected[name]:
                 return Difference(
-                    step=own.number, variant=result.lane.name, baseline=baseline.lane.name,
+                    step=own.number, variant=result.trial.name, baseline=baseline.trial.name,
                     tensor=name, bits=value, baseline_bits=expected[name],
                 )  # fmt: skip
     return None

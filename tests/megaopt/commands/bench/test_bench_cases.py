@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+import megaopt
 from megaopt.commands.bench import cases
 from megaopt.commands.bench.cases import MODES, Mode, select
 from megaopt.commands.bench.instance import build, bytes_per_step
@@ -28,6 +29,11 @@ BYTES = {
     "fp8-block_128x128": 27,
     "fp8-block_1x128": 27,
     "fp8-mxfp8": 27,
+    "stochastic": 14,
+    "remainder8_stochastic": 24,
+    "kahan_stochastic": 26,
+    "lion": 20,
+    "sgd": 20,
     "fp32": 28,
 }
 PLAIN = {name: mode for name, mode in IEEE_MODES.items() if mode.recipe is None}
@@ -94,8 +100,10 @@ def test_modes_of_other_contracts_are_left_out_or_named_after_them(
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
-    # no call of TransformerEngine's casts masters to these
-    assert bool(mode.against) == (mode.name not in ("fp8-block_1x128", "fp8-mxfp8"))
+    # no call of TransformerEngine's casts masters to these, and nobody keeps what the others keep
+    alone = {"fp8-block_1x128", "fp8-mxfp8", "stochastic", "lion", "sgd"}
+    alone |= {"remainder8_stochastic", "kahan_stochastic"}
+    assert bool(mode.against) == (mode.name not in alone)
     for name in {*mode.against, *([mode.twin] if mode.twin else [])}:
         assert PEERS[name].weight_dtype == mode.weight_dtype
         assert PEERS[name].bytes_per_parameter == mode.bytes_per_parameter
@@ -109,11 +117,14 @@ def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
 def test_contract_and_formats_reach_the_optimizer(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cases, "FusedAdam", lambda parameters, **options: (parameters, options))
+    monkeypatch.setattr(
+        megaopt, mode.kind, lambda given, **options: (given, options), raising=False
+    )
     parameters, options = mode.optimizer((1, 2), backend="triton")
     assert parameters == [1, 2]
-    expected = {"lr": 1e-3, "weight_decay": 0.1, "contract": mode.contract, "backend": "triton"}
-    assert options == {**expected, **mode.options}
+    expected = {"lr": 1e-3, "weight_decay": 0.1, "backend": "triton", **mode.options}
+    contract = {"contract": mode.contract} if mode.kind == "FusedAdam" else {}
+    assert options == {**expected, **contract}
 
 
 def test_select_takes_names_in_the_tables_order() -> None:

@@ -48,7 +48,7 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_why_not", lambda: None)
+    monkeypatch.setattr(command, "why_not", lambda: None)
     monkeypatch.setattr(command, "_measure_all", not_called)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     (tmp_path / "file").touch()
@@ -124,7 +124,7 @@ def test_peers_are_measured_unless_refused(
         seen.extend(cases)
         return [Result(case, None, "not measured") for case in cases]
 
-    monkeypatch.setattr(command, "_why_not", lambda: None)
+    monkeypatch.setattr(command, "why_not", lambda: None)
     monkeypatch.setattr(command, "_installed", lambda cases: (cases, {}))
     monkeypatch.setattr(command, "_measure_all", measured)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

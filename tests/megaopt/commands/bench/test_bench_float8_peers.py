@@ -15,7 +15,7 @@ from megaopt.commands.bench import float8_peers
 from megaopt.commands.bench.cases import MODES, Mode
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.instance import build, bytes_per_step
-from megaopt.commands.bench.peers import PEERS, Float8Peer
+from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.float8 import RECIPES, Float8Recipe
 from megaopt.kernels.contracts import CONTRACTS, Contract
@@ -23,7 +23,7 @@ from megaopt.kernels.float8 import dequantize_reference, quantize_reference
 
 CPU = torch.device("cpu")
 MATRICES = TensorSet.of_shapes("m", "", [(130, 160), (96,), (16, 48)])
-FLOAT8 = {name: peer for name, peer in PEERS.items() if isinstance(peer, Float8Peer)}
+FLOAT8 = {name: peer for name, peer in PEERS.items() if peer.scaling}
 E4M3 = object()
 SEEN: list[Any] = []
 
@@ -165,7 +165,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(float8_peers, "one_rank_group", lambda _: "group")
-    monkeypatch.setattr(Float8Peer, "why_not", lambda _: None)
+    monkeypatch.setattr(Peer, "why_not", lambda _: None)
     SEEN.clear()
     return tex
 
@@ -181,7 +181,7 @@ class OnReference(Mode):
 def promised(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Gives a mode of ours, of the operations of ieee, that promises a peer's bits."""
 
-    def make(peer: Float8Peer) -> Mode:
+    def make(peer: Peer) -> Mode:
         contract = Contract("promised", "the peer's", CONTRACTS["ieee"].backends)
         monkeypatch.setitem(CONTRACTS, "ieee", contract)
         mode = MODES[f"fp8-{peer.scaling}"]
@@ -194,14 +194,14 @@ def promised(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("peer", FLOAT8.values(), ids=FLOAT8)
-def test_peer_steps_from_the_same_masters_to_the_same_bits(peer: Float8Peer, promised: Any) -> None:
+def test_peer_steps_from_the_same_masters_to_the_same_bits(peer: Peer, promised: Any) -> None:
     """Codes, scales, histories, masters and moments, four steps, gradients of both dtypes."""
     assert check(promised(peer), MATRICES, CPU) == Check(peer.name)
     assert all((seen["lr"], seen["weight_decay"]) == (1e-3, 0.1) for seen in SEEN)
 
 
 @pytest.mark.parametrize("peer", FLOAT8.values(), ids=FLOAT8)
-def test_peers_bytes_are_those_of_ours(peer: Float8Peer) -> None:
+def test_peers_bytes_are_those_of_ours(peer: Peer) -> None:
     counted = []
     mode = MODES[f"fp8-{peer.scaling}"]
     for subject in (peer, mode):
@@ -211,7 +211,7 @@ def test_peers_bytes_are_those_of_ours(peer: Float8Peer) -> None:
     assert counted[0] == counted[1]
 
 
-def first_difference(peer: Float8Peer, promised: Any) -> str:
+def first_difference(peer: Peer, promised: Any) -> str:
     return str(check(promised(peer), MATRICES, CPU).difference)
 
 

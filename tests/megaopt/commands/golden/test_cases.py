@@ -12,9 +12,16 @@ from megaopt.commands.golden.record import packaged
 from megaopt.float8 import RECIPES
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8.recipe import ALGORITHMS, FLOAT8
-from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS, FormatTable
+from megaopt.kernels.formats import (
+    GRADS,
+    MASTERS,
+    MOMENTS,
+    STOCHASTIC_WEIGHTS,
+    WEIGHTS,
+    FormatTable,
+)
 from megaopt.kernels.rules import RULES
-from megaopt.options import NONFINITE
+from megaopt.options import NONFINITE, ROUNDINGS
 
 EVERY = [case for cases in CASES.values() for case in cases]
 MASTER_DTYPES = {
@@ -25,12 +32,24 @@ MASTER_DTYPES = {
 }
 
 
+ROUNDED = [f"{each}{how}" for each in ("remainder8", "kahan") for how in ("", "_stochastic")]
+
+
+def by_dtype(table):
+    """The formats that are crossed with all others: those of a dtype of their own.
+
+    The masters that lose bits, and what is rounded stochastically, read and write as these do.
+    """
+    lossy = {table[name].dtype for name in ROUNDED if name in table}
+    return [each for each in table.allowed if not isinstance(each, str) and each not in lossy]
+
+
 def moments(case):
     return case.options["exp_avg_dtype"], case.options["exp_avg_sq_dtype"]
 
 
 def master(case):
-    return MASTER_DTYPES[case.parts[3]]
+    return MASTER_DTYPES.get(case.parts[3], case.parts[3])
 
 
 def rule(case):
@@ -39,7 +58,7 @@ def rule(case):
 
 def weights_with_masters():
     """An fp32 weight is its own master, and only bf16 is half of one."""
-    for weight, form in itertools.product(WEIGHTS.allowed, MASTERS.allowed):
+    for weight, form in itertools.product(WEIGHTS.allowed, by_dtype(MASTERS)):
         own = weight == torch.float32 and form is not None
         if not own and not (form == torch.int16 and weight != torch.bfloat16):
             yield weight, form
@@ -64,16 +83,32 @@ WANTED = {
         lambda: {(case.weight, master(case)) for case in PLAIN},
     ),
     "exp_avg and exp_avg_sq": (
-        lambda: itertools.product(MOMENTS.allowed, MOMENTS.allowed),
+        lambda: itertools.product(by_dtype(MOMENTS), by_dtype(MOMENTS)),
         lambda: {moments(case) for case in PLAIN},
     ),
     "master and exp_avg": (
-        lambda: itertools.product(MASTERS.allowed, MOMENTS.allowed),
+        lambda: itertools.product(by_dtype(MASTERS), by_dtype(MOMENTS)),
         lambda: {(master(case), moments(case)[0]) for case in PLAIN},
     ),
     "master and exp_avg_sq": (
-        lambda: itertools.product(MASTERS.allowed, MOMENTS.allowed),
+        lambda: itertools.product(by_dtype(MASTERS), by_dtype(MOMENTS)),
         lambda: {(master(case), moments(case)[1]) for case in PLAIN},
+    ),
+    "master that loses bits, and its weight": (
+        lambda: (
+            (form.requires_weight, name.replace("_float16", ""))
+            for name, form in MASTERS.items()
+            if name.removesuffix("_stochastic").removesuffix("_float16") in ROUNDED
+        ),
+        lambda: {(case.weight, case.options.get("master_weight_dtype")) for case in PLAIN},
+    ),
+    "moment by name": (
+        lambda: [each for each in MOMENTS.allowed if isinstance(each, str)],
+        lambda: {moment for case in PLAIN for moment in moments(case)},
+    ),
+    "rounding of weights": (
+        lambda: itertools.product(ROUNDINGS, STOCHASTIC_WEIGHTS.allowed),
+        lambda: {(case.options.get("weight_rounding", "nearest"), case.weight) for case in PLAIN},
     ),
     "scaling and dtype of fp8 weights": (
         lambda: itertools.product(RECIPES, FLOAT8),
@@ -81,7 +116,7 @@ WANTED = {
     ),
     "scaling and master of fp8 weights": (
         lambda: itertools.product(
-            RECIPES, [form for form in MASTERS.allowed if form != torch.int16]
+            RECIPES, [form for form in by_dtype(MASTERS) if form != torch.int16]
         ),
         lambda: {(case.recipe.scaling, master(case)) for case in IN_FP8},
     ),

@@ -20,22 +20,39 @@ QUICK = {
 }
 
 
-def cases_of(part):
-    return pytest.mark.parametrize("case", CASES[part], ids=lambda case: case.name)
+def with_new_words(cases):
+    """Names of the cases with a rule, format or variation that no case before them has."""
+    seen, found = set(), set()
+    for case in cases:
+        words = {*case.name.split("/")}
+        if not words <= seen:
+            found.add(case.name)
+        seen |= words
+    return found
 
 
-@cases_of(ANY_MACHINE)
+def cases_of(part, quick=None):
+    """All of a part; those whose names are not in `quick` are slow."""
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(
+                case,
+                marks=() if quick is None or case.name in quick else pytest.mark.slow,
+                id=case.name,
+            )
+            for case in CASES[part]
+        ],
+    )
+
+
+@cases_of(ANY_MACHINE, with_new_words(CASES[ANY_MACHINE]))
+@pytest.mark.halved
 def test_the_reference_has_the_bits_of_the_record(case):
     assert run(case, "reference", CPU) == RECORD.digests[ANY_MACHINE][case.name]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow, id=case.name)
-        for case in CASES[ANY_MACHINE]
-    ],
-)
+@cases_of(ANY_MACHINE, QUICK)
 def test_the_kernels_have_the_bits_of_the_record(case, device):
     assert run(case, "triton", device) == RECORD.digests[ANY_MACHINE][case.name]
 

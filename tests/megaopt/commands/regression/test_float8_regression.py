@@ -14,7 +14,6 @@ from megaopt.commands.bits import pack
 from megaopt.commands.config import ConfigError, read_config
 from megaopt.commands.regression import fake_quantize
 from megaopt.commands.regression.compare import find_mismatch
-from megaopt.commands.regression.crew import CrewTrainer, Reply
 from megaopt.commands.regression.fake_quantize import DelayedFakeQuantizer, FakeQuantizedLinear
 from megaopt.commands.regression.lockstep import Regression
 from megaopt.commands.regression.processes import RankError
@@ -22,6 +21,7 @@ from megaopt.commands.regression.resume import load_result
 from megaopt.commands.regression.shards import shard_bounds
 from megaopt.commands.regression.single import train
 from megaopt.commands.regression.variants import build_trainer
+from megaopt.commands.regression.workers import Reply, WorkerTrainer
 from megaopt.commands.training.determinism import deterministic
 from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.float8 import RECIPES, Float8Weight
@@ -66,34 +66,34 @@ def build(write_float8, tmp_path):
 def run(regression):
     with deterministic(1):
         regression.run(lambda step: None)
-    return {lane.variant.name: lane for lane in regression.lanes}
+    return {trial.variant.name: trial for trial in regression.trials}
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_every_recipe_equals_fake_quantization(build, scaled):
     regression = build(scaled=scaled, **FORMS)
-    lanes = run(regression)
+    trials = run(regression)
     assert regression.first_difference() is None
     kinds = {"codes", "scale_inv", "weight", "master_param", "exp_avg", "exp_avg_sq"}
     for recipe in ALL:
         delayed = {"scale", "amax_history"} if recipe == "delayed" else set()
         for name in FORMS:
-            lane = lanes[f"{recipe}.{name}"]
-            assert lane.baseline is lanes[f"{recipe}.unfused"]
-            assert lane.losses == lane.baseline.losses
-            assert len(set(lane.losses)) == regression.config.steps
-            assert lane.sha256 == lane.baseline.sha256
-            assert set(lane.sha256) == kinds | delayed
+            trial = trials[f"{recipe}.{name}"]
+            assert trial.baseline is trials[f"{recipe}.unfused"]
+            assert trial.losses == trial.baseline.losses
+            assert len(set(trial.losses)) == regression.config.steps
+            assert trial.sha256 == trial.baseline.sha256
+            assert set(trial.sha256) == kinds | delayed
 
 
 def test_a_run_that_reaches_nan_is_identical(build):
     regression = build(learning_rate=1e20, **FORMS)
-    lanes = run(regression)
+    trials = run(regression)
     assert regression.first_difference() is None
     for recipe in ALL:
-        assert math.isnan(lanes[f"{recipe}.unfused"].losses[-1])
+        assert math.isnan(trials[f"{recipe}.unfused"].losses[-1])
         for name in FORMS:
-            assert lanes[f"{recipe}.{name}"].sha256 == lanes[f"{recipe}.unfused"].sha256
+            assert trials[f"{recipe}.{name}"].sha256 == trials[f"{recipe}.unfused"].sha256
 
 
 def test_which_weights_are_fp8(write_float8):
@@ -112,6 +112,7 @@ def test_the_scaled_product_has_losses_of_its_own(build):
     assert plain["current.fp8"].losses != scaled["current.fp8"].losses
 
 
+@pytest.mark.slow
 def test_ranks_and_resumed_runs_equal_the_baseline(build):
     forms = {
         "resumed": {"backend": "reference", "resume_after": 2},
@@ -119,23 +120,23 @@ def test_ranks_and_resumed_runs_equal_the_baseline(build):
         "ranks_3": {"backend": "reference", "ranks": 3},
     }
     regression = build(["delayed", "block_1x128"], **forms)
-    lanes = run(regression)
+    trials = run(regression)
     assert regression.first_difference() is None
-    for lane in lanes.values():
-        assert lane.sha256 == lanes[f"{lane.variant.recipe}.unfused"].sha256
-        assert lane.losses == lanes[f"{lane.variant.recipe}.unfused"].losses
+    for trial in trials.values():
+        assert trial.sha256 == trials[f"{trial.variant.recipe}.unfused"].sha256
+        assert trial.losses == trials[f"{trial.variant.recipe}.unfused"].losses
 
 
 @pytest.mark.parametrize("kind", ["codes", "scale_inv", "scale", "amax_history", "exp_avg"])
 def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
     regression = build(["current", "delayed"], **FORMS)
-    lane = next(each for each in regression.lanes if each.variant.name == "delayed.fp8")
-    name, owner = "blocks.0.feed_forward.expand.weight", lane.trainer.owner
+    trial = next(each for each in regression.trials if each.variant.name == "delayed.fp8")
+    name, owner = "blocks.0.feed_forward.expand.weight", trial.trainer.owner
     step = owner.step
 
     def step_and_flip(learning_rate):
         step(learning_rate)
-        if lane.trainer.steps_done == 2:
+        if trial.trainer.steps_done == 2:
             tensor = owner.snapshot()[name][kind]
             tensor.view(-1).view(torch.uint8)[0] ^= 4
 
@@ -217,7 +218,7 @@ def test_a_rank_of_other_bits_is_found():
             return self.told
 
     for loss, theirs in ((1.5, weights), (1.25, weights), (1.5, other)):
-        trainer = CrewTrainer("x", Told(loss, theirs))
+        trainer = WorkerTrainer("x", Told(loss, theirs))
         assert trainer.train_step(None) == loss
         found = trainer.owner.snapshot()["a"]
         assert torch.equal(found["codes"], theirs["a"]["codes"])
@@ -230,22 +231,23 @@ REASONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", REASONS)
 def test_a_rank_that_fails_is_told(build, monkeypatch, fault):
     regression = build(["current"], ranks={"backend": "reference", "ranks": 2})
-    begin = regression.crew.begin
+    begin = regression.workers.begin
 
     def spoil(batch):
         if fault == "raises":
-            regression.crew._connections[1].send([batch[0].float().numpy(), batch[1].numpy()])
+            regression.workers._connections[1].send([batch[0].float().numpy(), batch[1].numpy()])
         else:
-            regression.crew._processes.all[1].terminate()
+            regression.workers._processes.all[1].terminate()
         begin(batch)
 
-    monkeypatch.setattr(regression.crew, "begin", spoil)
+    monkeypatch.setattr(regression.workers, "begin", spoil)
     with pytest.raises(RankError, match=REASONS[fault]):
         run(regression)
-    assert regression.crew._processes.all == []
+    assert regression.workers._processes.all == []
 
 
 def test_ranks_alone_are_refused(write_float8):
@@ -257,6 +259,7 @@ def test_ranks_alone_are_refused(write_float8):
 # --- the command, and the config of the repository
 
 
+@pytest.mark.slow
 def test_the_config_of_the_repository_is_identical(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["regress", str(CONFIG), "--out", str(tmp_path)]) == 0
@@ -266,13 +269,13 @@ def test_the_config_of_the_repository_is_identical(tmp_path, capsys, monkeypatch
     assert record["config"]["float8"]["recipes"] == ALL
     names = [f"{r}.{v['name']}" for r in ALL for v in record["config"]["variant"]]
     assert list(record["variants"]) == names
-    for name, lane in record["variants"].items():
-        assert lane["recipe"] == name.split(".")[0]
-        assert lane["recipe"] in out
-        assert len(lane["losses"]) == 100
+    for name, trial in record["variants"].items():
+        assert trial["recipe"] == name.split(".")[0]
+        assert trial["recipe"] in out
+        assert len(trial["losses"]) == 100
         # it learns: far below ln 256, which knows nothing
-        assert float.fromhex(lane["losses"][-1]) < 4
-        assert lane["identical"] is (None if name.endswith(".unfused") else True)
+        assert float.fromhex(trial["losses"][-1]) < 4
+        assert trial["identical"] is (None if name.endswith(".unfused") else True)
     assert (tmp_path / "gpt_tiny_fp8" / "losses.png").stat().st_size > 50_000
 
 

@@ -56,21 +56,21 @@ def run(regression):
     with deterministic(1):
         regression.run(steps.append)
     assert steps == list(range(1, regression.config.steps + 1))
-    return {lane.variant.name: lane for lane in regression.lanes}
+    return {trial.variant.name: trial for trial in regression.trials}
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_every_form_equals_its_baseline(build, backend):
     if backend == "triton" and not INTERPRETED:
         pytest.skip("on a CPU, Triton runs on its interpreter only; test_cli runs it on the GPU")
     forms = FORMS if backend == "reference" else TRITON_FORMS
     regression = build(**forms)
-    lanes = run(regression)
+    trials = run(regression)
     assert regression.first_difference() is None
     for name, (baseline, _) in forms.items():
-        assert lanes[name].losses == lanes[baseline].losses
-        assert lanes[name].sha256 == lanes[baseline].sha256
-        assert len(set(lanes[name].losses)) == regression.config.steps
+        assert trials[name].losses == trials[baseline].losses
+        assert trials[name].sha256 == trials[baseline].sha256
+        assert len(set(trials[name].losses)) == regression.config.steps
 
 
 @pytest.mark.parametrize("optimizer", ["adam_w_mode = false", "bias_correction = false"])
@@ -80,16 +80,17 @@ def test_the_other_modes_equal_their_baseline(build, optimizer):
     assert regression.first_difference() is None
 
 
+@pytest.mark.slow
 def test_a_run_that_reaches_nan_is_identical(build):
     """Plain torch operations and FusedAdam leave NaNs of other signs and payloads."""
     forms = {**FORMS, "ranks": ("unfused", {"backend": "reference", "ranks": 2})}
     regression = build(learning_rate=1e20, **forms)
-    lanes = run(regression)
-    assert math.isnan(lanes["unfused"].losses[-1])
+    trials = run(regression)
+    assert math.isnan(trials["unfused"].losses[-1])
     assert regression.first_difference() is None
     for name, (baseline, _) in forms.items():
-        assert lanes[name].sha256 == lanes[baseline].sha256
-        for kinds in lanes[name].final.values():
+        assert trials[name].sha256 == trials[baseline].sha256
+        for kinds in trials[name].final.values():
             assert all(tensor.isnan().all() for tensor in kinds.values())
 
 
@@ -97,18 +98,18 @@ def test_remainders_differ_from_ties_to_even(build):
     """The two baselines are needed: a comparison with the wrong one fails."""
     _, options = FORMS["remainders"]
     regression = build(steps=30, remainders=("unfused", options))
-    lanes = run(regression)
-    assert lanes["remainders"].difference is not None
-    assert lanes["unfused"].sha256 != lanes["ties_away"].sha256
+    trials = run(regression)
+    assert trials["remainders"].difference is not None
+    assert trials["unfused"].sha256 != trials["ties_away"].sha256
 
 
 def test_a_resumed_run_equals_a_straight_one(build):
     resumed = ("unfused", {"backend": "reference", "resume_after": 2})
     regression = build(resumed=resumed)
-    lanes = run(regression)
+    trials = run(regression)
     assert regression.first_difference() is None
-    assert lanes["resumed"].losses == lanes["unfused"].losses
-    assert lanes["resumed"].sha256 == lanes["unfused"].sha256
+    assert trials["resumed"].losses == trials["unfused"].losses
+    assert trials["resumed"].sha256 == trials["unfused"].sha256
 
 
 def test_a_fresh_process_that_fails_is_told(build, monkeypatch):
@@ -122,15 +123,15 @@ def test_a_fresh_process_that_fails_is_told(build, monkeypatch):
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_a_perturbed_master_is_found_at_its_step(build, step):
     regression = build(perturb=step, **FORMS)
-    lanes = run(regression)
+    trials = run(regression)
     found = regression.first_difference()
     matrix = 256 * 16
     assert (found.step, found.variant, found.baseline) == (step, "reference", "unfused")
     assert (found.tensor, found.index) == ("token_embedding.weight master_param", matrix // 2)
     assert int(found.bits, 16) ^ int(found.baseline_bits, 16) == 1
     # the others stay in step, and the one that differs goes on training
-    assert [name for name in lanes if lanes[name].difference] == ["reference"]
-    assert len(lanes["reference"].losses) == regression.config.steps
+    assert [name for name in trials if trials[name].difference] == ["reference"]
+    assert len(trials["reference"].losses) == regression.config.steps
 
 
 @pytest.mark.filterwarnings("ignore:parameter .* was written outside the optimizer:UserWarning")
@@ -138,7 +139,7 @@ def test_a_perturbed_master_is_found_at_its_step(build, step):
 def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
     regression = build(**FORMS)
     name, index = "blocks.0.feed_forward.expand.weight", 77
-    owner = next(x for x in regression.lanes if x.variant.name == "groups_and_views").trainer.owner
+    owner = next(x for x in regression.trials if x.variant.name == "groups_and_views").trainer.owner
     step, steps_taken = owner.step, itertools.count(1)
 
     def step_and_flip(learning_rate):
@@ -160,7 +161,7 @@ def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
 
 def test_a_differing_loss_is_found(build, monkeypatch):
     regression = build(reference=FORMS["reference"])
-    trainer = next(x for x in regression.lanes if x.variant.name == "reference").trainer
+    trainer = next(x for x in regression.trials if x.variant.name == "reference").trainer
     train_step = trainer.train_step
 
     def nudged(batch):

@@ -1,35 +1,20 @@
 import pytest
+from tiny_runs import tiny_run, variant
 
 from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.megatron.config import read_megatron_run
-from megaopt.commands.regression.megatron.plan import plan_lanes
+from megaopt.commands.regression.megatron.plan import plan_trials
 from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
 
-RUN = """
-seed = 1
-steps = 6
-batch_size = 8
-{run}
-[model]
-layers = 1
-heads = 2
-width = 16
-context = 16
-vocabulary_size = 256
-[optimizer]
-learning_rate = 3e-3
-{optimizer}
-[megatron]
-{megatron}
-"""
-STOCK = '[[variant]]\nname = "stock"\nkind = "stock"\ninner = "unfused"\n'
+STOCK = variant("stock", "stock", inner="unfused")
 
 
 @pytest.fixture
 def read(tmp_path):
     def read(variants=STOCK, run="", optimizer="", megatron="ranks = 2\nmicro_batch_size = 2"):
         path = tmp_path / "tiny.toml"
-        text = RUN.format(run=run, optimizer=optimizer, megatron=megatron)
+        tables = {"run": run, "optimizer": optimizer, "megatron": megatron}
+        text = tiny_run(6, batch_size=8, **tables)
         path.write_text(text + variants, encoding="utf-8")
         return read_megatron_run(path)
 
@@ -37,10 +22,7 @@ def read(tmp_path):
 
 
 def ours(name="ours", **keys):
-    lines = [
-        f"{key} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for key, v in keys.items()
-    ]
-    return "\n".join(["[[variant]]", f'name = "{name}"', 'kind = "megaopt"', *lines, ""])
+    return variant(name, "megaopt", **keys)
 
 
 FP32, BF16 = "grad_reduce_in_fp32 = true", "grad_reduce_in_fp32 = false"
@@ -168,24 +150,24 @@ def test_a_resumed_variant_continues_a_straight_one_of_equal_settings(read):
         + ours("straight", baseline="stock")
         + ours("other", baseline="stock", resume_after=3, mode="precision_aware")
     )
-    lanes = {lane.name: lane for lane in plan_lanes(run)}
-    assert list(lanes) == ["stock", "straight", "resumed", "other"]
-    straight = lanes["straight"].stretches[0]
+    trials = {trial.name: trial for trial in plan_trials(run)}
+    assert list(trials) == ["stock", "straight", "resumed", "other"]
+    straight = trials["straight"].jobs[0]
     assert (straight.first, straight.last, straight.save_after) == (1, 6, (2,))
-    assert lanes["resumed"].stretches[0] == straight
-    rest = lanes["resumed"].stretches[1]
+    assert trials["resumed"].jobs[0] == straight
+    rest = trials["resumed"].jobs[1]
     assert (rest.first, rest.last, rest.load) == (3, 6, "straight-after-2")
-    begun, rest = lanes["other"].stretches
+    begun, rest = trials["other"].jobs
     assert (begun.name, begun.last, begun.save_after) == ("other-begun", 3, (3,))
     assert (rest.first, rest.load) == (4, "other-begun-after-3")
     # nothing is saved that nobody loads
-    assert lanes["stock"].stretches[0].save_after == ()
+    assert trials["stock"].jobs[0].save_after == ()
 
 
 def test_runs_are_compared_with_the_first(read):
     run = read(STOCK + ours(baseline="stock", runs=3))
-    lanes = [(lane.name, lane.baseline) for lane in plan_lanes(run)]
-    assert lanes == [("stock", None), ("ours", "stock"), ("ours.2", "ours"), ("ours.3", "ours")]
+    trials = [(trial.name, trial.baseline) for trial in plan_trials(run)]
+    assert trials == [("stock", None), ("ours", "stock"), ("ours.2", "ours"), ("ours.3", "ours")]
 
 
 @pytest.mark.parametrize(

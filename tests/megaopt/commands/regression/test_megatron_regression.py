@@ -3,11 +3,12 @@ import multiprocessing
 import time
 
 import pytest
+from tiny_runs import tiny_run, variant
 
 from megaopt.commands.regression.command import regress
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.megatron.group import run_group
-from megaopt.commands.regression.megatron.plan import plan_lanes
+from megaopt.commands.regression.megatron.plan import plan_trials
 from megaopt.commands.regression.megatron.rank import Task
 from megaopt.commands.regression.megatron.regression import is_installed
 from megaopt.commands.regression.processes import RankError
@@ -22,29 +23,9 @@ needs_plug = pytest.mark.skipif(
     not is_installed("megaopt.integration.megatron"), reason="needs megaopt.integration.megatron"
 )
 
-RUN = """
-seed = 1
-steps = {steps}
-batch_size = 4
-device = "cpu"
-patience = {patience}
-[model]
-layers = 1
-heads = 2
-width = 16
-context = 16
-vocabulary_size = 256
-[optimizer]
-learning_rate = 3e-3
-warmup_steps = 2
-beta2 = 0.95
-weight_decay = 0.1
-[megatron]
-ranks = 2
-micro_batch_size = 1
-bucket_size = 2500
-"""
-STOCK = '[[variant]]\nname = "stock"\nkind = "stock"\ninner = "unfused"\n'
+OPTIMIZER = "warmup_steps = 2\nbeta2 = 0.95\nweight_decay = 0.1"
+MEGATRON = "ranks = 2\nmicro_batch_size = 1\nbucket_size = 2500"
+STOCK = variant("stock", "stock", inner="unfused")
 TWICE = STOCK + "runs = 2\n"
 RESUMED = STOCK.replace('"stock"', '"resumed"', 1) + 'baseline = "stock"\nresume_after = 2\n'
 AT_1 = STOCK.replace('"stock"', '"at_1"', 1) + "resume_after = 2\nresume_ranks = 1\n"
@@ -61,7 +42,9 @@ backend = "reference"
 def write(tmp_path):
     def write(variants, steps=4, patience=300):
         path = tmp_path / "tiny.toml"
-        path.write_text(RUN.format(steps=steps, patience=patience) + variants, encoding="utf-8")
+        tables = {"optimizer": OPTIMIZER, "megatron": MEGATRON}
+        text = tiny_run(steps, batch_size=4, run=f"patience = {patience}", **tables)
+        path.write_text(text + variants, encoding="utf-8")
         return path
 
     return write
@@ -79,6 +62,7 @@ def run(write, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @needs_megatron
 def test_stock_repeats_itself_and_resumes(run, tmp_path):
     # bf16 weights are their cast masters already
@@ -124,21 +108,37 @@ def test_a_flipped_bit_is_noticed(run):
     assert found["bits"] != found["baseline_bits"]
 
 
+def assert_identical(result):
+    status, record = result
+    assert record["first_difference"] is None
+    assert {each["failure"] for each in record["variants"].values()} == {None}
+    assert status == 0
+
+
+PRECISION_AWARE = 'mode = "precision_aware"\n'
+RESUMES = "resume_after = 2\n"
+
+
 @needs_megatron
 @needs_plug
 def test_ours_equals_stock(run):
-    modes = [("main_shards", ""), ("precision_aware", 'mode = "precision_aware"')]
+    resumed = OURS.format(name="resumed", baseline="stock", keys=RESUMES)
+    aware = OURS.format(name="precision_aware", baseline="stock", keys=PRECISION_AWARE)
+    assert_identical(run(STOCK + resumed + aware))
+
+
+@needs_megatron
+@needs_plug
+@pytest.mark.slow
+def test_ours_equals_stock_in_every_mode_and_on_other_ranks(run):
     variants = STOCK + AT_1
-    for name, keys in modes:
+    for name, keys in (("main_shards", ""), ("precision_aware", PRECISION_AWARE)):
         variants += OURS.format(name=name, baseline="stock", keys=keys)
-        resume = f"{keys}\nresume_after = 2\n"
+        resume = keys + RESUMES
         variants += OURS.format(name=f"{name}_resumed", baseline="stock", keys=resume)
         resume += "resume_ranks = 1\n"
         variants += OURS.format(name=f"{name}_at_1", baseline="at_1", keys=resume)
-    status, record = run(variants)
-    assert record["first_difference"] is None
-    assert [each["failure"] for each in record["variants"].values()] == [None] * 8
-    assert status == 0
+    assert_identical(run(variants))
 
 
 @needs_megatron
@@ -181,10 +181,9 @@ def tasks(write, tmp_path):
 
         run = read_megatron_run(write(STOCK, steps=steps, patience=patience))
         np.save(tmp_path / "tokens.npy", load_corpus().tokens.numpy())
-        stretch = plan_lanes(run)[0].stretches[0]
+        job = plan_trials(run)[0].jobs[0]
         return [
-            Task(run=run, stretch=stretch, rank=rank, device="cpu", folder=tmp_path)
-            for rank in range(2)
+            Task(run=run, job=job, rank=rank, device="cpu", folder=tmp_path) for rank in range(2)
         ]
 
     return tasks

@@ -3,39 +3,18 @@
 from pathlib import Path
 
 import pytest
+from tiny_runs import fused, tiny_run, variant
 
 from megaopt import FusedAdam
 from megaopt.commands import cli
 from megaopt.commands.regression import peer
 
-CONFIG = """
-seed = 1
-steps = 3
-batch_size = 2
-device = "cpu"
-[model]
-layers = 1
-heads = 1
-width = 8
-context = 8
-vocabulary_size = 256
-[optimizer]
-learning_rate = 0.01
-warmup_steps = 0
-beta1 = 0.9
-beta2 = 0.95
-eps = 1e-8
-weight_decay = 0.1
-[[variant]]
-name = "theirs"
-kind = "peer"
-library = "transformer_engine"
-[[variant]]
-name = "ours"
-kind = "fused"
-baseline = "theirs"
-backend = "reference"
-"""
+OPTIMIZER = "warmup_steps = 0\nbeta1 = 0.9\nbeta2 = 0.95\neps = 1e-8\nweight_decay = 0.1"
+CONFIG = (
+    tiny_run(3, learning_rate=0.01, optimizer=OPTIMIZER)
+    + variant("theirs", "peer", library="transformer_engine")
+    + fused("ours", "theirs")
+)
 
 
 def stand_in(**options):

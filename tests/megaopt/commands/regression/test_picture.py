@@ -15,7 +15,7 @@ class Place:
 
 
 @dataclass
-class Lane:
+class Trial:
     short_name: str
     losses: list
     baseline: object = None
@@ -33,10 +33,10 @@ def draw(monkeypatch, tmp_path):
         return made[-1]
 
     def run(*steps):
-        baseline = Lane("plain", [5.0, 4.0, 3.0, 2.0])
+        baseline = Trial("plain", [5.0, 4.0, 3.0, 2.0])
         places = [None if step is None else Place(step) for step in steps]
-        lanes = [Lane(f"ours{n}", baseline.losses, baseline, p) for n, p in enumerate(places)]
-        picture.draw_losses(tmp_path / "losses.png", "title", [baseline, *lanes])
+        trials = [Trial(f"ours{n}", baseline.losses, baseline, p) for n, p in enumerate(places)]
+        picture.draw_losses(tmp_path / "losses.png", "title", [baseline, *trials])
         return made[-1].axes[1]
 
     monkeypatch.setattr(picture, "Figure", kept)

@@ -36,7 +36,7 @@ class Reply(NamedTuple):
 
 
 def variants_with_ranks(config: RunConfig) -> list[FusedVariant]:
-    """Those that a crew trains."""
+    """Those that workers train."""
     return [run for run in config.runs if isinstance(run, FusedVariant) and run.ranks is not None]
 
 
@@ -99,7 +99,7 @@ def _train(trainer: Trainer, batch: Batch) -> Reply:
 # --- beside the other variants
 
 
-class Crew:
+class WorkerGroup:
     """Starts and feeds the processes; a context in which they live.
 
     Args:
@@ -117,7 +117,7 @@ class Crew:
         self._connections: list[Connection] = []
         self._replies: list[dict[str, Reply]] = []
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerGroup:
         world = max(variant.ranks or 0 for variant in variants_with_ranks(self.config))
         for rank in range(world):
             own, theirs = self._context.Pipe()
@@ -182,27 +182,27 @@ class Crew:
         return taken
 
 
-class CrewTrainer:
-    """A variant with ranks in the place of a Trainer: it trains in the crew's processes.
+class WorkerTrainer:
+    """A variant with ranks in the place of a Trainer: it trains in the workers' processes.
 
     Loss and snapshot are rank 0's, or those of the first rank that has other bits.
     """
 
-    def __init__(self, name: str, crew: Crew) -> None:
-        self.name, self.crew = name, crew
+    def __init__(self, name: str, workers: WorkerGroup) -> None:
+        self.name, self.workers = name, workers
         self._snapshot: Snapshot = {}
 
     @property
-    def owner(self) -> CrewTrainer:
+    def owner(self) -> WorkerTrainer:
         """Itself: whose snapshot is asked for."""
         return self
 
     def train_step(self, batch: Batch) -> float:
-        """The loss of the step that `Crew.begin` began with the batch."""
-        first, *others = self.crew.replies(self.name)
-        self._snapshot = unpack(first.packed, self.crew.device)
+        """The loss of the step that `WorkerGroup.begin` began with the batch."""
+        first, *others = self.workers.replies(self.name)
+        self._snapshot = unpack(first.packed, self.workers.device)
         for other in others:
-            theirs = unpack(other.packed, self.crew.device)
+            theirs = unpack(other.packed, self.workers.device)
             snapshot = {name: {**kinds, **theirs[name]} for name, kinds in self._snapshot.items()}
             if find_mismatch(snapshot, self._snapshot) is not None:
                 self._snapshot = snapshot

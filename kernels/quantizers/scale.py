@@ -7,9 +7,14 @@ takes a number from the host's memory, as torch.where with a number does.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
+
+if TYPE_CHECKING:
+    from megaopt.kernels.float8 import Float8Recipe
 
 # fp32 patterns
 INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
@@ -37,6 +42,46 @@ def magnitude_bits(value):
 def magnitude_reference(value: torch.Tensor) -> torch.Tensor:
     """The magnitudes, of which amax is the largest; that of a NaN is 0."""
     return value.abs().masked_fill(value.isnan(), 0.0)
+
+
+def in_blocks(tensor: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """(block rows, rows in one, block columns, columns in one); edge blocks are filled with 0."""
+    (rows, columns), (block_rows, block_columns) = tensor.shape, block
+    fill = (0, -columns % block_columns, 0, -rows % block_rows)
+    if any(fill):
+        tensor = torch.nn.functional.pad(tensor, fill)
+    rows, columns = -(-rows // block_rows), -(-columns // block_columns)
+    return tensor.reshape(rows, block_rows, columns, block_columns)
+
+
+def multiplied(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
+) -> torch.Tensor:
+    """Each fp32 value times its block's scale, rounded once."""
+    if block is None:
+        return values * scale.reshape(())
+    product = in_blocks(values, block) * scale[:, None, :, None]
+    whole = product.flatten(2, 3).flatten(0, 1)
+    return whole[: values.shape[0], : values.shape[1]]
+
+
+def amax_reference(values: torch.Tensor, recipe: Float8Recipe) -> torch.Tensor:
+    """The largest magnitude of a tensor or of each block, NaNs passed over, infinities not.
+
+    Args:
+        values: fp32; two dimensions for a recipe with blocks.
+        recipe: its `scale_shape` is the result's shape.
+
+    Returns:
+        fp32; 0 where there are no values.
+    """
+    shape = recipe.scale_shape(values.shape)
+    if values.numel() == 0:
+        return values.new_zeros(shape)
+    magnitudes = magnitude_reference(values)
+    if recipe.block is None:
+        return magnitudes.amax().reshape(shape)
+    return in_blocks(magnitudes, recipe.block).amax((1, 3))
 
 
 @helper

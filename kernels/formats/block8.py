@@ -1,0 +1,228 @@
+"""8 bits in blocks: elements that follow each other share a scale, a power of two in one byte.
+
+A block's scale is s = clamp((bits(amax) - 1) >> 23, 1, 253), where amax is the block's largest
+finite magnitude: 2**(s - 127) < amax <= 2**(s - 126). A value is scaled by powers of two alone, to
+where fp32's own pattern, cut to 8 bits, is the code; fp32's subnormals are the code's. A value that
+was read and is stored again, whatever the random bits, is read as an equal one, also after a
+checkpoint in fp32. Code and scale may be others, and exp_avg's -0 becomes +0.
+
+- e4m3, with a sign, for exp_avg: exact to 3 bits down to 2**-13 of the block's largest.
+- e5m3, without, for exp_avg_sq: down to 2**-29. What is not 0 never has code 0, which bounds the
+  update. (Code 1 itself is read as 0 where fp32 ends, in blocks with amax <= 2**-117.)
+
+Rounding is stochastic: to nearest exp_avg_sq stands still where a step would move it by less than
+half the distance of two codes. The median root, divided by fp64's, of 4,096 coordinates that do not
+move together:
+
+| beta2 (steps)    | stationary: random, nearest | 2.5 time constants after a tenfold drop |
+|------------------|-----------------------------|-----------------------------------------|
+| 0.95 (600)       | 0.99, 1.24                  | 0.97, 3.88                              |
+| 0.99 (1,500)     | 0.99, 1.31                  | 0.96, 3.97                              |
+| 0.999 (5,000)    | 0.99, 0.51                  | 0.94, 1.64                              |
+
+So to nearest the root ends too large where it has to come down and, at 0.999, too small where it
+starts from 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megaopt.kernels.formats.base import Format
+from megaopt.kernels.optional_triton import helper, tl
+
+SMALLEST, LARGEST = 1, 253
+"""Of the scales: beyond, a scale or its inverse would be no normal number."""
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(SMALLEST)
+LARGEST_SCALE: tl.constexpr = tl.constexpr(LARGEST)
+SIGNED_NAN, UNSIGNED_NAN = 127, 255
+LARGEST_SIGNED: tl.constexpr = tl.constexpr(SIGNED_NAN)
+LARGEST_UNSIGNED: tl.constexpr = tl.constexpr(UNSIGNED_NAN)
+# the codes as fp32 numbers, 1.875 * 2**-112 and 1.875 * 2**-96
+E4M3_NAN: tl.constexpr = tl.constexpr(1.875 * 2.0**-112)
+E5M3_NAN: tl.constexpr = tl.constexpr(1.875 * 2.0**-96)
+NAN: tl.constexpr = tl.constexpr(0x7FC00000)
+# What lies between a value that is scaled and its code's place in fp32: the biases' difference.
+SIGNED_SHIFT, UNSIGNED_SHIFT = 113, 97
+SIGNED_DOWN: tl.constexpr = tl.constexpr(2.0**-SIGNED_SHIFT)
+SIGNED_UP: tl.constexpr = tl.constexpr(2.0**SIGNED_SHIFT)
+UNSIGNED_DOWN: tl.constexpr = tl.constexpr(2.0**-UNSIGNED_SHIFT)
+UNSIGNED_UP: tl.constexpr = tl.constexpr(2.0**UNSIGNED_SHIFT)
+
+
+@helper
+def finite_key(value):
+    """uint32 numbers in the order of magnitudes: at least 2**24 for finite ones, else less."""
+    return (value.to(tl.uint32, bitcast=True) << 1) + 0x1000000
+
+
+@helper
+def scale_of_key(key):
+    """int32, the scale of a block, from its largest key, or 0."""
+    amax_bits = (key >> 1).to(tl.int32) - 0x800000
+    return tl.minimum(tl.maximum((amax_bits - 1) >> 23, SMALLEST_SCALE), LARGEST_SCALE)
+
+
+@helper
+def factor(scale):
+    """What a scale multiplies, fp32: 2**(scale - 127)."""
+    return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@helper
+def inverse_factor(scale):
+    """What values are multiplied by, fp32: 2**(127 - scale)."""
+    return ((254 - scale) << 23).to(tl.float32, bitcast=True)
+
+
+@helper
+def half(pattern):
+    """What rounds a pattern's upper 12 bits to nearest even when the lower 20 are cut."""
+    return 0x7FFFF + ((pattern >> 20) & 1)
+
+
+@helper
+def cut(pattern, rest, LARGEST: tl.constexpr):
+    """The code: NaN and what is too large are beyond the largest, as numbers without a sign."""
+    code = (pattern + rest).to(tl.uint32, bitcast=True) >> 20
+    return tl.minimum(code, LARGEST).to(tl.int32)
+
+
+@helper
+def some(value):
+    """int32: 0 for 0, else 1."""
+    return tl.minimum(value.to(tl.uint32, bitcast=True), 1).to(tl.int32)
+
+
+@helper
+def decode_e4m3(code, scale):
+    wide = code.to(tl.int32)
+    # a byte with a sign: that and the seven bits come to their places
+    number = ((wide << 20) & -0x78100000).to(tl.float32, bitcast=True)
+    value = (number * SIGNED_UP * scale).to(tl.int32, bitcast=True)
+    return tl.where(tl.abs(number) == E4M3_NAN, NAN, value).to(tl.float32, bitcast=True)
+
+
+@helper
+def signed_code(value, pattern, rest):
+    code = cut(pattern, rest, LARGEST_SIGNED)
+    # no NaN is less than 0; its sign depends on the processor
+    return tl.where(value < 0.0, code | 0x80, code).to(tl.int8)
+
+
+@helper
+def encode_e4m3(value, inverse, bits):
+    pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
+    return signed_code(value, pattern, (bits << 4) | 8)
+
+
+@helper
+def encode_e4m3_nearest(value, inverse):
+    pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
+    return signed_code(value, pattern, half(pattern))
+
+
+@helper
+def decode_e5m3(code, scale):
+    wide = code.to(tl.int32)
+    number = (wide << 20).to(tl.float32, bitcast=True)
+    value = (number * UNSIGNED_UP * scale).to(tl.int32, bitcast=True)
+    return tl.where(number == E5M3_NAN, NAN, value).to(tl.float32, bitcast=True)
+
+
+@helper
+def unsigned_code(value, pattern, rest):
+    return tl.maximum(cut(pattern, rest, LARGEST_UNSIGNED), some(value)).to(tl.uint8)
+
+
+@helper
+def encode_e5m3(value, inverse, bits):
+    pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
+    return unsigned_code(value, pattern, (bits << 4) | 8)
+
+
+@helper
+def encode_e5m3_nearest(value, inverse):
+    pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
+    return unsigned_code(value, pattern, half(pattern))
+
+
+# --- the twins: scale and inverse are those of each element, of the shape of code or value
+
+
+def scale_of_amax_reference(amax: torch.Tensor) -> torch.Tensor:
+    """The scales, uint8, of blocks whose largest finite magnitudes, fp32, these are."""
+    return ((amax.view(torch.int32) - 1) >> 23).clamp(SMALLEST, LARGEST).to(torch.uint8)
+
+
+def factor_reference(scale: torch.Tensor) -> torch.Tensor:
+    """What a scale, uint8, multiplies, fp32: 2**(scale - 127)."""
+    return (scale.int() << 23).view(torch.float32)
+
+
+def inverse_factor_reference(scale: torch.Tensor) -> torch.Tensor:
+    """What values are multiplied by, fp32: 2**(127 - scale)."""
+    return ((254 - scale.int()) << 23).view(torch.float32)
+
+
+def _cut_reference(scaled: torch.Tensor, bits: tuple[torch.Tensor, ...], nan: int) -> torch.Tensor:
+    """int32, the code of a scaled magnitude; with random bits stochastically."""
+    pattern = scaled.view(torch.int32)
+    rest = (bits[0] << 4) | 8 if bits else 0x7FFFF + ((pattern >> 20) & 1)
+    code = (pattern.long() + rest) >> 20  # a NaN's pattern leaves no room in an int32
+    return code.clamp(max=nan).int()
+
+
+def decode_e4m3_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The value, shape of `code`, fp32; factor: of each element."""
+    pattern = (code.int() & 0x7F) << 20 | (code.int() & 0x80) << 24
+    value = pattern.view(torch.float32) * 2.0**SIGNED_SHIFT * factor
+    return value.masked_fill((code & 0x7F) == SIGNED_NAN, torch.nan)
+
+
+def encode_e4m3_reference(
+    value: torch.Tensor, inverse: torch.Tensor, *bits: torch.Tensor
+) -> torch.Tensor:
+    """The code, uint8; infinities, NaNs and what rounds to 1.875 * 2**127 are 127 or 255, NaN.
+
+    -0 has code 0, as +0; what is less than 0 and rounds to 0 has code 0x80, which is read as -0.
+    """
+    code = _cut_reference(value.abs() * inverse * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
+    return torch.where(value < 0, code | 0x80, code).to(torch.uint8)
+
+
+def decode_e5m3_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The value, shape of `code`, fp32; factor: of each element."""
+    value = (code.int() << 20).view(torch.float32) * 2.0**UNSIGNED_SHIFT * factor
+    return value.masked_fill(code == UNSIGNED_NAN, torch.nan)
+
+
+def encode_e5m3_reference(
+    value: torch.Tensor, inverse: torch.Tensor, *bits: torch.Tensor
+) -> torch.Tensor:
+    """The code of the magnitude, uint8, at least 1 where the value is not +0."""
+    code = _cut_reference(value.abs() * inverse * 2.0**-UNSIGNED_SHIFT, bits, UNSIGNED_NAN)
+    return torch.maximum(code, (value.view(torch.int32) != 0).int()).to(torch.uint8)
+
+
+def _rows(block: int) -> list[Format]:
+    """Those with so many elements in a block."""
+    name = "block" if block == 128 else f"block{block}"
+    same: dict[str, Any] = {"dtype": torch.uint8, "block": block, "one_nan": True}
+    signed = {**same, "element": tl.int8, "decode": decode_e4m3}
+    signed |= {"decode_reference": decode_e4m3_reference}
+    signed |= {"encode_reference": encode_e4m3_reference}
+    unsigned = {**same, "element": tl.uint8, "decode": decode_e5m3, "unsigned": True}
+    unsigned |= {"decode_reference": decode_e5m3_reference}
+    unsigned |= {"encode_reference": encode_e5m3_reference}
+    return [
+        Format(f"{name}_e4m3", encode=encode_e4m3, draws=True, **signed),
+        Format(f"{name}_e4m3_nearest", encode=encode_e4m3_nearest, **signed),
+        Format(f"{name}_e5m3", encode=encode_e5m3, draws=True, **unsigned),
+        Format(f"{name}_e5m3_nearest", encode=encode_e5m3_nearest, **unsigned),
+    ]
+
+
+BLOCKS = (*_rows(128), *_rows(64))

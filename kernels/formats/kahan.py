@@ -1,0 +1,185 @@
+"""Kahan compensation: a bf16 beside a bf16 or fp16 weight keeps what the weight's rounding lost.
+
+The value is weight + compensation (Kahan 1965; for weights Zamirai et al. 2020, arXiv:2010.06192).
+The weight is the value rounded to nearest even, the compensation the difference, which fp32 holds
+exactly, rounded to nearest or stochastically. It is a bf16 beside fp16 weights too: fp16 would
+round what a weight below 1/8 lost to multiples of 2**-24.
+
+A compensation may be rounded to half of the weight's last place, and the sum then be a tie, which
+is its neighbour's where that is even: there the neighbour and what the sum has beside it stand for
+the value, so that weight and compensation are what their sum gives again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megaopt.kernels.formats import bfloat16, float16
+from megaopt.kernels.formats.base import Format
+from megaopt.kernels.optional_triton import helper, tl
+
+
+@helper
+def lost(value, weight):
+    """What the weight lacks; where that is 0, or the weight no number, a 0 of the weight's sign.
+
+    The sign keeps the value -0: -0 + 0 would be 0.
+    """
+    difference = value - weight
+    zero = (weight.to(tl.int32, bitcast=True) & -2147483648).to(tl.float32, bitcast=True)
+    # infinity less infinity is NaN, which equals nothing
+    is_some = (tl.abs(difference) > 0.0) & (tl.abs(weight) < float("inf"))
+    return tl.where(is_some, difference, zero)
+
+
+@helper
+def added(weight, compensation):
+    # the sum's NaN has a sign and payload that depend on the processor
+    value = weight + compensation
+    bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@helper
+def settled_bfloat16(weight, code):
+    total = decode_bfloat16(weight, code)
+    again = bfloat16.encode(total, 1.0)
+    rest = bfloat16.encode(lost(total, bfloat16.decode(again, 1.0)), 1.0)
+    moved = (again != weight) & ((again & 0x7FFF) < 0x7F80)
+    return tl.where(moved, again, weight), tl.where(moved, rest, code)
+
+
+@helper
+def settled_float16(weight, code):
+    total = decode_float16(weight, code)
+    again = float16.encode(total, 1.0)
+    rest = bfloat16.encode(lost(total, float16.decode(again, 1.0)), 1.0)
+    moved = (again != weight) & ((again & 0x7FFF) < 0x7C00)
+    return tl.where(moved, again, weight), tl.where(moved, rest, code)
+
+
+@helper
+def decode_bfloat16(weight_code, code):
+    return added(bfloat16.decode(weight_code, 1.0), bfloat16.decode(code, 1.0))
+
+
+@helper
+def encode_bfloat16(value):
+    weight = bfloat16.encode(value, 1.0)
+    rest = lost(value, bfloat16.decode(weight, 1.0))
+    return settled_bfloat16(weight, bfloat16.encode(rest, 1.0))
+
+
+@helper
+def encode_bfloat16_stochastic(value, bits):
+    weight = bfloat16.encode(value, 1.0)
+    rest = lost(value, bfloat16.decode(weight, 1.0))
+    return settled_bfloat16(weight, bfloat16.encode_stochastic(rest, 1.0, bits))
+
+
+@helper
+def decode_float16(weight_code, code):
+    return added(float16.decode(weight_code, 1.0), bfloat16.decode(code, 1.0))
+
+
+@helper
+def encode_float16(value):
+    weight = float16.encode(value, 1.0)
+    rest = lost(value, float16.decode(weight, 1.0))
+    return settled_float16(weight, bfloat16.encode(rest, 1.0))
+
+
+@helper
+def encode_float16_stochastic(value, bits):
+    weight = float16.encode(value, 1.0)
+    rest = lost(value, float16.decode(weight, 1.0))
+    return settled_float16(weight, bfloat16.encode_stochastic(rest, 1.0, bits))
+
+
+def lost_reference(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What an fp32 weight lacks of an fp32 value; a 0 of its sign where that is nothing."""
+    difference = value - weight
+    is_some = (difference.abs() > 0) & (weight.abs() < torch.inf)
+    zero = torch.copysign(torch.zeros_like(weight), weight)
+    return torch.where(is_some, difference, zero)
+
+
+def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+    """The fp32 value of a weight and its compensation, all of one shape; NaN is 0x7FC00000."""
+    value = weight.float() + code.float()
+    return torch.where(value.isnan(), 0x7FC00000, value.view(torch.int32)).view(torch.float32)
+
+
+def _encoded(
+    nearest: Callable[[torch.Tensor], torch.Tensor],
+    value: torch.Tensor,
+    bits: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight and its compensation, to nearest, or with random bits stochastically.
+
+    nearest: rounds values to weights.
+    """
+    weight = nearest(value)
+    rest = lost_reference(value, weight.float())
+    if bits:
+        code = bfloat16.encode_stochastic_reference(rest, None, *bits)
+    else:
+        code = bfloat16.encode_reference(rest)
+    total = decode_reference(weight, code)
+    again = nearest(total)
+    rest = bfloat16.encode_reference(lost_reference(total, again.float()))
+    moved = (again != weight) & again.isfinite()
+    return torch.where(moved, again, weight), torch.where(moved, rest, code)
+
+
+def encode_bfloat16_reference(
+    value: torch.Tensor, *bits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 weight of an fp32 value, and its compensation; with bits stochastically."""
+    return _encoded(bfloat16.encode_reference, value, bits)
+
+
+def encode_float16_reference(
+    value: torch.Tensor, *bits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fp16 weight of an fp32 value, and its compensation; with bits stochastically."""
+    return _encoded(float16.encode_reference, value, bits)
+
+
+def _row(name: str, decode: object, encode: object, twin: object, weight: torch.dtype) -> Format:
+    return Format(
+        name,
+        torch.bfloat16,
+        tl.int16,
+        decode,
+        encode,
+        decode_reference,
+        twin,  # type: ignore[arg-type]
+        joined=True,
+        requires_weight=weight,
+        draws=name.endswith("_stochastic"),
+    )
+
+
+KAHAN_BFLOAT16 = _row(
+    "kahan", decode_bfloat16, encode_bfloat16, encode_bfloat16_reference, torch.bfloat16
+)
+KAHAN_BFLOAT16_STOCHASTIC = _row(
+    "kahan_stochastic",
+    decode_bfloat16,
+    encode_bfloat16_stochastic,
+    encode_bfloat16_reference,
+    torch.bfloat16,
+)
+KAHAN_FLOAT16 = _row(
+    "kahan_float16", decode_float16, encode_float16, encode_float16_reference, torch.float16
+)
+KAHAN_FLOAT16_STOCHASTIC = _row(
+    "kahan_float16_stochastic",
+    decode_float16,
+    encode_float16_stochastic,
+    encode_float16_reference,
+    torch.float16,
+)

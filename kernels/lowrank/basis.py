@@ -1,0 +1,145 @@
+"""How a projection follows the gradients: by subspace iteration, or by an SVD.
+
+Gradients that say nothing about a subspace (zeros, infinities, NaN, and those of fewer independent
+rows or columns than the rank) leave the projection as it is. Subspace iteration decides that where
+the gradient is, and the host does not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megaopt.kernels.lowrank.products import product, projected
+from megaopt.kernels.lowrank.spec import RIGHT, LowRank
+from megaopt.kernels.rules.base import draw_numbers
+from megaopt.kernels.step.draws import Place, words_reference
+
+FIRST_PASSES = 3
+"""Over a first gradient: one from the sketch, and two power iterations."""
+UNIT = 2.0**-24
+"""Half of the last place of an fp32 number in [1, 2)."""
+
+
+def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
+    """A projection to begin with, fp32: an orthonormal basis of random signs.
+
+    It depends on seed and shape alone, not on the order of parameters.
+    """
+    wide = shape[1] if low_rank.side == RIGHT else shape[0]
+    numbers = draw_numbers({"seed": seed, "step": 0})  # steps, which draw too, count from 1
+    words = words_reference(Place(0), wide * low_rank.rank, numbers, device)
+    signs = ((words & 1) * 2 - 1).double().view(wide, low_rank.rank)
+    # Householder's QR, as a few signs may well be dependent
+    basis: torch.Tensor = torch.linalg.qr(signs)[0].float()
+    return (basis.mT if low_rank.side == RIGHT else basis).contiguous()
+
+
+def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torch.Tensor:
+    """galore_torch's projection: the first singular vectors of a gradient [m, n].
+
+    By an SVD in fp32, for which the host waits. known: what stays for a gradient that is zero, or
+    not finite.
+    """
+    amax = grad.abs().amax()
+    if not bool(amax.isfinite() & (amax > 0)):
+        return known.clone()
+    left, _, right = torch.linalg.svd(grad.float(), full_matrices=False)
+    rank = low_rank.rank
+    found: torch.Tensor = right[:rank] if low_rank.side == RIGHT else left[:, :rank]
+    return found.to(grad.dtype, copy=True).contiguous()  # not a view that keeps all of it
+
+
+def iterated(
+    grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor, passes: int = 1
+) -> torch.Tensor:
+    """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
+
+    A pass projects the gradient, multiplies it by what it found, and makes that orthonormal. The
+    columns go on with their signs, as the moments do.
+
+    Args:
+        grad: [m, n], fp32 or fp64.
+        low_rank: of the projection.
+        known: the projection so far.
+        passes: how many.
+    """
+    right = low_rank.side == RIGHT
+    matrix, basis = (grad, known.mT) if right else (grad.mT, known)
+    amax = matrix.abs().amax()
+    says = amax.isfinite() & (amax > 0)
+    matrix = matrix * _power_of_two_below(amax)
+    norm = torch.linalg.vector_norm(matrix, dtype=torch.float64)
+    for _ in range(passes):
+        image = product(matrix, basis)
+        found = product(matrix.mT, image).double()
+        columns, independent = orthonormal(found, _floor(image, norm))
+        basis = columns.to(grad.dtype)
+    says = says & independent  # of the last pass: the first ones see weak directions squared
+    return torch.where(says, basis.mT if right else basis, known)
+
+
+def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
+    """What brings the largest magnitude to [0.5, 1): a loss scale shows in no bit of the basis."""
+    exponent = torch.frexp(amax).exponent.clamp(-125, 125)
+    return torch.ldexp(torch.ones_like(amax), -exponent)
+
+
+def _floor(image: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """How long a column of matrix.mT @ image may be by rounding alone, fp64 [rank].
+
+    A sum of k products, each sum rounded to fp32, is off by UNIT times a partial sum at each of k
+    places; errors of random signs add up to sqrt(k) of that. Partial sums are at most the norm of
+    the matrix's column times that of the image's (Cauchy-Schwarz), and all columns of the matrix
+    together have the matrix's norm. 4: so many times the mean error is not met by chance.
+    """
+    own: torch.Tensor = torch.linalg.vector_norm(image, dim=0, dtype=torch.float64)
+    return norm * own * (4.0 * UNIT * math.sqrt(image.shape[0]))
+
+
+def orthonormal(columns: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An orthonormal basis of what columns span, by Cholesky's QR, twice.
+
+    The diagonal of its triangle is positive, so that a basis that is one already stays as it is,
+    signs included.
+
+    Args:
+        columns: fp64 [k, rank].
+        floor: fp64 [rank], how long a column may be by its errors alone.
+
+    Returns:
+        The basis, fp64 [k, rank], and whether the columns are independent, a bool of shape (): with
+        columns in units of their floors every combination is longer than its coefficients. The
+        basis means nothing where they are not.
+    """
+    first, triangle, is_definite = _cholesky_qr(columns)
+    # the largest of coefficients / length is a matrix norm, which is at most this one
+    inverse = _divided(torch.diag(floor), triangle)
+    independent = is_definite & (torch.linalg.matrix_norm(inverse) < 1)
+    second, _, is_definite = _cholesky_qr(first)
+    return second, independent & is_definite
+
+
+def _cholesky_qr(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Columns of one length that are about orthogonal; their triangle; whether there is one."""
+    lower, info = torch.linalg.cholesky_ex(columns.mT @ columns)
+    return _divided(columns, lower.mT), lower.mT, info == 0
+
+
+def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:
+    """Times the inverse of an upper triangle."""
+    found: torch.Tensor = torch.linalg.solve_triangular(triangle, some, upper=True, left=False)
+    return found
+
+
+def captured_energy(
+    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor
+) -> torch.Tensor:
+    """How much of a gradient's square the projection keeps, from 0 to 1, fp32 of shape ().
+
+    0 of a gradient that is 0.
+    """
+    low = projected(grad, projection, low_rank.side)
+    kept, whole = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (low, grad))
+    return torch.where(whole == 0, 0.0, (kept / whole).square()).float()

@@ -1,0 +1,130 @@
+"""What a quantizer is: how weights are stored, and where fp8 weights get their scales.
+
+Both are values, compile-time ones in kernels, as formats and rules are. A Store, what the step's
+own pass does with weights, is apart from its Quantizer: plain weights need nothing else, and what a
+pass cannot do takes another store (LATER) of the same quantizer. What is alike for all of them,
+passes over masters, tiles and shards, goes by the shape of blocks (cast.py, tiles.py, launch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.rules.base import digest
+
+
+class Left(Enum):
+    """What is left to do for a weight when the step's pass is through."""
+
+    NOTHING = "nothing"
+    SHARED = "codes of blocks of which other ranks have a part"
+    CODES = "all codes"
+    ALL = "amaxes and codes"
+
+
+@helper
+def no_scale(table_ptr, place, FORMATS: tl.constexpr):
+    return 1.0
+
+
+@helper
+def put_nothing(
+    weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    return amax_bits
+
+
+@helper
+def finish_nothing(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
+    pass
+
+
+# equal only to itself: launches hash it
+@dataclass(frozen=True, eq=False)
+class Store:
+    """How the step's pass stores weights; Triton functions, of which its kernel calls three.
+
+    - `begin(table_ptr, place, FORMATS) -> scale`: before a chunk; `place` is the number of tensors,
+      this one's, and the chunk's first element.
+    - `put(weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS, MASKED) ->
+      amax_bits`: a block of new fp32 values; amax_bits, int32 and one for each, are 0 at first;
+      words: random ones (megaopt.kernels.step.draws) where the formats draw.
+    - `finish(table_ptr, place, scale, amax_bits, FORMATS)`: behind a chunk.
+    - `tile`, in place of them: steps and casts a tile of 128 x 128 (tiles.tile_in_lines).
+    """
+
+    name: str
+    left: Left = Left.NOTHING
+    begin: Any = no_scale
+    put: Any = put_nothing
+    finish: Any = finish_nothing
+    tile: Any = None
+    tile_options: Mapping[str, object] = field(default_factory=dict)
+    """Of the launch over tiles."""
+
+    @cached_property
+    def cache_key(self) -> str:
+        """What Triton's compilation cache needs to know: a change of the source changes it."""
+        return _key(self.name, self.begin, self.put, self.finish, self.tile)
+
+
+LATER = Store("later", Left.ALL)
+"""fp8 weights of which one pass over the masters finds the amaxes, and one stores the codes."""
+
+
+# equal only to itself: launches hash it
+@dataclass(frozen=True, eq=False)
+class Quantizer:
+    """Where the scales of fp8 weights come from: one file and one row of the table a scaling.
+
+    `scale(table_ptr, place, amax_bits, FORMATS) -> scale, scale_inv` (Triton) and its twin
+    `scales_reference(amax, recipe, scale)` give what values are multiplied by, fp32, and scale_inv
+    as it is stored, of one amax or many, each of a whole weight or block. The twin's `scale` is the
+    one that the weight keeps, or None.
+    """
+
+    name: str
+    """Float8Recipe's `scaling`."""
+    options: tuple[str, ...]
+    """The options of Float8Recipe that it looks at, beside dtype and direct."""
+    store: Store
+    scale: Any
+    scales_reference: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rows: int = 0
+    """Of a block, whose elements share a scale: 128, or 1; 0: the whole tensor shares one."""
+    columns: int = 0
+    """Likewise: 128, or, of one row, a divisor of it."""
+    scale_dtype: torch.dtype = torch.float32
+    """Of scale_inv."""
+    scale_element: Any = tl.float32
+    """The Triton type under which kernels store it."""
+    value_reference: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
+    """What codes are multiplied by, fp32, from scale_inv."""
+    move: Callable[..., None] | None = None
+    """Where weights keep a scale and amaxes: `move(table, (histories, scales, amaxes), recipe,
+    controls)` launches what makes the next step's scales."""
+    move_reference: Callable[..., None] | None = None
+    """`move_reference(history, scale, recipe)`, its twin, of one weight."""
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Weights have a scale and an amax_history beside scale_inv."""
+        return self.move is not None
+
+    @cached_property
+    def cache_key(self) -> str:
+        """What Triton's compilation cache needs to know: a change of the source changes it."""
+        fields = (self.name, self.rows, self.columns, self.scale_element, self.store.cache_key)
+        return _key(f"{fields}", self.scale)
+
+
+def _key(fields: str, *functions: Any) -> str:
+    return digest(f"{fields}:{[getattr(function, 'cache_key', '') for function in functions]}")

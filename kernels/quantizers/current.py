@@ -1,0 +1,55 @@
+"""Current scaling: a scale per tensor from its own amax, which the step finds for the cast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.quantizers.base import Left, Quantizer, Store
+from megaopt.kernels.quantizers.cast import noted, raise_amax
+from megaopt.kernels.quantizers.scale import (
+    reciprocal,
+    reciprocal_reference,
+    scale_from_amax,
+    scale_from_amax_reference,
+)
+
+if TYPE_CHECKING:
+    from megaopt.kernels.float8 import Float8Recipe
+
+OPTIONS = ("power_of_two_scales", "amax_epsilon")
+
+
+@helper
+def put(
+    weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    _value, amax_bits = noted(param, amax_bits, mask, FORMATS, MASKED)
+    return amax_bits
+
+
+@helper
+def scale_of_amax(table_ptr, place, amax_bits, FORMATS: tl.constexpr):
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    scale = scale_from_amax(
+        amax, FORMATS.cast.recipe.code_max, FORMATS.cast.recipe.amax_epsilon, 1.0,
+        FORMATS.cast.recipe.power_of_two_scales,
+    )  # fmt: skip
+    return scale, reciprocal(scale)
+
+
+def scales_of_amax_reference(
+    amax: torch.Tensor, recipe: Float8Recipe, scale: None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and its inverse, fp32, of amax's shape."""
+    found = scale_from_amax_reference(
+        amax, recipe.code_max, recipe.amax_epsilon, 1.0, bool(recipe.power_of_two_scales)
+    )
+    return found, reciprocal_reference(found)
+
+
+STORE = Store("current", Left.CODES, put=put, finish=raise_amax)
+CURRENT = Quantizer("current", OPTIONS, STORE, scale_of_amax, scales_of_amax_reference)

@@ -1,0 +1,166 @@
+"""Delayed scaling: a scale per tensor from the amaxes of earlier steps, which move on after each.
+
+The step knows the scale before its first block, so that it stores codes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from megaopt.kernels.calling import call
+from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.quantizers.base import Left, Quantizer, Store
+from megaopt.kernels.quantizers.cast import noted, raise_amax, scale_inv_pointer
+from megaopt.kernels.quantizers.scale import (
+    magnitude_bits,
+    magnitude_reference,
+    reciprocal,
+    reciprocal_reference,
+    scale_from_amax,
+    scale_from_amax_reference,
+)
+from megaopt.kernels.step.blocks import store_block
+from megaopt.kernels.step.kernel import SKIP
+from megaopt.kernels.step.rows import WEIGHT_SCALE
+from megaopt.kernels.step.table import DeviceTable
+
+if TYPE_CHECKING:
+    from megaopt.kernels.float8 import Float8Recipe
+
+
+@helper
+def begin(table_ptr, place, FORMATS: tl.constexpr):
+    """What values are multiplied by."""
+    tensors, tensor, _start = place
+    address = tl.load(table_ptr + WEIGHT_SCALE * tensors + tensor)
+    return tl.load(address.to(tl.pointer_type(tl.float32)))
+
+
+@helper
+def put(
+    weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    value, amax_bits = noted(param, amax_bits, mask, FORMATS, MASKED)
+    store_block(weight_ptr, offsets, FORMATS.weight.encode(value * scale, 1.0), mask, MASKED)
+    return amax_bits
+
+
+@helper
+def finish(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
+    """Raises the tensor's amax; its first chunk stores scale_inv."""
+    raise_amax(table_ptr, place, scale, amax_bits, FORMATS)
+    tensors, tensor, start = place
+    ptr = scale_inv_pointer(table_ptr, tensors, tensor, FORMATS)
+    tl.store(ptr, reciprocal(scale), mask=start == 0)
+
+
+@helper
+def scale_there_is(table_ptr, place, amax_bits, FORMATS: tl.constexpr):
+    scale = begin(table_ptr, place, FORMATS)
+    return scale, reciprocal(scale)
+
+
+def scale_there_is_reference(
+    amax: torch.Tensor, recipe: Float8Recipe, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale that the weight keeps, and its inverse; fp32, (1,)."""
+    scale = scale.reshape(1).clone()
+    return scale, reciprocal_reference(scale)
+
+
+@jit(do_not_specialize=["weights", "length"])
+def move_scales_kernel(
+    table_ptr,  # *int64 [3, weights], addresses: amax histories, scales, amaxes of this step
+    controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    weights,
+    length,
+    CODE_MAX: tl.constexpr,
+    MOST_RECENT: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Delayed scaling, a weight a program: move_scales_reference after a step."""
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if tl.load(controls_ptr + SKIP) != 0:
+            return
+    weight = tl.program_id(0)
+    history_ptr = tl.load(table_ptr + weight).to(tl.pointer_type(tl.float32))
+    scale_ptr = tl.load(table_ptr + weights + weight).to(tl.pointer_type(tl.float32))
+    amax_ptr = tl.load(table_ptr + 2 * weights + weight).to(tl.pointer_type(tl.float32))
+    place = tl.arange(0, PADDED)
+    history = tl.load(history_ptr + place, mask=place < length, other=0.0)
+    latest = tl.maximum(tl.load(history_ptr), tl.load(amax_ptr), propagate_nan=tl.PropagateNan.ALL)
+    history = tl.where(place == 0, latest, history)
+    if MOST_RECENT:
+        amax = latest
+    else:
+        amax = tl.max(magnitude_bits(history), 0).to(tl.float32, bitcast=True)
+    scale = scale_from_amax(amax, CODE_MAX, 0.0, tl.load(scale_ptr), False)
+    # all has been read before anything is written
+    tl.debug_barrier()
+    tl.store(scale_ptr, scale)
+    tl.store(history_ptr + place - 1, history, mask=(place >= 2) & (place < length))
+    # a scalar's comparison is no mask in Triton 3.9's interpreter, a block's is
+    tl.store(history_ptr + place, latest, mask=(place >= 1) & (place == length - 1))
+    tl.store(history_ptr, 0.0)
+
+
+def move_scales_reference(
+    history: torch.Tensor,
+    scale: torch.Tensor,
+    recipe: Float8Recipe,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """The twin for one weight, whose amax of this step is the history's first; nothing waits.
+
+    Args:
+        history: fp32, (amax_history_len,).
+        scale: fp32, (1,).
+        recipe: with delayed scaling.
+        skip: one boolean on the device; where it is true nothing moves.
+    """
+    newest = recipe.amax_compute_algo == "most_recent"
+    # the largest passes NaNs over, the newest is taken as it is
+    amax = history[:1] if newest else magnitude_reference(history).amax().reshape(1)
+    new_scale = scale_from_amax_reference(amax, recipe.code_max, 0.0, scale)
+    new_history = history.roll(-1)
+    new_history[:1] = 0.0
+    if skip is not None:
+        new_scale = torch.where(skip, scale, new_scale)
+        new_history = torch.where(skip, history, new_history)
+    scale.copy_(new_scale)
+    history.copy_(new_history)
+
+
+def move_scales(
+    table: DeviceTable,
+    columns: tuple[Sequence[torch.Tensor], ...],
+    recipe: Float8Recipe,
+    controls: torch.Tensor | None,
+) -> None:
+    """Launches the kernel over weights, with their histories, scales and amaxes of this step."""
+    count, length = len(columns[0]), recipe.amax_history_len
+    if not count:
+        return
+    rows = numpy.array([[tensor.data_ptr() for tensor in column] for column in columns])
+    options: dict[str, object] = {
+        "CODE_MAX": recipe.code_max,
+        "MOST_RECENT": recipe.amax_compute_algo == "most_recent",
+        "CONTROLLED": controls is not None,
+        "PADDED": 1 << (length - 1).bit_length(),
+        "num_warps": 4,
+    }
+    call(move_scales_kernel, count, (table.update(rows), controls, count, length), options)
+
+
+OPTIONS = ("margin", "amax_history_len", "amax_compute_algo")
+STORE = Store("delayed", Left.NOTHING, begin, put, finish)
+SCALES = (scale_there_is, scale_there_is_reference)
+DELAYED = Quantizer(
+    "delayed", OPTIONS, STORE, *SCALES, move=move_scales, move_reference=move_scales_reference
+)

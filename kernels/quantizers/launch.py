@@ -1,0 +1,180 @@
+"""The plan of a step of fp8 weights: which launches, and what comes between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy
+import torch
+
+from megaopt.kernels.calling import call
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.quantizers import Left
+from megaopt.kernels.quantizers.cast import cast_kernel, scale_invs_kernel
+from megaopt.kernels.quantizers.mxfp8 import cast_columns_kernel
+from megaopt.kernels.quantizers.tiles import TILE, cast_tiles_kernel, tile_kernel
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step import rows as table_rows
+from megaopt.kernels.step.batch import Buffers, Extent, Formats
+from megaopt.kernels.step.draws import Place
+from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.table import Chunks, DeviceTable, Geometry, to_device
+
+
+class CastPlan(TritonPlan):
+    """As TritonPlan; `step`, then the ranks put amaxes together, then `cast`.
+
+    Formats.store says what the step stores of weights, and what is left to `cast`. `extents` says
+    what each tensor holds of its weight.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        rule: Rule,
+        numels: Sequence[int],
+        groups: Sequence[int],
+        device: torch.device,
+        extents: Sequence[Extent],
+        places: Sequence[Place] | None = None,
+    ) -> None:
+        super().__init__(formats, rule, numels, groups, device, None, places)
+        assert formats.cast is not None
+        self.recipe, self.extents = formats.cast.recipe, extents
+        self.in_blocks = self.recipe.block is not None
+        self.shared = any(extent.shared for extent in extents)
+        self._rows[table_rows.WEIGHT_ROWS.value] = [extent.rows for extent in extents]
+        self._rows[table_rows.WEIGHT_COLUMNS.value] = [extent.columns for extent in extents]
+        self._rows[table_rows.WEIGHT_START.value] = [extent.start for extent in extents]
+        self._tiles = torch.empty(3, 0)
+        if self.in_blocks:
+            self._tiles = to_device(tile_table(numels, extents), device)
+        shapes: list[tuple[int, ...]] = []
+        if self.shared or (self.in_blocks and formats.store.left is Left.ALL):
+            shapes = [self.recipe.scale_shape(torch.Size(extent[:2])) for extent in extents]
+        self._scale_chunks = Chunks([math.prod(shape) for shape in shapes], SCALES, device)
+        self._buffers: Buffers = {}
+        self._moved, self._columns = DeviceTable(device), DeviceTable(device)
+        self._controls: torch.Tensor | None = None
+
+    def look(self, buffers: Buffers) -> None:
+        """Notes where the buffers lie, and keeps those that `cast` computes with."""
+        super().look(buffers)
+        self._buffers = {slot: each for slot, each in buffers.items() if slot.startswith("weight_")}
+        if self.in_blocks:
+            strides = [scale_inv.stride(0) for scale_inv in buffers["weight_scale_inv"]]
+            row = self._rows[table_rows.WEIGHT_SCALE_STRIDE.value]
+            self.stale = self.stale or row.tolist() != strides
+            row[:] = strides
+
+    def step(
+        self,
+        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
+        controls: torch.Tensor | None = None,
+    ) -> None:
+        """As TritonPlan.step; raises the buffers of amaxes, and casts what it can."""
+        self._controls = controls
+        store = self.formats.store
+        if store.tile is None:
+            super().step(scalars, controls)
+        else:
+            scalars, tiles = self.on_device(scalars), self._tiles.shape[1]
+            options = {"RULE": self.rule, "SHARDED": self.shared, **store.tile_options}
+            arguments = (self._tiles, scalars, controls, len(self.extents), tiles)
+            self._launch(tile_kernel, tiles, (*arguments, scalars.shape[1]), options)
+        if store.left is Left.ALL:
+            self._pass_over_masters(only_amax=True)
+
+    def cast(self) -> None:
+        """Casts what the step could not, and stores scale_inv where other ranks made codes."""
+        left = self.formats.store.left
+        if left in (Left.ALL, Left.CODES) or (left is Left.SHARED and self.shared):
+            self._pass_over_masters(only_amax=False)
+        scales, count = self._scale_chunks, len(self.extents)
+        arguments = (scales.table, self._controls, count)
+        self._launch(scale_invs_kernel, scales.count, arguments, dealt_out(SCALES))
+        if "weight_columns" in self._buffers:
+            self._cast_columns()
+
+    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+        """After the ranks have put amaxes together: the next step's scales.
+
+        Args:
+            histories: of each weight that keeps a scale, fp32, (amax_history_len,).
+        """
+        move = self.recipe.quantizer.move
+        assert move is not None
+        columns = (histories, self._buffers["weight_scale"], self._buffers["weight_amax"])
+        move(self._moved, columns, self.recipe, self._controls)
+
+    def _pass_over_masters(self, only_amax: bool) -> None:
+        options: dict[str, object] = {"ONLY_AMAX": only_amax}
+        count = len(self.extents)
+        if self.in_blocks:
+            options |= {"ALL": self.formats.store.left is not Left.SHARED, **CAST_TILES}
+            tiles = self._tiles.shape[1]
+            arguments = (self._tiles, self._controls, count, tiles)
+            self._launch(cast_tiles_kernel, tiles, arguments, options)
+        else:
+            options |= {"ITERATIONS": self.geometry.iterations, **dealt_out(self.geometry)}
+            arguments = (self._chunks.table, self._controls, count)
+            self._launch(cast_kernel, self._chunks.count, arguments, options)
+
+    def _cast_columns(self) -> None:
+        """Codes along columns of whole weights that have them too, in a launch of their own."""
+        codes = self._buffers["weight_columns"]
+        scale_invs = self._buffers["weight_columns_scale_inv"]
+        rows = [
+            [tensor.data_ptr() for tensor in codes],
+            [tensor.data_ptr() for tensor in scale_invs],
+            [extent.rows for extent in self.extents],
+            [extent.columns for extent in self.extents],
+            [tensor.stride(0) for tensor in scale_invs],
+        ]
+        table, tiles = self._columns.update(numpy.array(rows, numpy.int64)), self._tiles.shape[1]
+        arguments = (self._tiles, table, self._controls, len(codes), tiles)
+        self._launch(cast_columns_kernel, tiles, arguments, {"num_warps": 4})
+
+    def _launch(
+        self,
+        function: object,
+        programs: int,
+        arguments: tuple[object, ...],
+        options: Mapping[str, object],
+    ) -> None:
+        """A kernel over chunks or tiles; arguments: those behind the table."""
+        if programs:
+            own = {"FORMATS": self.formats, "CONTROLLED": self._controls is not None}
+            call(function, programs, (self.table(), *arguments), {**options, **own})
+
+
+def dealt_out(geometry: Geometry) -> dict[str, object]:
+    """The constants of a kernel over chunks."""
+    return {"BLOCK": geometry.block, "SPAN": geometry.span, "num_warps": geometry.warps}
+
+
+SCALES = Geometry(1024, 1)
+"""How scales are dealt out where they are stored on their own."""
+# Casting alone, which few tiles need.
+CAST_TILES = {"PIECE": 512, "num_warps": 4}
+if INTERPRETED:  # an interpreted operation costs some 15 microseconds whatever its size
+    CAST_TILES = {"PIECE": 8192}
+
+
+def tile_table(numels: Sequence[int], extents: Sequence[Extent]) -> numpy.ndarray:
+    """int32 [3, tiles]: for each program its tensor, and row and column of the tile, in tiles.
+
+    All tiles of the weight of which the tensor has elements.
+    """
+    size = TILE.value
+    found = [numpy.zeros((3, 0), dtype=numpy.int64)]
+    for index, (numel, extent) in enumerate(zip(numels, extents, strict=True)):
+        if numel == 0:
+            continue
+        first, last = extent.start // extent.columns, (extent.start + numel - 1) // extent.columns
+        rows = numpy.arange(first // size, last // size + 1)
+        columns = numpy.arange(-(-extent.columns // size))
+        row, column = (each.ravel() for each in numpy.meshgrid(rows, columns, indexing="ij"))
+        found.append(numpy.stack([numpy.full_like(row, index), row, column]))
+    return numpy.ascontiguousarray(numpy.concatenate(found, axis=1).astype(numpy.int32))

@@ -1,0 +1,110 @@
+"""The twin of steps of fp8 weights: the stored masters are cast, however the kernels pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megaopt.kernels.quantizers.mxfp8 import columns_reference
+from megaopt.kernels.quantizers.scale import amax_reference, multiplied
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.batch import Buffers, Extent, Formats
+from megaopt.kernels.step.draws import Place
+from megaopt.kernels.step.reference import ReferencePlan
+
+MOVED = ("weight_scale", "weight_amax")
+"""The buffers that `move_scales` computes with."""
+
+
+class CastReferencePlan(ReferencePlan):
+    """As ReferencePlan; `step`, then the ranks put amaxes together, then `cast`.
+
+    extents: what each tensor holds of its weight.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        rule: Rule,
+        groups: Sequence[int],
+        extents: Sequence[Extent],
+        places: Sequence[Place] | None = None,
+    ) -> None:
+        super().__init__(formats, rule, groups, places)
+        assert formats.cast is not None
+        self._extents, self._recipe = extents, formats.cast.recipe
+        self._rounding = formats.cast.rounding
+        self._own: Buffers = {}
+
+    def look(self, buffers: Buffers) -> None:
+        """Notes the buffers: codes come one-dimensional, and so has all that goes with them."""
+        own = self.formats.by_slot.keys() & buffers.keys()
+        flat = {slot: [tensor.view(-1) for tensor in buffers[slot]] for slot in own}
+        super().look({**buffers, **flat})
+        self._own = {slot: each for slot, each in self._buffers.items() if slot != "grad"}
+
+    def step(
+        self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
+    ) -> None:
+        """As ReferencePlan.step; raises the buffers of amaxes to those of the stored masters."""
+        super().step(scalars, controls)
+        for index, extent in self._stepped():
+            own = self._tensors(index)
+            if own["weight"].numel():
+                values, amax = self._placed(self._values(own), extent), own["weight_amax"]
+                found = amax_reference(values, self._recipe)
+                amax.copy_(torch.maximum(amax, found.view(amax.shape)))
+
+    def cast(self) -> None:
+        """Stores the codes of parts of fp8 weights, and the whole weights' scale_inv."""
+        for index, extent in self._stepped():
+            self._store(self._tensors(index), extent)
+        # masters may go: some are for the step alone
+        self._own = {slot: each for slot, each in self._own.items() if slot in MOVED}
+
+    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+        """After `cast`: the next step's scales.
+
+        Args:
+            histories: of each weight that keeps a scale, fp32, (amax_history_len,).
+        """
+        move = self._recipe.quantizer.move_reference
+        assert move is not None
+        for index, _ in self._stepped():
+            history, own = histories[index], self._tensors(index)
+            history[:1].copy_(torch.maximum(history[:1], own["weight_amax"]))
+            move(history, own["weight_scale"], self._recipe)
+
+    def _stepped(self) -> list[tuple[int, Extent]]:
+        return [] if self._skipped else list(enumerate(self._extents))
+
+    def _tensors(self, index: int) -> dict[str, torch.Tensor]:
+        return {slot: each[index] for slot, each in self._own.items()}
+
+    def _values(self, own: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What codes are made of: the stored master, rounded as the recipe says; fp32."""
+        value = self.formats.master.decode_reference(own["master"], own.get("master_scale"))
+        rounding = self._rounding
+        return rounding.decode_reference(rounding.encode_reference(value))
+
+    def _placed(self, values: torch.Tensor, extent: Extent) -> torch.Tensor:
+        """Values in their place in the whole weight, 0 elsewhere; as they are without blocks."""
+        if self._recipe.block is None:
+            return values
+        whole = values.new_zeros(extent.rows * extent.columns)
+        whole[extent.start : extent.start + values.numel()] = values
+        return whole.view(extent.rows, extent.columns)
+
+    def _store(self, own: dict[str, torch.Tensor], extent: Extent) -> None:
+        recipe, values, weight = self._recipe, self._values(own), own["weight"]
+        amax = own["weight_amax"].view(recipe.scale_shape(torch.Size(extent[:2])))
+        scale, scale_inv = recipe.quantizer.scales_reference(amax, recipe, own.get("weight_scale"))
+        product = multiplied(self._placed(values, extent), scale, recipe.block).flatten()
+        start = extent.start if recipe.block else 0
+        weight.copy_(recipe.format.encode_reference(product[start : start + weight.numel()]))
+        own["weight_scale_inv"].copy_(scale_inv.view(own["weight_scale_inv"].shape))
+        if "weight_columns" in own:
+            codes, scale_inv = columns_reference(values.view(own["weight_columns"].shape), recipe)
+            own["weight_columns"].copy_(codes)
+            own["weight_columns_scale_inv"].copy_(scale_inv)

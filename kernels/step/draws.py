@@ -1,0 +1,206 @@
+"""The random bits of a step: one word for each element of a parameter, whoever steps it.
+
+A word is a function of the seed, the parameter's number, the element's index in the whole
+parameter and the number of the step. So chunks, shards, replicas, launches, replays and resumes
+draw the same.
+
+What is rounded stochastically takes 16 bits of its element's word: weights and what lies beside
+them the lower ones, exp_avg_sq the upper ones, exp_avg their exclusive or, which is independent of
+each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.philox import philox, philox_reference
+from megaopt.kernels.step.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
+
+
+class Place(NamedTuple):
+    """Where a tensor's elements lie in their parameter.
+
+    Element i of the tensor is the parameter's element first + i // run * stride + i % run.
+    """
+
+    number: int
+    """The parameter's, from 0 to 2**32 - 1."""
+    first: int = 0
+    run: int = 1
+    """With a stride: how many elements follow each other. A shard of columns has parts of rows."""
+    stride: int = 0
+    """From the first element of a run to that of the next; 0 where there is one run."""
+
+    def last(self, numel: int) -> int:
+        """The index of the last of so many elements, at least one."""
+        runs, rest = divmod(numel - 1, self.run)
+        return self.first + (runs * self.stride + rest if self.stride else numel - 1)
+
+    @property
+    def in_quads(self) -> bool:
+        """Whether four elements from every fourth one on are the four of one counter."""
+        return self.first % 4 == 0 and not self.stride
+
+
+def in_order(count: int) -> list[Place]:
+    """Of so many whole parameters, by number."""
+    return [Place(number) for number in range(count)]
+
+
+def seed_and_step(numbers: tuple[float, ...]) -> tuple[tuple[int, int], int]:
+    """The key of Philox, and the step, from a group's numbers (rules.base.draw_numbers)."""
+    own = [int(number) for number in numbers]
+    return (own[0] | own[1] << 16, own[2] | own[3] << 16), own[4] | own[5] << 16
+
+
+def words_reference(place: Place, numel: int, numbers: Any, device: torch.device) -> torch.Tensor:
+    """The words of a tensor's elements, int64 of shape (numel,), each from 0 to 2**32 - 1.
+
+    Args:
+        place: of the tensor in its parameter.
+        numel: the tensor's elements.
+        numbers: of the group, as rules.base.draw_numbers makes them.
+        device: where the words are needed.
+    """
+    key, step = seed_and_step(numbers)
+    if not place.stride:
+        skipped = place.first % 4
+        index = torch.arange(place.first // 4, (place.first + numel + 3) // 4, device=device)
+        words = torch.stack(_quads(index, place.number, step, key), 1)
+        return words.view(-1)[skipped : skipped + numel]
+    offset = torch.arange(numel, device=device)
+    index = place.first + offset // place.run * place.stride + offset % place.run
+    words = torch.stack(_quads(index // 4, place.number, step, key))
+    return words.gather(0, (index % 4)[None])[0]
+
+
+def _quads(
+    index: torch.Tensor, number: int, step: int, key: tuple[int, int]
+) -> tuple[torch.Tensor, ...]:
+    rest = (torch.full_like(index, number), torch.full_like(index, step))
+    return philox_reference((index & 0xFFFFFFFF, index >> 32, *rest), key)
+
+
+def weight_bits_reference(words: torch.Tensor) -> torch.Tensor:
+    """int32, from 0 to 65535, for a weight or what lies beside it."""
+    return (words & 0xFFFF).int()
+
+
+def moment_bits_reference(words: torch.Tensor, index: int) -> torch.Tensor:
+    """Likewise for the rule's first moment (index 0) or its second."""
+    upper = words >> 16
+    return (upper if index else (words ^ upper) & 0xFFFF).int()
+
+
+@helper
+def sixteens(row_ptr, place):
+    """A uint32 from two pieces of 16 bits."""
+    low = tl.load(row_ptr + place).to(tl.int32)
+    high = tl.load(row_ptr + place + 1).to(tl.int32)
+    return (low | (high << 16)).to(tl.uint32, bitcast=True)
+
+
+@helper
+def draw_of(table_ptr, tensors, tensor, row_ptr, DRAWS: tl.constexpr):
+    """What the words of a tensor are made from; row_ptr: to its group's numbers for the draws."""
+    if DRAWS:
+        key = (sixteens(row_ptr, 0), sixteens(row_ptr, 2), sixteens(row_ptr, 4))
+        number = tl.load(table_ptr + NUMBER * tensors + tensor).to(tl.uint32)
+        first = tl.load(table_ptr + FIRST_ELEMENT * tensors + tensor)
+        run = tl.load(table_ptr + RUN * tensors + tensor)
+        stride = tl.load(table_ptr + RUN_STRIDE * tensors + tensor)
+        draw = (key, number, first, run, stride)
+    else:
+        draw = ((0, 0, 0), 0, 0, 0, 0)
+    return draw
+
+
+@helper
+def words_of(index, key, number):
+    """The four words of the quads with these indices, int64."""
+    low = index.to(tl.uint32)
+    high = (index >> 32).to(tl.uint32)
+    none = tl.zeros_like(low)
+    return philox(low, high, none + number, none + key[2], key[0], key[1])
+
+
+@helper
+def quad_words(index, key, number):
+    """The words of quads, [..., 2, 2]."""
+    words = words_of(index, key, number)
+    return tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+
+
+@helper
+def tile_words(quad, key, number, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The words of a tile from its first quad on; each thread draws those of its row."""
+    row = quad + tl.arange(0, ROWS) * (WIDTH // 4)
+    word = quad_words(row, key, number)
+    if WIDTH == 8:
+        # the last dimension, of the two quads, comes to the front of a row's
+        word = tl.permute(tl.join(word, quad_words(row + 1, key, number)), (0, 3, 1, 2))
+    return word
+
+
+@helper
+def block_words(
+    draw,
+    start,
+    begin,
+    offsets,
+    DRAWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_QUADS: tl.constexpr,
+):
+    """int32, the words of a block's elements; 0 without DRAWS.
+
+    Args:
+        draw: as draw_of makes it.
+        start: int64, the chunk's first element in the tensor.
+        begin: the block's first element in the chunk; needed with IN_QUADS.
+        offsets: of the block's elements in the chunk.
+        DRAWS: whether a format needs random bits.
+        SPLIT: whether a tensor may have a stride, whose division takes 14 to 28 registers.
+        BLOCK: with IN_QUADS how many elements the block has.
+        IN_QUADS: its elements follow each other, and the first is the first of a quad; otherwise
+            each element draws its quad's four words and takes one.
+    """
+    key, number, first, run, stride = draw
+    if not DRAWS:
+        word = 0
+    elif IN_QUADS:
+        quad = (first + start) // 4 + begin // 4
+        if len(offsets.shape) == 2:
+            word = tile_words(quad, key, number, offsets.shape[0], offsets.shape[1])
+        else:
+            word = quad_words(quad + tl.arange(0, BLOCK // 4), key, number)
+        word = tl.reshape(word, offsets.shape).to(tl.int32, bitcast=True)
+    else:
+        place = start + offsets
+        index = first + place
+        if SPLIT and stride != 0:
+            index = first + (place // run) * stride + place % run
+        words = words_of(index >> 2, key, number)
+        lane = (index & 3).to(tl.int32)
+        lower = tl.where(lane == 0, words[0], words[1])
+        upper = tl.where(lane == 2, words[2], words[3])
+        word = tl.where(lane < 2, lower, upper).to(tl.int32, bitcast=True)
+    return word
+
+
+@helper
+def weight_bits(word):
+    """int32, from 0 to 65535."""
+    return word & 0xFFFF
+
+
+@helper
+def moment_bits(word, INDEX: tl.constexpr):
+    upper = word >> 16
+    if INDEX == 0:
+        upper = upper ^ word
+    return upper & 0xFFFF

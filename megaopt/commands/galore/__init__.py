@@ -1,0 +1,1 @@
+"""`megaopt galore`: a step's errors beside torch's own (test), and its times (bench)."""

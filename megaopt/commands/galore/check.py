@@ -1,0 +1,102 @@
+"""`megaopt galore test`: the errors of one step, and whether they are within their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megaopt.commands import exits
+from megaopt.commands.bench.report import print_table
+from megaopt.commands.console import make_console
+from megaopt.commands.galore.errors import Finding, Setup, check_setup, measure_errors
+from megaopt.commands.toml_tables import ConfigError
+
+__all__ = ["main"]
+
+MOST = 5
+"""Elements that --verbose shows of each tensor."""
+
+
+def main(setup: Setup, verbose: bool = False) -> int:
+    """Prints the errors of a step on the current GPU, or on the CPU where there is none.
+
+    Args:
+        setup: what is stepped.
+        verbose: also print the largest errors, and where they are.
+
+    Returns:
+        0 where every error is within its bound, 1 otherwise.
+
+    Raises:
+        ConfigError: the setup is not allowed, or the kernel does not run here.
+    """
+    device = _device()
+    try:
+        check_setup(setup, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    findings, console = measure_errors(setup, device), make_console()
+    console.print(f"{_title(setup)}, on {device}", soft_wrap=True, highlight=False)
+    print_table(console, _table(findings))
+    for finding in findings if verbose else ():
+        for line in largest(finding):
+            console.print(line, markup=False, highlight=False)
+    return _verdict(findings, console)
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _title(setup: Setup) -> str:
+    side, masters = setup.low_rank.side, "" if setup.weights == "float32" else ", fp32 masters"
+    shape = f"{setup.rows} x {setup.columns}, rank {setup.rank} on the {side}"
+    return f"kernel {setup.kernel}, {shape}, {setup.weights} weights{masters}, seed {setup.seed}"
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    """Errors in parts of the norm of what fp64 gives."""
+    table = Table()
+    table.add_column("against fp64, by norm", no_wrap=True)
+    for heading in ("error", "torch's error", "bound", "error / bound"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for each in findings:
+        shares = [f"{part / each.norm:.3g}" for part in (each.error, each.torchs, each.bound)]
+        verdict = "within" if each.holds else "[red]BEYOND[/red]"
+        table.add_row(each.name, *shares, f"{_part_of_bound(each):.3f}", verdict)
+    return table
+
+
+def _part_of_bound(finding: Finding) -> float:
+    # numbers so few that plain torch makes no error
+    return finding.error / finding.bound if finding.bound else float(not finding.holds)
+
+
+def largest(finding: Finding) -> list[str]:
+    """A line for each of the elements furthest from fp64; NaN first."""
+    away = (finding.value - finding.exact).abs().nan_to_num(nan=torch.inf).flatten()
+    columns, lines = finding.value.shape[1], []
+    for place in away.topk(min(MOST, away.numel())).indices.tolist():
+        value, exact = (float(t.flatten()[place]) for t in (finding.value, finding.exact))
+        row, column = divmod(place, columns)
+        lines.append(
+            f"{finding.name}[{row}, {column}]: {value:.9g}, in fp64 {exact:.9g}, "
+            f"off by {abs(value - exact):.3g}"
+        )
+    return lines
+
+
+def _verdict(findings: Sequence[Finding], console: Console) -> int:
+    beyond = [finding.name for finding in findings if not finding.holds]
+    if beyond:
+        line = f"beyond their bounds: {', '.join(beyond)}"
+        console.print(line, soft_wrap=True, highlight=False, style="red")
+        return exits.DIFFERENT
+    console.print("all errors within their bounds", highlight=False, style="green")
+    return exits.DONE

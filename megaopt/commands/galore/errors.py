@@ -1,0 +1,201 @@
+"""The errors of GaLoreAdamW's step: against fp64, beside those of the same step in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from megaopt.checks import one_of, refuse
+from megaopt.commands.galore.plain import derived_update_error, plain_step
+from megaopt.galore import PROJ_TYPES, GaLoreAdamW, side_of
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.lowrank.products import ieee_products
+from megaopt.kernels.lowrank.spec import LowRank
+
+__all__ = ["KERNELS", "WEIGHTS", "Finding", "Setup", "check_setup", "compared", "measure_errors"]
+
+KERNELS = ("torch", "hybrid")
+WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Dtypes of weight and gradient, by name; bf16 weights have fp32 masters."""
+MOST = 2**20
+"""Rows or columns; of their square in fp64 torch can still say that there is no memory for it."""
+FACTOR = 1.5
+"""Of torch's own error. Two orders of the same roundings give errors of about one size."""
+GROUP: Mapping[str, Any] = MappingProxyType(
+    # with this lr an update is about as large as the weight, so that rounding the weight hides none
+    # of the update's own error
+    {"lr": 0.3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1, "scale": 0.25}
+)
+STEP = 2
+"""The step that is looked at: the first one, which makes the projection, gives it its moments."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One step of one matrix [rows, columns]."""
+
+    kernel: str
+    """Of KERNELS."""
+    rows: int
+    columns: int
+    rank: int
+    weights: str = "float32"
+    """Of WEIGHTS."""
+    proj_type: str = "std"
+    seed: int = 0
+
+    @property
+    def low_rank(self) -> LowRank:
+        """Side and rank."""
+        return LowRank(side_of(self.proj_type, self.rows, self.columns), self.rank)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor that a step makes; norms are of the whole tensor, in its own unit."""
+
+    name: str
+    error: float
+    """Norm of the difference from fp64."""
+    torchs: float
+    """The same of plain torch in the same dtypes."""
+    bound: float
+    """What error may be."""
+    norm: float
+    """Of what fp64 gives."""
+    value: torch.Tensor
+    """fp64."""
+    exact: torch.Tensor
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is within its bound; of NaN it is not."""
+        return self.error <= self.bound
+
+
+def check_setup(setup: Setup, device: torch.device) -> None:
+    """Raises ValueError for what is not allowed, or does not work on the device."""
+    one_of("kernel", setup.kernel, KERNELS)
+    one_of("weights", setup.weights, WEIGHTS)
+    one_of("proj_type", setup.proj_type, PROJ_TYPES)
+    rows, columns = setup.rows, setup.columns
+    for name, size in (("M", rows), ("N", columns)):
+        if not 1 <= size <= MOST:
+            refuse(name, f"a whole number from 1 to {MOST}", size)
+    if not 0 <= setup.seed < 2**63:
+        refuse("seed", "a whole number from 0 to 2**63 - 1", setup.seed)
+    most = (rows * columns - 1) // (rows + columns)
+    if most < 1:
+        refuse("M and N", "so large that M + N < M * N: no rank saves anything", (rows, columns))
+    if not 1 <= setup.rank <= most:
+        why = f"for M={rows} and N={columns}: rank * (M + N) must be below M * N"
+        refuse("rank", f"a whole number from 1 to {most} ({why})", setup.rank)
+    reason = BACKENDS["triton"].why_not(device) if setup.kernel == "hybrid" else None
+    if reason is not None:
+        refuse("kernel", f"torch on {device} ({reason})", setup.kernel)
+
+
+def measure_errors(setup: Setup, device: torch.device) -> list[Finding]:
+    """Takes two steps of random gradients on the device, and compares the second one's results."""
+    before, after, projection = _kernels_step(setup, device)
+    given = {name: t for name, t in before.items() if name != "weight"}
+    with ieee_products():
+        exact, torchs = (
+            plain_step(
+                {name: tensor.to(dtype) for name, tensor in given.items()},
+                projection.to(dtype),
+                setup.low_rank.side,
+                GROUP,
+                STEP,
+            )
+            for dtype in (torch.float64, torch.float32)
+        )
+    derived = derived_update_error(exact, setup.rank)
+    for each in (exact, torchs):
+        each["weight"] = each["param"]
+    torchs["weight"] = torchs["weight"].to(after["weight"].dtype)
+    return compared(before, after, exact, torchs, derived)
+
+
+def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors, torch.Tensor]:
+    """What there is before and after the step of the kernel, and its projection, fp32."""
+    dtype, shape = WEIGHTS[setup.weights], (setup.rows, setup.columns)
+    generator = torch.Generator().manual_seed(setup.seed)
+
+    def draw() -> torch.Tensor:
+        # on the CPU: the same numbers for every device
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    weight = Parameter(0.02 * draw())
+    optimizer = GaLoreAdamW(
+        [weight],
+        rank=setup.rank,
+        proj_type=setup.proj_type,
+        kernel=setup.kernel,
+        seed=setup.seed,
+        dtype=None if dtype == torch.float32 else torch.float32,
+        **GROUP,
+    )
+    weight.grad = draw()
+    optimizer.step()
+    before = _copies(optimizer, weight)
+    weight.grad = draw()
+    before["grad"] = weight.grad.clone()
+    optimizer.step()
+    return before, _copies(optimizer, weight), optimizer.state[weight]["projection"]
+
+
+def _copies(optimizer: GaLoreAdamW, weight: Parameter) -> Tensors:
+    """Of weight and moments; param is the master, or the weight that is its own."""
+    state = optimizer.state[weight]
+    found = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+    found["weight"] = weight.detach().clone()
+    master = state.get("master_param")
+    found["param"] = (weight if master is None else master).detach().clone()
+    return found
+
+
+def compared(
+    before: Tensors, after: Tensors, exact: Tensors, torchs: Tensors, derived: float
+) -> list[Finding]:
+    """A finding for each moment and each update: the master's, and a 16-bit weight's.
+
+    Args:
+        before: exp_avg, exp_avg_sq, weight, param as they were.
+        after: as the kernel left them.
+        exact: the same in fp64.
+        torchs: the same of plain torch.
+        derived: what the bound of an update has beside torch's error: `derived_update_error`.
+    """
+    # moments get nothing beside torch's error: the same products, and operations in the same order
+    found = [
+        _finding(name, after[name], torchs[name], exact[name]) for name in ("exp_avg", "exp_avg_sq")
+    ]
+    updates = {"update": "param"}
+    if after["weight"].dtype != torch.float32:
+        updates = {"update of the master": "param", "update of the weight": "weight"}
+    for name, slot in updates.items():
+        old = before[slot].double()
+        value, others, wanted = (each[slot].double() - old for each in (after, torchs, exact))
+        found.append(_finding(name, value, others, wanted, derived))
+    return found
+
+
+def _finding(
+    name: str,
+    value: torch.Tensor,
+    torchs: torch.Tensor,
+    exact: torch.Tensor,
+    derived: float = 0.0,
+) -> Finding:
+    value = value.double()
+    error, others = (float((each - exact).norm()) for each in (value, torchs.double()))
+    norm = float(exact.norm())
+    return Finding(name, error, others, FACTOR * others + derived, norm, value, exact)

@@ -1,0 +1,286 @@
+"""GaLoreAdamW: AdamW whose moments of matrices are those of a projected gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from megaopt.checks import NOT_NEGATIVE, one_of, refuse
+from megaopt.galore_state import from_galore_torch
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.formats import MASTERS, Format
+from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.masters import MasterWeights
+from megaopt.optimizer import FusedOptimizer
+from megaopt.options import FLAGS, Numbers, Options
+from megaopt.params import ParamView, view_of
+from megaopt.torch_names import check_arguments
+
+PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
+KERNELS = ("auto", "torch", "hybrid")
+REFRESHES = ("subspace", "svd")
+
+
+def side_of(proj_type: str, rows: int, columns: int) -> str:
+    """On which side a gradient [rows, columns] is projected."""
+    if proj_type == "std":
+        return RIGHT if rows >= columns else LEFT
+    if proj_type == "reverse_std":
+        return LEFT if rows >= columns else RIGHT
+    # a matrix whose rows are split over ranks can be projected on the right without the others
+    return LEFT if proj_type == "left" else RIGHT
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaLoreOptions(Options):
+    """GaLoreAdamW's own options."""
+
+    NUMBERS: ClassVar[Numbers] = Numbers(
+        {
+            "lr": NOT_NEGATIVE,
+            "eps": NOT_NEGATIVE,
+            "weight_decay": NOT_NEGATIVE,
+            "scale": NOT_NEGATIVE,
+        },
+        has_betas=True,
+        flags=("bias_correction",),
+    )
+    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **Options.CHOICES,
+        "kernel": KERNELS,
+        "refresh": REFRESHES,
+        "stagger": FLAGS,
+    }
+
+    exp_avg_dtype: torch.dtype | str = torch.float32
+    exp_avg_sq_dtype: torch.dtype | str = torch.float32
+    kernel: str = "auto"
+    refresh: str = "subspace"
+    stagger: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is not allowed."""
+        super().__post_init__()
+        if self.kernel == "hybrid" and MASTERS[self.master_weight_dtype].scaled:
+            raise ValueError(
+                "master_weight_dtype must not have a scale for the whole tensor with "
+                "kernel='hybrid', which stores a matrix tile by tile, got "
+                f"{self.master_weight_dtype}; kernel='torch' takes it"
+            )
+
+    def low_rank_kernel(self, backend: str, master: Format) -> str:
+        """What steps matrices of low rank: "torch" or "hybrid".
+
+        Args:
+            backend: what steps other parameters of the device.
+            master: the format of the matrices' masters.
+        """
+        if self.kernel != "auto":
+            return self.kernel
+        return "hybrid" if backend == "triton" and not master.scaled else "torch"
+
+    @cached_property
+    def draws(self) -> bool:
+        """Always: groups have a seed, for the first projections."""
+        return True
+
+    @cached_property
+    def names_but_step(self) -> tuple[str, ...]:
+        """The keys that every group has, but the step count's."""
+        return (*super().names_but_step, "rank", "update_proj_gap", "proj_type")
+
+    def low_rank(self, param: torch.Tensor, group: Mapping[str, Any]) -> LowRank | None:
+        """How a matrix is projected; None for other parameters, and where a rank saves nothing."""
+        rank = group.get("rank")
+        if rank is None or param.dim() != 2 or not saves(rank, param.shape):
+            return None
+        return LowRank(side_of(group["proj_type"], *param.shape), rank)
+
+    def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
+        """Raises ValueError for what a group says of its projections."""
+        one_of(f"{where}: proj_type", group["proj_type"], PROJ_TYPES)
+        gap, rank = group["update_proj_gap"], group["rank"]
+        if not _is_count(gap):
+            refuse(f"{where}: update_proj_gap", "a whole number >= 1", gap)
+        if rank is None:
+            return
+        if not _is_count(rank):
+            refuse(f"{where}: rank", "None or a whole number >= 1", rank)
+        for index, param in enumerate(group["params"]):
+            _check_matrix(param, rank, f"{where}: rank", f"its parameter {index}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _check_matrix(param: torch.Tensor, rank: int, name: str, which: str) -> None:
+    """Raises ValueError for a parameter that cannot have a rank, or not this one."""
+    if type(view_of(param)) is not ParamView:
+        refuse(
+            name, f"None beside {which}, a {type(param).__name__}: only plain matrices are "
+            "projected yet", rank,
+        )  # fmt: skip
+    if len(getattr(param, "megaopt_whole_shape", ())) == 2:
+        refuse(
+            name, f"None beside {which}, a flat part of a matrix, which has neither its rows nor "
+            "its columns", rank,
+        )  # fmt: skip
+    if param.dim() == 2 and 0 < min(param.shape) < rank:
+        least = min(param.shape)
+        refuse(
+            name, f"a whole number from 1 to {least}, the smaller dimension of {which}, of shape "
+            f"{tuple(param.shape)}", rank,
+        )  # fmt: skip
+
+
+class GaLoreAdamW(FusedOptimizer):
+    """AdamW with GaLore (Zhao et al. 2024, arXiv:2403.03507) for the matrices that have a rank.
+
+    Of a matrix [m, n] the gradient is projected to [m, rank] or [rank, n], Adam's moments are of
+    that, and the direction that they give is projected back. The order of operations is that of
+    galore_torch's AdamW; docs/numbers.md lists them, and says which bits are promised.
+
+    Groups say, as galore_torch's do, rank, update_proj_gap, scale and proj_type; the arguments here
+    are for groups that do not. Parameters without a rank, of other than two dimensions, or where
+    projection and projected gradient together are no smaller than the gradient, take FusedAdam's
+    step, where eps is beside the corrected root and decay comes with the update.
+
+    A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, and, from
+    the first step on, projection, fp32, and captured_energy, fp32 of shape (): which part of the
+    gradient's square the projection kept when it was made, from 0 to 1.
+
+    Args:
+        params: as for FusedAdam; with a rank plain tensors, no DTensors and no fp8 weights.
+        lr: as for FusedAdam.
+        betas: as for FusedAdam.
+        eps: added to the root of exp_avg_sq, of matrices with a rank before bias correction, in
+            units of the gradient; at least 0.
+        weight_decay: decoupled; of matrices with a rank the part of the weight after the update
+            that goes per step, times lr. At least 0.
+        rank: dimensions to which gradients are projected, from 1 to the matrix's smaller dimension;
+            None: not at all.
+        update_proj_gap: steps from one projection to the next; at least 1.
+        scale: what the update that was projected back is multiplied by; at least 0.
+        proj_type: "right" projects rows, to [m, rank], "left" columns, to [rank, n]. "std" projects
+            the smaller dimension, "reverse_std" the larger. "auto" takes the side that needs no
+            other rank where rows are split over ranks: the right one.
+        kernel: what steps the matrices with a rank; others go by `backend`. "torch": plain torch,
+            matrix by matrix. "hybrid": torch's product for the projection, then one launch for Adam
+            and one for the rest, for all matrices of a kind; not for masters with a scale. "auto":
+            "hybrid" where the backend is "triton", else "torch".
+        refresh: how projections follow the gradient: "subspace", by one pass of subspace iteration
+            from the last projection; or "svd", galore_torch's, a whole SVD, for which the host
+            waits. A gradient that is zero or not finite leaves a projection as it is; with
+            "subspace" also one of fewer independent rows or columns than the rank.
+        stagger: refreshes parameter number i in the steps of number i modulo the gap, one after
+            another. False: all in one step, as galore_torch.
+        bias_correction: galore_torch's correct_bias.
+        exp_avg_dtype: of the moment, also of the projected gradient, as for FusedAdam.
+        exp_avg_sq_dtype: likewise.
+        dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
+        use_decoupled_grad, nonfinite, on_external_write, backend, maximize, foreach,
+        differentiable, fused: as for FusedAdam. The seed is also that of the first projections.
+        **unknown: none; refused by name.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as FusedAdam.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor | None = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        proj_type: str = "std",
+        kernel: str = "auto",
+        refresh: str = "subspace",
+        stagger: bool = True,
+        bias_correction: bool = True,
+        dtype: torch.dtype | None = None,
+        master_weights: MasterWeights = None,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        exp_avg_dtype: torch.dtype | str = torch.float32,
+        exp_avg_sq_dtype: torch.dtype | str = torch.float32,
+        store_param_remainders: bool = False,
+        weight_rounding: str = "nearest",
+        seed: int = 0,
+        use_decoupled_grad: bool = False,
+        nonfinite: str = "propagate",
+        on_external_write: str = "refresh",
+        backend: str = "auto",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **unknown: NoReturn,
+    ) -> None:
+        check_arguments(
+            "GaLoreAdamW",
+            GaLoreOptions.NUMBERS,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+            unknown=unknown,
+        )
+        one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
+        options = GaLoreOptions(
+            dtype=dtype,
+            master_weight_dtype=master_weight_dtype,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            store_param_remainders=store_param_remainders,
+            weight_rounding=weight_rounding,
+            seed=seed,
+            backend=backend,
+            nonfinite=nonfinite,
+            on_external_write=on_external_write,
+            maximize=maximize,
+            kernel=kernel,
+            refresh=refresh,
+            stagger=stagger,
+        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "rank": rank,
+            "update_proj_gap": update_proj_gap,
+            "scale": scale,
+            "proj_type": proj_type,
+        }
+        super().__init__(params, defaults, options, master_weights)
+        self.use_decoupled_grad = use_decoupled_grad
+
+    @property
+    def rule(self) -> Rule:
+        """AdamW, of the parameters that are not projected."""
+        return GALORE_ADAMW
+
+    def _check_param(self, param: torch.Tensor, label: str) -> None:
+        super()._check_param(param, label)
+        options: Any = self.options
+        reason = BACKENDS["triton"].why_not(param.device) if options.kernel == "hybrid" else None
+        if reason is not None:
+            raise RuntimeError(
+                f"kernel='hybrid' does not work for {label} on {param.device}: {reason}; "
+                "kernel='torch' works everywhere"
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As FusedAdam's; state dicts of galore_torch's AdamW load too, projections included."""
+        super().load_state_dict(from_galore_torch(state_dict))

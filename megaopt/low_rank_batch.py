@@ -1,0 +1,101 @@
+"""The batch of matrices that are stepped through a projection of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megaopt.batches import Batch
+from megaopt.kernels.lowrank.launch import HybridPlan
+from megaopt.kernels.lowrank.reference import LowRankReferencePlan
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.watch import Grads
+from megaopt.owned import Owned
+from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
+from megaopt.state import MASTER, check_state_tensor, state_name
+
+LowRankPlan = LowRankReferencePlan | HybridPlan
+
+
+@dataclass
+class LowRankBatch(Batch):
+    """Matrices of one device, combination of formats, side and rank."""
+
+    plan: LowRankPlan
+    group_numbers: list[int] = field(default_factory=list)
+    """The group of each matrix."""
+    numbers: list[int] = field(default_factory=list)
+    """Of each parameter, which say when its turn to be refreshed is."""
+    labels: list[str] = field(default_factory=list)
+    """What errors call each parameter."""
+    stagger: bool = True
+
+    def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
+        """As of other batches; raises ValueError for a projection that is not what it must be."""
+        super().stage_inputs(grads, writes_grads)
+        assert self.formats.low_rank is not None
+        for param, state, label in zip(self.params, self.states, self.labels, strict=True):
+            if state.get(PROJECTION) is not None:
+                shape = self.formats.low_rank.projection_shape(param.shape)
+                wanted = (torch.float32, shape, self.device)
+                check_state_tensor(state[PROJECTION], wanted, f"{label}: state {PROJECTION!r}")
+
+    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Makes the projections whose turn it is, and those that are not there yet."""
+        for index, state in enumerate(self.states):
+            group, known = groups[self.group_numbers[index]], state.get(PROJECTION)
+            if known is None or self._is_due(group, self.numbers[index]):
+                projection, energy = self.plan.refreshed(index, known, group["seed"])
+                _put(state, PROJECTION, projection)
+                _put(state, CAPTURED_ENERGY, energy)
+        self.plan.projections = [state[PROJECTION].contiguous() for state in self.states]
+
+    def _is_due(self, group: Mapping[str, Any], number: int) -> bool:
+        """Whether it is a parameter's turn, in the step that comes after so many."""
+        gap = group["update_proj_gap"]
+        return bool(group["step"] % gap == (number % gap if self.stagger else 0))
+
+    def _own_shapes(self, slot: str) -> list[torch.Size] | None:
+        """Of all that has not the parameter's shape."""
+        if state_name(slot) == MASTER:
+            return None
+        return [each.shape for each in self._tensors(slot)]
+
+
+def _put(state: dict[str, Any], name: str, value: torch.Tensor) -> None:
+    """Over the state's own tensor, which others may hold; or as a new one."""
+    if state.get(name) is None:
+        state[name] = value
+    else:
+        state[name].copy_(value)
+
+
+def low_rank_batch(
+    owned: Owned,
+    formats: Formats,
+    places: list[int],
+    params: list[torch.Tensor],
+    states: list[dict[str, Any]],
+    staged: bool,
+) -> LowRankBatch:
+    """The batch of parameters at these places, with their states, by the optimizer's options."""
+    options: Any = owned.options
+    groups = [owned.group_numbers[place] for place in places]
+    spots = [owned.place(place) for place in places]
+    plan: LowRankPlan
+    if options.low_rank_kernel(owned.backend(params[0].device), formats.master) == "hybrid":
+        shapes = [param.shape for param in params]
+        own = (formats, options.refresh, shapes, groups, params[0].device)
+        plan = HybridPlan(*own, spots)
+    else:
+        plan = LowRankReferencePlan(formats, options.refresh, groups, spots)
+    return LowRankBatch(
+        *(formats, plan, places, params, states, staged),
+        group_numbers=groups,
+        numbers=[owned.numbers[place] for place in places],
+        labels=[owned.labels[place] for place in places],
+        stagger=options.stagger,
+    )

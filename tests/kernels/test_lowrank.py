@@ -1,0 +1,268 @@
+"""The step of low rank: its twin in fp64 beside an oracle, and how projections are found."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bits import assert_same_bits
+from galore_cases import GAP, GROUP, SHAPES, Twin, grad_of
+from galore_oracle import Oracle, assert_basis, side_of
+from mutants import mutant
+from runs import values
+
+from megaopt import kernels
+from megaopt.kernels.lowrank import reference
+from megaopt.kernels.lowrank.basis import captured_energy, iterated, orthonormal, sketched
+from megaopt.kernels.lowrank.products import product
+from megaopt.kernels.lowrank.reference import refreshed
+from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
+from megaopt.kernels.rules import galore
+
+SOURCES = Path(kernels.__path__[0])
+PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
+
+
+def assert_twin_is_the_oracle(side, rank, shape, refresh="svd", **changes):
+    """Fails unless weights and moments agree to 1e-12 over three refreshes.
+
+    9 steps of sums of some 20 products of numbers near 1, each off by 2**-53 of it; a root and a
+    quotient of numbers well above eps lose a few bits more.
+    """
+    modules = {name: changes.pop(name) for name in ("reference", "rules") if name in changes}
+    group, weight = {**GROUP, **changes}, values(shape, 0).double()
+    twin = Twin(weight, side, rank, group, refresh=refresh, **modules)
+    oracle = Oracle(weight.numpy(), side, group)
+    for step in range(3 * GAP):
+        grad = grad_of(shape, step)
+        twin.step(grad)
+        oracle.step(grad.numpy(), twin.projection.numpy())
+        if step % GAP == 0 and refresh == "svd":
+            assert_basis(twin.projection.numpy(), grad.numpy(), side, 1 - 1e-5)
+    found = (twin.weight, *twin.moments)
+    for own, true in zip(found, (oracle.weight, oracle.mean, oracle.square), strict=True):
+        np.testing.assert_allclose(own.numpy(), true, rtol=0, atol=1e-12)
+    assert np.abs(oracle.weight - weight.numpy()).max() > 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("proj_type", PROJ_TYPES)
+def test_the_twin_is_the_oracle_over_three_refreshes(proj_type, shape):
+    side = side_of(proj_type, shape)
+    for rank in (1, 5, min(shape)):
+        assert_twin_is_the_oracle(side, rank, shape)
+    assert_twin_is_the_oracle(side, 5, shape, "subspace", bias_correction=False, weight_decay=0.0)
+
+
+# In one file each: what the comparison with the oracle has to notice.
+MUTANTS = {
+    "no scale": ("rules", ('lr * float(group["scale"])', "lr")),
+    "no bias correction": ("rules", ('    if group["bias_correction"]:', "    if False:")),
+    "eps beside the corrected root": (
+        "rules", ("(root + scalars[6])", "(root * scalars[5] ** 0.5 + scalars[6])"),
+    ),
+    "decay first": (
+        "rules",
+        (
+            "    param = param - grad * step_size\n    return param - param * decay, ()",
+            "    param = param - param * decay\n    return param - grad * step_size, ()",
+        ),
+    ),
+    "a step of the last projection": (
+        "reference", ("self.projections[index], self.low_rank", "_last(self), self.low_rank"),
+    ),
+    "an element of each row dropped": (
+        "reference",
+        ("low = projected(self._grad(index), projection",
+         "low = projected(self._grad(index) * _gap(self._grad(index)), projection"),
+    ),
+    "back-projection forgets a dimension": (
+        "reference", ("projected_back(low, ", "projected_back(low * _gap(low), "),
+    ),
+}  # fmt: skip
+HELPERS = """
+
+def _last(plan):
+    last, plan.last = getattr(plan, "last", plan.projections[0]), plan.projections[0]
+    return last
+
+
+def _gap(matrix):
+    mask = torch.ones_like(matrix)
+    mask[:, -1] = 0.0
+    return mask
+"""
+
+
+@pytest.mark.parametrize(("name", "change"), MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_noticed(name, change, tmp_path):
+    paths = {"rules": "rules/galore.py", "reference": "lowrank/reference.py"}
+    module = mutant(SOURCES / paths[name], change, tmp_path)
+    if name == "reference":
+        exec(HELPERS, vars(module))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_twin_is_the_oracle(RIGHT, 5, SHAPES["tall"], **{name: module})
+
+
+def test_the_check_passes_on_the_true_source():
+    assert_twin_is_the_oracle(RIGHT, 5, SHAPES["tall"], reference=reference, rules=galore)
+
+
+# --- projections
+
+
+def matrix_of(shape, spectrum, seed=0):
+    """A matrix with these singular values, fp32."""
+    own = torch.as_tensor(spectrum, dtype=torch.float64)
+    left, right = (
+        torch.linalg.qr(values((n, len(own)), seed + i).double())[0] for i, n in enumerate(shape)
+    )
+    return (left * own @ right.mT).float()
+
+
+def decaying(shape, power):
+    """Singular values i**-power."""
+    return matrix_of(shape, torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -power)
+
+
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+@pytest.mark.parametrize("shape", [(96, 64), (64, 96)], ids=str)
+def test_a_first_projection_finds_what_stands_out(shape, side):
+    """A pass divides the tangent of the angle to the best subspace by the gap's square, here 100.
+
+    After three an angle whose tangent was 1,000 has one of 0.001, whose square is lost energy.
+    """
+    grad, low_rank = matrix_of(shape, [1.0] * 8 + [0.1] * 56), LowRank(side, 8)
+    projection = refreshed(grad, low_rank, None, False, seed=1)
+    assert_basis(projection.numpy(), grad.numpy(), side, 1 - 1e-6)
+
+
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_refreshes_come_to_0_99_of_the_best(power, side):
+    """Where no singular value stands out."""
+    grad, low_rank = decaying((96, 64), power), LowRank(side, 8)
+    best = captured_energy(grad, low_rank, refreshed(grad, low_rank, None, True, seed=1))
+    projection = refreshed(grad, low_rank, None, False, seed=1)
+    shares = [captured_energy(grad, low_rank, projection) / best]
+    for _ in range(8):
+        projection = refreshed(grad, low_rank, projection, False, seed=1)
+        shares.append(captured_energy(grad, low_rank, projection) / best)
+    assert shares == sorted(shares)
+    assert 0.99 <= shares[-1] <= 1
+    assert_basis(projection.numpy(), grad.numpy(), side, 0.99)
+
+
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_signs_go_on_where_the_subspace_does(side):
+    """Moments are not rotated at a refresh: a flipped column would turn their sign."""
+    grad, low_rank = decaying((40, 30), 1.0), LowRank(side, 4)
+    known = refreshed(grad, low_rank, None, False, seed=0)
+    for step in range(4):
+        noisy = grad + values(grad.shape, step) * 0.01
+        found = iterated(noisy, low_rank, known)
+        along = (found * known).sum(1 if side == RIGHT else 0)
+        assert along.min() > 0.8
+        known = found
+
+
+SLOW_SHAPE = pytest.param((300, 200), 30, marks=pytest.mark.slow)
+
+
+def says_nothing(shape, rank):
+    """Gradients that say nothing about a subspace of so many dimensions."""
+    grad = values(shape, 0)
+    thin = values((shape[0], rank - 1), 1) @ values((rank - 1, shape[1]), 2)
+    nan, infinite = grad.clone(), grad.clone()
+    nan[3, 2], infinite[0, 0] = torch.nan, -torch.inf
+    repeated = grad[:, :1].expand(shape).contiguous()
+    return {"zero": grad * 0, "nan": nan, "inf": infinite, "thin": thin, "repeated": repeated}
+
+
+@pytest.mark.parametrize("kind", says_nothing((8, 8), 2))
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+@pytest.mark.parametrize(("shape", "rank"), [((40, 30), 6), SLOW_SHAPE], ids=str)
+def test_a_gradient_that_says_nothing_leaves_the_projection(shape, rank, side, kind):
+    grad, low_rank = says_nothing(shape, rank)[kind], LowRank(side, rank)
+    known = refreshed(values(shape, 5), low_rank, None, False, seed=0)
+    assert_same_bits(refreshed(grad, low_rank, known, False, seed=0), known)
+    if kind in ("zero", "nan", "inf"):
+        assert_same_bits(refreshed(grad, low_rank, known, True, seed=0), known)
+    first = refreshed(grad, low_rank, None, False, seed=0)
+    assert_same_bits(first, sketched(low_rank, grad.shape, 0, grad.device))
+
+
+@pytest.mark.parametrize("weak", [1.0, 2.0**-6, 2.0**-9])
+def test_weak_directions_are_directions(weak):
+    """A gradient of 12 dimensions, of which two are weak, has them all, and no 13th."""
+    grad = matrix_of((90, 60), [1.0] * 10 + [weak] * 2)
+    for rank in (12, 13):
+        low_rank = LowRank(RIGHT, rank)
+        sketch = sketched(low_rank, grad.shape, 0, grad.device)
+        found = refreshed(grad, low_rank, None, False, seed=0)
+        assert torch.equal(found, sketch) == (rank == 13)
+    assert_basis(
+        refreshed(grad, LowRank(RIGHT, 12), None, False, 0).numpy(), grad.numpy(), RIGHT, 1 - 1e-5
+    )
+
+
+def test_a_power_of_two_shows_in_no_bit_of_a_projection():
+    grad, low_rank = values((40, 30), 0), LowRank(RIGHT, 4)
+    expected = refreshed(grad, low_rank, None, False, seed=0)
+    for factor in (2.0**16, 2.0**-90, 2.0**100):
+        assert_same_bits(refreshed(grad * factor, low_rank, None, False, seed=0), expected)
+
+
+def test_sketches_are_orthonormal_also_of_few_signs_and_differ_by_seed():
+    for side, shape, rank in ((RIGHT, (9, 3), 2), (LEFT, (2, 90), 1), (RIGHT, (50, 40), 15)):
+        for seed in range(20):
+            low_rank = LowRank(side, rank)
+            found = sketched(low_rank, torch.Size(shape), seed, torch.device("cpu"))
+            assert found.shape == low_rank.projection_shape(shape)
+            assert_basis(found.numpy(), np.eye(*shape), side, 0.0)
+    others = [sketched(low_rank, torch.Size(shape), seed, torch.device("cpu")) for seed in (0, 1)]
+    assert not torch.equal(*others)
+
+
+def test_columns_that_depend_on_each_other_are_known():
+    columns = values((20, 3), 0).double()
+    floor = torch.full((3,), 1e-6, dtype=torch.float64)
+    found, independent = orthonormal(columns, floor)
+    assert bool(independent)
+    eye = torch.eye(3, dtype=torch.float64)
+    # in units of 2**-53: the second pass's columns are near an orthonormal basis, so sums of 20
+    # products in its Gram matrix, and here, are off by 20 each; sums of at most 4 in Cholesky's
+    # triangle and of 3 in each of the solve's two factors by 10 in all. 50 of these are 5.6e-15
+    torch.testing.assert_close(found.mT @ found, eye, rtol=0, atol=1e-14)
+    for rest, expected in ((1e-8, False), (1e-4, True)):
+        columns[:, 2] = columns[:, 0] - 2 * columns[:, 1] + rest * columns[:, 2]
+        assert bool(orthonormal(columns, floor)[1]) is expected
+        columns = values((20, 3), 0).double()
+
+
+def test_captured_energy_is_a_share_of_squares():
+    grad, low_rank = values((40, 30), 0), LowRank(RIGHT, 4)
+    basis = sketched(low_rank, grad.shape, 0, grad.device)
+    true = (np.float64(grad) @ np.float64(basis).T) ** 2
+    share = true.sum() / (np.float64(grad) ** 2).sum()
+    # fp32 products of 30 numbers, and a quotient rounded to fp32
+    assert abs(captured_energy(grad, low_rank, basis).item() - share) <= 30 * 2.0**-23 * share
+    whole = basis.expand(2, 4, 30)[0]
+    inside = values((40, 4), 1) @ whole
+    # in units of 2**-24: products of 30 numbers by 4 columns are off by 30 * sqrt(4) of the whole's
+    # norm, the basis, rounded, is orthonormal to 2 * 4, and what lies inside is rounded in sums of
+    # 4; squares are off by twice that
+    assert abs(captured_energy(inside, low_rank, basis).item() - 1) <= 2 * (60 + 8 + 4) * 2.0**-24
+    assert captured_energy(grad * 0, low_rank, basis).item() == 0
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_no_setting_makes_a_product_less_than_fp32s(precision):
+    some, others = values((64, 300), 0), values((300, 48), 1)
+    expected, was = some @ others, torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        assert_same_bits(product(some, others), expected)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(was)

@@ -1,0 +1,237 @@
+"""The kernel that projects back and updates, beside the twin."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from bits import assert_same_bits
+from mutants import mutant
+from step_cases import PAIRS, assert_same_buffers, copied, hard_values
+
+from megaopt import kernels
+from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
+from megaopt.kernels.lowrank import kernel, launch
+from megaopt.kernels.lowrank.launch import HybridPlan
+from megaopt.kernels.lowrank.reference import LowRankReferencePlan
+from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
+from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.controls import COUNT, SKIP
+
+GROUP = {
+    "lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": True,
+    "scale": 0.25, "step": 3, "seed": 0x1234_5678_9ABC_DEF0,
+}  # fmt: skip
+ROW = GALORE_ADAMW.drawing.row(GROUP)
+SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]
+SMALL = (16, 16, 16)
+"""A tile: the matrices take one, several, and parts of some."""
+FLOAT32 = WEIGHTS["float32"]
+PLAIN = (FLOAT32, NONE)
+UNSCALED = [
+    pytest.param(pair, marks=[] if place % 3 == 0 else [pytest.mark.slow])
+    for place, pair in enumerate(pair for pair in PAIRS if not pair[1].scaled)
+]
+KERNEL = Path(kernels.__path__[0]) / "lowrank" / "kernel.py"
+
+
+def formats_of(pair, low_rank, grad=FLOAT32, moment=FLOAT32):
+    names = ("exp_avg", "exp_avg_sq")
+    return Formats(grad, *pair, (moment, moment), names, low_rank=low_rank)
+
+
+def buffers(formats, shapes, seed=0, hard=True):
+    """Of each slot a tensor for each matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {slot: [] for slot in formats.slots}
+    for shape, slot in itertools.product(shapes, formats.slots):
+        dtype = formats.dtype(slot)
+        is_low = slot.startswith("exp_avg")
+        size = torch.Size(formats.low_rank.low_shape(shape) if is_low else shape)
+        if not dtype.is_floating_point:
+            limits = torch.iinfo(dtype)
+            tensor = torch.randint(limits.min, limits.max + 1, size, generator=generator)
+        elif hard and slot in ("weight", "master"):
+            tensor = hard_values(size.numel(), generator).view(size)
+        else:
+            tensor = torch.randn(size, generator=generator)
+            tensor = tensor.abs() if slot == "exp_avg_sq" else tensor
+        found[slot].append(tensor.to(dtype))
+    return found
+
+
+def projections_of(low_rank, shapes, single=False):
+    """Orthonormal ones; single: an element a row or column, so that a sum has one number not 0.
+
+    Then the order in which a product is added up shows in no bit.
+    """
+    found = []
+    for index, shape in enumerate(shapes):
+        size = low_rank.projection_shape(shape)
+        wide = size[1] if low_rank.side == RIGHT else size[0]
+        generator = torch.Generator().manual_seed(index)
+        if single:
+            places = torch.arange(wide) % low_rank.rank
+            values = torch.randn(wide, 1, generator=generator)
+            matrix = torch.zeros(wide, low_rank.rank).scatter_(1, places[:, None], values)
+        else:
+            matrix = torch.linalg.qr(torch.randn(wide, low_rank.rank, generator=generator))[0]
+        found.append((matrix.mT if low_rank.side == RIGHT else matrix).contiguous())
+    return found
+
+
+def both_step(formats, shapes, projections, device, tile=SMALL, controls=None, hard=True):
+    """What kernel and twin make of the same buffers, and these as they were."""
+    before = buffers(formats, shapes, hard=hard)
+    twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
+    sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
+    reference = LowRankReferencePlan(formats, "svd", groups)
+    hybrid = HybridPlan(formats, "svd", sizes, groups, device, None, tile)
+    for plan, tensors, where in ((reference, twin, "cpu"), (hybrid, own, device)):
+        plan.look(tensors)
+        plan.projections = [projection.to(where) for projection in projections]
+        plan.step([ROW], None if controls is None else controls.to(where))
+    return own, twin, before
+
+
+def assert_bits_agree(pair, low_rank, device, shapes=SHAPES, **kinds):
+    formats = formats_of(pair, low_rank, **kinds)
+    projections = projections_of(low_rank, shapes, single=True)
+    found, expected, before = both_step(formats, shapes, projections, device)
+    assert_same_buffers(found, expected)
+    assert not torch.equal(found["weight"][0].cpu(), before["weight"][0])
+
+
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_the_step_is_the_twins_where_a_product_is_exact(side, rank, device):
+    assert_bits_agree(PLAIN, LowRank(side, rank), device)
+
+
+@pytest.mark.parametrize("pair", UNSCALED, ids=lambda pair: "-".join(f.name for f in pair))
+def test_weights_and_masters_of_every_format(pair, device):
+    """The step's own load and store, of hard values: subnormals, infinities, NaN, ties."""
+    kinds = {"grad": GRADS["bfloat16"], "moment": MOMENTS["bfloat16_stochastic"]}
+    assert_bits_agree(pair, LowRank(RIGHT, 3), device, [(33, 18)], **kinds)
+
+
+@pytest.mark.parametrize(("side", "rank"), [(RIGHT, 16), (LEFT, 17), (RIGHT, 40)])
+def test_ranks_of_several_blocks(side, rank, device):
+    assert_bits_agree(PLAIN, LowRank(side, rank), device, [(50, 41)])
+
+
+def assert_within_the_bound(low_rank, shapes, device):
+    """A sum of r products in fp32 is off by at most r * 2**-24 of the products' magnitudes.
+
+    In any order (Higham, Accuracy and Stability, 3.5: n u / (1 - n u), here below 1.001 n u), so
+    that kernel and twin differ by twice that. Then, in both, four operations each round a number of
+    the weight's size: 2 * 4 * 2**-24 of the larger of weight and update.
+    """
+    formats, unit = formats_of(PLAIN, low_rank), 2.0**-24
+    projections = projections_of(low_rank, shapes)
+    found, expected, before = both_step(formats, shapes, projections, device, hard=False)
+    step_size, eps = ROW[9], ROW[6]
+    for index, projection in enumerate(projections):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same_bits(found[name][index].cpu(), expected[name][index], name)
+        mean, square = (expected[name][index].double() for name in ("exp_avg", "exp_avg_sq"))
+        low = (mean / (square.sqrt() + eps)).abs()
+        basis = projection.double().abs()
+        size = step_size * (low @ basis if low_rank.side == RIGHT else basis @ low)
+        weight = before["weight"][index].double().abs()
+        bound = 2.01 * low_rank.rank * unit * size + 8 * unit * (weight + size)
+        difference = (found["weight"][index].cpu().double() - expected["weight"][index]).abs()
+        assert bool((difference <= bound).all()), (difference / bound).max()
+
+
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 17, 40])
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_the_step_is_the_twins_within_the_error_of_a_product(side, rank, device):
+    assert_within_the_bound(LowRank(side, rank), [(50, 41)], device)
+
+
+def in_fp64(before, index, projection, side):
+    """The weight and moments after the step of one matrix, by the row's fp32 scalars, in fp64."""
+    own = {slot: each[index].double() for slot, each in before.items()}
+    basis, (beta1, rest1, beta2, rest2, _, _, eps) = projection.double(), ROW[:7]
+    low = own["grad"] @ basis.mT if side == RIGHT else basis.mT @ own["grad"]
+    mean = own["exp_avg"] * beta1 + low * rest1
+    square = own["exp_avg_sq"] * beta2 + low * low * rest2
+    low = mean / (square.sqrt() + eps)
+    update = ROW[9] * (low @ basis if side == RIGHT else basis @ low)
+    weight = (own["weight"] - update) * (1 - ROW[10])
+    return {"weight": weight, "exp_avg": mean, "exp_avg_sq": square}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "tile"),
+    [
+        ((50, 41), 17, SMALL),
+        pytest.param((4097, 1023), 128, launch.TILE, marks=pytest.mark.slow),
+        pytest.param((300, 700), 17, launch.TILE, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_errors_are_no_larger_than_torchs(side, shape, rank, tile, device):
+    """By norm, against fp64, at most 1.5 times those of torch's fp32 products."""
+    low_rank = LowRank(side, rank)
+    projections = projections_of(low_rank, [shape])
+    own = (formats_of(PLAIN, low_rank), [shape], projections)
+    found, torchs, before = both_step(*own, device, tile, hard=False)
+    for name, exact in in_fp64(before, 0, projections[0], side).items():
+        errors = [(each[name][0].cpu() - exact).norm() for each in (found, torchs)]
+        assert errors[0] <= 1.5 * errors[1]
+        assert errors[1] <= 2.0**-18 * exact.norm()  # sums of 1,023 products, moments near 1
+
+
+def test_matrices_and_tiles_show_in_no_bit_of_others(device):
+    """One launch for all is a launch for each."""
+    low_rank = LowRank(RIGHT, 5)
+    formats, projections = formats_of(PLAIN, low_rank), projections_of(low_rank, SHAPES)
+    together, _, before = both_step(formats, SHAPES, projections, device)
+    for index, shape in enumerate(SHAPES):
+        own = {slot: [each[index].to(device)] for slot, each in copied(before).items()}
+        plan = HybridPlan(formats, "svd", [torch.Size(shape)], [0], device, None, SMALL)
+        plan.look(own)
+        plan.projections = [projections[index].to(device)]
+        plan.step([ROW])
+        for slot, (tensor,) in own.items():
+            assert_same_bits(tensor, together[slot][index], slot)
+
+
+def test_a_skipped_step_writes_nothing(device):
+    controls = torch.zeros(COUNT)
+    controls[:3], controls[SKIP] = 1.0, 1.0
+    low_rank = LowRank(RIGHT, 5)
+    own = (formats_of(PLAIN, low_rank), SHAPES, projections_of(low_rank, SHAPES))
+    found, expected, before = both_step(*own, device, controls=controls)
+    assert_same_buffers(found, before)
+    assert_same_buffers(expected, before)
+
+
+# What the comparison with the twin has to notice.
+MUTANTS = {
+    "the last part of the rank dropped": ("range(0, RANK, INNER)", "range(0, RANK - INNER, INNER)"),
+    "a part of the rank added twice": (
+        "total = tl.dot(left,", "total = tl.where(first == 0, 2.0, 1.0) * tl.dot(left,",
+    ),
+    "only the last part of the rank": ("tl.dot(left, right, total, ", "tl.dot(left, right, "),
+    "a product in 16 bits": (
+        "    return total", "    return total.to(tl.float16).to(tl.float32)",
+    ),
+    "the rows of another tile": ("(tile // across)", "(tile // columns)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
+    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
+    with pytest.raises(AssertionError, match="tensor"):
+        assert_within_the_bound(LowRank(RIGHT, 40), [(20, 50)], device)
+
+
+def test_the_check_passes_on_the_true_source(device):
+    assert launch.kernel is kernel
+    assert_within_the_bound(LowRank(RIGHT, 40), [(20, 50)], device)

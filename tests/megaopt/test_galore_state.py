@@ -1,0 +1,288 @@
+"""GaLoreAdamW's states: saved, loaded, copied, set; and what it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import BF16, FP32, assert_same, params_of, snapshot, through_a_file, train, values
+
+from megaopt import FusedAdam, GaLoreAdamW
+from megaopt.float8 import Float8Weight
+from megaopt.kernels import backends
+
+SHAPES = [(24, 10), (6, 30), (9,)]
+RANKED = {"rank": 3, "update_proj_gap": 3, "scale": 0.25}
+KINDS = {
+    "fp32": {},
+    "masters": {"dtype": FP32, "weight_decay": 0.1, "stagger": False},
+    "svd": {"refresh": "svd", "proj_type": "left", "kernel": "torch"},
+    "hybrid": {"kernel": "hybrid", "store_param_remainders": True, "dtype": FP32},
+    "drawn": {
+        "weight_rounding": "stochastic", "seed": 5, "exp_avg_dtype": "block_e4m3",
+        "exp_avg_sq_dtype": "block_e5m3",
+    },
+}  # fmt: skip
+
+
+def galore(shapes=SHAPES, weights=BF16, **options):
+    params = [torch.nn.Parameter(values(shape, i, weights)) for i, shape in enumerate(shapes)]
+    return GaLoreAdamW(params, **{**RANKED, **options})
+
+
+def with_weights_of(optimizer, other):
+    with torch.no_grad():
+        for own, param in zip(params_of(optimizer), params_of(other), strict=True):
+            own.copy_(param)
+    return optimizer
+
+
+def cases(values, quick):
+    """Each kind with each of some values; those that are not in `quick` are slow."""
+    return [
+        pytest.param(
+            options, value, id=f"{kind}-{name}",
+            marks=[] if (kind, name) in quick else [pytest.mark.slow],
+        )
+        for kind, options in KINDS.items() for name, value in values.items()
+    ]  # fmt: skip
+
+
+WHEN = {"before all": 0, "between": 2, "at a refresh": 3}
+QUICK = [("fp32", "before all"), ("masters", "at a refresh"), ("hybrid", "at a refresh")]
+QUICK += [(kind, "between") for kind in ("masters", "svd", "drawn")]
+
+
+@pytest.mark.parametrize(("options", "saved_after"), cases(WHEN, QUICK))
+def test_resumed_is_straight(options, saved_after):
+    large = (1366, 5) if "exp_avg_dtype" in options else (30, 10)  # whose moments are in blocks
+    shapes = [large, (24, 10), (9,)]
+    straight, before = galore(shapes, **options), galore(shapes, **options)
+    train(straight, 5)
+    train(before, saved_after)
+    after = with_weights_of(galore(shapes, **{**options, "seed": 99}), before)
+    after.load_state_dict(through_a_file(before.state_dict()))
+    train(after, 5 - saved_after, first=saved_after)
+    assert_same(snapshot(after), snapshot(straight))
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda own: pickle.loads(pickle.dumps(own))}
+
+
+@pytest.mark.parametrize(
+    ("options", "copied"), cases(COPIES, [("masters", "deepcopy"), ("hybrid", "pickle")])
+)
+def test_copies_go_on_with_the_same_bits(options, copied):
+    optimizer = galore(**options)
+    train(optimizer, 2)
+    twin = copied(optimizer)
+    for each in (optimizer, twin):
+        train(each, 2, first=2)
+    assert_same(snapshot(twin), snapshot(optimizer))
+
+
+def test_a_group_takes_rank_and_side_from_the_state_dict():
+    """As lr and all numbers of a group; states are those of the saved rank."""
+    before, after = galore([(12, 12)], proj_type="left"), galore([(12, 12)], rank=None)
+    train(before, 4)
+    with_weights_of(after, before).load_state_dict(before.state_dict())
+    for optimizer in (before, after):
+        train(optimizer, 3, first=4)
+    assert_same(snapshot(after), snapshot(before))
+
+
+def test_a_projection_is_a_tensor_of_its_own():
+    """No view that keeps the factors of an SVD alive, and in files."""
+    optimizer = galore(refresh="svd")
+    train(optimizer, 1)
+    for param in params_of(optimizer)[:2]:
+        projection = optimizer.state[param]["projection"]
+        assert projection.untyped_storage().nbytes() == projection.numel() * 4
+
+
+def test_states_can_be_made_read_and_set_ahead():
+    optimizer, straight = galore(), galore()
+    optimizer.initialize_states()
+    matrix = params_of(optimizer)[0]
+    assert optimizer.get_unscaled_state(matrix, "exp_avg").shape == (24, 3)
+    for each in (optimizer, straight):
+        train(each, 2)
+    assert_same(snapshot(optimizer), snapshot(straight))
+    moment = values((24, 3), 7)
+    optimizer.set_scaled_state(matrix, "exp_avg", moment)
+    assert_same_bits(optimizer.get_unscaled_state(matrix, "exp_avg"), moment)
+    with pytest.raises(ValueError, match=r"exp_avg must be real numbers .* \(24, 3\), got"):
+        optimizer.set_scaled_state(matrix, "exp_avg", values((24, 10), 7))
+
+
+def test_a_deleted_projection_is_made_anew():
+    optimizer = galore(update_proj_gap=100)
+    train(optimizer, 3)
+    state = optimizer.state[params_of(optimizer)[0]]
+    old = state.pop("projection")
+    train(optimizer, 1, first=3)
+    assert not torch.equal(state["projection"], old)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "hybrid"])
+def test_the_layout_of_a_projection_shows_in_no_bit(kernel):
+    optimizer, straight = galore(kernel=kernel), galore(kernel=kernel)
+    for each in (optimizer, straight):
+        train(each, 2)
+    for param in params_of(optimizer)[:2]:
+        state = optimizer.state[param]
+        state["projection"] = state["projection"].mT.contiguous().mT
+    for each in (optimizer, straight):
+        train(each, 2, first=2)
+    assert_same(snapshot(optimizer)["weights"], snapshot(straight)["weights"])
+
+
+# --- refusals
+
+
+def damaged(name, value):
+    """A state dict in which a state has another tensor."""
+    optimizer = galore()
+    train(optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0][name] = value
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("projection", torch.zeros(3, 9), r"'projection' .* shape \(3, 10\), got a torch.float32"),
+        ("projection", torch.zeros(3, 10, dtype=torch.int32), "'projection' .* got a torch.int32"),
+        ("projection", "x", "'projection' of the state dict must be real numbers"),
+        ("exp_avg", torch.zeros(24, 10), r"'exp_avg' .*float32 of shape \(24, 3\), got"),
+        ("captured_energy", torch.zeros(1), r"'captured_energy' .* of shape \(\), got"),
+        ("basis", torch.zeros(3, 10), "basis in the state dict; allowed: .*projection"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused(name, value, message):
+    optimizer = galore()
+    train(optimizer, 2)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(damaged(name, value))
+    assert_same(snapshot(optimizer), before)
+
+
+def test_fused_adam_refuses_the_state_of_projections():
+    optimizer = galore()
+    train(optimizer, 1)
+    with pytest.raises(ValueError, match=r"captured_energy|projection"):
+        FusedAdam(params_of(optimizer)).load_state_dict(optimizer.state_dict())
+
+
+WRONG = [
+    ({"rank": 0}, "rank must be None or a whole number >= 1, got 0"),
+    ({"rank": -3}, "rank must be None or a whole number >= 1, got -3"),
+    ({"rank": 2.0}, r"rank must be None or a whole number >= 1, got 2\.0"),
+    ({"rank": True}, "rank must be None or a whole number >= 1, got True"),
+    ({"rank": 7}, r"from 1 to 6, the smaller dimension of its parameter 1, of shape \(6, 30\)"),
+    ({"update_proj_gap": 0}, "update_proj_gap must be a whole number >= 1, got 0"),
+    ({"update_proj_gap": None}, "update_proj_gap must be a whole number >= 1, got None"),
+    ({"scale": -1.0}, r"scale must be a finite number >= 0 in fp32, got -1\.0"),
+    ({"scale": "x"}, "scale must be a finite number >= 0 in fp32, got 'x'"),
+    ({"proj_type": "full"}, "proj_type must be one of std, .*auto, got 'full'"),
+    ({"proj_type": None}, "proj_type must be one of std, .*auto, got None"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=str)
+def test_numbers_that_are_not_allowed(options, message):
+    """At once, in a group that is added, and when a group is changed between steps."""
+    with pytest.raises(ValueError, match=f"group 0: {message}|{message}"):
+        galore(**options)
+    optimizer = galore()
+    train(optimizer, 1)
+    before = snapshot(optimizer)
+    added = [torch.nn.Parameter(values(shape, 9)) for shape in SHAPES]
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": added, **options})
+    assert_same(snapshot(optimizer), before)
+    optimizer.param_groups[0].update(options)
+    changed = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert_same(snapshot(optimizer)["weights"], changed["weights"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel": "fused"}, "kernel must be one of auto, torch, hybrid, got 'fused'"),
+        (
+            {"kernel": "hybrid", "master_weights": True, "master_weight_dtype": torch.float16},
+            "master_weight_dtype must not have a scale .* kernel='hybrid'.* got torch.float16",
+        ),
+        ({"refresh": "qr"}, "refresh must be one of subspace, svd, got 'qr'"),
+        ({"stagger": 1}, "stagger must be one of True, False, got 1"),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_allowed(options, message):
+    with pytest.raises(ValueError, match=message):
+        galore(**options)
+
+
+def test_a_kernel_that_does_not_run_is_refused(monkeypatch):
+    monkeypatch.setattr(backends.Triton, "why_not", lambda self, device: "it is not there")
+    reason = "kernel='hybrid' does not work for parameter 0 of group 0 on cpu: it is not there"
+    with pytest.raises(RuntimeError, match=reason):
+        galore(kernel="hybrid")
+    train(galore(), 1)  # "auto" takes another
+
+
+@pytest.mark.parametrize("change", [{"rank": 2}, {"proj_type": "left"}], ids=str)
+def test_a_rank_cannot_change_under_its_moments(change):
+    optimizer = galore()
+    train(optimizer, 1)
+    optimizer.param_groups[0].update(change)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"state 'exp_avg' is torch.float32 of shape \(24, 3\)"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+def test_gap_and_scale_may_change():
+    optimizer, straight = galore(), galore()
+    for each in (optimizer, straight):
+        train(each, 1)
+    optimizer.param_groups[0].update(update_proj_gap=50, scale=0.0, weight_decay=0.0)
+    weights = [param.detach().clone() for param in params_of(optimizer)[:2]]
+    train(optimizer, 2, first=1)
+    assert_same([param.detach() for param in params_of(optimizer)[:2]], weights)
+
+
+def test_sparse_gradients_are_refused():
+    optimizer = galore(weights=FP32)
+    matrix = params_of(optimizer)[0]
+    matrix.grad = values(matrix.shape, 0).to_sparse()
+    with pytest.raises(ValueError, match=r"gradient of layout torch.sparse_coo is not allowed"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 10), torch.zeros(3, 10).double(), 5], ids=str)
+def test_a_projection_that_was_exchanged_is_refused(wrong):
+    optimizer = galore()
+    train(optimizer, 2)
+    optimizer.state[params_of(optimizer)[0]]["projection"] = wrong
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"parameter 0 of .*: state 'projection' is .*allowed"):
+        train(optimizer, 1, first=2)
+    assert_same(snapshot(optimizer), before)
+
+
+def test_parameters_that_have_no_rows_are_refused():
+    flat = torch.nn.Parameter(values((100,), 0))
+    flat.megaopt_whole_shape, flat.megaopt_first_element = (20, 30), 40
+    with pytest.raises(ValueError, match="None beside its parameter 0, a flat part of a matrix"):
+        GaLoreAdamW([flat], rank=3)
+    weight = Float8Weight.from_values(values((128, 128), 0), "current")
+    with pytest.raises(ValueError, match="None beside its parameter 0, a Float8Weight: only plain"):
+        GaLoreAdamW([weight], rank=3, dtype=FP32)

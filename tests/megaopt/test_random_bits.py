@@ -1,0 +1,412 @@
+"""Random bits on the public interface: the same whoever steps an element, and when repeated."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import (
+    BF16,
+    FP16,
+    FP32,
+    MASTER,
+    REMAINDERS,
+    assert_same,
+    assert_same_run,
+    give_gradients,
+    parameters,
+    params_of,
+    snapshot,
+    through_a_file,
+    train,
+    values,
+)
+
+from megaopt import FusedAdam, FusedLion, FusedSGD
+from megaopt.float8 import RECIPES, Float8Weight
+
+DRAWN = "bfloat16_stochastic"
+DRAWN_MOMENTS = {"exp_avg_dtype": DRAWN, "exp_avg_sq_dtype": DRAWN}
+STOCHASTIC24 = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
+KAHAN = {"master_weights": True, "master_weight_dtype": "kahan_stochastic"}
+# optimizer and options; lr so large that weights of bf16 move
+KINDS = {
+    "adam, moments": (FusedAdam, {**MASTER, **DRAWN_MOMENTS}),
+    "adam, weights and moments": (FusedAdam, {"weight_rounding": "stochastic", **DRAWN_MOMENTS}),
+    "adam, 24 bits beside a scaled moment": (FusedAdam, {**STOCHASTIC24, "exp_avg_dtype": FP16}),
+    "lion, Kahan and moment": (FusedLion, {**KAHAN, "exp_avg_dtype": DRAWN}),
+    "sgd, weights": (FusedSGD, {"weight_rounding": "stochastic"}),
+    "sgd, 24 bits and momentum": (
+        FusedSGD,
+        {**STOCHASTIC24, "momentum": 0.9, "momentum_buffer_dtype": DRAWN},
+    ),
+}
+UNSCALED = {name: kind for name, kind in KINDS.items() if FP16 not in kind[1].values()}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+QUICK = ("adam, weights and moments", "lion, Kahan and moment")
+"""On the interpreter, which takes its time; the others are slow there."""
+
+
+def on_both_backends(kinds):
+    """Marks a test with these kinds on the twin and on the kernel."""
+    slow = [[] if kind in QUICK else [pytest.mark.slow] for kind in kinds]
+    pairs = zip(kinds, slow, strict=True)
+    found = [pytest.param("triton", kind, marks=own) for kind, own in pairs]
+    return pytest.mark.parametrize(
+        ("backend", "kind"), [*(("reference", kind) for kind in kinds), *found]
+    )
+
+
+each_pair = on_both_backends(KINDS)
+HYPER = {"lr": 2e-3, "weight_decay": 0.1, "seed": 0x1234_5678_9ABC_DEF0}
+
+
+def made(kind, params=None, **more):
+    optimizer, options = KINDS[kind]
+    return optimizer(parameters() if params is None else params, **{**HYPER, **options, **more})
+
+
+def rows_of(whole):
+    """The rows of a parameter as parameters of their own, which know where they lie."""
+    rows = []
+    for index, row in enumerate(whole.detach()):
+        rows.append(torch.nn.Parameter(row.clone()))
+        rows[-1].megaopt_first_element = index * len(row)
+    return rows
+
+
+@on_both_backends(UNSCALED)
+def test_rows_draw_what_the_whole_draws(kind, backend):
+    """A scale per tensor would be another for each row."""
+    whole = torch.nn.Parameter(values((5, 7), 0, BF16))
+    rows = rows_of(whole)
+    one = made(kind, [{"params": [whole], "param_numbers": [9]}], backend="reference")
+    groups = [
+        {"params": rows[3:], "param_numbers": [9] * 2},
+        {"params": rows[:3], "param_numbers": [9] * 3},
+    ]
+    many = made(kind, groups, backend=backend)
+    for step in range(4):
+        whole.grad = values((5, 7), 100 + step, BF16)
+        for row, grad in zip(rows, whole.grad, strict=True):
+            row.grad = grad.clone()
+        one.step()
+        many.step()
+    assert_same_bits(torch.stack([row.detach() for row in rows]), whole.detach(), "weight")
+    for name in one.rule.moments:
+        found = torch.stack([many.state[row][name] for row in rows])
+        assert_same_bits(found, one.state[whole][name], name)
+
+
+def states_by_number(optimizer, numbers):
+    found = {}
+    for param, number in zip(params_of(optimizer), numbers, strict=True):
+        found[number] = {"weight": param.detach(), **optimizer.state[param]}
+    return {number: found[number] for number in sorted(found)}
+
+
+@each_pair
+def test_the_order_of_launches_moves_no_bit(kind, backend):
+    """Other groups, another order, and gradients of two dtypes: other batches of the same."""
+    shapes = [(3, 4), (70,), (5,), (1,), (33,)]
+    order = [4, 0, 3, 1, 2]
+    params, twins = parameters(shapes), parameters(shapes)
+    expected = made(kind, params, use_decoupled_grad=True, backend="reference")
+    sorted_twins = [twins[number] for number in order]
+    groups = [
+        {"params": sorted_twins[:2], "param_numbers": order[:2]},
+        {"params": sorted_twins[2:], "param_numbers": order[2:]},
+    ]
+    found = made(kind, groups, use_decoupled_grad=True, backend=backend)
+    for step in range(3):
+        for number, (param, twin) in enumerate(zip(params, twins, strict=True)):
+            param.decoupled_grad = values(param.shape, 50 * step + number, BF16)
+            twin.decoupled_grad = param.decoupled_grad.to(FP32 if number % 2 else BF16)
+        expected.step()
+        found.step()
+    assert_same(states_by_number(found, order), states_by_number(expected, range(5)))
+
+
+@each_kind
+def test_other_parameters_move_no_bit(kind):
+    """A parameter that has no gradient, or is new, changes no other's draws."""
+    own, others = parameters(), parameters()
+    alone = made(kind, own)
+    found = made(kind, [*others, torch.nn.Parameter(values((6,), 3, BF16))])
+    train(alone, 3)
+    for step in range(3):
+        give_gradients(others, step)
+        found.step()
+    extra = params_of(found)[-1]
+    assert extra not in found.state or not found.state[extra]
+    for one, other in zip(own, others, strict=True):
+        assert_same_bits(one.detach(), other.detach())
+
+
+@pytest.mark.parametrize("done", [1, 3])
+@each_pair
+def test_resumed_runs_draw_on(kind, done, backend):
+    """The seed comes with the state dict."""
+    straight = made(kind, backend="reference")
+    train(straight, 6)
+    first = made(kind, backend="reference")
+    train(first, done)
+    resumed = made(kind, [p.detach().clone() for p in params_of(first)], backend=backend, seed=1)
+    resumed.load_state_dict(through_a_file(first.state_dict()))
+    train(resumed, 6 - done, first=done)
+    assert_same_run(resumed, straight)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@each_pair
+def test_a_skipped_step_draws_again(kind, backend, capturable):
+    """found_inf leaves the step count, and so the bits of the next step, as they were."""
+    plain, found = (made(kind, backend=backend, capturable=capturable) for _ in range(2))
+    train(plain, 3)
+    for step, overflow in enumerate((False, True, False, True, True, False)):
+        give_gradients(params_of(found), [0, 0, 1, 0, 0, 2][step])
+        found.grad_scale = torch.tensor(1.0)
+        found.found_inf = torch.tensor(float(overflow))
+        found.step()
+    del found.grad_scale, found.found_inf
+    assert_same_run(found, plain)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@each_kind
+def test_a_step_left_out_for_an_infinity_draws_again(kind, capturable):
+    plain, found = (made(kind, nonfinite="skip", capturable=capturable) for _ in range(2))
+    train(plain, 3)
+    for step in (0, 1, None, 2):
+        give_gradients(params_of(found), step or 0)
+        if step is None:
+            params_of(found)[0].grad[0] = torch.inf
+        found.step()
+    assert_same_run(found, plain)
+
+
+def on_the_host(found):
+    for group in found["groups"]:
+        group["lr"], group["step"] = float(group["lr"]), int(group["step"])
+    return found
+
+
+@each_pair
+def test_capturable_draws_the_same(kind, backend):
+    found = made(kind, capturable=True, backend=backend, lr=2.0**-9)
+    expected = made(kind, backend="reference", lr=2.0**-9)
+    train(found, 4)
+    train(expected, 4)
+    assert_same(on_the_host(snapshot(found)), on_the_host(snapshot(expected)))
+
+
+@each_kind
+def test_another_seed_draws_otherwise(kind):
+    shapes = [(40, 40)]
+    runs = {}
+    for seed in (3, 4, 3 + 2**32, 3 + 2**63):
+        optimizer = made(kind, parameters(shapes), seed=seed)
+        train(optimizer, 2)
+        runs[seed] = torch.cat(
+            [each.float().flatten() for own in optimizer.state.values() for each in own.values()
+             if isinstance(each, torch.Tensor)]
+            + [param.detach().float().flatten() for param in params_of(optimizer)]
+        )  # fmt: skip
+    for seed in list(runs)[1:]:
+        assert bool((runs[seed] != runs[3]).any()), seed
+    again = made(kind, [{"params": parameters(shapes), "seed": 3}], seed=99)
+    train(again, 2)
+    optimizer = made(kind, parameters(shapes), seed=3)
+    train(optimizer, 2)
+    assert_same(snapshot(again)["weights"], snapshot(optimizer)["weights"], "a group's own seed")
+
+
+@each_pair
+def test_groups_with_other_step_counts(kind, backend):
+    """A group that came later draws by its own count."""
+    early, late = parameters([(30,)]), parameters([(3,), (40,)])
+    together = made(kind, early, backend=backend)
+    train(together, 2)
+    together.add_param_group({"params": late, "param_numbers": [1, 2]})
+    alone = [
+        made(kind, parameters([(30,)]), backend="reference"),
+        made(kind, [{"params": parameters([(3,), (40,)]), "param_numbers": [1, 2]}]),
+    ]
+    train(alone[0], 2)
+    for step in range(2, 5):
+        give_gradients(params_of(together), step)
+        grads = [param.grad for param in params_of(together)]
+        for param, grad in zip([*params_of(alone[0]), *params_of(alone[1])], grads, strict=True):
+            param.grad = grad.clone()
+        for optimizer in (together, *alone):
+            optimizer.step()
+    assert [group["step"] for group in together.param_groups] == [5, 3]
+    expected = [param.detach() for each in alone for param in params_of(each)]
+    assert_same([param.detach() for param in params_of(together)], expected)
+
+
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@each_kind
+def test_copies_draw_on(kind, way):
+    optimizer = made(kind)
+    train(optimizer, 2)
+    twin = way(optimizer)
+    train(twin, 3, first=2)
+    train(optimizer, 3, first=2)
+    assert_same_run(twin, optimizer)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_fp16_weights_have_their_own_compensation(backend):
+    """Under one name beside bf16 weights; both step together."""
+    params = [*parameters([(40,)], FP16), *parameters([(50,)], BF16)]
+    optimizer = FusedAdam(params, **{**HYPER, **KAHAN}, backend=backend)
+    train(optimizer, 3)
+    for param in params:
+        assert optimizer.state[param]["master_param"].dtype == BF16
+        value = param.detach().double() + optimizer.state[param]["master_param"].double()
+        assert bool((value != param.detach().double()).any())
+        assert_same_bits(value.to(param.dtype), param.detach(), "the weight is the value rounded")
+
+
+# --- refused
+
+
+def float8_weight():
+    weight = Float8Weight.from_values(values((128, 128), 0, BF16), RECIPES["current"])
+    return torch.nn.Parameter(weight)
+
+
+REFUSED = {
+    "contract torch": (
+        lambda: FusedAdam(parameters(), contract="torch", weight_rounding="stochastic"),
+        r"contract='torch' must round to nearest, .*got weight_rounding='stochastic'; "
+        r"contract='ieee' rounds stochastically too",
+    ),
+    "contract torch, moments": (
+        lambda: FusedAdam(parameters(), contract="torch", **DRAWN_MOMENTS),
+        r"contract='torch' must round to nearest, .*exp_avg_dtype='bfloat16_stochastic', "
+        r"exp_avg_sq_dtype='bfloat16_stochastic'",
+    ),
+    "24 bits beside fp8": (
+        lambda: FusedAdam([float8_weight()], **STOCHASTIC24),
+        r"master_weight_dtype='remainder8_stochastic' is not allowed for fp8 weights: .*"
+        r"torch.float32 or torch.float16",
+    ),
+    "Kahan beside fp8": (
+        lambda: FusedAdam([float8_weight()], **KAHAN),
+        r"master_weight_dtype='kahan_stochastic' is not allowed for fp8 weights",
+    ),
+    "24 bits beside fp16": (
+        lambda: FusedAdam(parameters(dtype=FP16), **STOCHASTIC24),
+        r"parameter 0 of group 0: master_weight_dtype='remainder8_stochastic' is not allowed for "
+        r"torch.float16 weights: torch.bfloat16 .* or torch.float32",
+    ),
+    "Kahan beside bf16 and fp8": (
+        lambda: FusedAdam([*parameters(), float8_weight()], **KAHAN),
+        r"parameter \d of group 0: master_weight_dtype='kahan_stochastic' is not allowed for fp8",
+    ),
+    "weights in fp8": (
+        lambda: FusedSGD([*parameters(), float8_weight()], weight_rounding="stochastic"),
+        r"parameter \d of group 0: weight_rounding must be 'nearest' for fp8 weights without "
+        r"masters, got 'stochastic'",
+    ),
+    "weight_rounding with masters": (
+        lambda: FusedAdam(parameters(), weight_rounding="stochastic", **MASTER),
+        r"weight_rounding='stochastic' is for weights without masters: leave it out, or pass "
+        r"master_weights=False",
+    ),
+    "weight_rounding with 24 bits": (
+        lambda: FusedLion(parameters(), weight_rounding="stochastic", **STOCHASTIC24),
+        r"weight_rounding='stochastic' is for weights without masters",
+    ),
+    "remainders of 24 bits": (
+        lambda: FusedAdam(parameters(), **{**REMAINDERS, **STOCHASTIC24, "dtype": None}),
+        r"master_weight_dtype must be torch.float32 with store_param_remainders=True, .*"
+        r"\(master_weight_dtype='remainder16' alone .*\), got 'remainder8_stochastic'",
+    ),
+    "a list of masters": (
+        lambda: FusedAdam(
+            parameters(), master_weights=[None] * 4, master_weight_dtype="remainder8"
+        ),
+        r"a list of master_weights is not allowed with master_weight_dtype=remainder8: "
+        r"torch.float32",
+    ),
+    "amsgrad": (
+        lambda: FusedAdam(parameters(), amsgrad=True, exp_avg_sq_dtype=DRAWN),
+        r"exp_avg_sq_dtype must round to nearest with amsgrad=True, got 'bfloat16_stochastic': .*"
+        r"too large",
+    ),
+    "an unknown rounding": (
+        lambda: FusedSGD(parameters(), weight_rounding="up"),
+        r"weight_rounding must be one of nearest, stochastic, got 'up'",
+    ),
+    "the format behind a name": (
+        lambda: FusedAdam(parameters(), master_weights=True, master_weight_dtype="kahan_float16"),
+        r"master_weight_dtype must be .*kahan.*got 'kahan_float16'",
+    ),
+    "a master's name as a moment": (
+        lambda: FusedAdam(parameters(), exp_avg_dtype="kahan"),
+        r"exp_avg_dtype must be .*bfloat16_stochastic.*got 'kahan'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_go_together_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("kind", ["remainder16", "remainder8", "kahan"])
+def test_masters_that_do_not_fit_a_weight_are_refused_when_it_is_known(kind):
+    """When a group is added, when masters are asked for, and, where it changed, by the step."""
+    options = {"master_weights": True, "master_weight_dtype": kind}
+    message = f"parameter 0 of group 1: master_weight_dtype='{kind}' is not allowed for fp8 weights"
+    params = parameters()
+    optimizer, group = FusedAdam(params, **options), {"params": [float8_weight()]}
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(group)
+    assert_same(snapshot(optimizer), before)
+    assert list(group) == ["params"]
+    optimizer.param_groups.append({**optimizer.param_groups[0], **group})
+    with pytest.raises(ValueError, match=message):
+        optimizer.master_weights = True
+    give_gradients(params_of(optimizer), 0)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    del optimizer.param_groups[1]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, True, None, "0"], ids=repr)
+def test_a_seed_out_of_range_is_refused(seed):
+    message = r"seed must be a whole number from 0 to 2\*\*64 - 1, got "
+    with pytest.raises(ValueError, match=message):
+        FusedAdam(parameters(), seed=seed)
+    with pytest.raises(ValueError, match="group 0: " + message):
+        made("sgd, weights", [{"params": parameters(), "seed": seed}])
+    optimizer = made("sgd, weights")
+    train(optimizer, 1)
+    packed = optimizer.state_dict()
+    packed["param_groups"][0]["seed"] = seed
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="group 0: " + message):
+        optimizer.load_state_dict(packed)
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_seeds_at_the_ends(seed):
+    found, expected = (made("sgd, weights", seed=seed, capturable=each) for each in (True, False))
+    train(found, 2)
+    train(expected, 2)
+    assert_same(snapshot(found)["weights"], snapshot(expected)["weights"])

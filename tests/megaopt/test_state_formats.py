@@ -1,0 +1,253 @@
+"""Codes in a state dict are never read in another format than the one they were saved in."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from bits import assert_same_bits
+from runs import BF16, FP16, FP32, assert_same, snapshot, through_a_file, train, values
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from megaopt import FusedAdam, FusedSGD
+from megaopt.kernels.formats import BESIDE_FLOAT16, MASTERS, MOMENTS, Format
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def in_bytes(name, step):
+    """A user's format: multiples of a step, from -127 to 127, in a byte and without a scale."""
+
+    def decode(code, scale=None):
+        return code.view(torch.int8).float() * step
+
+    def encode(value, inverse=None):
+        return (value / step).clamp(-127, 127).to(torch.int8).view(torch.uint8)
+
+    return Format(name, torch.uint8, None, decode, encode, decode, encode)
+
+
+OWN = {form.name: form for form in (in_bytes("hundredths", 0.01), in_bytes("tenths", 0.1))}
+
+
+@pytest.fixture(autouse=True)
+def own_formats():
+    for form in OWN.values():
+        MOMENTS.add(form)
+    yield
+    for name in OWN:
+        del MOMENTS[name]
+
+
+class Model(torch.nn.Module):
+    """One weight, large enough for moments in blocks."""
+
+    def __init__(self, dtype=BF16):
+        super().__init__()
+        self.weight = torch.nn.Parameter(values((33, 128), 1, dtype))
+
+
+def with_momentum(model, key):
+    options = {"momentum_buffer_dtype": key, "backend": "reference"}
+    return FusedSGD(model.parameters(), 0.1, 0.9, **options)
+
+
+def with_square(model, key):
+    return FusedAdam(model.parameters(), exp_avg_sq_dtype=key, backend="reference")
+
+
+def with_master(model, key):
+    key = {"float32": FP32, "scaled_float16": FP16}.get(key, key)
+    options = {"master_weights": True, "master_weight_dtype": key, "backend": "reference"}
+    return FusedAdam(model.parameters(), **options)
+
+
+ROLES = {
+    "momentum_buffer": (with_momentum, BF16, lambda: [f for f in SHIPPED if not f.unsigned]),
+    "exp_avg_sq": (with_square, BF16, lambda: [f for f in SHIPPED if f.unsigned or not f.block]),
+    "master of bf16": (with_master, BF16, lambda: of_weights(BF16)),
+    "master of fp16": (with_master, FP16, lambda: of_weights(FP16)),
+}
+SHIPPED = list(MOMENTS.values())
+
+
+def of_weights(dtype):
+    fit = [form for form in MASTERS.values() if form.requires_weight in (None, dtype)]
+    return [form for form in fit if form.present]
+
+
+def every_pair():
+    found = []
+    for role, (_, _, formats) in ROLES.items():
+        own = list(OWN) if "master" not in role else []
+        names = [form.name for form in formats()] + own
+        found += [(role, *pair) for pair in itertools.product(names, names)]
+    return found
+
+
+def state_of(role, model, optimizer):
+    return optimizer.get_unscaled_state(model.weight, "master_param" if "master" in role else role)
+
+
+def asked_as(name):
+    """What users call a master that has a row of its own beside fp16."""
+    return {row: own for own, row in BESIDE_FLOAT16.items()}.get(name, name)
+
+
+def made(role, name, dtype):
+    model = Model(dtype)
+    return model, ROLES[role][0](model, asked_as(name))
+
+
+def family(name):
+    """The format, however it rounds."""
+    return name.removesuffix("_stochastic").removesuffix("_nearest")
+
+
+@pytest.mark.parametrize(("role", "saved", "own"), every_pair())
+@pytest.mark.halved
+def test_a_load_keeps_all_values_or_names_both_formats(role, saved, own):
+    dtype = ROLES[role][1]
+    (model, source), (other, target) = made(role, saved, dtype), made(role, own, dtype)
+    train(source, 3)
+    train(target, 1, first=7)
+    with torch.no_grad():
+        other.weight.copy_(model.weight)
+    target.refresh_masters()
+    before, state = snapshot(target), through_a_file(source.state_dict())
+    if family(saved) == family(own):
+        target.load_state_dict(state)
+        assert_same_bits(state_of(role, other, target), state_of(role, model, source))
+        return
+    with pytest.raises(ValueError, match=rf"must be '{asked_as(own)}', got '{asked_as(saved)}'"):
+        target.load_state_dict(state)
+    assert_same(snapshot(target), before)
+
+
+def through_a_checkpoint(saved, wanted, folder, partial):
+    """partial: what the checkpoint lacks (the seed of who draws now) stays as it is."""
+    dcp.save({"optimizer": saved}, checkpoint_id=folder, no_dist=True)
+    found = {"optimizer": wanted}
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    dcp.load(found, checkpoint_id=folder, planner=planner, no_dist=True)
+    return found["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("role", "saved", "own"),
+    [
+        ("momentum_buffer", "hundredths", "tenths"),
+        ("momentum_buffer", "hundredths", "float32"),
+        ("momentum_buffer", "float32", "hundredths"),
+        ("momentum_buffer", "bfloat16", "bfloat16_stochastic"),
+        ("momentum_buffer", "bfloat16_stochastic", "bfloat16"),
+        ("momentum_buffer", "block_e4m3", "float32"),
+        ("momentum_buffer", "scaled_float16", "bfloat16"),
+        ("exp_avg_sq", "block_e5m3_nearest", "block_e5m3"),
+        ("exp_avg_sq", "block_e5m3", "bfloat16"),
+        ("master of bf16", "remainder16", "float32"),
+        ("master of bf16", "remainder8", "remainder8_stochastic"),
+        ("master of bf16", "remainder8", "remainder16"),
+        ("master of bf16", "kahan", "float32"),
+    ],
+)
+@pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, tmp_path):
+    """torch.distributed.checkpoint casts what it reads to the dtypes of the state that is there."""
+    dtype, options = ROLES[role][1], FLAT if flat else StateDictOptions()
+    (model, source), (other, target) = made(role, saved, dtype), made(role, own, dtype)
+    train(source, 3)
+    train(target, 1, first=7)
+    with torch.no_grad():
+        other.weight.copy_(model.weight)
+    kept = get_optimizer_state_dict(model, source, options=options)
+    wanted = copy.deepcopy(get_optimizer_state_dict(other, target, options=options))
+    same = family(saved) == family(own)
+    found = through_a_checkpoint(kept, wanted, tmp_path, partial=same)
+    if same:
+        set_optimizer_state_dict(other, target, found, options=options)
+        assert_same_bits(state_of(role, other, target), state_of(role, model, source))
+        return
+    with pytest.raises(ValueError, match=rf"must be '{own}', got '{saved}'"):
+        set_optimizer_state_dict(other, target, found, options=options)
+
+
+def test_state_dicts_without_the_mark_load():
+    """Those of earlier versions: dtypes and shapes are what is compared then."""
+    (model, source), (other, target) = (made("exp_avg_sq", "bfloat16", BF16) for _ in range(2))
+    train(source, 2)
+    state = source.state_dict()
+    for group in state["param_groups"]:
+        del group["state_formats"]
+    target.load_state_dict(state)
+    found, expected = (state_of("exp_avg_sq", *run) for run in ((other, target), (model, source)))
+    assert_same_bits(found, expected)
+    _, of_bytes = made("exp_avg_sq", "tenths", BF16)
+    with pytest.raises(ValueError, match=r"'exp_avg_sq' of the state dict must be torch.uint8"):
+        of_bytes.load_state_dict(state)
+
+
+def test_small_parameters_have_fp32_moments_under_either_block():
+    runs = []
+    for key in ("block_e4m3", "block64_e4m3", "float32"):
+        param = torch.nn.Parameter(values((5, 7), 1, FP32))
+        optimizer = FusedSGD([param], 0.1, 0.9, momentum_buffer_dtype=key, backend="reference")
+        train(optimizer, 2)
+        runs.append((param, optimizer))
+    for (param, target), (_, source) in itertools.permutations(runs, 2):
+        target.load_state_dict(source.state_dict())
+        assert target.state[param]["momentum_buffer"].dtype == FP32
+
+
+@pytest.mark.parametrize("mark", [5, "", "float32", "exp_avg", ["exp_avg=float32"], {}], ids=repr)
+def test_a_mark_that_names_no_formats_is_refused(mark):
+    (_, source), (_, target) = (made("exp_avg_sq", "bfloat16", BF16) for _ in range(2))
+    train(source, 1)
+    state = source.state_dict()
+    state["param_groups"][0]["state_formats"] = mark
+    before = snapshot(target)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0: 'state_formats' of the state"):
+        target.load_state_dict(state)
+    assert_same(snapshot(target), before)
+
+
+def test_a_format_of_a_users_that_is_gone_is_named():
+    (_, source), (_, target) = (made("exp_avg_sq", "tenths", BF16) for _ in range(2))
+    train(source, 1)
+    state = copy.deepcopy(source.state_dict())
+    mark = state["param_groups"][0]["state_formats"]
+    state["param_groups"][0]["state_formats"] = mark.replace("tenths", "sixths")
+    with pytest.raises(ValueError, match=r"'exp_avg_sq' .* must be 'tenths', got 'sixths'"):
+        target.load_state_dict(state)
+
+
+def test_bytes_of_ones_own_are_offered_by_name():
+    """torch.uint8 means fp8, as for TransformerEngine, whoever else stores bytes."""
+    with pytest.raises(ValueError, match="hundredths, tenths, got 'sixths'") as caught:
+        made("exp_avg_sq", "sixths", BF16)
+    assert "uint8" not in str(caught.value)
+    model, optimizer = made("exp_avg_sq", torch.uint8, BF16)
+    train(optimizer, 1)
+    assert optimizer.state[model.weight]["exp_avg_sq"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"), [("stochastic", "nearest"), ("nearest", "stochastic")], ids=str
+)
+def test_weights_may_be_rounded_in_another_way_after_a_load(saved, own):
+    runs = []
+    for rounding in (saved, own):
+        model = Model()
+        options = {"master_weights": False, "weight_rounding": rounding, "backend": "reference"}
+        runs.append((model, FusedAdam(model.parameters(), lr=0.01, **options)))
+    (_, source), (_, target) = runs
+    train(source, 2)
+    target.load_state_dict(through_a_file(source.state_dict()))
+    assert_same(snapshot(target)["states"], snapshot(source)["states"])

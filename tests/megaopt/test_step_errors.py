@@ -1,0 +1,151 @@
+"""Bad gradients and states are refused by the step, by name, and nothing has changed."""
+
+import pytest
+import torch
+from runs import BF16, FP16, MASTER, assert_same, give_gradients, parameters, snapshot, train
+
+from megaopt import FusedAdam
+
+BACKENDS = ["reference", "triton"]
+SHAPES = [(3, 4), (5,)]
+
+# --- gradients
+
+GRADS = {
+    "sparse": (
+        lambda p: torch.ones(p.shape, dtype=BF16).to_sparse(),
+        r"layout torch.sparse_coo .*strided",
+    ),
+    "complex": (lambda p: torch.ones(p.shape, dtype=torch.complex64), r"dtype torch.complex64"),
+    "fp64": (lambda p: torch.ones(p.shape, dtype=torch.float64), r"dtype torch.float64 .*float32"),
+    "integers": (lambda p: torch.ones(p.shape, dtype=torch.int64), r"dtype torch.int64"),
+    "longer": (lambda p: torch.ones(6, dtype=BF16), r"shape \(6,\) .*\(5,\)"),
+    "shorter": (lambda p: torch.ones(4, dtype=BF16), r"shape \(4,\) .*\(5,\)"),
+    "one_for_all": (lambda p: torch.ones(1, dtype=BF16), r"shape \(1,\) .*\(5,\)"),
+    "two_dimensional": (lambda p: torch.ones(1, 5, dtype=BF16), r"shape \(1, 5\) .*\(5,\)"),
+    "meta": (lambda p: torch.ones(5, device="meta"), r"on meta .*the parameter's, cpu"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [0, 2], ids=["at_the_first_step", "later"])
+@pytest.mark.parametrize(("bad", "message"), GRADS.values(), ids=GRADS)
+def test_gradients_that_cannot_be_read_are_refused(backend, steps, bad, message):
+    """Twice: a refusal must not make the next step trust the tensor; then a good step goes on."""
+    params, same = parameters(SHAPES), parameters(SHAPES)
+    found = FusedAdam(params, backend=backend, use_decoupled_grad=True, **MASTER)
+    expected = FusedAdam(same, backend="reference", use_decoupled_grad=True, **MASTER)
+
+    def give(own, step):
+        for param in own:
+            param.decoupled_grad = torch.full(param.shape, 0.5 + step, dtype=BF16)
+
+    for step in range(steps):
+        give(params, step)
+        give(same, step)
+        found.step()
+        expected.step()
+    give(params, steps)
+    params[1].decoupled_grad = bad(params[1])
+    before = snapshot(found)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="parameter 1 of group 0: a gradient .*" + message):
+            found.step()
+        assert_same(snapshot(found), before)
+    give(params, steps)
+    give(same, steps)
+    found.step()
+    expected.step()
+    assert_same(snapshot(found), snapshot(expected))
+
+
+def test_a_sparse_gradient_of_an_embedding_is_refused():
+    embedding = torch.nn.Embedding(4, 3, sparse=True)
+    optimizer = FusedAdam([("table", embedding.weight)])
+    embedding(torch.tensor([1, 2])).sum().backward()
+    before = snapshot(optimizer)
+    with pytest.raises(
+        ValueError, match=r"parameter 'table': a gradient of layout torch.sparse_coo"
+    ):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sparse_gradient_of_a_transposed_weight_is_refused(backend):
+    param = torch.nn.Parameter(torch.ones(3, 4).t())
+    optimizer = FusedAdam([param], backend=backend)
+    train(optimizer, 1)
+    param.grad = torch.ones(4, 3).to_sparse()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"a gradient of layout torch.sparse_coo"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+# --- states that someone replaced
+
+STATES = {
+    "another_dtype": ("exp_avg", lambda t: t.to(BF16), r"torch.bfloat16 of shape .*torch.float32"),
+    "another_width": ("exp_avg_sq", lambda t: t.double(), r"torch.float64 of shape"),
+    "another_size": ("exp_avg", lambda t: t[:3], r"\(3,\).*allowed: .*\(5,\)"),
+    "another_shape": ("exp_avg_sq", lambda t: t.clone()[None], r"\(1, 5\).*allowed: .*\(5,\)"),
+    "another_view": ("exp_avg_sq", lambda t: t.view(1, 5), r"\(1, 5\).*allowed: .*\(5,\)"),
+    "another_device": ("exp_avg", lambda t: t.to("meta"), r"on meta; allowed: .*on cpu"),
+    "no_master": ("master_param", lambda t: t.to(BF16), r"torch.bfloat16.*allowed: torch.float32"),
+    "a_scale_of_another_dtype": ("exp_avg_scale", lambda t: t.double(), r"torch.float64"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "change", "message"), STATES.values(), ids=STATES)
+def test_states_replaced_by_other_ones_are_refused(backend, name, change, message):
+    scaled = {"exp_avg_dtype": FP16} if name == "exp_avg_scale" else {}
+    optimizer = FusedAdam(parameters(SHAPES), backend=backend, **MASTER, **scaled)
+    train(optimizer, 2)
+    param = optimizer.param_groups[0]["params"][1]
+    good = optimizer.state[param][name]
+    before = snapshot(optimizer)
+    optimizer.state[param][name] = change(good)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=f"parameter 1 of group 0: state '{name}' is .*{message}"
+        ):
+            train(optimizer, 1, first=2)
+    optimizer.state[param][name] = good
+    assert_same(snapshot(optimizer), before)
+    train(optimizer, 1, first=2)
+
+
+def test_a_refused_first_step_makes_no_state():
+    """Not of the parameters before the one that is refused either."""
+    params = parameters(SHAPES)
+    optimizer = FusedAdam(params, **MASTER)
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(5, dtype=BF16)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="parameter 1 of group 0: state 'exp_avg'"):
+        train(optimizer, 1)
+    assert_same(snapshot(optimizer), before)
+
+
+def test_a_parameter_of_another_optimizer_is_refused():
+    optimizer = FusedAdam(parameters(SHAPES))
+    with pytest.raises(ValueError, match=r"param must be a parameter .*tensor of shape \(7,\)"):
+        optimizer.initialize_state(torch.zeros(7))
+    assert len(optimizer.state) == 0
+
+
+# --- closures
+
+
+def test_the_closures_error_changes_nothing():
+    optimizer = FusedAdam(parameters(SHAPES))
+    give_gradients(optimizer.param_groups[0]["params"], 0)
+    before = snapshot(optimizer)
+
+    def closure():
+        raise KeyError("the data ran out")
+
+    with pytest.raises(KeyError, match="the data ran out"):
+        optimizer.step(closure)
+    assert_same(snapshot(optimizer), before)

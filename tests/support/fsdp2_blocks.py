@@ -1,0 +1,167 @@
+"""What ranks do with DTensors whose moments are in blocks; without a process group, the whole."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp2_ranks import (
+    build,
+    content_of,
+    give,
+    gradients,
+    mesh_of,
+    options_of,
+    snapshot,
+    train,
+)
+from runs import BF16, assert_same, values
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megaopt import FusedAdam
+
+SHAPES = [(33, 128), (2, 2048), (1, 4096), (10,), (5, 8, 128), (6, 896)]
+"""Rows of whole blocks: uneven on 2 and 3 ranks, the second and third empty on some; the fourth is
+a small one, which keeps fp32."""
+BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+
+
+def flat(found):
+    """A snapshot with scales in one row: whole tensors and DTensors shape them differently."""
+    for state in found["states"]:
+        for name in state:
+            if name.endswith("_scale"):
+                state[name] = state[name].reshape(-1)
+    return found
+
+
+def trained(options, steps, replicas=1, **step):
+    model, optimizer = build(options, replicas, shapes=SHAPES)
+    train(model, optimizer, steps, **step)
+    return flat(snapshot(optimizer))
+
+
+def clipped(options):
+    return trained(options, 3, clip_norm=0.5)
+
+
+def kinds_of_state(options):
+    """Placements, shape and dtype of each state tensor, beside the parameter's own."""
+    model, optimizer = build(options, shapes=SHAPES)
+    train(model, optimizer, 1)
+    found = []
+    for param in model.parameters():
+        for name, tensor in optimizer.state[param].items():
+            if tensor is not None:
+                alike = isinstance(tensor, DTensor) and tensor.placements == param.placements
+                shards = tuple(tensor.to_local().shape), tuple(param.to_local().shape)
+                own = tuple(param.shape), tuple(tensor.shape), tensor.dtype
+                found.append((name, alike, *own, *shards))
+    return found
+
+
+def save(options, steps, folder, flat_names):
+    model, optimizer = build(options, shapes=SHAPES)
+    train(model, optimizer, steps)
+    dcp.save(content_of(model, optimizer, options_of(flat_names)), checkpoint_id=folder)
+
+
+def load_and_train(options, steps, first, folder, flat_names):
+    model, optimizer = build({**options, "lr": 77.0}, shapes=SHAPES, seed=50)
+    given = options_of(flat_names)
+    content = content_of(model, optimizer, given)
+    dcp.load(content, checkpoint_id=folder)
+    set_model_state_dict(model, content["model"])
+    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
+    loaded = flat(snapshot(optimizer))
+    train(model, optimizer, steps, first)
+    return loaded, flat(snapshot(optimizer))
+
+
+def through_full_state(options, steps, more):
+    """By way of a whole state on rank 0, into another model and optimizer."""
+    model, optimizer = build(options, shapes=SHAPES)
+    train(model, optimizer, steps)
+    given = options_of(flat=False, full=True)
+    weights = get_model_state_dict(model, options=given)
+    saved = get_optimizer_state_dict(model, optimizer, options=given)
+    if dist.get_rank():
+        weights, saved = {}, {}
+    model, optimizer = build({**options, "lr": 77.0}, shapes=SHAPES, seed=50)
+    set_model_state_dict(model, weights, options=given)
+    set_optimizer_state_dict(model, optimizer, saved, options=given)
+    train(model, optimizer, more, steps)
+    return flat(snapshot(optimizer))
+
+
+def read_and_set(options):
+    """Values of DTensors that are read and set again; whether each is what it was."""
+    model, optimizer = build(options, shapes=SHAPES)
+    train(model, optimizer, 2)
+    same = []
+    for param in model.parameters():
+        for name in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.get_unscaled_state(param, name).clone()
+            kept = value.to_local().clone()
+            optimizer.set_scaled_state(param, name, value * 0)
+            optimizer.set_scaled_state(param, name, value.clone())
+            again = optimizer.get_unscaled_state(param, name).to_local()
+            same.append(torch.equal(again, kept) and bool((kept != 0).any() or not kept.numel()))
+    return same
+
+
+# --- other placements than FSDP2's
+
+
+def mesh_and_placements(placements):
+    if not dist.is_initialized():
+        return None, []
+    if len(placements) == 1:
+        return mesh_of(), placements
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2)), placements
+
+
+def placed(shape, names, options, steps=3):
+    """Steps of one parameter of these placements, such as ("rows", "columns", None)."""
+    kinds = [Replicate() if name is None else Shard(name) for name in names]
+    mesh, placements = mesh_and_placements(kinds)
+
+    def split(whole):
+        if mesh is None:
+            return whole.clone()
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    param = torch.nn.Parameter(split(values(shape, 0).to(BF16)))
+    optimizer = FusedAdam([param], **options)
+    for (grad,) in (gradients(step, [shape], BF16) for step in range(steps)):
+        give([param], [grad])
+        optimizer.step()
+    return flat(snapshot(optimizer))
+
+
+def refused(shape, names, options):
+    """What is said of such a parameter, by the constructor and by add_param_group."""
+    kinds = [Replicate() if name is None else Shard(name) for name in names]
+    mesh, placements = mesh_and_placements(kinds)
+    whole = values(shape, 0)
+    param = torch.nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    other = torch.nn.Parameter(values((3,), 0))
+    optimizer, said = FusedAdam([other], **options), []
+    before = snapshot(optimizer)
+    for action in (
+        lambda: FusedAdam([param], **options),
+        lambda: optimizer.add_param_group({"params": [param]}),
+    ):
+        try:
+            action()
+            said.append("nothing was refused")
+        except ValueError as error:
+            said.append(str(error))
+    assert_same(snapshot(optimizer), before)
+    assert torch.equal(param.full_tensor(), whole)
+    return said

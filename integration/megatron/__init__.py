@@ -29,10 +29,12 @@ def get_megatron_optimizer(
     mode: str = "main_shards",
     contract: str = "ieee",
     backend: str = "auto",
-    exp_avg_dtype: torch.dtype | None = None,
-    exp_avg_sq_dtype: torch.dtype | None = None,
+    exp_avg_dtype: torch.dtype | str | None = None,
+    exp_avg_sq_dtype: torch.dtype | str | None = None,
+    master_weight_dtype: torch.dtype | str | None = None,
     store_param_remainders: bool | None = None,
     round_scaled_grads: bool | None = None,
+    seed: int = 0,
     any_version: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -47,13 +49,18 @@ def get_megatron_optimizer(
             masters have the same bits in both.
         contract: how operations are rounded, as for megaopt.FusedAdam.
         backend: as for megaopt.FusedAdam.
-        exp_avg_dtype: as for megaopt.FusedAdam; None: config.exp_avg_dtype if config has
-            use_precision_aware_optimizer, else torch.float32.
+        exp_avg_dtype: as for megaopt.FusedAdam ("block64_e4m3" and, for exp_avg_sq,
+            "block64_e5m3": 8 bits, docs/how-to/megatron.md); None: config.exp_avg_dtype if config
+            has use_precision_aware_optimizer, else torch.float32.
         exp_avg_sq_dtype: likewise.
+        master_weight_dtype: as for megaopt.FusedAdam, in mode "precision_aware" alone; None: fp32,
+            or as Megatron asks.
         store_param_remainders: as for megaopt.FusedAdam, in mode "precision_aware" alone; None:
             config.store_param_remainders if config has use_precision_aware_optimizer, else False.
         round_scaled_grads: as for megaopt.FusedAdam; None: True if config has
             use_precision_aware_optimizer, where Megatron clips bf16 gradients in bf16, else False.
+        seed: as for megaopt.FusedAdam; the same on all ranks. A parameter's number is its place in
+            DDP's buffers, so that ranks with copies of it draw the same random bits.
         any_version: go on with a megatron-core that is not among SUPPORTED.
         kwargs: Megatron's.
 
@@ -71,8 +78,10 @@ def get_megatron_optimizer(
         "backend": backend,
         "exp_avg_dtype": exp_avg_dtype,
         "exp_avg_sq_dtype": exp_avg_sq_dtype,
+        "master_weight_dtype": master_weight_dtype,
         "store_param_remainders": store_param_remainders,
         "round_scaled_grads": round_scaled_grads,
+        "seed": seed,
         "any_version": any_version,
     }
     with plugged_in(**options):
@@ -89,8 +98,8 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
 
     Args:
         any_version: as for get_megatron_optimizer.
-        options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype,
-            store_param_remainders and round_scaled_grads, as for get_megatron_optimizer.
+        options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype,
+            store_param_remainders, round_scaled_grads and seed, as for get_megatron_optimizer.
 
     Raises:
         ImportError: megatron-core is not installed.

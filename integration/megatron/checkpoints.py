@@ -75,7 +75,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     @torch.no_grad()
     def refresh_weights(self) -> None:
         """Casts every master into its shard of the weights; the ranks have to gather them."""
-        if self.fused.options.store_param_remainders:
+        if self.fused.options.master_format(torch.bfloat16, True).joined:
             return  # such a master set its weight
         for shard in self.shards.values():
             if shard.dtype != torch.float32:

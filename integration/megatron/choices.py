@@ -14,6 +14,8 @@ from megaopt.adam import AdamOptions
 from megaopt.checks import one_of
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.adam import ShardAdam
+from megaopt.kernels.rules.adam_numbers import MOMENTS
+from megaopt.params import view_of
 
 MODES = ("main_shards", "precision_aware")
 
@@ -34,10 +36,12 @@ class Choices:
     mode: str = "main_shards"
     contract: str = "ieee"
     backend: str = "auto"
-    exp_avg_dtype: torch.dtype | None = None
-    exp_avg_sq_dtype: torch.dtype | None = None
+    exp_avg_dtype: torch.dtype | str | None = None
+    exp_avg_sq_dtype: torch.dtype | str | None = None
+    master_weight_dtype: torch.dtype | str | None = None
     store_param_remainders: bool | None = None
     round_scaled_grads: bool | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
@@ -47,9 +51,19 @@ class Choices:
                 "store_param_remainders=True is not allowed with mode='main_shards', where "
                 "Megatron keeps whole fp32 masters: mode='precision_aware'"
             )
-        AdamOptions(
+        if self.mode == "main_shards" and self.master_weight_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"master_weight_dtype must be None or torch.float32 with mode='main_shards', where "
+                f"Megatron keeps fp32 masters, got {self.master_weight_dtype!r}; "
+                "mode='precision_aware' takes others"
+            )
+        self._options()
+
+    def _options(self) -> AdamOptions:
+        """What Megatron has no word about; raises ValueError for what does not go together."""
+        return AdamOptions(
             dtype=None,
-            master_weight_dtype=torch.float32,
+            master_weight_dtype=self.master_weight_dtype or torch.float32,
             exp_avg_dtype=self.exp_avg_dtype or torch.float32,
             exp_avg_sq_dtype=self.exp_avg_sq_dtype or torch.float32,
             store_param_remainders=bool(self.store_param_remainders),
@@ -57,6 +71,7 @@ class Choices:
             contract=self.contract,
             backend=self.backend,
             round_scaled_grads=bool(self.round_scaled_grads),
+            seed=self.seed,
         )
 
     def make_adam(
@@ -88,10 +103,11 @@ class Choices:
             weight_decay=kwargs["weight_decay"],
             adam_w_mode=adam_w_mode,
             master_weights=owns_masters,
-            master_weight_dtype=master_weight_dtype,
+            master_weight_dtype=self.master_weight_dtype or master_weight_dtype,
             exp_avg_dtype=self.exp_avg_dtype or exp_avg_dtype,
             exp_avg_sq_dtype=self.exp_avg_sq_dtype or exp_avg_sq_dtype,
             store_param_remainders=remainders,
+            seed=self.seed,
             use_decoupled_grad=True,
             round_scaled_grads=use_decoupled_grad if rounds is None else rounds,
             # Megatron's own gathers write the weights that its masters made
@@ -111,6 +127,7 @@ class Choices:
                 "config.use_precision_aware_optimizer=True is not allowed with mode='main_shards': "
                 "mode='precision_aware'"
             )
+        options = self._options()
         for chunk in model_chunks:
             if chunk.ddp_config.use_megatron_fsdp:
                 raise ValueError(
@@ -118,6 +135,7 @@ class Choices:
                 )
             for name, param in chunk.named_parameters():
                 check_parameter(name, param, self.mode)
+                view_of(param).check(f"parameter {name!r}", options, MOMENTS, masters=True)
 
 
 def check_parameter(name: str, param: torch.Tensor, mode: str) -> None:
@@ -127,7 +145,9 @@ def check_parameter(name: str, param: torch.Tensor, mode: str) -> None:
     except ValueError as error:
         raise ValueError(f"parameter {name!r}: {error}") from None
     kind = type(param.data)
-    if weight is not None and (mode != "main_shards" or weight.recipe.scaling == "mxfp8"):
+    if weight is not None and (
+        mode != "main_shards" or weight.recipe.quantizer.scale_dtype == torch.uint8
+    ):
         raise ValueError(
             f"parameter {name!r} is a {kind.__name__} ({weight.recipe.scaling}), which is not "
             f"allowed with mode={mode!r}: in fp8 those with delayed, current or 128x128 scaling, "

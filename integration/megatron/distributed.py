@@ -14,6 +14,7 @@ import torch
 from megaopt.integration.megatron.adam import MainShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
 from megaopt.integration.megatron.float8 import absent_shards, own_shards, weights_of
+from megaopt.integration.megatron.numbers import numbers_of
 from megaopt.params import view_of
 from megaopt.state import MASTER
 
@@ -40,9 +41,7 @@ class Sharded(CheckpointedOptimizer):
         if not self.is_stub_optimizer:
             self.init_state_fn = self.initialize_states
             self._take_shards()
-            for model, shard in self.shards.items():  # as megaopt.params reads it
-                start = self._get_model_param_range_map(model)["param"].start
-                shard.megaopt_first_element = start
+            self._say_what_shards_are()
             self._norm_shards = self._ask_for_norm_shards()
             self.has_16_bit_norm = self._may_have_16_bit_norm()
 
@@ -63,6 +62,14 @@ class Sharded(CheckpointedOptimizer):
             for group, own in zip(models, shards, strict=True):
                 self.shards.update(zip(group, own, strict=True))
         self.fused = self.optimizer
+
+    def _say_what_shards_are(self) -> None:
+        """Of which parameter a shard is a part, and where it begins, as megaopt.params reads it."""
+        numbers = numbers_of(self)
+        for model, shard in self.shards.items():
+            shard.megaopt_first_element = self._get_model_param_range_map(model)["param"].start
+            shard.megaopt_whole_shape = tuple(model.shape)
+            shard.megaopt_number = numbers[model]
 
     # --- gradients
 

@@ -121,14 +121,16 @@ def test_a_copied_apex_drop_in_clears_gradients_as_it_was_told():
 @pytest.mark.parametrize(
     ("dtype", "named"),
     [
-        (torch.float8_e4m3fn, "float8_e4m3fn"),
-        (torch.uint8, "float8_e4m3fn"),
+        (torch.float8_e4m3fn, "torch.float8_e4m3fn"),
+        (torch.uint8, "torch.float8_e4m3fn"),
+        ("scaled_float8_e4m3", "scaled_float8_e4m3"),
+        ("scaled_float16", "scaled_float16"),
     ],
     ids=str,
 )
 def test_scaled_moments_under_contract_torch_are_refused(name, dtype, named):
     allowed = "torch.float32, torch.bfloat16, torch.float16"
-    message = rf"{name}=torch.{named} is not allowed with .*; {allowed}$"
+    message = rf"{name} must be one of {allowed} with contract='torch', got {named}: .*no scales$"
     with pytest.raises(ValueError, match=message):
         FusedAdam([parameter()], contract="torch", **{name: dtype})
 

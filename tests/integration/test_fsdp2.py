@@ -1,5 +1,6 @@
 """DTensor parameters: sharded steps are whole steps, and what N ranks saved M ranks load."""
 
+import fsdp2_models
 import fsdp2_ranks
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from megaopt import FusedAdam
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
+DRAWN = "bfloat16_stochastic"
 KINDS = {
     "fp32": {},
     "adam_l2": {"adam_w_mode": False},
@@ -22,6 +24,19 @@ KINDS = {
     "remainders": {"weights": BF16, **REMAINDERS},
     "bf16_moments": {"weights": BF16, **MASTER, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
     "capturable": {"capturable": True},
+    "stochastic": {
+        "weights": BF16,
+        "weight_rounding": "stochastic",
+        "master_weights": False,
+        "exp_avg_dtype": DRAWN,
+        "exp_avg_sq_dtype": DRAWN,
+        "seed": 7,
+    },
+    "24_bits": {
+        "weights": BF16,
+        "master_weights": True,
+        "master_weight_dtype": "remainder8_stochastic",
+    },
 }
 KINDS = {name: {**HYPER, **options} for name, options in KINDS.items()}
 # ranks and, of these, rows with copies of one another's shards
@@ -36,8 +51,16 @@ def assert_same_on_all(found, expected):
         assert_same(own, expected, f"rank {rank}")
 
 
+# shards of columns draw by their elements' places too
+TENSOR_PARALLEL = {
+    "nearest": HYPER,
+    "stochastic": {**HYPER, "exp_avg_dtype": DRAWN, "exp_avg_sq_dtype": DRAWN},
+}
+
+
 @all_layouts
 @all_kinds
+@pytest.mark.halved
 def test_sharded_steps_are_whole_steps(on_ranks, options, world, replicas):
     found = on_ranks(world, trained, options, 3, replicas)
     assert_same_on_all(found, trained(options, 3))
@@ -75,6 +98,7 @@ def test_state_is_sharded_as_its_parameter(on_ranks, world, replicas):
     "worlds", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=lambda w: f"{w[0]}to{w[1]}"
 )
 @pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "external", "capturable"])
+@pytest.mark.halved
 def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
     options, folder = KINDS[kind], str(tmp_path / "checkpoint")
     on_ranks(worlds[0], fsdp2_ranks.save, options, 2, folder, flat)
@@ -221,7 +245,7 @@ def test_plain_and_replicated_parameters_share_the_launch(on_ranks):
         fsdp2_ranks.give(params, fsdp2_ranks.gradients(step, [(5, 3), (7,), (4,)]))
         optimizer.step()
     found = on_ranks(2, fsdp2_ranks.beside_plain_ones, HYPER)
-    assert_same_on_all(found, [snapshot(optimizer), 1])
+    assert_same_on_all(found, [snapshot(optimizer), [1, 1, 1]])
 
 
 def test_the_extension_looks_at_the_others(on_ranks):
@@ -257,21 +281,22 @@ def test_triton_steps_shards(on_ranks, kind):
 def test_a_model_trains_as_without_fsdp(on_ranks, world, replicas):
     """Means of equal gradients on 2 or 4 ranks are exact."""
     options = {**HYPER, "exp_avg_dtype": BF16}
-    found = on_ranks(world, fsdp2_ranks.losses, replicas, 4, options)
-    assert_same_on_all(found, fsdp2_ranks.losses(1, 4, options))
+    found = on_ranks(world, fsdp2_models.losses, replicas, 4, options)
+    assert_same_on_all(found, fsdp2_models.losses(1, 4, options))
 
 
-def test_fsdp_over_tensor_parallel(on_ranks):
+@pytest.mark.parametrize("options", TENSOR_PARALLEL.values(), ids=TENSOR_PARALLEL)
+def test_fsdp_over_tensor_parallel(on_ranks, options):
     """Every element is stepped once, and counts once in the norm, copies included."""
-    shapes = list(fsdp2_ranks.TENSOR_PARALLEL.values())
-    model, optimizer = build(HYPER, shapes=shapes)
+    shapes = list(fsdp2_models.TENSOR_PARALLEL.values())
+    model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, 3, clip_norm=0.5)
-    found = on_ranks(4, fsdp2_ranks.with_tensor_parallel, HYPER, 3)
+    found = on_ranks(4, fsdp2_models.with_tensor_parallel, options, 3)
     assert_same_on_all(found, [snapshot(optimizer), optimizer.grad_norm])
 
 
 def test_offloaded_parameters_are_stepped_where_they_are(on_ranks):
-    assert_same_on_all(on_ranks(2, fsdp2_ranks.offloaded, HYPER), trained(HYPER, 2))
+    assert_same_on_all(on_ranks(2, fsdp2_models.offloaded, HYPER), trained(HYPER, 2))
 
 
 def test_shards_on_the_cpu_of_a_mesh_of_gpus_stay_there():

@@ -1,0 +1,152 @@
+"""DTensors with moments in blocks: sharded steps are whole steps, and N ranks load what M saved."""
+
+import re
+
+import fsdp2_blocks
+import pytest
+import torch
+from fsdp2_blocks import BLOCKS, SHAPES, trained
+from runs import BF16, MASTER, assert_same
+
+HYPER = {"lr": 0.01, "weight_decay": 0.1}
+BLOCKS64 = {"exp_avg_dtype": "block64_e4m3_nearest", "exp_avg_sq_dtype": "block64_e5m3"}
+KINDS = {
+    "stochastic": {**BLOCKS, "weights": BF16, "weight_rounding": "stochastic", "seed": 7},
+    "blocks of 64": {**BLOCKS64, "weights": BF16, **MASTER},
+    "lion": {"optimizer": "FusedLion", "exp_avg_dtype": "block_e4m3"},
+    "sgd": {
+        "optimizer": "FusedSGD",
+        "momentum": 0.9,
+        "momentum_buffer_dtype": "block_e4m3_nearest",
+        "weights": BF16,
+        "master_weights": True,
+        "master_weight_dtype": "remainder8",
+    },
+}
+KINDS = {name: {**HYPER, **options} for name, options in KINDS.items()}
+# ranks and, of these, rows with copies of one another's shards
+LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
+
+
+def assert_same_on_all(found, expected):
+    for rank, own in enumerate(found):
+        assert_same(own, expected, f"rank {rank}")
+
+
+@pytest.mark.parametrize(("world", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.halved
+def test_sharded_steps_are_whole_steps(on_ranks, options, world, replicas):
+    found = on_ranks(world, trained, options, 3, replicas)
+    assert_same_on_all(found, trained(options, 3))
+
+
+def test_clipped_steps_are_whole_steps(on_ranks):
+    options = {**KINDS["stochastic"], "capturable": True}
+    found = on_ranks(3, fsdp2_blocks.clipped, options)
+    assert_same_on_all(found, fsdp2_blocks.clipped(options))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_scales_are_sharded_as_their_parameter(on_ranks, world):
+    for rank in on_ranks(world, fsdp2_blocks.kinds_of_state, KINDS["stochastic"]):
+        assert len(rank) == 4 * (len(SHAPES) - 1) + 2
+        for name, is_alike, shape, own, dtype, shard, whole in rank:
+            assert is_alike
+            if name.endswith("_scale"):
+                elements = 1
+                for size in shape[1:]:
+                    elements *= size
+                assert own == (shape[0], elements // 128)
+                assert shard == (whole[0], elements // 128)
+                assert str(dtype) == "torch.uint8"
+            else:
+                assert (own, shard) == (shape, whole)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize(
+    "worlds", [(1, 2), (2, 3), (3, 1), (3, 2)], ids=lambda w: f"{w[0]}to{w[1]}"
+)
+@pytest.mark.parametrize("kind", ["stochastic", "blocks of 64"])
+@pytest.mark.halved
+def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
+    options, folder = KINDS[kind], str(tmp_path / "checkpoint")
+    on_ranks(worlds[0], fsdp2_blocks.save, options, 2, folder, flat)
+    found = on_ranks(worlds[1], fsdp2_blocks.load_and_train, options, 2, 2, folder, flat)
+    for loaded, after in found:
+        assert_same(loaded, trained(options, 2))
+        assert_same(after, trained(options, 4))
+
+
+@pytest.mark.parametrize("kind", ["stochastic", "lion"])
+def test_full_state_dicts(on_ranks, kind):
+    found = on_ranks(2, fsdp2_blocks.through_full_state, KINDS[kind], 2, 2)
+    assert_same_on_all(found, trained(KINDS[kind], 4))
+
+
+def test_values_that_are_read_and_set_again_stay(on_ranks):
+    for same in on_ranks(3, fsdp2_blocks.read_and_set, KINDS["stochastic"]):
+        assert len(same) == 2 * len(SHAPES)
+        assert all(same)
+
+
+# --- columns
+
+COLUMNS = {
+    "columns of 2": (2, (40, 512), (1,)),
+    "columns of 3": (3, (16, 384), (1,)),
+    "rows and columns": (4, (33, 512), (0, 1)),
+    "columns beside copies": (4, (33, 512), (None, 1)),
+    "rows in parts": (4, (33, 256), (0, 0)),
+    "rows of three dimensions": (3, (7, 9, 128), (0,)),
+}
+OPTIONS = {
+    "stochastic": {**HYPER, **BLOCKS, "weight_rounding": "stochastic"},
+    "nearest": {
+        **HYPER,
+        "exp_avg_dtype": "block_e4m3_nearest",
+        "exp_avg_sq_dtype": "block_e5m3_nearest",
+    },
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("world", "shape", "placements"), COLUMNS.values(), ids=COLUMNS)
+def test_shards_of_whole_blocks(on_ranks, world, shape, placements, options, backend):
+    if backend == "triton" and torch.cuda.is_available():
+        pytest.skip("the interpreter is off beside a GPU")
+    found = on_ranks(world, fsdp2_blocks.placed, shape, placements, {**options, "backend": backend})
+    assert_same_on_all(found, fsdp2_blocks.placed(shape, placements, options))
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "placements"),
+    [
+        (2, (40, 384), (1,)),
+        (3, (40, 512), (1,)),
+        (2, (40, 4, 128), (1,)),
+        (2, (40, 2, 256), (2,)),
+        (4, (40, 384), (0, 1)),
+    ],
+    ids=str,
+)
+def test_columns_that_cut_blocks_are_refused(on_ranks, world, shape, placements):
+    message = (
+        r"parameter 0 of group [01]: exp_avg_dtype='block_e4m3' must find whole blocks of 128 "
+        rf"elements in each shard, got placements .*Shard.*of shape {re.escape(str(shape))}"
+    )
+    for said in on_ranks(world, fsdp2_blocks.refused, shape, placements, BLOCKS):
+        assert len(said) == 2
+        for each in said:
+            assert re.search(message, each), each
+
+
+@pytest.mark.parametrize("shape", [(64, 100), (70000,)], ids=str)
+def test_rows_that_are_no_whole_blocks_keep_fp32(on_ranks, shape):
+    """However many ranks there are; as whole tensors such would have blocks."""
+    expected = fsdp2_blocks.placed(shape, (), HYPER)
+    for world in (1, 2):
+        found = on_ranks(world, fsdp2_blocks.placed, shape, (0,), {**HYPER, **BLOCKS})
+        assert_same_on_all(found, expected)

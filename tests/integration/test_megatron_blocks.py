@@ -1,0 +1,407 @@
+"""Moments in blocks under Megatron's distributed optimizer, in 1, 2 and 3 processes over gloo."""
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+import megatron_blocks as blocks
+import megatron_cases
+import megatron_gpt
+from bits import assert_same_bits
+from megatron_blocks import MOMENTS, SIZES
+from megatron_cpu import prepare
+from megatron_gpt import Case, hash_of
+from ranks import Ranks
+
+BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3", "seed": 3}
+NEAREST = {"exp_avg_dtype": "block_e4m3_nearest", "exp_avg_sq_dtype": "block_e5m3_nearest"}
+BLOCKS64 = {"exp_avg_dtype": "block64_e4m3", "exp_avg_sq_dtype": "block64_e5m3", "seed": 3}
+NEAREST64 = {
+    "exp_avg_dtype": "block64_e4m3_nearest",
+    "exp_avg_sq_dtype": "block64_e5m3_nearest",
+}
+KINDS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
+EXACT_FROM = {"exp_avg": 2.0**-13, "exp_avg_sq": 2.0**-29}
+"""Of a block's largest: what is not smaller is the whole's, however blocks are cut."""
+
+
+def case_of(options, mode="main_shards", **settings):
+    return Case(plug=mode, options=options, **{**SIZES, **settings})
+
+
+@pytest.fixture(scope="module")
+def on_some(tmp_path_factory):
+    """Calls a function on so many of three or more processes; `fresh`: they may have their own."""
+    pools, counter = {}, itertools.count()
+
+    def run(world, function, *arguments, fresh=False):
+        kind = max(world, 3), fresh
+        if kind not in pools or pools[kind].failed:
+            folder = tmp_path_factory.mktemp("ranks")
+            pools[kind] = Ranks(kind[0], folder, prepare, fresh, patience=300)
+        meeting = tmp_path_factory.getbasetemp() / f"meeting-{next(counter)}"
+        return pools[kind](blocks.among, world, meeting, function, *arguments)[:world]
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def once(on_some):
+    """As on_some, each call made once."""
+    kept = {}
+
+    def run(world, function, *arguments):
+        key = (world, function, repr(arguments))
+        if key not in kept:
+            kept[key] = on_some(world, function, *arguments)
+        return kept[key]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(once):
+    """What whole parameters have without Megatron after 2, 3 and 4 steps."""
+    mode = "precision_aware"  # which takes all masters
+    return lambda options: once(1, blocks.whole, case_of(options, mode), (2, 3, 4))[0]
+
+
+@pytest.fixture(scope="module")
+def saved(once, tmp_path_factory):
+    """A folder with what one rank saves after 2 steps."""
+    folders = {}
+
+    def run(options):
+        folder = folders.setdefault(repr(options), tmp_path_factory.mktemp("saved"))
+        once(1, blocks.save, case_of(options), 2, folder, "one file")
+        return folder
+
+    return run
+
+
+def put_together(ranks, name):
+    """All parts of a parameter, of which none overlap, one after another."""
+    parts = sorted(
+        (rank["parts"][name] for rank in ranks if name in rank["parts"]), key=lambda part: part[0]
+    )
+    ends = [start + content["weight"].numel() for start, content in parts]
+    assert [start for start, _ in parts] == [0, *ends[:-1]]
+    return {key: torch.cat([content[key] for _, content in parts]) for key in parts[0][1]}
+
+
+def starts_of(ranks):
+    return {start for rank in ranks for start, _ in rank["parts"].values()}
+
+
+def assert_whole(ranks, expected, but=()):
+    """Parts together are the whole to the bit; `but`: parts of names that may differ."""
+    for name, content in expected.items():
+        found = put_together(ranks, name)
+        assert found.keys() == content.keys()
+        for key, tensor in content.items():
+            if not any(each in key for each in but):
+                assert_same_bits(found[key], tensor, f"{name}, {key}")
+    hashes = {name: hash_of(content["weight"]) for name, content in expected.items()}
+    assert all(rank["weights"] == hashes for rank in ranks)
+
+
+def assert_values(ranks, expected):
+    """What moments stand for, masters and weights; codes and scales may be others."""
+    for name, content in expected.items():
+        found = put_together(ranks, name)
+        for key, tensor in content.items():
+            if key not in MOMENTS and not key.endswith("_scale"):
+                assert torch.equal(found[key], tensor), f"{name}, {key}"
+
+
+# --- steps
+
+
+PADDED = {"pads_buckets": True, "overlap": False}
+RUNS = {
+    "padded": (BLOCKS64, "main_shards", PADDED),
+    "nearest": (NEAREST64, "main_shards", {}),
+    "nearest, padded": (NEAREST64, "precision_aware", PADDED),
+    "precision_aware": (BLOCKS64, "precision_aware", {}),
+    "remainders": (
+        {**BLOCKS64, "master_weight_dtype": "remainder8_stochastic"},
+        "precision_aware",
+        PADDED,
+    ),
+}
+QUICK = [("padded", 1), ("padded", 2), ("padded", 3), ("nearest", 2), ("precision_aware", 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(*run, marks=[] if run in QUICK else [pytest.mark.slow])
+        for run in itertools.product(RUNS, (1, 2, 3))
+    ],
+)
+def test_blocks_of_64_are_the_whole_parameters(once, whole, name, world):
+    options, mode, settings = RUNS[name]
+    found = once(world, blocks.train, case_of(options, mode, **settings), 3)
+    assert_whole(found, whole(options)[3])
+    assert {start % 64 for start in starts_of(found)} == {0}
+    assert (len(starts_of(found)) > 1) == (world > 1)
+
+
+@pytest.mark.slow
+def test_four_ranks_cut_no_block_of_64_where_buckets_are_padded(on_some, whole):
+    padded, other = case_of(BLOCKS64, **PADDED), case_of(BLOCKS64, overlap=False)
+    found = on_some(4, blocks.train, padded, 3)
+    assert_whole(found, whole(BLOCKS64)[3])
+    assert {start % 64 for start in starts_of(found)} == {0}
+    assert len(starts_of(found)) > 1
+    assert {start % 64 for start in starts_of(on_some(4, blocks.train, other, 1))} == {0, 32}
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "world"), [(NEAREST64, "main_shards", 2), (BLOCKS64, "precision_aware", 3)]
+)
+def test_small_parameters_keep_fp32_on_all_ranks(once, whole, options, mode, world):
+    """The whole parameter's shape decides, not how much of it a rank has."""
+    kept = {name: state["exp_avg"].dtype for name, state in whole(options)[3].items()}
+    fp32 = {name for name, dtype in kept.items() if dtype == torch.float32}
+    assert fp32 == {name for name in kept if "mlp" in name or "norm" in name or "bias" in name}
+    smaller = 0
+    for rank in once(world, blocks.train, case_of(options, mode), 3):
+        for name, (_, content) in rank["parts"].items():
+            assert content["exp_avg"].dtype == content["exp_avg_sq"].dtype == kept[name]
+            assert ("exp_avg_scale" in content) == (kept[name] == torch.uint8)
+            smaller += kept[name] == torch.uint8 and content["weight"].numel() < 4096
+    assert smaller > 1
+
+
+def assert_within_bound(ranks, expected, fp32):
+    """How many elements differ from the whole's; fails for one that has to be the same."""
+    count = {"exp_avg": 0, "exp_avg_sq": 0}
+    for name, content in expected.items():
+        found = put_together(ranks, name)
+        for moment in MOMENTS:
+            key, value = f"value of {moment}", fp32[name][moment].abs()
+            differs = found[key] != content[key]
+            padded = torch.nn.functional.pad(value, (0, -value.numel() % 128)).view(-1, 128)
+            largest = padded.amax(1).repeat_interleave(128)[: value.numel()]
+            assert not (differs & (value >= EXACT_FROM[moment] * largest)).any(), (name, key)
+            count[moment] += int(differs.sum())
+    return count
+
+
+@pytest.fixture(scope="module")
+def differences(on_some, once, whole, saved):
+    """Of a step from a state that one rank saved and others have loaded, cut into their parts."""
+
+    def run(options, world, fault=None, folder=None):
+        case, expected = case_of(options), whole(options)
+        (fp32,) = once(1, blocks.exact, case, 2)
+        step = (blocks.load_and_train, case, 2, 1, saved(options), "one file")
+        if fault:
+            step = (blocks.with_fault, fault, folder, *step)
+        found = on_some(world, *step)
+        loaded, after = ([rank[key] for rank in found] for key in ("loaded", "after"))
+        assert_values(loaded, expected[2])
+        assert_whole(after, expected[3], but=MOMENTS)
+        assert any(start % 128 for start in starts_of(after))
+        return assert_within_bound(after, expected[3], fp32)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, NEAREST),
+        pytest.param(2, BLOCKS, marks=pytest.mark.slow),
+        pytest.param(3, NEAREST, marks=pytest.mark.slow),
+        (3, BLOCKS),
+    ],
+    ids=["2-nearest", "2-stochastic", "3-nearest", "3-stochastic"],
+)
+def test_cut_blocks_of_128_differ_in_small_values_alone(differences, world, options):
+    """Values of a whole block go into its parts without a loss; a step's keep their own scales."""
+    count = differences(options, world)
+    assert all(count.values()), "no block is cut where that shows"
+
+
+# --- faults that these tests have to notice
+
+FAULTS = {
+    "the first element is forgotten": (
+        "megaopt.integration.megatron.distributed",
+        ("self._get_model_param_range_map(model)[\"param\"].start\n            shard.meg",
+         "0\n            shard.meg"),
+        "megaopt.integration.megatron.plug",
+        ("MainShards",),
+    ),
+    "the whole shape is forgotten": (
+        "megaopt.integration.megatron.distributed",
+        ("shard.megaopt_whole_shape = tuple(model.shape)", "pass"),
+        "megaopt.integration.megatron.plug",
+        ("MainShards",),
+    ),
+    "the scale of the neighbour": (
+        "megaopt.state",
+        ("scale, view.first_element if form.block else 0", "scale, 0"),
+        "megaopt.state_access",
+        ("get_unscaled",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_noticed(differences, tmp_path, fault):
+    with pytest.raises(AssertionError) as noticed:
+        differences(NEAREST, 2, fault, tmp_path)
+    assert noticed.type is AssertionError, noticed.value  # no rank's own error
+
+
+def test_a_forgotten_first_element_is_noticed_where_no_block_is_cut(on_some, whole, tmp_path):
+    """By the random bits."""
+    fault = FAULTS["the first element is forgotten"]
+    step = (blocks.with_fault, fault, tmp_path, blocks.train, case_of(BLOCKS64), 3)
+    found = on_some(2, *step)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_whole(found, whole(BLOCKS64)[3])
+
+
+# --- checkpoints
+
+
+def resume(on_some, whole, folder, worlds, kind, fresh=False, mode="main_shards"):
+    """Saved by some ranks, loaded by others: values are the whole run's, and go on as it does."""
+    case, expected = case_of(BLOCKS64, mode), whole(BLOCKS64)
+    assert_whole(on_some(worlds[0], blocks.save, case, 2, folder, kind, fresh=fresh), expected[2])
+    step = (blocks.load_and_train, case, 2, 2, folder, kind)
+    found = on_some(worlds[1], *step, fresh=fresh)
+    assert_values([rank["loaded"] for rank in found], expected[2])
+    assert_whole([rank["after"] for rank in found], expected[4])
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=str)
+def test_saved_on_some_ranks_goes_on_on_others(on_some, whole, tmp_path, worlds):
+    resume(on_some, whole, tmp_path, worlds, "one file")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["main_shards", "precision_aware"])
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 2), (2, 3), (3, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_checkpoint(on_some, whole, tmp_path, kind, worlds, mode):
+    resume(on_some, whole, tmp_path, worlds, kind, True, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, "one file"])
+def test_cut_blocks_are_saved_and_loaded_exactly(on_some, tmp_path, kind):
+    """By as many ranks: what goes on is what went straight on, with the same bits."""
+    case = case_of(BLOCKS)
+    straight = on_some(2, blocks.train, case, 4, fresh=True)
+    saved = on_some(2, blocks.save, case, 2, tmp_path, kind, fresh=True)
+    found = on_some(2, blocks.load_and_train, case, 2, 2, tmp_path, kind, fresh=True)
+    for rank, own, end in zip(found, saved, straight, strict=True):
+        for name, (_, content) in own["parts"].items():
+            for key, tensor in content.items():
+                if key not in MOMENTS and not key.endswith("_scale"):
+                    assert torch.equal(rank["loaded"]["parts"][name][1][key], tensor), (name, key)
+        for name, (_, content) in end["parts"].items():
+            for key, tensor in content.items():
+                assert_same_bits(rank["after"]["parts"][name][1][key], tensor, f"{name}, {key}")
+        assert rank["after"]["weights"] == end["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [BLOCKS, NEAREST], ids=["stochastic", "nearest"])
+def test_parts_that_come_together_lose_small_values_alone(on_some, tmp_path, options):
+    """The whole block's scale has less room than a part's own."""
+    case = case_of(options)
+    saved = on_some(2, blocks.save, case, 2, tmp_path, "one file")
+    (found,) = on_some(1, blocks.load_and_train, case, 2, 0, tmp_path, "one file")
+    parts = {name: put_together(saved, name) for name in found["loaded"]["parts"]}
+    values = {n: {m: own[f"value of {m}"] for m in MOMENTS} for n, own in parts.items()}
+    count = assert_within_bound([found["loaded"]], parts, values)
+    assert all(count.values())
+
+
+TRAINED = {
+    "experts": {"experts": 2},
+    "tensor parallel": {"tensor_parallel": 2},
+    "fp16 overflows": {"dtype": torch.float16, "initial_scale": 2.0**20},
+    "fp32": {"dtype": torch.float32},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["main_shards", "precision_aware"])
+@pytest.mark.parametrize("settings", TRAINED.values(), ids=TRAINED)
+def test_training_goes_on_from_a_checkpoint(on_some, tmp_path, settings, mode):
+    """Forward and backward passes, clipping and buckets of Megatron's own."""
+    case = Case(plug=mode, options=BLOCKS, hidden=64, **settings)
+
+    def values(function, *arguments):
+        return on_some(2, blocks.without_signs_of_zeros, function, *arguments, fresh=True)
+
+    straight = values(megatron_gpt.train, case, 5)
+    saved = values(megatron_gpt.train_and_save, case, tmp_path, KINDS[0], 3)
+    back = values(megatron_gpt.load_and_train, case, tmp_path, KINDS[0], 3, 2)
+    assert [each["loaded"] for each in back] == saved
+    for name in ("weights", "states"):
+        assert [each[name] for each in back] == [each[name] for each in straight]
+    assert [each["steps"] for each in back] == [each["steps"][3:] for each in straight]
+    assert values(megatron_gpt.train, Case(plug=mode, hidden=64, **settings), 5) != straight
+
+
+@pytest.mark.slow
+def test_kernels_under_the_interpreter(on_some, whole):
+    case = case_of({**BLOCKS64, "backend": "triton"})
+    assert_whole(on_some(2, blocks.train, case, 3), whole(BLOCKS64)[3])
+
+
+# --- refusals
+
+REFUSED = {
+    "contract torch": (
+        ("main_shards", NEAREST, ("option", "contract", "torch")),
+        "exp_avg_dtype='block_e4m3_nearest', exp_avg_sq_dtype='block_e5m3_nearest' must not be "
+        "given with contract='torch'",
+    ),
+    "fp16 masters": (
+        ("precision_aware", BLOCKS, ("option", "master_weight_dtype", torch.float16)),
+        "exp_avg_dtype='block_e4m3', exp_avg_sq_dtype='block_e5m3' must not be given beside "
+        "master_weight_dtype=torch.float16",
+    ),
+    "two sizes": (
+        ("main_shards", BLOCKS, ("option", "exp_avg_sq_dtype", "block64_e5m3")),
+        "moments in blocks must have blocks of one size",
+    ),
+    "a format of the other moment": (
+        ("main_shards", {}, ("option", "exp_avg_sq_dtype", "block_e4m3")),
+        "exp_avg_sq_dtype must be one of block_e5m3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_go_together_is_refused(on_some, asked, message):
+    mode, options, change = asked
+    ((error, unchanged),) = on_some(1, megatron_cases.error_of, case_of(options, mode), change)
+    assert error.startswith(f"ValueError: {message}")
+    assert unchanged
+
+
+def test_fp8_parameters_are_refused(on_some):
+    name = "module.decoder.layers.0.mlp.linear_fc1.weight"
+    case = case_of(BLOCKS64)
+    ((error, unchanged),) = on_some(1, blocks.error_with_fp8_weight, case, name)
+    assert error.startswith(
+        f"parameter {name!r}: exp_avg_dtype='block64_e4m3' must not be given for fp8 weights"
+    )
+    assert unchanged

@@ -14,6 +14,7 @@ try:
     import triton.language as tl
     from triton.compiler import CompiledKernel
     from triton.language.extra.cuda import libdevice
+    from triton.language.target_info import cuda_capability_geq
 except ImportError as error:
     MISSING: str | None = f"Triton cannot be imported ({error})"
     INTERPRETED = False
@@ -33,6 +34,10 @@ except ImportError as error:
 
     tl: Any = _Names()  # type: ignore[no-redef]
     libdevice: Any = _Names()  # type: ignore[no-redef]
+
+    def cuda_capability_geq(major: int, minor: int = 0) -> bool:
+        """There is no GPU to speak of."""
+        return False
 
     def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leaves the function as it is: no one launches it without Triton."""
@@ -54,5 +59,20 @@ else:
         """
         return function if INTERPRETED else triton.jit(function)
 
+    if INTERPRETED:
 
-__all__ = ["INTERPRETED", "MISSING", "CompiledKernel", "helper", "jit", "libdevice", "tl"]
+        def cuda_capability_geq(major: int, minor: int = 0) -> bool:
+            """The interpreter runs no instructions of a GPU, even on a machine that has one."""
+            return False
+
+
+__all__ = [
+    "INTERPRETED",
+    "MISSING",
+    "CompiledKernel",
+    "cuda_capability_geq",
+    "helper",
+    "jit",
+    "libdevice",
+    "tl",
+]

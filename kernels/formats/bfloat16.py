@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from megaopt.kernels.formats import hopper
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 
 
 @helper
 def decode(code, scale):
-    return (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    # a tile's thread has neighbours, two in a register
+    if cuda_capability_geq(9, 0) and len(code.shape) == 2:
+        value = hopper.unpack_bfloat16(code)
+    else:
+        value = (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value
 
 
 @helper
@@ -28,7 +34,7 @@ def encode_stochastic(value, inverse, bits):
     # up with the probability that the lower half is of the last place's distance; infinity's lower
     # half is 0, and so is that of every number that bf16 has
     pattern = value.to(tl.int32, bitcast=True)
-    return (tl.where(value == value, pattern + bits, pattern | 0x400000) >> 16).to(tl.int16)
+    return (tl.where(value == value, pattern + bits, 0x7FC00000) >> 16).to(tl.int16)
 
 
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -46,9 +52,8 @@ def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -
 def encode_stochastic_reference(
     value: torch.Tensor, inverse: torch.Tensor | None, bits: torch.Tensor
 ) -> torch.Tensor:
-    """One of the two bf16 around a number, in the mean the number; a NaN as encode_reference's."""
-    pattern = value.view(torch.int32)
-    rounded = torch.where(value.isnan(), pattern | 0x400000, pattern + bits)
+    """One of the two bf16 around a number, in the mean the number; every NaN is 0x7FC0."""
+    rounded = torch.where(value.isnan(), 0x7FC00000, value.view(torch.int32) + bits)
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -64,4 +69,5 @@ BFLOAT16_STOCHASTIC = Format(
     decode_reference,
     encode_stochastic_reference,
     draws=True,
+    one_nan=True,
 )

@@ -30,8 +30,9 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.formats import hopper
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 
 SMALLEST, LARGEST = 1, 253
 """Of the scales: beyond, a scale or its inverse would be no normal number."""
@@ -48,6 +49,7 @@ NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 SIGNED_SHIFT, UNSIGNED_SHIFT = 113, 97
 SIGNED_DOWN: tl.constexpr = tl.constexpr(2.0**-SIGNED_SHIFT)
 SIGNED_UP: tl.constexpr = tl.constexpr(2.0**SIGNED_SHIFT)
+FROM_HARDWARE: tl.constexpr = tl.constexpr(2.0**-7)
 UNSIGNED_DOWN: tl.constexpr = tl.constexpr(2.0**-UNSIGNED_SHIFT)
 UNSIGNED_UP: tl.constexpr = tl.constexpr(2.0**UNSIGNED_SHIFT)
 
@@ -98,38 +100,54 @@ def some(value):
 
 @helper
 def decode_e4m3(code, scale):
-    wide = code.to(tl.int32)
-    # a byte with a sign: that and the seven bits come to their places
-    number = ((wide << 20) & -0x78100000).to(tl.float32, bitcast=True)
-    value = (number * SIGNED_UP * scale).to(tl.int32, bitcast=True)
-    return tl.where(tl.abs(number) == E4M3_NAN, NAN, value).to(tl.float32, bitcast=True)
+    if cuda_capability_geq(8, 9):
+        # the hardware's numbers, NaN included, are 2**7 times as large
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * (scale * FROM_HARDWARE)
+    else:
+        wide = code.to(tl.int32)
+        # a byte with a sign: that and the seven bits come to their places
+        number = ((wide << 20) & -0x78100000).to(tl.float32, bitcast=True)
+        value = (number * SIGNED_UP * scale).to(tl.int32, bitcast=True)
+        value = tl.where(tl.abs(number) == E4M3_NAN, NAN, value).to(tl.float32, bitcast=True)
+    return value
 
 
 @helper
-def signed_code(value, pattern, rest):
+def signed_code(scaled, pattern, rest):
     code = cut(pattern, rest, LARGEST_SIGNED)
-    # no NaN is less than 0; its sign depends on the processor
-    return tl.where(value < 0.0, code | 0x80, code).to(tl.int8)
+    # a NaN's sign depends on the processor
+    is_negative = (scaled == scaled) & (scaled.to(tl.int32, bitcast=True) < 0)
+    return tl.where(is_negative, code | 0x80, code).to(tl.int8)
 
 
 @helper
 def encode_e4m3(value, inverse, bits):
-    pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
-    return signed_code(value, pattern, (bits << 4) | 8)
+    scaled = value * inverse
+    pattern = (tl.abs(scaled) * SIGNED_DOWN).to(tl.int32, bitcast=True)
+    if cuda_capability_geq(9, 0):
+        # there the product's NaN has no sign
+        code = hopper.encode_e4m3(scaled, pattern, bits)
+    else:
+        code = signed_code(scaled, pattern, (bits << 4) | 8)
+    return code
 
 
 @helper
 def encode_e4m3_nearest(value, inverse):
-    pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
-    return signed_code(value, pattern, half(pattern))
+    scaled = value * inverse
+    pattern = (tl.abs(scaled) * SIGNED_DOWN).to(tl.int32, bitcast=True)
+    return signed_code(scaled, pattern, half(pattern))
 
 
 @helper
 def decode_e5m3(code, scale):
-    wide = code.to(tl.int32)
-    number = (wide << 20).to(tl.float32, bitcast=True)
-    value = (number * UNSIGNED_UP * scale).to(tl.int32, bitcast=True)
-    return tl.where(number == E5M3_NAN, NAN, value).to(tl.float32, bitcast=True)
+    if cuda_capability_geq(9, 0):
+        value = hopper.decode_e5m3(code) * scale
+    else:
+        number = (code.to(tl.int32) << 20).to(tl.float32, bitcast=True)
+        value = (number * UNSIGNED_UP * scale).to(tl.int32, bitcast=True)
+        value = tl.where(number == E5M3_NAN, NAN, value).to(tl.float32, bitcast=True)
+    return value
 
 
 @helper
@@ -140,7 +158,11 @@ def unsigned_code(value, pattern, rest):
 @helper
 def encode_e5m3(value, inverse, bits):
     pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-    return unsigned_code(value, pattern, (bits << 4) | 8)
+    if cuda_capability_geq(9, 0):
+        code = hopper.encode_e5m3(value, pattern, bits)
+    else:
+        code = unsigned_code(value, pattern, (bits << 4) | 8)
+    return code
 
 
 @helper
@@ -187,10 +209,11 @@ def encode_e4m3_reference(
 ) -> torch.Tensor:
     """The code, uint8; infinities, NaNs and what rounds to 1.875 * 2**127 are 127 or 255, NaN.
 
-    -0 has code 0, as +0; what is less than 0 and rounds to 0 has code 0x80, which is read as -0.
+    What is negative, -0 too, has the sign.
     """
-    code = _cut_reference(value.abs() * inverse * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
-    return torch.where(value < 0, code | 0x80, code).to(torch.uint8)
+    scaled = value * inverse
+    code = _cut_reference(scaled.abs() * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
+    return torch.where(scaled.signbit() & ~scaled.isnan(), code | 0x80, code).to(torch.uint8)
 
 
 def decode_e5m3_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from megaopt.kernels.rules.adam_numbers import (
 )
 from megaopt.kernels.rules.base import Rule, power, round_row
 from megaopt.kernels.rules.loading import number
+from megaopt.kernels.rules.quotient import quotient
 
 Scalars = tuple[float, ...]
 Moments = tuple[torch.Tensor, ...]
@@ -107,8 +108,7 @@ def averages(moments, grad, scalars):
 @helper
 def direction(exp_avg, exp_avg_sq, scalars):
     _, _, _, _, correction1, correction2, eps, _, _ = scalars
-    denominator = tl.math.sqrt_rn(exp_avg_sq * correction2) + eps
-    return tl.math.div_rn(exp_avg * correction1, denominator)
+    return quotient(exp_avg * correction1, exp_avg_sq * correction2, eps)
 
 
 @helper

@@ -248,7 +248,8 @@ def block_scale(
     """What decodes a moment: fp32 [rows, 1] where it is in blocks, else `scale` itself."""
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
     if FORMAT.block:
-        pointers = scale + rows // FORMAT.block
+        # unsigned: no row begins before its chunk
+        pointers = scale + rows.to(tl.uint32) // FORMAT.block
         if MASKED:  # noqa: SIM108 at compile time
             code = tl.load(pointers, mask=rows < elements, other=1)
         else:
@@ -283,7 +284,7 @@ def stored_scale(
     chosen = rows % FORMATS.block == 0
     if MASKED:
         chosen = chosen & (rows < elements)
-    tl.store(scale_ptr + rows // FORMATS.block, scale.to(tl.uint8), mask=chosen)
+    tl.store(scale_ptr + rows.to(tl.uint32) // FORMATS.block, scale.to(tl.uint8), mask=chosen)
     return inverse_factor(scale)[:, None]
 
 

@@ -126,7 +126,9 @@ def canonical_values(values, FORMATS: tl.constexpr):
     """The same, NaNs as one pattern where their bits can be seen."""
     param, moments = values
     COUNT: tl.constexpr = FORMATS.moment_count
-    param, made = canonical(param), ()
+    if FORMATS.master.present or not FORMATS.weight.one_nan:
+        param = canonical(param)
+    made = ()
     for index in tl.static_range(COUNT):
         made += (canonical_moment(moments[index], FORMATS, index),)
     return param, made

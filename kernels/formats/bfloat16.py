@@ -34,7 +34,12 @@ def encode_stochastic(value, inverse, bits):
     # up with the probability that the lower half is of the last place's distance; infinity's lower
     # half is 0, and so is that of every number that bf16 has
     pattern = value.to(tl.int32, bitcast=True)
-    return (tl.where(value == value, pattern + bits, 0x7FC00000) >> 16).to(tl.int16)
+    pattern = tl.where(value == value, pattern + bits, 0x7FC00000)
+    if cuda_capability_geq(9, 0) and len(value.shape) == 2:
+        code = hopper.upper_halves(pattern)
+    else:
+        code = (pattern >> 16).to(tl.int16)
+    return code
 
 
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:

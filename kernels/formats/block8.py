@@ -49,7 +49,6 @@ NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 SIGNED_SHIFT, UNSIGNED_SHIFT = 113, 97
 SIGNED_DOWN: tl.constexpr = tl.constexpr(2.0**-SIGNED_SHIFT)
 SIGNED_UP: tl.constexpr = tl.constexpr(2.0**SIGNED_SHIFT)
-FROM_HARDWARE: tl.constexpr = tl.constexpr(2.0**-7)
 UNSIGNED_DOWN: tl.constexpr = tl.constexpr(2.0**-UNSIGNED_SHIFT)
 UNSIGNED_UP: tl.constexpr = tl.constexpr(2.0**UNSIGNED_SHIFT)
 
@@ -101,8 +100,8 @@ def some(value):
 @helper
 def decode_e4m3(code, scale):
     if cuda_capability_geq(8, 9):
-        # the hardware's numbers, NaN included, are 2**7 times as large
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * (scale * FROM_HARDWARE)
+        # what the hardware reads, NaN too, is 2**7 times as large
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * (scale * 0.0078125)
     else:
         wide = code.to(tl.int32)
         # a byte with a sign: that and the seven bits come to their places
@@ -113,30 +112,30 @@ def decode_e4m3(code, scale):
 
 
 @helper
-def signed_code(scaled, pattern, rest):
+def signed_code(value, pattern, rest):
     code = cut(pattern, rest, LARGEST_SIGNED)
-    # a NaN's sign depends on the processor
-    is_negative = (scaled == scaled) & (scaled.to(tl.int32, bitcast=True) < 0)
-    return tl.where(is_negative, code | 0x80, code).to(tl.int8)
+    # no NaN is less than 0; its sign depends on the processor
+    return tl.where(value < 0.0, code | 0x80, code).to(tl.int8)
 
 
 @helper
 def encode_e4m3(value, inverse, bits):
-    scaled = value * inverse
-    pattern = (tl.abs(scaled) * SIGNED_DOWN).to(tl.int32, bitcast=True)
     if cuda_capability_geq(9, 0):
-        # there the product's NaN has no sign
-        code = hopper.encode_e4m3(scaled, pattern, bits)
+        code = hopper.encode_e4m3(value, inverse, bits)
     else:
-        code = signed_code(scaled, pattern, (bits << 4) | 8)
+        pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
+        code = signed_code(value, pattern, (bits << 4) | 8)
     return code
 
 
 @helper
 def encode_e4m3_nearest(value, inverse):
-    scaled = value * inverse
-    pattern = (tl.abs(scaled) * SIGNED_DOWN).to(tl.int32, bitcast=True)
-    return signed_code(scaled, pattern, half(pattern))
+    if cuda_capability_geq(9, 0):
+        code = hopper.encode_e4m3_nearest(value, inverse)
+    else:
+        pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
+        code = signed_code(value, pattern, half(pattern))
+    return code
 
 
 @helper
@@ -157,18 +156,22 @@ def unsigned_code(value, pattern, rest):
 
 @helper
 def encode_e5m3(value, inverse, bits):
-    pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
     if cuda_capability_geq(9, 0):
-        code = hopper.encode_e5m3(value, pattern, bits)
+        code = hopper.encode_e5m3(value, inverse, bits)
     else:
+        pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
         code = unsigned_code(value, pattern, (bits << 4) | 8)
     return code
 
 
 @helper
 def encode_e5m3_nearest(value, inverse):
-    pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-    return unsigned_code(value, pattern, half(pattern))
+    if cuda_capability_geq(9, 0):
+        code = hopper.encode_e5m3_nearest(value, inverse)
+    else:
+        pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
+        code = unsigned_code(value, pattern, half(pattern))
+    return code
 
 
 # --- the twins: scale and inverse are those of each element, of the shape of code or value
@@ -209,11 +212,10 @@ def encode_e4m3_reference(
 ) -> torch.Tensor:
     """The code, uint8; infinities, NaNs and what rounds to 1.875 * 2**127 are 127 or 255, NaN.
 
-    What is negative, -0 too, has the sign.
+    -0 has code 0, as +0; what is less than 0 and rounds to 0 has code 0x80, which is read as -0.
     """
-    scaled = value * inverse
-    code = _cut_reference(scaled.abs() * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
-    return torch.where(scaled.signbit() & ~scaled.isnan(), code | 0x80, code).to(torch.uint8)
+    code = _cut_reference(value.abs() * inverse * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
+    return torch.where(value < 0, code | 0x80, code).to(torch.uint8)
 
 
 def decode_e5m3_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

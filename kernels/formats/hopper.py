@@ -9,12 +9,11 @@ or four in a register. Values and codes are those of the plain functions in ever
 
 from __future__ import annotations
 
-from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
+from megaopt.kernels.optional_triton import helper, tl
 
-
-@helper
-def available():
-    return cuda_capability_geq(9, 0)
+# block8's, between a value that is scaled and its code's place in fp32
+DOWN_E4M3: tl.constexpr = tl.constexpr(2.0**-113)
+DOWN_E5M3: tl.constexpr = tl.constexpr(2.0**-97)
 
 
 # Two codes, $2, become two numbers.
@@ -27,6 +26,14 @@ UNPACK_BFLOAT16: tl.constexpr = tl.constexpr("""{
 @helper
 def unpack_bfloat16(code):
     return tl.inline_asm_elementwise(UNPACK_BFLOAT16, "=&f,=f,r", [code], tl.float32, True, 2)
+
+
+@helper
+def upper_halves(pattern):
+    """int16: the upper halves of int32 numbers, two in a register."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [pattern], tl.int16, True, 2
+    )
 
 
 # Four codes, $4, become four numbers. As bf16 a code that is shifted left by 4 is its value times
@@ -61,54 +68,67 @@ def decode_e5m3(code):
     )
 
 
-# Of four patterns of scaled magnitudes, $1 to $4, the upper 12 bits, rounded by the random bits $5
-# to $8 (from 0 to 65535) and at most the NaN, as bytes.
-CUT: tl.constexpr = tl.constexpr("""
-    .reg .b32 a, b, c, d;
-    mad.lo.u32 a, $5, 16, $1;
-    mad.lo.u32 b, $6, 16, $2;
-    mad.lo.u32 c, $7, 16, $3;
-    mad.lo.u32 d, $8, 16, $4;
-    add.u32 a, a, 8;
-    add.u32 b, b, 8;
-    add.u32 c, c, 8;
-    add.u32 d, d, 8;
-    min.u32 a, a, LARGEST;
-    min.u32 b, b, LARGEST;
-    min.u32 c, c, LARGEST;
-    min.u32 d, d, LARGEST;
-""")
-PACK: tl.constexpr = tl.constexpr("""
+# Of eight numbers, $8 to $15, the key (block8.finite_key) of the largest finite magnitude, or what
+# is no more than the keys of others; $1 to $7 are unused.
+LARGEST_KEY: tl.constexpr = tl.constexpr("""{
+    .reg .f32 largest, each;
+    .reg .b32 key;
+    .reg .pred finite;
+    abs.f32 largest, $8;
+""" + "".join(f"    abs.f32 each, ${i}; max.f32 largest, largest, each;\n" for i in range(9, 16)) + """
+    mov.b32 key, largest;
+    setp.lt.u32 finite, key, 0x7F800000;
+    shl.b32 key, key, 1;
+    add.u32 key, key, 0x1000000;
+    @finite bra DONE;
+    mov.u32 key, 0;
+""" + "".join(f"""
+    mov.b32 $0, ${i}; shl.b32 $0, $0, 1; add.u32 $0, $0, 0x1000000; max.u32 key, key, $0;"""
+    for i in range(8, 16)) + """
+DONE:
+    mov.b32 $0, key;
+""" + "".join(f"    mov.b32 ${i}, 0;\n" for i in range(1, 8)) + "}")
+
+
+EIGHT: tl.constexpr = tl.constexpr(",".join(["=&r"] * 8 + ["f"] * 8))
+
+
+@helper
+def largest_key(value):
+    """uint32 [rows], of a tile [rows, 8]."""
+    keys = tl.inline_asm_elementwise(LARGEST_KEY, EIGHT, [value], tl.uint32, True, 8)
+    keys, _ = tl.split(tl.reshape(keys, (value.shape[0], 2, 2, 2)))
+    keys, _ = tl.split(keys)
+    keys, _ = tl.split(keys)
+    return keys
+
+
+@helper
+def larger_halves(one, other):
+    return tl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1
+    )
+
+
+# Of four patterns of scaled magnitudes, $1 to $4, the upper 12 bits, rounded and at most the NaN,
+# as bytes: by the random bits $5 to $8 (from 0 to 65535), or to nearest even.
+DRAWN = "mad.lo.u32 {r}, ${bits}, 16, ${pattern}; add.u32 {r}, {r}, 8;\n"
+NEAREST = "bfe.u32 {r}, ${pattern}, 20, 1; add.u32 {r}, {r}, ${pattern}; add.u32 {r}, {r}, 0x7FFFF;\n"
+LARGEST = "min.u32 {r}, {r}, {largest};\n"
+PACK = """
     prmt.b32 a, a, b, 0x7632;
     prmt.b32 c, c, d, 0x7632;
     shr.u32 a, a, 4;
     shr.u32 c, c, 4;
     prmt.b32 $0, a, c, 0x6420;
-""")
-ENCODE_E4M3: tl.constexpr = tl.constexpr(
-    "{" + CUT.value.replace("LARGEST", "0x7FFFFFF") + PACK.value + """
-    prmt.b32 a, $9, $10, 0x0073;
-    prmt.b32 c, $11, $12, 0x0073;
+"""
+SIGNS = """
+    prmt.b32 a, ${0}, ${1}, 0x0073;
+    prmt.b32 c, ${2}, ${3}, 0x0073;
     prmt.b32 a, a, c, 0x5410;
-    lop3.b32 $0, $0, a, 0x80808080, 0xEA;  // the signs of $9 to $12: x | (y & z)
-}"""
-)
-
-
-@helper
-def encode_e4m3(scaled, pattern, bits):
-    return tl.inline_asm_elementwise(
-        ENCODE_E4M3,
-        "=&r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [pattern, bits, scaled],
-        tl.int8,
-        True,
-        4,
-    )
-
-
-ENCODE_E5M3: tl.constexpr = tl.constexpr(
-    "{" + CUT.value.replace("LARGEST", "0xFFFFFFF") + """
+    lop3.b32 $0, $0, a, 0x80808080, 0xEA;  // x | (y & z)
+"""
+LEAST = """
     .reg .b32 least;
     .reg .pred some;
     min.u32 least, a, b;
@@ -116,26 +136,73 @@ ENCODE_E5M3: tl.constexpr = tl.constexpr(
     min.u32 least, least, d;
     setp.ge.u32 some, least, 0x100000;
     @some bra ENOUGH;
-    setp.ne.u32 some, $9, 0;  // what is not 0 has at least code 1
+    setp.ne.u32 some, ${0}, 0;
     @some max.u32 a, a, 0x100000;
-    setp.ne.u32 some, $10, 0;
+    setp.ne.u32 some, ${1}, 0;
     @some max.u32 b, b, 0x100000;
-    setp.ne.u32 some, $11, 0;
+    setp.ne.u32 some, ${2}, 0;
     @some max.u32 c, c, 0x100000;
-    setp.ne.u32 some, $12, 0;
+    setp.ne.u32 some, ${3}, 0;
     @some max.u32 d, d, 0x100000;
 ENOUGH:
-""" + PACK.value + "}"
-)
+"""
+
+
+def encoding(rounding: str, is_signed: bool) -> str:
+    """The instructions; the values, scaled or not, follow what rounding needs."""
+    largest = "0x7FFFFFF" if is_signed else "0xFFFFFFF"
+    text = ".reg .b32 a, b, c, d;\n"
+    for place, name in enumerate("abcd"):
+        line = rounding + LARGEST
+        text += line.format(r=name, pattern=1 + place, bits=5 + place, largest=largest)
+    own = range(9, 13) if rounding is DRAWN else range(5, 9)
+    more = PACK + SIGNS.format(*own) if is_signed else LEAST.format(*own) + PACK
+    return "{" + text + more + "}"
+
+
+ENCODE_E4M3: tl.constexpr = tl.constexpr(encoding(DRAWN, True))
+ENCODE_E4M3_NEAREST: tl.constexpr = tl.constexpr(encoding(NEAREST, True))
+ENCODE_E5M3: tl.constexpr = tl.constexpr(encoding(DRAWN, False))
+ENCODE_E5M3_NEAREST: tl.constexpr = tl.constexpr(encoding(NEAREST, False))
+OF_8: tl.constexpr = tl.constexpr("=&r" + ",r" * 8)
+OF_12: tl.constexpr = tl.constexpr("=&r" + ",r" * 12)
 
 
 @helper
-def encode_e5m3(value, pattern, bits):
+def encode_e4m3(value, inverse, bits):
+    scaled, pattern = signed_pattern(value, inverse)
     return tl.inline_asm_elementwise(
-        ENCODE_E5M3,
-        "=&r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [pattern, bits, value],
-        tl.uint8,
-        True,
-        4,
+        ENCODE_E4M3, OF_12, [pattern, bits, scaled], tl.int8, True, 4
+    )
+
+
+@helper
+def encode_e4m3_nearest(value, inverse):
+    scaled, pattern = signed_pattern(value, inverse)
+    return tl.inline_asm_elementwise(
+        ENCODE_E4M3_NEAREST, OF_8, [pattern, scaled], tl.int8, True, 4
+    )
+
+
+@helper
+def signed_pattern(value, inverse):
+    """What is scaled, with the sign of its code, and the pattern of its magnitude."""
+    # the sum makes -0 a 0, but not what is less than 0 and underflows; a NaN there has no sign
+    scaled = tl.fma(value, inverse, 0.0)
+    return scaled, (tl.abs(scaled) * DOWN_E4M3).to(tl.int32, bitcast=True)
+
+
+@helper
+def encode_e5m3(value, inverse, bits):
+    pattern = (tl.abs(value) * inverse * DOWN_E5M3).to(tl.int32, bitcast=True)
+    return tl.inline_asm_elementwise(
+        ENCODE_E5M3, OF_12, [pattern, bits, value], tl.uint8, True, 4
+    )
+
+
+@helper
+def encode_e5m3_nearest(value, inverse):
+    pattern = (tl.abs(value) * inverse * DOWN_E5M3).to(tl.int32, bitcast=True)
+    return tl.inline_asm_elementwise(
+        ENCODE_E5M3_NEAREST, OF_8, [pattern, value], tl.uint8, True, 4
     )

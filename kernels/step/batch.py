@@ -138,6 +138,11 @@ class Formats:
         """Elements that share a scale where moments are kept in blocks, else 0."""
         return max((form.block for form in self.moments), default=0)
 
+    @property
+    def block_pair(self) -> bool:
+        """Whether there are two moments, both in blocks."""
+        return len(self.moments) == 2 and all(form.block for form in self.moments)
+
     def is_reshaped(self, slot: str) -> bool:
         """Whether a slot's tensors have another shape than the parameter: scales, packed codes."""
         return slot not in self.by_slot or self.by_slot[slot].packed > 1

@@ -7,8 +7,9 @@ thread, a block's largest value is found by shuffles, and nothing goes through s
 
 from __future__ import annotations
 
+from megaopt.kernels.formats import hopper
 from megaopt.kernels.formats.block8 import factor, finite_key, inverse_factor, scale_of_key
-from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 from megaopt.kernels.step.draws import moment_bits
 from megaopt.kernels.step.rows import FIRST_ELEMENT, GRAD, MASTER, MOMENT, WEIGHT
 
@@ -268,24 +269,69 @@ def block_scales(scales, rows, elements, FORMATS: tl.constexpr, MASKED: tl.const
 
 
 @helper
-def stored_scale(
-    scale_ptr, value, rows, elements, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr
-):
-    """Stores the scales of the blocks that rows are of; their inverses, fp32 [rows, 1]."""
-    key = finite_key(value)
+def row_key(value, mask, MASKED: tl.constexpr):
+    """Of each row of a tile the key of its largest finite magnitude; uint32 [rows]."""
     if MASKED:
-        key = tl.where(mask, key, 0)
-    WIDTH: tl.constexpr = value.shape[1]
-    TOGETHER: tl.constexpr = FORMATS.block // WIDTH
-    shape: tl.constexpr = (value.shape[0] // TOGETHER, TOGETHER)
-    largest = tl.max(tl.reshape(tl.max(key, 1), shape), 1)
+        value = tl.where(mask, value, 0.0)
+    if cuda_capability_geq(9, 0) and value.shape[1] == 8:
+        key = hopper.largest_key(value)
+    else:
+        key = tl.max(finite_key(value), 1)
+    return key
+
+
+@helper
+def shared_scale(value, mask, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """The new scale of each row's block of SIZE elements; int32 [rows]."""
+    ROWS: tl.constexpr = value.shape[0]
+    SHAPE: tl.constexpr = (ROWS * value.shape[1] // SIZE, SIZE // value.shape[1])
+    key = row_key(value, mask, MASKED)
+    largest = tl.max(tl.reshape(key, SHAPE), 1)
     # back to each of the rows that share it
-    scale = scale_of_key(tl.reshape(tl.broadcast_to(largest[:, None], shape), rows.shape))
-    chosen = rows % FORMATS.block == 0
+    return scale_of_key(tl.reshape(tl.broadcast_to(largest[:, None], SHAPE), (ROWS,)))
+
+
+@helper
+def shared_scales(first, second, mask, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """The new scales of two moments, found by half as many shuffles; each int32 [rows]."""
+    ROWS: tl.constexpr = first.shape[0]
+    SHAPE: tl.constexpr = (ROWS * first.shape[1] // SIZE, SIZE // first.shape[1])
+    one = scale_of_key(row_key(first, mask, MASKED))
+    both = one | (scale_of_key(row_key(second, mask, MASKED)) << 16)
+    largest = tl.reduce(tl.reshape(both, SHAPE), 1, hopper.larger_halves)
+    both = tl.reshape(tl.broadcast_to(largest[:, None], SHAPE), (ROWS,))
+    return both & 0xFFFF, both >> 16
+
+
+@helper
+def new_scale_of(moments, mask, FORMATS: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    if FORMAT.block:
+        scale = shared_scale(moments[INDEX], mask, FORMAT.block, MASKED)
+    else:
+        scale = 0
+    return scale
+
+
+@helper
+def new_scales(moments, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr):
+    """The new scales of the rows' blocks, int32 [rows]; 0 of moments that are not in blocks."""
+    if cuda_capability_geq(9, 0) and FORMATS.block_pair:
+        scales = shared_scales(moments[0], moments[1], mask, FORMATS.block, MASKED)
+    else:
+        COUNT: tl.constexpr = FORMATS.moment_count
+        scales = ()
+        for index in tl.static_range(COUNT):
+            scales += (new_scale_of(moments, mask, FORMATS, index, MASKED),)
+    return scales
+
+
+@helper
+def store_scale(scale_ptr, scale, rows, elements, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    chosen = rows % SIZE == 0
     if MASKED:
         chosen = chosen & (rows < elements)
-    tl.store(scale_ptr + rows.to(tl.uint32) // FORMATS.block, scale.to(tl.uint8), mask=chosen)
-    return inverse_factor(scale)[:, None]
+    tl.store(scale_ptr + rows.to(tl.uint32) // SIZE, scale.to(tl.uint8), mask=chosen)
 
 
 @helper
@@ -293,6 +339,7 @@ def stored_moment(
     moment_ptr,
     value,
     inverse,
+    scale,
     words,
     offsets,
     rows,
@@ -304,7 +351,8 @@ def stored_moment(
 ):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
     if FORMAT.block:
-        inverse = stored_scale(inverse, value, rows, elements, mask, FORMATS, MASKED)
+        store_scale(inverse, scale, rows, elements, FORMAT.block, MASKED)
+        inverse = inverse_factor(scale)[:, None]
     if FORMAT.draws:
         code = FORMAT.encode(value, inverse, moment_bits(words, INDEX))
     else:
@@ -322,8 +370,9 @@ def stored_moments(
 ):  # fmt: skip
     """rows, elements: of moments in rows; inverses: pointers to their scales."""
     COUNT: tl.constexpr = FORMATS.moment_count
+    scales = new_scales(moments, mask, FORMATS, MASKED)
     for index in tl.static_range(COUNT):
         stored_moment(
-            pointers[index], moments[index], inverses[index], words, offsets, rows, elements,
-            mask, FORMATS, index, MASKED,
+            pointers[index], moments[index], inverses[index], scales[index], words, offsets, rows,
+            elements, mask, FORMATS, index, MASKED,
         )  # fmt: skip

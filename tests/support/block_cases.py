@@ -6,6 +6,7 @@ import torch
 from bits import assert_same_bits
 
 from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
+from megaopt.kernels.formats.block8 import inverse_factor
 from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
 from megaopt.kernels.step import blocks
 from megaopt.kernels.step.batch import Formats
@@ -15,8 +16,8 @@ BLOCKS = [form for form in MOMENTS.values() if form.block and form.packed == 1]
 BLOCKS_OF_4_BITS = [form for form in MOMENTS.values() if form.packed == 2]
 # the interpreter takes as long for a large tile as for a small one
 TILE, WIDTH = (65536 if INTERPRETED else 1024), 8
-FUNCTIONS = ("offsets_of", "rows_of", "inside", "stored_scale", "block_scale")
-FUNCTIONS = (*FUNCTIONS, "load_pairs", "store_pairs")
+FUNCTIONS = ("offsets_of", "rows_of", "inside", "new_scale_of", "store_scale")
+FUNCTIONS = (*FUNCTIONS, "block_scale", "load_pairs", "store_pairs")
 
 
 @helper
@@ -56,7 +57,8 @@ def store_kernel(
     OFFSETS_OF: tl.constexpr,
     ROWS_OF: tl.constexpr,
     INSIDE: tl.constexpr,
-    STORED_SCALE: tl.constexpr,
+    NEW_SCALE_OF: tl.constexpr,
+    STORE_SCALE: tl.constexpr,
     BLOCK_SCALE: tl.constexpr,
     LOAD_PAIRS: tl.constexpr,
     STORE_PAIRS: tl.constexpr,
@@ -66,7 +68,9 @@ def store_kernel(
         lead, elements, FORMATS, TILE, WIDTH, OFFSETS_OF, ROWS_OF, INSIDE
     )
     value = tl.load(value_ptr + start + offsets, mask=mask, other=0.0)
-    inverse = STORED_SCALE(scale_ptr, value, rows, count, mask, FORMATS, True)
+    scale = NEW_SCALE_OF((value,), mask, FORMATS, 0, True)
+    STORE_SCALE(scale_ptr, scale, rows, count, FORMAT.block, True)
+    inverse = inverse_factor(scale)[:, None]
     if FORMAT.draws:
         bits = tl.load(bits_ptr + start + offsets, mask=mask, other=0)
         code = FORMAT.encode(value, inverse, bits)
@@ -91,7 +95,8 @@ def read_kernel(
     OFFSETS_OF: tl.constexpr,
     ROWS_OF: tl.constexpr,
     INSIDE: tl.constexpr,
-    STORED_SCALE: tl.constexpr,
+    NEW_SCALE_OF: tl.constexpr,
+    STORE_SCALE: tl.constexpr,
     BLOCK_SCALE: tl.constexpr,
     LOAD_PAIRS: tl.constexpr,
     STORE_PAIRS: tl.constexpr,
@@ -145,7 +150,8 @@ def read_by_kernel(form, code, scale, lead, device, module=blocks):
     value = torch.zeros(code.numel() * form.packed, device=device)
     own = as_element(form, code.to(device))
     launched(read_kernel, form, [value, own, scale.to(device)], lead, module)
-    return value.cpu()
+    # a NaN's bits are its maker's until something is stored
+    return value.masked_fill(value.isnan(), torch.nan).cpu()
 
 
 def stored_by_twin(form, value, bits=None, lead=0):

@@ -63,6 +63,20 @@ class Format:
     2 are 4 bits each, that of even index the lower ones. In blocks only. `decode` and `encode` see
     a code by itself, as an int32."""
 
+    decode_words: Any = None
+    """As `decode`, of int32 words with several codes each, the first in the lowest bits: a tuple of
+    their first, second, ... numbers. None: codes are taken from the words one by one."""
+
+    @property
+    def codes_a_word(self) -> int:
+        """How many codes are in 32 bits."""
+        return 32 // self.element.primitive_bitwidth * self.packed
+
+    @property
+    def decodes_words(self) -> bool:
+        """Whether `decode_words` is there."""
+        return self.decode_words is not None
+
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the tensor that holds the codes of a tensor of this shape.
 
@@ -112,10 +126,15 @@ class Format:
         names = ("dtype", "decode_reference", "joined", "requires_weight", *scales)
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
+    @property
+    def _functions(self) -> tuple[Any, ...]:
+        own = (self.decode, self.encode)
+        return (*own, self.decode_words) if self.decodes_words else own
+
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        functions = [getattr(f, "cache_key", "") for f in (self.decode, self.encode)]
+        functions = [getattr(f, "cache_key", "") for f in self._functions]
         fields: tuple[Any, ...]
         fields = (self.name, self.element, self.code_max, self.scale_of_inverse, self.joined)
         fields = (*fields, self.block) if self.block else fields

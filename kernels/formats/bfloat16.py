@@ -11,12 +11,13 @@ from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 
 @helper
 def decode(code, scale):
-    # a tile's thread has neighbours, two in a register
-    if cuda_capability_geq(9, 0) and len(code.shape) == 2:
-        value = hopper.unpack_bfloat16(code)
-    else:
-        value = (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return value
+    return (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@helper
+def decode_words(words, scale):
+    lower = (words << 16).to(tl.float32, bitcast=True)
+    return lower, (words & -0x10000).to(tl.float32, bitcast=True)
 
 
 @helper
@@ -63,7 +64,14 @@ def encode_stochastic_reference(
 
 
 BFLOAT16 = Format(
-    "bfloat16", torch.bfloat16, tl.int16, decode, encode, decode_reference, encode_reference
+    "bfloat16",
+    torch.bfloat16,
+    tl.int16,
+    decode,
+    encode,
+    decode_reference,
+    encode_reference,
+    decode_words=decode_words,
 )
 BFLOAT16_STOCHASTIC = Format(
     "bfloat16_stochastic",
@@ -75,4 +83,5 @@ BFLOAT16_STOCHASTIC = Format(
     encode_stochastic_reference,
     draws=True,
     one_nan=True,
+    decode_words=decode_words,
 )

@@ -99,16 +99,24 @@ def some(value):
 
 @helper
 def decode_e4m3(code, scale):
-    if cuda_capability_geq(8, 9):
-        # what the hardware reads, NaN too, is 2**7 times as large
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * (scale * 0.0078125)
+    wide = code.to(tl.int32)
+    # a byte with a sign: that and the seven bits come to their places
+    number = ((wide << 20) & -0x78100000).to(tl.float32, bitcast=True)
+    value = (number * SIGNED_UP * scale).to(tl.int32, bitcast=True)
+    return tl.where(tl.abs(number) == E4M3_NAN, NAN, value).to(tl.float32, bitcast=True)
+
+
+@helper
+def decode_words_e4m3(words, scale):
+    if cuda_capability_geq(9, 0):
+        first, second, third, fourth = hopper.decode_e4m3(words)
+        scale = scale * 0.0078125
+        numbers = (first * scale, second * scale, third * scale, fourth * scale)
     else:
-        wide = code.to(tl.int32)
-        # a byte with a sign: that and the seven bits come to their places
-        number = ((wide << 20) & -0x78100000).to(tl.float32, bitcast=True)
-        value = (number * SIGNED_UP * scale).to(tl.int32, bitcast=True)
-        value = tl.where(tl.abs(number) == E4M3_NAN, NAN, value).to(tl.float32, bitcast=True)
-    return value
+        numbers = ()
+        for place in tl.static_range(4):
+            numbers += (decode_e4m3((words >> (8 * place)).to(tl.int8), scale),)
+    return numbers
 
 
 @helper
@@ -140,13 +148,22 @@ def encode_e4m3_nearest(value, inverse):
 
 @helper
 def decode_e5m3(code, scale):
+    wide = code.to(tl.int32)
+    number = (wide << 20).to(tl.float32, bitcast=True)
+    value = (number * UNSIGNED_UP * scale).to(tl.int32, bitcast=True)
+    return tl.where(number == E5M3_NAN, NAN, value).to(tl.float32, bitcast=True)
+
+
+@helper
+def decode_words_e5m3(words, scale):
     if cuda_capability_geq(9, 0):
-        value = hopper.decode_e5m3(code) * scale
+        first, second, third, fourth = hopper.decode_e5m3(words)
+        numbers = (first * scale, second * scale, third * scale, fourth * scale)
     else:
-        number = (code.to(tl.int32) << 20).to(tl.float32, bitcast=True)
-        value = (number * UNSIGNED_UP * scale).to(tl.int32, bitcast=True)
-        value = tl.where(number == E5M3_NAN, NAN, value).to(tl.float32, bitcast=True)
-    return value
+        numbers = ()
+        for place in tl.static_range(4):
+            numbers += (decode_e5m3((words >> (8 * place)).to(tl.uint8), scale),)
+    return numbers
 
 
 @helper
@@ -236,10 +253,10 @@ def _rows(block: int) -> list[Format]:
     """Those with so many elements in a block."""
     name = "block" if block == 128 else f"block{block}"
     same: dict[str, Any] = {"dtype": torch.uint8, "block": block, "one_nan": True}
-    signed = {**same, "element": tl.int8, "decode": decode_e4m3}
+    signed = {**same, "element": tl.int8, "decode": decode_e4m3, "decode_words": decode_words_e4m3}
     signed |= {"decode_reference": decode_e4m3_reference}
     signed |= {"encode_reference": encode_e4m3_reference}
-    unsigned = {**same, "element": tl.uint8, "decode": decode_e5m3, "unsigned": True}
+    unsigned = {**same, "element": tl.uint8, "decode": decode_e5m3, "decode_words": decode_words_e5m3, "unsigned": True}
     unsigned |= {"decode_reference": decode_e5m3_reference}
     unsigned |= {"encode_reference": encode_e5m3_reference}
     return [

@@ -16,24 +16,15 @@ DOWN_E4M3: tl.constexpr = tl.constexpr(2.0**-113)
 DOWN_E5M3: tl.constexpr = tl.constexpr(2.0**-97)
 
 
-# Two codes, $2, become two numbers.
-UNPACK_BFLOAT16: tl.constexpr = tl.constexpr("""{
-    shl.b32 $0, $2, 16;
-    and.b32 $1, $2, 0xFFFF0000;
-}""")
-
-
-@helper
-def unpack_bfloat16(code):
-    return tl.inline_asm_elementwise(UNPACK_BFLOAT16, "=&f,=f,r", [code], tl.float32, True, 2)
-
-
 @helper
 def upper_halves(pattern):
     """int16: the upper halves of int32 numbers, two in a register."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [pattern], tl.int16, True, 2
     )
+
+
+FOUR_NUMBERS: tl.constexpr = tl.constexpr((tl.float32,) * 4)
 
 
 # Four codes, $4, become four numbers. As bf16 a code that is shifted left by 4 is its value times
@@ -62,45 +53,33 @@ DECODE_E5M3: tl.constexpr = tl.constexpr("""{
 
 
 @helper
-def decode_e5m3(code):
+def decode_e5m3(words):
     return tl.inline_asm_elementwise(
-        DECODE_E5M3, "=&f,=&f,=&f,=f,r", [code], tl.float32, True, 4
+        DECODE_E5M3, "=&f,=&f,=&f,=f,r", [words], FOUR_NUMBERS, True, 1
     )
 
 
-# Of eight numbers, $8 to $15, the key (block8.finite_key) of the largest finite magnitude, or what
-# is no more than the keys of others; $1 to $7 are unused.
-LARGEST_KEY: tl.constexpr = tl.constexpr("""{
-    .reg .f32 largest, each;
-    .reg .b32 key;
-    .reg .pred finite;
-    abs.f32 largest, $8;
-""" + "".join(f"    abs.f32 each, ${i}; max.f32 largest, largest, each;\n" for i in range(9, 16)) + """
-    mov.b32 key, largest;
-    setp.lt.u32 finite, key, 0x7F800000;
-    shl.b32 key, key, 1;
-    add.u32 key, key, 0x1000000;
-    @finite bra DONE;
-    mov.u32 key, 0;
-""" + "".join(f"""
-    mov.b32 $0, ${i}; shl.b32 $0, $0, 1; add.u32 $0, $0, 0x1000000; max.u32 key, key, $0;"""
-    for i in range(8, 16)) + """
-DONE:
-    mov.b32 $0, key;
-""" + "".join(f"    mov.b32 ${i}, 0;\n" for i in range(1, 8)) + "}")
-
-
-EIGHT: tl.constexpr = tl.constexpr(",".join(["=&r"] * 8 + ["f"] * 8))
+# Four codes, $4, become four numbers: what the hardware reads, 2**7 times as large.
+DECODE_E4M3: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high, a, b, c, d;
+    .reg .b32 first, last;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.e4m3x2 first, low;
+    cvt.rn.f16x2.e4m3x2 last, high;
+    mov.b32 {a, b}, first;
+    mov.b32 {c, d}, last;
+    cvt.f32.f16 $0, a;
+    cvt.f32.f16 $1, b;
+    cvt.f32.f16 $2, c;
+    cvt.f32.f16 $3, d;
+}""")
 
 
 @helper
-def largest_key(value):
-    """uint32 [rows], of a tile [rows, 8]."""
-    keys = tl.inline_asm_elementwise(LARGEST_KEY, EIGHT, [value], tl.uint32, True, 8)
-    keys, _ = tl.split(tl.reshape(keys, (value.shape[0], 2, 2, 2)))
-    keys, _ = tl.split(keys)
-    keys, _ = tl.split(keys)
-    return keys
+def decode_e4m3(words):
+    return tl.inline_asm_elementwise(
+        DECODE_E4M3, "=&f,=&f,=&f,=f,r", [words], FOUR_NUMBERS, True, 1
+    )
 
 
 @helper
@@ -126,7 +105,7 @@ SIGNS = """
     prmt.b32 a, ${0}, ${1}, 0x0073;
     prmt.b32 c, ${2}, ${3}, 0x0073;
     prmt.b32 a, a, c, 0x5410;
-    lop3.b32 $0, $0, a, 0x80808080, 0xEA;  // x | (y & z)
+    lop3.b32 $0, $0, a, 0x80808080, 0xF8;  // x | (y & z)
 """
 LEAST = """
     .reg .b32 least;

@@ -8,7 +8,8 @@ as large as the matrix, is never in memory.
 from __future__ import annotations
 
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.step.blocks import loaded_param, pointers_of
+from megaopt.kernels.step.blocks import pointers_of
+from megaopt.kernels.step.codes import load_param, param_of
 from megaopt.kernels.step.draws import block_words, draw_of
 from megaopt.kernels.step.kernel import (
     SKIP,
@@ -79,7 +80,8 @@ def back_project_kernel(
     mask = (row[:, None] < rows) & (column[None, :] < columns)
     pointers = pointers_of(table_ptr, matrices, matrix, 0, FORMATS)
     _, weight_ptr, master_ptr, _ = pointers
-    param = loaded_param(weight_ptr, master_ptr, 1.0, offsets, mask, FORMATS, True)
+    weight, master = load_param(weight_ptr, master_ptr, offsets, mask, FORMATS, True)
+    param = param_of(weight, master, 1.0, FORMATS)
     left_ptr = factor_of(table_ptr, LEFT_FACTOR, matrices, matrix)
     right_ptr = factor_of(table_ptr, RIGHT_FACTOR, matrices, matrix)
     update = product_tile(left_ptr, right_ptr, row, column, rows, columns, RANK, INNER)

@@ -136,48 +136,6 @@ def store_where(condition, ptr, offsets, code, mask, MASKED: tl.constexpr):
 
 
 @helper
-def loaded_param(
-    weight_ptr,
-    master_ptr,
-    master_scale,
-    offsets,
-    mask,
-    FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The fp32 value that the rule updates: the master's where there is one, else the weight's."""
-    if FORMATS.master.joined:
-        weight_code = load_block(weight_ptr, offsets, mask, MASKED)
-        master_code = load_block(master_ptr, offsets, mask, MASKED)
-        param = FORMATS.master.decode(weight_code, master_code)
-    elif FORMATS.master.present:
-        master_code = load_block(master_ptr, offsets, mask, MASKED)
-        param = FORMATS.master.decode(master_code, master_scale)
-    else:
-        param = FORMATS.weight.decode(load_block(weight_ptr, offsets, mask, MASKED), 1.0)
-    return param
-
-
-@helper
-def loaded_moment(
-    moment_ptr,
-    scale,
-    offsets,
-    rows,
-    mask,
-    FORMATS: tl.constexpr,
-    INDEX: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    if FORMAT.packed == 2:
-        code = load_pairs(moment_ptr, offsets, rows, mask, MASKED)
-    else:
-        code = load_block(moment_ptr, offsets, mask, MASKED)
-    return FORMAT.decode(code, scale)
-
-
-@helper
 def lead_of(table_ptr, tensors, tensor, FORMATS: tl.constexpr):
     """How many elements of the tensor's first block lie before the tensor; int64."""
     lead = tl.full((), 0, tl.int64)
@@ -243,41 +201,12 @@ def inside(offsets, start, elements, FORMATS: tl.constexpr):
 
 
 @helper
-def block_scale(
-    scale, rows, elements, FORMATS: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr
-):
-    """What decodes a moment: fp32 [rows, 1] where it is in blocks, else `scale` itself."""
-    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    if FORMAT.block:
-        # unsigned: no row begins before its chunk
-        pointers = scale + rows.to(tl.uint32) // FORMAT.block
-        if MASKED:  # noqa: SIM108 at compile time
-            code = tl.load(pointers, mask=rows < elements, other=1)
-        else:
-            code = tl.load(pointers)
-        scale = factor(code)[:, None]
-    return scale
-
-
-@helper
-def block_scales(scales, rows, elements, FORMATS: tl.constexpr, MASKED: tl.constexpr):
-    COUNT: tl.constexpr = FORMATS.moment_count
-    found = ()
-    for index in tl.static_range(COUNT):
-        found += (block_scale(scales[index], rows, elements, FORMATS, index, MASKED),)
-    return found
-
-
-@helper
 def row_key(value, mask, MASKED: tl.constexpr):
     """Of each row of a tile the key of its largest finite magnitude; uint32 [rows]."""
+    key = finite_key(value)
     if MASKED:
-        value = tl.where(mask, value, 0.0)
-    if cuda_capability_geq(9, 0) and value.shape[1] == 8:
-        key = hopper.largest_key(value)
-    else:
-        key = tl.max(finite_key(value), 1)
-    return key
+        key = tl.where(mask, key, 0)
+    return tl.max(key, 1)
 
 
 @helper

@@ -18,7 +18,6 @@ from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.rules.loading import load_row
 from megaopt.kernels.step import controls as order
 from megaopt.kernels.step.blocks import (
-    block_scales,
     first_block,
     first_masked,
     inside,
@@ -28,6 +27,7 @@ from megaopt.kernels.step.blocks import (
     pointers_of,
     rows_of,
 )
+from megaopt.kernels.step.codes import load_codes, numbers_of
 from megaopt.kernels.step.draws import block_words, draw_of
 from megaopt.kernels.step.rows import (
     ALIGNED,
@@ -48,6 +48,7 @@ from megaopt.kernels.step.scales import (
     wait_for_amaxes,
 )
 from megaopt.kernels.step.update import stored_block, updated_block
+from megaopt.kernels.step.words import load_words, numbers_of_words
 
 # Places in the fp32 controls, as in controls.py.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)
@@ -207,9 +208,12 @@ def find_amaxes(
     block = tl.zeros((), tl.int32)
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
+        codes = load_codes(
+            pointers, moment_scales, offsets, 0, elements, None, FORMATS, False, WITH_PARAM
+        )
         param, moments = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, offsets, 0, None,
-            FORMATS, RULE, CONTROLLED, False, WITH_PARAM, False,
+            table_ptr, place, pointers[0], numbers_of(codes, scales, FORMATS, WITH_PARAM), scalars,
+            controls, offsets, None, FORMATS, RULE, CONTROLLED, False, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, param, MASTER_FORMAT)
         moment_amaxes = raised_amaxes(moment_amaxes, moments, None, FORMATS, False)
@@ -217,9 +221,12 @@ def find_amaxes(
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < elements
+        codes = load_codes(
+            pointers, moment_scales, offsets, 0, elements, mask, FORMATS, True, WITH_PARAM
+        )
         param, moments = updated_block(
-            table_ptr, place, pointers, scales, scalars, controls, offsets, 0, mask,
-            FORMATS, RULE, CONTROLLED, True, WITH_PARAM, False,
+            table_ptr, place, pointers[0], numbers_of(codes, scales, FORMATS, WITH_PARAM), scalars,
+            controls, offsets, mask, FORMATS, RULE, CONTROLLED, True, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), MASTER_FORMAT)
         moment_amaxes = raised_amaxes(moment_amaxes, moments, mask, FORMATS, True)
@@ -238,7 +245,7 @@ def step_block(
     table_ptr,
     place,
     pointers,
-    scales,
+    numbers,
     inverses,
     scalars,
     controls,
@@ -255,15 +262,14 @@ def step_block(
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The step of one block; the amaxes raised to its own."""
+    """The step of one block of these numbers; the amaxes raised to its own."""
     start = place[2]
     offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
     rows = rows_of(block, FORMATS, BLOCK, WIDTH)
     mask = inside(offsets, start, elements, FORMATS) if MASKED else None
-    scales = (scales[0], block_scales(scales[1], rows, elements, FORMATS, MASKED))
     values = updated_block(
-        table_ptr, place, pointers, scales, scalars, controls, offsets, rows, mask,
-        FORMATS, RULE, CONTROLLED, MASKED, RULE.reads_param, FORMATS.writes_grad,
+        table_ptr, place, pointers[0], numbers, scalars, controls, offsets, mask,
+        FORMATS, RULE, CONTROLLED, MASKED, FORMATS.writes_grad,
     )  # fmt: skip
     words = block_words(
         draw, start, block * BLOCK, offsets, FORMATS.draws, SPLIT, BLOCK, not MASKED
@@ -272,6 +278,52 @@ def step_block(
         pointers, inverses, values, weight_scale, amax_bits, words, offsets, rows, elements, mask,
         FORMATS, MASKED,
     )  # fmt: skip
+
+
+@helper
+def step_ahead(
+    table_ptr,
+    place,
+    pointers,
+    scales,
+    inverses,
+    scalars,
+    controls,
+    draw,
+    weight_scale,
+    amax_bits,
+    block,
+    elements,
+    unmasked,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The unmasked blocks from `block` on, each with the next one's codes on their way.
+
+    Returns the amaxes, raised to theirs, and the block behind them. Where arithmetic takes as long as memory, few warps find room on a
+    multiprocessor, and waiting for loads was a third of their time.
+    """
+    start = place[2]
+    if block < unmasked:
+        rows = rows_of(block, FORMATS, BLOCK, WIDTH)
+        words = load_words(pointers, scales[1], rows, FORMATS, WIDTH, RULE.reads_param)
+        while block < unmasked:
+            # the last one's again, which nobody takes
+            rows = rows_of(tl.minimum(block + 1, unmasked - 1), FORMATS, BLOCK, WIDTH)
+            following = load_words(pointers, scales[1], rows, FORMATS, WIDTH, RULE.reads_param)
+            numbers = numbers_of_words(words, scales, FORMATS, WIDTH, RULE.reads_param)
+            amax_bits = step_block(
+                table_ptr, place, pointers, numbers, inverses, scalars, controls, draw,
+                weight_scale, amax_bits, block, elements, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK,
+                WIDTH, False,
+            )  # fmt: skip
+            words = following
+            block += 1
+    return amax_bits, block
 
 
 @helper
@@ -311,17 +363,35 @@ def step_chunk(
     amax_bits = tl.zeros_like(offsets_of(0, FORMATS, BLOCK, WIDTH))
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
     block = first_block(start, FORMATS)
-    while block < unmasked:
-        amax_bits = step_block(
+    if FORMATS.loads_ahead:
+        amax_bits, block = step_ahead(
             table_ptr, place, pointers, scales, inverses, scalars, controls, draw, weight_scale,
-            amax_bits, block, elements, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, False,
+            amax_bits, block, elements, unmasked, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH,
         )  # fmt: skip
-        block += 1
+    else:
+        while block < unmasked:
+            offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
+            codes = load_codes(
+                pointers, moment_scales, offsets, 0, elements, None, FORMATS, False, RULE.reads_param
+            )
+            amax_bits = step_block(
+                table_ptr, place, pointers, numbers_of(codes, scales, FORMATS, RULE.reads_param),
+                inverses, scalars, controls, draw, weight_scale, amax_bits, block, elements,
+                FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, False,
+            )  # fmt: skip
+            block += 1
     masked = first_masked(block, start, FORMATS)
     while masked * BLOCK < elements:
+        offsets = offsets_of(masked, FORMATS, BLOCK, WIDTH)
+        rows = rows_of(masked, FORMATS, BLOCK, WIDTH)
+        mask = inside(offsets, start, elements, FORMATS)
+        codes = load_codes(
+            pointers, moment_scales, offsets, rows, elements, mask, FORMATS, True, RULE.reads_param
+        )
         amax_bits = step_block(
-            table_ptr, place, pointers, scales, inverses, scalars, controls, draw, weight_scale,
-            amax_bits, masked, elements, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, True,
+            table_ptr, place, pointers, numbers_of(codes, scales, FORMATS, RULE.reads_param),
+            inverses, scalars, controls, draw, weight_scale, amax_bits, masked, elements,
+            FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, True,
         )  # fmt: skip
         masked = next_masked(masked, block, FORMATS)
     FORMATS.store.finish(table_ptr, place, weight_scale, amax_bits, FORMATS)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.adam_ieee import canonical
-from megaopt.kernels.step.blocks import (
-    load_block,
-    loaded_moment,
-    loaded_param,
-    store_block,
-    store_where,
-    stored_moments,
-)
+from megaopt.kernels.step.blocks import store_block, store_where, stored_moments
 from megaopt.kernels.step.draws import weight_bits
 from megaopt.kernels.step.rows import VECTORIZED
 
@@ -60,53 +53,30 @@ def first_lane(table_ptr, tensors, tensor, start, offsets):
 def updated_block(
     table_ptr,
     place,
-    pointers,
-    scales,
+    grad_ptr,
+    numbers,
     scalars,
     controls,
     offsets,
-    rows,
     mask,
     FORMATS: tl.constexpr,
     RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
     MASKED: tl.constexpr,
-    WITH_PARAM: tl.constexpr,
     WRITES_GRAD: tl.constexpr,
 ):
     """The new fp32 param and moments of one block; of these nothing is stored.
 
-    Without WITH_PARAM param is neither loaded nor meant: for what of a rule does not need it.
-    With WRITES_GRAD a gradient that is unscaled is stored so.
+    numbers: gradient, param and moments, fp32. With WRITES_GRAD a gradient that is unscaled is
+    stored so.
     """
     tensors, tensor, start = place
-    grad_ptr, weight_ptr, master_ptr, moment_ptrs = pointers
-    master_scale, moment_scales = scales
-    COUNT: tl.constexpr = FORMATS.moment_count
-    grad = FORMATS.grad.decode(load_block(grad_ptr, offsets, mask, MASKED), 1.0)
+    grad, param, moments = numbers
     grad = controlled_grad(
         grad_ptr, grad, controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, WRITES_GRAD
     )
     if FORMATS.maximize:
         grad = grad * -1.0
-    moments = ()
-    for index in tl.static_range(COUNT):
-        moments += (
-            loaded_moment(
-                moment_ptrs[index],
-                moment_scales[index],
-                offsets,
-                rows,
-                mask,
-                FORMATS,
-                index,
-                MASKED,
-            ),
-        )
-    if WITH_PARAM:
-        param = loaded_param(weight_ptr, master_ptr, master_scale, offsets, mask, FORMATS, MASKED)
-    else:
-        param = tl.zeros_like(grad)
     if RULE.lanes:
         is_rounded = first_lane(table_ptr, tensors, tensor, start, offsets)
         if FORMATS.maximize:

@@ -6,9 +6,9 @@ import torch
 from bits import assert_same_bits
 
 from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
-from megaopt.kernels.formats.block8 import inverse_factor
+from megaopt.kernels.formats.block8 import factor, inverse_factor
 from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
-from megaopt.kernels.step import blocks
+from megaopt.kernels.step import blocks, codes
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import decoded, store_blocks
 
@@ -16,8 +16,8 @@ BLOCKS = [form for form in MOMENTS.values() if form.block and form.packed == 1]
 BLOCKS_OF_4_BITS = [form for form in MOMENTS.values() if form.packed == 2]
 # the interpreter takes as long for a large tile as for a small one
 TILE, WIDTH = (65536 if INTERPRETED else 1024), 8
-FUNCTIONS = ("offsets_of", "rows_of", "inside", "new_scale_of", "store_scale")
-FUNCTIONS = (*FUNCTIONS, "block_scale", "load_pairs", "store_pairs")
+FUNCTIONS = ("offsets_of", "rows_of", "inside", "new_scale_of", "store_scale", "load_scale")
+FUNCTIONS = (*FUNCTIONS, "load_pairs", "store_pairs")
 
 
 @helper
@@ -59,7 +59,7 @@ def store_kernel(
     INSIDE: tl.constexpr,
     NEW_SCALE_OF: tl.constexpr,
     STORE_SCALE: tl.constexpr,
-    BLOCK_SCALE: tl.constexpr,
+    LOAD_SCALE: tl.constexpr,
     LOAD_PAIRS: tl.constexpr,
     STORE_PAIRS: tl.constexpr,
 ):
@@ -97,7 +97,7 @@ def read_kernel(
     INSIDE: tl.constexpr,
     NEW_SCALE_OF: tl.constexpr,
     STORE_SCALE: tl.constexpr,
-    BLOCK_SCALE: tl.constexpr,
+    LOAD_SCALE: tl.constexpr,
     LOAD_PAIRS: tl.constexpr,
     STORE_PAIRS: tl.constexpr,
 ):
@@ -105,7 +105,7 @@ def read_kernel(
     start, offsets, rows, count, mask = chunk(
         lead, elements, FORMATS, TILE, WIDTH, OFFSETS_OF, ROWS_OF, INSIDE
     )
-    scale = BLOCK_SCALE(scale_ptr, rows, count, FORMATS, 0, True)
+    scale = factor(LOAD_SCALE(scale_ptr, rows, count, FORMATS, 0, True))[:, None]
     if FORMAT.packed == 2:
         code = LOAD_PAIRS(code_ptr + start // 2, offsets, rows, mask, True)
     else:
@@ -123,7 +123,8 @@ def scale_count(form, count, lead):
 
 
 def launched(kernel, form, tensors, lead, module):
-    functions = [getattr(module, name) for name in FUNCTIONS]
+    homes = (module, blocks, codes)
+    functions = [next(vars(each)[name] for each in homes if name in vars(each)) for name in FUNCTIONS]
     count = tensors[0].numel()
     programs = -(-(count + lead) // TILE)
     with np.errstate(all="ignore"):
@@ -136,7 +137,7 @@ def as_element(form, code):
 
 
 def stored_by_kernel(form, value, bits, lead, device, module=blocks):
-    """Codes and scales; module: megaopt.kernels.step.blocks, or a mutant of it."""
+    """Codes and scales; module: megaopt.kernels.step.blocks, or a mutant of it or of codes."""
     code = torch.zeros(value.numel() // form.packed, dtype=torch.uint8, device=device)
     scale = torch.zeros(scale_count(form, value.numel(), lead), dtype=torch.uint8, device=device)
     own = as_element(form, code)

@@ -74,13 +74,13 @@ def record_of(seed, *kinds, **changes):
 
 
 def test_seeds_are_joined_by_the_kinds_that_all_have(tool, tmp_path) -> None:
-    records = [record_of(0, "fp32", "other", "lost"), record_of(1, "fp32", "other")]
+    records = [record_of(0, "fp32", "other", "lost"), record_of(1, "fp32"), record_of(1, "other")]
     joined = tool.join(records)
     assert {seed: [*runs] for seed, runs in joined["seeds"].items()} == {
         "0": ["fp32", "other"],
         "1": ["fp32", "other"],
     }
-    assert joined["command"] == [["run 0"], ["run 1"]]
+    assert joined["command"] == [["run 0"], ["run 1"], ["run 1"]]
     assert tool.table(joined).splitlines()[-1] == "| other | 1.0000 | 1.1000 |"
     tool.draw(joined, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -24,11 +24,11 @@ EIGHT = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 FOUR = {"exp_avg_dtype": "block32_e3m0", "exp_avg_sq_dtype": "block32_e4m0"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": master(torch.float32),
+    "remainder16": master("remainder16"),
     "fp32, 8-bit moments": {**master(torch.float32), **EIGHT},
     "none, 8-bit moments": {**ROUNDED, **EIGHT},
     "none, 4-bit moments": {**ROUNDED, **FOUR},
     "24-bit, 8-bit moments": {**master("remainder8_stochastic"), **EIGHT},
-    "remainder16": master("remainder16"),
 }
 LIBRARIES = ("flashoptim-8bit", "torchao-8bit", "bitsandbytes-8bit", "torchao-4bit")
 """By the names that `megaopt bench` has for them; as there, torchao rounds weights stochastically,

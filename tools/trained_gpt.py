@@ -140,7 +140,7 @@ def run(out: Path, seed: int, kinds: Mapping[str, Kind], versions: Mapping[str, 
 
 
 def join(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One record of several seeds', with the kinds that all of them have.
+    """One record of several seeds', of one or more runs each, with the kinds that all seeds have.
 
     Raises ValueError where source, text, model or versions differ.
     """
@@ -148,7 +148,10 @@ def join(records: list[dict[str, Any]]) -> dict[str, Any]:
     for key in ("source", "versions", "text", "model"):
         if any(each[key] != first[key] for each in records):
             raise ValueError(f"{key} must be the same in all records, got others")
-    seeds = {seed: runs for each in records for seed, runs in each["seeds"].items()}
+    seeds: dict[str, dict[str, Any]] = {}
+    for each in records:
+        for seed, found in each["seeds"].items():
+            seeds.setdefault(seed, {}).update(found)
     runs = list(seeds.values())
     kinds = [name for name in runs[0] if all(name in each for each in runs)]
     joined = {seed: {name: runs[name] for name in kinds} for seed, runs in seeds.items()}

@@ -1,5 +1,6 @@
 """Records have the source that made them, and the tables of the pages say what the records say."""
 
+import importlib
 import json
 import re
 import shutil
@@ -7,6 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+
+import megaopt
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "benchmarks"
@@ -251,3 +255,88 @@ def test_the_count_of_the_gpu_suite_is_the_records():
     for page in ("docs/benchmarks/README.md", "docs/reliability.md"):
         assert text in (REPOSITORY / page).read_text(encoding="utf-8")
     assert found.keys() == {"passed", "skipped"}
+
+
+# --- moments in blocks
+
+MOMENTS_IN_BLOCKS = "h200-bench-blocks-B.json", "h200-bench-blocks-A.json"
+PAGE = "docs/benchmarks/README.md"
+
+
+def needs(*names):
+    """Skips until the records are there."""
+    missing = [name for name in names if not (FOLDER / name).exists()]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
+def tool(name, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    return importlib.import_module(name)
+
+
+@needs(*MOMENTS_IN_BLOCKS)
+def test_the_table_of_moments_in_blocks_is_the_records():
+    found = {name: case for each in MOMENTS_IN_BLOCKS for name, case in cases(each).items()}
+    rows = rows_of(PAGE, "| case | what | moved | held |")
+    assert [row[0] for row in rows] == list(found)
+    for row, case in zip(rows, found.values(), strict=True):
+        held = case["held_bytes"] / case["elements"]
+        moved = case["bytes_per_parameter"]
+        assert row[1] == case["description"]
+        assert_says(row[2:], moved, held, case["step_ms"], case["percent_of_copy"])
+        assert case.get("equal", "ours" not in case) in (True, None)
+
+
+@needs("h200-moments-gpt.json")
+def test_the_table_of_a_gpt_with_moments_in_blocks_is_the_record(monkeypatch):
+    table = tool("trained_gpt", monkeypatch).table(read("h200-moments-gpt.json"))
+    assert table in (REPOSITORY / PAGE).read_text(encoding="utf-8")
+
+
+@needs("h200-moments.json")
+def test_the_table_of_moments_beside_exact_ones_is_the_record(monkeypatch):
+    table = tool("moment_fidelity", monkeypatch).table(read("h200-moments.json"))
+    assert table in (REPOSITORY / PAGE).read_text(encoding="utf-8")
+
+
+def moments_of(stated):
+    """The options of moments that take so many bytes."""
+    names = {
+        "8": ("float32", "float32"),
+        "4": ("bfloat16_stochastic", "bfloat16_stochastic"),
+        "2.02": ("block_e4m3", "block_e5m3"),
+        "1.06": ("block32_e3m0", "block32_e4m0"),
+    }
+    return dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), names[stated], strict=True))
+
+
+def masters_of(what):
+    name = next(
+        (value for key, value in MASTERS.items() if what.lower().startswith(key)), torch.float32
+    )
+    return {"master_weights": name is not None, "master_weight_dtype": name or torch.float32}
+
+
+MASTERS = {
+    "exact": "remainder16",
+    "kahan": "kahan_stochastic",
+    "24-bit": "remainder8_stochastic",
+    "no master": None,
+}
+
+
+def test_the_bytes_held_of_the_first_page_are_those_of_the_tensors():
+    rows = rows_of("README.md", "| bytes held a parameter, beside gradients |")
+    assert len(rows) == 11
+    for row in rows:
+        param = torch.nn.Parameter(torch.ones(64, 512, dtype=torch.bfloat16))
+        param.grad = torch.ones_like(param)
+        options = {**masters_of(row[0]), **moments_of(row[3])}
+        optimizer = megaopt.FusedAdam([param], backend="reference", **options)
+        optimizer.step()
+        held = {"weight": param.nbytes, "master": 0, "moments": 0}
+        for name, value in optimizer.state[param].items():
+            if value is not None:
+                held["master" if name == "master_param" else "moments"] += value.nbytes
+        each = [found / param.numel() for found in held.values()]
+        assert_says(row[1:5], *each, sum(each))

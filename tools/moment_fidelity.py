@@ -1,7 +1,7 @@
 """How near the moments of an optimizer stay to fp64's: our formats, and other libraries' 8 bits.
 
-    python tools/moment_fidelity.py run OUT.json PICTURE.png [--steps 5000] [--rows 64]
-    python tools/moment_fidelity.py draw OUT.json PICTURE.png
+    python tools/moment_fidelity.py run OUT.json PICTURE.png --workers 4 [--steps 5000] [--rows 64]
+    python tools/moment_fidelity.py draw OUT.json PICTURE.png    # and prints tables
 
 Every optimizer steps one parameter with the same gradients; its moments, read by its library's own
 functions, are compared with averages in fp64 of these gradients, which nothing brings back
@@ -11,13 +11,17 @@ together. Other libraries are measured on a GPU, where they are installed; on a 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import math
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from followed_kinds import kinds
 from followed_moments import (
     COLUMNS,
     HALVED,
@@ -30,8 +34,6 @@ from followed_moments import (
     spread,
 )
 
-from megaopt import FusedAdam
-from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.environment import describe
 from megaopt.source import describe_source
 
@@ -48,72 +50,7 @@ READINGS = {
     "1,000x smaller": "1,000 times below the block's largest",
 }
 """Of exp_avg_sq, and how the picture calls them."""
-
-
-# --- what is followed
-
-
-def _moments(exp_avg: Any, exp_avg_sq: Any) -> dict[str, Any]:
-    return {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": exp_avg_sq, "seed": 5}
-
-
-OURS = {
-    "fp32": _moments(torch.float32, torch.float32),
-    "bf16, nearest": _moments(torch.bfloat16, torch.bfloat16),
-    "bf16, stochastic": _moments("bfloat16_stochastic", "bfloat16_stochastic"),
-    "blocks, nearest": _moments("block_e4m3_nearest", "block_e5m3_nearest"),
-    "blocks, stochastic": _moments("block_e4m3", "block_e5m3"),
-    "4 bits": _moments("block32_e3m0", "block32_e4m0"),
-}
-
-
-def _ours(optimizer: Any, param: Any, name: str) -> Any:
-    return optimizer.get_unscaled_state(param, name)
-
-
-def _torchao(optimizer: Any, param: Any, name: str) -> Any:
-    return optimizer.state[param][name].dequantize()
-
-
-def _flashoptim(optimizer: Any, param: Any, name: str) -> Any:
-    return optimizer.state[param][name].materialize()
-
-
-def _bitsandbytes(optimizer: Any, param: Any, name: str) -> Any:
-    from bitsandbytes.functional import dequantize_blockwise
-
-    own, place = optimizer.state[param], "1" if name == "exp_avg" else "2"
-    scales = {"absmax": own["absmax" + place], "code": own["qmap" + place]}
-    return dequantize_blockwise(own["state" + place], **scales, blocksize=256)
-
-
-READERS = {
-    "torchao-8bit": _torchao,
-    "torchao-fp8": _torchao,
-    "torchao-4bit": _torchao,
-    "bitsandbytes-8bit": _bitsandbytes,
-    "flashoptim-8bit": _flashoptim,
-}
-"""By the name of a peer, as `megaopt bench` knows it."""
-
-
-def kinds(device: str) -> tuple[dict[str, tuple[Any, Any, dict[str, Any]]], dict[str, str]]:
-    """Class, reader and options of all that can be followed here; versions of the libraries."""
-    found: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        name: (FusedAdam, _ours, options) for name, options in OURS.items()
-    }
-    versions = {}
-    for name, read in READERS.items():
-        peer = PEERS[name]
-        reason = "needs a GPU" if device == "cpu" else peer.why_not()
-        if reason is not None:
-            print(f"{name}: {reason}", flush=True)
-            continue
-        # weights are fp32 here, beside which flashoptim's cannot have more bits
-        options = {"master_weight_bits": None} if peer.package == "flashoptim" else {}
-        found[name] = (getattr(importlib.import_module(peer.module), peer.kind), read, options)
-        versions[peer.package] = peer.version()
-    return found, versions
+RMS = "rms of the update"
 
 
 # --- the record
@@ -143,51 +80,105 @@ def _rows_of_a_run(name: str, beta2: float, found: dict[str, torch.Tensor]) -> l
     ]
     first, smaller = (MOMENT_SCENARIOS.index(each) for each in ("stationary", "1,000x smaller"))
     error = (found["errors"][first, 1].sum() / found["exact"][first, 1].sum()).sqrt()
-    rms = (found["squares"] / found["exact"]).sqrt()[smaller, 1, SMALLER]
+    rms = (found["squares"] / found["exact"]).sqrt()[:, 1]
     rows.append({**own, "what": "update", "size": SIZES[1], "error": _number(error)})
-    rows.append({**own, "what": "update 1,000x smaller", "size": SIZES[1], **_spread(rms)})
+    for what, ratio in ((RMS, rms[first]), (f"{RMS}, 1,000x smaller", rms[smaller, SMALLER])):
+        rows.append({**own, "what": what, "size": SIZES[1], **_spread(ratio)})
     return rows
 
 
-def run(steps: int, rows: int) -> dict[str, Any]:
-    """All kinds, all betas: the record.
+Task = tuple[tuple[str, ...], tuple[float, ...], tuple[float, float], int]
+"""Scenarios, sizes, betas and steps, which all kinds go through together."""
+
+
+def tasks(steps: int) -> list[Task]:
+    """All of a record."""
+    moments = [(MOMENT_SCENARIOS, SIZES, (0.9, beta2), steps) for beta2 in BETAS2]
+    return moments + [(HALVED, SIZES[1:2], (beta1, 0.999), min(steps, 1500)) for beta1 in BETAS1]
+
+
+def measured(task: Task, rows: int) -> list[dict[str, Any]]:
+    """The rows of a record that come from a task."""
+    scenarios, sizes, betas, steps = task
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{', '.join(scenarios)}: betas {betas}", flush=True)
+    gradients = Gradients(scenarios, sizes, rows, steps, device)
+    rest = {"betas": betas, "eps": EPS, "device": device}
+    followers = {
+        name: Follower(make, read, gradients.shape, **rest, **options)
+        for name, (make, read, options) in kinds(device)[0].items()
+    }
+    results: list[dict[str, Any]] = []
+    for name, found in follow(gradients, betas, followers, steps).items():
+        if scenarios != HALVED:
+            results += _rows_of_a_run(name, betas[1], found)
+            continue
+        for what, ratio in zip(HALVED, found["exp_avg"], strict=True):
+            results.append({"kind": name, "beta1": betas[0], "what": what, **_spread(ratio)})
+    return results
+
+
+def run(steps: int, rows: int, workers: int = 1) -> dict[str, Any]:
+    """All kinds, all betas, in so many processes: the record.
 
     Raises ValueError where a library would keep fp32 moments, as all do below 4,096 elements, or
     where blocks of 256 would lie in two scenarios.
     """
     if rows < 16 or rows % 2:
         raise ValueError(f"rows must be even and at least 16, got {rows}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    all_kinds, versions = kinds(device)
-    results: list[dict[str, Any]] = []
-
-    def one(scenarios: tuple[str, ...], sizes: Any, betas: tuple[float, float], count: int) -> Any:
-        gradients = Gradients(scenarios, sizes, rows, count, device)
-        rest = {"betas": betas, "eps": EPS, "device": device}
-        followers = {
-            name: Follower(make, read, gradients.shape, **rest, **options)
-            for name, (make, read, options) in all_kinds.items()
-        }
-        print(f"{scenarios}, betas {betas}", flush=True)
-        return follow(gradients, betas, followers, count).items()
-
-    for beta2 in BETAS2:
-        for name, found in one(MOMENT_SCENARIOS, SIZES, (0.9, beta2), steps):
-            results += _rows_of_a_run(name, beta2, found)
-    for beta1 in BETAS1:
-        for name, found in one(HALVED, SIZES[1:2], (beta1, 0.999), min(steps, 1500)):
-            for what, ratio in zip(HALVED, found["exp_avg"], strict=True):
-                results.append({"kind": name, "beta1": beta1, "what": what, **_spread(ratio)})
+    measure = partial(measured, rows=rows)
+    if workers == 1:
+        found = list(map(measure, tasks(steps)))
+    else:  # the host's time counts: tensors are small, and torchao compiles anew for all betas
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            found = list(pool.map(measure, tasks(steps)))
+    _, versions, skipped = kinds("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "command": ["python", *sys.argv],
         "source": describe_source(),
         "environment": describe(),
         "versions": versions,
+        "skipped": skipped,
         "steps": steps,
         "coordinates": rows * COLUMNS,
         "eps": EPS,
-        "results": results,
+        "results": [row for each in found for row in each],
     }
+
+
+# --- table and picture
+
+
+def table(record: dict[str, Any], sizes: tuple[float, ...] = SIZES[1:2]) -> str:
+    """A row a kind: medians and in brackets 5 and 95% of the coordinates, as a page shows them.
+
+    Of all betas, and these sizes of gradients, those whose median is the farthest from 1; of the
+    updates, which are measured at one size, the largest error.
+    """
+    columns = {**READINGS, "update": "error of the update"}
+    columns |= {what: what for what in (RMS, f"{RMS}, 1,000x smaller")}
+    columns |= {what: f"exp_avg, {what}" for what in HALVED}
+    rows = [["moments", *columns.values()], ["---"] * (len(columns) + 1)]
+    shown = [row for row in record["results"] if row.get("size", SIZES[1]) in sizes]
+    for kind in dict.fromkeys(row["kind"] for row in shown):
+        own = [row for row in shown if row["kind"] == kind]
+        cells = [_cell([row for row in own if row["what"] == what]) for what in columns]
+        rows.append([kind, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(rows: list[dict[str, Any]]) -> str:
+    if "error" in rows[0]:
+        return f"{_worst([row['error'] for row in rows]):.0%}"
+    farthest = max(rows, key=lambda row: abs(math.log(_worst([row["median"]]) or 1e-300)))
+    low, middle, high = (_worst([farthest[key]]) for key in ("low", "median", "high"))
+    return f"{middle:.3g} ({low:.2g} to {high:.2g})"
+
+
+def _worst(values: list[float | None]) -> float:
+    """The largest; what is not finite is null in a record."""
+    return max(math.inf if value is None else value for value in values)
 
 
 def draw(record: dict[str, Any], picture: Path) -> None:
@@ -235,13 +226,18 @@ def main() -> None:
     own.add_argument("picture", type=Path)
     own.add_argument("--steps", type=int, default=5000)
     own.add_argument("--rows", type=int, default=64, help="of 128 coordinates, a scenario and size")
+    own.add_argument("--workers", type=int, default=1, help="processes")
     own = commands.add_parser("draw")
     own.add_argument("record", type=Path)
     own.add_argument("picture", type=Path)
     given = parser.parse_args()
     if given.command == "run":
-        given.record.write_text(json.dumps(run(given.steps, given.rows)), encoding="utf-8")
-    draw(json.loads(given.record.read_text(encoding="utf-8")), given.picture)
+        record = run(given.steps, given.rows, given.workers)
+        given.record.write_text(json.dumps(record), encoding="utf-8")
+    record = json.loads(given.record.read_text(encoding="utf-8"))
+    draw(record, given.picture)
+    for sizes in (SIZES[1:2], SIZES):
+        print(f"\nGradients of {', '.join(map(str, sizes))}\n\n{table(record, sizes)}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from megaopt.commands.bench.cases import MODES
 from megaopt.commands.bench.equality import check
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.kernels.contracts import CONTRACTS

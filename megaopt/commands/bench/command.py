@@ -11,11 +11,12 @@ import torch
 from rich.console import Console
 
 from megaopt.commands import environment
-from megaopt.commands.bench.cases import Case, Mode, select
+from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.equality import check
 from megaopt.commands.bench.host import HostFigures, host_record, host_table, measure_host
 from megaopt.commands.bench.instance import build
 from megaopt.commands.bench.measure import Copy, Figures, measure
+from megaopt.commands.bench.modes import Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.picture import draw
 from megaopt.commands.bench.report import print_table, record_of, table_of
@@ -44,7 +45,7 @@ def main(
     Args:
         out: The folder for record.json and a speed_<set>.png for each set; made where missing.
         sets: Names of tensor sets (sets.SETS, and sets.HOST for the host's share); none means all.
-        only: Names of modes (cases.MODES) and peers (peers.PEERS); none means all. A mode brings
+        only: Names of modes (modes.MODES) and peers (peers.PEERS); none means all. A mode brings
             the peers that it is compared with.
         peers: Whether peers are measured, as far as they are installed.
 

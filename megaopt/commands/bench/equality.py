@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaopt.commands.bench.cases import Mode
 from megaopt.commands.bench.instance import Instance, build, state_tensors
+from megaopt.commands.bench.modes import Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bits import first_unequal

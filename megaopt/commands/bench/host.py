@@ -11,9 +11,9 @@ import torch
 from rich.table import Table
 from torch.nn import Parameter
 
-from megaopt.commands.bench.cases import MODES
 from megaopt.commands.bench.equality import check
 from megaopt.commands.bench.instance import build
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.sets import HOST, TensorSet
 from megaopt.kernels.step import native

@@ -12,7 +12,7 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.weights import is_cast_afterwards, is_float8, weight_tensors
 from megaopt.kernels.formats import MASTERS, MOMENTS
 
-__all__ = ["Instance", "build", "bytes_per_step", "state_tensors"]
+__all__ = ["Instance", "build", "bytes_held", "bytes_per_step", "state_tensors"]
 
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param")
 SCALED = {f.dtype for table in (MOMENTS, MASTERS) for f in table.values() if f.scaled}
@@ -64,8 +64,8 @@ def build(
         tensors: The set that is made real.
         weight_dtype: Of the parameters.
         device: Where everything lies.
-        weight: Makes an fp8 weight of a matrix; parameters then have the set's shapes, and others
-            than matrices stay plain, as norms and biases do. None: all are plain and flat.
+        weight: Makes an fp8 weight of a matrix; others than matrices stay plain, as norms and
+            biases do. None: all are plain.
         grad_dtype: Of gradients in `decoupled_grad`; None for gradients in `grad`.
         seed: Of the generator that draws weights and gradients.
     """
@@ -73,11 +73,9 @@ def build(
     values = _allocate(tensors, weight_dtype, device)
     for value in values:
         value.normal_(0, 0.02, generator=generator)
-    if weight is None:
-        parameters = [Parameter(value) for value in values]
-    else:
-        matrices = [v.view(shape) for v, shape in zip(values, tensors.shapes, strict=True)]
-        parameters = [weight(m) if m.dim() == 2 else Parameter(m) for m in matrices]
+    if tensors.shapes:  # they decide which moments are in blocks
+        values = [v.view(shape) for v, shape in zip(values, tensors.shapes, strict=True)]
+    parameters = [weight(v) if weight and v.dim() == 2 else Parameter(v) for v in values]
     name = "grad" if grad_dtype is None else "decoupled_grad"
     gradients = _allocate(tensors, grad_dtype or weight_dtype, device)
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -112,7 +110,7 @@ def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]
             tensors[scale_name] = value._scale_inv
         elif isinstance(value, Tensor):
             tensors[name] = value
-            if value.dtype in SCALED:
+            if scale_name in state or value.dtype in SCALED:
                 tensors[scale_name] = state.get(scale_name, scales.get(name))
     return tensors
 
@@ -128,11 +126,18 @@ def bytes_per_step(instance: Instance) -> int:
     return sum(_bytes_of(instance, parameter) for parameter in instance.parameters)
 
 
+def bytes_held(instance: Instance) -> int:
+    """Return the bytes of all weights and states, without gradients and tables of codes."""
+    return sum(
+        _bytes_of_many((*weight_tensors(parameter).values(), *_state_of(instance, parameter)))
+        for parameter in instance.parameters
+    )
+
+
 def _bytes_of(instance: Instance, parameter: Parameter) -> int:
     gradient: Tensor = getattr(parameter, instance.grad_name)
     state = instance.optimizer.state[parameter]
-    values = [value for name, value in state.items() if not name.startswith("qmap")]
-    stored = 2 * _bytes_of_many(t for value in values for t in _stored_in(value))
+    stored = 2 * _bytes_of_many(_state_of(instance, parameter))
     master = state.get("master_param")
     if is_float8(parameter):
         tensors = weight_tensors(parameter)
@@ -141,6 +146,12 @@ def _bytes_of(instance: Instance, parameter: Parameter) -> int:
         return gradient.nbytes + stored + read_again + _bytes_of_many(written)
     weight_is_read = master is None or MASTERS[master.dtype].joined
     return gradient.nbytes + stored + parameter.nbytes * (2 if weight_is_read else 1)
+
+
+def _state_of(instance: Instance, parameter: Parameter) -> Iterator[Tensor]:
+    for name, value in instance.optimizer.state[parameter].items():
+        if not name.startswith("qmap"):
+            yield from _stored_in(value)
 
 
 def _bytes_of_many(tensors: Iterable[Tensor]) -> int:

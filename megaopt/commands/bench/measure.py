@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megaopt.commands.bench.instance import Instance, bytes_per_step
+from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
 
 __all__ = ["Copy", "Figures", "count_device_work", "measure", "repetitions"]
 
@@ -28,6 +28,8 @@ class Figures:
     elements: int
     bytes: int
     """What a step must move, counted on the tensors."""
+    held_bytes: int
+    """Of weights and states, counted on the tensors."""
     repetitions: int
     """Steps behind each time."""
     step_ms: float
@@ -91,6 +93,7 @@ def measure(instance: Instance, copy: Copy) -> Figures:
         tensors=len(instance.parameters),
         elements=sum(parameter.numel() for parameter in instance.parameters),
         bytes=bytes_per_step(instance),
+        held_bytes=bytes_held(instance),
         repetitions=count,
         step_ms=statistics.median(steps),
         step_ms_quartiles=_quartiles(steps),

@@ -135,6 +135,18 @@ def _transformer_engine(
     return replace(_peer(*row, **options), decoupled_grad=True)
 
 
+def _flashoptim(
+    name: str,
+    description: str,
+    bytes_per_parameter: float,
+    kind: str = "FlashAdamW",
+    **options: Any,
+) -> Peer:
+    return _peer(
+        f"flashoptim-{name}", kind, f"bf16 weights{description}", bytes_per_parameter, **options
+    )
+
+
 def describe_float8(scaling: str) -> str:
     """Return the formats of a case with fp8 weights, ours or a peer's."""
     return f"fp8 matrices ({scaling}), other weights bf16, fp32 masters"
@@ -205,15 +217,40 @@ PEERS = {
             quantize=False,
             master_weight_bits=32,
         ),
-        _peer(
-            "flashoptim-8bit",
-            "FlashAdamW",
-            "bf16 weights, 8 more bits a weight, 8bit moments",
-            12,
+        _flashoptim("8bit", ", 8 more bits a weight, 8-bit moments", 12),
+        _flashoptim(
+            "8bit-32bit-master",
+            ", 16 more bits a weight, 8-bit moments",
+            14,
+            master_weight_bits=32,
         ),
-        _peer("torchao-8bit", "AdamW8bit", "bf16 weights, 8bit moments", 10, **ROUNDED),
-        _peer("bitsandbytes-8bit", "AdamW8bit", "bf16 weights, 8bit moments", 10),
-        _peer("torchao-fp8", "AdamWFp8", "bf16 weights, fp8 moments", 10, **ROUNDED),
-        _peer("torchao-4bit", "AdamW4bit", "bf16 weights, 4bit moments", 8, **ROUNDED),
+        _flashoptim("8bit-no-master", ", 8-bit moments", 10, master_weight_bits=None),
+        _flashoptim(
+            "lion-8bit",
+            ", Lion with 8-bit momentum",
+            8,
+            "FlashLion",
+            master_weight_bits=None,
+        ),
+        _flashoptim(
+            "sgd-8bit",
+            ", SGD with 8-bit momentum",
+            8,
+            "FlashSGD",
+            master_weight_bits=None,
+            momentum=0.9,
+        ),
+        _peer("torchao-8bit", "AdamW8bit", "bf16 weights, 8-bit moments", 10, **ROUNDED),
+        _peer("bitsandbytes-8bit", "AdamW8bit", "bf16 weights, 8-bit moments", 10),
+        _peer("torchao-fp8", "AdamWFp8", "bf16 weights, 8-bit moments", 10, **ROUNDED),
+        _peer("bitsandbytes-lion-8bit", "Lion8bit", "bf16 weights, Lion with 8-bit momentum", 8),
+        _peer(
+            "bitsandbytes-sgd-8bit",
+            "SGD8bit",
+            "bf16 weights, SGD with 8-bit momentum",
+            8,
+            momentum=0.9,
+        ),
+        _peer("torchao-4bit", "AdamW4bit", "bf16 weights, 4-bit moments", 8, **ROUNDED),
     )
 }

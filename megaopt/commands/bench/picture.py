@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megaopt.commands.bench.cases import Mode
+from megaopt.commands.bench.modes import Mode
 from megaopt.commands.bench.results import Result
 from megaopt.commands.regression.picture import save
 

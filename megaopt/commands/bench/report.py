@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from megaopt.commands.bench.cases import Mode
+from megaopt.commands.bench.modes import Mode
 from megaopt.commands.bench.results import Result, ratios
 from megaopt.source import Source
 
 __all__ = ["print_table", "record_of", "table_of"]
 
-HEADINGS = ("B/param", "ms", "of copy", "wall", "new grads", "launches", "scratch")
+HEADINGS = ("B/param", "held", "ms", "of copy", "wall", "new grads", "launches", "scratch")
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -28,8 +28,8 @@ def print_table(console: Console, table: Table) -> None:
 def table_of(results: Sequence[Result]) -> Table:
     """Return the figures as a table for the terminal."""
     table = Table(
-        title="the step against a same-run copy: ms on the device, wall ms, wall ms with new "
-        "gradients, MiB of scratch",
+        title="the step against a same-run copy: bytes moved and held a parameter, ms on the "
+        "device, wall ms, wall ms with new gradients, MiB of scratch",
         title_justify="left",
     )
     table.add_column("case")
@@ -60,9 +60,10 @@ def _bits(result: Result) -> str:
 def _cells(result: Result) -> list[str]:
     figures, size = result.figures, f"{result.bytes_per_parameter:.4g}"
     if figures is None:
-        return [size, "[red]no speed[/red]", *[""] * 5]
+        return [size, "", "[red]no speed[/red]", *[""] * 5]
     return [
         size,
+        f"{figures.held_bytes / figures.elements:.4g}",
         f"{figures.step_ms:.3f}",
         f"{figures.percent_of_copy:.1f}%",
         f"{figures.wall_ms:.3f}",

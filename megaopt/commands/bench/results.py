@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaopt.commands.bench.cases import Case, Mode
+from megaopt.commands.bench.cases import Case
 from megaopt.commands.bench.equality import Check
 from megaopt.commands.bench.measure import Figures
+from megaopt.commands.bench.modes import Mode
 
 __all__ = ["Ratio", "Result", "ratios"]
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from megaopt.commands.bench.cases import MODES
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.parity import examine_parity
 from megaopt.commands.promises import checks

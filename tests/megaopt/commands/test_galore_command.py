@@ -256,9 +256,10 @@ def test_a_bench_without_a_gpu_says_so(megaopt, tmp_path, monkeypatch):
 
 
 FIGURES = Figures(
-    tensors=1, elements=300, bytes=1, repetitions=50, step_ms=2.0, step_ms_quartiles=(1.9, 2.1),
-    copy_bytes=56_000, copy_ms=3.0, copy_ms_quartiles=(2.9, 3.1), wall_ms=2.25, wall_moved_ms=2.5,
-    kernels={"step_kernel": 1, "gemm": 2}, transfers={}, scratch_bytes=2**20,
+    tensors=1, elements=300, bytes=1, held_bytes=1, repetitions=50, step_ms=2.0,
+    step_ms_quartiles=(1.9, 2.1), copy_bytes=56_000, copy_ms=3.0, copy_ms_quartiles=(2.9, 3.1),
+    wall_ms=2.25, wall_moved_ms=2.5, kernels={"step_kernel": 1, "gemm": 2}, transfers={},
+    scratch_bytes=2**20,
 )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megaopt.commands import parity
-from megaopt.commands.bench.cases import MODES
 from megaopt.commands.bench.equality import Check
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.promises import table
 
 PROMISED = [name for name, mode in MODES.items() if mode.twin is not None]

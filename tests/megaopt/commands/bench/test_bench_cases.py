@@ -6,13 +6,17 @@ import pytest
 import torch
 
 import megaopt
-from megaopt.commands.bench import cases
-from megaopt.commands.bench.cases import MODES, Mode, select
-from megaopt.commands.bench.instance import build, bytes_per_step
+from megaopt.commands.bench import modes
+from megaopt.commands.bench.cases import select
+from megaopt.commands.bench.command import CHECKED_ELEMENTS
+from megaopt.commands.bench.instance import build, bytes_held, bytes_per_step
+from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.sets import SETS, TensorSet
 from megaopt.float8 import RECIPES, Float8Weight
 from megaopt.kernels.contracts import CONTRACTS, IEEE
+from megaopt.kernels.formats import MOMENTS
+from megaopt.params.view import ParamView
 
 CPU = torch.device("cpu")
 SIZES = TensorSet(name="s", description="", sizes=(3, 8, 100))
@@ -34,9 +38,28 @@ BYTES = {
     "kahan_stochastic": 26,
     "lion": 20,
     "sgd": 20,
+    "blocks": 10,
+    "blocks-nearest": 10,
+    "remainder8_stochastic-blocks": 12,
+    "bf16-remainders-blocks": 14,
+    "lion-blocks": 8,
+    "sgd-blocks": 8,
+    "blocks-4bit": 8,
     "fp32": 28,
 }
-PLAIN = {name: mode for name, mode in IEEE_MODES.items() if mode.recipe is None}
+# held a parameter without scales; moments, and how many bytes of them; elements of a block
+BLOCKS = {
+    "blocks": (4, 2, 2, 128),
+    "blocks-nearest": (4, 2, 2, 128),
+    "remainder8_stochastic-blocks": (5, 2, 2, 128),
+    "bf16-remainders-blocks": (6, 2, 2, 128),
+    "lion-blocks": (3, 1, 1, 128),
+    "sgd-blocks": (3, 1, 1, 128),
+    "blocks-4bit": (3, 2, 1, 32),
+}
+PLAIN = {
+    name: mode for name, mode in IEEE_MODES.items() if mode.recipe is None and name not in BLOCKS
+}
 FLOAT8 = {name: mode for name, mode in IEEE_MODES.items() if mode.recipe is not None}
 MATRICES = TensorSet.of_shapes("m", "", [(256, 384), (96,), (128, 128)])
 SCALES = {  # bytes of the scales of MATRICES' blocks; the second has one block, of one number
@@ -67,6 +90,35 @@ def test_bytes_of_fp8_weights_with_scales_and_plain_norms(mode: Mode) -> None:
     assert [type(p.data) is Float8Weight for p in instance.parameters] == [True, False, True]
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bytes_of_moments_in_blocks_with_scales_and_fp32_ones_of_norms(name: str) -> None:
+    mode, (held, moments, stored, block) = MODES[name], BLOCKS[name]
+    make = partial(mode.optimizer, backend="reference")
+    instance = build(make, MATRICES, mode.weight_dtype, CPU)
+    instance.optimizer.step()
+    matrices = 256 * 384 + 128 * 128
+    scales, wider = moments * matrices // block, 4 * moments - stored
+    expected = matrices * mode.bytes_per_parameter + 2 * scales
+    assert bytes_per_step(instance) == expected + 96 * (mode.bytes_per_parameter + 2 * wider)
+    assert bytes_held(instance) == matrices * held + scales + 96 * (held + wider)
+
+
+@pytest.mark.parametrize("tensors", SETS.values(), ids=SETS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gate_steps_blocks_wherever_the_measured_set_has_some(
+    name: str, tensors: TensorSet
+) -> None:
+    form = MOMENTS[next(v for v in MODES[name].options.values() if str(v).startswith("block"))]
+
+    def has_blocks(each: TensorSet) -> bool:
+        shapes = each.shapes or [(size,) for size in each.sizes]
+        return any(ParamView(torch.empty(s, device="meta")).keeps_blocks(form) for s in shapes)
+
+    assert has_blocks(tensors.shrunk(CHECKED_ELEMENTS)) == has_blocks(tensors)
+    unpacked = tensors.name != "C" and (form.packed == 1 or bool(tensors.shapes))
+    assert has_blocks(tensors) == unpacked
+
+
 def test_recipes_are_the_default_ones_but_direct_where_te_casts_directly() -> None:
     for name in RECIPES:
         assert MODES[f"fp8-{name}"].recipe == RECIPES[name]
@@ -89,10 +141,10 @@ def test_every_contract_that_exists_has_modes_and_no_other() -> None:
 def test_modes_of_other_contracts_are_left_out_or_named_after_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cases, "CONTRACTS", {"ieee": IEEE, "te": IEEE})
-    made = partial(cases._modes, "m", "some", 20, {}, against=("torch-fused-fp32",))
-    modes = list(made(twins={"te": "transformerengine-bf16", "torch": "torch-fused-fp32"}))
-    assert [(mode.name, mode.contract, mode.twin) for mode in modes] == [
+    monkeypatch.setattr(modes, "CONTRACTS", {"ieee": IEEE, "te": IEEE})
+    made = partial(modes._modes, "m", "some", 20, {}, against=("torch-fused-fp32",))
+    found = list(made(twins={"te": "transformerengine-bf16", "torch": "torch-fused-fp32"}))
+    assert [(mode.name, mode.contract, mode.twin) for mode in found] == [
         ("m", "ieee", None),
         ("te:m", "te", "transformerengine-bf16"),
     ]
@@ -110,7 +162,8 @@ def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
         scaling = mode.recipe.scaling if mode.recipe else None
         assert getattr(PEERS[name], "scaling", None) == scaling
         # one heading for both in the picture
-        assert scaling is None or PEERS[name].description == mode.description
+        named = scaling is not None or mode.name.removeprefix("te:") in BLOCKS
+        assert not named or PEERS[name].description == mode.description
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

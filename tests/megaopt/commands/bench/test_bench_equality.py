@@ -11,9 +11,9 @@ import torch
 
 from megaopt import FusedAdam
 from megaopt.commands.bench import equality
-from megaopt.commands.bench.cases import MODES, Mode
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.instance import Instance, build, state_tensors
+from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS, SHARED, Peer
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bits import as_integers
@@ -29,7 +29,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 @needs_triton
 @pytest.mark.parametrize("mode", IEEE_MODES.values(), ids=IEEE_MODES)
 def test_kernel_passes(mode: Mode) -> None:
-    tensors = TENSORS if mode.weight is None else MATRICES
+    tensors = MATRICES if mode.weight or "blocks" in mode.name else TENSORS
     ((label, one, other),) = equality._beside_reference(mode, tensors, DEVICE)
     assert label == str(mode.weight_dtype)
     assert (one.optimizer.options.backend, other.optimizer.options.backend) == (
@@ -37,18 +37,22 @@ def test_kernel_passes(mode: Mode) -> None:
         "reference",
     )
     assert equality.first_difference(one, other, steps=2) is None
+    if "blocks" in mode.name:
+        moments = list(state_tensors(one, one.parameters[0]).values())[1:]
+        assert moments[0].dtype is torch.uint8
 
 
 def stepped(mode_name: str) -> Instance:
     mode = MODES[mode_name]
     make = partial(mode.optimizer, backend="reference")
-    tensors = TensorSet.of_shapes("s", "", [(3,), (8, 40)])
+    tensors = TensorSet.of_shapes("s", "", [(3,), (64, 64) if mode_name == "blocks" else (8, 40)])
     instance = build(make, tensors, mode.weight_dtype, DEVICE, weight=mode.weight)
     instance.optimizer.step()
     return instance
 
 
-NAMED = ["bf16", "bf16-remainders", "bf16-moments", "fp16-moments", "fp8-moments", "fp32"]
+NAMED = ["bf16", "bf16-remainders", "bf16-moments", "fp16-moments", "fp8-moments", "fp32", "blocks"]
+SCALED = ("fp16-moments", "fp8-moments", "blocks")
 FLOAT8 = [name for name, mode in IEEE_MODES.items() if mode.recipe]
 
 
@@ -57,7 +61,7 @@ def test_one_flipped_bit_is_named_in_every_tensor(mode_name: str) -> None:
     reference = stepped(mode_name)
     names = list(state_tensors(reference, reference.parameters[1]))
     assert {"weight", "exp_avg", "exp_avg_sq"} <= set(names)
-    assert ("exp_avg_scale" in names) == (mode_name in ("fp16-moments", "fp8-moments"))
+    assert ("exp_avg_scale" in names) == (mode_name in SCALED)
     assert ("weight_scale_inv" in names) == (mode_name in FLOAT8)
     assert ("weight_amax_history" in names) == (mode_name == "fp8-delayed")
     for name in names:

@@ -12,9 +12,9 @@ from torch.nn import Parameter
 
 from megaopt import FusedAdam
 from megaopt.commands.bench import float8_peers
-from megaopt.commands.bench.cases import MODES, Mode
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.instance import build, bytes_per_step
+from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.float8 import RECIPES, Float8Recipe

@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 from torch.autograd import DeviceType
 
-from megaopt.commands.bench.cases import MODES, Case
+from megaopt.commands.bench.cases import Case
 from megaopt.commands.bench.equality import Check
 from megaopt.commands.bench.measure import Figures, count_device_work, repetitions
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.picture import OURS, PEER, _rows, draw
 from megaopt.commands.bench.report import print_table, record_of, table_of
@@ -28,6 +29,7 @@ FIGURES = Figures(
     tensors=1,
     elements=1000,
     bytes=28_000,
+    held_bytes=14_000,
     repetitions=50,
     step_ms=2.0,
     step_ms_quartiles=(1.9, 2.1),
@@ -149,14 +151,14 @@ def row(lines: list[str], case: str) -> list[str]:
 
 def test_table_has_figures_and_no_speed_for_a_failed_case() -> None:
     lines = printed(RESULTS, 300)
-    figures = ["28", "2.000", "75.0%", "2.250", "2.500", "1", "1.0"]
+    figures = ["28", "14", "2.000", "75.0%", "2.250", "2.500", "1", "1.0"]
     against = "transformerengine-bf16 1.50x / 4.00x / 8.00x"
     assert row(lines, "A/bf16") == ["A/bf16", "✓ reference", *figures, against]
     peer = row(lines, "A/transformerengine-bf16")
-    assert peer[1:4] == ["", "26.5", "3.000"]
-    assert row(lines, "A/fp32")[1:] == ["differ", "28", "no speed", *[""] * 6]
+    assert peer[1:5] == ["", "26.5", "14", "3.000"]
+    assert row(lines, "A/fp32")[1:] == ["differ", "28", "", "no speed", *[""] * 6]
     assert row(lines, "C/bf16")[1] == "unchecked"
-    assert row(lines, "C/bf16")[7] == "unknown"
+    assert row(lines, "C/bf16")[8] == "unknown"
 
 
 def test_narrow_terminal_cuts_nothing_off() -> None:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megaopt.commands.bench.cases import MODES
 from megaopt.commands.bench.instance import Instance, build
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.sets import SETS, TensorSet
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from step_cases import GROUP, assert_all_agree, block_combinations, name_of
 
 from megaopt import kernels
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import kernel, update
+from megaopt.kernels.step import codes, kernel, update, words
 from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.table import Geometry
 
@@ -129,12 +129,12 @@ TILE_MUTANTS = {
         "tl.join(pair & 15, pair & 15)",
     ),
     "the neighbour's scale is read": (
-        "pointers = scale + rows // FORMAT.block\n",
-        "pointers = scale + tl.maximum(rows // FORMAT.block - 1, 0)\n",
+        "pointers = scale_ptr + rows.to(tl.uint32) // FORMAT.block\n",
+        "pointers = scale_ptr + tl.maximum(rows // FORMAT.block - 1, 0)\n",
     ),
     "one scale a tile": (
-        "largest = tl.max(tl.reshape(tl.max(key, 1), shape), 1)",
-        "largest = tl.max(tl.max(key, 1), 0) + tl.zeros((shape[0],), tl.uint32)",
+        "largest = tl.max(tl.reshape(key, SHAPE), 1)",
+        "largest = tl.max(key, 0) + tl.zeros((SHAPE[0],), tl.uint32)",
     ),
 }
 WINDOW = ("(amax_bits - 1) >> 23, SMALLEST_SCALE", "((amax_bits - 1) >> 23) + 1, SMALLEST_SCALE")
@@ -216,9 +216,9 @@ STEP_MUTANTS = {
         "stored_moments",
     ),
     "the neighbour's scale is read": (
-        "pointers = scale + rows // FORMAT.block\n",
-        "pointers = scale + tl.maximum(rows // FORMAT.block - 1, 0)\n",
-        "block_scales",
+        "pointers = scale_ptr + rows.to(tl.uint32) // FORMAT.block\n",
+        "pointers = scale_ptr + tl.maximum(rows // FORMAT.block - 1, 0)\n",
+        "load_scale",
     ),
 }
 
@@ -243,7 +243,8 @@ def test_the_check_notices_a_mutant_of_the_step(change, tmp_path, device, monkey
     assert_steps(device)
     *change, name = change
     module = mutant(SOURCES / "step" / "blocks.py", change, tmp_path)
-    where = kernel if hasattr(kernel, name) else update
-    monkeypatch.setattr(where, name, getattr(module, name))
+    for where in (kernel, update, codes, words):
+        if hasattr(where, name):
+            monkeypatch.setattr(where, name, getattr(module, name))
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_steps(device)

@@ -12,7 +12,7 @@ from step_cases import GROUP, assert_all_agree, block_combinations, name_of
 
 from megaopt import kernels
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import kernel, update
+from megaopt.kernels.step import codes, kernel, update, words
 from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.table import Geometry
 
@@ -39,19 +39,19 @@ FORMAT_MUTANTS = {
     ),
     "kernel: exp_avg_sq to nearest": (
         "block_e5m3",
-        "return unsigned_code(value, pattern, (bits << 4) | 8)",
-        "return unsigned_code(value, pattern, half(pattern))",
+        "code = unsigned_code(value, pattern, (bits << 4) | 8)",
+        "code = unsigned_code(value, pattern, half(pattern))",
     ),
     "kernel: exp_avg to nearest": (
         "block_e4m3",
-        "return signed_code(value, pattern, (bits << 4) | 8)",
-        "return signed_code(value, pattern, half(pattern))",
+        "code = signed_code(value, pattern, (bits << 4) | 8)",
+        "code = signed_code(value, pattern, half(pattern))",
     ),
     "twin: to nearest": ("block_e4m3", "(bits[0] << 4) | 8 if bits else", ""),
     "kernel: the lower of the bits": (
         "block_e4m3",
-        "return signed_code(value, pattern, (bits << 4) | 8)",
-        "return signed_code(value, pattern, ((bits & 0xFF) << 12) | 8)",
+        "code = signed_code(value, pattern, (bits << 4) | 8)",
+        "code = signed_code(value, pattern, ((bits & 0xFF) << 12) | 8)",
     ),
     "kernel: ties away": (
         "block_e4m3_nearest",
@@ -113,12 +113,12 @@ WINDOW_MUTANTS = {
 }
 TILE_MUTANTS = {
     "the neighbour's scale is read": (
-        "pointers = scale + rows // FORMAT.block\n",
-        "pointers = scale + tl.maximum(rows // FORMAT.block - 1, 0)\n",
+        "pointers = scale_ptr + rows.to(tl.uint32) // FORMAT.block\n",
+        "pointers = scale_ptr + tl.maximum(rows // FORMAT.block - 1, 0)\n",
     ),
     "one scale a tile": (
-        "largest = tl.max(tl.reshape(tl.max(key, 1), shape), 1)",
-        "largest = tl.max(tl.max(key, 1), 0) + tl.zeros((shape[0],), tl.uint32)",
+        "largest = tl.max(tl.reshape(key, SHAPE), 1)",
+        "largest = tl.max(key, 0) + tl.zeros((SHAPE[0],), tl.uint32)",
     ),
     "what lies outside counts": (
         "key = tl.where(mask, key, 0)",
@@ -198,9 +198,9 @@ STEP_MUTANTS = {
         "stored_moments",
     ),
     "the neighbour's scale is read": (
-        "pointers = scale + rows // FORMAT.block\n",
-        "pointers = scale + tl.maximum(rows // FORMAT.block - 1, 0)\n",
-        "block_scales",
+        "pointers = scale_ptr + rows.to(tl.uint32) // FORMAT.block\n",
+        "pointers = scale_ptr + tl.maximum(rows // FORMAT.block - 1, 0)\n",
+        "load_scale",
     ),
     "a tile's first elements are another tile's": (
         "rows = block * BLOCK + tl.arange(0, BLOCK // WIDTH) * WIDTH",
@@ -224,7 +224,8 @@ def test_the_check_notices_a_mutant_of_the_step(change, tmp_path, device, monkey
     assert_steps(device)
     *change, name = change
     module = mutant(SOURCES / "step" / "blocks.py", change, tmp_path)
-    where = kernel if hasattr(kernel, name) else update
-    monkeypatch.setattr(where, name, getattr(module, name))
+    for where in (kernel, update, codes, words):
+        if hasattr(where, name):
+            monkeypatch.setattr(where, name, getattr(module, name))
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_steps(device)

@@ -256,7 +256,13 @@ def _rows(block: int) -> list[Format]:
     signed = {**same, "element": tl.int8, "decode": decode_e4m3, "decode_words": decode_words_e4m3}
     signed |= {"decode_reference": decode_e4m3_reference}
     signed |= {"encode_reference": encode_e4m3_reference}
-    unsigned = {**same, "element": tl.uint8, "decode": decode_e5m3, "decode_words": decode_words_e5m3, "unsigned": True}
+    unsigned = {
+        **same,
+        "element": tl.uint8,
+        "decode": decode_e5m3,
+        "decode_words": decode_words_e5m3,
+        "unsigned": True,
+    }
     unsigned |= {"decode_reference": decode_e5m3_reference}
     unsigned |= {"encode_reference": encode_e5m3_reference}
     return [

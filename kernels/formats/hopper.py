@@ -1,10 +1,9 @@
-"""Codes of 8 bits and of bf16, several at a time, by instructions of NVIDIA's GPUs from compute
-capability 9.0 on.
+"""Codes of 8 bits and of bf16, several at a time, on NVIDIA's GPUs from compute capability 9.0 on.
 
 In steps of 10 bytes a parameter arithmetic takes longer than memory. Of the plain functions
 (block8.py, bfloat16.py) the compiler makes code that handles an element at a time; these handle two
 or four in a register. Values and codes are those of the plain functions in every bit
-(tests/kernels/test_hopper.py).
+(tests/kernels/test_block8.py and test_words.py, on a GPU).
 """
 
 from __future__ import annotations
@@ -92,7 +91,9 @@ def larger_halves(one, other):
 # Of four patterns of scaled magnitudes, $1 to $4, the upper 12 bits, rounded and at most the NaN,
 # as bytes: by the random bits $5 to $8 (from 0 to 65535), or to nearest even.
 DRAWN = "mad.lo.u32 {r}, ${bits}, 16, ${pattern}; add.u32 {r}, {r}, 8;\n"
-NEAREST = "bfe.u32 {r}, ${pattern}, 20, 1; add.u32 {r}, {r}, ${pattern}; add.u32 {r}, {r}, 0x7FFFF;\n"
+NEAREST = (
+    "bfe.u32 {r}, ${pattern}, 20, 1; add.u32 {r}, {r}, ${pattern}; add.u32 {r}, {r}, 0x7FFFF;\n"
+)
 LARGEST = "min.u32 {r}, {r}, {largest};\n"
 PACK = """
     prmt.b32 a, a, b, 0x7632;
@@ -150,17 +151,13 @@ OF_12: tl.constexpr = tl.constexpr("=&r" + ",r" * 12)
 @helper
 def encode_e4m3(value, inverse, bits):
     scaled, pattern = signed_pattern(value, inverse)
-    return tl.inline_asm_elementwise(
-        ENCODE_E4M3, OF_12, [pattern, bits, scaled], tl.int8, True, 4
-    )
+    return tl.inline_asm_elementwise(ENCODE_E4M3, OF_12, [pattern, bits, scaled], tl.int8, True, 4)
 
 
 @helper
 def encode_e4m3_nearest(value, inverse):
     scaled, pattern = signed_pattern(value, inverse)
-    return tl.inline_asm_elementwise(
-        ENCODE_E4M3_NEAREST, OF_8, [pattern, scaled], tl.int8, True, 4
-    )
+    return tl.inline_asm_elementwise(ENCODE_E4M3_NEAREST, OF_8, [pattern, scaled], tl.int8, True, 4)
 
 
 @helper
@@ -174,14 +171,10 @@ def signed_pattern(value, inverse):
 @helper
 def encode_e5m3(value, inverse, bits):
     pattern = (tl.abs(value) * inverse * DOWN_E5M3).to(tl.int32, bitcast=True)
-    return tl.inline_asm_elementwise(
-        ENCODE_E5M3, OF_12, [pattern, bits, value], tl.uint8, True, 4
-    )
+    return tl.inline_asm_elementwise(ENCODE_E5M3, OF_12, [pattern, bits, value], tl.uint8, True, 4)
 
 
 @helper
 def encode_e5m3_nearest(value, inverse):
     pattern = (tl.abs(value) * inverse * DOWN_E5M3).to(tl.int32, bitcast=True)
-    return tl.inline_asm_elementwise(
-        ENCODE_E5M3_NEAREST, OF_8, [pattern, value], tl.uint8, True, 4
-    )
+    return tl.inline_asm_elementwise(ENCODE_E5M3_NEAREST, OF_8, [pattern, value], tl.uint8, True, 4)

@@ -75,7 +75,7 @@ CONSTRAINTS: tl.constexpr = tl.constexpr(",".join(["=&f"] * TOGETHER + ["f"] * (
 
 @helper
 def quotient(numerator, square, eps):
-    """numerator / (sqrt(square) + eps), fp32; of a tile, [rows, 8]: a row to a thread."""
+    """Numerator / (sqrt(square) + eps), fp32; of a tile, [rows, 8]: a row to a thread."""
     if cuda_capability_geq(8, 0) and len(numerator.shape) == 2:
         result = tl.inline_asm_elementwise(
             QUOTIENTS, CONSTRAINTS, [numerator, square, eps], tl.float32, True, 8

@@ -8,7 +8,7 @@ thread, a block's largest value is found by shuffles, and nothing goes through s
 from __future__ import annotations
 
 from megaopt.kernels.formats import hopper
-from megaopt.kernels.formats.block8 import factor, finite_key, inverse_factor, scale_of_key
+from megaopt.kernels.formats.block8 import finite_key, inverse_factor, scale_of_key
 from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 from megaopt.kernels.step.draws import moment_bits
 from megaopt.kernels.step.rows import FIRST_ELEMENT, GRAD, MASTER, MOMENT, WEIGHT
@@ -201,6 +201,23 @@ def inside(offsets, start, elements, FORMATS: tl.constexpr):
 
 
 @helper
+def load_scale(
+    scale_ptr, rows, elements, FORMATS: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr
+):
+    """The scales of the rows' blocks, [rows]; 0 of a moment that is not in blocks."""
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    code = 0
+    if FORMAT.block:
+        # unsigned: no row begins before its chunk
+        pointers = scale_ptr + rows.to(tl.uint32) // FORMAT.block
+        if MASKED:  # noqa: SIM108 at compile time
+            code = tl.load(pointers, mask=rows < elements, other=1)
+        else:
+            code = tl.load(pointers)
+    return code
+
+
+@helper
 def row_key(value, mask, MASKED: tl.constexpr):
     """Of each row of a tile the key of its largest finite magnitude; uint32 [rows]."""
     key = finite_key(value)
@@ -235,7 +252,7 @@ def shared_scales(first, second, mask, SIZE: tl.constexpr, MASKED: tl.constexpr)
 @helper
 def new_scale_of(moments, mask, FORMATS: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    if FORMAT.block:
+    if FORMAT.block:  # noqa: SIM108 at compile time
         scale = shared_scale(moments[INDEX], mask, FORMAT.block, MASKED)
     else:
         scale = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megaopt.kernels.formats.block8 import factor
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.step.blocks import load_block, load_pairs
+from megaopt.kernels.step.blocks import load_block, load_pairs, load_scale
 
 
 @helper
@@ -66,28 +66,11 @@ def load_moment(
 
 
 @helper
-def load_scale(
-    scale_ptr, rows, elements, FORMATS: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr
-):
-    """The scales of the rows' blocks, [rows]; 0 of a moment that is not in blocks."""
-    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    code = 0
-    if FORMAT.block:
-        # unsigned: no row begins before its chunk
-        pointers = scale_ptr + rows.to(tl.uint32) // FORMAT.block
-        if MASKED:  # noqa: SIM108 at compile time
-            code = tl.load(pointers, mask=rows < elements, other=1)
-        else:
-            code = tl.load(pointers)
-    return code
-
-
-@helper
 def numbers_of(codes, scales, FORMATS: tl.constexpr, WITH_PARAM: tl.constexpr):
     """The fp32 numbers of codes as load_codes has them: gradient, param and a tuple of moments.
 
-    Param is what the rule updates: the master's value where there is one, else the weight's; without
-    WITH_PARAM 0. scales: of the master and the moments' tensors.
+    Param is what the rule updates: the master's value where there is one, else the weight's; 0
+    without WITH_PARAM. scales: of the master and the moments' tensors.
     """
     grad_code, weight, master, moment_codes, scale_codes = codes
     COUNT: tl.constexpr = FORMATS.moment_count

@@ -304,10 +304,9 @@ def step_ahead(
 ):
     """The unmasked blocks from `block` on, each with the next one's codes on their way.
 
-    Returns the amaxes, raised to theirs, and the block behind them. Where arithmetic takes as long as memory, few warps find room on a
-    multiprocessor, and waiting for loads was a third of their time.
+    Where arithmetic takes as long as memory, few warps find room on a multiprocessor, and waiting
+    for loads was a third of their time. Returns the amaxes, raised to theirs, and the block behind.
     """
-    start = place[2]
     if block < unmasked:
         rows = rows_of(block, FORMATS, BLOCK, WIDTH)
         words = load_words(pointers, scales[1], rows, FORMATS, WIDTH, RULE.reads_param)
@@ -372,7 +371,15 @@ def step_chunk(
         while block < unmasked:
             offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
             codes = load_codes(
-                pointers, moment_scales, offsets, 0, elements, None, FORMATS, False, RULE.reads_param
+                pointers,
+                moment_scales,
+                offsets,
+                0,
+                elements,
+                None,
+                FORMATS,
+                False,
+                RULE.reads_param,
             )
             amax_bits = step_block(
                 table_ptr, place, pointers, numbers_of(codes, scales, FORMATS, RULE.reads_param),

@@ -19,6 +19,7 @@ from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.scales import scratch_rows
 from megaopt.kernels.step.table import (
     OWN,
+    OWN_BLOCK_PAIR,
     OWN_BLOCKS,
     OWN_DRAWN,
     OWN_SCALED,
@@ -193,7 +194,7 @@ def _geometry(formats: Formats) -> Geometry:
     if formats.scaled:
         return OWN_SCALED
     if formats.block:
-        return OWN_BLOCKS
+        return OWN_BLOCK_PAIR if formats.block_pair else OWN_BLOCKS
     drawn = sum(form.draws for form in formats.by_slot.values())
     return OWN_DRAWN if drawn > 1 else OWN
 

@@ -52,17 +52,31 @@ COMPILED_SCALED = Geometry(512, 32, 2)
 # 1024 x 2, 4, 8: 61.2 65.2 66.6; with 2 warps 512 x 4: 80.3, 256 x 8: 88.7; with 8 warps 1024 x 4:
 # 80.0. Beside fp32 moments 512 x 4 is better: 24-bit masters 94.2 and 93.7, Kahan 96.2 and 94.9.
 COMPILED_DRAWN = Geometry(512, 8)
-# Moments in blocks of 8 bits, where arithmetic takes longer than memory: ms on set B for 10 bytes
-# (bf16 weights without masters, stochastic), whose copy takes 2.34, with at most 64, 96 and as many
-# registers as the compiler takes: 512 x 8: 4.17 - 6.09; 1024 x 8: - 4.20 5.14; 1024 x 4: - - 5.20.
-# To nearest 1024 x 8: - 3.80 4.23, with exact masters, 14 bytes, - 4.74 5.61.
-COMPILED_BLOCKS = Geometry(1024, 8, registers=96)
+# Moments in blocks of 8 bits, where arithmetic takes as long as memory: percent of copy on set B
+# (which takes 2.34 ms) for 10 bytes, ieee and te, and for Lion's 8, with at most so many registers:
+#
+# | geometry        | any            | 112            | 96             | 80             |
+# |-----------------|----------------|----------------|----------------|----------------|
+# | 1024 x 8        | 52.8 61.2 73.4 | 61.2 60.3 67.3 | 65.5 66.1 73.4 | 60.3 66.6 77.0 |
+# | 1024 x 32       |                |                | 71.9 72.8 79.4 |                |
+# | 512 x 8, 2 w.   | 67.3 74.3 80.5 |                |                |                |
+# | 512 x 32, 2 w.  | 70.8 79.9 87.1 | 71.5 74.7 79.8 | 71.8 81.6 84.1 | 66.1 81.4 87.2 |
+# | 512 x 64, 2 w.  | 70.6 79.3 86.3 |                |                |                |
+# | 256 x 32, 1 w.  | 69.5 82.9 86.0 |                |                |                |
+# | 256 x 64, 1 w.  | 71.5 83.4 86.3 | 69.7 74.8 84.1 | 70.8 79.4 84.1 | 65.5 80.4 88.1 |
+#
+# A program's first loads, which wait for each other, count less in a longer one. Without the next
+# block's codes on their way (kernel.step_ahead) 1024 x 8 with 96 was 66.0 67.4 65.7, and before
+# several codes at a time (formats/hopper.py) 55.7 at 10 bytes.
+COMPILED_BLOCKS = Geometry(512, 32, 2)
+COMPILED_BLOCK_PAIR = Geometry(512, 32, 2, registers=96)
 # An interpreted operation costs some 15 microseconds whatever its size: fewer, larger programs.
 INTERPRETER = Geometry(16384, 1, span=4)
 OWN = INTERPRETER if INTERPRETED else COMPILED
 OWN_SCALED = INTERPRETER if INTERPRETED else COMPILED_SCALED
 OWN_DRAWN = INTERPRETER if INTERPRETED else COMPILED_DRAWN
 OWN_BLOCKS = INTERPRETER if INTERPRETED else COMPILED_BLOCKS
+OWN_BLOCK_PAIR = INTERPRETER if INTERPRETED else COMPILED_BLOCK_PAIR
 
 
 # Finding the rows of a smaller array takes as long as copying all of it.

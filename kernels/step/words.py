@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megaopt.kernels.formats.block8 import factor
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.step.codes import load_scale
+from megaopt.kernels.step.blocks import load_scale
 
 
 @helper
@@ -67,7 +67,7 @@ def numbers_of_words(
                 moment_words[index], scales[1][index], scale_codes[index], FORMATS, index, WIDTH
             ),
         )
-    if WITH_PARAM:  # noqa: SIM108 at compile time
+    if WITH_PARAM:
         param = decoded_param(weight, master, scales[0], FORMATS, WIDTH)
     else:
         param = tl.zeros_like(grad)
@@ -89,7 +89,9 @@ def decoded_param(weight, master, master_scale, FORMATS: tl.constexpr, WIDTH: tl
     WEIGHT: tl.constexpr = FORMATS.weight
     MASTER: tl.constexpr = FORMATS.master
     if MASTER.joined:
-        param = MASTER.decode(codes_of_words(weight, WEIGHT, WIDTH), codes_of_words(master, MASTER, WIDTH))
+        param = MASTER.decode(
+            codes_of_words(weight, WEIGHT, WIDTH), codes_of_words(master, MASTER, WIDTH)
+        )
     elif MASTER.present:
         param = decoded(master, master_scale, MASTER, WIDTH)
     else:

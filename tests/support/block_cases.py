@@ -8,7 +8,7 @@ from bits import assert_same_bits
 from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
 from megaopt.kernels.formats.block8 import factor, inverse_factor
 from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
-from megaopt.kernels.step import blocks, codes
+from megaopt.kernels.step import blocks
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import decoded, store_blocks
 
@@ -123,8 +123,7 @@ def scale_count(form, count, lead):
 
 
 def launched(kernel, form, tensors, lead, module):
-    homes = (module, blocks, codes)
-    functions = [next(vars(each)[name] for each in homes if name in vars(each)) for name in FUNCTIONS]
+    functions = [getattr(module, name) for name in FUNCTIONS]
     count = tensors[0].numel()
     programs = -(-(count + lead) // TILE)
     with np.errstate(all="ignore"):
@@ -137,7 +136,7 @@ def as_element(form, code):
 
 
 def stored_by_kernel(form, value, bits, lead, device, module=blocks):
-    """Codes and scales; module: megaopt.kernels.step.blocks, or a mutant of it or of codes."""
+    """Codes and scales; module: megaopt.kernels.step.blocks, or a mutant of it."""
     code = torch.zeros(value.numel() // form.packed, dtype=torch.uint8, device=device)
     scale = torch.zeros(scale_count(form, value.numel(), lead), dtype=torch.uint8, device=device)
     own = as_element(form, code)

@@ -20,16 +20,19 @@ READY :=
 BIN :=
 endif
 
-.PHONY: regress test test-all test-gpu lint types package check clean
+.PHONY: regress test test-all test-exhaustive test-gpu lint types package check clean
 
 regress: $(READY)
 	$(BIN)megaopt regress $(CONFIG)
 
 test: $(READY)
-	$(BIN)pytest -m "not gpu and not slow" -n $(JOBS) --dist loadfile
+	$(BIN)pytest -m "not gpu and not slow and not exhaustive" -n $(JOBS) --dist loadfile
 
 test-all: $(READY)
-	$(BIN)pytest -m "not gpu" -n $(JOBS) --dist loadfile
+	$(BIN)pytest -m "not gpu and not exhaustive" -n $(JOBS) --dist loadfile
+
+test-exhaustive: $(READY)
+	$(BIN)pytest -m "exhaustive and not gpu" -n $(JOBS) --dist worksteal
 
 test-gpu: $(READY)
 	$(BIN)pytest -m gpu

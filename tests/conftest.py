@@ -20,8 +20,11 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def pytest_collection_modifyitems(items):
     for item in items:
         # by name: whichever of its parameters alternates, both its values are among either half
-        if "halved" in item.keywords and zlib.crc32(item.name.encode()) % 2:
+        number = zlib.crc32(item.name.encode())
+        if "halved" in item.keywords and number % 2:
             item.add_marker(pytest.mark.slow)
+        if "thirds" in item.keywords and "slow" in item.keywords and number // 2 % 3:
+            item.add_marker(pytest.mark.exhaustive)
     if torch.cuda.is_available():
         return
     for item in items:

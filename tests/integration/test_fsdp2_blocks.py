@@ -70,6 +70,7 @@ def test_scales_are_sharded_as_their_parameter(on_ranks, world):
 )
 @pytest.mark.parametrize("kind", ["stochastic", "blocks of 64"])
 @pytest.mark.halved
+@pytest.mark.thirds
 def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
     options, folder = KINDS[kind], str(tmp_path / "checkpoint")
     on_ranks(worlds[0], fsdp2_blocks.save, options, 2, folder, flat)

@@ -100,6 +100,7 @@ def test_some_combinations_agree(device):
 
 
 @pytest.mark.slow
+@pytest.mark.thirds
 @pytest.mark.parametrize("remainder", range(10))
 def test_every_combination_agrees(remainder, device):
     for formats in EVERY[remainder::10]:
@@ -107,6 +108,7 @@ def test_every_combination_agrees(remainder, device):
 
 
 @pytest.mark.slow
+@pytest.mark.thirds
 @pytest.mark.parametrize("rule", OTHER_RULES, ids=lambda rule: rule.name)
 def test_some_combinations_agree_by_other_rules(rule, device):
     assert_some_agree(EVERY[::23], rule, COUNTS, PLACES, device)

@@ -89,6 +89,7 @@ def test_decay_in_the_gradient_agrees(device):
 
 
 @pytest.mark.slow
+@pytest.mark.thirds
 @pytest.mark.parametrize("remainder", range(4))
 def test_one_combination_in_ten_agrees(remainder, device):
     """All of them take too long for every run."""
@@ -97,6 +98,7 @@ def test_one_combination_in_ten_agrees(remainder, device):
 
 
 @pytest.mark.slow
+@pytest.mark.thirds
 @pytest.mark.parametrize("rule", OTHER_RULES, ids=lambda rule: rule.name)
 def test_some_combinations_agree_by_other_rules(rule, device):
     assert_some_agree(EVERY[::43], rule, COUNTS, PLACES, device)

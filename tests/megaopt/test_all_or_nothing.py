@@ -177,12 +177,14 @@ for name in ("add_param_group", "master_weights"):
     del COMPUTING[name]
 
 
+@pytest.mark.thirds
 @some_or_all(11)
 @pytest.mark.parametrize(("start", "do"), COMPUTING.values(), ids=COMPUTING)
 def test_an_operation_that_fails_changes_nothing(start, do, stride):
     assert failures(start, do, Failing, stride) > 0
 
 
+@pytest.mark.thirds
 @some_or_all(61)
 @pytest.mark.parametrize(("start", "do"), ATTACKED.values(), ids=ATTACKED)
 def test_a_line_that_fails_changes_nothing(start, do, stride):

@@ -75,7 +75,7 @@ def errors(tool, found, scenarios):
 
 
 CELLS = [pytest.param(0.95, 1, 400, id="0.95")] + [
-    pytest.param(beta2, 2, 5000, id=f"{beta2}, 5,000 steps", marks=pytest.mark.slow)
+    pytest.param(beta2, 2, 5000, id=f"{beta2}, 5,000 steps", marks=pytest.mark.exhaustive)
     for beta2 in (0.95, 0.99, 0.999, 0.9999)
 ]
 

@@ -76,7 +76,7 @@ def test_masters_follow_a_decay_of_a_millionth(dtype, options, count, steps):
 
 @pytest.mark.parametrize(
     ("count", "steps", "bound"),
-    [(2**13, 400, 0.08), pytest.param(2**16, 2000, 0.01, marks=pytest.mark.slow)],
+    [(2**13, 400, 0.08), pytest.param(2**16, 2000, 0.01, marks=pytest.mark.exhaustive)],
 )
 def test_weights_alone_follow_it_too(count, steps, bound):
     """By 1e-5 a step: one in some 600 moves a bf16 weight, so that it takes more of them.

@@ -157,6 +157,7 @@ def test_an_interrupt_while_modules_are_imported(start):
 
 
 @pytest.mark.slow
+@pytest.mark.thirds
 @pytest.mark.parametrize("group", [True, False])
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("later", [0.0, 0.3, 3.0])
@@ -169,6 +170,7 @@ def test_every_part_of_a_run_may_be_interrupted(start, name, group, later):
 
 
 @pytest.mark.slow
+@pytest.mark.thirds
 @pytest.mark.parametrize("seed", range(20))
 def test_any_moment_will_do(start, seed):
     rng = random.Random(seed)
@@ -180,6 +182,7 @@ def test_any_moment_will_do(start, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.thirds
 @pytest.mark.parametrize("arguments", [("doctor",), ("doctor", "--check"), ("bench",)])
 @pytest.mark.parametrize("later", [0.0, 2.0, 4.0])
 def test_other_commands_may_be_interrupted(start, arguments, later):

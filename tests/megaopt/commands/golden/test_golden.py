@@ -53,6 +53,7 @@ def test_the_reference_has_the_bits_of_the_record(case):
 
 
 @cases_of(ANY_MACHINE, QUICK)
+@pytest.mark.thirds
 def test_the_kernels_have_the_bits_of_the_record(case, device):
     assert run(case, "triton", device) == RECORD.digests[ANY_MACHINE][case.name]
 

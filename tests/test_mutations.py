@@ -65,16 +65,16 @@ RULE_MUTANTS = {
         "\n    return param, (exp_avg, exp_avg_sq)\n",
     ),
     "kernel: eps outside the root": (
-        "tl.math.sqrt_rn(exp_avg_sq * correction2) + eps",
-        "tl.math.sqrt_rn(exp_avg_sq * correction2 + eps)",
+        "exp_avg_sq * correction2, eps)",
+        "exp_avg_sq * correction2 + eps, 0.0)",
     ),
     "kernel: other association of the square": (
         "one_minus_beta2 * (grad * grad)\n    return exp_avg, exp_avg_sq\n\n\n@helper",
         "(one_minus_beta2 * grad) * grad\n    return exp_avg, exp_avg_sq\n\n\n@helper",
     ),
     "kernel: reciprocal instead of division": (
-        "tl.math.div_rn(exp_avg * correction1, denominator)",
-        "(exp_avg * correction1) * tl.math.div_rn(tl.full((), 1.0, tl.float32), denominator)",
+        "quotient(exp_avg * correction1, exp_avg_sq",
+        "(exp_avg * correction1) * quotient(tl.full((), 1.0, tl.float32), exp_avg_sq",
     ),
     "kernel: no weight decay": (
         "direction(exp_avg, exp_avg_sq, scalars) + weight_decay * param",
@@ -242,7 +242,7 @@ ENCODING_MUTANTS = {
     ),
     "bf16 twin: to nearest": (
         ("bfloat16.py", "bfloat16_stochastic"),
-        ("pattern | 0x400000, pattern + bits)", "pattern | 0x400000, pattern + 0x8000)"),
+        ("value.view(torch.int32) + bits)", "value.view(torch.int32) + 0x8000)"),
     ),
     "fp16 kernel: the lower of the bits": (
         ("float16.py", "float16_stochastic"),

@@ -362,7 +362,7 @@ def step_chunk(
     amax_bits = tl.zeros_like(offsets_of(0, FORMATS, BLOCK, WIDTH))
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
     block = first_block(start, FORMATS)
-    if FORMATS.loads_ahead:
+    if FORMATS.loads_ahead and WIDTH == 8:
         amax_bits, block = step_ahead(
             table_ptr, place, pointers, scales, inverses, scalars, controls, draw, weight_scale,
             amax_bits, block, elements, unmasked, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH,

@@ -370,17 +370,11 @@ def step_chunk(
     else:
         while block < unmasked:
             offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
+            rows = rows_of(block, FORMATS, BLOCK, WIDTH)
             codes = load_codes(
-                pointers,
-                moment_scales,
-                offsets,
-                0,
-                elements,
-                None,
-                FORMATS,
-                False,
-                RULE.reads_param,
-            )
+                pointers, moment_scales, offsets, rows, elements, None,
+                FORMATS, False, RULE.reads_param,
+            )  # fmt: skip
             amax_bits = step_block(
                 table_ptr, place, pointers, numbers_of(codes, scales, FORMATS, RULE.reads_param),
                 inverses, scalars, controls, draw, weight_scale, amax_bits, block, elements,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 
-TOGETHER = 8
+TOGETHER: tl.constexpr = tl.constexpr(8)
 # Operands: results $0 to $7, n $8 to $15, x $16 to $23, eps $24 (and in 7 more).
 # The sequences are CUDA's own. They are right where no step leaves the normal numbers: for
 # x >= 2**-100 (the remainder of the root is a multiple of 2**-148), for eps <= 2**62, so that
@@ -48,7 +48,7 @@ _LONG = """
 
 
 def _eight(lines: str) -> str:
-    each = range(TOGETHER)
+    each = range(8)
     places = [{"$Q": f"${i}", "$N": f"${i + 8}", "$X": f"${i + 16}"} for i in each]
     return "".join(
         lines.replace("$Q", at["$Q"]).replace("$N", at["$N"]).replace("$X", at["$X"])
@@ -70,13 +70,14 @@ QUOTIENTS: tl.constexpr = tl.constexpr(
     + _eight(_LONG)
     + "DONE:\n}"
 )
-CONSTRAINTS: tl.constexpr = tl.constexpr(",".join(["=&f"] * TOGETHER + ["f"] * (3 * TOGETHER)))
+CONSTRAINTS: tl.constexpr = tl.constexpr(",".join(["=&f"] * 8 + ["f"] * 24))
 
 
 @helper
 def quotient(numerator, square, eps):
-    """Numerator / (sqrt(square) + eps), fp32; of a tile, [rows, 8]: a row to a thread."""
-    if cuda_capability_geq(8, 0) and len(numerator.shape) == 2:
+    """Numerator / (sqrt(square) + eps), fp32."""
+    # a tile of the step, [rows, 8]: each thread has eight
+    if cuda_capability_geq(8, 0) and numerator.shape[-1] == TOGETHER:
         result = tl.inline_asm_elementwise(
             QUOTIENTS, CONSTRAINTS, [numerator, square, eps], tl.float32, True, 8
         )

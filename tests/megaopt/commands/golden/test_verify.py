@@ -147,8 +147,8 @@ def test_a_change_of_a_format_is_named(
 
 def test_a_change_of_a_kernel_is_named(megaopt, monkeypatch, tmp_path, device):
     change = (
-        "tl.math.div_rn(exp_avg * correction1, denominator)",
-        "(exp_avg * correction1) * tl.math.div_rn(tl.full((), 1.0, tl.float32), denominator)",
+        "quotient(exp_avg * correction1, exp_avg_sq",
+        "(exp_avg * correction1) * quotient(tl.full((), 1.0, tl.float32), exp_avg_sq",
     )
     module = changed("rules/adam_ieee.py", change, tmp_path)
     monkeypatch.setitem(RULES, ("adamw", "ieee"), module.ADAMW_IEEE)

@@ -9,17 +9,20 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from megaopt.batches import Batches
 from megaopt.checks import NOT_NEGATIVE, one_of, refuse
+from megaopt.galore_checks import check_matrix, check_not_flattened, check_split
 from megaopt.galore_state import from_galore_torch
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import MASTERS, Format
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.kernels.step.watch import Grads
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import FLAGS, Numbers, Options
-from megaopt.params import ParamView, view_of
+from megaopt.owned import Owned
 from megaopt.torch_names import check_arguments
 
 PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
@@ -113,31 +116,15 @@ class GaLoreOptions(Options):
         if not _is_count(rank):
             refuse(f"{where}: rank", "None or a whole number >= 1", rank)
         for index, param in enumerate(group["params"]):
-            _check_matrix(param, rank, f"{where}: rank", f"its parameter {index}")
+            which = f"its parameter {index}"
+            check_matrix(param, rank, f"{where}: rank", which)
+            low_rank = self.low_rank(param, group)
+            if low_rank is not None:
+                check_split(param, low_rank, group["proj_type"], self.refresh, where, which)
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
-
-
-def _check_matrix(param: torch.Tensor, rank: int, name: str, which: str) -> None:
-    """Raises ValueError for a parameter that cannot have a rank, or not this one."""
-    if type(view_of(param)) is not ParamView:
-        refuse(
-            name, f"None beside {which}, a {type(param).__name__}: only plain matrices are "
-            "projected yet", rank,
-        )  # fmt: skip
-    if len(getattr(param, "megaopt_whole_shape", ())) == 2:
-        refuse(
-            name, f"None beside {which}, a flat part of a matrix, which has neither its rows nor "
-            "its columns", rank,
-        )  # fmt: skip
-    if param.dim() == 2 and 0 < min(param.shape) < rank:
-        least = min(param.shape)
-        refuse(
-            name, f"a whole number from 1 to {least}, the smaller dimension of {which}, of shape "
-            f"{tuple(param.shape)}", rank,
-        )  # fmt: skip
 
 
 class GaLoreAdamW(FusedOptimizer):
@@ -192,6 +179,9 @@ class GaLoreAdamW(FusedOptimizer):
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.
     """
+
+    _given: set[int] | None = None
+    """id() of each parameter that it was given; None in copies, which do not know."""
 
     def __init__(
         self,
@@ -263,6 +253,7 @@ class GaLoreAdamW(FusedOptimizer):
             "scale": scale,
             "proj_type": proj_type,
         }
+        self._given = set()
         super().__init__(params, defaults, options, master_weights)
         self.use_decoupled_grad = use_decoupled_grad
 
@@ -280,6 +271,17 @@ class GaLoreAdamW(FusedOptimizer):
                 f"kernel='hybrid' does not work for {label} on {param.device}: {reason}; "
                 "kernel='torch' works everywhere"
             )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As FusedAdam's."""
+        super().add_param_group(param_group)
+        if self._given is not None:
+            self._given.update(map(id, self.param_groups[-1]["params"]))
+
+    def _sort(self, owned: Owned, grads: Grads) -> Batches:
+        if self._given is not None:
+            check_not_flattened(owned.groups, self._given)
+        return super()._sort(owned, grads)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As FusedAdam's; state dicts of galore_torch's AdamW load too, projections included."""

@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from megaopt.kernels.lowrank.parts import WHOLE, Parts
 from megaopt.kernels.lowrank.products import product, projected
 from megaopt.kernels.lowrank.spec import RIGHT, LowRank
 from megaopt.kernels.rules.base import draw_numbers
@@ -52,7 +53,11 @@ def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torc
 
 
 def iterated(
-    grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor, passes: int = 1
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    known: torch.Tensor,
+    passes: int = 1,
+    parts: Parts = WHOLE,
 ) -> torch.Tensor:
     """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
 
@@ -64,20 +69,42 @@ def iterated(
         low_rank: of the projection.
         known: the projection so far.
         passes: how many.
+        parts: of the gradient's rows, on the right; of its columns, on the left.
     """
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known.mT) if right else (grad.mT, known)
-    amax = matrix.abs().amax()
+    amax = parts.largest(_amax(matrix))
     says = amax.isfinite() & (amax > 0)
     matrix = matrix * _power_of_two_below(amax)
-    norm = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     for _ in range(passes):
         image = product(matrix, basis)
-        found = product(matrix.mT, image).double()
-        columns, independent = orthonormal(found, _floor(image, norm))
+        found, squares = _added_up(product(matrix.mT, image), image, matrix, parts)
+        columns, independent = orthonormal(found, _floor(squares, parts.rows(image.shape[0])))
         basis = columns.to(grad.dtype)
     says = says & independent  # of the last pass: the first ones see weak directions squared
-    return torch.where(says, basis.mT if right else basis, known)
+    return parts.alike(torch.where(says, basis.mT if right else basis, known).contiguous())
+
+
+def _amax(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+
+
+def _added_up(
+    found: torch.Tensor, image: torch.Tensor, matrix: torch.Tensor, parts: Parts
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a pass found, and the squares of the image's columns and of the matrix, of all parts.
+
+    fp64 [k, rank] and [rank + 1], in one sum.
+    """
+    squares = (square(image, 0), square(matrix).reshape(1))
+    whole = parts.add_up(torch.cat([found.double().flatten(), *squares]))
+    return whole[: found.numel()].view(found.shape), whole[found.numel() :]
+
+
+def square(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The sum of squares, fp64: of all numbers, or of each column with dim=0."""
+    norm: torch.Tensor = torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float64)
+    return norm.square()
 
 
 def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
@@ -86,16 +113,22 @@ def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(amax), -exponent)
 
 
-def _floor(image: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+def _floor(squares: torch.Tensor, rows: int) -> torch.Tensor:
     """How long a column of matrix.mT @ image may be by rounding alone, fp64 [rank].
 
     A sum of k products, each sum rounded to fp32, is off by UNIT times a partial sum at each of k
     places; errors of random signs add up to sqrt(k) of that. Partial sums are at most the norm of
     the matrix's column times that of the image's (Cauchy-Schwarz), and all columns of the matrix
-    together have the matrix's norm. 4: so many times the mean error is not met by chance.
+    together have the matrix's norm. 4: so many times the mean error is not met by chance. Sums of
+    parts, added up in fp64, are no worse.
+
+    Args:
+        squares: of the norms of the image's columns, and behind them of the matrix's.
+        rows: k, of all parts.
     """
-    own: torch.Tensor = torch.linalg.vector_norm(image, dim=0, dtype=torch.float64)
-    return norm * own * (4.0 * UNIT * math.sqrt(image.shape[0]))
+    own, norm = squares[:-1].sqrt(), squares[-1].sqrt()
+    floor: torch.Tensor = norm * own * (4.0 * UNIT * math.sqrt(rows))
+    return floor
 
 
 def orthonormal(columns: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,12 +167,12 @@ def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:
 
 
 def captured_energy(
-    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor
+    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor, parts: Parts = WHOLE
 ) -> torch.Tensor:
     """How much of a gradient's square the projection keeps, from 0 to 1, fp32 of shape ().
 
     0 of a gradient that is 0.
     """
     low = projected(grad, projection, low_rank.side)
-    kept, whole = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (low, grad))
-    return torch.where(whole == 0, 0.0, (kept / whole).square()).float()
+    kept, whole = parts.add_up(torch.stack([square(low), square(grad)])).unbind()
+    return torch.where(whole == 0, 0.0, kept / whole).float()

@@ -14,6 +14,7 @@ from megaopt.kernels.calling import call
 from megaopt.kernels.formats import NONE
 from megaopt.kernels.lowrank import kernel
 from megaopt.kernels.lowrank.formats import apply_formats, direction_formats
+from megaopt.kernels.lowrank.parts import WHOLE, Parts
 from megaopt.kernels.lowrank.products import projected
 from megaopt.kernels.lowrank.reference import refreshed_with_energy
 from megaopt.kernels.lowrank.spec import RIGHT
@@ -66,10 +67,13 @@ class HybridPlan:
         """Of each matrix, for the coming step."""
         self._buffers: Buffers = {}
         places = places or in_order(len(shapes))
+        pairs = zip(places, shapes, strict=True)
+        low_places = [self.low_rank.low_place(place, shape) for place, shape in pairs]
         sizes = [shape.numel() for shape in shapes]
         low_sizes = [torch.Size(self.low_rank.low_shape(shape)).numel() for shape in shapes]
         low = direction_formats(formats)
-        self._direction = TritonPlan(low, GALORE_DIRECTION, low_sizes, groups, device, None, places)
+        own = (low_sizes, groups, device, None, low_places)
+        self._direction = TritonPlan(low, GALORE_DIRECTION, *own)
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         self._measured = TritonPlan(measured, GALORE_APPLY, sizes, groups, device)
         self._apply = apply_formats(formats)
@@ -87,10 +91,11 @@ class HybridPlan:
         self._measured.accumulate(bins)
 
     def refreshed(
-        self, index: int, known: torch.Tensor | None, seed: int
+        self, index: int, known: torch.Tensor | None, seed: int, parts: Parts = WHOLE
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As LowRankReferencePlan.refreshed."""
-        return refreshed_with_energy(self._grad(index), self.low_rank, known, self.by_svd, seed)
+        how = (self.by_svd, seed, parts)
+        return refreshed_with_energy(self._grad(index), self.low_rank, known, *how)
 
     def step(
         self,
@@ -131,7 +136,8 @@ class HybridPlan:
             "num_warps": WARPS,
         }
         arguments = (table, self._tiles.table, scalars, controls, *sizes)
-        call(kernel.back_project_kernel, self._tiles.count, arguments, options)
+        if self._tiles.count:
+            call(kernel.back_project_kernel, self._tiles.count, arguments, options)
 
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""

@@ -15,6 +15,7 @@ from megaopt.kernels.lowrank.basis import (
     sketched,
 )
 from megaopt.kernels.lowrank.formats import apply_formats, direction_formats
+from megaopt.kernels.lowrank.parts import WHOLE, Parts
 from megaopt.kernels.lowrank.products import projected, projected_back
 from megaopt.kernels.lowrank.spec import LowRank
 from megaopt.kernels.norm.reference import accumulate_reference
@@ -61,7 +62,7 @@ class LowRankReferencePlan:
         accumulate_reference(self._buffers["grad"], bins)
 
     def refreshed(
-        self, index: int, known: torch.Tensor | None, seed: int
+        self, index: int, known: torch.Tensor | None, seed: int, parts: Parts = WHOLE
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A matrix's projection by its gradient, and what part of the gradient that captures.
 
@@ -69,8 +70,10 @@ class LowRankReferencePlan:
             index: the matrix's place.
             known: its projection so far, None where there was none.
             seed: of the sketch that the first one begins with.
+            parts: whoever holds its other rows.
         """
-        return refreshed_with_energy(self._grad(index), self.low_rank, known, self.by_svd, seed)
+        how = (self.by_svd, seed, parts)
+        return refreshed_with_energy(self._grad(index), self.low_rank, known, *how)
 
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
@@ -78,7 +81,8 @@ class LowRankReferencePlan:
         """One step, by `projections`; arguments as megaopt.kernels.backends.Plan has them."""
         if controls is None or not bool(controls[SKIP]):
             for index, group in enumerate(self.groups):
-                self._step_matrix(index, scalars[group], controls)
+                if self._buffers["weight"][index].numel():
+                    self._step_matrix(index, scalars[group], controls)
         self._buffers = {}  # gradients may go
 
     def _step_matrix(
@@ -88,7 +92,8 @@ class LowRankReferencePlan:
         low = projected(self._grad(index), projection, side)
         formats = direction_formats(self.formats)
         own = self._tensors(formats, index, grad=low, weight=low)
-        step_tensor(own, formats, GALORE_DIRECTION, scalars, controls, place)
+        low_place = self.low_rank.low_place(place, self._buffers["weight"][index].shape)
+        step_tensor(own, formats, GALORE_DIRECTION, scalars, controls, low_place)
         formats = apply_formats(self.formats)
         own = self._tensors(formats, index, grad=projected_back(low, projection, side))
         step_tensor(own, formats, GALORE_APPLY, scalars, None, place)
@@ -111,15 +116,25 @@ class LowRankReferencePlan:
 
 
 def refreshed_with_energy(
-    grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor | None, by_svd: bool, seed: int
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    known: torch.Tensor | None,
+    by_svd: bool,
+    seed: int,
+    parts: Parts = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A new projection of a gradient, and what part of the gradient's square it keeps."""
-    projection = refreshed(grad, low_rank, known, by_svd, seed)
-    return projection, captured_energy(grad, low_rank, projection)
+    projection = refreshed(grad, low_rank, known, by_svd, seed, parts)
+    return projection, captured_energy(grad, low_rank, projection, parts)
 
 
 def refreshed(
-    grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor | None, by_svd: bool, seed: int
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    known: torch.Tensor | None,
+    by_svd: bool,
+    seed: int,
+    parts: Parts = WHOLE,
 ) -> torch.Tensor:
     """A new projection of a gradient [m, n]; fp32 or fp64, as the gradient is."""
     passes = 1
@@ -128,4 +143,4 @@ def refreshed(
         known = sketched(low_rank, grad.shape, seed, grad.device).to(grad.dtype)
     if by_svd:
         return singular(grad, low_rank, known)
-    return iterated(grad, low_rank, known, passes).contiguous()
+    return iterated(grad, low_rank, known, passes, parts)

@@ -11,7 +11,12 @@ import torch
 
 from megaopt.batches import Batches
 from megaopt.checks import NOT_NEGATIVE, one_of, refuse
-from megaopt.galore_checks import check_matrix, check_not_flattened, check_split
+from megaopt.galore_checks import (
+    check_matrix,
+    check_not_flattened,
+    check_refresh,
+    check_split,
+)
 from megaopt.galore_state import from_galore_torch
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import MASTERS, Format
@@ -171,6 +176,9 @@ class GaLoreAdamW(FusedOptimizer):
         bias_correction: galore_torch's correct_bias.
         exp_avg_dtype: of the moment, also of the projected gradient, as for FusedAdam.
         exp_avg_sq_dtype: likewise.
+        capturable: as for FusedAdam: lr and step are tensors on the device, and a CUDA graph may
+            repeat `step()`. That makes only projections that are not there yet; `refresh()`, called
+            between replays, makes those anew whose turn it is.
         dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
         use_decoupled_grad, nonfinite, on_external_write, backend, maximize, foreach,
         differentiable, fused: as for FusedAdam. The seed is also that of the first projections.
@@ -208,6 +216,7 @@ class GaLoreAdamW(FusedOptimizer):
         weight_rounding: str = "nearest",
         seed: int = 0,
         use_decoupled_grad: bool = False,
+        capturable: bool = False,
         nonfinite: str = "propagate",
         on_external_write: str = "refresh",
         backend: str = "auto",
@@ -235,6 +244,7 @@ class GaLoreAdamW(FusedOptimizer):
             weight_rounding=weight_rounding,
             seed=seed,
             backend=backend,
+            capturable=capturable,
             nonfinite=nonfinite,
             on_external_write=on_external_write,
             maximize=maximize,
@@ -271,6 +281,38 @@ class GaLoreAdamW(FusedOptimizer):
                 f"kernel='hybrid' does not work for {label} on {param.device}: {reason}; "
                 "kernel='torch' works everywhere"
             )
+
+    @torch.no_grad()
+    def refresh(self, steps: int | None = None) -> None:
+        """With capturable=True, before a step: makes the projections anew whose turn it is.
+
+        From the gradients as they are in memory now, those of parameters that have one: before a
+        step's replay, where the backward pass is outside the graph, the step's own, and the bits
+        are those of capturable=False. It knows neither of found_inf nor of nonfinite: a gradient
+        that is not finite leaves its own projection alone.
+
+        Args:
+            steps: how many steps every group has taken, where the caller knows it; None: the
+                groups' own counts, for which the host waits.
+
+        Raises:
+            ValueError: as `step`, and for a number of steps that is none.
+            RuntimeError: capturable=False, where `step` does this; or while a CUDA graph captures.
+        """
+        owned = self._owned
+        check_refresh(owned, steps)
+        self._numbers.check(owned)
+        batches, grads = self._gather(owned)
+        counts = self._counts() if steps is None else [steps] * len(self.param_groups)
+        for batch in batches.projected:
+            batch.stage_inputs(grads)
+            batch.refresh(self.param_groups, counts)
+            batch.abandon()
+
+    def _counts(self) -> list[int]:
+        """The steps that each group has taken, read from the device at once."""
+        found: list[int] = torch.cat([group["step"] for group in self.param_groups]).tolist()
+        return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As FusedAdam's."""

@@ -9,6 +9,8 @@ import torch
 
 from megaopt.checks import refuse
 from megaopt.kernels.lowrank.spec import LEFT, LowRank
+from megaopt.kernels.step.table import is_capturing
+from megaopt.owned import Owned
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
 
@@ -103,3 +105,19 @@ def check_not_flattened(groups: Iterable[Mapping[str, Any]], known: Container[in
                 f"group {index}: rank", "None beside tensors of one dimension that were put in the "
                 f"place of the parameters given: each may be a {FLAT}", rank,
             )  # fmt: skip
+
+
+def check_refresh(owned: Owned, steps: int | None) -> None:
+    """Raises ValueError or RuntimeError where GaLoreAdamW.refresh has no place."""
+    if not owned.options.capturable:
+        raise RuntimeError(
+            "refresh() is for capturable=True, got capturable=False, where step() makes "
+            "projections anew itself"
+        )
+    if is_capturing(owned.device):
+        raise RuntimeError(
+            "refresh() must be called between replays, got a CUDA graph that is being captured: "
+            "it would repeat the refresh in every replay"
+        )
+    if steps is not None and (type(steps) is not int or steps < 0):
+        refuse("steps", "None or a whole number >= 0", steps)

@@ -52,6 +52,14 @@ class LowRankBatch(Batch):
                 where = f"{label}: state {PROJECTION!r}"
                 check_state_tensor(local_of(state[PROJECTION]), wanted, where)
 
+    def why_not_captured(self) -> str | None:
+        """None for kernels whose projections are all there."""
+        if not isinstance(self.plan, HybridPlan):
+            return "kernel='torch' reads numbers on the host: only kernel='hybrid' can be captured"
+        if any(own is None for own in self._projections()):
+            return "a projection is not made yet: take one step before the capture"
+        return None
+
     def refresh(self, groups: Sequence[Mapping[str, Any]], counts: Sequence[int] | None) -> None:
         """Makes the projections whose turn it is, and those that are not there yet."""
         known = self._projections()

@@ -50,6 +50,17 @@ def trained(options, steps, replicas=1, shapes=SHAPES, **step):
     return snapshot(optimizer)
 
 
+def refreshed_by_hand(options, steps):
+    """With capturable: a refresh before each step."""
+    model, optimizer = build({**options, "capturable": True})
+    params = list(model.parameters())
+    for number in range(steps):
+        give(params, gradients(number, [tuple(p.shape) for p in params]))
+        optimizer.refresh(None if number % 2 else number)
+        optimizer.step()
+    return snapshot(optimizer)
+
+
 class Bytes(TorchDispatchMode):
     """Counts what this rank hands to collectives, whatever they are."""
 

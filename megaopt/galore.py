@@ -144,12 +144,18 @@ class GaLoreAdamW(FusedOptimizer):
     projection and projected gradient together are no smaller than the gradient, take FusedAdam's
     step, where eps is beside the corrected root and decay comes with the update.
 
-    A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, and, from
-    the first step on, projection, fp32, and captured_energy, fp32 of shape (): which part of the
-    gradient's square the projection kept when it was made, from 0 to 1.
+    A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, projection,
+    fp32, and captured_energy, fp32 of shape (): which part of the gradient's square the projection
+    kept when it was made, from 0 to 1. The last two are zeros before the parameter's first step.
+
+    Of DTensors (FSDP2's) each rank projects its own rows, on the right; when a projection is made
+    anew, ranks add up what it takes. Their moments are DTensors likewise, and their projections
+    DTensors that every rank has whole.
 
     Args:
-        params: as for FusedAdam; with a rank plain tensors, no DTensors and no fp8 weights.
+        params: as for FusedAdam; with a rank no fp8 weights, no flat parts of matrices, and of
+            DTensors those of placements Shard(0) on one dimension of the mesh, Replicate() on
+            others.
         lr: as for FusedAdam.
         betas: as for FusedAdam.
         eps: added to the root of exp_avg_sq, of matrices with a rank before bias correction, in
@@ -162,15 +168,17 @@ class GaLoreAdamW(FusedOptimizer):
         scale: what the update that was projected back is multiplied by; at least 0.
         proj_type: "right" projects rows, to [m, rank], "left" columns, to [rank, n]. "std" projects
             the smaller dimension, "reverse_std" the larger. "auto" takes the side that needs no
-            other rank where rows are split over ranks: the right one.
+            other rank where rows are split over ranks: the right one. Of such DTensors the left
+            one is refused.
         kernel: what steps the matrices with a rank; others go by `backend`. "torch": plain torch,
             matrix by matrix. "hybrid": torch's product for the projection, then one launch for Adam
             and one for the rest, for all matrices of a kind; not for masters with a scale. "auto":
             "hybrid" where the backend is "triton", else "torch".
         refresh: how projections follow the gradient: "subspace", by one pass of subspace iteration
             from the last projection; or "svd", galore_torch's, a whole SVD, for which the host
-            waits. A gradient that is zero or not finite leaves a projection as it is; with
-            "subspace" also one of fewer independent rows or columns than the rank.
+            waits; not where rows are split over ranks. A gradient that is zero or not finite leaves
+            a projection as it is; with "subspace" also one of fewer independent rows or columns
+            than the rank.
         stagger: refreshes parameter number i in the steps of number i modulo the gap, one after
             another. False: all in one step, as galore_torch.
         bias_correction: galore_torch's correct_bias.

@@ -125,6 +125,11 @@ def test_refreshes_between_steps_are_those_of_steps(on_ranks):
     assert_same(found, on_ranks(3, trained, options, 5))
 
 
+def test_gradients_may_be_released(on_ranks):
+    found = on_ranks(2, galore_ranks.released, True)
+    assert_same(found, on_ranks(2, galore_ranks.released, False))
+
+
 # --- what ranks tell each other
 
 

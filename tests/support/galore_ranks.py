@@ -14,9 +14,9 @@ from fsdp2_ranks import (
     snapshot,
     train,
 )
-from runs import BF16, FP32
+from runs import BF16, FP32, values
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -221,6 +221,22 @@ def values_read_and_set(options, shapes):
 
 
 # --- beside other parameters
+
+
+def released(releases):
+    """Steps of a model whose gradients are released within the backward pass, or not."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 24), torch.nn.Tanh(), torch.nn.Linear(24, 10))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of())
+    optimizer = GaLoreAdamW(model.parameters(), **NUMBERS, **RANKED)
+    if releases:
+        megaopt.release_gradients(model, optimizer)
+    for step in range(2 * GAP):
+        model(values((6, 10), step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(optimizer)
 
 
 def beside_fused_adam(options, steps):

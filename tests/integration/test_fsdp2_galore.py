@@ -214,6 +214,12 @@ def test_the_largest_magnitude_of_all_ranks(on_ranks, sent):
     assert_same_on_all(on_ranks(3, galore_ranks.largest_of, sent), expected)
 
 
+def test_copies_take_the_projection_of_the_first(on_ranks):
+    """HSDP's: sums in two groups of ranks need not have the same bits."""
+    found = on_ranks(4, galore_ranks.of_the_first_copy, 2)
+    assert [own.tolist() for own in found] == [[0.0] * 2, [1.0] * 2] * 2
+
+
 def test_clip_norm_is_of_the_whole_gradients(on_ranks):
     """Of the matrices themselves: FusedAdam's norm."""
     expected = galore_ranks.norm_of(2, "FusedAdam")
@@ -224,6 +230,21 @@ def test_clip_norm_is_of_the_whole_gradients(on_ranks):
 def test_an_infinity_on_one_rank_skips_the_step_on_all(on_ranks):
     for before, after in on_ranks(3, galore_ranks.one_infinity, {"nonfinite": "skip"}):
         assert_same(after, before)
+
+
+@pytest.mark.parametrize("what", ["gradient", "error"])
+def test_a_rank_that_raises_before_a_refresh_keeps_none_waiting(on_ranks, what):
+    """Where ranks meet for a norm, all raise, and the step can be taken again."""
+    expected = on_ranks(3, galore_ranks.trained_by_norm, GAP + 1)[0]
+    for message, before, changed, after in on_ranks(3, galore_ranks.differing, what):
+        assert message != "nothing was refused"
+        assert_same(changed, before)
+        assert_same(after, expected)
+
+
+def test_ranks_that_project_differently_refuse_to_step(on_ranks):
+    for message in on_ranks(2, galore_ranks.of_another_rank):
+        assert "ranks that hold shards of the same DTensors must step the same" in message
 
 
 # --- states

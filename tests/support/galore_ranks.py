@@ -17,7 +17,7 @@ from fsdp2_ranks import (
 from runs import BF16, FP32, values
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megaopt
@@ -145,6 +145,12 @@ def projection_of(optimizer):
 
 def zeros(grad):
     return torch.zeros_like(grad)
+
+
+def of_the_first_copy(replicas):
+    """What `alike` makes of a number of each rank."""
+    param = distribute_tensor(torch.ones(6, 30), mesh_of(replicas), [Replicate(), Shard(0)])
+    return parts_of(view_of(param)).alike(torch.full((2,), float(dist.get_rank())))
 
 
 def nan_in_the_last_row(grad):
@@ -318,3 +324,36 @@ def under_fsdp1():
         )
         found.append(message_of(lambda own=wrapped: GaLoreAdamW(own.parameters(), rank=3)))
     return found
+
+
+# --- ranks that differ
+
+
+def differing(what):
+    """One rank's gradient, or its rank, is another, in a step that clips and refreshes."""
+    model, optimizer = build({"stagger": False})
+    train(model, optimizer, GAP, clip_norm=1.0)
+    give(model.parameters(), gradients(GAP, SHAPES))
+    before, is_other = snapshot(optimizer), dist.get_rank() == 1
+    if is_other and what == "gradient":
+        model.p0.grad = torch.ones(24, 10)
+    if is_other and what == "error":
+        optimizer.param_groups[0]["update_proj_gap"] = 0
+    found = message_of(lambda: optimizer.step(clip_norm=1.0))
+    optimizer.param_groups[0]["update_proj_gap"] = GAP
+    give(model.parameters(), gradients(GAP, SHAPES))
+    changed = snapshot(optimizer)
+    optimizer.step(clip_norm=1.0)
+    return found, before, changed, snapshot(optimizer)
+
+
+def trained_by_norm(steps):
+    return trained({"stagger": False}, steps, clip_norm=1.0)
+
+
+def of_another_rank():
+    """The first step of an optimizer whose matrices one rank would project to other dimensions."""
+    _, optimizer = build({"rank": 2 + dist.get_rank()})
+    params = optimizer.param_groups[0]["params"]
+    give(params, gradients(0, SHAPES))
+    return message_of(lambda: optimizer.step(clip_norm=1.0))

@@ -13,9 +13,11 @@ from megaopt.checks import NOT_NEGATIVE, one_of, refuse
 from megaopt.galore_state import from_galore_torch
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import MASTERS, Format
+from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.low_rank_batch import LAUNCHED
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import FLAGS, Numbers, Options
@@ -23,7 +25,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.torch_names import check_arguments
 
 PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
-KERNELS = ("auto", "torch", "hybrid")
+KERNELS = ("auto", "torch", "hybrid", "grouped")
 REFRESHES = ("subspace", "svd")
 
 
@@ -54,6 +56,7 @@ class GaLoreOptions(Options):
     CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Options.CHOICES,
         "kernel": KERNELS,
+        "precision": PRECISIONS,
         "refresh": REFRESHES,
         "stagger": FLAGS,
     }
@@ -61,16 +64,17 @@ class GaLoreOptions(Options):
     exp_avg_dtype: torch.dtype | str = torch.float32
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
     kernel: str = "auto"
+    precision: str = IEEE
     refresh: str = "subspace"
     stagger: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
         super().__post_init__()
-        if self.kernel == "hybrid" and MASTERS[self.master_weight_dtype].scaled:
+        if self.kernel in LAUNCHED and MASTERS[self.master_weight_dtype].scaled:
             raise ValueError(
                 "master_weight_dtype must not have a scale for the whole tensor with "
-                "kernel='hybrid', which stores a matrix tile by tile, got "
+                f"kernel={self.kernel!r}, which stores a matrix tile by tile, got "
                 f"{self.master_weight_dtype}; kernel='torch' takes it"
             )
 
@@ -206,6 +210,7 @@ class GaLoreAdamW(FusedOptimizer):
         scale: float = 1.0,
         proj_type: str = "std",
         kernel: str = "auto",
+        precision: str = IEEE,
         refresh: str = "subspace",
         stagger: bool = True,
         bias_correction: bool = True,
@@ -249,6 +254,7 @@ class GaLoreAdamW(FusedOptimizer):
             on_external_write=on_external_write,
             maximize=maximize,
             kernel=kernel,
+            precision=precision,
             refresh=refresh,
             stagger=stagger,
         )
@@ -274,10 +280,10 @@ class GaLoreAdamW(FusedOptimizer):
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)
         options: Any = self.options
-        reason = BACKENDS["triton"].why_not(param.device) if options.kernel == "hybrid" else None
+        reason = BACKENDS["triton"].why_not(param.device) if options.kernel in LAUNCHED else None
         if reason is not None:
             raise RuntimeError(
-                f"kernel='hybrid' does not work for {label} on {param.device}: {reason}; "
+                f"kernel={options.kernel!r} does not work for {label} on {param.device}: {reason}; "
                 "kernel='torch' works everywhere"
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.batches import Batch
-from megaopt.kernels.lowrank.launch import HybridPlan
+from megaopt.kernels.lowrank.launch import LaunchedPlan
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.watch import Grads
@@ -17,7 +17,9 @@ from megaopt.owned import Owned
 from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.state import MASTER, check_state_tensor, state_name
 
-LowRankPlan = LowRankReferencePlan | HybridPlan
+LAUNCHED = ("hybrid", "grouped")
+"""Kernels that are Triton's."""
+LowRankPlan = LowRankReferencePlan | LaunchedPlan
 
 
 @dataclass
@@ -86,12 +88,14 @@ def low_rank_batch(
     groups = [owned.group_numbers[place] for place in places]
     spots = [owned.place(place) for place in places]
     plan: LowRankPlan
-    if options.low_rank_kernel(owned.backend(params[0].device), formats.master) == "hybrid":
+    kernel = options.low_rank_kernel(owned.backend(params[0].device), formats.master)
+    precision = options.precision
+    if kernel in LAUNCHED:
         shapes = [param.shape for param in params]
-        own = (formats, options.refresh, shapes, groups, params[0].device)
-        plan = HybridPlan(*own, spots)
+        own = (formats, options.refresh, shapes, groups, params[0].device, spots)
+        plan = LaunchedPlan(*own, grouped=kernel == "grouped", precision=precision)
     else:
-        plan = LowRankReferencePlan(formats, options.refresh, groups, spots)
+        plan = LowRankReferencePlan(formats, options.refresh, groups, spots, precision)
     return LowRankBatch(
         *(formats, plan, places, params, states, staged),
         group_numbers=groups,

@@ -26,7 +26,7 @@ from megaopt.commands.galore.errors import (
 )
 from megaopt.commands.galore.plain import derived_update_error, plain_step
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.lowrank import launch, reference
+from megaopt.kernels.lowrank import reference, wave
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ KERNEL_MUTANTS = {
 
 @pytest.mark.parametrize("change", KERNEL_MUTANTS.values(), ids=KERNEL_MUTANTS)
 def test_a_broken_kernel_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(launch, "kernel", mutant(LOWRANK / "kernel.py", change, tmp_path))
+    monkeypatch.setattr(wave, "kernel", mutant(LOWRANK / "kernel.py", change, tmp_path))
     assert beyond(setup_of(rank=20), device) == ["update"]
 
 
@@ -160,7 +160,7 @@ def test_what_it_prints(megaopt):
     status, out, err = megaopt("galore", "test", "--weights=bfloat16", "--seed=3", *SMALL)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    first = "kernel hybrid, 40 x 50, rank 12 on the left, bfloat16 weights, fp32 masters, seed 3"
+    first = "kernel hybrid, precision ieee, 40 x 50, rank 12 on the left, bfloat16 weights, fp32 masters, seed 3"
     assert lines[0].startswith(f"{first}, on ")
     assert lines[-1] == "all errors within their bounds"
     for name in ("exp_avg", "exp_avg_sq", "update of the master", "update of the weight"):
@@ -188,7 +188,7 @@ def test_verbose_says_where_the_largest_errors_are(megaopt, device):
 
 
 REFUSED = {
-    "kernel": (["--kernel=tritn"], "kernel must be one of torch, hybrid, got 'tritn'"),
+    "kernel": (["--kernel=tritn"], "kernel must be one of torch, hybrid, grouped, got 'tritn'"),
     "weights": (["--weights=fp8"], "weights must be one of float32, bfloat16, got 'fp8'"),
     "proj_type": (["--proj-type=up"], "proj_type must be one of std, reverse_std, right, left, "),
     "M": (["--M=0"], "M must be a whole number from 1 to 1048576, got 0"),
@@ -270,12 +270,14 @@ def bench_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(cases, "check_setup", lambda setup, device: check_setup(setup, CPU))
     monkeypatch.setattr(bench, "Copy", lambda device: None)
+    monkeypatch.setattr(bench, "product_speed", lambda device, precision: 1e9)
     monkeypatch.setattr(bench, "measure", lambda instance, copy: FIGURES)
     run = bench.run
     monkeypatch.setattr(bench, "run", lambda setup, device, copy: run(setup, CPU, copy))
 
 
-BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernels", "torch")
+BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernels", "torch",
+         "--precisions", "ieee")  # fmt: skip
 
 
 def test_a_bench_prints_draws_and_records(megaopt, tmp_path, bench_on_cpu):
@@ -290,7 +292,8 @@ def test_a_bench_prints_draws_and_records(megaopt, tmp_path, bench_on_cpu):
     assert first["step_ms"] == 2.0
     (line, *_) = [line for line in out.splitlines() if line.startswith("│ 30 x 10 │ float32")]
     cells = [cell.strip() for cell in line.split("│")]
-    assert cells[3:9] == ["2", "torch", "2.000", f"{first['floor_ms']:.3f}", "12.4%", "0.0"]
+    floor = f"{first['floor_ms']:.3f}"
+    assert cells[3:10] == ["ieee", "2", "torch", "2.000", floor, "12.4%", "0.0"]
     assert (tmp_path / "here" / "speed.png").stat().st_size > 5000
 
 
@@ -307,7 +310,7 @@ def test_a_case_beyond_its_bounds_has_no_speed(megaopt, tmp_path, bench_on_cpu, 
 
 BENCH_REFUSED = {
     "rank": (["--ranks", 4, 9], "rank must be a whole number from 1 to 7 (for M=30 and N=10"),
-    "kernel": (["--kernels", "hybrd"], "kernel must be one of torch, hybrid, got 'hybrd'"),
+    "kernel": (["--kernels", "hybrd"], "kernel must be one of torch, hybrid, grouped, got 'hybrd'"),
     "none": (["--ranks"], "ranks must have at least one value, got none"),
 }
 
@@ -326,9 +329,9 @@ def test_a_case_without_figures_has_no_floor():
 
 @pytest.mark.gpu
 def test_a_small_bench_on_a_gpu(megaopt, tmp_path):
-    arguments = ("--M", 512, "--N", 512, 700, "--ranks", 32, 128)
+    arguments = ("--M", 512, "--N", 512, 700, "--ranks", 128, "--precisions", "ieee", "bf16")
     status, out, err = megaopt("galore", "bench", *arguments, "--out", "here")
     assert (status, err) == (0, ""), out
     record = json.loads((tmp_path / "here" / "record.json").read_text())
-    assert len(record["cases"]) == 2 * 2 * 2 * 2
+    assert len(record["cases"]) == 2 * 2 * 2 * len(KERNELS)
     assert all(case["step_ms"] > 0 and case["floor_ms"] > 0 for case in record["cases"])

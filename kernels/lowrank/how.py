@@ -16,6 +16,7 @@ from megaopt.kernels.lowrank.tiles import (
     PROGRAMS,
     BackTile,
     ProjectTile,
+    Tiles,
 )
 from megaopt.kernels.step.batch import Formats
 
@@ -29,8 +30,7 @@ class How:
     """The gradients are projected by one launch, not by torch."""
     precision: str
     """Of operands.PRECISIONS."""
-    project: ProjectTile
-    back: BackTile
+    tiles: Tiles
 
     @property
     def low_rank(self) -> LowRank:
@@ -52,25 +52,31 @@ class How:
         rows, columns = shape
         return (columns, rows) if self.low_rank.side == LEFT else (rows, columns)
 
-    def project_tiles(self, shape: torch.Size) -> int:
-        """Tiles of a projected gradient."""
-        outer, _ = self.outer_and_terms(shape)
-        ranks = self.project.ranks_of(self.low_rank.rank)
-        return -(-outer // self.project.outer) * -(-self.low_rank.rank // ranks)
-
-    def back_tiles(self, shape: torch.Size) -> int:
-        """Tiles of a matrix."""
-        rows, columns = shape
-        return -(-rows // self.back.rows) * -(-columns // self.back.columns)
-
     def even(self, shape: torch.Size) -> tuple[bool, bool]:
         """Whether it has whole tiles only, of rows of whole 16 bytes: in the two launches."""
         (outer, terms), rank = self.outer_and_terms(shape), self.low_rank.rank
-        first = (outer % self.project.outer, terms % SLAB_UNIT.value)
-        last = (shape[0] % self.back.rows, shape[1] % self.back.columns)
-        of_rank = (rank % self.project.ranks_of(rank), rank % self.back.inner_of(rank))
-        wide = shape[1] % 16
-        return not any((*first, of_rank[0], wide)), not any((*last, of_rank[1], wide))
+        project, back, wide = self.tiles.project, self.tiles.back, shape[1] % 16
+        first = (outer % project.outer, terms % SLAB_UNIT.value, rank % project.ranks_of(rank))
+        last = (shape[0] % back.rows, shape[1] % back.columns, rank % back.inner_of(rank))
+        return not any((*first, wide)), not any((*last, wide))
+
+    def project_tile(self, shape: torch.Size) -> ProjectTile:
+        """The tile of a projected gradient."""
+        return self.tiles.project if self.even(shape)[0] else self.tiles.uneven_project
+
+    def back_tile(self, shape: torch.Size) -> BackTile:
+        """The tile of a matrix."""
+        return self.tiles.back if self.even(shape)[1] else self.tiles.uneven_back
+
+    def project_count(self, shape: torch.Size) -> int:
+        """Tiles of a projected gradient."""
+        outer, own = self.outer_and_terms(shape)[0], self.project_tile(shape)
+        return -(-outer // own.outer) * -(-self.low_rank.rank // own.ranks_of(self.low_rank.rank))
+
+    def back_count(self, shape: torch.Size) -> int:
+        """Tiles of a matrix."""
+        own = self.back_tile(shape)
+        return -(-shape[0] // own.rows) * -(-shape[1] // own.columns)
 
     def slabs(self, shape: torch.Size) -> int:
         """In how many slabs a matrix's sums are cut: as many as make PROGRAMS tiles of it.

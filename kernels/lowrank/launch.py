@@ -13,7 +13,7 @@ from megaopt.kernels.formats import NONE
 from megaopt.kernels.lowrank.how import How
 from megaopt.kernels.lowrank.operands import IEEE
 from megaopt.kernels.lowrank.reference import refreshed_with_energy
-from megaopt.kernels.lowrank.tiles import BackTile, ProjectTile, back_tile, project_tile
+from megaopt.kernels.lowrank.tiles import Tiles, tiles_of
 from megaopt.kernels.lowrank.wave import Wave
 from megaopt.kernels.rules.galore import GALORE_APPLY
 from megaopt.kernels.step.batch import Buffers, Formats
@@ -37,7 +37,7 @@ class LaunchedPlan:
         places: of each matrix in its parameter, for random bits.
         grouped: gradients are projected by one launch, not by torch.
         precision: of the two products, of operands.PRECISIONS.
-        tiles: for tests; the precision's own otherwise.
+        tiles: for tests; the precision's and the rank's own otherwise.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LaunchedPlan:
         *,
         grouped: bool = False,
         precision: str = IEEE,
-        tiles: tuple[ProjectTile, BackTile] | None = None,
+        tiles: Tiles | None = None,
     ) -> None:
         assert formats.low_rank is not None
         self.formats, self.low_rank = formats, formats.low_rank
@@ -62,9 +62,7 @@ class LaunchedPlan:
         """Of each matrix, for the coming step."""
         self._buffers: Buffers = {}
         places = places or in_order(len(shapes))
-        rank = self.low_rank.rank
-        tiles = tiles or (project_tile(precision, rank), back_tile(precision, rank))
-        how = How(formats, grouped, precision, *tiles)
+        how = How(formats, grouped, precision, tiles or tiles_of(precision, self.low_rank.rank))
         room = max(ROOM, PART * sum(_bytes(shape, formats) for shape in shapes))
         self._waves = [
             (own, Wave(how, *([each[i] for i in own] for each in (shapes, groups)), device,

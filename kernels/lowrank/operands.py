@@ -62,7 +62,7 @@ def taken(tile, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
 
 @helper
 def added_product(left, right, total, PRECISION: tl.constexpr):
-    """total + left @ right, of operands; fp32."""
+    """Total + left @ right, of operands; fp32."""
     if PRECISION == "tf32":
         total = tl.dot(left, right, total, input_precision="tf32")
     else:

@@ -77,8 +77,17 @@ def slab_sum(
             grad_ptr, outer, outer_end, inner, rest, columns, FORMAT, PRECISION, LEFT, EVEN
         )
         right = projection_tile(
-            projection_ptr, inner, rest, rank, rank_end, terms, PROJECTION_FORMAT, PRECISION, LEFT,
-            EVEN, RANK,
+            projection_ptr,
+            inner,
+            rest,
+            rank,
+            rank_end,
+            terms,
+            PROJECTION_FORMAT,
+            PRECISION,
+            LEFT,
+            EVEN,
+            RANK,
         )
         total = added_product(left, right, total, PRECISION)
         grad_ptr += INNER * (columns if LEFT else 1)
@@ -87,7 +96,9 @@ def slab_sum(
 
 
 @helper
-def stored(low_ptr, total, ends, length, LEFT: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr):
+def stored(
+    low_ptr, total, ends, length, LEFT: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr
+):
     """Stores a tile, on the left turned; low_ptr: to its first number."""
     outer, rank = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
     outer_end, rank_end = ends

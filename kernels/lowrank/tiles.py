@@ -47,19 +47,33 @@ class BackTile:
         return max(16, min(self.inner, 1 << (rank - 1).bit_length()))
 
 
-def project_tile(precision: str, rank: int) -> ProjectTile:
-    """The tile of the first launch."""
-    if INTERPRETED:
-        return ProjectTile(128, 128, 128, 4, 1)
-    if precision == BF16:
-        return ProjectTile(128, 64, 128, 8, 3)
-    return ProjectTile(128, 32, 128, 8, 3)
+@dataclass(frozen=True)
+class Tiles:
+    """Of both launches; for matrices that have whole tiles only, and for others."""
+
+    project: ProjectTile
+    back: BackTile
+    uneven_project: ProjectTile
+    uneven_back: BackTile
 
 
-def back_tile(precision: str, rank: int) -> BackTile:
-    """The tile of the last launch."""
+# Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
+UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32, 8, 2)
+
+
+def tiles_of(precision: str, rank: int) -> Tiles:
+    """The tiles of a precision and a rank."""
     if INTERPRETED:
-        return BackTile(128, 128, 64, 4, 1)
+        own = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 128, 64, 4, 1)
+        return Tiles(*own, *own)
+    return Tiles(_project(precision), _back(precision), UNEVEN_PROJECT, UNEVEN_BACK)
+
+
+def _project(precision: str) -> ProjectTile:
+    return ProjectTile(128, 64 if precision == BF16 else 32, 128, 8, 3)
+
+
+def _back(precision: str) -> BackTile:
     if precision == IEEE:
         return BackTile(64, 64, 32, 8, 3)
     return BackTile(128, 128, 64 if precision == BF16 else 32, 8, 3)

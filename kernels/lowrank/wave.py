@@ -59,13 +59,13 @@ class Wave:
         self._firsts, self._numel = numpy.cumsum([0, *padded[:-1]]), sum(padded)
         own = (how.direction, GALORE_DIRECTION, sizes, groups, device, None, places)
         self._direction, self._apply = TritonPlan(*own), apply_formats(how.formats)
-        tiles = [how.project_tiles(shape) for shape in shapes]
+        tiles = [how.project_count(shape) for shape in shapes]
         self._slabs, self._even = how.slabs(shapes[0]), how.even(shapes[0])
         self._apart = self._slabs > 1 and sum(tiles) < PROGRAMS
         if self._apart:
             tiles = [count * self._slabs for count in tiles]
         self._project_tiles = Chunks(tiles, ONE_TILE, device)
-        self._back_tiles = Chunks([how.back_tiles(shape) for shape in shapes], ONE_TILE, device)
+        self._back_tiles = Chunks([how.back_count(shape) for shape in shapes], ONE_TILE, device)
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
     def step(
@@ -121,7 +121,7 @@ class Wave:
             low[first : first + found.numel()] = found.view(-1)
 
     def _project(self, low: torch.Tensor) -> None:
-        how, own = self.how, self.how.project
+        how, own = self.how, self.how.project_tile(self.shapes[0])
         options = {
             **self._options(self._even[0]),
             "FORMAT": how.formats.grad,
@@ -162,7 +162,7 @@ class Wave:
         plan.step(scalars, controls)
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
-        how, own = self.how, self.how.back
+        how, own = self.how, self.how.back_tile(self.shapes[0])
         options = {
             **self._options(self._even[1]),
             "FORMATS": self._apply,

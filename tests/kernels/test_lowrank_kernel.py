@@ -1,6 +1,5 @@
 """The kernel that projects back and updates, beside the twin."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,11 @@ from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt import kernels
-from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
+from megaopt.kernels.formats import GRADS, MOMENTS
 from megaopt.kernels.lowrank import kernel, wave
 from megaopt.kernels.lowrank.launch import LaunchedPlan
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
-from megaopt.kernels.lowrank.tiles import BackTile, ProjectTile
-from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import COUNT, SKIP
 
 SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]
@@ -165,7 +161,8 @@ def test_a_skipped_step_writes_nothing(device):
 MUTANTS = {
     "the last part of the rank dropped": ("range(0, RANK, INNER)", "range(0, RANK - INNER, INNER)"),
     "a part of the rank added twice": (
-        "total = added_product(left,", "total = tl.where(first == 0, 2.0, 1.0) * added_product(left,",
+        "total = added_product(left,",
+        "total = tl.where(first == 0, 2.0, 1.0) * added_product(left,",
     ),
     "only the last part of the rank": (
         "added_product(left, right, total,", "added_product(left, right, 0 * total,",

@@ -7,7 +7,7 @@ from step_cases import hard_values
 
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.lowrank.spec import RIGHT
-from megaopt.kernels.lowrank.tiles import BackTile, ProjectTile
+from megaopt.kernels.lowrank.tiles import BackTile, ProjectTile, Tiles
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.step.batch import Formats
 
@@ -16,7 +16,8 @@ GROUP = {
     "scale": 0.25, "step": 3, "seed": 0x1234_5678_9ABC_DEF0,
 }  # fmt: skip
 ROW = GALORE_ADAMW.drawing.row(GROUP)
-SMALL = (ProjectTile(16, 16, 16, 4, 1), BackTile(16, 16, 16, 4, 1))
+_TILES = (ProjectTile(16, 16, 16, 4, 1), BackTile(16, 16, 16, 4, 1))
+SMALL = Tiles(*_TILES, *_TILES)
 """Tiles: the matrices take one, several, and parts of some."""
 FLOAT32 = WEIGHTS["float32"]
 PLAIN = (FLOAT32, NONE)

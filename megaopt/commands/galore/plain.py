@@ -1,5 +1,4 @@
-"""GaLore's step in torch's own operations, with nothing of the kernels; and of their twin only
-torch's products of a stated precision."""
+"""GaLore's step in torch's own operations: of the kernels' twin it has only the products."""
 
 from __future__ import annotations
 

@@ -160,8 +160,8 @@ def test_what_it_prints(megaopt):
     status, out, err = megaopt("galore", "test", "--weights=bfloat16", "--seed=3", *SMALL)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    first = "kernel hybrid, precision ieee, 40 x 50, rank 12 on the left, bfloat16 weights, fp32 masters, seed 3"
-    assert lines[0].startswith(f"{first}, on ")
+    first = "kernel hybrid, precision ieee, 40 x 50, rank 12 on the left, bfloat16 weights"
+    assert lines[0].startswith(f"{first}, fp32 masters, seed 3, on ")
     assert lines[-1] == "all errors within their bounds"
     for name in ("exp_avg", "exp_avg_sq", "update of the master", "update of the weight"):
         (line,) = [line for line in lines if line.startswith(f"│ {name} ")]

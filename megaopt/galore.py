@@ -11,13 +11,12 @@ import torch
 
 from megaopt.checks import NOT_NEGATIVE, one_of, refuse
 from megaopt.galore_state import from_galore_torch
-from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import MASTERS, Format
 from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.low_rank_batch import LAUNCHED
+from megaopt.low_rank_batch import LAUNCHED, why_not_kernel
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import FLAGS, Numbers, Options
@@ -25,7 +24,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.torch_names import check_arguments
 
 PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
-KERNELS = ("auto", "torch", "hybrid", "grouped")
+KERNELS = ("auto", "torch", "compiled", "hybrid", "grouped")
 REFRESHES = ("subspace", "svd")
 
 
@@ -280,7 +279,7 @@ class GaLoreAdamW(FusedOptimizer):
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)
         options: Any = self.options
-        reason = BACKENDS["triton"].why_not(param.device) if options.kernel in LAUNCHED else None
+        reason = why_not_kernel(options.kernel, param.device)
         if reason is not None:
             raise RuntimeError(
                 f"kernel={options.kernel!r} does not work for {label} on {param.device}: {reason}; "

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from megaopt.batches import Batch
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.lowrank.compiled import why_not_compiled
 from megaopt.kernels.lowrank.launch import LaunchedPlan
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.step.batch import Formats
@@ -20,6 +22,13 @@ from megaopt.state import MASTER, check_state_tensor, state_name
 LAUNCHED = ("hybrid", "grouped")
 """Kernels that are Triton's."""
 LowRankPlan = LowRankReferencePlan | LaunchedPlan
+
+
+def why_not_kernel(kernel: str, device: torch.device) -> str | None:
+    """None where a kernel steps matrices on a device, else the reason."""
+    if kernel == "compiled":
+        return why_not_compiled(device)
+    return BACKENDS["triton"].why_not(device) if kernel in LAUNCHED else None
 
 
 @dataclass
@@ -95,7 +104,8 @@ def low_rank_batch(
         own = (formats, options.refresh, shapes, groups, params[0].device, spots)
         plan = LaunchedPlan(*own, grouped=kernel == "grouped", precision=precision)
     else:
-        plan = LowRankReferencePlan(formats, options.refresh, groups, spots, precision)
+        twin = (formats, options.refresh, groups, spots, precision)
+        plan = LowRankReferencePlan(*twin, compiled=kernel == "compiled")
     return LowRankBatch(
         *(formats, plan, places, params, states, staged),
         group_numbers=groups,

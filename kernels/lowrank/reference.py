@@ -14,6 +14,7 @@ from megaopt.kernels.lowrank.basis import (
     singular,
     sketched,
 )
+from megaopt.kernels.lowrank.compiled import CompiledStep
 from megaopt.kernels.lowrank.formats import apply_formats, direction_formats
 from megaopt.kernels.lowrank.operands import IEEE
 from megaopt.kernels.lowrank.products import projected, projected_back
@@ -35,6 +36,7 @@ class LowRankReferencePlan:
         groups: for each matrix, its row in the scalars that `step` is given.
         places: of each matrix in its parameter, for random bits.
         precision: of the two products, of operands.PRECISIONS.
+        compiled: the elementwise parts by torch.compile.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class LowRankReferencePlan:
         groups: Sequence[int],
         places: Sequence[Place] | None = None,
         precision: str = IEEE,
+        compiled: bool = False,
     ) -> None:
         assert formats.low_rank is not None
         self.formats, self.low_rank = formats, formats.low_rank
         self.by_svd, self.groups = refresh == "svd", groups
         self.places = places or in_order(len(groups))
         self.precision = precision
+        self._compiled = CompiledStep() if compiled else None
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
         self.projections: Sequence[torch.Tensor] = ()
@@ -92,11 +96,12 @@ class LowRankReferencePlan:
         low = projected(self._grad(index), projection, side, self.precision)
         formats = direction_formats(self.formats)
         own = self._tensors(formats, index, grad=low, weight=low)
-        step_tensor(own, formats, GALORE_DIRECTION, scalars, controls, place)
+        step = self._compiled or step_tensor
+        step(own, formats, GALORE_DIRECTION, scalars, controls, place)
         back = projected_back(low, projection, side, self.precision)
         formats = apply_formats(self.formats)
         own = self._tensors(formats, index, grad=back)
-        step_tensor(own, formats, GALORE_APPLY, scalars, None, place)
+        step(own, formats, GALORE_APPLY, scalars, None, place)
 
     def _tensors(
         self, formats: Formats, index: int, **others: torch.Tensor

@@ -13,14 +13,13 @@ from torch.nn import Parameter
 from megaopt.checks import one_of, refuse
 from megaopt.commands.galore.plain import derived_update_error, plain_step
 from megaopt.galore import PROJ_TYPES, GaLoreAdamW, side_of
-from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LowRank
-from megaopt.low_rank_batch import LAUNCHED
+from megaopt.low_rank_batch import why_not_kernel
 
 __all__ = ["KERNELS", "WEIGHTS", "Finding", "Setup", "check_setup", "compared", "measure_errors"]
 
-KERNELS = ("torch", "hybrid", "grouped")
+KERNELS = ("torch", "compiled", "hybrid", "grouped")
 WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes of weight and gradient, by name; bf16 weights have fp32 masters."""
 MOST = 2**20
@@ -105,7 +104,7 @@ def check_setup(setup: Setup, device: torch.device) -> None:
     if not 1 <= setup.rank <= most:
         why = f"for M={rows} and N={columns}: rank * (M + N) must be below M * N"
         refuse("rank", f"a whole number from 1 to {most} ({why})", setup.rank)
-    reason = BACKENDS["triton"].why_not(device) if setup.kernel in LAUNCHED else None
+    reason = why_not_kernel(setup.kernel, device)
     if reason is not None:
         refuse("kernel", f"torch on {device} ({reason})", setup.kernel)
 

@@ -16,7 +16,7 @@ from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.low_rank_batch import LAUNCHED, why_not_kernel
+from megaopt.low_rank_batch import AUTO, LAUNCHED, why_not_kernel
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import FLAGS, Numbers, Options
@@ -78,7 +78,7 @@ class GaLoreOptions(Options):
             )
 
     def low_rank_kernel(self, backend: str, master: Format) -> str:
-        """What steps matrices of low rank: "torch" or "hybrid".
+        """What steps matrices of low rank: of KERNELS, but not "auto".
 
         Args:
             backend: what steps other parameters of the device.
@@ -86,7 +86,7 @@ class GaLoreOptions(Options):
         """
         if self.kernel != "auto":
             return self.kernel
-        return "hybrid" if backend == "triton" and not master.scaled else "torch"
+        return AUTO[self.precision] if backend == "triton" and not master.scaled else "torch"
 
     @cached_property
     def draws(self) -> bool:
@@ -175,9 +175,14 @@ class GaLoreAdamW(FusedOptimizer):
             the smaller dimension, "reverse_std" the larger. "auto" takes the side that needs no
             other rank where rows are split over ranks: the right one.
         kernel: what steps the matrices with a rank; others go by `backend`. "torch": plain torch,
-            matrix by matrix. "hybrid": torch's product for the projection, then one launch for Adam
-            and one for the rest, for all matrices of a kind; not for masters with a scale. "auto":
-            "hybrid" where the backend is "triton", else "torch".
+            matrix by matrix. "compiled": the same, what is elementwise by torch.compile. "hybrid":
+            torch's product for the projection, then one launch for Adam and one for the rest, for
+            many matrices. "grouped": a launch for the projections, too. The latter two not for
+            masters with a scale. "auto": where the backend is "triton", "hybrid" with precision
+            "ieee", else "grouped"; elsewhere "torch".
+        precision: of the numbers in the two products of a step; sums are fp32's. "ieee": fp32.
+            "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Torch's global settings
+            change nothing of it; refreshes are always "ieee".
         refresh: how projections follow the gradient: "subspace", by one pass of subspace iteration
             from the last projection; or "svd", galore_torch's, a whole SVD, for which the host
             waits. A gradient that is zero or not finite leaves a projection as it is; with

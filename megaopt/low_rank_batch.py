@@ -21,6 +21,8 @@ from megaopt.state import MASTER, check_state_tensor, state_name
 
 LAUNCHED = ("hybrid", "grouped")
 """Kernels that are Triton's."""
+AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
+"""By precision, what "auto" takes on a GPU: fp32 products are torch's where there is a choice."""
 LowRankPlan = LowRankReferencePlan | LaunchedPlan
 
 

@@ -21,9 +21,9 @@ COMPILERS = ("g++", "clang++", "c++")
 
 def why_not_compiled(device: torch.device) -> str | None:
     """None where torch.compile works on the device, else the reason."""
-    import torch._dynamo  # only where it is asked for: half a second
+    from torch._dynamo.eval_frame import is_dynamo_supported  # half a second
 
-    if not torch._dynamo.is_dynamo_supported():
+    if not is_dynamo_supported():
         return "torch.compile does not support this Python"
     if device.type == "cpu":
         found = any(map(shutil.which, COMPILERS))
@@ -58,7 +58,7 @@ class CompiledStep:
             words = words_reference(place, weight.numel(), numbers, weight.device)
         # as a tensor: a step with other numbers is not another program
         row = torch.tensor(scalars[: rule.row_length], device=weight.device).unbind()
-        # flat, as torch.compile takes a Parameter's shape as fixed; one view of a tensor in two slots
+        # flat, as torch.compile takes a Parameter's shape as fixed; a tensor in two slots is one
         flat = {id(tensor): tensor.detach().view(-1) for tensor in tensors.values()}
         own = {slot: flat[id(tensor)] for slot, tensor in tensors.items()}
         with torch._dynamo.config.patch(recompile_limit=LIMIT):

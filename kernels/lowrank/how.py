@@ -84,5 +84,5 @@ class How:
         By the shape alone, as they say in which order numbers are added.
         """
         outer, terms = self.outer_and_terms(shape)
-        most = min(MOST_SLABS, terms // (2 * SLAB_UNIT.value))
+        most: int = min(MOST_SLABS, terms // (2 * SLAB_UNIT.value))
         return max(1, min(PROGRAMS // -(-outer // OUTER_UNIT), most))

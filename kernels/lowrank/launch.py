@@ -64,11 +64,10 @@ class LaunchedPlan:
         places = places or in_order(len(shapes))
         how = How(formats, grouped, precision, tiles or tiles_of(precision, self.low_rank.rank))
         room = max(ROOM, PART * sum(_bytes(shape, formats) for shape in shapes))
-        self._waves = [
-            (own, Wave(how, *([each[i] for i in own] for each in (shapes, groups)), device,
-                       [places[i] for i in own]))
-            for own in _waves(how, shapes, room)
-        ]  # fmt: skip
+        self._waves = []
+        for own in _waves(how, shapes, room):
+            of_matrices: Any = ([each[i] for i in own] for each in (shapes, groups, places))
+            self._waves.append((own, Wave(how, device, *of_matrices)))
         sizes = [shape.numel() for shape in shapes]
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         self._measured = TritonPlan(measured, GALORE_APPLY, sizes, groups, device)
@@ -108,7 +107,7 @@ class LaunchedPlan:
 
 
 def _bytes(shape: torch.Size, formats: Formats) -> int:
-    return shape.numel() * formats.weight.dtype.itemsize
+    return shape.numel() * formats.dtype("weight").itemsize
 
 
 def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[int]]:

@@ -56,6 +56,7 @@ def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> 
         precision: of fp32 numbers in products, of operands.PRECISIONS; sums are fp32's. On a CPU
             they are rounded to it; CUDA's own TF32 rounds or cuts off.
     """
+    some, others = _aligned(some), _aligned(others)
     if some.is_cuda and some.dtype != torch.float64 and precision != IEEE:
         if precision == BF16:
             with _bf16_products():
@@ -64,6 +65,11 @@ def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> 
             return some @ others
     with ieee_products():
         return operand_reference(some, precision) @ operand_reference(others, precision)
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """Where torch's own allocations lie: libraries choose how to multiply by the address, too."""
+    return matrix.clone() if matrix.data_ptr() % (16 if matrix.is_cuda else 64) else matrix
 
 
 def projected(

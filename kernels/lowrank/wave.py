@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -38,18 +39,18 @@ class Wave:
 
     Args:
         how: as of all of the batch.
+        device: a CUDA device, or the CPU under Triton's interpreter.
         shapes: of the wave's own matrices.
         groups: for each, its row in the scalars that `step` is given.
-        device: a CUDA device, or the CPU under Triton's interpreter.
         places: of each matrix in its parameter, for random bits.
     """
 
     def __init__(
         self,
         how: How,
+        device: torch.device,
         shapes: Sequence[torch.Size],
         groups: Sequence[int],
-        device: torch.device,
         places: Sequence[Place],
     ) -> None:
         self.how, self.shapes, self.device = how, shapes, device
@@ -154,7 +155,7 @@ class Wave:
         """Adam's step of the projected gradients; their direction goes where the weight is."""
         plan = self._direction
         moments = [slot for slot in plan.formats.slots if slot not in ("grad", "weight")]
-        found = {slot: list(map(_address, buffers[slot])) for slot in moments}
+        found: dict[str, Any] = {slot: list(map(_address, buffers[slot])) for slot in moments}
         found |= {"grad": self._addresses(low), "weight": self._addresses(direction)}
         for slot, row in plan.addresses.items():
             row[:] = found[slot]

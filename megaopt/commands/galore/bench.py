@@ -122,7 +122,7 @@ def product_speed(device: torch.device, precision: str) -> float:
     dtype = torch.bfloat16 if precision == BF16 else torch.float32
     some = torch.randn(SIDE, SIDE, device=device).to(dtype)
     product(some, some, precision)
-    times = []
+    times: list[float] = []
     for _ in range(3):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         events[0].record()
@@ -130,7 +130,7 @@ def product_speed(device: torch.device, precision: str) -> float:
         events[1].record()
         torch.cuda.synchronize()
         times.append(events[0].elapsed_time(events[1]))
-    return 2 * SIDE**3 / (1e-3 * statistics.median(times))
+    return float(2 * SIDE**3 / (1e-3 * statistics.median(times)))
 
 
 def run(setup: Setup, device: torch.device, copy: Copy) -> Result:

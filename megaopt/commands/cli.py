@@ -117,7 +117,7 @@ def galore_test(
     """Step a random matrix with GaLoreAdamW; compare its errors against fp64 with torch's own.
 
     Args:
-        kernel: torch, hybrid or grouped; all run without a GPU too, the latter two slowly.
+        kernel: torch, compiled, hybrid or grouped; the last two run slowly without a GPU.
         M: Rows.
         N: Columns.
         rank: Of the projection; with rank * (M + N) < M * N.
@@ -148,7 +148,7 @@ def galore_bench(
     M: int = 4096,
     N: tuple[int, ...] = (4096, 11008),
     ranks: tuple[int, ...] = (32, 64, 128, 256, 512),
-    kernels: tuple[str, ...] = ("torch", "hybrid", "grouped"),
+    kernels: tuple[str, ...] = ("torch", "compiled", "hybrid", "grouped"),
     weights: tuple[str, ...] = ("float32", "bfloat16"),
     precisions: tuple[str, ...] = ("ieee", "tf32", "bf16"),
     matrices: tuple[int, ...] = (1,),
@@ -160,7 +160,7 @@ def galore_bench(
         M: Rows.
         N: Columns, of one shape each.
         ranks: Of the projections.
-        kernels: torch, hybrid, grouped.
+        kernels: torch, compiled, hybrid, grouped.
         weights: float32, bfloat16 (with fp32 masters and bf16 gradients).
         precisions: Of the two products: ieee, tf32, bf16.
         matrices: How many of a shape are stepped together.

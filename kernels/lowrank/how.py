@@ -57,7 +57,7 @@ class How:
         (outer, terms), rank = self.outer_and_terms(shape), self.low_rank.rank
         project, back, wide = self.tiles.project, self.tiles.back, shape[1] % 16
         first = (outer % project.outer, terms % SLAB_UNIT.value, rank % project.ranks_of(rank))
-        last = (shape[0] % back.rows, shape[1] % back.columns, rank % back.inner_of(rank))
+        last = (shape[0] % back.rows, shape[1] % back.width, rank % back.inner_of(rank))
         return not any((*first, wide)), not any((*last, wide))
 
     def project_tile(self, shape: torch.Size) -> ProjectTile:
@@ -74,9 +74,9 @@ class How:
         return -(-outer // own.outer) * -(-self.low_rank.rank // own.ranks_of(self.low_rank.rank))
 
     def back_count(self, shape: torch.Size) -> int:
-        """Tiles of a matrix."""
+        """Programs of a matrix."""
         own = self.back_tile(shape)
-        return -(-shape[0] // own.rows) * -(-shape[1] // own.columns)
+        return -(-shape[0] // own.rows) * -(-shape[1] // own.width)
 
     def slabs(self, shape: torch.Size) -> int:
         """In how many slabs a matrix's sums are cut: as many as make PROGRAMS tiles of it.

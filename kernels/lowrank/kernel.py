@@ -44,6 +44,34 @@ def product_tile(
     return total
 
 
+@helper
+def update_tile(
+    pointers, left_ptr, right_ptr, rows, rest, columns, start, draw, scalars,
+    FORMATS: tl.constexpr, RULE: tl.constexpr, LEFT_FORMAT: tl.constexpr,
+    RIGHT_FORMAT: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Updates a tile; all pointers: to its first element.
+
+    rows, rest: of the matrix from there on; columns: of the whole one; start: the tile's first
+    element in it.
+    """
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    offsets = row[:, None] * columns + column[None, :]
+    mask = (row[:, None] < rows) & (column[None, :] < rest)
+    _, weight_ptr, master_ptr, _ = pointers
+    param = loaded_param(weight_ptr, master_ptr, 1.0, offsets, mask, FORMATS, not EVEN)
+    update = product_tile(
+        left_ptr, right_ptr, row, column, rows, rest, columns,
+        LEFT_FORMAT, RIGHT_FORMAT, PRECISION, EVEN, RANK, INNER,
+    )  # fmt: skip
+    values = canonical_values(RULE.update(param, (), update, scalars), FORMATS)
+    words = block_words(draw, start, 0, offsets, FORMATS.draws, False, 0, False)
+    stored_block(
+        pointers, (1.0, ()), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, not EVEN,
+    )  # fmt: skip
+
+
 @jit(do_not_specialize=["matrices", "scalar_count"])
 def back_project_kernel(
     table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
@@ -65,10 +93,11 @@ def back_project_kernel(
     RANK: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
+    STRIP: tl.constexpr,  # tiles of a program, one beside another
     INNER: tl.constexpr,  # of the rank, at a time
     SPAN: tl.constexpr,
 ):
-    """The update of one tile of one matrix."""
+    """The update of a few tiles of one matrix."""
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if tl.load(controls_ptr + SKIP) != 0:
             return
@@ -77,37 +106,30 @@ def back_project_kernel(
     columns = tl.load(table_ptr + WEIGHT_COLUMNS * matrices + matrix).to(tl.int32)
     if EVEN:
         rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
-    across = tl.cdiv(columns, COLUMNS)
-    first_row, first_column = tile // across * ROWS, tile % across * COLUMNS
-    # counted from the tile's own first element: offsets stay within 32 bits
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    rows, rest = rows - first_row, columns - first_column
-    start = first_row.to(tl.int64) * columns + first_column
-    offsets = row[:, None] * columns + column[None, :]
-    mask = (row[:, None] < rows) & (column[None, :] < rest)
-    pointers = pointers_of(table_ptr, matrices, matrix, start, FORMATS)
-    _, weight_ptr, master_ptr, _ = pointers
-    param = loaded_param(weight_ptr, master_ptr, 1.0, offsets, mask, FORMATS, not EVEN)
+    across = tl.cdiv(columns, COLUMNS * STRIP)
+    first_row = tile // across * ROWS
     direction_ptr = address(table_ptr, DIRECTION, matrices, matrix)
     direction_ptr = direction_ptr.to(tl.pointer_type(DIRECTION_ELEMENT))
     projection_ptr = address(table_ptr, PROJECTION, matrices, matrix)
     projection_ptr = projection_ptr.to(tl.pointer_type(PROJECTION_ELEMENT))
-    before = first_row.to(tl.int64) * RANK
-    if LEFT:
-        update = product_tile(
-            projection_ptr + before, direction_ptr + first_column, row, column, rows, rest, columns,
-            PROJECTION_FORMAT, DIRECTION_FORMAT, PRECISION, EVEN, RANK, INNER,
-        )  # fmt: skip
-    else:
-        update = product_tile(
-            direction_ptr + before, projection_ptr + first_column, row, column, rows, rest, columns,
-            DIRECTION_FORMAT, PROJECTION_FORMAT, PRECISION, EVEN, RANK, INNER,
-        )  # fmt: skip
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, matrices, matrix, RULE)
-    values = canonical_values(RULE.update(param, (), update, scalars), FORMATS)
     row_ptr = draw_row(table_ptr, scalars_ptr, scalar_count, matrices, matrix, RULE)
     draw = draw_of(table_ptr, matrices, matrix, row_ptr, FORMATS.draws)
-    words = block_words(draw, start, 0, offsets, FORMATS.draws, False, 0, False)
-    stored_block(
-        pointers, (1.0, ()), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, not EVEN,
-    )  # fmt: skip
+    before = first_row.to(tl.int64) * RANK
+    for part in range(STRIP):
+        column = (tile % across * STRIP + part) * COLUMNS
+        # pointers to the tile's own first element: offsets stay within 32 bits
+        start = first_row.to(tl.int64) * columns + column
+        pointers = pointers_of(table_ptr, matrices, matrix, start, FORMATS)
+        if LEFT:
+            update_tile(
+                pointers, projection_ptr + before, direction_ptr + column, rows - first_row,
+                columns - column, columns, start, draw, scalars, FORMATS, RULE, PROJECTION_FORMAT,
+                DIRECTION_FORMAT, PRECISION, EVEN, RANK, ROWS, COLUMNS, INNER,
+            )  # fmt: skip
+        else:
+            update_tile(
+                pointers, direction_ptr + before, projection_ptr + column, rows - first_row,
+                columns - column, columns, start, draw, scalars, FORMATS, RULE, DIRECTION_FORMAT,
+                PROJECTION_FORMAT, PRECISION, EVEN, RANK, ROWS, COLUMNS, INNER,
+            )  # fmt: skip

@@ -37,7 +37,7 @@ class LaunchedPlan:
         places: of each matrix in its parameter, for random bits.
         grouped: gradients are projected by one launch, not by torch.
         precision: of the two products, of operands.PRECISIONS.
-        tiles: for tests; the precision's and the rank's own otherwise.
+        tiles: for tests; otherwise those of the formats and the precision.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LaunchedPlan:
         """Of each matrix, for the coming step."""
         self._buffers: Buffers = {}
         places = places or in_order(len(shapes))
-        how = How(formats, grouped, precision, tiles or tiles_of(precision, self.low_rank.rank))
+        how = How(formats, grouped, precision, tiles or tiles_of(formats, precision))
         room = max(ROOM, PART * sum(_bytes(shape, formats) for shape in shapes))
         self._waves = []
         for own in _waves(how, shapes, room):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megaopt.kernels.lowrank.operands import BF16, IEEE
 from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.step.batch import Formats
 
 PROGRAMS = 128
 """So many tiles keep the 132 processors of an H200 at work."""
@@ -41,6 +42,13 @@ class BackTile:
     """Of the rank, at a time, at most."""
     warps: int
     stages: int
+    strip: int = 1
+    """Tiles of a program, one beside another."""
+
+    @property
+    def width(self) -> int:
+        """Columns of a program."""
+        return self.columns * self.strip
 
     def inner_of(self, rank: int) -> int:
         """As ProjectTile.ranks_of."""
@@ -55,14 +63,16 @@ class Tiles:
     back: BackTile
     uneven_project: ProjectTile
     uneven_back: BackTile
+    cast: bool = False
+    """With precision bf16: projections are cast ahead, once for both launches, by another."""
 
 
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
 UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32, 8, 2)
 
 
-def tiles_of(precision: str, rank: int) -> Tiles:
-    """The tiles of a precision and a rank."""
+def tiles_of(formats: Formats, precision: str) -> Tiles:
+    """The tiles of matrices of these formats."""
     if INTERPRETED:
         own = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 128, 64, 4, 1)
         return Tiles(*own, *own)

@@ -54,7 +54,9 @@ class Wave:
         places: Sequence[Place],
     ) -> None:
         self.how, self.shapes, self.device = how, shapes, device
-        self.projection = FLOAT32
+        self._casts = how.tiles.cast and how.precision == BF16
+        self.projection = WEIGHTS["bfloat16"] if self._casts else FLOAT32
+        """The format in which the launches find the projections."""
         sizes = [how.low_numel(shape) for shape in shapes]
         padded = [-(-size // UNIT) * UNIT for size in sizes]
         self._firsts, self._numel = numpy.cumsum([0, *padded[:-1]]), sum(padded)
@@ -77,6 +79,7 @@ class Wave:
         controls: torch.Tensor | None,
     ) -> None:
         """One step; buffers, projections: of the wave's matrices."""
+        projections = self._cast(projections) if self._casts else projections
         low = self._new(torch.float32)
         direction = low if self.how.direction.weight is FLOAT32 else self._new(torch.bfloat16)
         self._note(buffers, projections, low, direction)
@@ -87,6 +90,15 @@ class Wave:
         scalars = self._direction.on_device(scalars)
         self._step_low(buffers, low, direction, scalars, controls)
         self._back_project(scalars, controls)
+
+    def _cast(self, projections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As bf16, one behind another."""
+        sizes = [-(-each.numel() // UNIT) * UNIT for each in projections]
+        room = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device).split(sizes)
+        pairs = zip(room, projections, strict=True)
+        cast = [own[: each.numel()].view(each.shape) for own, each in pairs]
+        torch._foreach_copy_(cast, list(projections))
+        return cast
 
     def _new(self, dtype: torch.dtype, count: int = 1) -> torch.Tensor:
         return torch.empty(count * self._numel, dtype=dtype, device=self.device)
@@ -173,6 +185,7 @@ class Wave:
             "DIRECTION_ELEMENT": element_of(how.direction.weight, how.precision),
             "ROWS": own.rows,
             "COLUMNS": own.columns,
+            "STRIP": own.strip,
             "INNER": own.inner_of(how.low_rank.rank),
             "num_warps": own.warps,
             "num_stages": own.stages,

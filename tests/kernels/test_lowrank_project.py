@@ -1,5 +1,6 @@
 """The launch that projects gradients, beside the twin; precisions; slabs and waves."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -72,17 +73,23 @@ def test_ranks_of_several_tiles(side, device):
     assert_exact_steps_agree(side, device, "bf16", rank=17)
 
 
-def assert_roundings_agree(precision, device):
+def assert_roundings_agree(precision, device, tiles=SMALL):
     """Of sums with one number that is not 0, of gradients with all their bits."""
     formats = formats_of(PLAIN, LowRank(RIGHT, 16))
     before = buffers(formats, [(40, 16)], hard=False)
-    found, expected = steps(formats, [(40, 16)], before, [torch.eye(16) / 3], device, precision)
+    found, expected = steps(
+        formats, [(40, 16)], before, [torch.eye(16) / 3], device, precision, tiles
+    )
     assert_same_buffers(found, expected)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_numbers_are_rounded_as_the_precision_says(precision, device):
     assert_roundings_agree(precision, device)
+
+
+def test_projections_that_are_cast_ahead_show_in_no_bit(device):
+    assert_roundings_agree("bf16", device, replace(SMALL, cast=True))
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

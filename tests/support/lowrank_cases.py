@@ -16,7 +16,7 @@ GROUP = {
     "scale": 0.25, "step": 3, "seed": 0x1234_5678_9ABC_DEF0,
 }  # fmt: skip
 ROW = GALORE_ADAMW.drawing.row(GROUP)
-_TILES = (ProjectTile(16, 16, 16, 4, 1), BackTile(16, 16, 16, 4, 1))
+_TILES = (ProjectTile(16, 16, 16, 4, 1), BackTile(16, 16, 16, 4, 1, strip=2))
 SMALL = Tiles(*_TILES, *_TILES)
 """Tiles: the matrices take one, several, and parts of some."""
 FLOAT32 = WEIGHTS["float32"]

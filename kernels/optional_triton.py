@@ -55,4 +55,26 @@ else:
         return function if INTERPRETED else triton.jit(function)
 
 
-__all__ = ["INTERPRETED", "MISSING", "CompiledKernel", "helper", "jit", "libdevice", "tl"]
+if INTERPRETED:
+
+    def loop_bound(value: Any) -> int:
+        """A number that a kernel loaded, for `range`, which under the interpreter wants an int."""
+        return int(value.handle.data.item())
+
+else:
+
+    @helper
+    def loop_bound(value):  # type: ignore[no-untyped-def]
+        return value
+
+
+__all__ = [
+    "INTERPRETED",
+    "MISSING",
+    "CompiledKernel",
+    "helper",
+    "jit",
+    "libdevice",
+    "loop_bound",
+    "tl",
+]

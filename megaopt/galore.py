@@ -18,12 +18,13 @@ from megaopt.galore_checks import (
     check_split,
 )
 from megaopt.galore_state import from_galore_torch
-from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import MASTERS, Format
+from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.step.watch import Grads
+from megaopt.low_rank_batch import AUTO, LAUNCHED, why_not_kernel
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import FLAGS, Numbers, Options
@@ -31,7 +32,7 @@ from megaopt.owned import Owned
 from megaopt.torch_names import check_arguments
 
 PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
-KERNELS = ("auto", "torch", "hybrid")
+KERNELS = ("auto", "torch", "compiled", "hybrid", "grouped")
 REFRESHES = ("subspace", "svd")
 
 
@@ -62,6 +63,7 @@ class GaLoreOptions(Options):
     CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Options.CHOICES,
         "kernel": KERNELS,
+        "precision": PRECISIONS,
         "refresh": REFRESHES,
         "stagger": FLAGS,
     }
@@ -69,21 +71,22 @@ class GaLoreOptions(Options):
     exp_avg_dtype: torch.dtype | str = torch.float32
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
     kernel: str = "auto"
+    precision: str = IEEE
     refresh: str = "subspace"
     stagger: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
         super().__post_init__()
-        if self.kernel == "hybrid" and MASTERS[self.master_weight_dtype].scaled:
+        if self.kernel in LAUNCHED and MASTERS[self.master_weight_dtype].scaled:
             raise ValueError(
                 "master_weight_dtype must not have a scale for the whole tensor with "
-                "kernel='hybrid', which stores a matrix tile by tile, got "
+                f"kernel={self.kernel!r}, which stores a matrix tile by tile, got "
                 f"{self.master_weight_dtype}; kernel='torch' takes it"
             )
 
     def low_rank_kernel(self, backend: str, master: Format) -> str:
-        """What steps matrices of low rank: "torch" or "hybrid".
+        """What steps matrices of low rank: of KERNELS, but not "auto".
 
         Args:
             backend: what steps other parameters of the device.
@@ -91,7 +94,7 @@ class GaLoreOptions(Options):
         """
         if self.kernel != "auto":
             return self.kernel
-        return "hybrid" if backend == "triton" and not master.scaled else "torch"
+        return AUTO[self.precision] if backend == "triton" and not master.scaled else "torch"
 
     @cached_property
     def draws(self) -> bool:
@@ -171,9 +174,14 @@ class GaLoreAdamW(FusedOptimizer):
             other rank where rows are split over ranks: the right one. Of such DTensors the left
             one is refused.
         kernel: what steps the matrices with a rank; others go by `backend`. "torch": plain torch,
-            matrix by matrix. "hybrid": torch's product for the projection, then one launch for Adam
-            and one for the rest, for all matrices of a kind; not for masters with a scale. "auto":
-            "hybrid" where the backend is "triton", else "torch".
+            matrix by matrix. "compiled": the same, what is elementwise by torch.compile. "hybrid":
+            torch's product for the projection, then one launch for Adam and one for the rest, for
+            many matrices. "grouped": a launch for the projections, too. The latter two not for
+            masters with a scale. "auto": where the backend is "triton", "hybrid" with precision
+            "ieee", else "grouped"; elsewhere "torch".
+        precision: of the numbers in the two products of a step; sums are fp32's. "ieee": fp32.
+            "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Torch's global settings
+            change nothing of it; refreshes are always "ieee".
         refresh: how projections follow the gradient: "subspace", by one pass of subspace iteration
             from the last projection; or "svd", galore_torch's, a whole SVD, for which the host
             waits; not where rows are split over ranks. A gradient that is zero or not finite leaves
@@ -212,6 +220,7 @@ class GaLoreAdamW(FusedOptimizer):
         scale: float = 1.0,
         proj_type: str = "std",
         kernel: str = "auto",
+        precision: str = IEEE,
         refresh: str = "subspace",
         stagger: bool = True,
         bias_correction: bool = True,
@@ -257,6 +266,7 @@ class GaLoreAdamW(FusedOptimizer):
             on_external_write=on_external_write,
             maximize=maximize,
             kernel=kernel,
+            precision=precision,
             refresh=refresh,
             stagger=stagger,
         )
@@ -283,10 +293,10 @@ class GaLoreAdamW(FusedOptimizer):
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)
         options: Any = self.options
-        reason = BACKENDS["triton"].why_not(param.device) if options.kernel == "hybrid" else None
+        reason = why_not_kernel(options.kernel, param.device)
         if reason is not None:
             raise RuntimeError(
-                f"kernel='hybrid' does not work for {label} on {param.device}: {reason}; "
+                f"kernel={options.kernel!r} does not work for {label} on {param.device}: {reason}; "
                 "kernel='torch' works everywhere"
             )
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from megaopt.batches import Batch
-from megaopt.kernels.lowrank.launch import HybridPlan
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.lowrank.compiled import why_not_compiled
+from megaopt.kernels.lowrank.launch import LaunchedPlan
 from megaopt.kernels.lowrank.parts import Parts
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.step.batch import Formats
@@ -22,7 +24,18 @@ from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.sharded_batch import ShardedBatch
 from megaopt.state import MASTER, check_state_tensor, state_name
 
-LowRankPlan = LowRankReferencePlan | HybridPlan
+LAUNCHED = ("hybrid", "grouped")
+"""Kernels that are Triton's."""
+AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
+"""By precision, what "auto" takes on a GPU: fp32 products are torch's where there is a choice."""
+LowRankPlan = LowRankReferencePlan | LaunchedPlan
+
+
+def why_not_kernel(kernel: str, device: torch.device) -> str | None:
+    """None where a kernel steps matrices on a device, else the reason."""
+    if kernel == "compiled":
+        return why_not_compiled(device)
+    return BACKENDS["triton"].why_not(device) if kernel in LAUNCHED else None
 
 
 @dataclass
@@ -54,8 +67,11 @@ class LowRankBatch(Batch):
 
     def why_not_captured(self) -> str | None:
         """None for kernels whose projections are all there."""
-        if not isinstance(self.plan, HybridPlan):
-            return "kernel='torch' reads numbers on the host: only kernel='hybrid' can be captured"
+        if not isinstance(self.plan, LaunchedPlan):
+            return (
+                "kernel='torch' and 'compiled' read numbers on the host: only kernel='hybrid' and "
+                "'grouped' can be captured"
+            )
         if any(own is None for own in self._projections()):
             return "a projection is not made yet: take one step before the capture"
         return None
@@ -124,12 +140,15 @@ def low_rank_batch(
     groups = [owned.group_numbers[place] for place in places]
     spots = [owned.place(place) for place in places]
     plan: LowRankPlan
-    if options.low_rank_kernel(owned.backend(params[0].device), formats.master) == "hybrid":
+    kernel = options.low_rank_kernel(owned.backend(params[0].device), formats.master)
+    precision = options.precision
+    if kernel in LAUNCHED:
         shapes = [view.local.shape for view in views]
-        own = (formats, options.refresh, shapes, groups, params[0].device)
-        plan = HybridPlan(*own, spots)
+        own = (formats, options.refresh, shapes, groups, params[0].device, spots)
+        plan = LaunchedPlan(*own, grouped=kernel == "grouped", precision=precision)
     else:
-        plan = LowRankReferencePlan(formats, options.refresh, groups, spots)
+        twin = (formats, options.refresh, groups, spots, precision)
+        plan = LowRankReferencePlan(*twin, compiled=kernel == "compiled")
     kind = ShardedLowRankBatch if any(view.is_sharded for view in views) else LowRankBatch
     return kind(
         *(formats, plan, places, params, states, staged),

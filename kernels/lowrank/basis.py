@@ -8,6 +8,7 @@ the gradient is, and the host does not wait for it.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -29,12 +30,19 @@ def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.devi
     It depends on seed and shape alone, not on the order of parameters.
     """
     wide = shape[1] if low_rank.side == RIGHT else shape[0]
+    basis = _random_basis(wide, low_rank.rank, seed, device)
+    return (basis.mT if low_rank.side == RIGHT else basis).contiguous()
+
+
+@lru_cache(maxsize=1)
+def _random_basis(wide: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
+    """fp32 [wide, rank]. A model has many matrices of one dimension, which all begin with it."""
     numbers = draw_numbers({"seed": seed, "step": 0})  # steps, which draw too, count from 1
-    words = words_reference(Place(0), wide * low_rank.rank, numbers, device)
-    signs = ((words & 1) * 2 - 1).double().view(wide, low_rank.rank)
+    words = words_reference(Place(0), wide * rank, numbers, device)
+    signs = ((words & 1) * 2 - 1).double().view(wide, rank)
     # Householder's QR, as a few signs may well be dependent
     basis: torch.Tensor = torch.linalg.qr(signs)[0].float()
-    return (basis.mT if low_rank.side == RIGHT else basis).contiguous()
+    return basis
 
 
 def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torch.Tensor:

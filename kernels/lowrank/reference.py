@@ -14,7 +14,9 @@ from megaopt.kernels.lowrank.basis import (
     singular,
     sketched,
 )
+from megaopt.kernels.lowrank.compiled import CompiledStep
 from megaopt.kernels.lowrank.formats import apply_formats, direction_formats
+from megaopt.kernels.lowrank.operands import IEEE
 from megaopt.kernels.lowrank.parts import WHOLE, Parts
 from megaopt.kernels.lowrank.products import projected, projected_back
 from megaopt.kernels.lowrank.spec import LowRank
@@ -34,6 +36,8 @@ class LowRankReferencePlan:
         refresh: "subspace" or "svd", how projections are made.
         groups: for each matrix, its row in the scalars that `step` is given.
         places: of each matrix in its parameter, for random bits.
+        precision: of the two products, of operands.PRECISIONS.
+        compiled: the elementwise parts by torch.compile.
     """
 
     def __init__(
@@ -42,11 +46,15 @@ class LowRankReferencePlan:
         refresh: str,
         groups: Sequence[int],
         places: Sequence[Place] | None = None,
+        precision: str = IEEE,
+        compiled: bool = False,
     ) -> None:
         assert formats.low_rank is not None
         self.formats, self.low_rank = formats, formats.low_rank
         self.by_svd, self.groups = refresh == "svd", groups
         self.places = places or in_order(len(groups))
+        self.precision = precision
+        self._compiled = CompiledStep() if compiled else None
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
         self.projections: Sequence[torch.Tensor] = ()
@@ -89,14 +97,16 @@ class LowRankReferencePlan:
         self, index: int, scalars: tuple[float, ...], controls: torch.Tensor | None
     ) -> None:
         projection, side, place = self.projections[index], self.low_rank.side, self.places[index]
-        low = projected(self._grad(index), projection, side)
+        low = projected(self._grad(index), projection, side, self.precision)
         formats = direction_formats(self.formats)
         own = self._tensors(formats, index, grad=low, weight=low)
+        step = self._compiled or step_tensor
         low_place = self.low_rank.low_place(place, self._buffers["weight"][index].shape)
-        step_tensor(own, formats, GALORE_DIRECTION, scalars, controls, low_place)
+        step(own, formats, GALORE_DIRECTION, scalars, controls, low_place)
+        back = projected_back(low, projection, side, self.precision)
         formats = apply_formats(self.formats)
-        own = self._tensors(formats, index, grad=projected_back(low, projection, side))
-        step_tensor(own, formats, GALORE_APPLY, scalars, None, place)
+        own = self._tensors(formats, index, grad=back)
+        step(own, formats, GALORE_APPLY, scalars, None, place)
 
     def _tensors(
         self, formats: Formats, index: int, **others: torch.Tensor

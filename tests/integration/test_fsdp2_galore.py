@@ -32,6 +32,7 @@ KINDS = {
     "fp32": {"weights": torch.float32},
     "masters": {"weights": BF16, **MASTER},
     "remainders": {"weights": BF16, **REMAINDERS, "kernel": "hybrid"},
+    "grouped": {"weights": BF16, **MASTER, "kernel": "grouped", "precision": "bf16"},
     "stochastic": {"weights": BF16, "weight_rounding": "stochastic", "seed": 7, **DRAWN},
     "hybrid": {"weights": BF16, "weight_rounding": "stochastic", "kernel": "hybrid", **DRAWN},
 }

@@ -28,6 +28,8 @@ KINDS = {
     "fp32": {"backend": "reference"},
     "masters": {"backend": "reference", "weights": BF16, "dtype": FP32, "stagger": False},
     "hybrid": {"backend": "triton", "weights": BF16, "dtype": FP32, "kernel": "hybrid"},
+    "grouped": {"backend": "triton", "weights": BF16, "kernel": "grouped", "precision": "bf16"},
+    "compiled": {"backend": "triton", "weights": BF16, "kernel": "compiled", "dtype": FP32},
     "torch": {
         "backend": "triton", "weights": BF16, "kernel": "torch", "weight_rounding": "stochastic",
         "exp_avg_dtype": "bfloat16_stochastic", "seed": 7,
@@ -178,7 +180,7 @@ def assert_refused(optimizer, call, message):
 def test_what_a_graph_could_not_repeat_is_refused(capturing):
     hybrid, plain = stepped(KINDS["hybrid"]), stepped(KINDS["torch"])
     capturing()
-    assert_refused(plain, plain.step, "kernel='torch' reads numbers on the host")
+    assert_refused(plain, plain.step, "kernel='torch' and 'compiled' read numbers on the host")
     assert_refused(hybrid, hybrid.refresh, r"refresh\(\) must be called between replays")
     hybrid.step()
     del hybrid.state[params_of(hybrid)[0]]["projection"]
@@ -220,6 +222,7 @@ GRAPHED = {
         "exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3", "proj_type": "left",
     },
     "svd": {"kernel": "hybrid", "refresh": "svd"},
+    "grouped": {"weights": BF16, "dtype": FP32, "kernel": "grouped", "precision": "tf32"},
 }  # fmt: skip
 LARGE = [(300, 170), (64, 500), (4097,), (90, 90)]
 

@@ -23,7 +23,7 @@ from megaopt.kernels.step import preparation, table
 SHAPES = [(24, 10), (6, 30), (9,)]
 GAP = 3
 RANKED = {"rank": 3, "update_proj_gap": GAP, "scale": 0.25}
-RANKED |= {"lr": 2.0**-8, "eps": 1e-4, "weight_decay": 0.1}
+RANKED |= {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
 KINDS = {
     "fp32": {"backend": "reference"},
     "masters": {"backend": "reference", "weights": BF16, "dtype": FP32, "stagger": False},
@@ -43,14 +43,16 @@ def made(options, capturable=True, device="cpu", shapes=SHAPES):
     options = dict(options)
     dtype = options.pop("weights", FP32)
     params = [torch.nn.Parameter(values(s, i, dtype).to(device)) for i, s in enumerate(shapes)]
-    # step_size is made of lr in fp64: of 0.01 and of its fp32 neighbour it differs
-    groups = [{"params": params[:1], "lr": 2.0**-6}, {"params": params[1:], "rank": 2}]
+    groups = [{"params": params[:1], "lr": 0.02}, {"params": params[1:], "rank": 2}]
     return GaLoreAdamW(groups, capturable=capturable, **{**RANKED, **options})
 
 
 def numbers_of_the_host(found):
     for group in found["groups"]:
-        group["lr"], group["step"] = float(group["lr"]), int(group["step"])
+        group["lr"], group["step"] = (
+            float(torch.as_tensor(group["lr"], dtype=FP32)),
+            int(group["step"]),
+        )
     return found
 
 

@@ -68,7 +68,7 @@ class Tiles:
 
 
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
-UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32, 8, 2)
+UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32, 8, 1)
 
 
 def tiles_of(formats: Formats, precision: str) -> Tiles:

@@ -96,8 +96,8 @@ class Wave:
     def _cast(self, projections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As bf16, one behind another."""
         sizes = [-(-each.numel() // UNIT) * UNIT for each in projections]
-        room = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device).split(sizes)
-        pairs = zip(room, projections, strict=True)
+        room = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
+        pairs = zip(torch.split(room, sizes), projections, strict=True)
         cast = [own[: each.numel()].view(each.shape) for own, each in pairs]
         torch._foreach_copy_(cast, list(projections))
         return cast

@@ -70,6 +70,7 @@ def scaled(optimizer, step):
 
 
 @every_kind
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_a_refresh_and_a_step_are_a_plain_step(options):
     """Under a loss scale and a norm too."""
     found, expected = made(options), made(options, capturable=False)

@@ -59,11 +59,22 @@ else:
         """
         return function if INTERPRETED else triton.jit(function)
 
-    if INTERPRETED:
 
-        def cuda_capability_geq(major: int, minor: int = 0) -> bool:
-            """The interpreter runs no instructions of a GPU, even on a machine that has one."""
-            return False
+if INTERPRETED:
+
+    def cuda_capability_geq(major: int, minor: int = 0) -> bool:
+        """The interpreter runs no instructions of a GPU, even on a machine that has one."""
+        return False
+
+    def loop_bound(value: Any) -> int:
+        """A number that a kernel loaded, for `range`, which under the interpreter wants an int."""
+        return int(value.handle.data.item())
+
+else:
+
+    @helper
+    def loop_bound(value):  # type: ignore[no-untyped-def]
+        return value
 
 
 __all__ = [
@@ -74,5 +85,6 @@ __all__ = [
     "helper",
     "jit",
     "libdevice",
+    "loop_bound",
     "tl",
 ]

@@ -59,8 +59,11 @@ class Batch:
             self._copies = own
         self.plan.look(own)
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Before a step: projections whose turn it is are made anew."""
+    def refresh(self, groups: Sequence[Mapping[str, Any]], counts: Sequence[int] | None) -> None:
+        """Before a step: projections whose turn it is are made anew, and those that are missing.
+
+        counts: the steps that each group has taken, which say whose turn it is; None: nobody's.
+        """
 
     def quantize(self) -> None:
         """After a step, and after ranks have put amaxes together: the weights become fp8."""
@@ -159,7 +162,8 @@ class Batches:
         """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
         self.quantized = [batch for batch in batches if batch.quantizes]
         """Those whose weights become fp8 after the step."""
-        self._projected = [batch for batch in batches if batch.formats.low_rank is not None]
+        self.projected = [batch for batch in batches if batch.formats.low_rank is not None]
+        """Those that are stepped through projections of their gradients."""
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
         self._shaping = shaping_numbers(param_groups)
@@ -196,10 +200,10 @@ class Batches:
             batch.plan.stale = batch.plan.stale or moved
         return seen.grads
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Before a step: the projections whose turn it is are made anew, of its gradients."""
-        for batch in self._projected:
-            batch.refresh(groups)
+    def refresh(self, groups: Sequence[Mapping[str, Any]], counts: Sequence[int] | None) -> None:
+        """Before a step: projections are made anew of its gradients, as each batch says."""
+        for batch in self.projected:
+            batch.refresh(groups, counts)
 
     def abandon(self) -> None:
         """Nothing is stepped after all."""

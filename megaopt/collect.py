@@ -46,6 +46,11 @@ class StepRun:
     """Of each parameter."""
     prepared: Prepared = field(default_factory=dict)
 
+    @property
+    def counts(self) -> list[int] | None:
+        """How many steps each group has taken; None where that is on the device."""
+        return None if self.rows is None else [group["step"] for group in self.owned.groups]
+
 
 @dataclass
 class Collected:

@@ -9,21 +9,30 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from megaopt.batches import Batches
 from megaopt.checks import NOT_NEGATIVE, one_of, refuse
+from megaopt.galore_checks import (
+    check_matrix,
+    check_not_flattened,
+    check_refresh,
+    check_split,
+)
 from megaopt.galore_state import from_galore_torch
-from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import MASTERS, Format
+from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.kernels.step.watch import Grads
+from megaopt.low_rank_batch import AUTO, LAUNCHED, why_not_kernel
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import FLAGS, Numbers, Options
-from megaopt.params import ParamView, view_of
+from megaopt.owned import Owned
 from megaopt.torch_names import check_arguments
 
 PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
-KERNELS = ("auto", "torch", "hybrid")
+KERNELS = ("auto", "torch", "compiled", "hybrid", "grouped")
 REFRESHES = ("subspace", "svd")
 
 
@@ -54,6 +63,7 @@ class GaLoreOptions(Options):
     CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Options.CHOICES,
         "kernel": KERNELS,
+        "precision": PRECISIONS,
         "refresh": REFRESHES,
         "stagger": FLAGS,
     }
@@ -61,21 +71,22 @@ class GaLoreOptions(Options):
     exp_avg_dtype: torch.dtype | str = torch.float32
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
     kernel: str = "auto"
+    precision: str = IEEE
     refresh: str = "subspace"
     stagger: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
         super().__post_init__()
-        if self.kernel == "hybrid" and MASTERS[self.master_weight_dtype].scaled:
+        if self.kernel in LAUNCHED and MASTERS[self.master_weight_dtype].scaled:
             raise ValueError(
                 "master_weight_dtype must not have a scale for the whole tensor with "
-                "kernel='hybrid', which stores a matrix tile by tile, got "
+                f"kernel={self.kernel!r}, which stores a matrix tile by tile, got "
                 f"{self.master_weight_dtype}; kernel='torch' takes it"
             )
 
     def low_rank_kernel(self, backend: str, master: Format) -> str:
-        """What steps matrices of low rank: "torch" or "hybrid".
+        """What steps matrices of low rank: of KERNELS, but not "auto".
 
         Args:
             backend: what steps other parameters of the device.
@@ -83,7 +94,7 @@ class GaLoreOptions(Options):
         """
         if self.kernel != "auto":
             return self.kernel
-        return "hybrid" if backend == "triton" and not master.scaled else "torch"
+        return AUTO[self.precision] if backend == "triton" and not master.scaled else "torch"
 
     @cached_property
     def draws(self) -> bool:
@@ -113,31 +124,15 @@ class GaLoreOptions(Options):
         if not _is_count(rank):
             refuse(f"{where}: rank", "None or a whole number >= 1", rank)
         for index, param in enumerate(group["params"]):
-            _check_matrix(param, rank, f"{where}: rank", f"its parameter {index}")
+            which = f"its parameter {index}"
+            check_matrix(param, rank, f"{where}: rank", which)
+            low_rank = self.low_rank(param, group)
+            if low_rank is not None:
+                check_split(param, low_rank, group["proj_type"], self.refresh, where, which)
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
-
-
-def _check_matrix(param: torch.Tensor, rank: int, name: str, which: str) -> None:
-    """Raises ValueError for a parameter that cannot have a rank, or not this one."""
-    if type(view_of(param)) is not ParamView:
-        refuse(
-            name, f"None beside {which}, a {type(param).__name__}: only plain matrices are "
-            "projected yet", rank,
-        )  # fmt: skip
-    if len(getattr(param, "megaopt_whole_shape", ())) == 2:
-        refuse(
-            name, f"None beside {which}, a flat part of a matrix, which has neither its rows nor "
-            "its columns", rank,
-        )  # fmt: skip
-    if param.dim() == 2 and 0 < min(param.shape) < rank:
-        least = min(param.shape)
-        refuse(
-            name, f"a whole number from 1 to {least}, the smaller dimension of {which}, of shape "
-            f"{tuple(param.shape)}", rank,
-        )  # fmt: skip
 
 
 class GaLoreAdamW(FusedOptimizer):
@@ -152,12 +147,18 @@ class GaLoreAdamW(FusedOptimizer):
     projection and projected gradient together are no smaller than the gradient, take FusedAdam's
     step, where eps is beside the corrected root and decay comes with the update.
 
-    A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, and, from
-    the first step on, projection, fp32, and captured_energy, fp32 of shape (): which part of the
-    gradient's square the projection kept when it was made, from 0 to 1.
+    A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, projection,
+    fp32, and captured_energy, fp32 of shape (): which part of the gradient's square the projection
+    kept when it was made, from 0 to 1. The last two are zeros before the parameter's first step.
+
+    Of DTensors (FSDP2's) each rank projects its own rows, on the right; when a projection is made
+    anew, ranks add up what it takes. Their moments are DTensors likewise, and their projections
+    DTensors that every rank has whole.
 
     Args:
-        params: as for FusedAdam; with a rank plain tensors, no DTensors and no fp8 weights.
+        params: as for FusedAdam; with a rank no fp8 weights, no flat parts of matrices, and of
+            DTensors those of placements Shard(0) on one dimension of the mesh, Replicate() on
+            others.
         lr: as for FusedAdam.
         betas: as for FusedAdam.
         eps: added to the root of exp_avg_sq, of matrices with a rank before bias correction, in
@@ -170,20 +171,30 @@ class GaLoreAdamW(FusedOptimizer):
         scale: what the update that was projected back is multiplied by; at least 0.
         proj_type: "right" projects rows, to [m, rank], "left" columns, to [rank, n]. "std" projects
             the smaller dimension, "reverse_std" the larger. "auto" takes the side that needs no
-            other rank where rows are split over ranks: the right one.
+            other rank where rows are split over ranks: the right one. Of such DTensors the left
+            one is refused.
         kernel: what steps the matrices with a rank; others go by `backend`. "torch": plain torch,
-            matrix by matrix. "hybrid": torch's product for the projection, then one launch for Adam
-            and one for the rest, for all matrices of a kind; not for masters with a scale. "auto":
-            "hybrid" where the backend is "triton", else "torch".
+            matrix by matrix. "compiled": the same, what is elementwise by torch.compile. "hybrid":
+            torch's product for the projection, then one launch for Adam and one for the rest, for
+            many matrices. "grouped": a launch for the projections, too. The latter two not for
+            masters with a scale. "auto": where the backend is "triton", "hybrid" with precision
+            "ieee", else "grouped"; elsewhere "torch".
+        precision: of the numbers in the two products of a step; sums are fp32's. "ieee": fp32.
+            "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Torch's global settings
+            change nothing of it; refreshes are always "ieee".
         refresh: how projections follow the gradient: "subspace", by one pass of subspace iteration
             from the last projection; or "svd", galore_torch's, a whole SVD, for which the host
-            waits. A gradient that is zero or not finite leaves a projection as it is; with
-            "subspace" also one of fewer independent rows or columns than the rank.
+            waits; not where rows are split over ranks. A gradient that is zero or not finite leaves
+            a projection as it is; with "subspace" also one of fewer independent rows or columns
+            than the rank.
         stagger: refreshes parameter number i in the steps of number i modulo the gap, one after
             another. False: all in one step, as galore_torch.
         bias_correction: galore_torch's correct_bias.
         exp_avg_dtype: of the moment, also of the projected gradient, as for FusedAdam.
         exp_avg_sq_dtype: likewise.
+        capturable: as for FusedAdam: lr and step are tensors on the device, and a CUDA graph may
+            repeat `step()`. That makes only projections that are not there yet; `refresh()`, called
+            between replays, makes those anew whose turn it is.
         dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
         use_decoupled_grad, nonfinite, on_external_write, backend, maximize, foreach,
         differentiable, fused: as for FusedAdam. The seed is also that of the first projections.
@@ -192,6 +203,9 @@ class GaLoreAdamW(FusedOptimizer):
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.
     """
+
+    _given: set[int] | None = None
+    """id() of each parameter that it was given; None in copies, which do not know."""
 
     def __init__(
         self,
@@ -206,6 +220,7 @@ class GaLoreAdamW(FusedOptimizer):
         scale: float = 1.0,
         proj_type: str = "std",
         kernel: str = "auto",
+        precision: str = IEEE,
         refresh: str = "subspace",
         stagger: bool = True,
         bias_correction: bool = True,
@@ -218,6 +233,7 @@ class GaLoreAdamW(FusedOptimizer):
         weight_rounding: str = "nearest",
         seed: int = 0,
         use_decoupled_grad: bool = False,
+        capturable: bool = False,
         nonfinite: str = "propagate",
         on_external_write: str = "refresh",
         backend: str = "auto",
@@ -245,10 +261,12 @@ class GaLoreAdamW(FusedOptimizer):
             weight_rounding=weight_rounding,
             seed=seed,
             backend=backend,
+            capturable=capturable,
             nonfinite=nonfinite,
             on_external_write=on_external_write,
             maximize=maximize,
             kernel=kernel,
+            precision=precision,
             refresh=refresh,
             stagger=stagger,
         )
@@ -263,6 +281,7 @@ class GaLoreAdamW(FusedOptimizer):
             "scale": scale,
             "proj_type": proj_type,
         }
+        self._given = set()
         super().__init__(params, defaults, options, master_weights)
         self.use_decoupled_grad = use_decoupled_grad
 
@@ -274,12 +293,55 @@ class GaLoreAdamW(FusedOptimizer):
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)
         options: Any = self.options
-        reason = BACKENDS["triton"].why_not(param.device) if options.kernel == "hybrid" else None
+        reason = why_not_kernel(options.kernel, param.device)
         if reason is not None:
             raise RuntimeError(
-                f"kernel='hybrid' does not work for {label} on {param.device}: {reason}; "
+                f"kernel={options.kernel!r} does not work for {label} on {param.device}: {reason}; "
                 "kernel='torch' works everywhere"
             )
+
+    @torch.no_grad()
+    def refresh(self, steps: int | None = None) -> None:
+        """With capturable=True, before a step: makes the projections anew whose turn it is.
+
+        From the gradients as they are in memory now, those of parameters that have one: before a
+        step's replay, where the backward pass is outside the graph, the step's own, and the bits
+        are those of capturable=False. It knows neither of found_inf nor of nonfinite: a gradient
+        that is not finite leaves its own projection alone.
+
+        Args:
+            steps: how many steps every group has taken, where the caller knows it; None: the
+                groups' own counts, for which the host waits.
+
+        Raises:
+            ValueError: as `step`, and for a number of steps that is none.
+            RuntimeError: capturable=False, where `step` does this; or while a CUDA graph captures.
+        """
+        owned = self._owned
+        check_refresh(owned, steps)
+        self._numbers.check(owned)
+        batches, grads = self._gather(owned)
+        counts = self._counts() if steps is None else [steps] * len(self.param_groups)
+        for batch in batches.projected:
+            batch.stage_inputs(grads)
+            batch.refresh(self.param_groups, counts)
+            batch.abandon()
+
+    def _counts(self) -> list[int]:
+        """The steps that each group has taken, read from the device at once."""
+        found: list[int] = torch.cat([group["step"] for group in self.param_groups]).tolist()
+        return found
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As FusedAdam's."""
+        super().add_param_group(param_group)
+        if self._given is not None:
+            self._given.update(map(id, self.param_groups[-1]["params"]))
+
+    def _sort(self, owned: Owned, grads: Grads) -> Batches:
+        if self._given is not None:
+            check_not_flattened(owned.groups, self._given)
+        return super()._sort(owned, grads)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As FusedAdam's; state dicts of galore_torch's AdamW load too, projections included."""

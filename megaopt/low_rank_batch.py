@@ -9,15 +9,33 @@ from typing import Any
 import torch
 
 from megaopt.batches import Batch
-from megaopt.kernels.lowrank.launch import HybridPlan
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.lowrank.compiled import why_not_compiled
+from megaopt.kernels.lowrank.launch import LaunchedPlan
+from megaopt.kernels.lowrank.parts import Parts
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.watch import Grads
+from megaopt.low_rank_ranks import parts_of
 from megaopt.owned import Owned
+from megaopt.params import ParamView
+from megaopt.params.dtensor import local_of
 from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
+from megaopt.sharded_batch import ShardedBatch
 from megaopt.state import MASTER, check_state_tensor, state_name
 
-LowRankPlan = LowRankReferencePlan | HybridPlan
+LAUNCHED = ("hybrid", "grouped")
+"""Kernels that are Triton's."""
+AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
+"""By precision, what "auto" takes on a GPU: fp32 products are torch's where there is a choice."""
+LowRankPlan = LowRankReferencePlan | LaunchedPlan
+
+
+def why_not_kernel(kernel: str, device: torch.device) -> str | None:
+    """None where a kernel steps matrices on a device, else the reason."""
+    if kernel == "compiled":
+        return why_not_compiled(device)
+    return BACKENDS["triton"].why_not(device) if kernel in LAUNCHED else None
 
 
 @dataclass
@@ -29,34 +47,64 @@ class LowRankBatch(Batch):
     """The group of each matrix."""
     numbers: list[int] = field(default_factory=list)
     """Of each parameter, which say when its turn to be refreshed is."""
+    views: list[ParamView] = field(default_factory=list)
+    """Of each parameter."""
     labels: list[str] = field(default_factory=list)
     """What errors call each parameter."""
     stagger: bool = True
+    _made: list[bool] = field(default_factory=list)
+    """Which projections a gradient has made; looked up before the first step."""
+    _parts: list[Parts] = field(default_factory=list)
 
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
         """As of other batches; raises ValueError for a projection that is not what it must be."""
         super().stage_inputs(grads, writes_grads)
-        assert self.formats.low_rank is not None
-        for param, state, label in zip(self.params, self.states, self.labels, strict=True):
+        for view, state, label in zip(self.views, self.states, self.labels, strict=True):
             if state.get(PROJECTION) is not None:
-                shape = self.formats.low_rank.projection_shape(param.shape)
-                wanted = (torch.float32, shape, self.device)
-                check_state_tensor(state[PROJECTION], wanted, f"{label}: state {PROJECTION!r}")
+                wanted = (torch.float32, view.kept[PROJECTION], self.device)
+                where = f"{label}: state {PROJECTION!r}"
+                check_state_tensor(local_of(state[PROJECTION]), wanted, where)
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def why_not_captured(self) -> str | None:
+        """None for kernels whose projections are all there."""
+        if not isinstance(self.plan, LaunchedPlan):
+            return (
+                "kernel='torch' and 'compiled' read numbers on the host: only kernel='hybrid' and "
+                "'grouped' can be captured"
+            )
+        if any(own is None for own in self._projections()):
+            return "a projection is not made yet: take one step before the capture"
+        return None
+
+    def refresh(self, groups: Sequence[Mapping[str, Any]], counts: Sequence[int] | None) -> None:
         """Makes the projections whose turn it is, and those that are not there yet."""
-        for index, state in enumerate(self.states):
-            group, known = groups[self.group_numbers[index]], state.get(PROJECTION)
-            if known is None or self._is_due(group, self.numbers[index]):
-                projection, energy = self.plan.refreshed(index, known, group["seed"])
-                _put(state, PROJECTION, projection)
-                _put(state, CAPTURED_ENERGY, energy)
-        self.plan.projections = [state[PROJECTION].contiguous() for state in self.states]
+        known = self._projections()
+        for index, own in enumerate(known):
+            group = groups[self.group_numbers[index]]
+            is_due = counts is not None and self._is_due(group, counts, index)
+            if own is None or is_due:
+                self._make(index, own, group["seed"])
+        self.plan.projections = [local_of(s[PROJECTION]).contiguous() for s in self.states]
 
-    def _is_due(self, group: Mapping[str, Any], number: int) -> bool:
-        """Whether it is a parameter's turn, in the step that comes after so many."""
-        gap = group["update_proj_gap"]
-        return bool(group["step"] % gap == (number % gap if self.stagger else 0))
+    def _projections(self) -> list[torch.Tensor | None]:
+        """Of each matrix; None where no gradient has made it yet: zeros, or nothing there."""
+        found = [local_of(state.get(PROJECTION)) for state in self.states]
+        if not self._made:  # the host waits here, once
+            flags = [torch.zeros(()) if own is None else own.any() for own in found]
+            self._made = torch.stack([flag.to(self.device) for flag in flags]).bool().tolist()
+        return [own if made else None for own, made in zip(found, self._made, strict=True)]
+
+    def _make(self, index: int, known: torch.Tensor | None, seed: int) -> None:
+        self._parts = self._parts or [parts_of(view) for view in self.views]
+        made = self.plan.refreshed(index, known, seed, self._parts[index])
+        for name, value in zip((PROJECTION, CAPTURED_ENERGY), made, strict=True):
+            _put(self.states[index], name, value, self.views[index])
+        self._made[index] = True
+
+    def _is_due(self, group: Mapping[str, Any], counts: Sequence[int], index: int) -> bool:
+        """Whether it is a parameter's turn, in the step that comes after so many of its group."""
+        gap, count = group["update_proj_gap"], counts[self.group_numbers[index]]
+        return bool(count % gap == (self.numbers[index] % gap if self.stagger else 0))
 
     def _own_shapes(self, slot: str) -> list[torch.Size] | None:
         """Of all that has not the parameter's shape."""
@@ -65,12 +113,17 @@ class LowRankBatch(Batch):
         return [each.shape for each in self._tensors(slot)]
 
 
-def _put(state: dict[str, Any], name: str, value: torch.Tensor) -> None:
+@dataclass
+class ShardedLowRankBatch(LowRankBatch, ShardedBatch):
+    """Such matrices of which some are DTensors."""
+
+
+def _put(state: dict[str, Any], name: str, value: torch.Tensor, view: ParamView) -> None:
     """Over the state's own tensor, which others may hold; or as a new one."""
     if state.get(name) is None:
-        state[name] = value
+        state.update(view.wrap_state({name: value}))
     else:
-        state[name].copy_(value)
+        local_of(state[name]).copy_(value)
 
 
 def low_rank_batch(
@@ -83,19 +136,25 @@ def low_rank_batch(
 ) -> LowRankBatch:
     """The batch of parameters at these places, with their states, by the optimizer's options."""
     options: Any = owned.options
+    views = [owned.views[place] for place in places]
     groups = [owned.group_numbers[place] for place in places]
     spots = [owned.place(place) for place in places]
     plan: LowRankPlan
-    if options.low_rank_kernel(owned.backend(params[0].device), formats.master) == "hybrid":
-        shapes = [param.shape for param in params]
-        own = (formats, options.refresh, shapes, groups, params[0].device)
-        plan = HybridPlan(*own, spots)
+    kernel = options.low_rank_kernel(owned.backend(params[0].device), formats.master)
+    precision = options.precision
+    if kernel in LAUNCHED:
+        shapes = [view.local.shape for view in views]
+        own = (formats, options.refresh, shapes, groups, params[0].device, spots)
+        plan = LaunchedPlan(*own, grouped=kernel == "grouped", precision=precision)
     else:
-        plan = LowRankReferencePlan(formats, options.refresh, groups, spots)
-    return LowRankBatch(
+        twin = (formats, options.refresh, groups, spots, precision)
+        plan = LowRankReferencePlan(*twin, compiled=kernel == "compiled")
+    kind = ShardedLowRankBatch if any(view.is_sharded for view in views) else LowRankBatch
+    return kind(
         *(formats, plan, places, params, states, staged),
         group_numbers=groups,
         numbers=[owned.numbers[place] for place in places],
+        views=views,
         labels=[owned.labels[place] for place in places],
         stagger=options.stagger,
     )

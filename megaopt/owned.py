@@ -25,7 +25,7 @@ from megaopt.options import (
     is_param_number,
 )
 from megaopt.params import ParamView, view_of
-from megaopt.params.low_rank import LowRankView
+from megaopt.params.low_rank import low_rank_view
 from megaopt.state import formats_of
 
 Group = dict[str, Any]
@@ -72,7 +72,7 @@ class Owned:
 
     def _view(self, param: torch.Tensor, group: Group) -> ParamView:
         low_rank = self.options.low_rank(param, group)
-        return view_of(param) if low_rank is None else LowRankView(param, low_rank)
+        return view_of(param) if low_rank is None else low_rank_view(param, low_rank)
 
     @property
     def shared_views(self) -> list[ParamView]:

@@ -217,7 +217,7 @@ def described(
     found: list[tuple[object, ...]] = []
     for place, (view, label) in enumerate(zip(views, labels, strict=True)):
         own = formats.get(place)
-        kept = own and (own.master.name, *(moment.name for moment in own.moments))
+        kept = own and (own.master.name, *(each.name for each in own.moments), own.low_rank)
         found.append((label, view.whole_shape, view.param.dtype, view.sharding, kept))
     return found
 

@@ -60,7 +60,7 @@ def complete(
     formats: Formats,
     external: torch.Tensor | None,
 ) -> None:
-    """Adds to `state` what is missing: zero moments, and the master, external or made here.
+    """Adds to `state` what is missing: zeros, and the master, external or made here.
 
     A master made here starts as the weight's own value, which every format holds exactly or, fp16
     with a scale, to its precision; that of fp8 as what the weight was made from, if that is kept.
@@ -72,6 +72,9 @@ def complete(
             state[name] = torch.zeros(shape, dtype=form.dtype, device=weight.device)
         if form.has_scale and name + SCALE not in state:
             state[name + SCALE] = _new_scale(form, view)
+    for name, shape in view.kept.items():
+        if state.get(name) is None:
+            state[name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
     if external is not None:
         state[MASTER] = external
     elif not formats.master.present:
@@ -89,7 +92,7 @@ def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torc
     code, scale = state[name], state.get(name + SCALE)
     if form.joined:
         return form.decode_reference(view.local.detach(), code)
-    return decoded(form, code, scale, view.first_element if form.block else 0)
+    return decoded(form, code, scale, view.first_of(name) if form.block else 0)
 
 
 def encoded(
@@ -113,7 +116,7 @@ def encoded(
     if value.numel():
         # adding makes a 0 of -0, for which moments without a sign have no code
         value = value + 0.0 if form.unsigned else value
-        store_scaled(code, scale, value, form, first=view.first_element if form.block else 0)
+        store_scaled(code, scale, value, form, first=view.first_of(name) if form.block else 0)
     return {name: code, name + SCALE: scale}, None
 
 

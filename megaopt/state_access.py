@@ -118,8 +118,7 @@ def _one_number(value: torch.Tensor, name: str, local: torch.Tensor) -> torch.Te
 
 def _check_value(value: torch.Tensor, view: ParamView, name: str) -> None:
     """Raises ValueError for a tensor that is no fp32 value of so many elements."""
-    param = view.param
-    shape = param.shape if view.low_rank is None else torch.Size(view.state_shape(name))
+    shape = torch.Size(view.whole_state_shape(name))
     # a plain parameter's may have any shape of as many elements
     fits = _is_real(value) and (
         value.shape == shape or (not view.is_sharded and value.numel() == shape.numel())

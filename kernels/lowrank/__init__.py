@@ -5,5 +5,6 @@ groups, random bits, unscaling and skipping are the step's: GALORE_DIRECTION ste
 gradient, and leaves Adam's direction in its place; GALORE_APPLY takes what was projected back from
 weight and master. In between are matrix products.
 
-reference.py is the twin; launch.py makes the same of torch's product and two launches.
+reference.py is the twin. launch.py makes the same of launches over many matrices: project.py's
+projection, or torch's; the step's; and kernel.py's, which projects back and updates.
 """

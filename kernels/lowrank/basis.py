@@ -8,9 +8,11 @@ the gradient is, and the host does not wait for it.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
+from megaopt.kernels.lowrank.parts import WHOLE, Parts
 from megaopt.kernels.lowrank.products import product, projected
 from megaopt.kernels.lowrank.spec import RIGHT, LowRank
 from megaopt.kernels.rules.base import draw_numbers
@@ -28,12 +30,19 @@ def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.devi
     It depends on seed and shape alone, not on the order of parameters.
     """
     wide = shape[1] if low_rank.side == RIGHT else shape[0]
+    basis = _random_basis(wide, low_rank.rank, seed, device)
+    return (basis.mT if low_rank.side == RIGHT else basis).contiguous()
+
+
+@lru_cache(maxsize=1)
+def _random_basis(wide: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
+    """fp32 [wide, rank]. A model has many matrices of one dimension, which all begin with it."""
     numbers = draw_numbers({"seed": seed, "step": 0})  # steps, which draw too, count from 1
-    words = words_reference(Place(0), wide * low_rank.rank, numbers, device)
-    signs = ((words & 1) * 2 - 1).double().view(wide, low_rank.rank)
+    words = words_reference(Place(0), wide * rank, numbers, device)
+    signs = ((words & 1) * 2 - 1).double().view(wide, rank)
     # Householder's QR, as a few signs may well be dependent
     basis: torch.Tensor = torch.linalg.qr(signs)[0].float()
-    return (basis.mT if low_rank.side == RIGHT else basis).contiguous()
+    return basis
 
 
 def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torch.Tensor:
@@ -52,7 +61,11 @@ def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torc
 
 
 def iterated(
-    grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor, passes: int = 1
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    known: torch.Tensor,
+    passes: int = 1,
+    parts: Parts = WHOLE,
 ) -> torch.Tensor:
     """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
 
@@ -64,20 +77,42 @@ def iterated(
         low_rank: of the projection.
         known: the projection so far.
         passes: how many.
+        parts: of the gradient's rows, on the right; of its columns, on the left.
     """
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known.mT) if right else (grad.mT, known)
-    amax = matrix.abs().amax()
+    amax = parts.largest(_amax(matrix))
     says = amax.isfinite() & (amax > 0)
     matrix = matrix * _power_of_two_below(amax)
-    norm = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     for _ in range(passes):
         image = product(matrix, basis)
-        found = product(matrix.mT, image).double()
-        columns, independent = orthonormal(found, _floor(image, norm))
+        found, squares = _added_up(product(matrix.mT, image), image, matrix, parts)
+        columns, independent = orthonormal(found, _floor(squares, parts.rows(image.shape[0])))
         basis = columns.to(grad.dtype)
     says = says & independent  # of the last pass: the first ones see weak directions squared
-    return torch.where(says, basis.mT if right else basis, known)
+    return parts.alike(torch.where(says, basis.mT if right else basis, known).contiguous())
+
+
+def _amax(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+
+
+def _added_up(
+    found: torch.Tensor, image: torch.Tensor, matrix: torch.Tensor, parts: Parts
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a pass found, and the squares of the image's columns and of the matrix, of all parts.
+
+    fp64 [k, rank] and [rank + 1], in one sum.
+    """
+    squares = (square(image, 0), square(matrix).reshape(1))
+    whole = parts.add_up(torch.cat([found.double().flatten(), *squares]))
+    return whole[: found.numel()].view(found.shape), whole[found.numel() :]
+
+
+def square(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The sum of squares, fp64: of all numbers, or of each column with dim=0."""
+    norm: torch.Tensor = torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float64)
+    return norm.square()
 
 
 def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
@@ -86,16 +121,22 @@ def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(amax), -exponent)
 
 
-def _floor(image: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+def _floor(squares: torch.Tensor, rows: int) -> torch.Tensor:
     """How long a column of matrix.mT @ image may be by rounding alone, fp64 [rank].
 
     A sum of k products, each sum rounded to fp32, is off by UNIT times a partial sum at each of k
     places; errors of random signs add up to sqrt(k) of that. Partial sums are at most the norm of
     the matrix's column times that of the image's (Cauchy-Schwarz), and all columns of the matrix
-    together have the matrix's norm. 4: so many times the mean error is not met by chance.
+    together have the matrix's norm. 4: so many times the mean error is not met by chance. Sums of
+    parts, added up in fp64, are no worse.
+
+    Args:
+        squares: of the norms of the image's columns, and behind them of the matrix's.
+        rows: k, of all parts.
     """
-    own: torch.Tensor = torch.linalg.vector_norm(image, dim=0, dtype=torch.float64)
-    return norm * own * (4.0 * UNIT * math.sqrt(image.shape[0]))
+    own, norm = squares[:-1].sqrt(), squares[-1].sqrt()
+    floor: torch.Tensor = norm * own * (4.0 * UNIT * math.sqrt(rows))
+    return floor
 
 
 def orthonormal(columns: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,12 +175,12 @@ def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:
 
 
 def captured_energy(
-    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor
+    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor, parts: Parts = WHOLE
 ) -> torch.Tensor:
     """How much of a gradient's square the projection keeps, from 0 to 1, fp32 of shape ().
 
     0 of a gradient that is 0.
     """
     low = projected(grad, projection, low_rank.side)
-    kept, whole = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (low, grad))
-    return torch.where(whole == 0, 0.0, (kept / whole).square()).float()
+    kept, whole = parts.add_up(torch.stack([square(low), square(grad)])).unbind()
+    return torch.where(whole == 0, 0.0, kept / whole).float()

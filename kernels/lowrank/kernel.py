@@ -7,6 +7,8 @@ as large as the matrix, is never in memory.
 
 from __future__ import annotations
 
+from megaopt.kernels.lowrank.operands import added_product, loaded, taken
+from megaopt.kernels.lowrank.tables import DIRECTION, PROJECTION, address
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.step.blocks import pointers_of
 from megaopt.kernels.step.codes import load_param, param_of
@@ -17,41 +19,64 @@ from megaopt.kernels.step.kernel import (
     place_of,
     scalars_of,
 )
-from megaopt.kernels.step.rows import FIRST_MOMENT_ROW, WEIGHT_COLUMNS, WEIGHT_ROWS
+from megaopt.kernels.step.rows import WEIGHT_COLUMNS, WEIGHT_ROWS
 from megaopt.kernels.step.update import canonical_values, stored_block
-
-# Rows of the step's table, where it has moments: addresses of the product's two factors, fp32.
-LEFT_FACTOR: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW)
-RIGHT_FACTOR: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 1)
-ROW_COUNT = FIRST_MOMENT_ROW + 2
-
-
-@helper
-def factor_of(table_ptr, row, matrices, matrix):
-    return tl.load(table_ptr + row * matrices + matrix).to(tl.pointer_type(tl.float32))
 
 
 @helper
 def product_tile(
-    left_ptr, right_ptr, row, column, rows, columns, RANK: tl.constexpr, INNER: tl.constexpr
-):
-    """fp32 [row, column] of the product; 0 outside the matrix."""
+    left_ptr, right_ptr, row, column, rows, columns, stride, LEFT_FORMAT: tl.constexpr,
+    RIGHT_FORMAT: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
+    INNER: tl.constexpr,
+):  # fmt: skip
+    """fp32 [row, column] of a product; 0 outside the matrix, which ends at rows and columns.
+
+    stride: of the right factor's rows.
+    """
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for first in range(0, RANK, INNER):
         inner = first + tl.arange(0, INNER)
-        left_mask = (row[:, None] < rows) & (inner[None, :] < RANK)
-        right_mask = (inner[:, None] < RANK) & (column[None, :] < columns)
-        left_places = row[:, None] * RANK + inner[None, :]
-        left = tl.load(left_ptr + left_places, mask=left_mask, other=0.0)
-        right_places = inner[:, None] * columns + column[None, :]
-        right = tl.load(right_ptr + right_places, mask=right_mask, other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        mask = (row[:, None] < rows) & (inner[None, :] < RANK)
+        left = loaded(left_ptr, row[:, None] * RANK + inner[None, :], mask, EVEN)
+        mask = (inner[:, None] < RANK) & (column[None, :] < columns)
+        right = loaded(right_ptr, inner[:, None] * stride + column[None, :], mask, EVEN)
+        left, right = taken(left, LEFT_FORMAT, PRECISION), taken(right, RIGHT_FORMAT, PRECISION)
+        total = added_product(left, right, total, PRECISION)
     return total
+
+
+@helper
+def update_tile(
+    pointers, left_ptr, right_ptr, rows, rest, columns, start, draw, scalars,
+    FORMATS: tl.constexpr, RULE: tl.constexpr, LEFT_FORMAT: tl.constexpr,
+    RIGHT_FORMAT: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Updates a tile; all pointers: to its first element.
+
+    rows, rest: of the matrix from there on; columns: of the whole one; start: the tile's first
+    element in it.
+    """
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    offsets = row[:, None] * columns + column[None, :]
+    mask = (row[:, None] < rows) & (column[None, :] < rest)
+    _, weight_ptr, master_ptr, _ = pointers
+    weight, master = load_param(weight_ptr, master_ptr, offsets, mask, FORMATS, not EVEN)
+    param = param_of(weight, master, 1.0, FORMATS)
+    update = product_tile(
+        left_ptr, right_ptr, row, column, rows, rest, columns,
+        LEFT_FORMAT, RIGHT_FORMAT, PRECISION, EVEN, RANK, INNER,
+    )  # fmt: skip
+    values = canonical_values(RULE.update(param, (), update, scalars), FORMATS)
+    words = block_words(draw, start, 0, offsets, FORMATS.draws, False, 0, False)
+    stored_block(
+        pointers, (1.0, ()), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, not EVEN,
+    )  # fmt: skip
 
 
 @jit(do_not_specialize=["matrices", "scalar_count"])
 def back_project_kernel(
-    table_ptr,  # *int64 [ROW_COUNT, matrices]
+    table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
     tiles_ptr,  # *int32 as step.table.Chunks, of tiles
     scalars_ptr,  # *fp32 [groups, scalar_count]
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
@@ -60,36 +85,53 @@ def back_project_kernel(
     FORMATS: tl.constexpr,  # as formats.apply_formats makes them
     RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
+    DIRECTION_FORMAT: tl.constexpr,
+    DIRECTION_ELEMENT: tl.constexpr,  # as which it is loaded
+    PROJECTION_FORMAT: tl.constexpr,
+    PROJECTION_ELEMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LEFT: tl.constexpr,
+    EVEN: tl.constexpr,  # only whole tiles, rows of which begin at multiples of 16 bytes
     RANK: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
+    STRIP: tl.constexpr,  # tiles of a program, one beside another
     INNER: tl.constexpr,  # of the rank, at a time
     SPAN: tl.constexpr,
 ):
-    """The update of one tile of one matrix."""
+    """The update of a few tiles of one matrix."""
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if tl.load(controls_ptr + SKIP) != 0:
             return
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
-    rows = tl.load(table_ptr + WEIGHT_ROWS * matrices + matrix)
-    columns = tl.load(table_ptr + WEIGHT_COLUMNS * matrices + matrix)
-    across = tl.cdiv(columns, COLUMNS)
-    row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tile % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    offsets = row[:, None] * columns + column[None, :]
-    mask = (row[:, None] < rows) & (column[None, :] < columns)
-    pointers = pointers_of(table_ptr, matrices, matrix, 0, FORMATS)
-    _, weight_ptr, master_ptr, _ = pointers
-    weight, master = load_param(weight_ptr, master_ptr, offsets, mask, FORMATS, True)
-    param = param_of(weight, master, 1.0, FORMATS)
-    left_ptr = factor_of(table_ptr, LEFT_FACTOR, matrices, matrix)
-    right_ptr = factor_of(table_ptr, RIGHT_FACTOR, matrices, matrix)
-    update = product_tile(left_ptr, right_ptr, row, column, rows, columns, RANK, INNER)
+    rows = tl.load(table_ptr + WEIGHT_ROWS * matrices + matrix).to(tl.int32)
+    columns = tl.load(table_ptr + WEIGHT_COLUMNS * matrices + matrix).to(tl.int32)
+    if EVEN:
+        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    across = tl.cdiv(columns, COLUMNS * STRIP)
+    first_row = tile // across * ROWS
+    direction_ptr = address(table_ptr, DIRECTION, matrices, matrix)
+    direction_ptr = direction_ptr.to(tl.pointer_type(DIRECTION_ELEMENT))
+    projection_ptr = address(table_ptr, PROJECTION, matrices, matrix)
+    projection_ptr = projection_ptr.to(tl.pointer_type(PROJECTION_ELEMENT))
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, matrices, matrix, RULE)
-    values = canonical_values(RULE.update(param, (), update, scalars), FORMATS)
     row_ptr = draw_row(table_ptr, scalars_ptr, scalar_count, matrices, matrix, RULE)
     draw = draw_of(table_ptr, matrices, matrix, row_ptr, FORMATS.draws)
-    words = block_words(draw, 0, 0, offsets, FORMATS.draws, False, 0, False)
-    stored_block(
-        pointers, (1.0, ()), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, True,
-    )  # fmt: skip
+    before = first_row.to(tl.int64) * RANK
+    for part in range(STRIP):
+        column = (tile % across * STRIP + part) * COLUMNS
+        # pointers to the tile's own first element: offsets stay within 32 bits
+        start = first_row.to(tl.int64) * columns + column
+        pointers = pointers_of(table_ptr, matrices, matrix, start, FORMATS)
+        if LEFT:
+            update_tile(
+                pointers, projection_ptr + before, direction_ptr + column, rows - first_row,
+                columns - column, columns, start, draw, scalars, FORMATS, RULE, PROJECTION_FORMAT,
+                DIRECTION_FORMAT, PRECISION, EVEN, RANK, ROWS, COLUMNS, INNER,
+            )  # fmt: skip
+        else:
+            update_tile(
+                pointers, direction_ptr + before, projection_ptr + column, rows - first_row,
+                columns - column, columns, start, draw, scalars, FORMATS, RULE, DIRECTION_FORMAT,
+                PROJECTION_FORMAT, PRECISION, EVEN, RANK, ROWS, COLUMNS, INNER,
+            )  # fmt: skip

@@ -14,7 +14,10 @@ from megaopt.kernels.lowrank.basis import (
     singular,
     sketched,
 )
+from megaopt.kernels.lowrank.compiled import CompiledStep
 from megaopt.kernels.lowrank.formats import apply_formats, direction_formats
+from megaopt.kernels.lowrank.operands import IEEE
+from megaopt.kernels.lowrank.parts import WHOLE, Parts
 from megaopt.kernels.lowrank.products import projected, projected_back
 from megaopt.kernels.lowrank.spec import LowRank
 from megaopt.kernels.norm.reference import accumulate_reference
@@ -33,6 +36,8 @@ class LowRankReferencePlan:
         refresh: "subspace" or "svd", how projections are made.
         groups: for each matrix, its row in the scalars that `step` is given.
         places: of each matrix in its parameter, for random bits.
+        precision: of the two products, of operands.PRECISIONS.
+        compiled: the elementwise parts by torch.compile.
     """
 
     def __init__(
@@ -41,11 +46,15 @@ class LowRankReferencePlan:
         refresh: str,
         groups: Sequence[int],
         places: Sequence[Place] | None = None,
+        precision: str = IEEE,
+        compiled: bool = False,
     ) -> None:
         assert formats.low_rank is not None
         self.formats, self.low_rank = formats, formats.low_rank
         self.by_svd, self.groups = refresh == "svd", groups
         self.places = places or in_order(len(groups))
+        self.precision = precision
+        self._compiled = CompiledStep() if compiled else None
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
         self.projections: Sequence[torch.Tensor] = ()
@@ -61,7 +70,7 @@ class LowRankReferencePlan:
         accumulate_reference(self._buffers["grad"], bins)
 
     def refreshed(
-        self, index: int, known: torch.Tensor | None, seed: int
+        self, index: int, known: torch.Tensor | None, seed: int, parts: Parts = WHOLE
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A matrix's projection by its gradient, and what part of the gradient that captures.
 
@@ -69,8 +78,10 @@ class LowRankReferencePlan:
             index: the matrix's place.
             known: its projection so far, None where there was none.
             seed: of the sketch that the first one begins with.
+            parts: whoever holds its other rows.
         """
-        return refreshed_with_energy(self._grad(index), self.low_rank, known, self.by_svd, seed)
+        how = (self.by_svd, seed, parts)
+        return refreshed_with_energy(self._grad(index), self.low_rank, known, *how)
 
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
@@ -78,20 +89,24 @@ class LowRankReferencePlan:
         """One step, by `projections`; arguments as megaopt.kernels.backends.Plan has them."""
         if controls is None or not bool(controls[SKIP]):
             for index, group in enumerate(self.groups):
-                self._step_matrix(index, scalars[group], controls)
+                if self._buffers["weight"][index].numel():
+                    self._step_matrix(index, scalars[group], controls)
         self._buffers = {}  # gradients may go
 
     def _step_matrix(
         self, index: int, scalars: tuple[float, ...], controls: torch.Tensor | None
     ) -> None:
         projection, side, place = self.projections[index], self.low_rank.side, self.places[index]
-        low = projected(self._grad(index), projection, side)
+        low = projected(self._grad(index), projection, side, self.precision)
         formats = direction_formats(self.formats)
         own = self._tensors(formats, index, grad=low, weight=low)
-        step_tensor(own, formats, GALORE_DIRECTION, scalars, controls, place)
+        step = self._compiled or step_tensor
+        low_place = self.low_rank.low_place(place, self._buffers["weight"][index].shape)
+        step(own, formats, GALORE_DIRECTION, scalars, controls, low_place)
+        back = projected_back(low, projection, side, self.precision)
         formats = apply_formats(self.formats)
-        own = self._tensors(formats, index, grad=projected_back(low, projection, side))
-        step_tensor(own, formats, GALORE_APPLY, scalars, None, place)
+        own = self._tensors(formats, index, grad=back)
+        step(own, formats, GALORE_APPLY, scalars, None, place)
 
     def _tensors(
         self, formats: Formats, index: int, **others: torch.Tensor
@@ -111,15 +126,25 @@ class LowRankReferencePlan:
 
 
 def refreshed_with_energy(
-    grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor | None, by_svd: bool, seed: int
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    known: torch.Tensor | None,
+    by_svd: bool,
+    seed: int,
+    parts: Parts = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A new projection of a gradient, and what part of the gradient's square it keeps."""
-    projection = refreshed(grad, low_rank, known, by_svd, seed)
-    return projection, captured_energy(grad, low_rank, projection)
+    projection = refreshed(grad, low_rank, known, by_svd, seed, parts)
+    return projection, captured_energy(grad, low_rank, projection, parts)
 
 
 def refreshed(
-    grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor | None, by_svd: bool, seed: int
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    known: torch.Tensor | None,
+    by_svd: bool,
+    seed: int,
+    parts: Parts = WHOLE,
 ) -> torch.Tensor:
     """A new projection of a gradient [m, n]; fp32 or fp64, as the gradient is."""
     passes = 1
@@ -128,4 +153,4 @@ def refreshed(
         known = sketched(low_rank, grad.shape, seed, grad.device).to(grad.dtype)
     if by_svd:
         return singular(grad, low_rank, known)
-    return iterated(grad, low_rank, known, passes).contiguous()
+    return iterated(grad, low_rank, known, passes, parts)

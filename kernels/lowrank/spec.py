@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megaopt.kernels.step.draws import Place
+
 RIGHT, LEFT = "right", "left"
 
 
@@ -29,6 +31,17 @@ class LowRank:
         """Of the projection of a matrix."""
         rows, columns = shape
         return (self.rank, columns) if self.side == RIGHT else (rows, self.rank)
+
+    def low_place(self, place: Place, shape: Sequence[int]) -> Place:
+        """Where the projected gradient of some rows lies in that of the whole matrix.
+
+        Args:
+            place: of the rows in the matrix.
+            shape: of the rows.
+        """
+        if not place.first:
+            return place
+        return place._replace(first=place.first // shape[1] * self.low_shape(shape)[1])
 
 
 def saves(rank: int, shape: Sequence[int]) -> bool:

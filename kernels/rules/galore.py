@@ -23,7 +23,7 @@ from megaopt.kernels.rules.adam_numbers import (
     WEIGHT_DECAY,
 )
 from megaopt.kernels.rules.adam_numbers import hyper as adam_hyper
-from megaopt.kernels.rules.base import Rule, power, round_row
+from megaopt.kernels.rules.base import Rule, power, round_row, round_to_fp32
 from megaopt.kernels.rules.loading import number
 
 SCALE: tl.constexpr = tl.constexpr(5)
@@ -54,8 +54,8 @@ def numbers(group: Mapping[str, Any]) -> Scalars:
 
 
 def scalars(group: Mapping[str, Any]) -> Scalars:
-    """The row of `numbers`, each rounded to fp32 once."""
-    return round_row(numbers(group))
+    """The row of `numbers`, of lr as it is on a device, in fp32; each rounded to fp32 once."""
+    return round_row(numbers({**group, "lr": round_to_fp32(float(group["lr"]))}))
 
 
 @helper

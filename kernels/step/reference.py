@@ -184,28 +184,42 @@ def step_tensor(
 
     controls: fp32, in the order of megaopt.kernels.step.controls; None leaves gradients alone.
     """
+    unscaled = controls is not None and bool(controls[UNSCALED])
+    lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
+    weight = tensors["weight"]
+    words = weight.new_zeros(0)
+    if formats.draws:
+        numbers = scalars[rule.row_length :]
+        words = words_reference(place, weight.numel(), numbers, weight.device).view(weight.shape)
+    row = scalars[: rule.row_length]
+    step_with_words(tensors, formats, rule, row, controls, place.first, words, *lanes)
+
+
+def step_with_words(
+    tensors: dict[str, torch.Tensor],
+    formats: Formats,
+    rule: Rule,
+    row: Sequence[float | torch.Tensor],
+    controls: torch.Tensor | None,
+    first: int,
+    words: torch.Tensor,
+    *lanes: torch.Tensor,
+) -> None:
+    """As step_tensor; row: of the rule alone; words: a word for each element where formats draw."""
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
     own = list(zip(formats.moment_names, formats.moments, strict=True))
     moments = tuple(
-        decoded(form, tensors[name], tensors.get(f"{name}_scale"), place.first)
-        for name, form in own
+        decoded(form, tensors[name], tensors.get(f"{name}_scale"), first) for name, form in own
     )
     param = param_of(tensors, formats) if rule.reads_param else torch.zeros_like(moments[0])
     if controls is None:
         grad = formats.grad.decode_reference(grad)
     else:
         grad = controlled_grad(grad, controls, formats, rule)
-    unscaled = controls is not None and bool(controls[UNSCALED])
-    lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
     grad = grad * -1.0 if formats.maximize else grad
-    own_row = scalars[: rule.row_length]
-    param, moments = rule.update_reference(param, moments, grad, own_row, *lanes)
+    param, moments = rule.update_reference(param, moments, grad, row, *lanes)
     if rule.makes_nan_canonical:
         param, moments = canonical_reference(param), tuple(map(canonical_reference, moments))
-    words = weight.new_zeros(0)
-    if formats.draws:
-        numbers = scalars[rule.row_length :]
-        words = words_reference(place, weight.numel(), numbers, weight.device).view(weight.shape)
     if formats.master.joined:
         bits = (weight_bits_reference(words),) if formats.master.draws else ()
         weight_code, code = formats.master.encode_reference(param, *bits)
@@ -220,7 +234,7 @@ def step_tensor(
     for index, ((name, form), moment) in enumerate(zip(own, moments, strict=True)):
         bits = (moment_bits_reference(words, index),) if form.draws else ()
         scale = tensors.get(f"{name}_scale")
-        store_scaled(tensors[name], scale, moment, form, *bits, first=place.first)
+        store_scaled(tensors[name], scale, moment, form, *bits, first=first)
 
 
 class ReferencePlan:

@@ -109,6 +109,7 @@ def galore_test(
     N: int = 4096,
     rank: int = 128,
     weights: str = "float32",
+    precision: str = "ieee",
     proj_type: str = "std",
     seed: int = 0,
     verbose: bool = False,
@@ -116,11 +117,12 @@ def galore_test(
     """Step a random matrix with GaLoreAdamW; compare its errors against fp64 with torch's own.
 
     Args:
-        kernel: torch or hybrid; hybrid runs without a GPU too, slowly.
+        kernel: torch, compiled, hybrid or grouped; the last two run slowly without a GPU.
         M: Rows.
         N: Columns.
         rank: Of the projection; with rank * (M + N) < M * N.
         weights: float32, or bfloat16 with fp32 masters and bf16 gradients.
+        precision: Of the two products: ieee, tf32 or bf16.
         proj_type: Side of the projection: std, reverse_std, right, left or auto.
         seed: Of weight, gradients and first projection.
         verbose: Also print the largest errors, and where they are.
@@ -134,6 +136,7 @@ def galore_test(
         columns=N,
         rank=rank,
         weights=weights,
+        precision=precision,
         proj_type=proj_type,
         seed=seed,
     )
@@ -145,22 +148,27 @@ def galore_bench(
     M: int = 4096,
     N: tuple[int, ...] = (4096, 11008),
     ranks: tuple[int, ...] = (32, 64, 128, 256, 512),
-    kernels: tuple[str, ...] = ("torch", "hybrid"),
+    kernels: tuple[str, ...] = ("torch", "compiled", "hybrid", "grouped"),
     weights: tuple[str, ...] = ("float32", "bfloat16"),
+    precisions: tuple[str, ...] = ("ieee", "tf32", "bf16"),
+    matrices: tuple[int, ...] = (1,),
     out: Path = Path("out/galore"),
 ) -> int:
     """Time GaLoreAdamW's step without a refresh, against a copy of the bytes that it must move.
 
     Args:
         M: Rows.
-        N: Columns, of one matrix each.
+        N: Columns, of one shape each.
         ranks: Of the projections.
-        kernels: torch, hybrid.
+        kernels: torch, compiled, hybrid, grouped.
         weights: float32, bfloat16 (with fp32 masters and bf16 gradients).
+        precisions: Of the two products: ieee, tf32, bf16.
+        matrices: How many of a shape are stepped together.
         out: Folder for the record and the picture.
     """
     main = _load("megaopt.commands.galore.bench", "main")
-    return main(out, [(M, columns) for columns in N], ranks, kernels, weights)
+    shapes = [(M, columns) for columns in N]
+    return main(out, shapes, ranks, kernels, weights, precisions, matrices)
 
 
 def choose_triton_mode() -> None:

@@ -106,6 +106,22 @@ class Float8Config(Table):
         require(once, "recipes", [*self.recipes], "a list that has each recipe once")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GaLoreConfig(Table):
+    """How variants of kind "galore" project gradients; as GaLoreAdamW's arguments."""
+
+    rank: Count
+    """Dimensions of the projected gradients, at most the smaller dimension of each matrix."""
+    update_proj_gap: Count = 200
+    """Steps from one projection to the next."""
+    scale: Number = 1.0
+    """What updates that are projected back are multiplied by."""
+    refresh: Literal["subspace", "svd"] = "subspace"
+    """How projections are made."""
+    stagger: Flag = True
+    """Whether they are made anew one after another, or all in one step."""
+
+
 class Baseline(Table):
     """A variant that others are compared with."""
 
@@ -206,7 +222,38 @@ class FusedVariant(Table):
         return None
 
 
-Variant = UnfusedVariant | PeerVariant | FusedVariant
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GaLoreVariant(Table):
+    """`megaopt.GaLoreAdamW`, compared with another run of it: no other step has its bits."""
+
+    name: str
+    """Name in tables and records."""
+    kind: Literal["galore"] = "galore"
+    """Which of the kinds of variant this is."""
+    baseline: str | None = None
+    """Name of the galore variant that this one must equal bit for bit; None: it is a baseline."""
+    kernel: Literal["auto", "torch", "hybrid"] = "torch"
+    """Kernel of GaLoreAdamW; with "hybrid" the rest goes by Triton too."""
+    layout: Literal["whole", "groups"] = "whole"
+    """The parameters in the model's order, or in the opposite one, spread over three times as many
+    param groups."""
+    resume_after: Count | None = None
+    """Step after which the run is saved and continued in a fresh process; None: never."""
+    recipe: Recipe | None = field(default=None, metadata=DERIVED)
+    """None."""
+
+    def __post_init__(self) -> None:
+        if self.baseline is None:
+            resume = self.resume_after
+            require(resume is None, "resume_after", resume, "left out of a baseline")
+
+    @property
+    def recipe_misfit(self) -> tuple[str, object, str] | None:
+        """The key, its value and what is allowed: fp8 weights are not projected."""
+        return "kind", self.kind, "'unfused' or 'fused' under [float8]"
+
+
+Variant = UnfusedVariant | PeerVariant | FusedVariant | GaLoreVariant
 
 
 def require_name(name: str, names: list[str]) -> None:
@@ -248,22 +295,28 @@ class RunConfig(Table):
     """The hyper-parameters."""
     float8: Float8Config | None = None
     """fp8 weights; None: there are none."""
+    galore: GaLoreConfig | None = None
+    """How gradients are projected; there where a variant is of kind "galore"."""
     variant: tuple[ByKind[Variant], ...]
     """What is trained and compared; baselines first or last, as you like."""
 
     def __post_init__(self) -> None:
         names = [variant.name for variant in self.variant]
-        baselines = [v.name for v in self.variant if isinstance(v, Baseline)]
         require(len(names) > 0, "variant", [], "at least one table, [[variant]]")
         for variant in self.variant:
-            self._check_variant(variant, names, baselines)
+            self._check_variant(variant, names)
         if self.float8 is not None:
             self._check_float8(self.float8)
 
-    def _check_variant(self, variant: Variant, names: list[str], baselines: list[str]) -> None:
+    def _check_variant(self, variant: Variant, names: list[str]) -> None:
         require_name(variant.name, names)
-        if isinstance(variant, Baseline):
+        is_galore = isinstance(variant, GaLoreVariant)
+        if is_galore:
+            require(self.galore is not None, "galore", None, "a table, as a variant is 'galore'")
+        if variant.baseline is None:
             return
+        own = [v for v in self.variant if isinstance(v, GaLoreVariant) is is_galore]
+        baselines = [v.name for v in own if v.baseline is None]
         allowed = f"the name of a baseline variant: {', '.join(baselines) or 'there is none'}"
         require(
             variant.baseline in baselines, f"{variant.name}.baseline", variant.baseline, allowed

@@ -205,9 +205,12 @@ class DTensorView(ParamView):
             is_tensor = isinstance(value, torch.Tensor)
             made[name] = objects.get(id(value), value)
             if is_tensor and not is_dtensor(made[name]):
-                wrap = self.wrap_scales if name.endswith(SCALE) else self.wrap
-                made[name] = wrap(value)
+                made[name] = self.wrap_named(name, value)
         return made
+
+    def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor of a shard of the state tensor of this name."""
+        return self.wrap_scales(local) if name.endswith(SCALE) else self.wrap(local)
 
     def _check_kind(
         self, where: str, options: Options, moments: tuple[str, ...], masters: bool

@@ -63,6 +63,10 @@ class ParamView:
         """Of this rank's tensor of the state under a moment's or the master's name."""
         return tuple(self.local.shape)
 
+    def whole_state_shape(self, name: str) -> tuple[int, ...]:
+        """Of the same over all ranks, as the optimizer's user sees it."""
+        return tuple(self.param.shape)
+
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of fp32 tensors that a state may have beside moments and master."""
@@ -88,6 +92,10 @@ class ParamView:
     def first_element(self) -> int:
         """The index, in the whole parameter, of this rank's first element; row by row."""
         return int(getattr(self.param, "megaopt_first_element", 0))
+
+    def first_of(self, name: str) -> int:
+        """The same of the state tensor of this name."""
+        return self.first_element
 
     def number(self, place: int) -> int:
         """The parameter's number, the same on all ranks that hold a part of it; not checked.

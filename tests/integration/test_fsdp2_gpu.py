@@ -1,5 +1,6 @@
 """DTensors on a GPU, on one rank over NCCL: the kernels, CPU offload, CUDA graphs."""
 
+import galore_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from runs import BF16, MASTER, REMAINDERS, assert_same, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, GaLoreAdamW
 
 pytestmark = pytest.mark.gpu
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
@@ -89,3 +90,20 @@ def test_a_graph_replays_clipped_steps_of_shards(mesh):
         graph.replay()
         expected.step(clip_norm=1.0)
     assert_same(snapshot(own), snapshot(expected))
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
+def test_galore_steps_shards_as_whole_matrices(mesh, capturable):
+    """All rows on one rank: NCCL's sums are of one part, and products of the same matrices."""
+    options = {**galore_ranks.NUMBERS, **galore_ranks.RANKED, **MASTER, "capturable": capturable}
+    shapes = galore_ranks.SHAPES
+    models = [Bare(shapes, BF16).cuda() for _ in range(2)]
+    fully_shard(models[0], mesh=mesh)
+    pair = [GaLoreAdamW(model.parameters(), **options) for model in models]
+    for step in range(5):
+        for model, optimizer in zip(models, pair, strict=True):
+            give(model.parameters(), [g.cuda() for g in gradients(step, shapes, BF16)])
+            if capturable:
+                optimizer.refresh(steps=step)
+            optimizer.step(clip_norm=1.0)
+    assert_same(*(on_cpu(snapshot(each)) for each in pair))

@@ -1,34 +1,23 @@
 """The kernel that projects back and updates, beside the twin."""
 
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from bits import assert_same_bits
+from lowrank_cases import PLAIN, ROW, SMALL, buffers, formats_of, projections_of
 from mutants import mutant
-from step_cases import PAIRS, assert_same_buffers, copied, hard_values
+from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt import kernels
-from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
-from megaopt.kernels.lowrank import kernel, launch
-from megaopt.kernels.lowrank.launch import HybridPlan
+from megaopt.kernels.formats import GRADS, MOMENTS
+from megaopt.kernels.lowrank import kernel, wave
+from megaopt.kernels.lowrank.launch import LaunchedPlan
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
-from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import COUNT, SKIP
 
-GROUP = {
-    "lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": True,
-    "scale": 0.25, "step": 3, "seed": 0x1234_5678_9ABC_DEF0,
-}  # fmt: skip
-ROW = GALORE_ADAMW.drawing.row(GROUP)
 SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]
-SMALL = (16, 16, 16)
-"""A tile: the matrices take one, several, and parts of some."""
-FLOAT32 = WEIGHTS["float32"]
-PLAIN = (FLOAT32, NONE)
 UNSCALED = [
     pytest.param(pair, marks=[] if place % 3 == 0 else [pytest.mark.slow])
     for place, pair in enumerate(pair for pair in PAIRS if not pair[1].scaled)
@@ -36,59 +25,16 @@ UNSCALED = [
 KERNEL = Path(kernels.__path__[0]) / "lowrank" / "kernel.py"
 
 
-def formats_of(pair, low_rank, grad=FLOAT32, moment=FLOAT32):
-    names = ("exp_avg", "exp_avg_sq")
-    return Formats(grad, *pair, (moment, moment), names, low_rank=low_rank)
-
-
-def buffers(formats, shapes, seed=0, hard=True):
-    """Of each slot a tensor for each matrix."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {slot: [] for slot in formats.slots}
-    for shape, slot in itertools.product(shapes, formats.slots):
-        dtype = formats.dtype(slot)
-        is_low = slot.startswith("exp_avg")
-        size = torch.Size(formats.low_rank.low_shape(shape) if is_low else shape)
-        if not dtype.is_floating_point:
-            limits = torch.iinfo(dtype)
-            tensor = torch.randint(limits.min, limits.max + 1, size, generator=generator)
-        elif hard and slot in ("weight", "master"):
-            tensor = hard_values(size.numel(), generator).view(size)
-        else:
-            tensor = torch.randn(size, generator=generator)
-            tensor = tensor.abs() if slot == "exp_avg_sq" else tensor
-        found[slot].append(tensor.to(dtype))
-    return found
-
-
-def projections_of(low_rank, shapes, single=False):
-    """Orthonormal ones; single: an element a row or column, so that a sum has one number not 0.
-
-    Then the order in which a product is added up shows in no bit.
-    """
-    found = []
-    for index, shape in enumerate(shapes):
-        size = low_rank.projection_shape(shape)
-        wide = size[1] if low_rank.side == RIGHT else size[0]
-        generator = torch.Generator().manual_seed(index)
-        if single:
-            places = torch.arange(wide) % low_rank.rank
-            values = torch.randn(wide, 1, generator=generator)
-            matrix = torch.zeros(wide, low_rank.rank).scatter_(1, places[:, None], values)
-        else:
-            matrix = torch.linalg.qr(torch.randn(wide, low_rank.rank, generator=generator))[0]
-        found.append((matrix.mT if low_rank.side == RIGHT else matrix).contiguous())
-    return found
-
-
-def both_step(formats, shapes, projections, device, tile=SMALL, controls=None, hard=True):
+def both_step(
+    formats, shapes, projections, device, tiles=SMALL, controls=None, hard=True, **options
+):
     """What kernel and twin make of the same buffers, and these as they were."""
     before = buffers(formats, shapes, hard=hard)
     twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
     sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
     reference = LowRankReferencePlan(formats, "svd", groups)
-    hybrid = HybridPlan(formats, "svd", sizes, groups, device, None, tile)
-    for plan, tensors, where in ((reference, twin, "cpu"), (hybrid, own, device)):
+    launched = LaunchedPlan(formats, "svd", sizes, groups, device, tiles=tiles, **options)
+    for plan, tensors, where in ((reference, twin, "cpu"), (launched, own, device)):
         plan.look(tensors)
         plan.projections = [projection.to(where) for projection in projections]
         plan.step([ROW], None if controls is None else controls.to(where))
@@ -165,21 +111,21 @@ def in_fp64(before, index, projection, side):
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank", "tile"),
+    ("shape", "rank", "tiles"),
     [
         ((50, 41), 17, SMALL),
-        pytest.param((4097, 1023), 128, launch.TILE, marks=pytest.mark.slow),
-        pytest.param((300, 700), 17, launch.TILE, marks=pytest.mark.slow),
+        pytest.param((4097, 1023), 128, None, marks=pytest.mark.slow),
+        pytest.param((300, 700), 17, None, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
-def test_errors_are_no_larger_than_torchs(side, shape, rank, tile, device):
+def test_errors_are_no_larger_than_torchs(side, shape, rank, tiles, device):
     """By norm, against fp64, at most 1.5 times those of torch's fp32 products."""
     low_rank = LowRank(side, rank)
     projections = projections_of(low_rank, [shape])
     own = (formats_of(PLAIN, low_rank), [shape], projections)
-    found, torchs, before = both_step(*own, device, tile, hard=False)
+    found, torchs, before = both_step(*own, device, tiles, hard=False)
     for name, exact in in_fp64(before, 0, projections[0], side).items():
         errors = [(each[name][0].cpu() - exact).norm() for each in (found, torchs)]
         assert errors[0] <= 1.5 * errors[1]
@@ -193,7 +139,7 @@ def test_matrices_and_tiles_show_in_no_bit_of_others(device):
     together, _, before = both_step(formats, SHAPES, projections, device)
     for index, shape in enumerate(SHAPES):
         own = {slot: [each[index].to(device)] for slot, each in copied(before).items()}
-        plan = HybridPlan(formats, "svd", [torch.Size(shape)], [0], device, None, SMALL)
+        plan = LaunchedPlan(formats, "svd", [torch.Size(shape)], [0], device, tiles=SMALL)
         plan.look(own)
         plan.projections = [projections[index].to(device)]
         plan.step([ROW])
@@ -215,23 +161,26 @@ def test_a_skipped_step_writes_nothing(device):
 MUTANTS = {
     "the last part of the rank dropped": ("range(0, RANK, INNER)", "range(0, RANK - INNER, INNER)"),
     "a part of the rank added twice": (
-        "total = tl.dot(left,", "total = tl.where(first == 0, 2.0, 1.0) * tl.dot(left,",
+        "total = added_product(left,",
+        "total = tl.where(first == 0, 2.0, 1.0) * added_product(left,",
     ),
-    "only the last part of the rank": ("tl.dot(left, right, total, ", "tl.dot(left, right, "),
+    "only the last part of the rank": (
+        "added_product(left, right, total,", "added_product(left, right, 0 * total,",
+    ),
     "a product in 16 bits": (
         "    return total", "    return total.to(tl.float16).to(tl.float32)",
     ),
-    "the rows of another tile": ("(tile // across)", "(tile // columns)"),
+    "the rows of another tile": ("tile // across *", "tile // columns *"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
+    monkeypatch.setattr(wave, "kernel", mutant(KERNEL, change, tmp_path))
     with pytest.raises(AssertionError, match="tensor"):
         assert_within_the_bound(LowRank(RIGHT, 40), [(20, 50)], device)
 
 
 def test_the_check_passes_on_the_true_source(device):
-    assert launch.kernel is kernel
+    assert wave.kernel is kernel
     assert_within_the_bound(LowRank(RIGHT, 40), [(20, 50)], device)

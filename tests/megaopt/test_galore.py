@@ -241,17 +241,26 @@ KAHAN = {"master_weights": True, "master_weight_dtype": "kahan_stochastic"}
     [
         pytest.param({}, id="fp32", marks=pytest.mark.slow),
         pytest.param({"dtype": FP32, "proj_type": "left"}, id="masters"),
+        pytest.param({"dtype": FP32, "precision": "tf32"}, id="tf32"),
         pytest.param({"weight_rounding": "stochastic", "seed": 3, **BLOCKS}, id="drawn"),
         pytest.param(KAHAN, id="kahan", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_are_the_twin_where_products_are_exact(options):
-    """Of rank 1: through refreshes, transposed gradients, several groups, a loss scale, clipping.
+    """Products in general: tests/kernels/test_lowrank_kernel.py."""
+    assert_kernels_agree(("hybrid", "torch"), options)
 
-    Products in general: tests/kernels/test_lowrank_kernel.py.
-    """
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_torch_compiles_is_the_twin_on_a_cpu():
+    """Which contracts no product and sum there."""
+    assert_kernels_agree(("compiled", "torch"), {"dtype": FP32})
+
+
+def assert_kernels_agree(kernels, options):
+    """Of rank 1, through refreshes, transposed gradients, groups, a loss scale, clipping."""
     runs = []
-    for kernel in ("hybrid", "torch"):
+    for kernel in kernels:
         params = parameters([(24, 10), (6, 30), (9,), (40, 130)], BF16 if options else FP32)
         groups = [{"params": params[:2], "scale": 2.0}, {"params": params[2:]}]
         optimizer = galore(groups, rank=1, kernel=kernel, **options)
@@ -263,11 +272,13 @@ def test_kernels_are_the_twin_where_products_are_exact(options):
     assert_same(*map(snapshot, runs))
 
 
-def test_auto_is_the_kernels_where_these_step_the_rest():
-    shapes = [(90, 100)]  # products of 40 numbers, whose order shows in bits
-    names = (("auto", "triton"), ("hybrid", "triton"), ("auto", "reference"), ("torch", "triton"))
+@pytest.mark.parametrize(("precision", "taken"), [("ieee", "hybrid"), ("bf16", "grouped")])
+def test_auto_is_the_kernels_where_these_step_the_rest(precision, taken):
+    # sums of 70 and 300 numbers, whose order shows in bits
+    shapes, own = [(150, 300)], {"steps": 2, "rank": 70, "precision": precision}
+    names = (("auto", "triton"), (taken, "triton"), ("auto", "reference"), ("torch", "triton"))
     weights = [
-        weights_after(parameters(shapes), steps=2, rank=40, kernel=kernel, backend=backend)
+        weights_after(parameters(shapes), kernel=kernel, backend=backend, **own)
         for kernel, backend in names
     ]
     assert_same(weights[0], weights[1])

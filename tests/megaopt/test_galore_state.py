@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ KINDS = {
     "masters": {"dtype": FP32, "weight_decay": 0.1, "stagger": False},
     "svd": {"refresh": "svd", "proj_type": "left", "kernel": "torch"},
     "hybrid": {"kernel": "hybrid", "store_param_remainders": True, "dtype": FP32},
+    "grouped": {"kernel": "grouped", "precision": "bf16", "dtype": FP32},
     "drawn": {
         "weight_rounding": "stochastic", "seed": 5, "exp_avg_dtype": "block_e4m3",
         "exp_avg_sq_dtype": "block_e5m3",
@@ -214,7 +216,13 @@ def test_numbers_that_are_not_allowed(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel": "fused"}, "kernel must be one of auto, torch, hybrid, got 'fused'"),
+        (
+            {"kernel": "fused"},
+            "kernel must be one of auto, torch, compiled, hybrid, grouped, got 'fused'",
+        ),
+        ({"precision": "fp16"}, "precision must be one of ieee, tf32, bf16, got 'fp16'"),
+        ({"precision": None}, "precision must be one of ieee, tf32, bf16, got None"),
+        ({"precision": True}, "precision must be one of ieee, tf32, bf16, got True"),
         (
             {"kernel": "hybrid", "master_weights": True, "master_weight_dtype": torch.float16},
             "master_weight_dtype must not have a scale .* kernel='hybrid'.* got torch.float16",
@@ -229,12 +237,20 @@ def test_options_that_are_not_allowed(options, message):
         galore(**options)
 
 
-def test_a_kernel_that_does_not_run_is_refused(monkeypatch):
+@pytest.mark.parametrize("kernel", ["hybrid", "grouped"])
+def test_a_kernel_that_does_not_run_is_refused(kernel, monkeypatch):
     monkeypatch.setattr(backends.Triton, "why_not", lambda self, device: "it is not there")
-    reason = "kernel='hybrid' does not work for parameter 0 of group 0 on cpu: it is not there"
+    reason = f"kernel='{kernel}' does not work for parameter 0 of group 0 on cpu: it is not there"
     with pytest.raises(RuntimeError, match=reason):
-        galore(kernel="hybrid")
+        galore(kernel=kernel)
     train(galore(), 1)  # "auto" takes another
+
+
+def test_what_torch_cannot_compile_is_refused(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    reason = "kernel='compiled' does not .* on cpu: torch.compile needs a C\\+\\+ compiler"
+    with pytest.raises(RuntimeError, match=reason):
+        galore(kernel="compiled")
 
 
 @pytest.mark.parametrize("change", [{"rank": 2}, {"proj_type": "left"}], ids=str)

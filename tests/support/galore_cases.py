@@ -33,10 +33,12 @@ class Twin:
     """The twin's own plan, refreshed as galore_torch does, on tensors of any dtype.
 
     In fp64 without the one NaN pattern that fp32 results have. reference, rules: modules, for
-    mutants of them.
+    mutants of them. number: of the parameter, in the steps of whose turn it is refreshed.
     """
 
-    def __init__(self, weight, side, rank, group, reference=reference, rules=galore, refresh="svd"):
+    def __init__(
+        self, weight, side, rank, group, reference=reference, rules=galore, refresh="svd", number=0
+    ):
         names = ("GALORE_DIRECTION", "GALORE_APPLY")
         self.rules = {name: getattr(rules, name) for name in names}
         self.numbers = rules.scalars
@@ -48,7 +50,7 @@ class Twin:
         moments = ("exp_avg", "exp_avg_sq")
         formats = Formats(FLOAT32, FLOAT32, NONE, (FLOAT32,) * 2, moments, low_rank=low_rank)
         self.plan = reference.LowRankReferencePlan(formats, refresh, [0])
-        self.module, self.group, self.count = reference, group, 0
+        self.module, self.group, self.count, self.number = reference, group, 0, number
         self.weight, self.projection = weight.clone(), None
         small = low_rank.low_shape(weight.shape)
         self.moments = [torch.zeros(small, dtype=weight.dtype) for _ in moments]
@@ -57,7 +59,7 @@ class Twin:
         slots = ("weight", "exp_avg", "exp_avg_sq", "grad")
         tensors = (self.weight, *self.moments, grad)
         self.plan.look({slot: [each] for slot, each in zip(slots, tensors, strict=True)})
-        if self.count % GAP == 0:
+        if self.projection is None or self.count % GAP == self.number % GAP:
             self.projection, _ = self.plan.refreshed(0, self.projection, 0)
         self.plan.projections = [self.projection]
         self.count += 1

@@ -164,10 +164,15 @@ def main():
     step("stochastic lion", plain(), kind=FusedLion, exp_avg_dtype="bfloat16_stochastic", **masters)
     step("blocks, lion", float8("block_128x128"), kind=FusedLion, **masters)
     galore = {"kind": GaLoreAdamW, "rank": 40}
+    grouped = {**galore, "kernel": "grouped"}
     for proj_type in ("right", "left"):
         step(
             f"galore, {proj_type}", plain(), proj_type=proj_type, clip_norm=1.0, **galore, **masters
         )
+    for precision in ("tf32", "bf16"):
+        step(f"galore, {precision}", plain(), precision=precision, **grouped, **masters)
+    own = {**grouped, "rank": 64, "precision": "bf16", "proj_type": "right"}
+    step("galore, whole tiles, slabs", plain(shape=(256, 512)), **own, **masters)
     step("galore, remainders", plain(), store_param_remainders=True, **galore, **masters)
     blocks = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
     step("galore, stochastic", plain(), **galore, **weights, **blocks)

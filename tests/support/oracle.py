@@ -129,12 +129,13 @@ def galore(param, moments, grad, group, kind):
         _, exp_avg, exp_avg_sq = adam(param, *moments, grad, own, True)
         denominator = add(root(exp_avg_sq), F32(group["eps"]))
         return divide(exp_avg, denominator), (exp_avg, exp_avg_sq)
-    rate = group["lr"] * group["scale"]
+    lr = float(F32(group["lr"]))
+    rate = lr * group["scale"]
     if group["bias_correction"]:
         rate = rate * np.sqrt(1.0 - power(group["betas"][1], group["step"]))
         rate = rate / (1.0 - power(group["betas"][0], group["step"]))
     param = subtract(param, multiply(F32(rate), grad))
-    return subtract(param, multiply(F32(group["lr"] * group["weight_decay"]), param)), ()
+    return subtract(param, multiply(F32(lr * group["weight_decay"]), param)), ()
 
 
 def update(rule, param, moments, grad, group):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shlex
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,10 +37,14 @@ from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.files import write_json
 from megaopt.galore import GaLoreAdamW
+from megaopt.kernels.lowrank.operands import BF16, IEEE
+from megaopt.kernels.lowrank.products import product
 from megaopt.source import describe_source
 
 __all__ = ["main", "run"]
 
+SIDE = 8192
+"""Of the square matrices whose product says how fast the device multiplies."""
 NO_REFRESH = 2**30
 """Steps from refresh to refresh: more than are taken, but for the first one, which warms up."""
 
@@ -50,15 +55,19 @@ def main(
     ranks: Sequence[int],
     kernels: Sequence[str],
     weights: Sequence[str],
+    precisions: Sequence[str] = (IEEE,),
+    matrices: Sequence[int] = (1,),
 ) -> int:
     """Measures each case, prints and draws the times, and writes a record.
 
     Args:
         out: the folder for record.json and speed.png; made where missing.
-        shapes: rows and columns of the matrices, each measured alone.
+        shapes: rows and columns of the matrices.
         ranks: of their projections.
         kernels: of errors.KERNELS.
         weights: of errors.WEIGHTS.
+        precisions: of the two products.
+        matrices: how many of a shape are stepped together.
 
     Returns:
         0 where every case was measured, 1 where one was not.
@@ -71,7 +80,7 @@ def main(
         raise ConfigError(f"galore bench cannot run here: {reason}")
     device, console = torch.device("cuda", torch.cuda.current_device()), make_console()
     try:
-        setups = select(shapes, ranks, kernels, weights, device)
+        setups = select(shapes, ranks, kernels, weights, precisions, matrices, device)
         source = describe_source()
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -90,9 +99,10 @@ def main(
 
 def _measure_all(setups: Sequence[Setup], device: torch.device, console: Console) -> list[Result]:
     copy, results = Copy(device), []
+    speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
     for setup in setups:
         console.print(f"{_name(setup)}: {setup.kernel}", markup=False, highlight=False)
-        result = run(setup, device, copy)
+        result = replace(run(setup, device, copy), speed=speeds[setup.precision])
         gc.collect()  # an optimizer can be part of a reference cycle
         torch.cuda.empty_cache()
         if result.problem:
@@ -102,7 +112,25 @@ def _measure_all(setups: Sequence[Setup], device: torch.device, console: Console
 
 
 def _name(setup: Setup) -> str:
-    return f"{setup.rows} x {setup.columns}, {setup.weights}, rank {setup.rank}"
+    count = "" if setup.matrices == 1 else f"{setup.matrices} of "
+    shape = f"{count}{setup.rows} x {setup.columns}"
+    return f"{shape}, {setup.weights}, {setup.precision}, rank {setup.rank}"
+
+
+def product_speed(device: torch.device, precision: str) -> float:
+    """Operations per second of torch's product of square matrices: the median of three."""
+    dtype = torch.bfloat16 if precision == BF16 else torch.float32
+    some = torch.randn(SIDE, SIDE, device=device).to(dtype)
+    product(some, some, precision)
+    times: list[float] = []
+    for _ in range(3):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        product(some, some, precision)
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]))
+    return float(2 * SIDE**3 / (1e-3 * statistics.median(times)))
 
 
 def run(setup: Setup, device: torch.device, copy: Copy) -> Result:
@@ -126,10 +154,12 @@ def _instance(setup: Setup, device: torch.device) -> Instance:
             update_proj_gap=NO_REFRESH,
             proj_type=setup.proj_type,
             kernel=setup.kernel,
+            precision=setup.precision,
             dtype=None if setup.weights == "float32" else torch.float32,
         )
 
-    tensors = TensorSet.of_shapes(_name(setup), _name(setup), [(setup.rows, setup.columns)])
+    shapes = [(setup.rows, setup.columns)] * setup.matrices
+    tensors = TensorSet.of_shapes(_name(setup), _name(setup), shapes)
     dtype = WEIGHTS[setup.weights]
     return build(make, tensors, dtype, device, weight=Parameter, seed=setup.seed)
 
@@ -137,10 +167,11 @@ def _instance(setup: Setup, device: torch.device) -> Instance:
 def table_of(results: Sequence[Result]) -> Table:
     """Times, floors, and the speed of the two products, as a table for the terminal."""
     table = Table(
-        title="GaLore's step without a refresh: ms on the device; floor: a copy of its bytes",
+        title="GaLore's step without a refresh: ms on the device; floor: a copy of its bytes, or "
+        "its operations at the speed of a large product",
         title_justify="left",
     )
-    for name in ("matrix", "weights"):
+    for name in ("matrix", "weights", "precision"):
         table.add_column(name, no_wrap=True)
     table.add_column("rank", justify="right")
     table.add_column("kernel", no_wrap=True)
@@ -149,12 +180,14 @@ def table_of(results: Sequence[Result]) -> Table:
     previous = None
     for result in results:
         setup = result.setup
-        place = (setup.rows, setup.columns, setup.weights)
+        place = (setup.rows, setup.columns, setup.matrices, setup.weights)
         if previous not in (None, place):
             table.add_section()
         previous = place
-        shape = f"{setup.rows} x {setup.columns}"
-        table.add_row(shape, setup.weights, str(setup.rank), setup.kernel, *_cells(result))
+        count = "" if setup.matrices == 1 else f"{setup.matrices} of "
+        shape = f"{count}{setup.rows} x {setup.columns}"
+        named = (shape, setup.weights, setup.precision, str(setup.rank), setup.kernel)
+        table.add_row(*named, *_cells(result))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +21,8 @@ def floor_bytes(setup: Setup) -> int:
     m * n * (gradient read + weight written + its fp32 value read [+ written, of a master])
     + 2 * 2 * 4 * L (two fp32 moments, read and written) + 4 * K (the projection, read once),
     where on the right L = m * r and K = r * n, on the left L = r * n and K = m * r. The projected
-    gradient and its direction are not counted: a step need not keep them in memory.
+    gradient and its direction are not counted: a step need not keep them in memory. All times the
+    number of matrices.
     """
     shape, low_rank = (setup.rows, setup.columns), setup.low_rank
     size = WEIGHTS[setup.weights].itemsize
@@ -28,12 +30,13 @@ def floor_bytes(setup: Setup) -> int:
     low = torch.Size(low_rank.low_shape(shape)).numel()
     projection = torch.Size(low_rank.projection_shape(shape)).numel()
     each = size + size + 4 + master
-    return setup.rows * setup.columns * each + 2 * 2 * 4 * low + 4 * projection
+    bytes_of_one = setup.rows * setup.columns * each + 2 * 2 * 4 * low + 4 * projection
+    return setup.matrices * bytes_of_one
 
 
 def operations(setup: Setup) -> int:
     """Floating-point operations of the two products, a multiplication and an addition each."""
-    return 2 * 2 * setup.rows * setup.columns * setup.rank
+    return setup.matrices * 2 * 2 * setup.rows * setup.columns * setup.rank
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,17 @@ class Result:
     figures: Figures | None
     """`bytes` are those of `floor_bytes`."""
     problem: str | None = None
+    speed: float = math.inf
+    """Operations per second of a large product of torch's, of the same precision."""
 
     @property
     def floor_ms(self) -> float | None:
-        """Milliseconds of a copy of the bytes that the step must move, at the measured speed."""
+        """Milliseconds of a copy of the bytes that the step must move, or of its operations."""
         figures = self.figures
-        return None if figures is None else 1e3 * figures.bytes / figures.copy_bandwidth
+        if figures is None:
+            return None
+        moving = figures.bytes / figures.copy_bandwidth
+        return 1e3 * max(moving, operations(self.setup) / self.speed)
 
 
 def select(
@@ -57,6 +65,8 @@ def select(
     ranks: Sequence[int],
     kernels: Sequence[str],
     weights: Sequence[str],
+    precisions: Sequence[str],
+    matrices: Sequence[int],
     device: torch.device,
 ) -> list[Setup]:
     """The cases of a run; kernels stand beside each other.
@@ -65,12 +75,23 @@ def select(
         ValueError: there are none, or one of them is not allowed on the device.
     """
     given = {"N": shapes, "ranks": ranks, "kernels": kernels, "weights": weights}
+    given |= {"precisions": precisions, "matrices": matrices}
     if empty := [name for name, values in given.items() if not values]:
         raise ValueError(f"{empty[0]} must have at least one value, got none")
     setups = [
-        Setup(kernel=kernel, rows=rows, columns=columns, rank=rank, weights=dtype)
+        Setup(
+            kernel=kernel,
+            rows=rows,
+            columns=columns,
+            rank=rank,
+            weights=dtype,
+            precision=precision,
+            matrices=count,
+        )
         for rows, columns in shapes
+        for count in matrices
         for dtype in weights
+        for precision in precisions
         for rank in ranks
         for kernel in kernels
     ]
@@ -88,6 +109,7 @@ def record_of_result(result: Result) -> dict[str, Any]:
         record |= asdict(figures) | {
             "launches": figures.launches,
             "copy_bandwidth": figures.copy_bandwidth,
+            "speed": result.speed,
             "floor_ms": result.floor_ms,
         }
     return record

@@ -56,7 +56,8 @@ def _device() -> torch.device:
 def _title(setup: Setup) -> str:
     side, masters = setup.low_rank.side, "" if setup.weights == "float32" else ", fp32 masters"
     shape = f"{setup.rows} x {setup.columns}, rank {setup.rank} on the {side}"
-    return f"kernel {setup.kernel}, {shape}, {setup.weights} weights{masters}, seed {setup.seed}"
+    kernel = f"kernel {setup.kernel}, precision {setup.precision}"
+    return f"{kernel}, {shape}, {setup.weights} weights{masters}, seed {setup.seed}"
 
 
 def _table(findings: Sequence[Finding]) -> Table:

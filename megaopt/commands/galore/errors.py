@@ -13,13 +13,13 @@ from torch.nn import Parameter
 from megaopt.checks import one_of, refuse
 from megaopt.commands.galore.plain import derived_update_error, plain_step
 from megaopt.galore import PROJ_TYPES, GaLoreAdamW, side_of
-from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.lowrank.products import ieee_products
+from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LowRank
+from megaopt.low_rank_batch import why_not_kernel
 
 __all__ = ["KERNELS", "WEIGHTS", "Finding", "Setup", "check_setup", "compared", "measure_errors"]
 
-KERNELS = ("torch", "hybrid")
+KERNELS = ("torch", "compiled", "hybrid", "grouped")
 WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes of weight and gradient, by name; bf16 weights have fp32 masters."""
 MOST = 2**20
@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One step of one matrix [rows, columns]."""
+    """One step of a matrix [rows, columns], or of several."""
 
     kernel: str
     """Of KERNELS."""
@@ -49,6 +49,10 @@ class Setup:
     weights: str = "float32"
     """Of WEIGHTS."""
     proj_type: str = "std"
+    precision: str = IEEE
+    """Of operands.PRECISIONS."""
+    matrices: int = 1
+    """Of this shape, stepped together."""
     seed: int = 0
 
     @property
@@ -85,6 +89,9 @@ def check_setup(setup: Setup, device: torch.device) -> None:
     one_of("kernel", setup.kernel, KERNELS)
     one_of("weights", setup.weights, WEIGHTS)
     one_of("proj_type", setup.proj_type, PROJ_TYPES)
+    one_of("precision", setup.precision, PRECISIONS)
+    if setup.matrices < 1:
+        refuse("matrices", "a whole number >= 1", setup.matrices)
     rows, columns = setup.rows, setup.columns
     for name, size in (("M", rows), ("N", columns)):
         if not 1 <= size <= MOST:
@@ -97,7 +104,7 @@ def check_setup(setup: Setup, device: torch.device) -> None:
     if not 1 <= setup.rank <= most:
         why = f"for M={rows} and N={columns}: rank * (M + N) must be below M * N"
         refuse("rank", f"a whole number from 1 to {most} ({why})", setup.rank)
-    reason = BACKENDS["triton"].why_not(device) if setup.kernel == "hybrid" else None
+    reason = why_not_kernel(setup.kernel, device)
     if reason is not None:
         refuse("kernel", f"torch on {device} ({reason})", setup.kernel)
 
@@ -106,17 +113,17 @@ def measure_errors(setup: Setup, device: torch.device) -> list[Finding]:
     """Takes two steps of random gradients on the device, and compares the second one's results."""
     before, after, projection = _kernels_step(setup, device)
     given = {name: t for name, t in before.items() if name != "weight"}
-    with ieee_products():
-        exact, torchs = (
-            plain_step(
-                {name: tensor.to(dtype) for name, tensor in given.items()},
-                projection.to(dtype),
-                setup.low_rank.side,
-                GROUP,
-                STEP,
-            )
-            for dtype in (torch.float64, torch.float32)
+    exact, torchs = (
+        plain_step(
+            {name: tensor.to(dtype) for name, tensor in given.items()},
+            projection.to(dtype),
+            setup.low_rank.side,
+            GROUP,
+            STEP,
+            setup.precision,
         )
+        for dtype in (torch.float64, torch.float32)
+    )
     derived = derived_update_error(exact, setup.rank)
     for each in (exact, torchs):
         each["weight"] = each["param"]
@@ -125,7 +132,7 @@ def measure_errors(setup: Setup, device: torch.device) -> list[Finding]:
 
 
 def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors, torch.Tensor]:
-    """What there is before and after the step of the kernel, and its projection, fp32."""
+    """What there is before and after the step of the last matrix, and its projection, fp32."""
     dtype, shape = WEIGHTS[setup.weights], (setup.rows, setup.columns)
     generator = torch.Generator().manual_seed(setup.seed)
 
@@ -133,23 +140,31 @@ def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors,
         # on the CPU: the same numbers for every device
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    weight = Parameter(0.02 * draw())
+    drawn = 0.02 * draw()
+    weights = [Parameter(drawn.clone()) for _ in range(setup.matrices)]
+    weight = weights[-1]
     optimizer = GaLoreAdamW(
-        [weight],
+        weights,
         rank=setup.rank,
         proj_type=setup.proj_type,
         kernel=setup.kernel,
+        precision=setup.precision,
         seed=setup.seed,
         dtype=None if dtype == torch.float32 else torch.float32,
         **GROUP,
     )
-    weight.grad = draw()
+    _give(draw(), weights)
     optimizer.step()
     before = _copies(optimizer, weight)
-    weight.grad = draw()
-    before["grad"] = weight.grad.clone()
+    before["grad"] = draw()
+    _give(before["grad"], weights)
     optimizer.step()
     return before, _copies(optimizer, weight), optimizer.state[weight]["projection"]
+
+
+def _give(grad: torch.Tensor, weights: list[Parameter]) -> None:
+    for weight in weights:
+        weight.grad = grad.clone()
 
 
 def _copies(optimizer: GaLoreAdamW, weight: Parameter) -> Tensors:

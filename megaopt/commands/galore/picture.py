@@ -13,7 +13,9 @@ from megaopt.commands.regression.picture import save
 
 __all__ = ["draw"]
 
-COLOURS = {"hybrid": "#3b6ea5", "torch": "#b4b4b4"}
+COLOURS = {
+    "grouped": "#2c7a4b", "hybrid": "#3b6ea5", "compiled": "#c98a2b", "torch": "#b4b4b4",
+}  # fmt: skip
 FLOOR = "#222222"
 
 
@@ -41,7 +43,9 @@ def draw(path: Path, results: Sequence[Result], hardware: str | None) -> None:
 
 def _field(result: Result) -> str:
     setup = result.setup
-    return f"{setup.rows} x {setup.columns}, {setup.weights} weights"
+    count = "" if setup.matrices == 1 else f"{setup.matrices} of "
+    shape = f"{count}{setup.rows} x {setup.columns}"
+    return f"{shape}, {setup.weights} weights, {setup.precision}"
 
 
 def _draw_field(axes: Axes, title: str, results: Sequence[Result]) -> None:
@@ -51,7 +55,7 @@ def _draw_field(axes: Axes, title: str, results: Sequence[Result]) -> None:
         ranks = [each.setup.rank for each in own]
         axes.plot(ranks, times, marker="o", color=COLOURS[kernel], label=kernel)
     floors = {each.setup.rank: each.floor_ms for each in results if each.floor_ms is not None}
-    label = "a copy of the bytes"
+    label = "a copy of the bytes, or the operations"
     axes.plot(list(floors), list(floors.values()), "--", color=FLOOR, linewidth=1, label=label)
     axes.set_xscale("log", base=2)
     ranks = sorted({each.setup.rank for each in results})

@@ -1,4 +1,4 @@
-"""GaLore's step in torch's own operations, with nothing of the kernels or of their twin."""
+"""GaLore's step in torch's own operations: of the kernels' twin it has only the products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.lowrank.spec import RIGHT
+from megaopt.kernels.lowrank.operands import IEEE
+from megaopt.kernels.lowrank.products import projected, projected_back
 
 __all__ = ["UNIT", "derived_update_error", "plain_step"]
 
@@ -22,6 +23,7 @@ def plain_step(
     side: str,
     group: Mapping[str, Any],
     step: int,
+    precision: str = IEEE,
 ) -> dict[str, torch.Tensor]:
     """One step without a refresh, in the dtype of the tensors.
 
@@ -32,16 +34,17 @@ def plain_step(
         side: "right" or "left".
         group: lr, betas, eps, weight_decay, scale; with bias correction.
         step: the number of this update, from 1.
+        precision: of the two products of fp32 numbers.
 
     Returns:
         The new exp_avg, exp_avg_sq and param; and step, what was taken from param before decay.
     """
     (beta1, beta2), grad = group["betas"], before["grad"]
-    low = grad @ projection.mT if side == RIGHT else projection.mT @ grad
+    low = projected(grad, projection, side, precision)
     exp_avg = beta1 * before["exp_avg"] + (1 - beta1) * low
     exp_avg_sq = beta2 * before["exp_avg_sq"] + (1 - beta2) * (low * low)
     low = exp_avg / (exp_avg_sq.sqrt() + group["eps"])
-    back = low @ projection if side == RIGHT else projection @ low
+    back = projected_back(low, projection, side, precision)
     correction = math.sqrt(1 - beta2**step) / (1 - beta1**step)
     taken = group["lr"] * group["scale"] * correction * back
     param = before["param"] - taken

@@ -44,6 +44,8 @@ class Kind:
 
 ADAM = (("exp_avg", "exp_avg_sq"), ("betas", "eps"))
 SGD: tuple[Any, ...] = (("momentum_buffer",), ("momentum", "dampening"))
+GALORE = (("exp_avg", "exp_avg_sq"), ("betas", "eps", "scale"))
+PROJECTED = {"rank": 3, "update_proj_gap": 1000}
 DECOUPLED = {"decoupled_weight_decay": True}
 NESTEROV = {"momentum": 0.5, "nesterov": True}
 RULES = {
@@ -51,6 +53,7 @@ RULES = {
     "adam": Kind("FusedAdam", {"adam_w_mode": False}, *ADAM),
     "adamw_amsgrad": Kind("FusedAdam", {"amsgrad": True}, *ADAM),
     "adam_amsgrad": Kind("FusedAdam", {"adam_w_mode": False, "amsgrad": True}, *ADAM),
+    "galore": Kind("GaLoreAdamW", PROJECTED, *GALORE),
     "lion": Kind("FusedLion", {}, ("exp_avg",), ("betas",)),
     "sgd": Kind("FusedSGD", {}, (), ()),
     "sgd_momentum": Kind("FusedSGD", {"momentum": 0.5}, *SGD),
@@ -160,6 +163,11 @@ class Case:
     def kind(self) -> Kind:
         """Which optimizer it is."""
         return RULES[self.parts[1]]
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether matrices are stepped through a projection of their gradients."""
+        return "rank" in self.kind.options
 
     @property
     def contract(self) -> str:

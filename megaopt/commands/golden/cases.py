@@ -230,6 +230,22 @@ AMSGRAD_OF_TORCH = (
     "fp32-weight/no-master/fp32-fp32/maximize",
     "bf16-weight/no-master/bf16-bf16/nan",
 )
+# by projections with which products are exact; none is made anew within a case
+GALORE = (
+    "fp32-weight/no-master/fp32-fp32",
+    "fp32-weight/no-master/fp32-fp32/no-bias-correction",
+    "fp32-weight/no-master/fp32-fp32/capturable/late",
+    "fp32-weight/no-master/fp32-fp32/late",
+    "fp32-weight/no-master/fp32-fp32/maximize",
+    "bf16-weight/fp32-master/fp32-fp32/capturable",
+    "bf16-weight/fp32-master/fp32-bf16/clip",
+    "bf16-weight/remainder/bf16-fp32/resume",
+    "fp16-weight/fp16-master/fp16-fp8/overflow",
+    "bf16-weight/no-master-stochastic/stochastic-stochastic",
+    "fp16-weight/kahan-stochastic-master/stochastic-fp32",
+    "bf16-weight/remainder8-master/block_e4m3-block_e5m3",
+    "bf16-weight/no-master-stochastic/block64_e4m3-block64_e5m3/capturable",
+)
 MAXIMIZE = "bf16-weight/fp32-master/fp32-fp32/maximize"
 
 
@@ -251,6 +267,7 @@ CASES: dict[str, list[Case]] = {
         *_of("ieee", "adamw_amsgrad", AMSGRAD),
         *_of("ieee", "adam_amsgrad", AMSGRAD),
         *_of("ieee", "adamw_amsgrad", ("bf16-weight/fp32-master/block_e4m3-block_e5m3_nearest",)),
+        *_of("ieee", "galore", GALORE),
         *_of("ieee", "lion", LION),
         *_of("ieee", "lion", ("bf16-weight/no-master-stochastic/block_e4m3",)),
         *_of("ieee", "lion", ("fp32-weight/no-master/block64_e4m3_nearest/maximize",)),

@@ -11,6 +11,7 @@ Patterns = NDArray[numpy.int64]
 """Of fp32 numbers."""
 
 SIGN, INFINITY, NAN = 0x80000000, 0x7F800000, 0x7FC00000
+ONE = 0x3F800000
 SUBNORMAL = 0x007F0000
 """The bits of an fp32 mantissa that bf16 has too."""
 
@@ -77,6 +78,11 @@ def coarse(bits: Patterns) -> Patterns:
     bits = numpy.where(top, bits & ~(1 << 22), bits)
     bits[:1] = COARSE_TOP
     return bits
+
+
+def normal(bits: Patterns) -> Patterns:
+    """Zeros and subnormal numbers become numbers in [1, 2), with their bits."""
+    return numpy.where(bits & INFINITY, bits, bits | ONE)
 
 
 def with_some(pattern: int, kind: int, bits: Patterns, drawn: Words) -> Patterns:

@@ -15,7 +15,13 @@ from torch import Tensor
 import megaopt
 from megaopt.commands.bits import as_integers
 from megaopt.commands.golden.case import Case
-from megaopt.commands.golden.tensors import copies, gradient, parameters, specs_of
+from megaopt.commands.golden.tensors import (
+    copies,
+    gradient,
+    parameters,
+    select,
+    specs_of,
+)
 from megaopt.float8 import Float8Weight
 from megaopt.optimizer import FusedOptimizer
 
@@ -31,6 +37,7 @@ GROUPS: tuple[dict[str, Any], ...] = (
         "weight_decay": 0.1,
         "momentum": 0.9,
         "dampening": 0.3,
+        "scale": 0.3,
     },
     # of few bits, so that results are often halfway between two numbers of a 16-bit format
     {
@@ -40,6 +47,7 @@ GROUPS: tuple[dict[str, Any], ...] = (
         "weight_decay": 2.0**-3,
         "momentum": 0.75,
         "dampening": 0.25,
+        "scale": 0.25,
     },
 )
 LATE_STEPS = (99_990, 4_090)
@@ -128,6 +136,9 @@ def _optimizer(case: Case, params: list[Tensor], backend: str) -> FusedOptimizer
         }
         for index, own in enumerate(GROUPS)
     ]
+    if case.is_projected:
+        for index, own in enumerate(groups):
+            own["param_numbers"] = [500 + i for i, s in enumerate(specs) if s.group == index]
     options = case.options
     if case.has("external-masters"):
         options = {**options, "dtype": None, "master_weights": [_master(p) for p in params]}
@@ -143,6 +154,11 @@ def _master(param: Tensor) -> Tensor:
 
 
 def _start(case: Case, optimizer: FusedOptimizer) -> None:
+    if case.is_projected:
+        optimizer.initialize_states()
+        for state in optimizer.state.values():
+            if "projection" in state:
+                select(state["projection"])
     if not case.has("late"):
         return
     for group, step in zip(optimizer.param_groups, LATE_STEPS, strict=True):

@@ -21,6 +21,7 @@ from megaopt.commands.golden.numbers import (
     Patterns,
     Words,
     coarse,
+    normal,
     patterns,
     tensor_of,
     with_some,
@@ -47,7 +48,7 @@ class Spec:
     kind: str = "hard"
     """ "hard": numbers.patterns; "coarse": numbers.coarse; "still": gradients are zeros of both
     signs; "late": so are the weights, and the gradients until step LATE; "tiny": still, and weights
-    are subnormal, so that their scales overflow."""
+    are subnormal, so that their scales overflow; "normal": no zeros, nothing subnormal."""
     offset: int = 0
     """Elements from an aligned address, of weight and gradient."""
     transposed: bool = False
@@ -92,10 +93,22 @@ LARGE = (
     Spec((90, 50), 1, transposed=True),
     Spec((2, 2100), 1, "still"),
 )
+# tall and wide, and one that no rank makes smaller; projected gradients of 4,096 elements and more
+PROJECTED = (
+    Spec((70, 40), 0, "normal"),
+    Spec((513,), 0, offset=1),
+    Spec((13, 131), 0, "normal", offset=1),
+    Spec((5, 7), 0),
+    Spec((40, 90), 1, "normal", transposed=True),
+    Spec((1400, 16), 1, "normal"),
+    Spec((7,), 1),
+)
 
 
 def specs_of(case: Case) -> tuple[Spec, ...]:
     """What parameters a case has."""
+    if case.is_projected:
+        return PROJECTED
     if case.has_blocks:
         return LARGE
     return PLAIN if case.recipe is None else MATRICES
@@ -118,6 +131,18 @@ def copies(params: Sequence[Tensor], case: Case) -> list[Tensor]:
         else:
             found.append(nn.Parameter(placed(param.detach(), spec, param.device)))
     return found
+
+
+@torch.no_grad()
+def select(projection: Tensor) -> None:
+    """Writes a basis of unit vectors: with it products are exact, in any order of their sums.
+
+    Of numbers that are not 0, that is: the sign of a sum of zeros depends on the order.
+    """
+    rows = projection if projection.shape[0] < projection.shape[1] else projection.t()
+    rows.zero_()
+    for index, row in enumerate(rows):
+        row[(5 * index + 2) % len(row)] = -1.0 if index == 1 else 1.0
 
 
 def gradient(case: Case, index: int, step: int, device: torch.device) -> Tensor | None:
@@ -159,7 +184,12 @@ def _weight(case: Case, index: int, spec: Spec) -> Tensor:
 def _drawn(spec: Spec, dtype: torch.dtype, seeds: tuple[int, ...]) -> tuple[Patterns, Words]:
     drawn = words(math.prod(spec.shape), *seeds)
     bits = patterns(drawn, dtype)
-    return (coarse(bits) if spec.kind == "coarse" else bits), drawn
+    changed = {"coarse": coarse, "normal": normal}.get(spec.kind, _same)
+    return changed(bits), drawn
+
+
+def _same(bits: Patterns) -> Patterns:
+    return bits
 
 
 def _with_nonfinite(bits: Patterns, drawn: Words, nan: bool, infinite: bool) -> Patterns:

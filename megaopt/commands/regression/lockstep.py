@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megaopt.commands.bits import Snapshot, loss_bits
-from megaopt.commands.config import ConfigError, FusedVariant, RunConfig, Variant
+from megaopt.commands.config import ConfigError, FusedVariant, GaLoreVariant, RunConfig, Variant
 from megaopt.commands.regression.compare import (
     Difference,
     Mismatch,
@@ -225,19 +225,25 @@ class Regression:
         return earliest(trial.difference for trial in self.trials)
 
 
-def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant:
+def _variant_to_perturb(config: RunConfig, step: int) -> FusedVariant | GaLoreVariant:
     allowed = f"a step of the run, from 1 to {config.steps}"
     require(1 <= step <= config.steps, "perturb", step, allowed)
     for variant in config.runs:
         stops = variant.resume_after is not None and variant.resume_after < step
-        if not isinstance(variant, FusedVariant) or variant.ranks is not None or stops:
+        if stops or variant.baseline is None:
             continue
-        if variant.masters != "remainders":
+        if isinstance(variant, GaLoreVariant):
+            return variant
+        if isinstance(variant, FusedVariant) and _holds_masters(variant):
             return variant
     raise ConfigError(
         f"perturb must be a step at which a fused variant of {config.name} that holds fp32 masters "
         f"trains, got {step}"
     )
+
+
+def _holds_masters(variant: FusedVariant) -> bool:
+    return variant.ranks is None and variant.masters != "remainders"
 
 
 def flip_master_bit(trainer: Trainer | WorkerTrainer) -> None:

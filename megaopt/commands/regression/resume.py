@@ -21,6 +21,7 @@ def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
         "model": repr(config.model),
         "optimizer": repr(config.optimizer),
         "float8": repr(config.float8),
+        "galore": repr(config.galore),
         "variant": repr(variant),
         "seed": config.seed,
         "batch_size": config.batch_size,

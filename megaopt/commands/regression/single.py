@@ -11,7 +11,14 @@ import torch
 
 from megaopt.commands import exits
 from megaopt.commands.bits import Snapshot
-from megaopt.commands.config import ConfigError, FusedVariant, RunConfig, Variant, read_config
+from megaopt.commands.config import (
+    ConfigError,
+    FusedVariant,
+    GaLoreVariant,
+    RunConfig,
+    Variant,
+    read_config,
+)
 from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.outputs import require_place
 from megaopt.commands.regression.processes import Processes, print_into, printed
@@ -30,11 +37,11 @@ from megaopt.commands.training.trainer import Trainer
 
 
 def _choose_variant(config: RunConfig, name: str | None) -> Variant:
-    """The named variant, or else the first that FusedAdam trains."""
+    """The named variant, or else the first that an optimizer of this package trains."""
     if name is not None:
         return config.find_variant(name)
     for variant in config.runs:
-        if isinstance(variant, FusedVariant):
+        if isinstance(variant, (FusedVariant, GaLoreVariant)):
             return variant
     names = ", ".join(each.name for each in config.runs)
     raise ConfigError(f"variant must be one of {names}, as none is fused, got nothing")

@@ -10,6 +10,7 @@ import torch
 from megaopt.commands.config import (
     ConfigError,
     FusedVariant,
+    GaLoreVariant,
     PeerVariant,
     RunConfig,
     UnfusedVariant,
@@ -21,6 +22,7 @@ from megaopt.commands.regression.float8 import (
     quantize_model,
 )
 from megaopt.commands.regression.fused import FusedWeights
+from megaopt.commands.regression.galore import GaLoreWeights
 from megaopt.commands.regression.peer import PeerWeights
 from megaopt.commands.regression.unfused import UnfusedAdam
 from megaopt.commands.training.model import GPT, build_model
@@ -69,4 +71,7 @@ def _build_owner(model: GPT, config: RunConfig, variant: Variant) -> WeightOwner
         return kind(model, config.optimizer, variant)
     if isinstance(variant, PeerVariant):
         return PeerWeights(model, config.optimizer, variant)
+    if isinstance(variant, GaLoreVariant):
+        assert config.galore is not None  # as the config was checked
+        return GaLoreWeights(model, config.optimizer, config.galore, variant)
     return FusedWeights(model, config.optimizer, variant)

@@ -74,9 +74,9 @@ def test_the_learning_rate_rises_and_then_stays(tmp_path):
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-KEYS = "batch_size, cpu_threads, device, float8, model, optimizer, seed, steps, variant"
+KEYS = "batch_size, cpu_threads, device, float8, galore, model, optimizer, seed, steps, variant"
 FUSED_KEYS = "backend, baseline, contract, kind, layout, masters, name, ranks, resume_after"
-KINDS = "'unfused', 'peer', 'fused'"
+KINDS = "'unfused', 'peer', 'fused', 'galore'"
 RECIPE_NAMES = "'delayed', 'current', 'block_128x128', 'block_1x128', 'mxfp8'"
 TO_MOST = "a whole number from 1 to 2**31-1"
 NUMBER = "a number from 0 to 3.4e38"
@@ -370,7 +370,7 @@ def test_an_unknown_variant_is_refused_with_the_known_ones(tmp_path):
         config.find_variant("x")
 
 
-PLAIN = [path for path in CONFIGS if not path.stem.endswith(("_te", "_fp8"))]
+PLAIN = [path for path in CONFIGS if not path.stem.endswith(("_te", "_fp8", "_galore"))]
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
@@ -390,8 +390,19 @@ def test_the_configs_of_the_repository_compare_all_forms(path):
 
 def test_the_configs_are_found():
     assert [path.stem for path in CONFIGS] == [
-        *("gpt_124m", "gpt_124m_fp8", "gpt_124m_te", "gpt_tiny", "gpt_tiny_fp8")
+        *("gpt_124m", "gpt_124m_fp8", "gpt_124m_te", "gpt_tiny", "gpt_tiny_fp8"),
+        "gpt_tiny_galore",
     ]
+
+
+def test_the_galore_config_stops_between_refreshes_and_at_one():
+    config = read_config(next(path for path in CONFIGS if path.stem == "gpt_tiny_galore"))
+    gap, matrices = config.galore.update_proj_gap, {0, 1, 3, 4, 5, 6, 8, 9}
+    stops = {v.resume_after % gap for v in config.variant if v.resume_after is not None}
+    assert len(stops & matrices) == len(stops - matrices) == 1
+    assert {(v.kernel, v.layout) for v in config.variant if v.baseline is not None} == {
+        *[("torch", "whole"), ("torch", "groups"), ("hybrid", "whole"), ("hybrid", "groups")]
+    }
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem.endswith("_fp8")], ids=str)

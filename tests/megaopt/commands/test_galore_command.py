@@ -26,12 +26,14 @@ from megaopt.commands.galore.errors import (
 )
 from megaopt.commands.galore.plain import derived_update_error, plain_step
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.lowrank import launch, reference
+from megaopt.kernels.lowrank import reference, wave
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT
 
 CPU = torch.device("cpu")
 LOWRANK = Path(kernels.__path__[0]) / "lowrank"
 RULE = Path(kernels.__path__[0]) / "rules" / "galore.py"
+QUICK = [name for name in KERNELS if name != "compiled"]
+"""Compiling takes ten seconds."""
 SMALL = ("--M", 40, "--N", 50, "--rank", 12)
 
 
@@ -52,6 +54,30 @@ def beyond(setup, device):
     return [finding.name for finding in measure_errors(setup, device) if not finding.holds]
 
 
+@pytest.mark.parametrize(("precision", "error"), [("tf32", 1e-3), ("bf16", 8e-3)])
+@pytest.mark.parametrize("kernel", QUICK)
+def test_precisions_are_within_their_bounds(kernel, precision, error, device):
+    findings = measure_errors(setup_of(kernel, precision=precision), device)
+    for each in findings:
+        assert each.holds
+        assert error / 30 * each.norm < each.error < error * each.norm
+
+
+def test_a_precision_that_is_not_kept_is_noticed(device, monkeypatch):
+    """The kernel rounds to bf16, where tf32 was asked for."""
+    monkeypatch.setattr(wave.Wave, "_options", lower(wave.Wave._options))
+    wrong = beyond(setup_of("grouped", precision="tf32"), device)
+    assert wrong == ["exp_avg", "exp_avg_sq", "update"]
+
+
+def lower(options):
+    return lambda self, even: {**options(self, even), "PRECISION": "bf16"}
+
+
+def test_several_matrices_are_stepped_together(device):
+    assert not beyond(setup_of("grouped", matrices=3), device)
+
+
 def setup_of(kernel="hybrid", weights="float32", proj_type="std", **more):
     own = {"rows": 40, "columns": 50, "rank": 40 * 50 // 90, **more}
     return Setup(kernel=kernel, weights=weights, proj_type=proj_type, **own)
@@ -59,7 +85,7 @@ def setup_of(kernel="hybrid", weights="float32", proj_type="std", **more):
 
 @pytest.mark.parametrize("proj_type", ["right", "left"])
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", QUICK)
 def test_every_kernel_is_within_its_bounds(kernel, weights, proj_type, device):
     findings = measure_errors(setup_of(kernel, weights, proj_type), device)
     updates = ["update"] if weights == "float32" else [f"update of the {w}" for w in PARTS]
@@ -73,7 +99,7 @@ PARTS = ("master", "weight")
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 3), (3, 17), (17, 5)])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", QUICK)
 def test_a_matrix_of_few_numbers_is_within_its_bounds(kernel, rows, columns, device):
     for seed in range(2):
         assert not beyond(
@@ -118,7 +144,7 @@ KERNEL_MUTANTS = {
 
 @pytest.mark.parametrize("change", KERNEL_MUTANTS.values(), ids=KERNEL_MUTANTS)
 def test_a_broken_kernel_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(launch, "kernel", mutant(LOWRANK / "kernel.py", change, tmp_path))
+    monkeypatch.setattr(wave, "kernel", mutant(LOWRANK / "kernel.py", change, tmp_path))
     assert beyond(setup_of(rank=20), device) == ["update"]
 
 
@@ -129,7 +155,7 @@ RULE_MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", QUICK)
 @pytest.mark.parametrize("change", RULE_MUTANTS.values(), ids=RULE_MUTANTS)
 def test_a_broken_row_of_numbers_is_noticed(change, kernel, tmp_path, device, monkeypatch):
     rule = mutant(RULE, change, tmp_path).GALORE_ADAMW
@@ -160,8 +186,8 @@ def test_what_it_prints(megaopt):
     status, out, err = megaopt("galore", "test", "--weights=bfloat16", "--seed=3", *SMALL)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    first = "kernel hybrid, 40 x 50, rank 12 on the left, bfloat16 weights, fp32 masters, seed 3"
-    assert lines[0].startswith(f"{first}, on ")
+    first = "kernel hybrid, precision ieee, 40 x 50, rank 12 on the left, bfloat16 weights"
+    assert lines[0].startswith(f"{first}, fp32 masters, seed 3, on ")
     assert lines[-1] == "all errors within their bounds"
     for name in ("exp_avg", "exp_avg_sq", "update of the master", "update of the weight"):
         (line,) = [line for line in lines if line.startswith(f"│ {name} ")]
@@ -188,8 +214,9 @@ def test_verbose_says_where_the_largest_errors_are(megaopt, device):
 
 
 REFUSED = {
-    "kernel": (["--kernel=tritn"], "kernel must be one of torch, hybrid, got 'tritn'"),
+    "kernel": (["--kernel=tritn"], "kernel must be one of torch, compiled, hybrid, grouped, "),
     "weights": (["--weights=fp8"], "weights must be one of float32, bfloat16, got 'fp8'"),
+    "precision": (["--precision=fp16"], "precision must be one of ieee, tf32, bf16, got 'fp16'"),
     "proj_type": (["--proj-type=up"], "proj_type must be one of std, reverse_std, right, left, "),
     "M": (["--M=0"], "M must be a whole number from 1 to 1048576, got 0"),
     "N": (["--N=-4"], "N must be a whole number from 1 to 1048576, got -4"),
@@ -228,6 +255,11 @@ def test_floors_by_hand():
     tall = replace(wide, rows=30, columns=10, weights="bfloat16")  # on the right: [30, 4]
     assert floor_bytes(tall) == 300 * (2 + 2 + 4 + 4) + 2 * 2 * 4 * 120 + 4 * 40
     assert operations(wide) == 2 * 2 * 10 * 30 * 4
+    several = replace(wide, matrices=5)
+    assert floor_bytes(several) == 5 * floor_bytes(wide)
+    assert operations(several) == 5 * operations(wide)
+    slow = Result(wide, FIGURES, speed=1e4)  # whose copy takes a microsecond and less
+    assert math.isclose(slow.floor_ms, 1e3 * operations(wide) / 1e4)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -271,12 +303,14 @@ def bench_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(cases, "check_setup", lambda setup, device: check_setup(setup, CPU))
     monkeypatch.setattr(bench, "Copy", lambda device: None)
+    monkeypatch.setattr(bench, "product_speed", lambda device, precision: 1e9)
     monkeypatch.setattr(bench, "measure", lambda instance, copy: FIGURES)
     run = bench.run
     monkeypatch.setattr(bench, "run", lambda setup, device, copy: run(setup, CPU, copy))
 
 
-BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernels", "torch")
+BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernels", "torch",
+         "--precisions", "ieee")  # fmt: skip
 
 
 def test_a_bench_prints_draws_and_records(megaopt, tmp_path, bench_on_cpu):
@@ -291,7 +325,8 @@ def test_a_bench_prints_draws_and_records(megaopt, tmp_path, bench_on_cpu):
     assert first["step_ms"] == 2.0
     (line, *_) = [line for line in out.splitlines() if line.startswith("│ 30 x 10 │ float32")]
     cells = [cell.strip() for cell in line.split("│")]
-    assert cells[3:9] == ["2", "torch", "2.000", f"{first['floor_ms']:.3f}", "12.4%", "0.0"]
+    floor = f"{first['floor_ms']:.3f}"
+    assert cells[3:10] == ["ieee", "2", "torch", "2.000", floor, "12.4%", "0.0"]
     assert (tmp_path / "here" / "speed.png").stat().st_size > 5000
 
 
@@ -308,8 +343,9 @@ def test_a_case_beyond_its_bounds_has_no_speed(megaopt, tmp_path, bench_on_cpu, 
 
 BENCH_REFUSED = {
     "rank": (["--ranks", 4, 9], "rank must be a whole number from 1 to 7 (for M=30 and N=10"),
-    "kernel": (["--kernels", "hybrd"], "kernel must be one of torch, hybrid, got 'hybrd'"),
+    "kernel": (["--kernels", "hybrd"], "kernel must be one of torch, compiled, hybrid, grouped, "),
     "none": (["--ranks"], "ranks must have at least one value, got none"),
+    "matrices": (["--matrices", 0], "matrices must be a whole number >= 1, got 0"),
 }
 
 
@@ -327,9 +363,10 @@ def test_a_case_without_figures_has_no_floor():
 
 @pytest.mark.gpu
 def test_a_small_bench_on_a_gpu(megaopt, tmp_path):
-    arguments = ("--M", 512, "--N", 512, 700, "--ranks", 32, 128)
+    arguments = ("--M", 512, "--N", 512, 700, "--ranks", 128, "--precisions", "ieee", "bf16",
+                 "--weights", "bfloat16")  # fmt: skip
     status, out, err = megaopt("galore", "bench", *arguments, "--out", "here")
     assert (status, err) == (0, ""), out
     record = json.loads((tmp_path / "here" / "record.json").read_text())
-    assert len(record["cases"]) == 2 * 2 * 2 * 2
+    assert len(record["cases"]) == 2 * 2 * len(KERNELS)
     assert all(case["step_ms"] > 0 and case["floor_ms"] > 0 for case in record["cases"])

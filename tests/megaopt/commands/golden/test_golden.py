@@ -17,6 +17,7 @@ QUICK = {
     "ieee/adamw/fp32-weight/no-master/fp32-fp32",
     "ieee/adam/bf16-weight/remainder/bf16-bf16",
     "ieee/adamw/delayed-weight/fp32-master/fp32-fp32/capturable/overflow",
+    "ieee/galore/bf16-weight/fp32-master/fp32-fp32/capturable",
 }
 
 

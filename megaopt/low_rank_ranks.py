@@ -1,0 +1,62 @@
+"""What ranks that hold rows of one matrix add up when its projection is made anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaopt.kernels.lowrank.parts import WHOLE, Parts
+from megaopt.params import ParamView
+
+MAGNITUDE = 0x7FFFFFFF
+"""The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN
+last. What collectives make of a NaN among numbers differs."""
+
+
+def parts_of(view: ParamView) -> Parts:
+    """Of a parameter that is projected: the ranks of its mesh, or nobody."""
+    return WHOLE if view.split is None else RowsOnRanks(view)
+
+
+class RowsOnRanks:
+    """This rank's rows of a DTensor, and those of the others.
+
+    Sums are made in fp64 of numbers that were fp32: what is added up in another order differs by
+    2**-53 of them at most, and on most gradients not at all.
+
+    Args:
+        view: of a DTensor that is split in its first dimension.
+    """
+
+    def __init__(self, view: ParamView) -> None:
+        assert view.split is not None
+        mesh, dims = view.split
+        self._rows = view.whole_shape[0]
+        self._groups = [mesh.get_group(dim) for dim in dims]
+        self._copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in dims]
+
+    def rows(self, own: int) -> int:
+        """Of all ranks."""
+        return self._rows
+
+    def largest(self, own: torch.Tensor) -> torch.Tensor:
+        """Of all ranks' magnitudes, fp32 of shape ()."""
+        bits = own.view(torch.int32) & MAGNITUDE
+        for group in self._groups:
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+        return bits.view(torch.float32)
+
+    def add_up(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, fp64; in place."""
+        for group in self._groups:
+            dist.all_reduce(own, dist.ReduceOp.SUM, group=group)
+        return own
+
+    def alike(self, own: torch.Tensor) -> torch.Tensor:
+        """The projection of the first of the ranks that have copies of the same rows; in place."""
+        for group in self._copies:
+            first: Any = dist.get_global_rank(group, 0)  # untyped in torch
+            dist.broadcast(own, first, group=group)
+        return own

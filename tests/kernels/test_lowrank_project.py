@@ -1,0 +1,171 @@
+"""The launch that projects gradients, beside the twin; precisions; slabs and waves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from bits import assert_same_bits
+from lowrank_cases import PLAIN, ROW, SMALL, buffers, formats_of, projections_of
+from mutants import mutant
+from step_cases import assert_same_buffers, copied, hard_values
+
+from megaopt import kernels
+from megaopt.kernels.formats import GRADS
+from megaopt.kernels.lowrank import launch, wave
+from megaopt.kernels.lowrank.launch import LaunchedPlan
+from megaopt.kernels.lowrank.operands import PRECISIONS, operand_reference
+from megaopt.kernels.lowrank.products import product
+from megaopt.kernels.lowrank.reference import LowRankReferencePlan
+from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
+
+SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 700)], LEFT: [(70, 5), (18, 33), (700, 3)]}
+"""Several tiles, parts of some, and two slabs."""
+PROJECT = Path(kernels.__path__[0]) / "lowrank" / "project.py"
+
+
+def whole_numbers(formats, shapes):
+    """Gradients of small whole numbers, and projections of powers of two.
+
+    Their products and sums are exact in every precision and order.
+    """
+    generator = torch.Generator().manual_seed(5)
+    found = buffers(formats, shapes, hard=False)
+    for grad in found["grad"]:
+        grad.copy_(torch.randint(-8, 9, grad.shape, generator=generator))
+    projections = projections_of(formats.low_rank, shapes, single=True)
+    return found, [projection.sign() * 0.5 for projection in projections]
+
+
+def steps(formats, shapes, before, projections, device, precision="ieee", tiles=SMALL):
+    """What the launch and the twin make of the same buffers."""
+    sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
+    twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
+    options = {"grouped": True, "precision": precision, "tiles": tiles}
+    plans = (
+        (LowRankReferencePlan(formats, "svd", groups, None, precision), twin, "cpu"),
+        (LaunchedPlan(formats, "svd", sizes, groups, device, **options), own, device),
+    )
+    for plan, tensors, where in plans:
+        plan.look(tensors)
+        plan.projections = [projection.to(where) for projection in projections]
+        plan.step([ROW])
+    return own, twin
+
+
+def assert_exact_steps_agree(side, device, precision="ieee", grad="float32", rank=5):
+    formats = formats_of(PLAIN, LowRank(side, rank), GRADS[grad])
+    before, projections = whole_numbers(formats, SHAPES[side])
+    found, expected = steps(formats, SHAPES[side], before, projections, device, precision)
+    assert_same_buffers(found, expected)
+
+
+@pytest.mark.parametrize("grad", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_the_step_is_the_twins_where_products_are_exact(side, precision, grad, device):
+    assert_exact_steps_agree(side, device, precision, grad)
+
+
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_ranks_of_several_tiles(side, device):
+    assert_exact_steps_agree(side, device, "bf16", rank=17)
+
+
+def assert_roundings_agree(precision, device, tiles=SMALL):
+    """Of sums with one number that is not 0, of gradients with all their bits."""
+    formats = formats_of(PLAIN, LowRank(RIGHT, 16))
+    before = buffers(formats, [(40, 16)], hard=False)
+    found, expected = steps(
+        formats, [(40, 16)], before, [torch.eye(16) / 3], device, precision, tiles
+    )
+    assert_same_buffers(found, expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_numbers_are_rounded_as_the_precision_says(precision, device):
+    assert_roundings_agree(precision, device)
+
+
+def test_projections_that_are_cast_ahead_show_in_no_bit(device):
+    assert_roundings_agree("bf16", device, replace(SMALL, cast=True))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_rounded_numbers_are_the_nearest(precision):
+    """By fp64: the nearest of 11 or 8 significant bits, ties to even; other numbers stay."""
+    values = hard_values(2000, torch.Generator().manual_seed(1))
+    ties = torch.arange(1, 64).float() * 2.0**-12 + 1
+    values = torch.cat([values, ties, -ties, 1 + torch.arange(1, 64) * 2.0**-9])
+    values = values[values.isnan() | values.isinf() | (values.abs() >= 2.0**-126)]
+    found, wide = operand_reference(values, precision), values.double().numpy()
+    mantissa, exponent = numpy.frexp(wide)
+    bits = 11 if precision == "tf32" else 8
+    expected = numpy.ldexp(numpy.round(numpy.ldexp(mantissa, bits)), exponent - bits)
+    expected = torch.from_numpy(expected).float()  # too large for fp32: infinity
+    assert_same_bits(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0), precision)
+    assert bool((found.isnan() == values.isnan()).all())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("setting", ["highest", "high", "medium"])
+def test_a_product_goes_by_its_precision_alone(setting, precision, device):
+    generator = torch.Generator().manual_seed(0)
+    some, others = (torch.randn(64, 64, generator=generator).to(device) for _ in range(2))
+    expected, was = product(some, others, precision), torch.get_float32_matmul_precision()
+    place = torch.backends.cuda.matmul
+    try:
+        torch.set_float32_matmul_precision(setting)
+        before = (place.fp32_precision, place.allow_bf16_reduced_precision_reduction)
+        assert_same_bits(product(some, others, precision), expected, "product")
+        assert (place.fp32_precision, place.allow_bf16_reduced_precision_reduction) == before
+        assert torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_slabs_of_their_own_programs_and_waves_show_in_no_bit(side, device, monkeypatch):
+    """Numbers whose sums are not exact: the order of sums is the same."""
+    formats, shapes = formats_of(PLAIN, LowRank(side, 5)), SHAPES[side]
+    before, projections = buffers(formats, shapes), projections_of(formats.low_rank, shapes)
+    own = (formats, shapes, before, projections, device)
+    apart, _ = steps(*own)
+    monkeypatch.setattr(launch, "ROOM", 1)
+    monkeypatch.setattr(launch, "PART", 0.0)
+    assert_same_buffers(steps(*own)[0], apart)  # a wave for each matrix
+    monkeypatch.setattr(wave, "PROGRAMS", 0)
+    assert_same_buffers(steps(*own)[0], apart)
+
+
+# What the comparison with the twin has to notice.
+MUTANTS = {
+    "the last terms dropped": ("last = tl.minimum(first + per_slab, terms)",
+                               "last = tl.minimum(first + per_slab, terms - 1)"),
+    "a slab dropped": ("tl.static_range(SLABS)", "tl.static_range(SLABS - 1)"),
+    "slabs added twice": ("total = total + tl.load(", "total = total + 2.0 * tl.load("),
+    "a slab begins early": ("first = (part + slab) * per_slab",
+                            "first = tl.maximum((part + slab) * per_slab - 1, 0)"),
+    "only the last part of a sum": ("added_product(left, right, total,",
+                                    "added_product(left, right, 0 * total,"),
+    "the rows of another tile": ("tile // BLOCKS * OUTER", "tile // BLOCKS * 0"),
+    "a rank's other tile": ("tile % BLOCKS * RANKS", "tile % BLOCKS * 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
+    monkeypatch.setattr(wave, "project", mutant(PROJECT, change, tmp_path))
+    with pytest.raises(AssertionError, match="differ"):
+        assert_exact_steps_agree(RIGHT, device, rank=17)
+
+
+def test_a_rounding_that_is_not_there_is_noticed(device, monkeypatch):
+    """The kernel's own: in the twin numbers are rounded."""
+    options = wave.Wave._options
+    monkeypatch.setattr(
+        wave.Wave, "_options", lambda self, even: {**options(self, even), "PRECISION": "ieee"}
+    )
+    with pytest.raises(AssertionError, match="differ"):
+        assert_roundings_agree("tf32", device)

@@ -1,0 +1,268 @@
+"""GaLoreAdamW with capturable=True: refresh() before a step makes it the plain one, to the bit."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import (
+    BF16,
+    FP32,
+    assert_same,
+    copied,
+    give_gradients,
+    params_of,
+    snapshot,
+    through_a_file,
+    values,
+)
+
+from megaopt import GaLoreAdamW, capture, galore_checks
+from megaopt import optimizer as optimizer_module
+from megaopt.kernels.lowrank import kernel
+from megaopt.kernels.step import preparation, table
+
+SHAPES = [(24, 10), (6, 30), (9,)]
+GAP = 3
+RANKED = {"rank": 3, "update_proj_gap": GAP, "scale": 0.25}
+RANKED |= {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
+KINDS = {
+    "fp32": {"backend": "reference"},
+    "masters": {"backend": "reference", "weights": BF16, "dtype": FP32, "stagger": False},
+    "hybrid": {"backend": "triton", "weights": BF16, "dtype": FP32, "kernel": "hybrid"},
+    "grouped": {"backend": "triton", "weights": BF16, "kernel": "grouped", "precision": "bf16"},
+    "compiled": {"backend": "triton", "weights": BF16, "kernel": "compiled", "dtype": FP32},
+    "torch": {
+        "backend": "triton", "weights": BF16, "kernel": "torch", "weight_rounding": "stochastic",
+        "exp_avg_dtype": "bfloat16_stochastic", "seed": 7,
+    },
+    "svd": {"backend": "reference", "refresh": "svd", "proj_type": "left"},
+}  # fmt: skip
+every_kind = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+
+
+def made(options, capturable=True, device="cpu", shapes=SHAPES):
+    options = dict(options)
+    dtype = options.pop("weights", FP32)
+    params = [torch.nn.Parameter(values(s, i, dtype).to(device)) for i, s in enumerate(shapes)]
+    groups = [{"params": params[:1], "lr": 0.02}, {"params": params[1:], "rank": 2}]
+    return GaLoreAdamW(groups, capturable=capturable, **{**RANKED, **options})
+
+
+def numbers_of_the_host(found):
+    for group in found["groups"]:
+        group["lr"], group["step"] = (
+            float(torch.as_tensor(group["lr"], dtype=FP32)),
+            int(group["step"]),
+        )
+    return found
+
+
+def assert_same_numbers(found, expected):
+    assert_same(*(numbers_of_the_host(snapshot(each)) for each in (found, expected)))
+
+
+def scaled(optimizer, step):
+    """As a GradScaler does; the gradients are so many times too large."""
+    optimizer.grad_scale = torch.tensor(4.0)
+    optimizer.found_inf = torch.tensor(0.0)
+    for param in params_of(optimizer):
+        param.grad = param.grad * 4.0
+    optimizer.step(**step)
+
+
+@every_kind
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_a_refresh_and_a_step_are_a_plain_step(options):
+    """Under a loss scale and a norm too."""
+    found, expected = made(options), made(options, capturable=False)
+    for step in range(2 * GAP + 2):
+        for optimizer in (found, expected):
+            give_gradients(params_of(optimizer), step)
+        steps = None if step % 2 else step
+        found.refresh(steps)
+        if step < GAP:
+            found.step()
+            expected.step()
+        else:
+            scaled(found, {"clip_norm": 1.0})
+            scaled(expected, {"clip_norm": 1.0})
+        assert_same_numbers(found, expected)
+
+
+def test_a_step_makes_missing_projections_alone():
+    optimizer = made(KINDS["fp32"])
+    give_gradients(params_of(optimizer), 0)
+    optimizer.step()
+    first = [copied(optimizer.state[p]["projection"]) for p in params_of(optimizer)[:2]]
+    assert all(each.any() for each in first)
+    for step in range(1, 2 * GAP):
+        give_gradients(params_of(optimizer), step)
+        optimizer.step()
+    now = [optimizer.state[p]["projection"] for p in params_of(optimizer)[:2]]
+    assert_same(now, first)
+    optimizer.refresh()  # before the step of number 6: the turn of number 0 alone
+    assert not torch.equal(now[0], first[0])
+    assert_same_bits(now[1], first[1])
+    optimizer.refresh(steps=1)
+    assert not torch.equal(now[1], first[1])
+    assert [int(group["step"]) for group in optimizer.param_groups] == [2 * GAP] * 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)], ids=str)
+def test_resumed_is_straight(before, after):
+    options = KINDS["masters"]
+    runs = [made(options, capturable) for capturable in (before, False)]
+    for step in range(2 * GAP):
+        for optimizer in runs:
+            give_gradients(params_of(optimizer), step)
+            if optimizer.options.capturable:
+                optimizer.refresh()
+            optimizer.step()
+        if step == 1:
+            resumed = made(options, after)
+            with torch.no_grad():
+                for own, param in zip(params_of(resumed), params_of(runs[0]), strict=True):
+                    own.copy_(param)
+            resumed.load_state_dict(through_a_file(runs[0].state_dict()))
+            runs[0] = resumed
+    assert_same_numbers(*runs)
+
+
+@pytest.mark.parametrize("steps", [-1, 1.0, True, "3"], ids=str)
+def test_numbers_of_steps_that_are_none(steps):
+    optimizer = made(KINDS["fp32"])
+    with pytest.raises(ValueError, match=r"steps must be None or a whole number >= 0, got"):
+        optimizer.refresh(steps)
+
+
+def test_a_refresh_has_no_place_without_capturable():
+    with pytest.raises(RuntimeError, match=r"refresh\(\) is for capturable=True, got .*False"):
+        made(KINDS["fp32"], capturable=False).refresh()
+
+
+def test_a_refresh_refuses_what_a_step_refuses():
+    optimizer = made(KINDS["fp32"])
+    give_gradients(params_of(optimizer), 0)
+    optimizer.refresh()
+    optimizer.param_groups[1]["update_proj_gap"] = 0
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="group 1: update_proj_gap must be"):
+        optimizer.refresh()
+    assert_same(snapshot(optimizer), before)
+
+
+# --- captured
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """Calling it makes every device one on which a graph is being captured, or none."""
+
+    def begin(on=True):
+        for module in (capture, galore_checks, optimizer_module, table, preparation):
+            monkeypatch.setattr(module, "is_capturing", lambda device: on)
+
+    return begin
+
+
+def stepped(options, steps=1):
+    optimizer = made(options)
+    for step in range(steps):
+        give_gradients(params_of(optimizer), step)
+        optimizer.refresh()
+        optimizer.step()
+    return optimizer
+
+
+def assert_refused(optimizer, call, message):
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match=message):
+        call()
+    assert_same(snapshot(optimizer), before)
+
+
+def test_what_a_graph_could_not_repeat_is_refused(capturing):
+    hybrid, plain = stepped(KINDS["hybrid"]), stepped(KINDS["torch"])
+    capturing()
+    assert_refused(plain, plain.step, "kernel='torch' and 'compiled' read numbers on the host")
+    assert_refused(hybrid, hybrid.refresh, r"refresh\(\) must be called between replays")
+    hybrid.step()
+    del hybrid.state[params_of(hybrid)[0]]["projection"]
+    assert_refused(hybrid, hybrid.step, "a projection is not made yet: take one step")
+
+
+def test_what_a_graph_reads_stays_as_it_is(capturing, monkeypatch):
+    """Tables that a captured launch was given, when eager steps and refreshes follow."""
+    optimizer, read, run = stepped(KINDS["hybrid"]), [], kernel.back_project_kernel
+
+    class Noted:
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                read.extend(each for each in arguments if isinstance(each, torch.Tensor))
+                run[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(kernel, "back_project_kernel", Noted())
+    capturing()
+    optimizer.step()
+    capturing(on=False)
+    tables = [each for each in read if each.dtype in (torch.int64, torch.int32)]
+    before = copied(tables)
+    basis = optimizer.state[params_of(optimizer)[0]]["projection"]
+    for step in range(1, GAP + 2):
+        give_gradients(params_of(optimizer), step)
+        optimizer.refresh()
+        optimizer.step()
+    assert len(tables) == 4  # two launches: a side each
+    assert_same(tables, before)
+    assert optimizer.state[params_of(optimizer)[0]]["projection"] is basis
+
+
+GRAPHED = {
+    "masters": {"weights": BF16, "dtype": FP32, "kernel": "hybrid"},
+    "drawn": {
+        "weights": BF16, "kernel": "hybrid", "weight_rounding": "stochastic", "seed": 7,
+        "exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3", "proj_type": "left",
+    },
+    "svd": {"kernel": "hybrid", "refresh": "svd"},
+    "grouped": {"weights": BF16, "dtype": FP32, "kernel": "grouped", "precision": "tf32"},
+}  # fmt: skip
+LARGE = [(300, 170), (64, 500), (4097,), (90, 90)]
+
+
+def feed(optimizer, step):
+    """Gradients in tensors that stay where they are, another lr."""
+    for index, param in enumerate(params_of(optimizer)):
+        if param.grad is None:
+            param.grad = torch.empty_like(param)
+        param.grad.copy_(values(param.shape, 1000 * (step % 8) + index).to(param.dtype))
+    for index, group in enumerate(optimizer.param_groups):
+        group["lr"].fill_(0.01 / (1 + index + step % 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip_norm", [None, 20.0], ids=str)
+@pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED)
+def test_a_hundred_replays_with_refreshes_between_are_eager_steps(options, clip_norm):
+    found, expected = (made(options, device="cuda", shapes=LARGE) for _ in range(2))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in range(2):
+            feed(found, step)
+            found.refresh()
+            found.step(clip_norm=clip_norm)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.step(clip_norm=clip_norm)
+    for step in range(102):
+        feed(expected, step)
+        expected.refresh(steps=step)
+        expected.step(clip_norm=clip_norm)
+        if step > 1:
+            feed(found, step)
+            found.refresh(None if step % 2 else step)
+            graph.replay()
+        if step in (1, 2, 3, 50, 101):
+            assert_same(snapshot(found), snapshot(expected), f"step {step}")

@@ -1,0 +1,359 @@
+"""What ranks do in the tests of GaLore's DTensors: real fully_shard, on CPUs, over gloo."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp2_ranks import (
+    Bare,
+    content_of,
+    give,
+    gradients,
+    mesh_of,
+    options_of,
+    sharded,
+    snapshot,
+    train,
+)
+from runs import BF16, FP32, values
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megaopt
+from megaopt import FusedAdam, GaLoreAdamW
+from megaopt.low_rank_ranks import parts_of
+from megaopt.params import view_of
+
+SHAPES = [(24, 10), (7, 6), (9,), (6, 30), (4, 40), (12, 12)]
+"""Tall, wide and square; even and uneven on 2 and 3 ranks, the fifth empty on the last of 3."""
+GAP, RANK = 3, 3
+NUMBERS = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}
+RANKED = {"rank": RANK, "update_proj_gap": GAP, "scale": 0.25, "proj_type": "auto"}
+
+
+def build(options, replicas=1, shapes=SHAPES, seed=0):
+    """A model and its GaLoreAdamW; without a process group a whole one.
+
+    options: the optimizer's; "weights" among them is the parameters' dtype.
+    """
+    options = {**NUMBERS, **RANKED, **options}
+    model = Bare(shapes, options.pop("weights", FP32), seed)
+    if dist.is_initialized():
+        sharded(model, replicas)
+    return model, GaLoreAdamW(model.parameters(), **options)
+
+
+def trained(options, steps, replicas=1, shapes=SHAPES, **step):
+    model, optimizer = build(options, replicas, shapes)
+    train(model, optimizer, steps, **step)
+    return snapshot(optimizer)
+
+
+def refreshed_by_hand(options, steps):
+    """With capturable: a refresh before each step."""
+    model, optimizer = build({**options, "capturable": True})
+    params = list(model.parameters())
+    for number in range(steps):
+        give(params, gradients(number, [tuple(p.shape) for p in params]))
+        optimizer.refresh(None if number % 2 else number)
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+class Bytes(TorchDispatchMode):
+    """Counts what this rank hands to collectives, whatever they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            tensors = torch.utils._pytree.tree_leaves(args[:1])
+            self.count += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_of_steps(options, steps, replicas=1, clip_norm=None):
+    """For each step what this rank communicates."""
+    model, optimizer = build(options, replicas)
+    params, found = list(model.parameters()), []
+    for number in range(steps):
+        give(params, gradients(number, [tuple(p.shape) for p in params], params[0].dtype))
+        with Bytes() as counted:
+            optimizer.step(clip_norm=clip_norm)
+        found.append(counted.count)
+    return found
+
+
+# --- products that are exact
+
+
+def selecting(optimizer, offset=0):
+    """Gives every matrix a projection of 0 and 1, with which all products are exact."""
+    optimizer.initialize_states()
+    for own in optimizer.state.values():
+        if "projection" in own:
+            basis = own["projection"]
+            basis = basis.to_local() if isinstance(basis, DTensor) else basis
+            is_wide = basis.shape[0] < basis.shape[1]
+            rows = basis if is_wide else basis.T
+            rows.zero_().diagonal(offset).fill_(1.0)
+
+
+def selected(options, steps, replicas=1, shapes=SHAPES, **step):
+    """Steps by such projections, which stay; the norms too where steps clip."""
+    given = {"update_proj_gap": 1000, **options}
+    model, optimizer = build(given, replicas, shapes)
+    optimizer.param_groups[0]["param_numbers"] = [500 + i for i in range(len(shapes))]
+    selecting(optimizer)
+    train(model, optimizer, steps, **step)
+    found = snapshot(optimizer)
+    return (found, optimizer.grad_norm.clone()) if "clip_norm" in step else found
+
+
+# --- gradients that say nothing
+
+
+def largest_of(sent):
+    """Of one number from each rank."""
+    param = distribute_tensor(torch.ones(6, 30), mesh_of(), [Shard(0)], src_data_rank=None)
+    parts = parts_of(view_of(param))
+    return parts.largest(torch.tensor(sent[dist.get_rank()]))
+
+
+def after_a_gradient(options, change, shape, before=3):
+    """Projections before and after a refresh by a changed gradient, and after the next one."""
+    model, optimizer = build({**options, "stagger": False}, shapes=[shape])
+    train(model, optimizer, before)
+    found = [projection_of(optimizer)] if before else []
+    for number in range(before, before + GAP + 1):
+        grad = gradients(number, [shape])[0]
+        give(model.parameters(), [change(grad) if number == before else grad])
+        optimizer.step()
+        if number in (before, before + GAP):
+            found.append(projection_of(optimizer))
+    return found
+
+
+def projection_of(optimizer):
+    (own,) = optimizer.state.values()
+    basis = own.get("projection")
+    return (basis.to_local() if isinstance(basis, DTensor) else basis).clone()
+
+
+def zeros(grad):
+    return torch.zeros_like(grad)
+
+
+def of_the_first_copy(replicas):
+    """What `alike` makes of a number of each rank."""
+    param = distribute_tensor(torch.ones(6, 30), mesh_of(replicas), [Replicate(), Shard(0)])
+    return parts_of(view_of(param)).alike(torch.full((2,), float(dist.get_rank())))
+
+
+def nan_in_the_last_row(grad):
+    grad[-1, 2] = torch.nan
+    return grad
+
+
+def infinite_in_the_first_row(grad):
+    grad[0, 1] = -torch.inf
+    return grad
+
+
+def of_one_dimension(grad):
+    return grad[:, :1] * torch.arange(1.0, grad.shape[1] + 1)
+
+
+def zeros_in_the_first_rows(grad):
+    grad[: grad.shape[0] // 2] = 0
+    return grad
+
+
+# --- states
+
+
+def kinds_of_state(options, replicas):
+    """By name of each state tensor: mesh and strides as they must be, placement, shapes."""
+    model, optimizer = build(options, replicas)
+    train(model, optimizer, 1)
+    return [
+        {
+            name: (
+                t.device_mesh == p.device_mesh and t.stride() == torch.empty(t.shape).stride(),
+                str(t.placements[-1]), tuple(t.shape), tuple(t.to_local().shape),
+            )
+            for name, t in optimizer.state[p].items() if t is not None
+        }
+        for p in model.parameters()
+    ]  # fmt: skip
+
+
+def save(options, steps, folder, flat):
+    model, optimizer = build(options)
+    train(model, optimizer, steps)
+    dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
+    return snapshot(optimizer)
+
+
+def load_and_train(options, steps, first, folder, flat):
+    """From a checkpoint of another number of ranks on; all that was made here is overwritten."""
+    model, optimizer = build({**options, "lr": 77.0, "seed": 5}, seed=50)
+    given = options_of(flat)
+    content = content_of(model, optimizer, given)
+    dcp.load(content, checkpoint_id=folder)
+    set_model_state_dict(model, content["model"])
+    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
+    loaded = snapshot(optimizer)
+    train(model, optimizer, steps, first)
+    return loaded, snapshot(optimizer)
+
+
+def values_read_and_set(options, shapes):
+    """fp32 values of moments, whole, and what a second optimizer has that was given them."""
+    (model, optimizer), (_, other) = (build(options, shapes=shapes) for _ in range(2))
+    train(model, optimizer, 2)
+    other.initialize_states()
+    read, found = [], []
+    for param, twin in zip(model.parameters(), other.param_groups[0]["params"], strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.get_unscaled_state(param, name)
+            other.set_scaled_state(twin, name, value)
+            for each, own in ((read, value), (found, other.get_unscaled_state(twin, name))):
+                each.append(own.full_tensor() if isinstance(own, DTensor) else own.clone())
+    return read, found
+
+
+# --- beside other parameters
+
+
+def released(releases):
+    """Steps of a model whose gradients are released within the backward pass, or not."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 24), torch.nn.Tanh(), torch.nn.Linear(24, 10))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of())
+    optimizer = GaLoreAdamW(model.parameters(), **NUMBERS, **RANKED)
+    if releases:
+        megaopt.release_gradients(model, optimizer)
+    for step in range(2 * GAP):
+        model(values((6, 10), step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(optimizer)
+
+
+def beside_fused_adam(options, steps):
+    """Parameters without a rank: of this optimizer, and of FusedAdam."""
+    runs = []
+    for kind in (GaLoreAdamW, FusedAdam):
+        model = sharded(Bare(SHAPES, BF16))
+        if kind is GaLoreAdamW:
+            params = list(model.parameters())
+            ranked = [{"params": params[:2], **RANKED}, {"params": params[2:], "rank": None}]
+            optimizer = kind(ranked, **NUMBERS, **options)
+        else:
+            optimizer = kind(model.parameters(), **NUMBERS, **options)
+        train(model, optimizer, steps)
+        found = snapshot(optimizer)
+        runs.append([found["weights"][2:], found["states"][2:]])
+    return runs
+
+
+def selected_and_clipped(options, steps, replicas=1):
+    return selected(options, steps, replicas, clip_norm=1.0)
+
+
+# --- the whole gradient
+
+
+def norm_of(steps, kind):
+    options = {} if kind == "FusedAdam" else RANKED
+    model = Bare(SHAPES)
+    if dist.is_initialized():
+        sharded(model)
+    optimizer = getattr(megaopt, kind)(model.parameters(), **options)
+    train(model, optimizer, steps, clip_norm=1.0)
+    return optimizer.grad_norm.clone()
+
+
+def one_infinity(options):
+    """In the last row of a matrix, at a refresh."""
+    model, optimizer = build({**options, "stagger": False})
+    train(model, optimizer, GAP)
+    before, grads = snapshot(optimizer), gradients(GAP, SHAPES)
+    grads[0][-1, 0] = torch.inf
+    give(model.parameters(), grads)
+    optimizer.step()
+    return before, snapshot(optimizer)
+
+
+# --- what is refused
+
+
+def message_of(action):
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refusals():
+    def build_one(dim=0, **options):
+        own = distribute_tensor(torch.ones(6, 30), mesh_of(), [Shard(dim)], src_data_rank=None)
+        return message_of(lambda: GaLoreAdamW([torch.nn.Parameter(own)], rank=3, **options))
+
+    return [
+        build_one(),
+        build_one(proj_type="left"),
+        build_one(proj_type="right", refresh="svd"),
+        build_one(1, proj_type="auto"),
+    ]
+
+
+def under_fsdp1():
+    """Views into a flat parameter, and the flat parameter itself."""
+    found = []
+    for originals in (True, False):
+        model = torch.nn.Sequential(torch.nn.Linear(30, 20, bias=False))
+        wrapped = FullyShardedDataParallel(
+            model, use_orig_params=originals, device_id=torch.device("cpu")
+        )
+        found.append(message_of(lambda own=wrapped: GaLoreAdamW(own.parameters(), rank=3)))
+    return found
+
+
+# --- ranks that differ
+
+
+def differing(what):
+    """One rank's gradient, or its rank, is another, in a step that clips and refreshes."""
+    model, optimizer = build({"stagger": False})
+    train(model, optimizer, GAP, clip_norm=1.0)
+    give(model.parameters(), gradients(GAP, SHAPES))
+    before, is_other = snapshot(optimizer), dist.get_rank() == 1
+    if is_other and what == "gradient":
+        model.p0.grad = torch.ones(24, 10)
+    if is_other and what == "error":
+        optimizer.param_groups[0]["update_proj_gap"] = 0
+    found = message_of(lambda: optimizer.step(clip_norm=1.0))
+    optimizer.param_groups[0]["update_proj_gap"] = GAP
+    give(model.parameters(), gradients(GAP, SHAPES))
+    changed = snapshot(optimizer)
+    optimizer.step(clip_norm=1.0)
+    return found, before, changed, snapshot(optimizer)
+
+
+def trained_by_norm(steps):
+    return trained({"stagger": False}, steps, clip_norm=1.0)
+
+
+def of_another_rank():
+    """The first step of an optimizer whose matrices one rank would project to other dimensions."""
+    _, optimizer = build({"rank": 2 + dist.get_rank()})
+    params = optimizer.param_groups[0]["params"]
+    give(params, gradients(0, SHAPES))
+    return message_of(lambda: optimizer.step(clip_norm=1.0))

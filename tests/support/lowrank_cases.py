@@ -1,0 +1,68 @@
+"""Matrices of low rank, for their kernels: formats, buffers, projections."""
+
+import itertools
+
+import torch
+from step_cases import hard_values
+
+from megaopt.kernels.formats import NONE, WEIGHTS
+from megaopt.kernels.lowrank.spec import RIGHT
+from megaopt.kernels.lowrank.tiles import BackTile, ProjectTile, Tiles
+from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.kernels.step.batch import Formats
+
+GROUP = {
+    "lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": True,
+    "scale": 0.25, "step": 3, "seed": 0x1234_5678_9ABC_DEF0,
+}  # fmt: skip
+ROW = GALORE_ADAMW.drawing.row(GROUP)
+_TILES = (ProjectTile(16, 16, 16, 4, 1), BackTile(16, 16, 16, 4, 1, strip=2))
+SMALL = Tiles(*_TILES, *_TILES)
+"""Tiles: the matrices take one, several, and parts of some."""
+FLOAT32 = WEIGHTS["float32"]
+PLAIN = (FLOAT32, NONE)
+
+
+def formats_of(pair, low_rank, grad=FLOAT32, moment=FLOAT32):
+    names = ("exp_avg", "exp_avg_sq")
+    return Formats(grad, *pair, (moment, moment), names, low_rank=low_rank)
+
+
+def buffers(formats, shapes, seed=0, hard=True):
+    """Of each slot a tensor for each matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {slot: [] for slot in formats.slots}
+    for shape, slot in itertools.product(shapes, formats.slots):
+        dtype = formats.dtype(slot)
+        is_low = slot.startswith("exp_avg")
+        size = torch.Size(formats.low_rank.low_shape(shape) if is_low else shape)
+        if not dtype.is_floating_point:
+            limits = torch.iinfo(dtype)
+            tensor = torch.randint(limits.min, limits.max + 1, size, generator=generator)
+        elif hard and slot in ("weight", "master"):
+            tensor = hard_values(size.numel(), generator).view(size)
+        else:
+            tensor = torch.randn(size, generator=generator)
+            tensor = tensor.abs() if slot == "exp_avg_sq" else tensor
+        found[slot].append(tensor.to(dtype))
+    return found
+
+
+def projections_of(low_rank, shapes, single=False):
+    """Orthonormal ones; single: an element a row or column, so that a sum has one number not 0.
+
+    Then the order in which a product is added up shows in no bit.
+    """
+    found = []
+    for index, shape in enumerate(shapes):
+        size = low_rank.projection_shape(shape)
+        wide = size[1] if low_rank.side == RIGHT else size[0]
+        generator = torch.Generator().manual_seed(index)
+        if single:
+            places = torch.arange(wide) % low_rank.rank
+            values = torch.randn(wide, 1, generator=generator)
+            matrix = torch.zeros(wide, low_rank.rank).scatter_(1, places[:, None], values)
+        else:
+            matrix = torch.linalg.qr(torch.randn(wide, low_rank.rank, generator=generator))[0]
+        found.append((matrix.mT if low_rank.side == RIGHT else matrix).contiguous())
+    return found

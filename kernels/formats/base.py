@@ -70,7 +70,7 @@ class Format:
     @property
     def codes_a_word(self) -> int:
         """How many codes are in 32 bits."""
-        return 32 // self.element.primitive_bitwidth * self.packed
+        return 32 // int(self.element.primitive_bitwidth) * self.packed
 
     @property
     def decodes_words(self) -> bool:

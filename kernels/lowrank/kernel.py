@@ -11,7 +11,7 @@ from megaopt.kernels.lowrank.operands import added_product, loaded, taken
 from megaopt.kernels.lowrank.tables import DIRECTION, PROJECTION, address
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.step.blocks import pointers_of
-from megaopt.kernels.step.codes import load_param, param_of
+from megaopt.kernels.step.codes import loaded_param
 from megaopt.kernels.step.draws import block_words, draw_of
 from megaopt.kernels.step.kernel import (
     SKIP,
@@ -61,8 +61,7 @@ def update_tile(
     offsets = row[:, None] * columns + column[None, :]
     mask = (row[:, None] < rows) & (column[None, :] < rest)
     _, weight_ptr, master_ptr, _ = pointers
-    weight, master = load_param(weight_ptr, master_ptr, offsets, mask, FORMATS, not EVEN)
-    param = param_of(weight, master, 1.0, FORMATS)
+    param = loaded_param(weight_ptr, master_ptr, 1.0, offsets, mask, FORMATS, not EVEN)
     update = product_tile(
         left_ptr, right_ptr, row, column, rows, rest, columns,
         LEFT_FORMAT, RIGHT_FORMAT, PRECISION, EVEN, RANK, INNER,

@@ -11,7 +11,6 @@ from megaopt.kernels.quantizers.base import Left, Store
 from megaopt.kernels.quantizers.cast import amax_pointer, rounded, scale_inv_pointer
 from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.step.blocks import load_block, pointers_of, store_block
-from megaopt.kernels.step.codes import load_codes, numbers_of
 from megaopt.kernels.step.draws import block_words, draw_of
 from megaopt.kernels.step.kernel import SKIP, controls_of, draw_row, scalars_of
 from megaopt.kernels.step.rows import (
@@ -24,7 +23,7 @@ from megaopt.kernels.step.rows import (
     WEIGHT_START,
 )
 from megaopt.kernels.step.scales import old_scale
-from megaopt.kernels.step.update import stored_block, updated_block
+from megaopt.kernels.step.update import loaded_and_updated, stored_block
 
 TILE: tl.constexpr = tl.constexpr(128)
 LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -131,10 +130,9 @@ def step_piece(
     ones = ()  # no scales here
     for _index in tl.static_range(COUNT):
         ones += (1.0,)
-    codes = load_codes(pointers, ones, offsets, 0, 0, mask, FORMATS, MASKED, True)
-    values = updated_block(
-        table_ptr, place, pointers[0], numbers_of(codes, (1.0, ones), FORMATS, True), scalars,
-        controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, FORMATS.writes_grad,
+    values = loaded_and_updated(
+        table_ptr, place, pointers, (1.0, ones), scalars, controls, offsets, 0, 0, mask,
+        FORMATS, RULE, CONTROLLED, MASKED, True, FORMATS.writes_grad,
     )  # fmt: skip
     words = block_words(draw, place[2], 0, offsets, FORMATS.draws, False, 0, False)
     stored_block(pointers, (1.0, ones), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, MASKED)

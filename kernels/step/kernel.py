@@ -27,7 +27,6 @@ from megaopt.kernels.step.blocks import (
     pointers_of,
     rows_of,
 )
-from megaopt.kernels.step.codes import load_codes, numbers_of
 from megaopt.kernels.step.draws import block_words, draw_of
 from megaopt.kernels.step.rows import (
     ALIGNED,
@@ -47,8 +46,8 @@ from megaopt.kernels.step.scales import (
     take_ticket,
     wait_for_amaxes,
 )
-from megaopt.kernels.step.update import stored_block, updated_block
-from megaopt.kernels.step.words import load_words, numbers_of_words
+from megaopt.kernels.step.update import loaded_and_updated, step_grad, stored_block, updated
+from megaopt.kernels.step.words import load_words, numbers_of
 
 # Places in the fp32 controls, as in controls.py.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)
@@ -208,12 +207,9 @@ def find_amaxes(
     block = tl.zeros((), tl.int32)
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
-        codes = load_codes(
-            pointers, moment_scales, offsets, 0, elements, None, FORMATS, False, WITH_PARAM
-        )
-        param, moments = updated_block(
-            table_ptr, place, pointers[0], numbers_of(codes, scales, FORMATS, WITH_PARAM), scalars,
-            controls, offsets, None, FORMATS, RULE, CONTROLLED, False, False,
+        param, moments = loaded_and_updated(
+            table_ptr, place, pointers, scales, scalars, controls, offsets, 0, elements, None,
+            FORMATS, RULE, CONTROLLED, False, WITH_PARAM, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, param, MASTER_FORMAT)
         moment_amaxes = raised_amaxes(moment_amaxes, moments, None, FORMATS, False)
@@ -221,12 +217,9 @@ def find_amaxes(
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < elements
-        codes = load_codes(
-            pointers, moment_scales, offsets, 0, elements, mask, FORMATS, True, WITH_PARAM
-        )
-        param, moments = updated_block(
-            table_ptr, place, pointers[0], numbers_of(codes, scales, FORMATS, WITH_PARAM), scalars,
-            controls, offsets, mask, FORMATS, RULE, CONTROLLED, True, False,
+        param, moments = loaded_and_updated(
+            table_ptr, place, pointers, scales, scalars, controls, offsets, 0, elements, mask,
+            FORMATS, RULE, CONTROLLED, True, WITH_PARAM, False,
         )  # fmt: skip
         master_amax = finite_amax_bits(master_amax, tl.where(mask, param, 0.0), MASTER_FORMAT)
         moment_amaxes = raised_amaxes(moment_amaxes, moments, mask, FORMATS, True)
@@ -241,11 +234,40 @@ def find_amaxes(
 
 
 @helper
+def store_step(
+    place,
+    pointers,
+    inverses,
+    values,
+    draw,
+    weight_scale,
+    amax_bits,
+    block,
+    rows,
+    elements,
+    mask,
+    offsets,
+    FORMATS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Encodes and stores a block's new values; the amaxes raised to its own."""
+    words = block_words(
+        draw, place[2], block * BLOCK, offsets, FORMATS.draws, SPLIT, BLOCK, not MASKED
+    )
+    return stored_block(
+        pointers, inverses, values, weight_scale, amax_bits, words, offsets, rows, elements, mask,
+        FORMATS, MASKED,
+    )  # fmt: skip
+
+
+@helper
 def step_block(
     table_ptr,
     place,
     pointers,
-    numbers,
+    scales,
     inverses,
     scalars,
     controls,
@@ -262,21 +284,17 @@ def step_block(
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The step of one block of these numbers; the amaxes raised to its own."""
-    start = place[2]
+    """The step of one block; the amaxes raised to its own."""
     offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
     rows = rows_of(block, FORMATS, BLOCK, WIDTH)
-    mask = inside(offsets, start, elements, FORMATS) if MASKED else None
-    values = updated_block(
-        table_ptr, place, pointers[0], numbers, scalars, controls, offsets, mask,
-        FORMATS, RULE, CONTROLLED, MASKED, FORMATS.writes_grad,
+    mask = inside(offsets, place[2], elements, FORMATS) if MASKED else None
+    values = loaded_and_updated(
+        table_ptr, place, pointers, scales, scalars, controls, offsets, rows, elements, mask,
+        FORMATS, RULE, CONTROLLED, MASKED, RULE.reads_param, FORMATS.writes_grad,
     )  # fmt: skip
-    words = block_words(
-        draw, start, block * BLOCK, offsets, FORMATS.draws, SPLIT, BLOCK, not MASKED
-    )
-    return stored_block(
-        pointers, inverses, values, weight_scale, amax_bits, words, offsets, rows, elements, mask,
-        FORMATS, MASKED,
+    return store_step(
+        place, pointers, inverses, values, draw, weight_scale, amax_bits, block, rows, elements,
+        mask, offsets, FORMATS, SPLIT, BLOCK, MASKED,
     )  # fmt: skip
 
 
@@ -312,13 +330,22 @@ def step_ahead(
         words = load_words(pointers, scales[1], rows, FORMATS, WIDTH, RULE.reads_param)
         while block < unmasked:
             # the last one's again, which nobody takes
-            rows = rows_of(tl.minimum(block + 1, unmasked - 1), FORMATS, BLOCK, WIDTH)
-            following = load_words(pointers, scales[1], rows, FORMATS, WIDTH, RULE.reads_param)
-            numbers = numbers_of_words(words, scales, FORMATS, WIDTH, RULE.reads_param)
-            amax_bits = step_block(
-                table_ptr, place, pointers, numbers, inverses, scalars, controls, draw,
-                weight_scale, amax_bits, block, elements, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK,
-                WIDTH, False,
+            behind = rows_of(tl.minimum(block + 1, unmasked - 1), FORMATS, BLOCK, WIDTH)
+            following = load_words(pointers, scales[1], behind, FORMATS, WIDTH, RULE.reads_param)
+            offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
+            grad, param, moments = numbers_of(words, scales, FORMATS, WIDTH, RULE.reads_param)
+            grad = step_grad(
+                pointers[0], grad, controls, offsets, None,
+                FORMATS, RULE, CONTROLLED, False, FORMATS.writes_grad,
+            )  # fmt: skip
+            values = updated(
+                table_ptr, place, grad, param, moments, scalars, controls, offsets,
+                FORMATS, RULE, CONTROLLED,
+            )  # fmt: skip
+            rows = rows_of(block, FORMATS, BLOCK, WIDTH)
+            amax_bits = store_step(
+                place, pointers, inverses, values, draw, weight_scale, amax_bits, block, rows,
+                elements, None, offsets, FORMATS, SPLIT, BLOCK, False,
             )  # fmt: skip
             words = following
             block += 1
@@ -369,30 +396,16 @@ def step_chunk(
         )  # fmt: skip
     else:
         while block < unmasked:
-            offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
-            rows = rows_of(block, FORMATS, BLOCK, WIDTH)
-            codes = load_codes(
-                pointers, moment_scales, offsets, rows, elements, None,
-                FORMATS, False, RULE.reads_param,
-            )  # fmt: skip
             amax_bits = step_block(
-                table_ptr, place, pointers, numbers_of(codes, scales, FORMATS, RULE.reads_param),
-                inverses, scalars, controls, draw, weight_scale, amax_bits, block, elements,
-                FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, False,
+                table_ptr, place, pointers, scales, inverses, scalars, controls, draw, weight_scale,
+                amax_bits, block, elements, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, False,
             )  # fmt: skip
             block += 1
     masked = first_masked(block, start, FORMATS)
     while masked * BLOCK < elements:
-        offsets = offsets_of(masked, FORMATS, BLOCK, WIDTH)
-        rows = rows_of(masked, FORMATS, BLOCK, WIDTH)
-        mask = inside(offsets, start, elements, FORMATS)
-        codes = load_codes(
-            pointers, moment_scales, offsets, rows, elements, mask, FORMATS, True, RULE.reads_param
-        )
         amax_bits = step_block(
-            table_ptr, place, pointers, numbers_of(codes, scales, FORMATS, RULE.reads_param),
-            inverses, scalars, controls, draw, weight_scale, amax_bits, masked, elements,
-            FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, True,
+            table_ptr, place, pointers, scales, inverses, scalars, controls, draw, weight_scale,
+            amax_bits, masked, elements, FORMATS, RULE, CONTROLLED, SPLIT, BLOCK, WIDTH, True,
         )  # fmt: skip
         masked = next_masked(masked, block, FORMATS)
     FORMATS.store.finish(table_ptr, place, weight_scale, amax_bits, FORMATS)

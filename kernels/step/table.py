@@ -51,7 +51,7 @@ COMPILED_SCALED = Geometry(512, 32, 2)
 # copy on set B for bf16 weights and moments, stochastic: 512 x 4: 88.8; 512 x 8: 92.0;
 # 1024 x 2, 4, 8: 61.2 65.2 66.6; with 2 warps 512 x 4: 80.3, 256 x 8: 88.7; with 8 warps 1024 x 4:
 # 80.0. Beside fp32 moments 512 x 4 is better: 24-bit masters 94.2 and 93.7, Kahan 96.2 and 94.9.
-COMPILED_DRAWN = Geometry(512, 8)
+COMPILED_DRAWN = Geometry(512, 8, registers=64)
 # Moments in blocks of 8 bits, where arithmetic takes as long as memory: percent of copy on set B
 # (which takes 2.34 ms) for 10 bytes, ieee and te, and for Lion's 8, with at most so many registers:
 #

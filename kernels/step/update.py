@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.adam_ieee import canonical
-from megaopt.kernels.step.blocks import store_block, store_where, stored_moments
+from megaopt.kernels.step.blocks import load_block, store_block, store_where, stored_moments
+from megaopt.kernels.step.codes import loaded_moments, loaded_param
 from megaopt.kernels.step.draws import weight_bits
 from megaopt.kernels.step.rows import VECTORIZED
 
@@ -50,12 +51,9 @@ def first_lane(table_ptr, tensors, tensor, start, offsets):
 
 
 @helper
-def updated_block(
-    table_ptr,
-    place,
+def step_grad(
     grad_ptr,
-    numbers,
-    scalars,
+    grad,
     controls,
     offsets,
     mask,
@@ -65,18 +63,79 @@ def updated_block(
     MASKED: tl.constexpr,
     WRITES_GRAD: tl.constexpr,
 ):
-    """The new fp32 param and moments of one block; of these nothing is stored.
-
-    numbers: gradient, param and moments, fp32. With WRITES_GRAD a gradient that is unscaled is
-    stored so.
-    """
-    tensors, tensor, start = place
-    grad, param, moments = numbers
+    """The gradient that the rule takes; with WRITES_GRAD one that is unscaled is stored so."""
     grad = controlled_grad(
         grad_ptr, grad, controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, WRITES_GRAD
     )
     if FORMATS.maximize:
         grad = grad * -1.0
+    return grad
+
+
+@helper
+def loaded_and_updated(
+    table_ptr,
+    place,
+    pointers,
+    scales,
+    scalars,
+    controls,
+    offsets,
+    rows,
+    elements,
+    mask,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    MASKED: tl.constexpr,
+    WITH_PARAM: tl.constexpr,
+    WRITES_GRAD: tl.constexpr,
+):
+    """The new fp32 param and moments of one block; of these nothing is stored.
+
+    Without WITH_PARAM param is neither loaded nor meant: for what of a rule does not need it.
+    """
+    grad_ptr, weight_ptr, master_ptr, moment_ptrs = pointers
+    grad = FORMATS.grad.decode(load_block(grad_ptr, offsets, mask, MASKED), 1.0)
+    grad = step_grad(
+        grad_ptr, grad, controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, WRITES_GRAD
+    )
+    moments = loaded_moments(moment_ptrs, scales[1], offsets, rows, elements, mask, FORMATS, MASKED)
+    if WITH_PARAM:
+        param = loaded_param(weight_ptr, master_ptr, scales[0], offsets, mask, FORMATS, MASKED)
+    else:
+        param = tl.zeros_like(grad)
+    return updated(
+        table_ptr,
+        place,
+        grad,
+        param,
+        moments,
+        scalars,
+        controls,
+        offsets,
+        FORMATS,
+        RULE,
+        CONTROLLED,
+    )
+
+
+@helper
+def updated(
+    table_ptr,
+    place,
+    grad,
+    param,
+    moments,
+    scalars,
+    controls,
+    offsets,
+    FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+):
+    """The new fp32 param and moments."""
+    tensors, tensor, start = place
     if RULE.lanes:
         is_rounded = first_lane(table_ptr, tensors, tensor, start, offsets)
         if FORMATS.maximize:

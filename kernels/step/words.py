@@ -15,7 +15,10 @@ from megaopt.kernels.step.blocks import load_scale
 def load_words(
     pointers, scales, rows, FORMATS: tl.constexpr, WIDTH: tl.constexpr, WITH_PARAM: tl.constexpr
 ):
-    """As megaopt.kernels.step.codes.load_codes, of whole rows; scales are codes."""
+    """Those of whole rows: gradient, weight, master, and tuples of the moments' and their scales.
+
+    What is not there or not needed is 0; without WITH_PARAM weight and master are not needed.
+    """
     grad_ptr, weight_ptr, master_ptr, moment_ptrs = pointers
     COUNT: tl.constexpr = FORMATS.moment_count
     GRAD: tl.constexpr = FORMATS.grad
@@ -52,10 +55,8 @@ def words_at(ptr, rows, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @helper
-def numbers_of_words(
-    words, scales, FORMATS: tl.constexpr, WIDTH: tl.constexpr, WITH_PARAM: tl.constexpr
-):
-    """As megaopt.kernels.step.codes.numbers_of."""
+def numbers_of(words, scales, FORMATS: tl.constexpr, WIDTH: tl.constexpr, WITH_PARAM: tl.constexpr):
+    """The fp32 gradient, param and moments. scales: of the master and the moments' tensors."""
     grad_words, weight, master, moment_words, scale_codes = words
     COUNT: tl.constexpr = FORMATS.moment_count
     GRAD: tl.constexpr = FORMATS.grad

@@ -43,20 +43,36 @@ def added(weight, compensation):
 
 
 @helper
+def nearest(value):
+    """The bf16 of what is no NaN, as bfloat16.encode."""
+    bits = value.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@helper
+def drawn(value, bits):
+    """The bf16 of what is no NaN, as bfloat16.encode_stochastic."""
+    return ((value.to(tl.int32, bitcast=True) + bits) >> 16).to(tl.int16)
+
+
+@helper
 def settled_bfloat16(weight, code):
-    total = decode_bfloat16(weight, code)
-    again = bfloat16.encode(total, 1.0)
-    rest = bfloat16.encode(lost(total, bfloat16.decode(again, 1.0)), 1.0)
-    moved = (again != weight) & ((again & 0x7FFF) < 0x7F80)
+    # what is NaN or infinite here, or becomes it, stays as it is
+    total = bfloat16.decode(weight, 1.0) + bfloat16.decode(code, 1.0)
+    again = nearest(total)
+    rest = nearest(lost(total, bfloat16.decode(again, 1.0)))
+    are_numbers = ((again & 0x7FFF) < 0x7F80) & ((weight & 0x7FFF) < 0x7F80)
+    moved = (again != weight) & are_numbers
     return tl.where(moved, again, weight), tl.where(moved, rest, code)
 
 
 @helper
 def settled_float16(weight, code):
-    total = decode_float16(weight, code)
+    total = float16.decode(weight, 1.0) + bfloat16.decode(code, 1.0)
     again = float16.encode(total, 1.0)
-    rest = bfloat16.encode(lost(total, float16.decode(again, 1.0)), 1.0)
-    moved = (again != weight) & ((again & 0x7FFF) < 0x7C00)
+    rest = nearest(lost(total, float16.decode(again, 1.0)))
+    are_numbers = ((again & 0x7FFF) < 0x7C00) & ((weight & 0x7FFF) < 0x7C00)
+    moved = (again != weight) & are_numbers
     return tl.where(moved, again, weight), tl.where(moved, rest, code)
 
 
@@ -69,14 +85,14 @@ def decode_bfloat16(weight_code, code):
 def encode_bfloat16(value):
     weight = bfloat16.encode(value, 1.0)
     rest = lost(value, bfloat16.decode(weight, 1.0))
-    return settled_bfloat16(weight, bfloat16.encode(rest, 1.0))
+    return settled_bfloat16(weight, nearest(rest))
 
 
 @helper
 def encode_bfloat16_stochastic(value, bits):
     weight = bfloat16.encode(value, 1.0)
     rest = lost(value, bfloat16.decode(weight, 1.0))
-    return settled_bfloat16(weight, bfloat16.encode_stochastic(rest, 1.0, bits))
+    return settled_bfloat16(weight, drawn(rest, bits))
 
 
 @helper
@@ -88,14 +104,14 @@ def decode_float16(weight_code, code):
 def encode_float16(value):
     weight = float16.encode(value, 1.0)
     rest = lost(value, float16.decode(weight, 1.0))
-    return settled_float16(weight, bfloat16.encode(rest, 1.0))
+    return settled_float16(weight, nearest(rest))
 
 
 @helper
 def encode_float16_stochastic(value, bits):
     weight = float16.encode(value, 1.0)
     rest = lost(value, float16.decode(weight, 1.0))
-    return settled_float16(weight, bfloat16.encode_stochastic(rest, 1.0, bits))
+    return settled_float16(weight, drawn(rest, bits))
 
 
 def lost_reference(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -56,14 +56,20 @@ def drawn(value, bits):
 
 
 @helper
+def is_finite(pattern):
+    return (pattern & 0x7FFFFFFF) < 0x7F800000
+
+
+@helper
 def settled_bfloat16(weight, code):
     # what is NaN or infinite here, or becomes it, stays as it is
-    total = bfloat16.decode(weight, 1.0) + bfloat16.decode(code, 1.0)
-    again = nearest(total)
-    rest = nearest(lost(total, bfloat16.decode(again, 1.0)))
-    are_numbers = ((again & 0x7FFF) < 0x7F80) & ((weight & 0x7FFF) < 0x7F80)
-    moved = (again != weight) & are_numbers
-    return tl.where(moved, again, weight), tl.where(moved, rest, code)
+    weight, code = weight.to(tl.int32) << 16, code.to(tl.int32) << 16
+    total = weight.to(tl.float32, bitcast=True) + code.to(tl.float32, bitcast=True)
+    again = nearest(total).to(tl.int32) << 16
+    rest = nearest(lost(total, again.to(tl.float32, bitcast=True))).to(tl.int32) << 16
+    moved = (again != weight) & is_finite(again) & is_finite(weight)
+    weight, code = tl.where(moved, again, weight), tl.where(moved, rest, code)
+    return (weight >> 16).to(tl.int16), (code >> 16).to(tl.int16)
 
 
 @helper

@@ -259,7 +259,7 @@ def test_the_count_of_the_gpu_suite_is_the_records():
 
 # --- moments in blocks
 
-MOMENTS_IN_BLOCKS = "h200-bench-blocks-B.json", "h200-bench-blocks-A.json"
+MOMENTS_IN_BLOCKS = ("h200-bench-blocks-B.json",)
 PAGE = "docs/benchmarks/README.md"
 
 

@@ -25,20 +25,27 @@ UNSCALED = [
 KERNEL = Path(kernels.__path__[0]) / "lowrank" / "kernel.py"
 
 
+def moved(buffers, device):
+    return {slot: [tensor.to(device) for tensor in each] for slot, each in buffers.items()}
+
+
 def both_step(
     formats, shapes, projections, device, tiles=SMALL, controls=None, hard=True, **options
 ):
-    """What kernel and twin make of the same buffers, and these as they were."""
+    """What kernel and twin make of the same buffers, and these as they were.
+
+    Both on the device: the gradients' projection is torch's product there.
+    """
     before = buffers(formats, shapes, hard=hard)
-    twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
+    twin, own = (moved(copied(before), device) for _ in range(2))
     sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
     reference = LowRankReferencePlan(formats, "svd", groups)
     launched = LaunchedPlan(formats, "svd", sizes, groups, device, tiles=tiles, **options)
-    for plan, tensors, where in ((reference, twin, "cpu"), (launched, own, device)):
+    for plan, tensors in ((reference, twin), (launched, own)):
         plan.look(tensors)
-        plan.projections = [projection.to(where) for projection in projections]
-        plan.step([ROW], None if controls is None else controls.to(where))
-    return own, twin, before
+        plan.projections = [projection.to(device) for projection in projections]
+        plan.step([ROW], None if controls is None else controls.to(device))
+    return own, moved(twin, "cpu"), before
 
 
 def assert_bits_agree(pair, low_rank, device, shapes=SHAPES, **kinds):

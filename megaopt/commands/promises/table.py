@@ -96,6 +96,19 @@ PROMISES = (
         "GaLoreAdamW, under one kernel, device and number of threads",
         left_to=f"is of several kernels: {SUITE}",
     ),
+    Promise("GaLoreAdamW, DTensors, on one number of ranks", left_to=f"needs ranks: {SUITE}"),
+    Promise(
+        "GaLoreAdamW, capturable=True is capturable=False",
+        left_to=f"is of several kernels: {SUITE}",
+    ),
+    Promise(
+        "a CUDA graph's replays with refreshes between are eager steps, GaLoreAdamW",
+        left_to=f"takes a hundred steps: {SUITE}",
+    ),
+    Promise(
+        "training run by GaLoreAdamW, losses, weights, states",
+        left_to="takes minutes: not checked here; covered by `megaopt regress CONFIG`",
+    ),
     Promise("norm of the gradients", checks.norm),
     Promise("encoding bfloat16, float16", checks.encoding),
     Promise("encoding fp8", checks.float8_encoding),

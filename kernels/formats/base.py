@@ -65,7 +65,8 @@ class Format:
 
     decode_words: Any = None
     """As `decode`, of int32 words with several codes each, the first in the lowest bits: a tuple of
-    their first, second, ... numbers. None: codes are taken from the words one by one."""
+    their first, second, ... numbers. For NVIDIA's GPUs from compute capability 9.0 on; elsewhere,
+    and where it is None, codes are taken from the words one by one."""
 
     @property
     def codes_a_word(self) -> int:

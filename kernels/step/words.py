@@ -7,7 +7,7 @@ gives each code there a register of its own. As words they keep to theirs.
 from __future__ import annotations
 
 from megaopt.kernels.formats.block8 import factor
-from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 from megaopt.kernels.step.blocks import load_scale
 
 
@@ -103,7 +103,7 @@ def decoded_param(weight, master, master_scale, FORMATS: tl.constexpr, WIDTH: tl
 @helper
 def decoded(words, scale, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
     """The numbers of rows of words, fp32 [rows, WIDTH]."""
-    if FORMAT.decodes_words:
+    if cuda_capability_geq(9, 0) and FORMAT.decodes_words:
         numbers = in_order(FORMAT.decode_words(words, scale), FORMAT.codes_a_word, WIDTH)
     else:
         numbers = FORMAT.decode(codes_of_words(words, FORMAT, WIDTH), scale)

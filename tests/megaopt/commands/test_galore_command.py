@@ -13,6 +13,7 @@ from mutants import mutant
 from megaopt import kernels
 from megaopt.commands import cli
 from megaopt.commands.bench.measure import Figures
+from megaopt.commands.bench.instance import bytes_per_step
 from megaopt.commands.galore import bench, cases
 from megaopt.commands.galore.cases import Result, floor_bytes, operations
 from megaopt.commands.galore.errors import (
@@ -273,7 +274,7 @@ def test_floors_are_those_of_the_optimizers_own_tensors(weights):
     moved = weight.grad.nbytes + weight.nbytes + state["projection"].nbytes
     moved += 2 * (state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes)
     moved += weight.nbytes if master is None else 2 * master.nbytes
-    assert floor_bytes(setup) == moved
+    assert floor_bytes(setup) == moved == bytes_per_step(made)
 
 
 def test_a_bench_without_a_gpu_says_so(megaopt, tmp_path, monkeypatch):

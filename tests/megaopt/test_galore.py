@@ -338,6 +338,22 @@ def test_gradients_that_say_nothing_leave_projections(value):
     assert_same_bits(optimizer.state[param]["projection"], projection)
 
 
+@pytest.mark.parametrize("kernel", ["torch", "hybrid"])
+@pytest.mark.parametrize("refresh", ["subspace", "svd"])
+@pytest.mark.parametrize("capturable", [False, True], ids=str)
+def test_a_first_gradient_that_is_zero_makes_no_projection(capturable, refresh, kernel):
+    """Zeros stay in its place until one says something: not until the parameter's turn."""
+    own = {"update_proj_gap": 100, "refresh": refresh, "kernel": kernel, "capturable": capturable}
+    optimizer = galore(parameters([(24, 10), (6, 30)]), **own)
+    for step in range(3):
+        give_gradients(params_of(optimizer), step)
+        params_of(optimizer)[1].grad.mul_(step == 2)
+        optimizer.step()
+        state = optimizer.state[params_of(optimizer)[1]]
+        assert bool(state["projection"].any()) == (step == 2)
+        assert (state["captured_energy"] > 0.3) == (step == 2)
+
+
 def test_captured_energy_is_that_of_the_last_refresh():
     optimizer = galore(parameters([(24, 10)]), stagger=False)
     (param,) = params_of(optimizer)

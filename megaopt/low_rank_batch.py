@@ -27,8 +27,13 @@ from megaopt.state import MASTER, check_state_tensor, state_name
 
 LAUNCHED = ("hybrid", "grouped")
 """Kernels that are Triton's."""
-AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
-"""By precision, what "auto" takes on a GPU: fp32 products are torch's where there is a choice."""
+AUTO = {"ieee": "hybrid", "tf32": "hybrid", "bf16": "grouped"}
+"""By precision, what "auto" takes on a GPU: whose projection of the gradient is faster.
+
+One H200, ms, torch's and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank 128 0.270
+and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090. tf32, the
+same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230.
+"""
 LowRankPlan = LowRankReferencePlan | LaunchedPlan
 
 

@@ -141,7 +141,6 @@ class GaLoreOptions(Options):
             if low_rank is not None:
                 check_split(param, low_rank, group["proj_type"], self.refresh, where, which)
 
-
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for a group of this optimizer's that lacks a number."""
         if "contract" not in saved or not any(name in saved for name in (*PROJECTING, "scale")):

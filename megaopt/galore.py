@@ -141,7 +141,6 @@ class GaLoreOptions(Options):
             if low_rank is not None:
                 check_split(param, low_rank, group["proj_type"], self.refresh, where, which)
 
-
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for a group of this optimizer's that lacks a number."""
         if "contract" not in saved or not any(name in saved for name in (*PROJECTING, "scale")):
@@ -172,7 +171,8 @@ class GaLoreAdamW(FusedOptimizer):
 
     A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, projection,
     fp32, and captured_energy, fp32 of shape (): which part of the gradient's square the projection
-    kept when it was made, from 0 to 1. The last two are zeros before the parameter's first step.
+    kept when it was made, from 0 to 1. The last two are zeros until a step, one that is not left
+    out, has a gradient that is finite and not 0.
 
     Of DTensors (FSDP2's) each rank projects its own rows, on the right; when a projection is made
     anew, ranks add up what it takes. Their moments are DTensors likewise, and their projections
@@ -329,8 +329,8 @@ class GaLoreAdamW(FusedOptimizer):
 
         From the gradients as they are in memory now, those of parameters that have one: before a
         step's replay, where the backward pass is outside the graph, the step's own, and the bits
-        are those of capturable=False. It knows neither of found_inf nor of nonfinite: a gradient
-        that is not finite leaves its own projection alone.
+        are those of capturable=False, as long as no step is left out. It knows neither of found_inf
+        nor of nonfinite: a gradient that is not finite leaves its own projection alone.
 
         Args:
             steps: how many steps every group has taken, where the caller knows it; None: the

@@ -121,8 +121,8 @@ def bytes_per_step(instance: Instance) -> int:
 
     Gradients and GaLore's projections are read; moments and masters are read and written; a weight
     is written, and is read too where it holds (the upper half of) the value that is updated. The
-    master of an fp8 weight whose scale comes from its own new amax is read twice. Scales of blocks count, single numbers
-    and tables of codes do not. Call it after a first step.
+    master of an fp8 weight whose scale comes from its own new amax is read twice. Scales of blocks
+    count, single numbers and tables of codes do not. Call it after a first step.
     """
     return sum(_bytes_of(instance, parameter) for parameter in instance.parameters)
 

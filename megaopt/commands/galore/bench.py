@@ -26,7 +26,6 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console
 from megaopt.commands.galore.cases import (
     Result,
-    floor_bytes,
     operations,
     record_of_result,
     select,

@@ -82,12 +82,16 @@ def test_a_step_is_its_operations_in_their_order(proj_type, refresh):
             assert_same({name: now[name] for name in moments}, moments)
 
 
-def test_other_parameters_take_fused_adams_step():
-    """Of no rank, of another number of dimensions, or where the rank saves nothing."""
+@pytest.mark.parametrize("rank", [5, 6])
+def test_other_parameters_take_fused_adams_step(rank):
+    """Of no rank, of another number of dimensions, or where the rank saves nothing: 5 * (8 + 6).
+
+    6 is the matrix's smaller dimension.
+    """
     shapes = [(24, 10), (9,), (8, 6), (3, 4, 5), ()]
     ours, theirs = parameters(shapes), parameters(shapes)
     groups = [{"params": ours[:1], "rank": None}, {"params": ours[1:]}]
-    optimizer = galore(groups, rank=5)  # 5 * (8 + 6) >= 8 * 6
+    optimizer = galore(groups, rank=rank)
     plain = FusedAdam(theirs, **NUMBERS)
     for each in (optimizer, plain):
         train(each, 4)

@@ -200,6 +200,11 @@ def test_what_it_prints(megaopt):
         assert verdict == "within"
 
 
+def test_tf32_is_a_precision(megaopt):
+    arguments = ("galore", "test", "--kernel=torch", *SMALL)
+    assert megaopt(*arguments, "--tf32") == megaopt(*arguments, "--precision=tf32")
+
+
 def test_verbose_says_where_the_largest_errors_are(megaopt, device):
     _, plain, _ = megaopt("galore", "test", "--kernel=torch", *SMALL)
     status, out, _ = megaopt("galore", "test", "--kernel=torch", "--verbose", *SMALL)
@@ -218,6 +223,7 @@ REFUSED = {
     "kernel": (["--kernel=tritn"], "kernel must be one of torch, compiled, hybrid, grouped, "),
     "weights": (["--weights=fp8"], "weights must be one of float32, bfloat16, got 'fp8'"),
     "precision": (["--precision=fp16"], "precision must be one of ieee, tf32, bf16, got 'fp16'"),
+    "tf32": (["--tf32", "--precision=bf16"], "precision must be 'tf32' beside --tf32, got 'bf16'"),
     "proj_type": (["--proj-type=up"], "proj_type must be one of std, reverse_std, right, left, "),
     "M": (["--M=0"], "M must be a whole number from 1 to 1048576, got 0"),
     "N": (["--N=-4"], "N must be a whole number from 1 to 1048576, got -4"),

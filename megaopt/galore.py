@@ -200,16 +200,16 @@ class GaLoreAdamW(FusedOptimizer):
             matrix by matrix. "compiled": the same, what is elementwise by torch.compile. "hybrid":
             torch's product for the projection, then one launch for Adam and one for the rest, for
             many matrices. "grouped": a launch for the projections, too. The latter two not for
-            masters with a scale. "auto": where the backend is "triton", "hybrid" with precision
-            "ieee", else "grouped"; elsewhere "torch".
+            masters with a scale. "auto": where the backend is "triton", "grouped" with precision
+            "bf16", else "hybrid"; elsewhere "torch".
         precision: of the numbers in the two products of a step; sums are fp32's. "ieee": fp32.
             "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Torch's global settings
             change nothing of it; refreshes are always "ieee".
-        refresh: how projections follow the gradient: "subspace", by one pass of subspace iteration
-            from the last projection; or "svd", galore_torch's, a whole SVD, for which the host
-            waits; not where rows are split over ranks. A gradient that is zero or not finite leaves
-            a projection as it is; with "subspace" also one of fewer independent rows or columns
-            than the rank.
+        refresh: how projections follow the gradient: "subspace", by two passes of subspace
+            iteration from the last projection; or "svd", galore_torch's, a whole SVD, for which
+            the host waits; not where rows are split over ranks. A gradient that is zero or not
+            finite leaves a projection as it is; one of fewer independent rows or columns than the
+            rank is captured whole, and with "subspace" the rest of the projection stays.
         stagger: refreshes parameter number i in the steps of number i modulo the gap, one after
             another. False: all in one step, as galore_torch.
         bias_correction: galore_torch's correct_bias.

@@ -1,8 +1,9 @@
 """How a projection follows the gradients: by subspace iteration, or by an SVD.
 
-Gradients that say nothing about a subspace (zeros, infinities, NaN, and those of fewer independent
-rows or columns than the rank) leave the projection as it is. Subspace iteration decides that where
-the gradient is, and the host does not wait for it.
+Gradients that say nothing about a subspace (zeros, infinities, NaN) leave the projection as it is.
+Subspace iteration decides that where the gradient is, and the host does not wait for it. Where a
+gradient has fewer independent rows or columns than the rank, as those of a GPT have, subspace
+iteration takes what there is, and keeps its own directions beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from megaopt.kernels.step.draws import Place, words_reference
 
 FIRST_PASSES = 3
 """Over a first gradient: one from the sketch, and two power iterations."""
+PASSES = 2
+"""At later refreshes.
+
+What 128 directions that knew another matrix capture of a 1024 x 512 one, of an SVD's energy: 0.928
+with 1 pass, 0.981 with 2, 0.992 with 3, where 300 singular values fall tenfold; where 200 fall a
+hundredfold 0.998, 0.9996 and 0.9998.
+"""
 UNIT = 2.0**-24
 """Half of the last place of an fp32 number in [1, 2)."""
 
@@ -63,13 +71,15 @@ def iterated(
     grad: torch.Tensor,
     low_rank: LowRank,
     known: torch.Tensor,
-    passes: int = 1,
+    passes: int = PASSES,
     parts: Parts = WHOLE,
 ) -> torch.Tensor:
     """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
 
-    A pass projects the gradient, multiplies it by what it found, and makes that orthonormal. The
-    columns go on with their signs, as the moments do.
+    A pass projects the gradient, multiplies it by what it found, adds a little of the projection,
+    and makes that orthonormal: an iteration of G^T G + shift. The shift is what rounding alone may
+    be, and what a gradient has less of than that stays as it was. The columns go on with their
+    signs, as the moments do.
 
     Args:
         grad: [m, n], fp32 or fp64.
@@ -86,9 +96,9 @@ def iterated(
     for _ in range(passes):
         image = product(matrix, basis)
         found, squares = _added_up(product(matrix.mT, image), image, matrix, parts)
-        columns, independent = orthonormal(found, _floor(squares, parts.rows(image.shape[0])))
-        basis = columns.to(grad.dtype)
-    says = says & independent  # of the last pass: the first ones see weak directions squared
+        shift = _floor(squares, parts.rows(image.shape[0])).amax()
+        columns, is_definite = orthonormal(found + shift * basis.double())
+        basis, says = columns.to(grad.dtype), says & is_definite
     return parts.alike(torch.where(says, basis.mT if right else basis, known).contiguous())
 
 
@@ -155,33 +165,28 @@ def _floor(squares: torch.Tensor, rows: int) -> torch.Tensor:
     return floor
 
 
-def orthonormal(columns: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def orthonormal(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An orthonormal basis of what columns span, by Cholesky's QR, twice.
 
     The diagonal of its triangle is positive, so that a basis that is one already stays as it is,
     signs included.
 
     Args:
-        columns: fp64 [k, rank].
-        floor: fp64 [rank], how long a column may be by its errors alone.
+        columns: fp64 [k, rank]; the longest combination of them at most 1e7 times the shortest.
 
     Returns:
-        The basis, fp64 [k, rank], and whether the columns are independent, a bool of shape (): with
-        columns in units of their floors every combination is longer than its coefficients. The
-        basis means nothing where they are not.
+        The basis, fp64 [k, rank], and whether there is one, a bool of shape (). The basis means
+        nothing where there is none.
     """
-    first, triangle, is_definite = _cholesky_qr(columns)
-    # the largest of coefficients / length is a matrix norm, which is at most this one
-    inverse = _divided(torch.diag(floor), triangle)
-    independent = is_definite & (torch.linalg.matrix_norm(inverse) < 1)
-    second, _, is_definite = _cholesky_qr(first)
-    return second, independent & is_definite
+    first, is_definite = _cholesky_qr(columns)
+    second, again = _cholesky_qr(first)
+    return second, is_definite & again
 
 
-def _cholesky_qr(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Columns of one length that are about orthogonal; their triangle; whether there is one."""
+def _cholesky_qr(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of one length that are about orthogonal, and whether there are such."""
     lower, info = torch.linalg.cholesky_ex(columns.mT @ columns)
-    return _divided(columns, lower.mT), lower.mT, info == 0
+    return _divided(columns, lower.mT), info == 0
 
 
 def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from megaopt.kernels.lowrank.basis import (
     FIRST_PASSES,
+    PASSES,
     captured_energy,
     iterated,
     says_something,
@@ -154,7 +155,7 @@ def refreshed(
     parts: Parts = WHOLE,
 ) -> torch.Tensor:
     """A new projection of a gradient [m, n]; fp32 or fp64, as the gradient is."""
-    passes = 1
+    passes = PASSES
     if known is None:
         passes = FIRST_PASSES
         known = sketched(low_rank, grad.shape, seed, grad.device).to(grad.dtype)

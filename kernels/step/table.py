@@ -67,7 +67,10 @@ COMPILED_DRAWN = Geometry(512, 8, registers=64)
 #
 # A program's first loads, which wait for each other, count less in a longer one. Without the next
 # block's codes on their way (kernel.step_ahead) 1024 x 8 with 96 was 66.0 67.4 65.7, and before
-# several codes at a time (formats/hopper.py) 55.7 at 10 bytes.
+# several codes at a time (formats/hopper.py) 55.7 at 10 bytes. Loaded ahead through shared memory
+# instead (tl.range's num_stages=2, cp.async), 512 x 32 with 2 warps and 96, 80, any registers: 67.1
+# 66.9 62.6 at 10 bytes, te 75.9 80.9 76.9, Lion 77.2 82.6 78.3: codes go to registers through two
+# more barriers.
 COMPILED_BLOCKS = Geometry(512, 32, 2)
 COMPILED_BLOCK_PAIR = Geometry(512, 32, 2, registers=96)
 # An interpreted operation costs some 15 microseconds whatever its size: fewer, larger programs.

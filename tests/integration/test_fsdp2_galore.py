@@ -141,7 +141,7 @@ SAYING = {  # what a gradient becomes, and whether it says enough to move the pr
     "zeros": (galore_ranks.zeros, False),
     "NaN on the last rank": (galore_ranks.nan_in_the_last_row, False),
     "infinity on the first rank": (galore_ranks.infinite_in_the_first_row, False),
-    "one dimension": (galore_ranks.of_one_dimension, False),
+    "one dimension": (galore_ranks.of_one_dimension, True),
     "zeros on the first rank": (galore_ranks.zeros_in_the_first_rows, True),
 }
 

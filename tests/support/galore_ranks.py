@@ -96,7 +96,7 @@ def bytes_of_a_refresh(shape, is_first, rank):
 
     All fp64; and the largest magnitude, fp32, and the two sums that the energy is made of.
     """
-    passes = 3 if is_first else 1
+    passes = 3 if is_first else 2
     asked = 4 if is_first else 0  # whether the gradient can make a projection
     return passes * 8 * (shape[1] * rank + rank + 1) + 4 + 2 * 8 + asked
 

@@ -86,7 +86,7 @@ $(VENV)/ready-megatron: $(VENV)/pip
 	touch $@
 
 $(VENV)/ready-docs: $(VENV)/pip
-	$(VENV)/bin/python -m pip install -q -c constraints.txt ".[docs]"
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[docs]"
 	touch $@
 
 clean:

@@ -47,6 +47,7 @@ setup(
         "megaopt": ["py.typed"],
         "megaopt.kernels.step": ["native.cpp"],
         "megaopt.commands.golden": ["record.json"],
+        "megaopt.commands.regression": ["losses.json"],
     },
     cmdclass={"build_py": BuildWithConfigs},
     long_description=readme(),

@@ -129,8 +129,10 @@ def modules_of_tree(root: Path = REPOSITORY) -> set[str]:
 def data_of_tree(root: Path = REPOSITORY) -> set[str]:
     """Return the other files that a wheel must have: configs, the golden record, sources, types."""
     configs = {f"megaopt/configs/{path.name}" for path in (root / "configs").glob("*.toml")}
-    record, native = "megaopt/commands/golden/record.json", "megaopt/kernels/step/native.cpp"
-    return {*configs, record, native, "megaopt/py.typed"}
+    records = ("golden/record.json", "regression/losses.json")
+    others = ("kernels/step/native.cpp", "py.typed")
+    data = [*(f"commands/{name}" for name in records), *others]
+    return configs | {f"megaopt/{name}" for name in data}
 
 
 def compare(wheel: Path, expected: set[str]) -> None:

@@ -60,12 +60,12 @@ package: $(READY)
 	$(PY) tools/check_package.py
 
 docs: $(DOCS)
-	$(BIN)mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict --quiet
 
 shell: $(RUNS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $${SHELL:-sh}
 
-check: lint types package test-all
+check: lint types package docs test-all
 
 $(VENV)/pip: pyproject.toml setup.py constraints.txt
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)

@@ -79,7 +79,7 @@ def other_than_recorded() -> dict[str, str]:
     The interpreter is left out: it takes seconds for a case.
     """
     record = packaged()
-    found = {}
+    found: dict[str, str] = {}
     for task in plan(record, choose(GOLDEN, ())):
         interpreted = (task.backend, task.device.type) == ("triton", "cpu")
         if task.part == ANY_MACHINE and task.reason is None and not interpreted:

@@ -67,25 +67,28 @@ shell: $(RUNS)
 
 check: lint types package docs test-all
 
-$(VENV)/pip: pyproject.toml setup.py constraints.txt
+# what is to be installed decides when to install anew
+LISTS := pyproject.toml setup.py constraints.txt
+
+$(VENV)/pip:
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --upgrade "pip>=24"
 	touch $@
 
-$(VENV)/ready: $(VENV)/pip
+$(VENV)/ready: $(LISTS) | $(VENV)/pip
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli,test,lint]"
 	touch $@
 
-$(VENV)/ready-cli: $(VENV)/pip
+$(VENV)/ready-cli: $(LISTS) | $(VENV)/pip
 	@echo "installing torch and what the commands need into $(VENV), once"
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli]"
 	touch $@
 
-$(VENV)/ready-megatron: $(VENV)/pip
+$(VENV)/ready-megatron: $(LISTS) | $(VENV)/pip
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli,megatron]"
 	touch $@
 
-$(VENV)/ready-docs: $(VENV)/pip
+$(VENV)/ready-docs: $(LISTS) | $(VENV)/pip
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[docs]"
 	touch $@
 

@@ -59,10 +59,18 @@ class Batch:
             self._copies = own
         self.plan.look(own)
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]], counts: Sequence[int] | None) -> None:
+    def refresh(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        counts: Sequence[int] | None,
+        controls: torch.Tensor | None = None,
+    ) -> None:
         """Before a step: projections whose turn it is are made anew, and those that are missing.
 
-        counts: the steps that each group has taken, which say whose turn it is; None: nobody's.
+        Args:
+            groups: the optimizer's.
+            counts: the steps that each group has taken, which say whose turn it is; None: nobody's.
+            controls: the step's, which may leave it out; None: it does not.
         """
 
     def quantize(self) -> None:
@@ -200,10 +208,15 @@ class Batches:
             batch.plan.stale = batch.plan.stale or moved
         return seen.grads
 
-    def refresh(self, groups: Sequence[Mapping[str, Any]], counts: Sequence[int] | None) -> None:
+    def refresh(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        counts: Sequence[int] | None,
+        prepared: Mapping[torch.device, tuple[Any, torch.Tensor | None]],
+    ) -> None:
         """Before a step: projections are made anew of its gradients, as each batch says."""
         for batch in self.projected:
-            batch.refresh(groups, counts)
+            batch.refresh(groups, counts, prepared[batch.device][1])
 
     def abandon(self) -> None:
         """Nothing is stepped after all."""

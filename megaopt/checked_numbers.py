@@ -34,7 +34,7 @@ class CheckedNumbers:
         seen = self._seen
         if len(seen) != len(owned.groups):
             return False
-        names = owned.options.names_but_step
+        names = _noted(owned)
         for group, values in zip(owned.groups, seen, strict=True):
             step = group.get("step")
             if type(step) is not int or not 0 <= step <= LAST_STEP:
@@ -46,11 +46,15 @@ class CheckedNumbers:
 
     def _note(self, owned: Owned) -> None:
         """Keeps the objects that were just checked; none where one could change its value."""
-        names = owned.options.names_but_step
-        seen = [[group[name] for name in names] for group in owned.groups]
+        names = _noted(owned)
+        seen = [[group.get(name) for name in names] for group in owned.groups]
         is_fixed = all(_is_fixed(value) for values in seen for value in values)
         self._given = given_numbers(owned.groups) if owned.options.draws else []
         self._seen = seen if is_fixed and not owned.options.capturable else []
+
+
+def _noted(owned: Owned) -> tuple[str, ...]:
+    return (*owned.options.names_but_step, *owned.options.OF_ALL)
 
 
 def _is_fixed(value: Any) -> bool:

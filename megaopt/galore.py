@@ -14,6 +14,7 @@ from megaopt.checks import NOT_NEGATIVE, one_of, refuse
 from megaopt.galore_checks import (
     check_matrix,
     check_not_flattened,
+    check_of_all,
     check_refresh,
     check_split,
 )
@@ -33,6 +34,8 @@ from megaopt.torch_names import check_arguments
 
 PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
 KERNELS = ("auto", "torch", "compiled", "hybrid", "grouped")
+PROJECTING = ("rank", "update_proj_gap", "proj_type")
+"""What groups say beside numbers of the step."""
 REFRESHES = ("subspace", "svd")
 
 
@@ -67,6 +70,11 @@ class GaLoreOptions(Options):
         "refresh": REFRESHES,
         "stagger": FLAGS,
     }
+
+    OF_ALL: ClassVar[tuple[str, ...]] = (
+        *("kernel", "precision", "refresh", "stagger"),
+        "correct_bias",
+    )
 
     exp_avg_dtype: torch.dtype | str = torch.float32
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
@@ -104,7 +112,7 @@ class GaLoreOptions(Options):
     @cached_property
     def names_but_step(self) -> tuple[str, ...]:
         """The keys that every group has, but the step count's."""
-        return (*super().names_but_step, "rank", "update_proj_gap", "proj_type")
+        return (*super().names_but_step, *PROJECTING)
 
     def low_rank(self, param: torch.Tensor, group: Mapping[str, Any]) -> LowRank | None:
         """How a matrix is projected; None for other parameters, and where a rank saves nothing."""
@@ -115,6 +123,9 @@ class GaLoreOptions(Options):
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its projections."""
+        for name in self.OF_ALL:
+            if name in group:
+                check_of_all(self, name, group[name], where)
         one_of(f"{where}: proj_type", group["proj_type"], PROJ_TYPES)
         gap, rank = group["update_proj_gap"], group["rank"]
         if not _is_count(gap):
@@ -129,6 +140,17 @@ class GaLoreOptions(Options):
             low_rank = self.low_rank(param, group)
             if low_rank is not None:
                 check_split(param, low_rank, group["proj_type"], self.refresh, where, which)
+
+    def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
+        """Raises ValueError for a group of this optimizer's that lacks a number."""
+        if "contract" not in saved or not any(name in saved for name in (*PROJECTING, "scale")):
+            return
+        missing = [name for name in self.names_but_step if name not in saved]
+        if missing:
+            raise ValueError(
+                f"{where} of the state dict must have {', '.join(self.names_but_step)}, as this "
+                f"optimizer saves them, got none of {', '.join(missing)}"
+            )
 
 
 def _is_count(value: object) -> bool:
@@ -149,7 +171,8 @@ class GaLoreAdamW(FusedOptimizer):
 
     A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, projection,
     fp32, and captured_energy, fp32 of shape (): which part of the gradient's square the projection
-    kept when it was made, from 0 to 1. The last two are zeros before the parameter's first step.
+    kept when it was made, from 0 to 1. The last two are zeros until a step, one that is not left
+    out, has a gradient that is finite and not 0.
 
     Of DTensors (FSDP2's) each rank projects its own rows, on the right; when a projection is made
     anew, ranks add up what it takes. Their moments are DTensors likewise, and their projections
@@ -306,8 +329,8 @@ class GaLoreAdamW(FusedOptimizer):
 
         From the gradients as they are in memory now, those of parameters that have one: before a
         step's replay, where the backward pass is outside the graph, the step's own, and the bits
-        are those of capturable=False. It knows neither of found_inf nor of nonfinite: a gradient
-        that is not finite leaves its own projection alone.
+        are those of capturable=False, as long as no step is left out. It knows neither of found_inf
+        nor of nonfinite: a gradient that is not finite leaves its own projection alone.
 
         Args:
             steps: how many steps every group has taken, where the caller knows it; None: the

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megaopt.checks import refuse
+from megaopt.checks import refuse, same
 from megaopt.kernels.lowrank.spec import LEFT, LowRank
 from megaopt.kernels.step.table import is_capturing
 from megaopt.owned import Owned
@@ -16,6 +16,22 @@ from megaopt.params.dtensor import DTensorView
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
 """What FullyShardedDataParallel says of its flat parameters, and of views into them."""
+
+
+def check_of_all(options: Any, name: str, value: Any, where: str) -> None:
+    """Raises ValueError for a group's key that is an option of the optimizer, or none at all.
+
+    Args:
+        options: the optimizer's.
+        name: the key.
+        value: what the group has there.
+        where: what an error calls the group.
+    """
+    if not hasattr(options, name):
+        refuse(f"{where}: {name}", "left out: its name here is bias_correction", value)
+    own = getattr(options, name)
+    if not same(value, own):
+        refuse(f"{where}: {name}", f"{own!r}, the optimizer's own argument", value)
 
 
 def check_matrix(param: torch.Tensor, rank: int, name: str, which: str) -> None:

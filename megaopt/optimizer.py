@@ -143,7 +143,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         run = self._collect(clip_norm, clip_coefficient)
         if run is not None and self._prepare(run):
-            run.batches.refresh(self.param_groups, run.counts)
+            run.batches.refresh(self.param_groups, run.counts, run.prepared)
             self._launch(run)
             self._exchange(run)
             self._quantize(run)

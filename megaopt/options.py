@@ -93,6 +93,9 @@ class Options:
     COUNTS_STEPS: ClassVar[bool] = True
     """Another library's optimizer of this kind counts steps; otherwise a state means that it took
     at least one."""
+    OF_ALL: ClassVar[tuple[str, ...]] = ()
+    """Options that a group may not have with another value, and keys that none may have, also where
+    they are put into a group after its construction."""
     MARKS: ClassVar[tuple[str, ...]] = ("contract",)
     """Options that every group and every state dict names: they say what the bits of a state mean.
 
@@ -249,6 +252,9 @@ class Options:
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """For numbers of a group that do not go together: a subclass raises ValueError."""
+
+    def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
+        """For a group of a state dict that lacks something: a subclass raises ValueError."""
 
     @property
     def group_keys(self) -> dict[str, Any]:

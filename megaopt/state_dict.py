@@ -36,6 +36,7 @@ from megaopt.owned import Owned
 from megaopt.ownership import Versions
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.low_rank import PROJECTION
 from megaopt.params.view import SCALE
 from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
@@ -192,6 +193,7 @@ def _group(
     where = f"group {index}"
     check_variant(saved, options, f"{where} of the state dict")
     _check_marks(saved, options, where)
+    options.check_saved(saved, where)
     marks = {*options.MARKS, *VARIANTS, "decoupled_weight_decay"}
     left_out = {
         *marks,
@@ -314,6 +316,8 @@ def _kept(saved: State, view: ParamView, where: str) -> State:
         if not fits:
             refuse(f"{where}: {name!r} of the state dict", f"real numbers of shape {shape}", value)
         state[name] = _copy(value, view.local).float()
+        if name == PROJECTION and not bool(state[name].isfinite().all()):
+            refuse(f"{where}: {name!r} of the state dict", "finite numbers", value)
     return state
 
 

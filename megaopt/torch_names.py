@@ -17,6 +17,7 @@ MISNAMED = {
     "beta": "betas",
     "beta1": "betas",
     "beta2": "betas",
+    "correct_bias": "bias_correction",
 }
 """Names of the same things elsewhere, too far from ours to be typing errors of them."""
 
@@ -69,10 +70,10 @@ def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
         refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {own}", decoupled)
     for name in group:
         if not hasattr(options, str(name)):
-            _check_key(name, options.NUMBERS, where)
+            _check_key(name, group[name], options.NUMBERS, where)
 
 
-def _check_key(name: str, numbers: Numbers, where: str) -> None:
+def _check_key(name: str, value: Any, numbers: Numbers, where: str) -> None:
     own = ", ".join(numbers.names)
     if name in OTHER_OPTIMIZERS and name not in numbers.names:
         raise ValueError(f"{where}: {name!r} must be left out, got it; groups here have {own}")
@@ -80,13 +81,13 @@ def _check_key(name: str, numbers: Numbers, where: str) -> None:
     if meant is not None:
         raise ValueError(
             f"{where}: {name!r} must be spelled {meant!r}; of ours are {own}, "
-            "and other libraries' keys may be beside them"
+            f"and other libraries' keys may be beside them; got {shown(value)}"
         )
 
 
 def _meant(name: str, known: Iterable[str]) -> str | None:
     """The known name of which another one is a misspelling; None for any other."""
-    if name in MISNAMED:
+    if name in MISNAMED and MISNAMED[name] in (*known, "betas"):  # which others refuse
         return MISNAMED[name]
     for each in known:
         plain = str(name).lower().replace("_", "")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,36 @@ def test_another_optimizer_is_clipped_and_given_its_rates(tool) -> None:
         param.grad = torch.full_like(param, 2.0**-10)
     tool.clip(params)
     assert all((param.grad == 2.0**-10).all() for param in params)
+
+
+def test_a_group_may_have_a_rate_of_its_own(tool) -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": params[:1], "lr_factor": 4.0}, {"params": params[1:]}]
+    optimizer = torch.optim.SGD(groups, lr=0.0)
+    for param in params:
+        param.grad = torch.ones(2)
+    tool.step(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.25]
+
+
+def test_galore_is_trained_in_fp32_beside_adam(tool, tmp_path, monkeypatch) -> None:
+    """Of both refreshes, with the energies of our own."""
+    monkeypatch.syspath_prepend(TOOL.parent)
+    monkeypatch.setitem(sys.modules, "trained_gpt", tool)
+    galore = importlib.import_module("train_galore")
+    monkeypatch.setattr(galore, "RANK", 4)
+    monkeypatch.setattr(galore, "GAP", 3)
+    tool.ALL_FP32, tool.BAND = True, "ours"
+    kinds = {name: galore.KINDS[name] for name in ("ours, SVD", "ours", "Adam")}
+    tool.run(tmp_path / "0.json", 0, kinds, galore.versions())
+    record = tool.join([json.loads((tmp_path / "0.json").read_text())])
+    tool.draw(record, tmp_path / "picture.png")
+    runs = record["seeds"]["0"]
+    assert all(4 < own["held_out"] < 6 for own in runs.values())
+    energies = runs["ours"]["energies"]
+    assert len(energies) == 4  # two of the block's six matrices, in two steps each
+    assert all(0.9 < own / best <= 1 + 1e-6 for _, _, own, best in energies)
+    assert "4 refreshes: least 0.9" in galore.energies(record)
 
 
 def record_of(seed, *kinds, **changes):

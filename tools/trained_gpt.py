@@ -1,8 +1,9 @@
 """One GPT trained on real text with many kinds of optimizers: what rounding costs in the loss.
 
-What tools/train_masters.py and tools/train_moments.py share. The text is the source of Python's
+What tools/train_masters.py, train_moments.py and train_galore.py share; constants that one of them
+sets are for its own runs. The text is the source of Python's
 standard library: comments, docstrings and code, some 10 MB. The last twentieth of it is held out.
-The model has 29 million parameters, bf16 matrices, fp32 norms.
+The model has 29 million parameters, bf16 matrices, fp32 norms, unless a tool says another.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from megaopt.source import describe_source
 MODEL = ModelConfig(layers=9, heads=8, width=512, context=512, vocabulary_size=256)
 BATCH, STEPS, WARMUP, PEAK, LAST = 16, 1500, 100, 1e-3, 1e-5
 HELD_OUT_BATCHES = 64
+ALL_FP32 = False
+"""All weights and gradients are fp32, and the passes go through autocast to bf16."""
+BAND = "fp32"
+"""The kind whose seeds' losses are a band in the picture."""
 MEANS_OF = 50
 """So many steps' training losses are one number of a record."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,11 +67,18 @@ def batch(tokens: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tenso
     return own[:, :-1], own[:, 1:]
 
 
+def loss_of(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """In nats a byte."""
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=ALL_FP32):
+        loss: torch.Tensor = model(inputs, targets)
+    return loss
+
+
 @torch.no_grad()
 def held_out_loss(model: GPT, tokens: torch.Tensor) -> float:
     """The mean over batches that are the same for all, in nats a byte."""
     generator = torch.Generator().manual_seed(12345)
-    losses = [model(*batch(tokens, generator)) for _ in range(HELD_OUT_BATCHES)]
+    losses = [loss_of(model, *batch(tokens, generator)) for _ in range(HELD_OUT_BATCHES)]
     return float(torch.stack(losses).mean())
 
 
@@ -80,12 +92,16 @@ def clip(params: list[torch.nn.Parameter], largest: float = 1.0) -> None:
 
 
 def step(optimizer: Any, lr: float) -> None:
-    """One step with clipped gradients: ours clips by itself; torchao's lr is a tensor."""
+    """One step with clipped gradients: ours clips by itself; torchao's lr is a tensor.
+
+    A group may have lr_factor, by which its lr is another.
+    """
     for group in optimizer.param_groups:
+        own = lr * group.get("lr_factor", 1.0)
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(own)
         else:
-            group["lr"] = lr
+            group["lr"] = own
     if isinstance(optimizer, FusedOptimizer):
         optimizer.step(clip_norm=1.0)
     else:
@@ -95,9 +111,13 @@ def step(optimizer: Any, lr: float) -> None:
 
 
 def train(kind: Kind, seed: int, tokens: torch.Tensor) -> dict[str, Any]:
-    """One run: means of the losses, and the held-out loss behind the last step."""
+    """One run: means of the losses, and the held-out loss behind the last step.
+
+    Also what the optimizer's method `report` returns, where it has one.
+    """
     cut = tokens.numel() - tokens.numel() // 20
     model = build_model(MODEL, seed, torch.device(DEVICE))
+    model = model.float() if ALL_FP32 else model
     matrices = [param for param in model.parameters() if param.ndim > 1]
     norms = [param for param in model.parameters() if param.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -106,12 +126,13 @@ def train(kind: Kind, seed: int, tokens: torch.Tensor) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for index in range(STEPS):
-        loss = model(*batch(tokens[:cut], generator))
+        loss = loss_of(model, *batch(tokens[:cut], generator))
         loss.backward()
         step(optimizer, learning_rate(index))
         losses.append(loss.detach())
     means = torch.stack(losses).view(-1, MEANS_OF).mean(1)
     found = {"held_out": held_out_loss(model, tokens[cut:])}
+    found |= optimizer.report() if hasattr(optimizer, "report") else {}
     return {**found, "losses": [round(x, 5) for x in means.tolist()]}
 
 
@@ -177,8 +198,8 @@ def draw(record: dict[str, Any], picture: Path) -> None:
     first, runs = next(iter(seeds.items()))
     figure = Figure(figsize=(11, 4.5), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
-    band = [each["fp32"]["held_out"] for each in seeds.values()]
-    left.axvspan(min(band), max(band), color="#3b6ea5", alpha=0.2, label="fp32, all seeds")
+    band = [each[BAND]["held_out"] for each in seeds.values()]
+    left.axvspan(min(band), max(band), color="#3b6ea5", alpha=0.2, label=f"{BAND}, all seeds")
     for place, kind in enumerate(runs):
         found = [each[kind]["held_out"] for each in seeds.values()]
         left.plot(found, [place] * len(found), "o", color="#3b6ea5", markersize=5)
@@ -198,24 +219,38 @@ def draw(record: dict[str, Any], picture: Path) -> None:
 
 
 def main(
-    about: str, kinds: Mapping[str, Kind], versions: Callable[[], Mapping[str, str]] = dict
-) -> None:
-    """Reads the command line, and runs one seed, or joins, draws and prints several."""
+    about: str,
+    kinds: Mapping[str, Kind],
+    versions: Callable[[], Mapping[str, str]] = dict,
+    models: Mapping[str, ModelConfig] | None = None,
+) -> dict[str, Any] | None:
+    """Reads the command line, and runs one seed, or joins, draws and prints several.
+
+    models: of which `run` takes one by its name; None: it takes MODEL.
+
+    Returns:
+        The joined record, None of a run.
+    """
+    global MODEL
     parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     own = commands.add_parser("run", help="train with one seed, on a GPU")
     own.add_argument("out", type=Path)
     own.add_argument("--seed", type=int, default=0)
     own.add_argument("--kinds", nargs="+", choices=[*kinds], default=[*kinds])
+    if models is not None:
+        own.add_argument("--model", choices=[*models], required=True)
     own = commands.add_parser("join", help="one record, a picture and a table of several seeds")
     own.add_argument("record", type=Path)
     own.add_argument("picture", type=Path)
     own.add_argument("records", type=Path, nargs="+")
     given = parser.parse_args()
     if given.command == "run":
+        MODEL = MODEL if models is None else models[given.model]
         run(given.out, given.seed, {name: kinds[name] for name in given.kinds}, versions())
-        return
+        return None
     record = join([json.loads(path.read_text(encoding="utf-8")) for path in given.records])
     given.record.write_text(json.dumps(record), encoding="utf-8")
     draw(record, given.picture)
     print(table(record))
+    return record

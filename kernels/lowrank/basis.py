@@ -51,8 +51,7 @@ def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torc
     By an SVD in fp32, for which the host waits. known: what stays for a gradient that is zero, or
     not finite.
     """
-    amax = grad.abs().amax()
-    if not bool(amax.isfinite() & (amax > 0)):
+    if not bool(says_something(grad)):
         return known.clone()
     left, _, right = torch.linalg.svd(grad.float(), full_matrices=False)
     rank = low_rank.rank
@@ -82,7 +81,7 @@ def iterated(
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known.mT) if right else (grad.mT, known)
     amax = parts.largest(_amax(matrix))
-    says = amax.isfinite() & (amax > 0)
+    says = _is_some(amax)
     matrix = matrix * _power_of_two_below(amax)
     for _ in range(passes):
         image = product(matrix, basis)
@@ -91,6 +90,23 @@ def iterated(
         basis = columns.to(grad.dtype)
     says = says & independent  # of the last pass: the first ones see weak directions squared
     return parts.alike(torch.where(says, basis.mT if right else basis, known).contiguous())
+
+
+def says_something(
+    grad: torch.Tensor, parts: Parts = WHOLE, skip: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Whether a gradient is finite and not 0, a bool of shape (); the same for all parts.
+
+    skip: anything but 0 says that the gradient is not to be used; of one element, on its device.
+    """
+    amax = _amax(grad)
+    if skip is not None:
+        amax = torch.where(skip.reshape(()) != 0, torch.inf, amax)
+    return _is_some(parts.largest(amax))
+
+
+def _is_some(amax: torch.Tensor) -> torch.Tensor:
+    return amax.isfinite() & (amax > 0)
 
 
 def _amax(matrix: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from megaopt.kernels.formats import NONE
+from megaopt.kernels.lowrank.basis import says_something
 from megaopt.kernels.lowrank.how import How
 from megaopt.kernels.lowrank.operands import IEEE
 from megaopt.kernels.lowrank.parts import WHOLE, Parts
@@ -86,9 +87,17 @@ class LaunchedPlan:
         self, index: int, known: torch.Tensor | None, seed: int, parts: Parts = WHOLE
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As LowRankReferencePlan.refreshed."""
-        grad = self.formats.grad.decode_reference(self._buffers["grad"][index])
         how = (self.by_svd, seed, parts)
-        return refreshed_with_energy(grad, self.low_rank, known, *how)
+        return refreshed_with_energy(self._grad(index), self.low_rank, known, *how)
+
+    def says(
+        self, index: int, parts: Parts = WHOLE, skip: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As LowRankReferencePlan.says."""
+        return says_something(self._grad(index), parts, skip)
+
+    def _grad(self, index: int) -> torch.Tensor:
+        return self.formats.grad.decode_reference(self._buffers["grad"][index])
 
     def step(
         self,

@@ -11,6 +11,7 @@ from megaopt.kernels.lowrank.basis import (
     FIRST_PASSES,
     captured_energy,
     iterated,
+    says_something,
     singular,
     sketched,
 )
@@ -82,6 +83,12 @@ class LowRankReferencePlan:
         """
         how = (self.by_svd, seed, parts)
         return refreshed_with_energy(self._grad(index), self.low_rank, known, *how)
+
+    def says(
+        self, index: int, parts: Parts = WHOLE, skip: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Whether a matrix's gradient can make a first projection: basis.says_something."""
+        return says_something(self._grad(index), parts, skip)
 
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None

@@ -298,6 +298,9 @@ def step_block(
     )  # fmt: skip
 
 
+STAGES = tl.constexpr(3)
+
+
 @helper
 def step_ahead(
     table_ptr,
@@ -325,30 +328,24 @@ def step_ahead(
     Where arithmetic takes as long as memory, few warps find room on a multiprocessor, and waiting
     for loads was a third of their time. Returns the amaxes, raised to theirs, and the block behind.
     """
-    if block < unmasked:
-        rows = rows_of(block, FORMATS, BLOCK, WIDTH)
+    for own in tl.range(block, unmasked, num_stages=STAGES):
+        rows = rows_of(own, FORMATS, BLOCK, WIDTH)
         words = load_words(pointers, scales[1], rows, FORMATS, WIDTH, RULE.reads_param)
-        while block < unmasked:
-            # the last one's again, which nobody takes
-            behind = rows_of(tl.minimum(block + 1, unmasked - 1), FORMATS, BLOCK, WIDTH)
-            following = load_words(pointers, scales[1], behind, FORMATS, WIDTH, RULE.reads_param)
-            offsets = offsets_of(block, FORMATS, BLOCK, WIDTH)
-            grad, param, moments = numbers_of(words, scales, FORMATS, WIDTH, RULE.reads_param)
-            grad = step_grad(
-                pointers[0], grad, controls, offsets, None,
-                FORMATS, RULE, CONTROLLED, False, FORMATS.writes_grad,
-            )  # fmt: skip
-            values = updated(
-                table_ptr, place, grad, param, moments, scalars, controls, offsets,
-                FORMATS, RULE, CONTROLLED,
-            )  # fmt: skip
-            rows = rows_of(block, FORMATS, BLOCK, WIDTH)
-            amax_bits = store_step(
-                place, pointers, inverses, values, draw, weight_scale, amax_bits, block, rows,
-                elements, None, offsets, FORMATS, SPLIT, BLOCK, False,
-            )  # fmt: skip
-            words = following
-            block += 1
+        offsets = offsets_of(own, FORMATS, BLOCK, WIDTH)
+        grad, param, moments = numbers_of(words, scales, FORMATS, WIDTH, RULE.reads_param)
+        grad = step_grad(
+            pointers[0], grad, controls, offsets, None,
+            FORMATS, RULE, CONTROLLED, False, FORMATS.writes_grad,
+        )  # fmt: skip
+        values = updated(
+            table_ptr, place, grad, param, moments, scalars, controls, offsets,
+            FORMATS, RULE, CONTROLLED,
+        )  # fmt: skip
+        amax_bits = store_step(
+            place, pointers, inverses, values, draw, weight_scale, amax_bits, own, rows,
+            elements, None, offsets, FORMATS, SPLIT, BLOCK, False,
+        )  # fmt: skip
+    block = tl.maximum(block, unmasked)
     return amax_bits, block
 
 

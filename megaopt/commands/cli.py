@@ -123,6 +123,7 @@ def galore_test(
     precision: str = "ieee",
     proj_type: str = "std",
     seed: int = 0,
+    tf32: bool = False,
     verbose: bool = False,
 ) -> int:
     """Step a random matrix with GaLoreAdamW; compare its errors against fp64 with torch's own.
@@ -136,11 +137,16 @@ def galore_test(
         precision: Of the two products: ieee, tf32 or bf16.
         proj_type: Side of the projection: std, reverse_std, right, left or auto.
         seed: Of weight, gradients and first projection.
+        tf32: As precision tf32, and refused beside another but ieee, the default.
         verbose: Also print the largest errors, and where they are.
     """
     main = _load("megaopt.commands.galore.check", "main")
     from megaopt.commands.galore.errors import Setup
+    from megaopt.commands.toml_tables import require
 
+    if tf32:
+        require(precision in ("ieee", "tf32"), "precision", precision, "'tf32' beside --tf32")
+        precision = "tf32"
     setup = Setup(
         kernel=kernel,
         rows=M,

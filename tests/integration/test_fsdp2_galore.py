@@ -6,10 +6,17 @@ import galore_ranks
 import pytest
 import torch
 from bits import assert_same_bits
-from fsdp2_ranks import gradients
-from galore_cases import GAP as TWINS_GAP
-from galore_cases import Twin
-from galore_ranks import GAP, NUMBERS, RANK, SHAPES, selected, trained
+from galore_ranks import (
+    GAP,
+    RANK,
+    SHAPES,
+    bytes_by_turns,
+    exact_weights,
+    matrices_of,
+    norm_of_errors,
+    selected,
+    trained,
+)
 from runs import BF16, MASTER, REMAINDERS, assert_same, values
 
 from megaopt import GaLoreAdamW
@@ -71,30 +78,6 @@ def test_moments_in_blocks_are_those_of_whole_matrices(on_ranks, rank, dtype):
             assert_same(own["weights"], expected["weights"])
 
 
-def norm_of_errors(found, exact):
-    pairs = zip(found, exact, strict=True)
-    return sum((own.double() - other).square().sum() for own, other in pairs).sqrt()
-
-
-def exact_weights(steps, stagger):
-    """In fp64, by the twin."""
-    assert TWINS_GAP == GAP
-    group, found = {**NUMBERS, "betas": (0.9, 0.999), "bias_correction": True, "scale": 0.25}, []
-    for number, shape in enumerate(SHAPES):
-        if len(shape) == 2:
-            turn = number if stagger else 0
-            weight, how = values(shape, number).double(), {"refresh": "subspace", "number": turn}
-            twin = Twin(weight, "right", RANK, group, **how)
-            for step in range(steps):
-                twin.step(gradients(step, SHAPES)[number].double())
-            found.append(twin.weight)
-    return found
-
-
-def matrices_of(run):
-    return [weight for weight in run["weights"] if weight.dim() == 2]
-
-
 @pytest.mark.parametrize(
     ("kernel", "stagger", "layouts"),
     [("torch", False, LAYOUTS), ("torch", True, ["3"]), ("hybrid", True, ["2"])],
@@ -131,30 +114,6 @@ def test_gradients_may_be_released(on_ranks):
 
 
 # --- what ranks tell each other
-
-
-def bytes_of_a_refresh(shape, is_first):
-    """Of each pass the sum of Z [n, rank], of the squares of R's columns, and of the gradient's.
-
-    All fp64; and the largest magnitude, fp32, and the two sums that the energy is made of.
-    """
-    passes = 3 if is_first else 1
-    return passes * 8 * (shape[1] * RANK + RANK + 1) + 4 + 2 * 8
-
-
-def bytes_by_turns(steps, stagger, replicas=1):
-    """For each step what the refreshes whose turn it is communicate."""
-    found = []
-    for step in range(steps):
-        due = [
-            (shape, step == 0)
-            for number, shape in enumerate(SHAPES)
-            if len(shape) == 2 and (step == 0 or step % GAP == (number % GAP if stagger else 0))
-        ]
-        found.append(sum(bytes_of_a_refresh(*each) for each in due))
-        if replicas > 1:  # the projection, from the first copy
-            found[-1] += sum(4 * RANK * shape[1] for shape, _ in due)
-    return found
 
 
 @all_layouts

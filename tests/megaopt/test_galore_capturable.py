@@ -107,6 +107,44 @@ def test_a_step_makes_missing_projections_alone():
     assert [int(group["step"]) for group in optimizer.param_groups] == [2 * GAP] * 2
 
 
+SKIPPED = {  # what the second matrix's gradient has, under which nonfinite, and found_inf
+    "nonfinite": (torch.inf, "skip", None),
+    "overflow": (torch.nan, "propagate", 1.0),
+}
+
+
+@pytest.mark.parametrize("refreshes", [True, False], ids=["refresh", "step"])
+@pytest.mark.parametrize("kind", ["fp32", "hybrid"])
+@pytest.mark.parametrize(("value", "nonfinite", "found_inf"), SKIPPED.values(), ids=SKIPPED)
+def test_a_step_that_is_left_out_makes_no_projection(kind, value, nonfinite, found_inf, refreshes):
+    """The next one with gradients that are finite makes it, as if the other had not been."""
+    options = {**KINDS[kind], "nonfinite": nonfinite}
+    found, expected = made(options), made(options, capturable=False)
+    for optimizer in (found, expected):
+        optimizer.initialize_states()
+    before = snapshot(found)
+    give_gradients(params_of(found), 0)
+    matrices = params_of(found)[:2]
+    for param in matrices if refreshes else matrices[1:]:
+        param.grad[2, 3] = value
+    if refreshes:  # goes by each gradient alone
+        found.refresh(0)
+    if found_inf is not None:
+        found.grad_scale, found.found_inf = torch.tensor(4.0), torch.tensor(found_inf)
+    found.step()
+    assert_same(snapshot(found), before)
+    if found_inf is not None:
+        del found.grad_scale, found.found_inf
+    for step in range(2):
+        for optimizer in (found, expected):
+            give_gradients(params_of(optimizer), step)
+        if step:
+            found.refresh()
+        found.step()
+        expected.step()
+        assert_same_numbers(found, expected)
+
+
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)], ids=str)
 def test_resumed_is_straight(before, after):
     options = KINDS["masters"]
@@ -187,7 +225,22 @@ def test_what_a_graph_could_not_repeat_is_refused(capturing):
     assert_refused(hybrid, hybrid.refresh, r"refresh\(\) must be called between replays")
     hybrid.step()
     del hybrid.state[params_of(hybrid)[0]]["projection"]
-    assert_refused(hybrid, hybrid.step, "a projection is not made yet: take one step")
+    reason = "the projection of parameter 0 of group 0 is not made yet: take one step"
+    assert_refused(hybrid, hybrid.step, reason)
+
+
+def test_a_capture_waits_for_gradients_that_make_projections(capturing):
+    optimizer = made(KINDS["hybrid"])
+    give_gradients(params_of(optimizer), 0)
+    params_of(optimizer)[1].grad.zero_()
+    optimizer.step()
+    capturing()
+    assert_refused(optimizer, optimizer.step, "parameter 0 of group 1 is .* finite and not 0")
+    capturing(on=False)
+    params_of(optimizer)[1].grad.fill_(1)
+    optimizer.step()
+    capturing()
+    optimizer.step()
 
 
 def test_what_a_graph_reads_stays_as_it_is(capturing, monkeypatch):

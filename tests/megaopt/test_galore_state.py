@@ -157,6 +157,8 @@ def damaged(name, value):
     [
         ("projection", torch.zeros(3, 9), r"'projection' .* shape \(3, 10\), got a torch.float32"),
         ("projection", torch.zeros(3, 10, dtype=torch.int32), "'projection' .* got a torch.int32"),
+        ("projection", torch.full((3, 10), torch.nan), "'projection' .* must be finite numbers"),
+        ("projection", torch.eye(3, 10) / 0, "'projection' of the state dict must be finite"),
         ("projection", "x", "'projection' of the state dict must be real numbers"),
         ("exp_avg", torch.zeros(24, 10), r"'exp_avg' .*float32 of shape \(24, 3\), got"),
         ("captured_energy", torch.zeros(1), r"'captured_energy' .* of shape \(\), got"),
@@ -169,6 +171,20 @@ def test_states_that_do_not_fit_are_refused(name, value, message):
     before = snapshot(optimizer)
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(damaged(name, value))
+    assert_same(snapshot(optimizer), before)
+
+
+NUMBERS_OF_A_GROUP = ("update_proj_gap", "rank", "proj_type", "scale", "seed", "betas")
+
+
+@pytest.mark.parametrize("name", NUMBERS_OF_A_GROUP)
+def test_a_state_dict_that_lacks_a_number_is_refused(name):
+    optimizer = galore()
+    train(optimizer, 2)
+    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(optimizer)
+    del saved["param_groups"][0][name]
+    with pytest.raises(ValueError, match=f"group 0 of the state dict must have .* none of {name}"):
+        optimizer.load_state_dict(saved)
     assert_same(snapshot(optimizer), before)
 
 
@@ -262,6 +278,32 @@ def test_a_rank_cannot_change_under_its_moments(change):
     with pytest.raises(ValueError, match=r"state 'exp_avg' is torch.float32 of shape \(24, 3\)"):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
+
+
+NOT_OF_GROUPS = {
+    "kernel": ("hybrid", "kernel must be 'auto', the optimizer's own argument, got 'hybrid'"),
+    "precision": ("bf16", "precision must be 'ieee', .* got 'bf16'"),
+    "refresh": ("svd", "refresh must be 'subspace', .* got 'svd'"),
+    "stagger": (False, "stagger must be True, .* got False"),
+    "correct_bias": (False, "correct_bias must be left out: .* bias_correction, got False"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OF_GROUPS)
+def test_what_holds_for_all_groups_cannot_change_in_one(name):
+    value, message = NOT_OF_GROUPS[name]
+    optimizer = galore()
+    train(optimizer, 2)
+    optimizer.param_groups[0][name] = value
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=f"group 0: {message}"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    message = message.split(",")[0]
+    if name == "correct_bias":
+        message = "'correct_bias' must be spelled 'bias_correction'.* got False"
+    with pytest.raises(ValueError, match=f"group 0: {message}"):
+        GaLoreAdamW([{"params": params_of(galore()), name: value}], **RANKED)
 
 
 def test_gap_and_scale_may_change():

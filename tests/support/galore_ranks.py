@@ -13,9 +13,13 @@ from fsdp2_ranks import (
     sharded,
     snapshot,
     train,
+    whole,
 )
+from galore_cases import GAP as TWINS_GAP
+from galore_cases import Twin
 from runs import BF16, FP32, values
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,6 +89,87 @@ def bytes_of_steps(options, steps, replicas=1, clip_norm=None):
             optimizer.step(clip_norm=clip_norm)
         found.append(counted.count)
     return found
+
+
+def bytes_of_a_refresh(shape, is_first, rank):
+    """Of each pass the sum of Z [n, rank], of the squares of R's columns, and of the gradient's.
+
+    All fp64; and the largest magnitude, fp32, and the two sums that the energy is made of.
+    """
+    passes = 3 if is_first else 1
+    asked = 4 if is_first else 0  # whether the gradient can make a projection
+    return passes * 8 * (shape[1] * rank + rank + 1) + 4 + 2 * 8 + asked
+
+
+def bytes_by_turns(steps, stagger, replicas=1, shapes=SHAPES, rank=RANK):
+    """For each step what the refreshes whose turn it is communicate."""
+    found = []
+    for step in range(steps):
+        due = [
+            (shape, step == 0)
+            for number, shape in enumerate(shapes)
+            if len(shape) == 2 and (step == 0 or step % GAP == (number % GAP if stagger else 0))
+        ]
+        found.append(sum(bytes_of_a_refresh(*each, rank) for each in due))
+        if replicas > 1:  # the projection, from the first copy
+            found[-1] += sum(4 * rank * shape[1] for shape, _ in due)
+    return found
+
+
+# --- against fp64
+
+
+def exact_weights(steps, stagger, shapes=SHAPES, rank=RANK):
+    """Of the matrices, in fp64, by the twin."""
+    assert TWINS_GAP == GAP
+    group, found = {**NUMBERS, "betas": (0.9, 0.999), "bias_correction": True, "scale": 0.25}, []
+    for number, shape in enumerate(shapes):
+        if len(shape) == 2:
+            turn = number if stagger else 0
+            weight, how = values(shape, number).double(), {"refresh": "subspace", "number": turn}
+            twin = Twin(weight, "right", rank, group, **how)
+            for step in range(steps):
+                twin.step(gradients(step, shapes)[number].double())
+            found.append(twin.weight)
+    return found
+
+
+def norm_of_errors(found, exact):
+    pairs = zip(found, exact, strict=True)
+    return sum((own.double() - other).square().sum() for own, other in pairs).sqrt()
+
+
+def matrices_of(run):
+    return [weight for weight in run["weights"] if weight.dim() == 2]
+
+
+def stepped_on(device, options, steps, shapes):
+    """On a device, of this rank's rows where there are ranks: the weights, whole; bytes of steps.
+
+    fp32 weights; a process group has to be there, or not.
+    """
+    model, found = Bare(shapes).to(device), []
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+    params = list(model.parameters())
+    optimizer = GaLoreAdamW(params, **{**NUMBERS, **RANKED, **options})
+    for step in range(steps):
+        give(params, [grad.to(device) for grad in gradients(step, shapes)])
+        with Bytes() as counted:
+            optimizer.step()
+        found.append(counted.count)
+    return [weight.cpu() for weight in whole([p.detach() for p in params])], found
+
+
+def rank_of_two(rank, folder, device_type, options, steps, shapes):
+    """A process for torch.multiprocessing: steps on its own device, and leaves what came out."""
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    kind = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(kind, f"file://{folder}/meeting", world_size=2, rank=rank)
+    torch.save(stepped_on(device, options, steps, shapes), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
 
 
 # --- products that are exact

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.weights import is_cast_afterwards, is_float8, weight_tensors
 from megaopt.kernels.formats import MASTERS, MOMENTS
+from megaopt.params.low_rank import PROJECTION
 
 __all__ = ["Instance", "build", "bytes_held", "bytes_per_step", "state_tensors"]
 
@@ -118,10 +119,10 @@ def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]
 def bytes_per_step(instance: Instance) -> int:
     """Return the bytes that a step must move, counted on the tensors that it uses.
 
-    Gradients are read; moments and masters are read and written; a weight is written, and is read
-    too where it holds (the upper half of) the value that is updated. The master of an fp8 weight
-    whose scale comes from its own new amax is read twice. Scales of blocks count, single numbers
-    and tables of codes do not. Call it after a first step.
+    Gradients and GaLore's projections are read; moments and masters are read and written; a weight
+    is written, and is read too where it holds (the upper half of) the value that is updated. The
+    master of an fp8 weight whose scale comes from its own new amax is read twice. Scales of blocks
+    count, single numbers and tables of codes do not. Call it after a first step.
     """
     return sum(_bytes_of(instance, parameter) for parameter in instance.parameters)
 
@@ -138,6 +139,8 @@ def _bytes_of(instance: Instance, parameter: Parameter) -> int:
     gradient: Tensor = getattr(parameter, instance.grad_name)
     state = instance.optimizer.state[parameter]
     stored = 2 * _bytes_of_many(_state_of(instance, parameter))
+    if isinstance(state.get(PROJECTION), Tensor):
+        stored -= state[PROJECTION].nbytes
     master = state.get("master_param")
     if is_float8(parameter):
         tensors = weight_tensors(parameter)

@@ -26,7 +26,6 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console
 from megaopt.commands.galore.cases import (
     Result,
-    floor_bytes,
     operations,
     record_of_result,
     select,
@@ -138,9 +137,7 @@ def run(setup: Setup, device: torch.device, copy: Copy) -> Result:
     try:
         if wrong := [each.name for each in measure_errors(setup, device) if not each.holds]:
             return Result(setup, None, f"errors beyond their bounds: {', '.join(wrong)}")
-        figures = measure(_instance(setup, device), copy)
-        # the bench counts a projection as read and written, as moments are
-        return Result(setup, replace(figures, bytes=floor_bytes(setup)))
+        return Result(setup, measure(_instance(setup, device), copy))
     except torch.OutOfMemoryError as error:
         return Result(setup, None, f"out of memory: {error}")
 

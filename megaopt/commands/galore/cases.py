@@ -45,7 +45,7 @@ class Result:
 
     setup: Setup
     figures: Figures | None
-    """`bytes` are those of `floor_bytes`."""
+    """`bytes` are those of `floor_bytes`, counted on the tensors."""
     problem: str | None = None
     speed: float = math.inf
     """Operations per second of a large product of torch's, of the same precision."""

@@ -52,7 +52,7 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
     console = make_console()
     with deterministic(config.cpu_threads), tempfile.TemporaryDirectory() as scratch:
         device = choose_device(config)
-        require_room(config, len(config.runs), device)
+        require_room(config, config.runs, device)
         corpus = load_corpus()
         regression = Regression(
             config,

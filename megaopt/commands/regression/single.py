@@ -89,7 +89,7 @@ def train(
     require_place("result", result)
     with deterministic(config.cpu_threads):
         device = choose_device(config)
-        require_room(config, 1, device)
+        require_room(config, [chosen], device)
         batches = batches_of(config, load_corpus())
         trainer = build_trainer(config, chosen, device)
         if resume is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 
-from megaopt.commands.config import ModelConfig, RunConfig
+from megaopt.commands.config import GaLoreVariant, ModelConfig, RunConfig, Variant
 from megaopt.commands.toml_tables import ConfigError, require
 
 LEAST_BYTES = 12
 """Of a parameter in one variant: two fp32 moments, and a master or what stands for it."""
+LEAST_BYTES_PROJECTED = 4
+"""The same of kind "galore", whose moments may be of a rank of 1: the master alone."""
 MOST_HEAD_SIZE = 256
 """Elements of an attention head on a GPU, where flash attention takes no larger ones."""
 
@@ -21,15 +24,19 @@ def count_parameters(model: ModelConfig) -> int:
     return (model.vocabulary_size + model.context + 1) * model.width + model.layers * block
 
 
-def least_bytes(config: RunConfig, variants: int) -> int:
-    """Bytes that so many variants need at least, with one batch and its logits."""
+def least_bytes(config: RunConfig, variants: Iterable[Variant]) -> int:
+    """Bytes that variants need at least together, with one batch and its logits."""
     tokens = config.batch_size * config.model.context
     batch = tokens * (8 + 4 * config.model.vocabulary_size)
-    return batch + variants * LEAST_BYTES * count_parameters(config.model)
+    bytes_of_one = (
+        LEAST_BYTES_PROJECTED if isinstance(each, GaLoreVariant) else LEAST_BYTES
+        for each in variants
+    )
+    return batch + sum(bytes_of_one) * count_parameters(config.model)
 
 
-def require_room(config: RunConfig, variants: int, device: torch.device) -> None:
-    """Raises a ConfigError where so many variants of a run cannot train on a device."""
+def require_room(config: RunConfig, variants: Iterable[Variant], device: torch.device) -> None:
+    """Raises a ConfigError where variants of a run cannot train together on a device."""
     require_memory(least_bytes(config, variants), device)
     if device.type == "cuda":
         size = config.model.width // config.model.heads

@@ -12,6 +12,7 @@ from mutants import mutant
 
 from megaopt import kernels
 from megaopt.commands import cli
+from megaopt.commands.bench.instance import bytes_per_step
 from megaopt.commands.bench.measure import Figures
 from megaopt.commands.galore import bench, cases
 from megaopt.commands.galore.cases import Result, floor_bytes, operations
@@ -199,6 +200,11 @@ def test_what_it_prints(megaopt):
         assert verdict == "within"
 
 
+def test_tf32_is_a_precision(megaopt):
+    arguments = ("galore", "test", "--kernel=torch", *SMALL)
+    assert megaopt(*arguments, "--tf32") == megaopt(*arguments, "--precision=tf32")
+
+
 def test_verbose_says_where_the_largest_errors_are(megaopt, device):
     _, plain, _ = megaopt("galore", "test", "--kernel=torch", *SMALL)
     status, out, _ = megaopt("galore", "test", "--kernel=torch", "--verbose", *SMALL)
@@ -217,6 +223,7 @@ REFUSED = {
     "kernel": (["--kernel=tritn"], "kernel must be one of torch, compiled, hybrid, grouped, "),
     "weights": (["--weights=fp8"], "weights must be one of float32, bfloat16, got 'fp8'"),
     "precision": (["--precision=fp16"], "precision must be one of ieee, tf32, bf16, got 'fp16'"),
+    "tf32": (["--tf32", "--precision=bf16"], "precision must be 'tf32' beside --tf32, got 'bf16'"),
     "proj_type": (["--proj-type=up"], "proj_type must be one of std, reverse_std, right, left, "),
     "M": (["--M=0"], "M must be a whole number from 1 to 1048576, got 0"),
     "N": (["--N=-4"], "N must be a whole number from 1 to 1048576, got -4"),
@@ -273,7 +280,7 @@ def test_floors_are_those_of_the_optimizers_own_tensors(weights):
     moved = weight.grad.nbytes + weight.nbytes + state["projection"].nbytes
     moved += 2 * (state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes)
     moved += weight.nbytes if master is None else 2 * master.nbytes
-    assert floor_bytes(setup) == moved
+    assert floor_bytes(setup) == moved == bytes_per_step(made)
 
 
 def test_a_bench_without_a_gpu_says_so(megaopt, tmp_path, monkeypatch):
@@ -295,6 +302,12 @@ FIGURES = Figures(
 )  # fmt: skip
 
 
+def stepped(instance, copy):
+    """Figures that nobody measured, with the bytes of the instance's own tensors."""
+    instance.optimizer.step()
+    return replace(FIGURES, bytes=bytes_per_step(instance))
+
+
 @pytest.fixture
 def bench_on_cpu(monkeypatch):
     """As if there were a GPU, with given figures in the place of measured ones."""
@@ -304,7 +317,7 @@ def bench_on_cpu(monkeypatch):
     monkeypatch.setattr(cases, "check_setup", lambda setup, device: check_setup(setup, CPU))
     monkeypatch.setattr(bench, "Copy", lambda device: None)
     monkeypatch.setattr(bench, "product_speed", lambda device, precision: 1e9)
-    monkeypatch.setattr(bench, "measure", lambda instance, copy: FIGURES)
+    monkeypatch.setattr(bench, "measure", stepped)
     run = bench.run
     monkeypatch.setattr(bench, "run", lambda setup, device, copy: run(setup, CPU, copy))
 

@@ -72,8 +72,8 @@ def test_norm_weights_do_not_decay():
     assert optimizer.weight_decay > 0
 
 
-def read_config_of_the_tiny_run():
-    return read_config(Path(__file__).parents[4] / "configs" / "gpt_tiny.toml")
+def read_config_of_the_tiny_run(name="gpt_tiny"):
+    return read_config(Path(__file__).parents[4] / "configs" / f"{name}.toml")
 
 
 def test_the_settings_hold_inside_the_block_only():
@@ -97,15 +97,23 @@ def test_parameters_are_counted_as_they_are_built():
 
 def test_a_run_larger_than_the_memory_is_refused(monkeypatch):
     config = read_config_of_the_tiny_run()
-    needed = least_bytes(config, 3)
+    runs = config.runs[:3]
+    needed = least_bytes(config, runs)
     assert needed > 3 * 12 * count_parameters(config.model)
     monkeypatch.setattr(limits, "memory_of", lambda device: needed)
-    limits.require_room(config, 3, CPU)
+    limits.require_room(config, runs, CPU)
     monkeypatch.setattr(limits, "memory_of", lambda device: needed - 1)
     with pytest.raises(ConfigError, match=r"must be small enough for the .* on this cpu, got a"):
-        limits.require_room(config, 3, CPU)
+        limits.require_room(config, runs, CPU)
     monkeypatch.setattr(limits, "memory_of", lambda device: None)  # the system does not tell
-    limits.require_room(config, 3, CPU)
+    limits.require_room(config, runs, CPU)
+
+
+def test_projected_moments_are_not_asked_for():
+    """Of any rank: a run of GaLoreAdamW that fits is not refused."""
+    config = read_config_of_the_tiny_run("gpt_tiny_galore")
+    masters = 4 * len(config.runs) * count_parameters(config.model)
+    assert least_bytes(config, config.runs) - least_bytes(config, []) == masters
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

@@ -1,0 +1,51 @@
+"""GaLoreAdamW on FSDP2's DTensors, on two GPUs over NCCL, beside one of them; on CPUs over gloo."""
+
+import pytest
+import torch
+import torch.multiprocessing
+from galore_ranks import bytes_by_turns, exact_weights, norm_of_errors, rank_of_two, stepped_on
+from runs import assert_same
+
+STEPS = 8
+LARGE = [(1024, 512), (512, 1030), (700, 700), (33,), (4096, 640)]
+SMALL = [(24, 10), (7, 6), (9,), (4, 40)]
+PLACES = [
+    pytest.param("cpu", SMALL, 3, {"stagger": True}, id="cpu"),
+    *[
+        pytest.param("cuda", LARGE, 16, options, id=f"{'-'.join(map(str, options.values()))}",
+                     marks=pytest.mark.gpu)
+        for options in (
+            {"stagger": False, "kernel": "torch"},
+            {"stagger": True, "kernel": "hybrid"},
+            {"stagger": True, "kernel": "grouped"},
+        )
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "shapes", "rank", "options"), PLACES)
+def test_two_ranks_are_off_by_no_more_than_twice_what_one_is(
+    device, shapes, rank, options, tmp_path
+):
+    """Against fp64, by norm, over three refreshes; ranks communicate at refreshes alone."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    options = {**options, "rank": rank}
+    given = (str(tmp_path), device, options, STEPS, shapes)
+    torch.multiprocessing.spawn(rank_of_two, given, nprocs=2)
+    alone, nothing = stepped_on(torch.device(device), options, STEPS, shapes)
+    exact = exact_weights(STEPS, options["stagger"], shapes, rank)
+    sent = bytes_by_turns(STEPS, options["stagger"], 1, shapes, rank)
+    assert nothing == [0] * STEPS
+    bound = 2 * norm_of_errors(matrices(alone), exact)
+    assert 0 < bound < 1e-3 * norm_of_errors(exact, [torch.zeros(())] * len(exact))
+    runs = [torch.load(tmp_path / f"{own}.pt") for own in range(2)]
+    for weights, bytes_of_steps in runs:
+        assert norm_of_errors(matrices(weights), exact) <= bound
+        assert bytes_of_steps == sent
+        assert_same(weights, runs[0][0])
+    assert options["stagger"] or sent[1] == sent[2] == 0
+
+
+def matrices(weights):
+    return [weight for weight in weights if weight.dim() == 2]

@@ -1,0 +1,59 @@
+"""GaLoreAdamW's kernels on a GPU: matrices past 2**31 elements."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import BF16
+
+from megaopt import GaLoreAdamW
+
+LAST = 256
+"""So many last rows, or columns, are stepped as a matrix of their own."""
+RANK = 16
+WHERE = [
+    pytest.param("cuda", 46464, id="large", marks=pytest.mark.gpu),
+    pytest.param("cpu", LAST + 48, id="small"),
+]
+
+
+def selecting(size, side, device):
+    """A projection of 0 and 1, with which every sum has one number that is not 0."""
+    rows = torch.zeros(RANK, size, device=device)
+    rows[torch.arange(RANK), size - 1 - 3 * torch.arange(RANK)] = 1.0
+    return rows if side == "right" else rows.mT.contiguous()
+
+
+def stepped(weight, grad, projection, side, kernel, precision):
+    """The weight after two steps."""
+    param = torch.nn.Parameter(weight.clone())
+    group = {"params": [param], "param_numbers": [500]}  # whose turn is not yet
+    own = {"rank": RANK, "proj_type": side, "kernel": kernel, "precision": precision}
+    optimizer = GaLoreAdamW(
+        [group], lr=0.1, eps=1e-4, weight_decay=0.1, update_proj_gap=1000, **own
+    )
+    optimizer.initialize_states()
+    optimizer.state[param]["projection"].copy_(projection)
+    param.grad = grad
+    for _ in range(2):
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize(("kernel", "precision"), [("grouped", "bf16"), ("hybrid", "ieee")])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("device", "size"), WHERE)
+def test_the_last_rows_or_columns_are_stepped_as_if_they_were_alone(
+    device, size, side, kernel, precision
+):
+    """All of it has 2**31 elements and more; a row's sums, on the left a column's, are its own."""
+    assert device == "cpu" or size**2 > 2**31
+    torch.manual_seed(0)
+    weight, grad = (torch.randn(size, size, device=device, dtype=BF16) for _ in range(2))
+    projection = selecting(size, side, device)
+    own = (projection, side, kernel, precision)
+    found = stepped(weight, grad, *own)
+    dim, first = (0, size - LAST) if side == "right" else (1, size - LAST)
+    parts = [t.narrow(dim, first, LAST).contiguous() for t in (weight, grad)]
+    expected = stepped(*parts, *own)
+    assert_same_bits(found.narrow(dim, first, LAST).contiguous(), expected)
+    assert not torch.equal(expected, parts[0])

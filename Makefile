@@ -2,6 +2,8 @@
 # make test      the test suite (no GPU needed)
 # make test-gpu  the tests marked gpu
 # make check     everything that CI runs
+# make docs      the documentation as a site, in build/site
+# make shell     a shell in which megaopt and python are those of .venv
 #
 # PY=python3 uses an interpreter that has torch already, and sets nothing up:
 #   make test-gpu PY=python3
@@ -12,17 +14,26 @@ CONFIG ?= configs/gpt_tiny.toml
 # processes of the test suite; on two cores one takes 15 minutes, two take 11
 JOBS ?= 2
 
+# what a regression needs beside torch: Megatron-Core where the config asks for it
+COMMANDS := $(if $(findstring megatron,$(CONFIG)),megatron,cli)
+
 ifeq ($(PY),$(VENV)/bin/python)
 READY := $(VENV)/ready
+RUNS := $(VENV)/ready-$(COMMANDS)
+DOCS := $(VENV)/ready-docs
 BIN := $(VENV)/bin/
 else
 READY :=
+RUNS :=
+DOCS :=
 BIN :=
 endif
 
-.PHONY: regress test test-all test-exhaustive test-gpu lint types package check clean
+.PHONY: regress test test-all test-exhaustive test-gpu lint types package docs shell check clean
 
-regress: $(READY)
+# the optimizer's golden record first: the same bits on every machine
+regress: $(RUNS)
+	$(BIN)megaopt verify --backends reference
 	$(BIN)megaopt regress $(CONFIG)
 
 test: $(READY)
@@ -48,12 +59,37 @@ types: $(READY)
 package: $(READY)
 	$(PY) tools/check_package.py
 
-check: lint types package test-all
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict --quiet
 
-$(VENV)/ready: pyproject.toml setup.py constraints.txt
+shell: $(RUNS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $${SHELL:-sh}
+
+check: lint types package docs test-all
+
+# what is to be installed decides when to install anew
+LISTS := pyproject.toml setup.py constraints.txt
+
+$(VENV)/pip:
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --upgrade "pip>=24"
+	touch $@
+
+$(VENV)/ready: $(LISTS) | $(VENV)/pip
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli,test,lint]"
+	touch $@
+
+$(VENV)/ready-cli: $(LISTS) | $(VENV)/pip
+	@echo "installing torch and what the commands need into $(VENV), once"
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli]"
+	touch $@
+
+$(VENV)/ready-megatron: $(LISTS) | $(VENV)/pip
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli,megatron]"
+	touch $@
+
+$(VENV)/ready-docs: $(LISTS) | $(VENV)/pip
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[docs]"
 	touch $@
 
 clean:

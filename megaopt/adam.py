@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from megaopt.checks import NOT_NEGATIVE, one_of
+from megaopt.choices import Backend, Contract, ExternalWrite, Nonfinite, Rounding
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MOMENTS
 from megaopt.kernels.rules import RULES, Rule
@@ -181,19 +182,19 @@ class FusedAdam(FusedOptimizer):
         exp_avg_dtype: torch.dtype | str = torch.float32,
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         store_param_remainders: bool = False,
-        weight_rounding: str = "nearest",
+        weight_rounding: Rounding = "nearest",
         seed: int = 0,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
         use_decoupled_grad: bool = False,
         capturable: bool = False,
-        nonfinite: str = "propagate",
+        nonfinite: Nonfinite = "propagate",
         direct_cast: bool | None = None,
         round_scaled_grads: bool = False,
-        on_external_write: str = "refresh",
+        on_external_write: ExternalWrite = "refresh",
         write_unscaled_grads: bool = False,
-        contract: str = "ieee",
-        backend: str = "auto",
+        contract: Contract = "ieee",
+        backend: Backend = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         differentiable: bool = False,

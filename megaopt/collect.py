@@ -10,6 +10,7 @@ import torch
 
 from megaopt.batches import Batch, Batches
 from megaopt.float8.batch import Float8Batch, plan_formats
+from megaopt.float8.convert import REPLACED
 from megaopt.float8.ranks import Agreement
 from megaopt.gradients import check_readable, check_written_grads, resolved
 from megaopt.kernels.backends import BACKENDS
@@ -81,6 +82,7 @@ def collect(
 
     Raises:
         ValueError: something is not allowed.
+        RuntimeError: an fp8 weight was put in the place of a parameter.
     """
     if owned.options.capturable:
         owned.check_one_device()
@@ -120,6 +122,11 @@ def completed_states(
 
 def _check_gradients(owned: Owned, grads: Grads, check: CheckParam) -> None:
     for view, grad, label in zip(owned.views, grads, owned.labels, strict=True):
+        if REPLACED in vars(view.param):
+            raise RuntimeError(
+                f"{label} must be a weight of the model, got one that to_float8 has replaced, "
+                f"{getattr(view.param, REPLACED)!r}: make the optimizer after to_float8"
+            )
         if grad is not None:
             check(view.param, label)
             view.check_shared(label)

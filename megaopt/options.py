@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 
@@ -22,6 +22,7 @@ from megaopt.checks import (
     same,
     shown,
 )
+from megaopt.choices import ExternalWrite, Nonfinite, Rounding
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import (
     BESIDE_FLOAT16,
@@ -34,19 +35,14 @@ from megaopt.kernels.formats import (
 )
 from megaopt.kernels.lowrank.spec import LowRank
 
-NONFINITE = ("propagate", "skip", "error")
-"""What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
-step out; raises FloatingPointError."""
+NONFINITE = get_args(Nonfinite)
 
-EXTERNAL_WRITES = ("refresh", "error", "ignore")
-"""What a step does about a weight that was written outside the optimizer: it sets the master to the
-written elements, and warns once; it raises RuntimeError; it goes on from the master."""
+EXTERNAL_WRITES = get_args(ExternalWrite)
 
 SQUARED = "_sq_dtype"
 """How the options of moments end that are never negative."""
 
-ROUNDINGS = ("nearest", "stochastic")
-"""How weights without a master are rounded."""
+ROUNDINGS = get_args(Rounding)
 
 BESIDE = "kahan_beside"
 """Key of groups whose weights have compensations, and in a state dict the weights' dtypes: a

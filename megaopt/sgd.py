@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from megaopt.checks import NOT_NEGATIVE, Range, number, one_of, refuse
+from megaopt.choices import Backend, ExternalWrite, Nonfinite, Rounding
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
@@ -104,16 +105,16 @@ class FusedSGD(FusedOptimizer):
         master_weight_dtype: torch.dtype | str = torch.float32,
         momentum_buffer_dtype: torch.dtype | str = torch.float32,
         store_param_remainders: bool = False,
-        weight_rounding: str = "nearest",
+        weight_rounding: Rounding = "nearest",
         seed: int = 0,
         use_decoupled_grad: bool = False,
         capturable: bool = False,
-        nonfinite: str = "propagate",
+        nonfinite: Nonfinite = "propagate",
         direct_cast: bool | None = None,
         round_scaled_grads: bool = False,
-        on_external_write: str = "refresh",
+        on_external_write: ExternalWrite = "refresh",
         write_unscaled_grads: bool = False,
-        backend: str = "auto",
+        backend: Backend = "auto",
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,

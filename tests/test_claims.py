@@ -12,9 +12,11 @@ BENCHMARKS = REPOSITORY / "docs" / "benchmarks"
 PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "CONTRIBUTING.md",
+    REPOSITORY / "SECURITY.md",
+    REPOSITORY / "examples" / "README.md",
     *sorted((REPOSITORY / "docs").rglob("*.md")),
 ]
-FOLDERS = "configs|docs|integration|kernels|megaopt|tests|tools"
+FOLDERS = "configs|docs|examples|integration|kernels|megaopt|tests|tools"
 FILE = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]")
 TEST = re.compile(r"(?P<file>tests/[\w./-]+\.py)(?:::(?P<name>\w+))?|(?<!\w)::(?P<alone>\w+)")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")

@@ -6,8 +6,15 @@ import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
+
+import megaopt
+from megaopt import choices
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.float8 import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,10 +28,15 @@ def tool() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def wheel(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if not tool.builds_offline():
         pytest.skip("needs setuptools >= 77 here: building would download it")
-    return tool.build(tmp_path_factory.mktemp("dist"))[1]
+    return tool.build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(built: tuple[Path, Path]) -> Path:
+    return built[1]
 
 
 def test_wheel_holds_the_tree(tool: ModuleType, wheel: Path) -> None:
@@ -68,3 +80,71 @@ def test_folders_are_not_importable_by_their_own_name(tmp_path: Path, name: str)
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=True).stdout
     assert found.startswith("None ModuleSpec(")
+
+
+def test_data_is_in_the_wheel_and_the_rest_in_the_sdist(
+    tool: ModuleType, built: tuple[Path, Path]
+) -> None:
+    sdist, wheel = built
+    tool.compare_data(wheel, sdist)
+    assert {"megaopt/py.typed", "megaopt/configs/gpt_tiny.toml"} <= tool.data_of_tree()
+
+
+@pytest.mark.parametrize("name", ["megaopt/py.typed", "megaopt/configs/gpt_tiny.toml"])
+def test_a_file_too_few_is_seen(
+    tool: ModuleType, built: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    sdist, wheel = built
+    with pytest.raises(tool.PackageError, match=f"not in the wheel: .*{name}"):
+        tool.compare_data(changed(wheel, tmp_path, leave_out=name), sdist)
+
+
+def test_a_relative_link_is_seen(
+    tool: ModuleType, built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    sdist, wheel = built
+    other = changed(wheel, tmp_path, appended="[design](docs/design.md)")
+    with pytest.raises(tool.PackageError, match=r"links \['\]\(docs/design\.md\)'\]"):
+        tool.compare_data(other, sdist)
+
+
+def changed(wheel: Path, folder: Path, leave_out: str = "", appended: str = "") -> Path:
+    """A copy of the wheel without a file, or with a line more in its metadata."""
+    other = folder / wheel.name
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(other, "w") as target:
+        for name in source.namelist():
+            more = appended if name.endswith("/METADATA") else ""
+            if name != leave_out:
+                target.writestr(name, source.read(name) + more.encode())
+    return other
+
+
+def test_one_version_everywhere() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{megaopt.__version__}"' in pyproject
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {megaopt.__version__}" in citation
+
+
+@pytest.mark.slow
+def test_a_users_script_passes_strict_type_checking(
+    tool: ModuleType, wheel: Path, tmp_path: Path
+) -> None:
+    """Strict also wants every `type: ignore` of the script to be needed: choices are closed."""
+    pytest.importorskip("mypy")
+    python = tool.install(wheel, tmp_path / "venv")
+    script = ROOT / "tests" / "support" / "users_script.py"
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
+    command += ["--cache-dir", str(tmp_path / "cache"), str(script)]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
+    assert done.stdout.startswith("Success"), done.stdout + done.stderr
+
+
+def test_what_a_type_checker_allows_is_what_the_optimizers_allow() -> None:
+    allowed = {
+        choices.Contract: tuple(CONTRACTS),
+        choices.Backend: ("auto", *BACKENDS),
+        choices.Recipe: tuple(RECIPES),
+    }
+    for kind, names in allowed.items():
+        assert sorted(get_args(kind)) == sorted(names)

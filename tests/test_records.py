@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "benchmarks"
 RECORDS = sorted(FOLDER.glob("*.json"))
 COMMIT = re.compile("[0-9a-f]{40}")
+PAGE = "docs/benchmarks/README.md"
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
@@ -100,8 +101,8 @@ STEPS = [
 ]
 
 
-def test_the_steps_of_the_first_page_are_the_records():
-    found, rows = cases("h200-bench.json"), rows_of("README.md", "| step of | set B |")
+def test_the_steps_beside_other_libraries_are_the_records():
+    found, rows = cases("h200-bench.json"), rows_of(PAGE, "| step of | set B |")
     assert len(rows) == len(STEPS)
     for row, name in zip(rows, STEPS, strict=True):
         case, on_c = found[f"B/{name}"], found[f"C/{name}"]
@@ -113,9 +114,9 @@ def test_the_steps_of_the_first_page_are_the_records():
         assert row[4] == ("yes" if same else "no" if "ours" in case else "")
 
 
-def test_the_recipes_of_the_first_page_are_the_records():
+def test_the_recipes_beside_other_libraries_are_the_records():
     found = cases("h200-bench-fp8-B.json")
-    rows = rows_of("README.md", "| recipe | TransformerEngine |")
+    rows = rows_of(PAGE, "| recipe | TransformerEngine |")
     recipes = ["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
     for row, recipe in zip(rows, recipes, strict=True):
         te = f"B/te:fp8-{recipe}"
@@ -194,9 +195,9 @@ def test_the_tables_of_megatron_are_the_records(heading, plan, keys):
         assert row[-1] == ("TransformerEngine's" if same else others)
 
 
-def test_megatrons_steps_of_the_first_page_are_the_records():
+def test_megatrons_steps_are_the_records():
     variants = read(BILLION)["variants"]
-    rows = rows_of("README.md", "| Megatron's step |")
+    rows = rows_of(PAGE, "| Megatron's step |")
     named = [
         ("stock_te", "main_shards"),
         ("stock_te", "precision_aware"),
@@ -260,7 +261,6 @@ def test_the_count_of_the_gpu_suite_is_the_records():
 # --- moments in blocks
 
 MOMENTS_IN_BLOCKS = ("h200-bench-blocks-B.json",)
-PAGE = "docs/benchmarks/README.md"
 
 
 def needs(*names):
@@ -325,8 +325,8 @@ MASTERS = {
 }
 
 
-def test_the_bytes_held_of_the_first_page_are_those_of_the_tensors():
-    rows = rows_of("README.md", "| bytes held a parameter, beside gradients |")
+def test_the_bytes_held_of_the_page_are_those_of_the_tensors():
+    rows = rows_of("docs/how-to/low_memory.md", "| bytes held a parameter, beside gradients |")
     assert len(rows) == 11
     for row in rows:
         param = torch.nn.Parameter(torch.ones(64, 512, dtype=torch.bfloat16))
@@ -340,3 +340,53 @@ def test_the_bytes_held_of_the_first_page_are_those_of_the_tensors():
                 held["master" if name == "master_param" else "moments"] += value.nbytes
         each = [found / param.numel() for found in held.values()]
         assert_says(row[1:5], *each, sum(each))
+
+
+# --- the first page
+
+CHOICES = [
+    ("h200-bench.json", "te:bf16", "transformerengine-bf16", 14),
+    ("h200-bench.json", "te:bf16-remainders", "transformerengine-bf16-remainders", 12),
+    (*MOMENTS_IN_BLOCKS, "bf16-remainders-blocks", "flashoptim-8bit-32bit-master", None),
+    (*MOMENTS_IN_BLOCKS, "remainder8_stochastic-blocks", "flashoptim-8bit", None),
+    (*MOMENTS_IN_BLOCKS, "blocks", "bitsandbytes-8bit", None),
+    (*MOMENTS_IN_BLOCKS, "blocks-4bit", "torchao-4bit", None),
+]
+"""Record, our case, the usual choice's, and the bytes held where the record is older than those."""
+
+
+def test_the_formats_of_the_first_page_are_the_records():
+    rows = rows_of("README.md", "| take | held | moved | ms |")
+    for row, (record, own, usual, held) in zip(rows, CHOICES, strict=True):
+        case, other = (cases(record)[f"B/{name}"] for name in (own, usual))
+        held = held or case["held_bytes"] / case["elements"]
+        assert_says(row[1:5], held, case["bytes_per_parameter"], case["step_ms"], other["step_ms"])
+        assert usual.startswith(row[4].split()[0].lower())
+
+
+def test_what_the_first_page_says_of_speed_is_the_record():
+    found = cases("h200-bench.json")
+    formats = ("bf16", "bf16-remainders", "bf16-moments")
+    own = [found[f"B/te:{name}"] for name in formats]
+    times = [case["times_faster_than"][0]["step"] for case in own]
+    of_copy = [case["percent_of_copy"] for case in own]
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert f"takes {min(times):.1f} to {max(times):.1f} times less time than" in text
+    assert f"at {min(of_copy):.0f} to {max(of_copy):.0f}% of the\n  speed of copying" in text
+    page = (REPOSITORY / PAGE).read_text(encoding="utf-8")
+    steps = [case["step_ms"] for case in own]
+    assert f"takes {min(steps):.1f} to {max(steps):.1f} ms" in page
+    assert f"{min(times):.2f} to {max(times):.2f} times less than TransformerEngine" in page
+
+
+def test_the_picture_of_the_first_page_is_of_the_records(monkeypatch):
+    drawn = tool("draw_first_page", monkeypatch)
+    assert drawn.PICTURE.is_file()
+    bars = drawn.bars()
+    assert len(bars) == sum(map(len, drawn.GROUPS.values()))
+    assert all(copy < time for _, _, time, copy in bars)
+    for heading, label, *_ in bars:
+        assert ("the same bits" in label) == (label == drawn.SAME), heading
+    for rows in drawn.GROUPS.values():
+        for label, record, name in rows:
+            assert cases(record)[f"B/{name}"].get("equal", label != drawn.SAME) is True

@@ -1,18 +1,21 @@
-"""Builds the sdist and the wheel, compares the wheel with the tree, installs it and takes a step.
+"""Builds the sdist and the wheel, compares both with the tree, installs the wheel and takes a step.
 
     python tools/check_package.py
 
 Three folders become one package (setup.py): a module that the mapping misses, or a folder that
-leaks onto site-packages under its own name, shows only in a built wheel. Exit status 0 when all is
-well, 1 with the reason otherwise.
+leaks onto site-packages under its own name, shows only in a built wheel. The wheel is pure Python,
+one for all versions: every python3.N on PATH compiles it and shows its version. Exit status 0 when
+all is well, 1 with the reason otherwise.
 """
 
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 import zipfile
@@ -24,6 +27,11 @@ PACKAGES = {
     "kernels": "megaopt/kernels",
     "integration": "megaopt/integration",
 }
+IN_SDIST = ("tests", "tests/support", "configs", "docs", "docs/how-to", "examples", "tools")
+"""Folders whose files, those directly in them, an sdist has too."""
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+"""Those that pyproject.toml names."""
+RELATIVE_LINK = re.compile(r"\]\((?!https?:|#)[^)]*\)")
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "out", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
 )
@@ -34,7 +42,7 @@ import sys
 
 import torch
 
-for name in ("kernels", "integration", "tests", "configs", "tools"):
+for name in ("kernels", "integration", "tests", "configs", "examples", "tools"):
     found = importlib.util.find_spec(name)
     if found is not None and found.origin and found.origin.startswith(sys.prefix):
         raise SystemExit(f"top-level {name} came with the wheel: {found.origin}")
@@ -52,6 +60,7 @@ if not bool((weight < 1).all()):
     raise SystemExit(f"the step did not move the weights: {weight}")
 """
 
+TWO_STEPS = ["--steps", "2", "--variant", "reference"]
 VERIFIED = "ieee/adamw/bf16-weight/fp32-master/fp32-fp32"
 
 # None in sys.modules makes `import triton` fail as it does where Triton is not installed
@@ -117,6 +126,15 @@ def modules_of_tree(root: Path = REPOSITORY) -> set[str]:
     }
 
 
+def data_of_tree(root: Path = REPOSITORY) -> set[str]:
+    """Return the other files that a wheel must have: configs, the golden record, sources, types."""
+    configs = {f"megaopt/configs/{path.name}" for path in (root / "configs").glob("*.toml")}
+    records = ("golden/record.json", "regression/losses.json")
+    others = ("kernels/step/native.cpp", "py.typed")
+    data = [*(f"commands/{name}" for name in records), *others]
+    return configs | {f"megaopt/{name}" for name in data}
+
+
 def compare(wheel: Path, expected: set[str]) -> None:
     """Compare the wheel's .py files with `expected`, both ways, and its top-level names.
 
@@ -134,6 +152,50 @@ def compare(wheel: Path, expected: set[str]) -> None:
         raise PackageError(f"in the tree, but not in the wheel: {missing}")
     if surplus := sorted(found - expected):
         raise PackageError(f"in the wheel, but not in the tree: {surplus}")
+
+
+def compare_data(wheel: Path, sdist: Path, root: Path = REPOSITORY) -> None:
+    """Compare what is no module: the wheel's other files, the sdist's, and the page of an index.
+
+    Raises:
+        PackageError: A file is missing, a link of the page is relative, or the wheel is not one for
+            every version of Python.
+    """
+    if not wheel.name.endswith("-py3-none-any.whl"):
+        raise PackageError(f"the wheel is not for every Python 3: {wheel.name}")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        page = archive.read(metadata).decode()
+    if missing := sorted(data_of_tree(root) - names):
+        raise PackageError(f"in the tree, but not in the wheel: {missing}")
+    if links := RELATIVE_LINK.findall(page):
+        raise PackageError(f"an index cannot follow README's links {links[:5]}")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    folders = [folder for folder in IN_SDIST if (root / folder).is_dir()]
+    files = {path for folder in folders for path in (root / folder).iterdir() if path.is_file()}
+    if missing := sorted({path.relative_to(root).as_posix() for path in files} - packed):
+        raise PackageError(f"in the tree, but not in the sdist: {missing[:10]}")
+
+
+def compile_with(python: str, wheel: Path, folder: Path) -> None:
+    """Compile the wheel's modules with another interpreter, and ask the package for its version."""
+    place = folder / f"python{python}"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    command = [f"python{python}", "-W", "error", "-m"]
+    run([*command, "compileall", "-q", "megaopt"], cwd=place)
+    found = run([*command, "megaopt", "--version"], cwd=place).split()
+    if found[:1] != ["megaopt"]:
+        raise PackageError(f"python{python} -m megaopt --version printed {found}")
+
+
+def works(python: str) -> bool:
+    """Whether python3.N is there and runs, which a version manager's stand-in may not."""
+    code = f"import sys; assert '%d.%d' % sys.version_info[:2] == {python!r}"
+    command = [f"python{python}", "-c", code]
+    return bool(shutil.which(command[0])) and subprocess.run(command).returncode == 0
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -194,12 +256,20 @@ def main() -> int:
             expected = modules_of_tree()
             compare(wheel, expected)
             print(f"the wheel has the tree's {len(expected)} modules and no other")
+            compare_data(wheel, sdist)
+            print("configs, record and types are in the wheel; tests, configs, docs in the sdist")
+            found = [version for version in PYTHONS if works(version)]
+            for version in found:
+                compile_with(version, wheel, folder)
+            print(f"one wheel for all Pythons; compiled by {', '.join(found) or 'none but this'}")
             python = install(wheel, folder / "venv")
             run([str(python), "-I", "-c", INSTALLED_STEP], cwd=folder)
             print("the installed wheel takes a step")
             verify = ["-m", "megaopt", "verify", "--backends", "reference", "--only", VERIFIED]
             run([str(python), "-I", *verify], cwd=folder)
             print(f"the installed wheel has the bits of the golden record for {VERIFIED}")
+            run([str(python), "-I", "-m", "megaopt", "train", "gpt_tiny", *TWO_STEPS], cwd=folder)
+            print("the installed wheel trains two steps of its config gpt_tiny in an empty folder")
             run([str(python), "-I", "-c", WITHOUT_TRITON], cwd=folder)
             print(
                 "without Triton the reference backend takes a step, backend='triton' says why not"

@@ -12,6 +12,7 @@ import megaopt
 import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
 from megaopt.adam import AdamOptions
 from megaopt.checks import one_of
+from megaopt.choices import Backend, Contract
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.adam import ShardAdam
 from megaopt.kernels.rules.adam_numbers import MOMENTS
@@ -34,8 +35,8 @@ class Choices:
     """The options of get_megatron_optimizer that are megaopt's."""
 
     mode: str = "main_shards"
-    contract: str = "ieee"
-    backend: str = "auto"
+    contract: Contract = "ieee"
+    backend: Backend = "auto"
     exp_avg_dtype: torch.dtype | str | None = None
     exp_avg_sq_dtype: torch.dtype | str | None = None
     master_weight_dtype: torch.dtype | str | None = None

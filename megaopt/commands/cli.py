@@ -16,21 +16,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Union
 
+import megaopt
 from megaopt.commands import exits
+from megaopt.commands.configs import DEFAULT, find_config
 
 TOML_PACKAGES = () if sys.version_info >= (3, 11) else ("tomli",)
 PACKAGES = ("tyro", "rich", "matplotlib", "pydantic", *TOML_PACKAGES)
 
+DESCRIPTION = (
+    "Fused optimizers with the same bits everywhere. --version shows the version; COMMAND --help "
+    "what a command takes."
+)
 
-def regress(config: Path, /, *, perturb: int | None = None, out: Path = Path("out")) -> int:
+
+def regress(
+    config: Path = DEFAULT, /, *, perturb: int | None = None, out: Path = Path("out")
+) -> int:
     """Train the variants that a config names on the same data; compare them bit for bit.
 
     Args:
-        config: TOML file of the run, configs/gpt_tiny.toml for one.
+        config: TOML file of the run, or the name of one that comes with megaopt, as gpt_tiny_fp8.
         perturb: Flip the lowest bit of one master after this step, to see a difference caught.
         out: Folder for the record and the picture; the run gets a folder of its name in it.
     """
-    return _load("megaopt.commands.regression.command", "regress")(config, out, perturb)
+    return _load("megaopt.commands.regression.command", "regress")(
+        find_config(config), out, perturb
+    )
 
 
 def train(
@@ -46,7 +57,7 @@ def train(
     """Train one variant of a config.
 
     Args:
-        config: TOML file of the run.
+        config: TOML file of the run, or the name of one that comes with megaopt.
         variant: Name of the variant; the config's first fused variant by default.
         steps: Last step, counted from the run's beginning; the config's by default.
         save: Write a checkpoint to this file at the end.
@@ -56,7 +67,7 @@ def train(
             (weight, exp_avg, ...), each a pair of the dtype's name and its bits as integers.
     """
     return _load("megaopt.commands.regression.single", "train")(
-        config, variant=variant, steps=steps, save=save, resume=resume, result=result
+        find_config(config), variant=variant, steps=steps, save=save, resume=resume, result=result
     )
 
 
@@ -226,6 +237,9 @@ def _galore() -> Callable[..., int]:
 
 
 def _dispatch(arguments: Sequence[str] | None) -> int:
+    if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        print(f"megaopt {megaopt.__version__}")
+        return exits.DONE
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
@@ -241,7 +255,9 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "verify": verify,
         "galore": _galore(),
     }
-    status: int = tyro.extras.subcommand_cli_from_dict(commands, prog="megaopt", args=arguments)
+    status: int = tyro.extras.subcommand_cli_from_dict(
+        commands, prog="megaopt", description=DESCRIPTION, args=arguments
+    )
     return status
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 __all__ = ["make_console", "step_progress"]
 
@@ -31,6 +38,8 @@ def make_console() -> Console:
 
 
 def step_progress(console: Console) -> Progress:
-    """A progress bar over steps."""
+    """A progress bar over steps, with the time that has passed and the time left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=console)
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    # steps may take seconds: the estimate is of the last five minutes, not of thirty seconds
+    return Progress(*columns, *times, console=console, speed_estimate_period=300)

@@ -1,7 +1,8 @@
 """`megaopt doctor`: what is installed, which backends and contracts work here, what is checked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from rich.markup import escape
@@ -9,6 +10,10 @@ from rich.table import Table
 
 from megaopt.commands import environment, exits
 from megaopt.commands.console import make_console
+from megaopt.commands.golden.cases import ANY_MACHINE
+from megaopt.commands.golden.check import check as check_cases
+from megaopt.commands.golden.check import choose, plan
+from megaopt.commands.golden.record import packaged
 from megaopt.commands.parity import peers_table
 from megaopt.commands.promises.table import Outcome, examine_promises
 from megaopt.commands.promises.trial import Place, Tensors, differ, train
@@ -23,6 +28,12 @@ INTERPRETER = (
     "; on Triton's interpreter, which is slow: another program must set TRITON_INTERPRET=1 before "
     "it imports megaopt"
 )
+GOLDEN = (
+    "ieee/adamw/bf16-weight/fp32-master/fp32-fp32",
+    "ieee/lion/delayed-weight/fp32-master/fp32",
+    "ieee/sgd_momentum/bf16-weight/remainder8-stochastic-master/stochastic",
+)
+"""Cases of the golden record that are looked at each time: rules, fp8, random bits."""
 WORKS = {True: "[green]yes[/green]", False: "[red]BROKEN[/red]", None: "not here"}
 
 
@@ -39,7 +50,7 @@ class Finding:
 
 
 def main(check: bool = False) -> int:
-    """Print versions, devices, other libraries, findings, and a verdict in one line.
+    """Print a verdict in the first line; then versions, devices, findings, other libraries.
 
     Args:
         check: Also check the promises of docs/numbers.md, as far as that can be done here.
@@ -48,34 +59,56 @@ def main(check: bool = False) -> int:
         0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
     """
     console = make_console()
+    findings = [finding for device in devices() for finding in examine(device)]
+    strange = other_than_recorded()
+    outcomes = examine_promises() if check else []
+    verdict, healthy = judge(findings, outcomes, strange)
+    console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
     here = {**environment.describe(), "extension": native.status()}
     console.print(_environment_table(here))
-    findings = [finding for device in devices() for finding in examine(device)]
     console.print(_findings_table(findings))
     console.print(peers_table())
-    outcomes = examine_promises() if check else []
     if check:
         console.print(_promises_table(outcomes))
-    verdict, healthy = judge(findings, outcomes)
-    console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
     return exits.DONE if healthy else exits.DIFFERENT
 
 
-def judge(findings: Sequence[Finding], outcomes: Sequence[Outcome]) -> tuple[str, bool]:
+def other_than_recorded() -> dict[str, str]:
+    """Step some cases of the golden record; what differs, by case and where it was stepped.
+
+    The interpreter is left out: it takes seconds for a case.
+    """
+    record = packaged()
+    found: dict[str, str] = {}
+    for task in plan(record, choose(GOLDEN, ())):
+        interpreted = (task.backend, task.device.type) == ("triton", "cpu")
+        if task.part == ANY_MACHINE and task.reason is None and not interpreted:
+            outcome = check_cases(task, record.digests[task.part], lambda: None)
+            found |= {f"{case} ({task.where})": what for case, what in outcome.different.items()}
+    return found
+
+
+def judge(
+    findings: Sequence[Finding],
+    outcomes: Sequence[Outcome],
+    strange: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[str, bool]:
     """The verdict in one line, and whether nothing is wrong.
 
     Args:
         findings: Of all backends and contracts.
         outcomes: Of all promises; none where they were not checked.
+        strange: Cases that have not the golden record's bits, and what differs.
     """
     broken = [f"{f.backend} under {f.contract} on {f.device}" for f in findings if f.works is False]
     false = [f"{outcome.name!r}" for outcome in outcomes if outcome.holds is False]
     wrong = [f"NOT working: {', '.join(broken)}"] if broken else []
     wrong += [f"promises that do NOT hold: {', '.join(false)}"] if false else []
+    wrong += [f"NOT the golden record's bits: {case}: {what}" for case, what in strange.items()]
     if wrong:
         return "; ".join(wrong), False
     backends = sorted({f"{f.backend} on {f.device}" for f in findings if f.works})
-    verdict = f"working: {', '.join(backends)}"
+    verdict = f"working: {', '.join(backends)}; the golden record's bits ({len(GOLDEN)} cases)"
     if outcomes:
         held = sum(outcome.holds is True for outcome in outcomes)
         left = len(outcomes) - held

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from megaopt.choices import Recipe
 from megaopt.float8.operations import is_float8
 from megaopt.float8.weight import Float8Weight, named_recipe
 from megaopt.kernels.float8 import Float8Recipe
 
 Filter = Callable[[str, nn.Linear], bool]
 Module = TypeVar("Module", bound=nn.Module)
+
+logger = logging.getLogger("megaopt")
+
+REPLACED = "megaopt_replaced"
+"""Attribute of a weight in whose place an fp8 one stands now: the name of its layer."""
+
+
+class Float8Linear(nn.Linear):
+    """A torch.nn.Linear whose printed form shows how its weight is kept."""
+
+    def extra_repr(self) -> str:
+        """torch.nn.Linear's, and the recipe while the weight is in fp8."""
+        recipe: Any = getattr(self.weight, "recipe", None)
+        kept = "" if recipe is None else f", fp8 weight={recipe.scaling}"
+        return super().extra_repr() + kept
 
 
 def sizes_of_16(name: str, module: nn.Linear) -> bool:
@@ -21,14 +38,17 @@ def sizes_of_16(name: str, module: nn.Linear) -> bool:
 
 
 def to_float8(
-    module: Module, recipe: Float8Recipe | str, *, filter: Filter = sizes_of_16
+    module: Module, recipe: Float8Recipe | Recipe, *, filter: Filter = sizes_of_16
 ) -> Module:
     """Makes the weights of linear layers Float8Weight parameters, in place.
 
     A weight keeps its dtype, requires_grad, attributes and, for an optimizer's master, its values:
-    `high_precision_initial_value`. Optimizers are made afterwards: the parameters are new ones. A
-    weight that several layers share stays shared. Layers that filter does not choose stay as they
-    are, and nothing is printed: by default those whose weight has a size that is no multiple of 16.
+    `high_precision_initial_value`. Optimizers are made afterwards: the parameters are new ones, and
+    an optimizer that has the old ones raises RuntimeError at its next step. A weight that several
+    layers share stays shared. Layers that filter does not choose stay as they are: by default those
+    whose weight has a size that is no multiple of 16. The logger "megaopt" is told how many weights
+    were converted; which linear layers the default filter left it says as a warning, which Python
+    prints unless logging is set up otherwise. print(module) shows what is in fp8.
 
     Args:
         module: a model, or a layer; weights of fp32, bf16 or fp16.
@@ -51,9 +71,33 @@ def to_float8(
     for layer in layers.values():
         if layer.weight not in made:
             made[layer.weight] = _float8_of(layer.weight, recipe)
-    for layer in layers.values():
-        layer.weight = made[layer.weight]
+    for name, layer in layers.items():
+        old, layer.weight = layer.weight, made[layer.weight]
+        setattr(old, REPLACED, f"{name}.weight".removeprefix("."))
+        if type(layer) is nn.Linear:
+            layer.__class__ = Float8Linear
+    _tell(module, recipe, layers, filter is sizes_of_16)
     return module
+
+
+def _tell(
+    module: nn.Module, recipe: Float8Recipe, layers: dict[str, nn.Linear], by_default: bool
+) -> None:
+    """Logs what was converted, and as a warning which linear layers nobody chose to leave."""
+    done = f"to_float8: {len(layers)} linear layers have fp8 weights now ({recipe.scaling})"
+    left = [
+        f"{name or 'the module'} ({' x '.join(map(str, layer.weight.shape))})"
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and not is_float8(layer.weight)
+    ]
+    if not (left and by_default):
+        logger.info(done)
+        return
+    more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+    logger.warning(
+        "%s; %d stay as they are, as a size is no multiple of 16: %s%s",
+        *(done, len(left), ", ".join(left[:8]), more),
+    )
 
 
 def _chosen(module: nn.Module, filter: Filter) -> Iterator[tuple[str, nn.Linear]]:

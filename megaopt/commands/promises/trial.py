@@ -32,7 +32,8 @@ SPECIAL = (1e-40, -0.0, 3e4, -6e-8)
 class Place:
     """A backend on a device."""
 
-    backend: str
+    backend: Any
+    """A name of BACKENDS."""
     device: torch.device
 
     def __str__(self) -> str:

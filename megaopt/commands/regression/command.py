@@ -14,6 +14,7 @@ from megaopt.commands.regression.lockstep import Regression, Trial
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import draw_losses
 from megaopt.commands.regression.record import build_record
+from megaopt.commands.regression.recorded import describe_losses
 from megaopt.commands.toml_tables import read_toml
 from megaopt.commands.training.determinism import choose_device, deterministic
 from megaopt.commands.training.limits import require_room
@@ -74,8 +75,8 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
 def _run(regression: Regression, console: Console) -> None:
     with step_progress(console) as progress:
         names = len(regression.trials)
-        task = progress.add_task(f"training {names} variants", total=regression.config.steps)
-        regression.run(lambda step: progress.update(task, completed=step))
+        task = progress.add_task(f"training {names} variants", total=regression.total_steps)
+        regression.run(lambda done: progress.update(task, completed=done))
 
 
 def _row(trial: Trial) -> tuple[str, ...]:
@@ -110,7 +111,16 @@ def _report(regression: Regression, folder: Path, console: Console) -> int:
     console.print(f"record and picture: {folder}", soft_wrap=True, highlight=False)
     difference = regression.first_difference()
     if difference is None:
-        console.print("[green]identical[/]: every loss, weight and state, bit for bit")
+        losses = {trial.short_name: trial.losses[-1] for trial in regression.trials}
+        if regression.config.float8 is None:
+            about = describe_losses(regression.config_path, losses)
+            console.print(about, soft_wrap=True, highlight=False)
+        console.print(
+            "[green]identical[/]: every loss, weight and state, bit for bit, to the baselines "
+            "trained here; `megaopt verify` compares steps with the golden record",
+            soft_wrap=True,
+            highlight=False,
+        )
         return 0
     console.print(f"[red]different[/]: {difference}", soft_wrap=True, highlight=False)
     return 1

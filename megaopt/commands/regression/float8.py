@@ -11,7 +11,7 @@ from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
 from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
 from megaopt.commands.regression.unfused import UnfusedAdam
-from megaopt.float8 import Float8Weight, to_float8
+from megaopt.float8 import RECIPES, Float8Weight, to_float8
 
 
 def in_a_block(name: str, module: nn.Module) -> bool:
@@ -21,7 +21,7 @@ def in_a_block(name: str, module: nn.Module) -> bool:
 
 def quantize_model(model: nn.Module, recipe: str) -> None:
     """Makes the weights of the blocks' linear layers Float8Weights."""
-    to_float8(model, recipe, filter=in_a_block)
+    to_float8(model, RECIPES[recipe], filter=in_a_block)
 
 
 def fake_quantize_model(model: nn.Module, recipe: str, scaled_matmul: bool) -> None:

@@ -123,6 +123,7 @@ class Regression:
         self.perturbed = None if perturb is None else _variant_to_perturb(config, perturb)
         self.workers = WorkerGroup(config, device, folder) if variants_with_ranks(config) else None
         self.trials = self._build_trials()
+        self.done = 0
 
     def _build_trials(self) -> list[Trial]:
         # baselines first: whoever is compared with one needs to know it
@@ -138,8 +139,17 @@ class Regression:
             return WorkerTrainer(variant.name, self.workers)
         return build_trainer(self.config, variant, self.device)
 
+    @property
+    def total_steps(self) -> int:
+        """Those of the run, and those that resumed variants train after it."""
+        return self.config.steps + sum(self._steps_after(trial) for trial in self.trials)
+
+    def _steps_after(self, trial: Trial) -> int:
+        stop = trial.variant.resume_after
+        return 0 if stop is None else self.config.steps - stop
+
     def run(self, on_step: Callable[[int], None]) -> None:
-        """Trains and compares all trials; calls on_step with the number of each finished step.
+        """Trains and compares all trials; calls on_step with how many of total_steps are done.
 
         Raises:
             RankError: a process of a variant with ranks failed.
@@ -150,11 +160,12 @@ class Regression:
                 self._train_step(step)
                 self._compare_step(step)
                 self._stop_trials_to_resume(step)
+                self.done = step
                 on_step(step)
         self._finish_trials()
         resumed = [trial for trial in self.trials if trial.variant.resume_after is not None]
         for first in range(0, len(resumed), PROCESSES):
-            self._resume(resumed[first : first + PROCESSES])
+            self._resume(resumed[first : first + PROCESSES], on_step)
         for trial in self.trials:
             trial.sha256 = hash_snapshot(trial.final)
 
@@ -199,8 +210,9 @@ class Regression:
             if trial.trainer is not None:
                 trial.final = trial.trainer.owner.snapshot()
 
-    def _resume(self, trials: list[Trial]) -> None:
+    def _resume(self, trials: list[Trial], on_step: Callable[[int], None]) -> None:
         """Continues trials side by side."""
+        before = self.done
         with ExitStack() as stack:
             runs = [
                 stack.enter_context(
@@ -208,8 +220,13 @@ class Regression:
                 )
                 for trial in trials
             ]
+
+            def tell() -> None:
+                self.done = before + sum(run.steps_done for run in runs)
+                on_step(self.done)
+
             for trial, run in zip(trials, runs, strict=True):
-                self._join(trial, *run.wait(self.device))
+                self._join(trial, *run.wait(self.device, tell))
 
     def _join(self, trial: Trial, losses: list[float], final: Snapshot) -> None:
         """Adds what a fresh process trained to a trial, and compares it."""

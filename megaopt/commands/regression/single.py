@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ from megaopt.commands.training.limits import require_room
 from megaopt.commands.training.text import Batches, batches_of, load_corpus
 from megaopt.commands.training.trainer import Trainer
 
+POLL = 0.2
+"""Seconds between two looks at how far a fresh process is."""
+
 
 def _choose_variant(config: RunConfig, name: str | None) -> Variant:
     """The named variant, or else the first that an optimizer of this package trains."""
@@ -55,6 +59,7 @@ def train(
     save: Path | None = None,
     resume: Path | None = None,
     result: Path | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> int:
     """Trains one variant of a config.
 
@@ -65,6 +70,7 @@ def train(
         save: where to write a checkpoint at the end.
         resume: a checkpoint of the same run to continue from.
         result: where to write the losses trained here, the final weights and the state.
+        on_step: called after each step.
 
     Returns:
         0.
@@ -90,7 +96,7 @@ def train(
             load_trainer(resume, config, chosen, trainer)
         done = trainer.steps_done
         require(last > done, "steps", last, f"more than the {done} steps of the checkpoint")
-        losses = _train_steps(batches, trainer, chosen.name, last)
+        losses = _train_steps(batches, trainer, chosen.name, last, on_step)
     if save is not None:
         save_trainer(save, config, chosen, trainer)
     if result is not None:
@@ -98,7 +104,9 @@ def train(
     return 0
 
 
-def _train_steps(batches: Batches, trainer: Trainer, name: str, last: int) -> list[float]:
+def _train_steps(
+    batches: Batches, trainer: Trainer, name: str, last: int, on_step: Callable[[], None]
+) -> list[float]:
     """Trains to a step; the losses of the steps trained."""
     console = make_console()
     losses: list[float] = []
@@ -107,6 +115,7 @@ def _train_steps(batches: Batches, trainer: Trainer, name: str, last: int) -> li
         for step in range(trainer.steps_done + 1, last + 1):
             losses.append(trainer.train_step(batches.at(step)))
             progress.update(task, completed=step, description=f"{name}, loss {losses[-1]:.4f}")
+            on_step()
     console.print(f"{name}: loss {losses[-1]:.9g} at step {last}", highlight=False)
     return losses
 
@@ -118,9 +127,12 @@ class ResumeError(RuntimeError):
     """The fresh process failed."""
 
 
-def _serve(said: Path, config_path: Path, options: dict[str, Any]) -> None:
+def _serve(said: Path, done: Any, config_path: Path, options: dict[str, Any]) -> None:
+    def count() -> None:
+        done.value += 1
+
     print_into(said)
-    sys.exit(exits.run(lambda: train(config_path, **options)))
+    sys.exit(exits.run(lambda: train(config_path, **options, on_step=count)))
 
 
 class FreshRun:
@@ -135,23 +147,37 @@ class FreshRun:
     def __init__(self, config_path: Path, variant: str, path: Path) -> None:
         self.variant, self.config_path, self.path = variant, config_path, path
         self._said, self._result = path.with_suffix(".said"), path.with_suffix(".result")
-        self._processes = Processes(multiprocessing.get_context("spawn"), daemon=True)
+        context = multiprocessing.get_context("spawn")
+        self._processes = Processes(context, daemon=True)
+        self._done = context.Value("i", 0, lock=False)
 
     def __enter__(self) -> FreshRun:
         options = {"variant": self.variant, "resume": self.path, "result": self._result}
-        self._processes.start(self.variant, _serve, self._said, self.config_path, options)
+        files = (self._said, self._done, self.config_path)
+        self._processes.start(self.variant, _serve, *files, options)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._processes.__exit__(*error)
 
-    def wait(self, device: torch.device) -> tuple[list[float], Snapshot]:
+    @property
+    def steps_done(self) -> int:
+        """How many steps it has trained."""
+        return int(self._done.value)
+
+    def wait(
+        self, device: torch.device, tell: Callable[[], None] = lambda: None
+    ) -> tuple[list[float], Snapshot]:
         """The losses of the continued steps, and the final weights and state on device.
+
+        tell is called a few times a second until then, and at the end.
 
         Raises:
             ResumeError: the process failed; the message ends with what it said.
         """
-        self._processes.join()
+        while any(process.is_alive() for process in self._processes.all):
+            self._processes.join(POLL)
+            tell()
         if any(process.exitcode for process in self._processes.all):
             end = printed(self._said).strip()[-2000:]
             raise ResumeError(f"variant {self.variant!r}: the fresh process failed: {end}")

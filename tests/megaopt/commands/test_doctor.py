@@ -1,5 +1,6 @@
 """The doctor tries what it reports, and sees a backend that is broken or differs by a bit."""
 
+import copy
 import platform
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ import torch
 import megaopt
 from megaopt import FusedAdam
 from megaopt.commands import doctor, environment
+from megaopt.commands.golden.record import packaged
 from megaopt.commands.promises import trial
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
@@ -37,10 +39,11 @@ def test_it_says_whether_steps_use_the_extension(
     assert "off: MEGAOPT_NATIVE=0" in capsys.readouterr().out
 
 
-def test_the_last_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
-    verdict = capsys.readouterr().out.splitlines()[-1]
+    verdict = capsys.readouterr().out.splitlines()[0]
     assert verdict.startswith("working: reference on cpu")
+    assert f"the golden record's bits ({len(doctor.GOLDEN)} cases)" in verdict
     assert verdict.endswith("promises were not checked, --check does so")
 
 
@@ -63,9 +66,25 @@ def test_a_narrow_terminal_folds_and_cuts_nothing(
     monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "x" * 500)
     assert doctor.main() == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines()[:-1])) <= 80
+    assert max(map(len, text.splitlines()[1:])) <= 80
     assert text.count("x") >= 500
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
+
+
+def test_other_bits_than_the_records_are_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = packaged()
+    digests = copy.deepcopy(record.digests)
+    part = next(part for part, own in digests.items() if doctor.GOLDEN[1] in own)
+    quantity = next(iter(digests[part][doctor.GOLDEN[1]]))
+    digests[part][doctor.GOLDEN[1]][quantity] = "0" * 16
+    monkeypatch.setattr(doctor, "packaged", lambda: replace(record, digests=digests))
+    monkeypatch.setattr(doctor, "devices", list)
+    assert doctor.main() == 1
+    verdict = capsys.readouterr().out.splitlines()[0]
+    case = f"{doctor.GOLDEN[1]} (reference on cpu): {quantity}"
+    assert verdict == f"NOT the golden record's bits: {case}"
 
 
 def test_every_backend_and_contract_is_examined() -> None:
@@ -149,7 +168,7 @@ def test_broken_backend_is_found(
     assert findings
     assert all(f.works is False and message in f.note for f in findings)
     assert doctor.main() == 1
-    verdict = capsys.readouterr().out.splitlines()[-1]
+    verdict = capsys.readouterr().out.splitlines()[0]
     assert verdict.startswith(f"NOT working: triton under {findings[0].contract} on {device}")
 
 

@@ -214,14 +214,15 @@ def test_the_command_says_what_holds_and_why_others_could_not_be_checked(monkeyp
     )
     monkeypatch.setitem(NEEDS, "kernels", lambda: None)
     assert doctor.main(check=True) == 0
-    *_, text = capsys.readouterr().out.partition("the promises of docs/numbers.md")
+    whole = capsys.readouterr().out
+    *_, text = whole.partition("the promises of docs/numbers.md")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
     assert [row for row in rows if row] == [
         ["first", "yes", "Two ways that agree."],
         ["second", "not here", "this is not [Mars]"],
         ["third", "not here", "takes years: `make test` has it"],
     ]
-    assert text.splitlines()[-1].endswith("1 promises hold, 2 could not be checked here")
+    assert whole.splitlines()[0].endswith("1 promises hold, 2 could not be checked here")
 
 
 def test_a_promise_that_does_not_hold_is_status_1(monkeypatch, capsys):
@@ -229,7 +230,7 @@ def test_a_promise_that_does_not_hold_is_status_1(monkeypatch, capsys):
     assert doctor.main(check=True) == 1
     text = capsys.readouterr().out
     assert "weight, element 3" in text
-    assert text.splitlines()[-1] == "promises that do NOT hold: 'second'"
+    assert text.splitlines()[0] == "promises that do NOT hold: 'second'"
 
 
 def test_a_check_that_fails_is_a_promise_that_does_not_hold(monkeypatch):

@@ -1,0 +1,27 @@
+"""The closed choices of the optimizers' arguments, as a type checker reads them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = ["Backend", "Contract", "ExternalWrite", "Nonfinite", "Recipe", "Rounding"]
+
+Contract = Literal["ieee", "te", "torch"]
+"""How operations are rounded: the names of megaopt.kernels.contracts.CONTRACTS."""
+
+Backend = Literal["auto", "triton", "reference"]
+"""What runs a step: the names of megaopt.kernels.backends.BACKENDS, and the choice by device."""
+
+Nonfinite = Literal["propagate", "skip", "error"]
+"""What an infinity or NaN in a gradient does: goes through the step's arithmetic; leaves the whole
+step out; raises FloatingPointError."""
+
+ExternalWrite = Literal["refresh", "error", "ignore"]
+"""What a step does about a weight that was written outside the optimizer: it sets the master to the
+written elements, and warns once; it raises RuntimeError; it goes on from the master."""
+
+Rounding = Literal["nearest", "stochastic"]
+"""How weights without a master are rounded."""
+
+Recipe = Literal["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
+"""How weights become fp8: the names of megaopt.kernels.float8.RECIPES."""

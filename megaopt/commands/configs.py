@@ -1,0 +1,39 @@
+"""The configs that come with the package, found from any folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megaopt
+
+__all__ = ["DEFAULT", "find_config", "shipped"]
+
+DEFAULT = Path("configs/gpt_tiny.toml")
+PACKAGE = Path(megaopt.__file__).parent
+
+
+def folder() -> Path:
+    """Where they lie: within the installed package, or beside it in a checkout."""
+    installed = PACKAGE / "configs"
+    return installed if installed.is_dir() else PACKAGE.parent / "configs"
+
+
+def shipped() -> list[str]:
+    """Their names, without .toml."""
+    return sorted(path.stem for path in folder().glob("*.toml"))
+
+
+def find_config(path: Path) -> Path:
+    """The file that a user means.
+
+    Args:
+        path: of a file; or, where there is no such file, the name of a config of the package, with
+            or without .toml, with or without the folder configs before it.
+
+    Returns:
+        A file of that path, else the package's, else the path as it is.
+    """
+    if path.exists() or path.parent not in (Path(), Path("configs")):
+        return path
+    found = folder() / path.with_suffix(".toml").name
+    return found if path.suffix in ("", ".toml") and found.is_file() else path

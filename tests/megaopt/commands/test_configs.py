@@ -1,0 +1,54 @@
+"""Configs by name, from any folder, and the version."""
+
+from pathlib import Path
+
+import pytest
+
+import megaopt
+from megaopt.commands import cli, configs
+
+OURS = Path(__file__).parents[3] / "configs" / "gpt_tiny.toml"
+
+
+@pytest.mark.parametrize("name", ["gpt_tiny", "gpt_tiny.toml", "configs/gpt_tiny.toml"])
+def test_a_config_of_the_package_is_found_anywhere(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert configs.find_config(Path(name)).samefile(OURS)
+
+
+def test_a_file_of_the_users_own_goes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = Path("gpt_tiny.toml")
+    own.write_text("seed = 2\n", encoding="utf-8")
+    assert configs.find_config(own) == own
+
+
+@pytest.mark.parametrize(
+    "path", ["none", "none.toml", "gpt_tiny.txt", "else/gpt_tiny.toml", "/gpt_tiny.toml"]
+)
+def test_what_is_no_config_stays_as_it_is(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    assert configs.find_config(Path(path)) == Path(path)
+
+
+def test_an_installed_package_has_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(configs, "PACKAGE", tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "own.toml").touch()
+    assert configs.shipped() == ["own"]
+    assert configs.find_config(Path("own")) == tmp_path / "configs" / "own.toml"
+
+
+def test_regress_takes_the_config_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    taken = []
+    monkeypatch.setattr(cli, "_load", lambda *_: lambda config, *_: taken.append(config) or 0)
+    assert cli.main(["regress"]) == cli.main(["regress", "gpt_tiny_fp8"]) == 0
+    assert [path.name for path in taken] == ["gpt_tiny.toml", "gpt_tiny_fp8.toml"]
+    assert all(path.is_file() for path in taken)
+
+
+def test_the_version_is_shown_without_the_commands_packages(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "PACKAGES", ("nothing_of_this_name",))
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megaopt {megaopt.__version__}\n"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megaopt.checks import is_dense, refuse
+from megaopt.host_state import MASTER
 from megaopt.memory import Named, check_memory, check_writable
 from megaopt.options import Options
 from megaopt.params import ParamView
@@ -61,12 +62,15 @@ def _check_master(
         return
     if not isinstance(master, torch.Tensor) or master.is_nested:
         refuse(where, f"a tensor of dtype {dtype}", master)
+    own = {"dtype": dtype, "layout": torch.strided, "device": view.state_device(MASTER)}
     for name in ("shape", "dtype", "device", "layout"):
-        wanted = {"dtype": dtype, "layout": torch.strided}.get(name, getattr(param, name))
+        wanted = own.get(name, getattr(param, name))
         if getattr(master, name) != wanted:
             raise ValueError(f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}")
     check_sharding(master, param, where)
     check_writable(local_of(master), where)
+    if view.home is not None and MASTER in view.home.placement:
+        view.home.check(local_of(master), where)
 
 
 def is_own_master(master: object, param: torch.Tensor) -> bool:

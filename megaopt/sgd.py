@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from megaopt.checks import NOT_NEGATIVE, Range, number, one_of, refuse
+from megaopt.host_state import StateDevice
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
@@ -80,8 +81,8 @@ class FusedSGD(FusedOptimizer):
         momentum_buffer_dtype: of the moment, as FusedAdam's exp_avg_dtype.
         dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
         use_decoupled_grad, capturable, nonfinite, direct_cast, round_scaled_grads,
-        on_external_write, write_unscaled_grads, backend, foreach, differentiable, fused: as for
-        FusedAdam.
+        on_external_write, write_unscaled_grads, state_device, backend, foreach, differentiable,
+        fused: as for FusedAdam.
         **unknown: none; refused by name.
 
     Raises:
@@ -113,6 +114,7 @@ class FusedSGD(FusedOptimizer):
         round_scaled_grads: bool = False,
         on_external_write: str = "refresh",
         write_unscaled_grads: bool = False,
+        state_device: StateDevice = None,
         backend: str = "auto",
         foreach: bool | None = None,
         differentiable: bool = False,
@@ -143,6 +145,7 @@ class FusedSGD(FusedOptimizer):
             round_scaled_grads=round_scaled_grads,
             on_external_write=on_external_write,
             write_unscaled_grads=write_unscaled_grads,
+            state_device=state_device,
             maximize=maximize,
             has_momentum=has_momentum,
             nesterov=nesterov,

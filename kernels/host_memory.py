@@ -20,7 +20,7 @@ import torch
 ALIGNMENT = 256
 """Bytes: where tensors start, so that loads are as wide as from the card's own memory."""
 SMALLEST, LARGEST = 2**21, 2**28
-"""Bytes of an allocation that nobody announced: as many as there are already, within these."""
+"""Bytes of an allocation that tensors share: as many as there are already, within these."""
 
 
 class HostMemoryError(RuntimeError):
@@ -230,15 +230,16 @@ class HostMemory:
     def room(self, size: int) -> Iterator[None]:
         """Within it, tensors of so many padded bytes are made in one allocation.
 
-        Raises HostMemoryError where it cannot be pinned.
+        Few bytes come out of one that others share. Raises HostMemoryError where it cannot be pinned.
         """
         before = self._chunk
-        if size > (before.left if before else 0):
+        if size >= SMALLEST and size > (before.left if before else 0):
             self._chunk = self._new(size)
+        announced = self._chunk
         try:
             yield
         finally:
-            if self._chunk is not before:
+            if announced is not before:
                 self._chunk = before
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -267,9 +268,9 @@ def _refusal(size: int, device: torch.device, error: Exception) -> str:
     known = "an unknown number of" if free is None else f"{free:,}"
     return (
         f"state_device='cpu' must find {size:,} bytes of host memory to pin for {device}, got "
-        f"none: {error}; {known} bytes are free, {held_bytes():,} hold states already. Keep less there "
-        "(state_device={'moments': 'cpu'}, or formats of fewer bits), allow the process more "
-        "memory (the container's limit), or leave state_device out"
+        f"none: {error}; {known} bytes are free, {held_bytes():,} hold states already. Keep less "
+        "there (state_device={'moments': 'cpu'}, or formats of fewer bits), allow the process "
+        "more memory (the container's limit), or leave state_device out"
     )
 
 

@@ -230,7 +230,9 @@ class HostMemory:
     def room(self, size: int) -> Iterator[None]:
         """Within it, tensors of so many padded bytes are made in one allocation.
 
-        Few bytes come out of one that others share. Raises HostMemoryError where it cannot be pinned.
+        Few bytes come out of one that others share.
+
+        Raises HostMemoryError where it cannot be pinned.
         """
         before = self._chunk
         if size >= SMALLEST and size > (before.left if before else 0):

@@ -172,7 +172,7 @@ def test_the_reference_steps_them_too(name):
     assert_same(*found)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blocks128x128"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block_128x128"])
 def test_fp8_weights_with_states_in_host_memory(recipe):
     found = []
     for device in (None, "cpu"):

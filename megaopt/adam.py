@@ -155,7 +155,7 @@ class FusedAdam(FusedOptimizer):
             or {"masters": "cpu"} that part alone. None: beside the weights. A group may say
             another. State tensors are then on the CPU, but for scales; before code of yours reads
             or writes one, wait: torch.cuda.synchronize(). Methods of the optimizer wait by
-            themselves. External masters are pinned tensors (megaopt.host_state.pinned) where
+            themselves. External masters are pinned tensors (megaopt.masters.pinned) where
             masters are on the CPU. States of weights on the CPU are there anyway. The card has to
             map host memory, else RuntimeError.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.checks import refuse
-from megaopt.kernels.host_memory import HostMemory, Pinning, pinning
+from megaopt.kernels.host_memory import HostMemory, pinning
 
 STATE_DEVICE = "state_device"
 """The option, and the key of a group that says something else than the optimizer."""
@@ -77,7 +77,7 @@ class Home:
             raise ValueError(
                 f"{where} must be in pinned memory with state_device='cpu', got a tensor in other "
                 "memory; load_state_dict and set_scaled_state copy into pinned memory, and "
-                "megaopt.host_state.pinned makes masters of yours"
+                "megaopt.masters.pinned makes masters of yours"
             )
 
 
@@ -132,23 +132,3 @@ class Homes:
         """Before the host reads or writes states: until no kernel does so any more."""
         for device in self._memories:
             self.by.wait(device)
-
-
-def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A copy in pinned host memory, which the step of weights on `device` can read and write.
-
-    For a list of master_weights under state_device="cpu".
-
-    Args:
-        tensor: of any dtype, dense, on any device.
-        device: of the weights.
-
-    Raises:
-        HostMemoryError (a RuntimeError): the memory cannot be pinned.
-    """
-    with torch.no_grad():
-        made = HostMemory(torch.device(device)).empty(tuple(tensor.shape), tensor.dtype)
-        return made.copy_(tensor.detach())
-
-
-__all__ = ["Home", "Homes", "Pinning", "Placement", "pinned", "placement_of"]

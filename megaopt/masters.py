@@ -8,9 +8,10 @@ import torch
 
 from megaopt.checks import is_dense, refuse
 from megaopt.host_state import MASTER
+from megaopt.kernels.host_memory import HostMemory
 from megaopt.memory import Named, check_memory, check_writable
 from megaopt.options import Options
-from megaopt.params import ParamView
+from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import check_sharding, local_of
 
 MasterWeights = bool | list[torch.Tensor | None] | None
@@ -71,6 +72,25 @@ def _check_master(
     check_writable(local_of(master), where)
     if view.home is not None and MASTER in view.home.placement:
         view.home.check(local_of(master), where)
+
+
+def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy in pinned host memory, which the step of weights on `device` can read and write.
+
+    For a list of master_weights where state_device has the masters on the CPU.
+
+    Args:
+        tensor: of any dtype, dense, on any device; of a DTensor this rank's shard is copied.
+        device: of the weights.
+
+    Raises:
+        HostMemoryError (a RuntimeError): the memory cannot be pinned.
+    """
+    view = view_of(tensor)
+    with torch.no_grad():
+        shape, dtype = tuple(view.local.shape), view.local.dtype
+        made = HostMemory(torch.device(device)).empty(shape, dtype)
+        return view.wrap(made.copy_(view.local.detach()))
 
 
 def is_own_master(master: object, param: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from megaopt.commands.promises.table import Outcome, examine_promises
 from megaopt.commands.promises.trial import Place, Tensors, differ, train
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
 from megaopt.kernels.step import native
 
 __all__ = ["Finding", "examine", "main"]
@@ -48,7 +49,7 @@ def main(check: bool = False) -> int:
         0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
     """
     console = make_console()
-    here = {**environment.describe(), "extension": native.status()}
+    here = {**environment.describe(), "extension": native.status(), **host_memory()}
     console.print(_environment_table(here))
     findings = [finding for device in devices() for finding in examine(device)]
     console.print(_findings_table(findings))
@@ -59,6 +60,21 @@ def main(check: bool = False) -> int:
     verdict, healthy = judge(findings, outcomes)
     console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
     return exits.DONE if healthy else exits.DIFFERENT
+
+
+def host_memory() -> dict[str, str]:
+    """What there is for states in host memory (state_device="cpu"), and which cards map it."""
+    free = free_bytes()
+    known = "not known" if free is None else f"{free / 2**30:.1f} GiB"
+    cards = [each for each in devices() if CUDA.serves(each)]
+    found = {
+        "host memory": f"{known} free to be pinned; {held_bytes():,} bytes hold states here",
+        "states in host memory": "no card here: those of weights on the CPU are there anyway",
+    }
+    if cards:
+        reasons = {str(card): CUDA.why_not(card) or "mapped" for card in cards}
+        found["states in host memory"] = "; ".join(f"{c}: {r}" for c, r in reasons.items())
+    return found
 
 
 def judge(findings: Sequence[Finding], outcomes: Sequence[Outcome]) -> tuple[str, bool]:

@@ -40,7 +40,7 @@ class Placement:
 def placement_of(value: Any, where: str = STATE_DEVICE) -> Placement:
     """What state_device asks for; raises ValueError for what is not allowed."""
     parts = value if isinstance(value, Mapping) else {"moments": value, "masters": value}
-    known = all(each in ("moments", "masters") for each in parts)
+    known = all(isinstance(each, str) and each in ("moments", "masters") for each in parts)
     if not known or not all(each is None or _is_cpu(each) for each in parts.values()):
         refuse(where, "None, 'cpu', or a dict of 'moments' and 'masters' with these", value)
     return Placement(**{name: each is not None for name, each in parts.items()})
@@ -57,7 +57,9 @@ def taken_from(group: dict[str, Any], options: Any, where: str) -> Placement | N
 
 
 def _is_cpu(value: object) -> bool:
-    return (isinstance(value, str) and value == "cpu") or value == torch.device("cpu")
+    if isinstance(value, torch.device):
+        return value.type == "cpu"
+    return isinstance(value, str) and value == "cpu"
 
 
 class Home:

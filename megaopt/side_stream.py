@@ -24,7 +24,7 @@ class SideStream:
         device = grad.device
         side = self._streams.get(device)
         if side is None:
-            side = self._streams[device] = torch.cuda.Stream(device)
+            side = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             yield
@@ -43,7 +43,7 @@ class SideStream:
             return
         self._is_awaited = True
         try:
-            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.join)
         except RuntimeError:  # no backward pass is going on
             self.join()

@@ -33,6 +33,7 @@ from megaopt import (
     get_fp32_model_state_dict,
     release_gradients,
     set_fp32_model_state_dict,
+    to_float8,
 )
 from megaopt.kernels.host_memory import CUDA, HostMemoryError, free_bytes, held_bytes, pinned_by
 from megaopt.masters import pinned
@@ -98,6 +99,23 @@ def test_the_bits_are_those_beside_the_weights(pinning, name, backend):
     assert_same_run(apart, plain)
     assert_placed(apart, pinning, asked)
     assert len(pinning.sizes) == (1 if any(assert_placed(apart, pinning, asked).values()) else 0)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block_128x128"])
+def test_fp8_weights_have_their_states_there_too(pinning, recipe):
+    found = []
+    for asked in (None, ALL):
+        torch.manual_seed(0)
+        model = to_float8(torch.nn.Sequential(torch.nn.Linear(32, 16)).bfloat16(), recipe)
+        optimizer = FusedAdam(model.parameters(), lr=0.01, state_device=asked, **MASTER)
+        for step in range(3):
+            for index, param in enumerate(model.parameters()):
+                param.grad = values(param.shape, 10 * step + index).to(param.dtype)
+            optimizer.step()
+        states = optimizer.state_dict()["state"]
+        found.append([states, [param.dequantize() for param in [model[0].weight]]])
+    assert_same(*found)
+    assert_placed(optimizer, pinning, ALL)
 
 
 def test_all_states_are_one_allocation_of_what_they_take(pinning):

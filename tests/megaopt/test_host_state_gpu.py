@@ -351,9 +351,9 @@ def test_a_tensor_that_is_not_pinned_is_refused_before_the_launch():
 
 def test_too_much_is_refused_with_its_bytes():
     with pytest.raises(
-        HostMemoryError, match=r"must find 35,184,372,088,832 bytes .* got none: cu"
+        HostMemoryError, match=r"must find 1,152,921,504,606,846,976 bytes .* got none: cu"
     ):
-        HostMemory(torch.device("cuda")).empty((2**45,), torch.uint8)
+        HostMemory(torch.device("cuda")).empty((2**60,), torch.uint8)
     torch.zeros(1, device="cuda").add_(1).cpu()  # the card is as it was
 
 

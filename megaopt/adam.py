@@ -10,6 +10,7 @@ import torch
 
 from megaopt.checks import NOT_NEGATIVE, one_of
 from megaopt.choices import Backend, Contract, ExternalWrite, Nonfinite, Rounding
+from megaopt.host_state import StateDevice
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MOMENTS
 from megaopt.kernels.rules import RULES, Rule
@@ -150,6 +151,14 @@ class FusedAdam(FusedOptimizer):
             (not clipped) in the place of the scaled ones, rounded to their dtype, as torch's fused
             and TransformerEngine's capturable optimizers do. False leaves gradients as they are,
             and saves writing them.
+        state_device: "cpu" keeps moments and masters in pinned host memory, which the step's launch
+            reads and writes over the bus: the same bits, no copy on the card; {"moments": "cpu"}
+            or {"masters": "cpu"} that part alone. None: beside the weights. A group may say
+            another. State tensors are then on the CPU, but for scales; before code of yours reads
+            or writes one, wait: torch.cuda.synchronize(). Methods of the optimizer wait by
+            themselves. External masters are pinned tensors (megaopt.masters.pinned) where
+            masters are on the CPU. States of weights on the CPU are there anyway. The card has to
+            map host memory, else RuntimeError.
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
         maximize: steps along the gradient, not against it. Not under contract te.
@@ -193,6 +202,7 @@ class FusedAdam(FusedOptimizer):
         round_scaled_grads: bool = False,
         on_external_write: ExternalWrite = "refresh",
         write_unscaled_grads: bool = False,
+        state_device: StateDevice = None,
         contract: Contract = "ieee",
         backend: Backend = "auto",
         maximize: bool = False,
@@ -227,6 +237,7 @@ class FusedAdam(FusedOptimizer):
             round_scaled_grads=round_scaled_grads,
             on_external_write=on_external_write,
             write_unscaled_grads=write_unscaled_grads,
+            state_device=state_device,
             maximize=maximize,
             amsgrad=amsgrad,
         )

@@ -33,6 +33,10 @@ class Batch:
     _copies: Buffers = field(default_factory=dict)
     _written_grads: list[torch.Tensor] = field(default_factory=list)
     """The gradients that the step stores unscaled."""
+    apart: list[str] = field(default_factory=list)
+    """Slots whose tensors are in host memory, while the weights are on a card."""
+    _host_addresses: list[list[int]] = field(default_factory=list)
+    """Of each of these, at the last look."""
     watched: ClassVar[bool] = True
     """The watch looks at its tensors; otherwise `fits` does."""
 
@@ -55,9 +59,31 @@ class Batch:
         own = self.buffers(grads)
         if self.staged:
             self._written_grads = own["grad"] if writes_grads else []
-            own = {slot: [t.contiguous() for t in ts] for slot, ts in own.items()}
+            own = {slot: [self._input(t) for t in ts] for slot, ts in own.items()}
             self._copies = own
         self.plan.look(own)
+
+    def _input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the plan is given: addresses of host memory serve kernels, and not torch."""
+        return (tensor if self.plan.addresses else tensor.to(self.device)).contiguous()
+
+    def host_memory_moved(self) -> bool:
+        """Whether a state in host memory is elsewhere than before: it may not be pinned there."""
+        if not self.apart:
+            return False
+        rows = {} if self.staged or not self.watched else self.plan.addresses
+        now = [
+            rows[slot].tolist() if rows else list(map(torch.Tensor.data_ptr, self._tensors(slot)))
+            for slot in self.apart
+        ]
+        before, self._host_addresses = self._host_addresses, now
+        return before not in ([], now)
+
+    @cached_property
+    def _devices(self) -> list[torch.device]:
+        """Of gradients, weights, and each of the state's tensors."""
+        own = [self._tensors(slot)[0].device for slot in self.formats.state_slots]
+        return [self.device, self.device, *own]
 
     def refresh(
         self,
@@ -141,7 +167,7 @@ class Batch:
             dtypes=[self.formats.dtype(slot) for slot in slots],
             scales=[None, None, *map(self._own_shapes, self.formats.state_slots)],
             shapes=[param.shape for param in self.params],
-            device=self.params[0].device,
+            devices=self._devices,
             contiguous=not self.staged,
             addresses=self.addresses,
         )
@@ -206,6 +232,9 @@ class Batches:
                 return None
         for batch, moved in zip(self._watched, seen.moved, strict=True):
             batch.plan.stale = batch.plan.stale or moved
+        elsewhere = [batch.host_memory_moved() for batch in self.batches]
+        if any(elsewhere):
+            return None
         return seen.grads
 
     def refresh(

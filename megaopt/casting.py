@@ -223,8 +223,8 @@ def _check_masters(
             f"dtype must be {form.requires_weight} for masters stored as {form.name}, got {dtype}"
         )
     for param in params:
-        view, label = view_of(param), owned.labels[owned.index(param)]
-        check_master(state.get(param, {}), form, view.local, label)
+        view, label = owned.view(param), owned.labels[owned.index(param)]
+        check_master(state.get(param, {}), form, view, label)
         if form.scaled and view.is_sharded:
             raise ValueError(
                 f"{label}: a DTensor's master must have no scale, got "

@@ -89,6 +89,17 @@ def collect(
     _check_gradients(owned, grads, check)
     external = owned.external_masters()
     owned.check_places()
+    with owned.room(state, [i for i, grad in enumerate(grads) if makes_all or grad is not None]):
+        found = _collected(owned, state, grads, external, makes_all)
+    labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
+    written = [(*labels[param], made) for param, made in found.states.items()]
+    check_memory([each for view, name, own in written for each in written_tensors(view, own, name)])
+    return found
+
+
+def _collected(
+    owned: Owned, state: Mapping[Any, State], grads: Grads, external: Any, makes_all: bool
+) -> Collected:
     found = Collected({}, {})
     for place, (view, grad) in enumerate(zip(owned.views, grads, strict=True)):
         if grad is None and not makes_all:
@@ -98,12 +109,10 @@ def collect(
         made = completed_state(view, own, formats, external[place], owned.labels[place])
         found.states[view.param] = made
         if grad is not None:
-            staged = _is_staged(view, grad, formats, made)
-            kind = (view.param.device, formats, staged, view.batch_key)
+            staged = _is_staged(owned, view, grad, formats, made)
+            placement = None if view.home is None else view.home.placement
+            kind = (view.param.device, formats, staged, (view.batch_key, placement))
             found.kinds.setdefault(kind, []).append(place)
-    labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
-    written = [(*labels[param], made) for param, made in found.states.items()]
-    check_memory([each for view, name, own in written for each in written_tensors(view, own, name)])
     return found
 
 
@@ -111,12 +120,13 @@ def completed_states(
     owned: Owned, state: Mapping[Any, State], places: Iterable[int]
 ) -> dict[torch.Tensor, State]:
     """What the states of parameters become; they stay as they are."""
-    external = owned.external_masters()
+    external, chosen = owned.external_masters(), list(places)
     made = {}
-    for place in places:
-        view, label = owned.views[place], owned.labels[place]
-        own, formats = state.get(view.param, {}), owned.formats(view)
-        made[view.param] = completed_state(view, own, formats, external[place], label)
+    with owned.room(state, chosen):
+        for place in chosen:
+            view, label = owned.views[place], owned.labels[place]
+            own, formats = state.get(view.param, {}), owned.formats(view)
+            made[view.param] = completed_state(view, own, formats, external[place], label)
     return made
 
 
@@ -133,9 +143,13 @@ def _check_gradients(owned: Owned, grads: Grads, check: CheckParam) -> None:
             check_readable(grad, view.param, label)
 
 
-def _is_staged(view: ParamView, grad: torch.Tensor, formats: Formats, state: State) -> bool:
+def _is_staged(
+    owned: Owned, view: ParamView, grad: torch.Tensor, formats: Formats, state: State
+) -> bool:
     if formats.cast is not None:
         return False
+    if view.home is not None and owned.backend(view.param.device) == "reference":
+        return True  # torch computes with tensors of one device
     stored = [state[state_name(slot)] for slot in formats.state_slots]
     return not all(local_of(each).is_contiguous() for each in (view.param, grad, *stored))
 
@@ -150,6 +164,14 @@ def make_batches(owned: Owned, state: Mapping[Any, State], found: Collected) -> 
 
 
 def _batch(owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int]) -> Batch:
+    made, home = _batch_of(owned, state, kind, places), owned.views[places[0]].home
+    if home is not None:
+        slots = kind[1].state_slots
+        made.apart = [slot for slot in slots if state_name(slot) in home.placement]
+    return made
+
+
+def _batch_of(owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int]) -> Batch:
     device, formats, staged, _ = kind
     views = [owned.views[place] for place in places]
     params = [view.param for view in views]

@@ -83,6 +83,8 @@ class GaLoreOptions(Options):
     refresh: str = "subspace"
     stagger: bool = True
 
+    OFFLOADS = False
+
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
         super().__post_init__()

@@ -10,6 +10,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from megaopt.optimizer import FusedOptimizer
 from megaopt.owned import Owned, owned_of
 from megaopt.ownership import Versions
 from megaopt.params import view_of
+from megaopt.params.dtensor import local_of
+from megaopt.side_stream import SideStream
 from megaopt.state import written_tensors
 from megaopt.writes import ExternalWrites
 
@@ -44,6 +47,9 @@ def release_gradients(
     DTensors (FSDP2's) are stepped shard by shard. Of plain parameters that DistributedDataParallel
     sums up over ranks, the gradient would be that of one rank: a model that it wraps is refused;
     parameters do not tell.
+
+    Where states are in host memory, steps go to a stream of their own, while the backward pass goes
+    on; what comes after the backward pass waits for them.
 
     Between backward pass and `optimizer.step()` weights are of this step and counts of the last:
     take state dicts after `optimizer.step()`. What looks at `.grad` in between finds none:
@@ -106,6 +112,7 @@ class GradientRelease:
         self._alone: dict[torch.Tensor, FusedOptimizer] = {}
         self._counts: dict[torch.Tensor, int] = {}
         """The group's step count at which each parameter was stepped last."""
+        self._side = SideStream()
         hook = _hook(weakref.ref(self))
         given: list[Any] = list(params)  # torch's method has no types
         self._handles = [param.register_post_accumulate_grad_hook(hook) for param in given]
@@ -148,6 +155,7 @@ class GradientRelease:
                     "or remove() the release"
                 )
         _check_options(optimizer, is_new=False)
+        self._side.join()
 
     def step(self, param: torch.Tensor) -> None:
         """Steps one parameter, which has its gradient, and frees this."""
@@ -163,10 +171,19 @@ class GradientRelease:
                 f"optimizer.step() {WHILE}, got a second: several micro-batches need their sum, "
                 "and a missing optimizer.step() counts no step"
             )
-        FusedOptimizer.step(self._own(optimizer, param, spot))
+        with self._beside(optimizer, param):
+            FusedOptimizer.step(self._own(optimizer, param, spot))
         optimizer._writes.versions.note(param)
         self._counts[param] = count
         param.grad = None
+
+    def _beside(
+        self, optimizer: FusedOptimizer, param: torch.Tensor
+    ) -> AbstractContextManager[None]:
+        """States in host memory, which the bus takes its time for, on a stream of their own."""
+        if param.device.type != "cuda" or optimizer._homes.of(param) is None:
+            return nullcontext()
+        return self._side.after(local_of(param.grad))
 
     def _spot(self, optimizer: FusedOptimizer, param: torch.Tensor) -> _Spot:
         """Where the parameter is now; a load makes new groups."""

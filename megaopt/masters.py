@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from megaopt.checks import is_dense, refuse
+from megaopt.host_state import MASTER
+from megaopt.kernels.host_memory import HostMemory
 from megaopt.memory import Named, check_memory, check_writable
 from megaopt.options import Options
-from megaopt.params import ParamView
+from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import check_sharding, local_of
 
 MasterWeights = bool | list[torch.Tensor | None] | None
@@ -61,12 +63,34 @@ def _check_master(
         return
     if not isinstance(master, torch.Tensor) or master.is_nested:
         refuse(where, f"a tensor of dtype {dtype}", master)
+    own = {"dtype": dtype, "layout": torch.strided, "device": view.state_device(MASTER)}
     for name in ("shape", "dtype", "device", "layout"):
-        wanted = {"dtype": dtype, "layout": torch.strided}.get(name, getattr(param, name))
+        wanted = own.get(name, getattr(param, name))
         if getattr(master, name) != wanted:
             raise ValueError(f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}")
     check_sharding(master, param, where)
     check_writable(local_of(master), where)
+    if view.home is not None and MASTER in view.home.placement:
+        view.home.check(local_of(master), where)
+
+
+def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy in pinned host memory, which the step of weights on `device` can read and write.
+
+    For a list of master_weights where state_device has the masters on the CPU.
+
+    Args:
+        tensor: of any dtype, dense, on any device; of a DTensor this rank's shard is copied.
+        device: of the weights.
+
+    Raises:
+        HostMemoryError (a RuntimeError): the memory cannot be pinned.
+    """
+    view = view_of(tensor)
+    with torch.no_grad():
+        shape, dtype = tuple(view.local.shape), view.local.dtype
+        made = HostMemory(torch.device(device)).empty(shape, dtype)
+        return view.wrap(made.copy_(view.local.detach()))
 
 
 def is_own_master(master: object, param: torch.Tensor) -> bool:

@@ -50,6 +50,7 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
     places = _places(model, found, owned)
     optimizer._writes.take_over(owned, optimizer.state, everywhere=True)
     external = owned.external_masters()
+    owned.homes.wait()
     values: dict[int, torch.Tensor] = {}
     for name, value in found.items():
         place = places.get(name)
@@ -187,7 +188,7 @@ def _check_value(name: str, value: Any, owned: Owned, place: int) -> None:
 def _check_target(owned: Owned, state: Mapping[Any, State], place: int) -> None:
     view, label = owned.views[place], owned.labels[place]
     owned.check_param(view.param, label)
-    check_master(state.get(view.param, {}), owned.formats(view).master, view.local, label)
+    check_master(state.get(view.param, {}), owned.formats(view).master, view, label)
     if view.weight is None:
         check_writable(view.local, label)
     elif view.extent.shared or view.weight.columnwise is not None:

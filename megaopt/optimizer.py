@@ -23,13 +23,13 @@ from megaopt.collect import (
 )
 from megaopt.consensus import Consensus
 from megaopt.groups import States, check_new_group, entries_of, new_group
+from megaopt.host_state import Homes, taken_from
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.table import is_capturing
 from megaopt.kernels.step.watch import Grads, grads_of
 from megaopt.masters import MasterWeights
 from megaopt.options import Options
-from megaopt.overwriting import overwrite
 from megaopt.owned import Owned
 from megaopt.ownership import commit, refreshed
 from megaopt.params.dtensor import locals_of
@@ -65,6 +65,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.options = options
         self._master_weights: MasterWeights = None
+        self._homes = Homes(options.placement)
         self._forget()
         self._is_being_made = True
         super().__init__(entries_of("params", params), {**defaults, **options.group_keys})
@@ -89,7 +90,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _owned(self) -> Owned:
-        return Owned(self.param_groups, self.options, self.rule, self._master_weights)
+        masters = self._master_weights
+        return Owned(self.param_groups, self.options, self.rule, masters, self._homes)
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
@@ -306,7 +308,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         group, index, given = new_group(param_group), len(self.param_groups), dict(param_group)
         try:
+            placement = taken_from(group, self.options, f"group {index}")
             super().add_param_group(group)
+            self._homes.put(group["params"], placement)
             check_new_group(group, self.options, f"group {index}")
             for place, param in enumerate(group["params"]):
                 self._check_param(param, self._owned.label(index, place))
@@ -314,6 +318,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not self._is_being_made:
                 owned.check_places()
             numbers = owned.device_numbers(self.param_groups) if self.options.capturable else []
+            param_group.clear()
             param_group.update(group)
             self.param_groups[index] = param_group
             for own, new in zip(self.param_groups, numbers, strict=False):
@@ -336,7 +341,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
-        Owned(self.param_groups, self.options, self.rule, masters).check_masters()
+        Owned(self.param_groups, self.options, self.rule, masters, self._homes).check_masters()
         self._batches = None
         self._master_weights = masters
         self._writes.reset(self._owned.params)
@@ -463,17 +468,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        owned = self._owned
-        loaded = state_dicts.read(state_dict, owned)
-        if self.options.capturable:
-            numbers = owned.device_numbers(loaded.groups)
-            loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
-        pairs = state_dicts.pairs_of_masters(loaded, owned)
-        self._batches = None
-        self._consensus.forget()
-        new = {"state": States(dict, loaded.states), "param_groups": loaded.groups}
-        overwrite(pairs, lambda: vars(self).update(new))
-        self._writes.reset(owned.params, loaded.written)
+        state_dicts.load(self, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -483,11 +478,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         What comes back goes on with the same bits; but pickle keeps no Float8Weight's initial
         value, so that a master that the first step makes afterwards starts from the codes.
         """
+        self._homes.wait()
         return {
             **super().__getstate__(),
             "state": defaultdict(dict, {p: picklable(own) for p, own in self.state.items()}),
             "options": self.options,
             "_master_weights": self._master_weights,
+            "_homes": self._homes,
             "use_decoupled_grad": self.use_decoupled_grad,
             "_written": self._writes.versions.moved_anywhere(),
         }
@@ -497,4 +494,5 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._forget()
         self.state = States(dict, self.state)
+        self._owned.keep_at_home(self.state)
         self._writes.reset(self._owned.params, vars(self).pop("_written", ()))

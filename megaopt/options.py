@@ -23,6 +23,7 @@ from megaopt.checks import (
     shown,
 )
 from megaopt.choices import ExternalWrite, Nonfinite, Rounding
+from megaopt.host_state import STATE_DEVICE, Placement, placement_of
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import (
     BESIDE_FLOAT16,
@@ -102,6 +103,8 @@ class Options:
     They are keys of the groups from the start, as torchtitan and torch.distributed.checkpoint read
     from a flattened state dict only what the optimizer's own groups have.
     """
+    OFFLOADS: ClassVar[bool] = True
+    """States may be in host memory."""
     CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
         "contract": ("ieee",),
         "backend": ("auto", *BACKENDS),
@@ -132,6 +135,7 @@ class Options:
     on_external_write: str = "refresh"
     write_unscaled_grads: bool = False
     maximize: bool = False
+    state_device: Any = None
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
@@ -149,6 +153,7 @@ class Options:
         for name in moments:
             self._check_moment(name)
         check_seed(self.seed)
+        placement_of(self.state_device)
         self._check_draws()
         self._check_blocks()
         if self.capturable and self.nonfinite == "error":
@@ -220,6 +225,11 @@ class Options:
                 f"{listing} must not be given beside {', '.join(scaled)}: a scale for the whole "
                 "tensor takes two passes over it, moments in blocks are stored in one"
             )
+
+    @property
+    def placement(self) -> Placement:
+        """Which parts of states are in host memory."""
+        return placement_of(self.state_device)
 
     @property
     def _moments(self) -> list[str]:
@@ -400,7 +410,7 @@ def check_group_options(group: Mapping[str, Any], options: Options, where: str) 
                 f"{where}: {name} is not allowed in a group: it is an argument of the optimizer"
             )
     # torch's groups all name capturable, which moves no number
-    for name in {field.name for field in fields(options)} - {"capturable", "seed"}:
+    for name in {field.name for field in fields(options)} - {"capturable", "seed", STATE_DEVICE}:
         own = getattr(options, name)
         if name in group and not same(group[name], own):
             raise ValueError(

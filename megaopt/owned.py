@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 from megaopt.capture import check_device_numbers, on_device
 from megaopt.checks import refuse
+from megaopt.host_state import Homes
 from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.draws import Place
@@ -25,8 +27,9 @@ from megaopt.options import (
     is_param_number,
 )
 from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import local_of
 from megaopt.params.low_rank import low_rank_view
-from megaopt.state import formats_of
+from megaopt.state import MASTER, formats_of, host_bytes
 
 Group = dict[str, Any]
 
@@ -39,17 +42,23 @@ class Owned:
         options: the optimizer's.
         rule: the update rule.
         masters: as `master_weights` was assigned.
+        homes: of the states.
     """
 
     def __init__(
-        self, groups: Sequence[Group], options: Options, rule: Rule, masters: MasterWeights
+        self,
+        groups: Sequence[Group],
+        options: Options,
+        rule: Rule,
+        masters: MasterWeights,
+        homes: Homes,
     ) -> None:
-        self.groups, self.options, self.masters = groups, options, masters
+        self.groups, self.options, self.masters, self.homes = groups, options, masters, homes
         self.rule = rule.drawing if options.draws else rule
 
     def with_groups(self, groups: Sequence[Group]) -> Owned:
         """The same with other groups, of the same parameters."""
-        return Owned(groups, self.options, self.rule, self.masters)
+        return Owned(groups, self.options, self.rule, self.masters, self.homes)
 
     # --- parameters, in group order
 
@@ -72,7 +81,11 @@ class Owned:
 
     def _view(self, param: torch.Tensor, group: Group) -> ParamView:
         low_rank = self.options.low_rank(param, group)
-        return view_of(param) if low_rank is None else low_rank_view(param, low_rank)
+        if low_rank is not None:
+            return low_rank_view(param, low_rank)
+        view = view_of(param)
+        view.home = self.homes.of(param)
+        return view
 
     @property
     def shared_views(self) -> list[ParamView]:
@@ -165,6 +178,40 @@ class Owned:
                 f"{len(params)} parameters is"
             )
 
+    # --- host memory
+
+    @contextlib.contextmanager
+    def room(self, state: Mapping[Any, Any], places: Sequence[int]) -> Iterator[None]:
+        """Host memory for what the states of some parameters lack: one allocation a device.
+
+        Raises HostMemoryError where it cannot be pinned.
+        """
+        sizes: dict[HostMemory, int] = {}
+        for place in places:
+            view = self.views[place]
+            if view.home is not None:
+                own, memory = state.get(view.param, {}), view.home.memory
+                size = host_bytes(view, own, self.formats(view), self.has_external_masters)
+                sizes[memory] = sizes.get(memory, 0) + size
+        with contextlib.ExitStack() as stack:
+            for memory, size in sizes.items():
+                stack.enter_context(memory.room(size))
+            yield
+
+    def keep_at_home(self, state: Mapping[Any, Any]) -> None:
+        """Puts into pinned memory what a copy of the optimizer, or pickle, made elsewhere."""
+        places = [i for i, view in enumerate(self.views) if view.home and state.get(view.param)]
+        with self.room({}, places):
+            for view in map(self.views.__getitem__, places):
+                own = state[view.param]
+                new = {
+                    name: view.keep(name, local_of(value))
+                    for name, value in own.items()
+                    if isinstance(value, torch.Tensor) and name in view.home.placement  # type: ignore[union-attr]
+                    if name != MASTER or not self.has_external_masters
+                }
+                own.update(view.wrap_state(new))
+
     # --- random bits
 
     @cached_property
@@ -253,6 +300,12 @@ class Owned:
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
         view.check(label, self.options, self.rule.moments, self.wants_masters)
+        reason = self.homes.why_not(param)
+        if reason is not None:
+            raise RuntimeError(
+                f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "
+                "state_device=None keeps states beside the weights"
+            )
         contract = CONTRACTS[self.options.contract]
         reason = why_not(self.backend(param.device), contract, param.device)
         if reason is None:

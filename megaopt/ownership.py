@@ -208,9 +208,15 @@ def refreshed(
     known = isinstance(state.get(MASTER), torch.Tensor)
     if not (known and formats.master.present):
         return False
+    own = state[MASTER]
+    master = own.to(view.local.device)  # from host memory
+    state = {**state, MASTER: master}
     if only_look:
         return written_elements(view, state, formats).any()
-    return refresh(view, state, formats)
+    found = refresh(view, state, formats)
+    if master is not own:
+        own.copy_(master, non_blocking=True)  # before whatever the device does next
+    return found
 
 
 # --- a model that became fp32
@@ -241,7 +247,7 @@ def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | No
     master = state.get(MASTER)
     if weight.dtype != torch.float32 or not isinstance(master, torch.Tensor):
         return None
-    value = weight.detach()
+    value, master = weight.detach(), master.to(weight.device)
     form = MASTERS[master.dtype]
     if form.joined:
         for each in MASTERS.values():

@@ -10,6 +10,7 @@ import torch
 
 from megaopt.checks import NOT_NEGATIVE, Range, number, one_of, refuse
 from megaopt.choices import Backend, ExternalWrite, Nonfinite, Rounding
+from megaopt.host_state import StateDevice
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
@@ -81,8 +82,8 @@ class FusedSGD(FusedOptimizer):
         momentum_buffer_dtype: of the moment, as FusedAdam's exp_avg_dtype.
         dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
         use_decoupled_grad, capturable, nonfinite, direct_cast, round_scaled_grads,
-        on_external_write, write_unscaled_grads, backend, foreach, differentiable, fused: as for
-        FusedAdam.
+        on_external_write, write_unscaled_grads, state_device, backend, foreach, differentiable,
+        fused: as for FusedAdam.
         **unknown: none; refused by name.
 
     Raises:
@@ -114,6 +115,7 @@ class FusedSGD(FusedOptimizer):
         round_scaled_grads: bool = False,
         on_external_write: ExternalWrite = "refresh",
         write_unscaled_grads: bool = False,
+        state_device: StateDevice = None,
         backend: Backend = "auto",
         foreach: bool | None = None,
         differentiable: bool = False,
@@ -144,6 +146,7 @@ class FusedSGD(FusedOptimizer):
             round_scaled_grads=round_scaled_grads,
             on_external_write=on_external_write,
             write_unscaled_grads=write_unscaled_grads,
+            state_device=state_device,
             maximize=maximize,
             has_momentum=has_momentum,
             nesterov=nesterov,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
+from megaopt.host_state import MASTER as MASTER
 from megaopt.kernels.formats import GRADS, MOMENTS, Format
+from megaopt.kernels.host_memory import padded
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.memory import Named
@@ -16,7 +19,6 @@ from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.view import SCALE
 
 State = dict[str, Any]
-MASTER = "master_param"
 
 
 def state_name(slot: str) -> str:
@@ -69,7 +71,8 @@ def complete(
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name not in state:
             shape = shape_of(name, formats, view)
-            state[name] = torch.zeros(shape, dtype=form.dtype, device=weight.device)
+            assert form.dtype is not None
+            state[name] = view.empty_state(name, shape, form.dtype).zero_()
         if form.has_scale and name + SCALE not in state:
             state[name + SCALE] = _new_scale(form, view)
     for name, shape in view.kept.items():
@@ -82,16 +85,31 @@ def complete(
     elif state.get(MASTER) is None:
         value = view.initial_value(formats)
         if formats.master.joined:  # the weight stays as it is
-            state[MASTER] = formats.master.encode_by_hand(value)[1]
+            new = {MASTER: formats.master.encode_by_hand(value)[1]}
         else:
-            state.update(encoded(MASTER, value, formats.master, view)[0])
+            new, _ = encoded(MASTER, value, formats.master, view)
+        state.update({name: view.keep(name, tensor) for name, tensor in new.items()})
+
+
+def host_bytes(view: ParamView, state: State, formats: Formats, is_external: bool) -> int:
+    """How much host memory `complete` takes for a parameter; is_external: has its master."""
+    if view.home is None:
+        return 0
+    names = {state_name(slot): slot for slot in formats.state_slots}
+    made = [name for name in names if name in view.home.placement and state.get(name) is None]
+    if is_external and MASTER in made:
+        made.remove(MASTER)
+    sizes = [math.prod(shape_of(names[n], formats, view)) for n in made]
+    dtypes = [formats.dtype(names[n]) for n in made]
+    return sum(padded(n * dtype.itemsize) for n, dtype in zip(sizes, dtypes, strict=True))
 
 
 def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torch.Tensor:
     """The fp32 value of a state tensor: the tensor itself where it is stored as fp32."""
     code, scale = state[name], state.get(name + SCALE)
     if form.joined:
-        return form.decode_reference(view.local.detach(), code)
+        return form.decode_reference(view.local.detach().to(code.device), code)
+    scale = None if scale is None else scale.to(code.device)
     return decoded(form, code, scale, view.first_of(name) if form.block else 0)
 
 
@@ -100,24 +118,26 @@ def encoded(
 ) -> tuple[State, torch.Tensor | None]:
     """New state tensors that hold an fp32 value in its format, by name.
 
-    Also what the weight becomes with a joined master, as only together they say the value; None
-    otherwise.
+    On the weight's device; where the state is in host memory, wherever the value is: `keep` puts
+    them there. Also what the weight becomes with a joined master, as only together they say the
+    value; None otherwise.
     """
-    weight = view.local
-    value = value.to(weight.device, torch.float32).reshape(view.state_shape(name))
+    is_apart = view.home is not None and name in view.home.placement
+    device = value.device if is_apart else view.local.device
+    value = value.to(device, torch.float32).reshape(view.state_shape(name))
     shape = form.stored_shape(value.shape)
-    code = torch.empty(shape, dtype=form.dtype, device=weight.device)
+    code = torch.empty(shape, dtype=form.dtype, device=device)
     if form.joined:
         upper, lower = form.encode_by_hand(value)
         return {name: code.copy_(lower)}, upper
     if not form.has_scale:
         return {name: code.copy_(form.encode_by_hand(value))}, None
-    scale = _new_scale(form, view)
+    scale = _new_scale(form, view).to(device)
     if value.numel():
         # adding makes a 0 of -0, for which moments without a sign have no code
         value = value + 0.0 if form.unsigned else value
         store_scaled(code, scale, value, form, first=view.first_of(name) if form.block else 0)
-    return {name: code, name + SCALE: scale}, None
+    return {name: code, name + SCALE: scale.to(view.local.device)}, None
 
 
 def _new_scale(form: Format, view: ParamView) -> torch.Tensor:
@@ -170,8 +190,11 @@ def check_state(
 ) -> None:
     """Raises ValueError where a state tensor is not what the formats ask for."""
     for slot in formats.state_slots:
-        wanted = (formats.dtype(slot), shape_of(slot, formats, view), view.local.device)
-        check_state_tensor(state[names[slot]], wanted, f"{where}: state {names[slot]!r}")
+        name, label = names[slot], f"{where}: state {names[slot]!r}"
+        wanted = (formats.dtype(slot), shape_of(slot, formats, view), view.state_device(name))
+        check_state_tensor(state[name], wanted, label)
+        if view.home is not None and name in view.home.placement:
+            view.home.check(state[name], label)
     for name in view.kept.keys() & state.keys():
         wanted = (torch.float32, view.kept[name], view.local.device)
         check_state_tensor(state[name], wanted, f"{where}: state {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ def unscaled(
     owned: Owned, state: Mapping[Any, State], param: torch.Tensor, name: str
 ) -> torch.Tensor:
     """See FusedOptimizer.get_unscaled_state."""
+    owned.homes.wait()
     view = owned.view(param)
     own: State = state.get(param, {})
     if name.endswith(SCALE) and name in own:
@@ -54,6 +55,7 @@ def unscaled(
 def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torch.Tensor) -> None:
     """See FusedOptimizer.set_scaled_state."""
     own, local = state.get(view.param, {}), view.local
+    owned.homes.wait()
     if any(same(name, each) for each in own if each.endswith(SCALE)):
         _store(state, view, own, {name: _one_number(value, name, local)})
         return
@@ -76,13 +78,14 @@ def _store(
     stored, pairs = locals_of(own), []
     if weight is not None:
         check_writable(view.local, "the parameter")
-        pairs.append((view.local, weight))
+        pairs.append((view.local, weight.to(view.local.device)))
     for name, tensor in new.items():
         if stored.get(name) is None:
-            stored[name] = tensor
+            stored[name] = view.keep(name, tensor)
         else:
-            _check_like(stored[name], tensor.dtype, tensor.shape, view.local, f"state {name!r}")
-            pairs.append((stored[name], tensor))
+            wanted = (tensor.dtype, tuple(tensor.shape), view.state_device(name))
+            _check_like(stored[name], wanted, f"state {name!r}")
+            pairs.append((stored[name], tensor.to(wanted[2])))
     completed = view.wrap_state(stored, list(own.values()))
     overwrite(pairs, lambda: state[view.param].update(completed))
 
@@ -127,20 +130,20 @@ def _check_value(value: torch.Tensor, view: ParamView, name: str) -> None:
         refuse(name, f"real numbers of the parameter's shape, {tuple(shape)}", value)
 
 
-def check_master(own: State, form: Format, weight: torch.Tensor, label: str) -> None:
+def check_master(own: State, form: Format, view: ParamView, label: str) -> None:
     """Raises ValueError where a state has a master that a value in this format cannot go into."""
     stored = locals_of(own)
-    kinds = {MASTER: (form.dtype, weight.shape), MASTER + SCALE: (torch.float32, (1,))}
+    kinds = {MASTER: (form.dtype, view.local.shape), MASTER + SCALE: (torch.float32, (1,))}
     for name, (dtype, shape) in kinds.items():
         if dtype is not None and stored.get(name) is not None:
-            _check_like(stored[name], dtype, shape, weight, f"{label}: state {name!r}")
+            wanted = (dtype, tuple(shape), view.state_device(name))
+            _check_like(stored[name], wanted, f"{label}: state {name!r}")
 
 
 def _check_like(
-    own: Any, dtype: torch.dtype, shape: Sequence[int], weight: torch.Tensor, where: str
+    own: Any, wanted: tuple[torch.dtype, tuple[int, ...], torch.device], where: str
 ) -> None:
-    """Raises ValueError unless a state's tensor takes such content, beside this weight."""
-    wanted = (dtype, tuple(shape), weight.device)
+    """Raises ValueError unless a state's tensor takes content of this dtype and shape there."""
     if not is_dense(own) or (own.dtype, tuple(own.shape), own.device) != wanted:
         refuse(where, f"{wanted[0]} of shape {wanted[1]} on {wanted[2]}", own)
     check_writable(own, where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -20,7 +20,7 @@ from megaopt.checks import (
     same,
     shown,
 )
-from megaopt.groups import check_names
+from megaopt.groups import States, check_names
 from megaopt.kernels.formats import Format
 from megaopt.kernels.step.batch import Formats
 from megaopt.options import (
@@ -32,6 +32,7 @@ from megaopt.options import (
     check_seed,
     check_variant,
 )
+from megaopt.overwriting import overwrite
 from megaopt.owned import Owned
 from megaopt.ownership import Versions
 from megaopt.params import ParamView
@@ -42,9 +43,27 @@ from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
 from megaopt.state_formats import check_formats
 
+if TYPE_CHECKING:
+    from megaopt.optimizer import FusedOptimizer
+
 # Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
+
+
+def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
+    """See FusedOptimizer.load_state_dict; without its hooks."""
+    owned = optimizer._owned
+    loaded = read(state_dict, owned)
+    if owned.options.capturable:
+        numbers = owned.device_numbers(loaded.groups)
+        loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
+    pairs = pairs_of_masters(loaded, owned)
+    optimizer._batches = None
+    optimizer._consensus.forget()
+    new = {"state": States(dict, loaded.states), "param_groups": loaded.groups}
+    overwrite(pairs, lambda: vars(optimizer).update(new))
+    optimizer._writes.reset(owned.params, loaded.written)
 
 
 @dataclass
@@ -64,6 +83,7 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, 
 
     versions: of the weights, as the last step left them.
     """
+    owned.homes.wait()
     state = {
         key: {name: value for name, value in own.items() if value is not None}
         for key, own in packed["state"].items()
@@ -105,6 +125,7 @@ def read(
     Raises:
         ValueError: see FusedAdam.load_state_dict.
     """
+    owned.homes.wait()
     saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
     options = owned.options
     ours = all("contract" in group for group in saved.groups)
@@ -113,6 +134,15 @@ def read(
         for index, own in enumerate(saved.groups)
     ]
     owned = owned.with_groups(groups)  # whose numbers decide the shapes of states
+    made = [place for place, key in enumerate(saved.order) if key in saved.states]
+    with owned.room({}, made):
+        states = _states(saved, owned, ours)
+    place_of = {key: place for place, key in enumerate(saved.order)}
+    return Loaded(states, groups, [place_of[key] for key in saved.written])
+
+
+def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]:
+    """What the states become."""
     take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
@@ -129,8 +159,7 @@ def read(
             not_made = (saved.not_made or {}).get(key, [])
             state = take(locals_of(state), owned, view, where, not_made)
             states[view.param] = view.wrap_state(state)
-    place_of = {key: place for place, key in enumerate(saved.order)}
-    return Loaded(states, groups, [place_of[key] for key in saved.written])
+    return states
 
 
 def pairs_of_masters(loaded: Loaded, owned: Owned) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -315,7 +344,7 @@ def _kept(saved: State, view: ParamView, where: str) -> State:
         fits = _is_readable(value) and value.is_floating_point() and tuple(value.shape) == shape
         if not fits:
             refuse(f"{where}: {name!r} of the state dict", f"real numbers of shape {shape}", value)
-        state[name] = _copy(value, view.local).float()
+        state[name] = _copy(value, view, name).float()
         if name == PROJECTION and not bool(state[name].isfinite().all()):
             refuse(f"{where}: {name!r} of the state dict", "finite numbers", value)
     return state
@@ -325,7 +354,7 @@ def _code(saved: Any, formats: Formats, slot: str, view: ParamView, where: str) 
     dtype, shape = formats.dtype(slot), shape_of(slot, formats, view)
     if not _is_readable(saved) or saved.dtype != dtype or tuple(saved.shape) != shape:
         refuse(f"{where} of the state dict", f"{dtype} of shape {shape}", saved)
-    return _copy(saved, view.local)
+    return _copy(saved, view, state_name(slot))
 
 
 def _foreign(
@@ -360,22 +389,23 @@ def _convert(
     state: State, name: str, value: Any, form: Format, view: ParamView, where: str
 ) -> None:
     """Stores another optimizer's value in our format."""
-    param, shape = view.local, view.state_shape(name)
+    shape = view.state_shape(name)
     where = f"{where}: {name!r} of the state dict"
     if not _is_readable(value) or tuple(value.shape) != shape:
         refuse(where, f"a tensor of shape {shape}", value)
     if form.joined and form.dtype is not None and form.dtype.is_floating_point:
         refuse(where, f"none beside masters in the format {form.name!r}", value)
     if value.dtype == form.dtype and not form.has_scale:
-        state[name] = _copy(value, param)
+        state[name] = _copy(value, view, name)
     elif form.joined or not value.is_floating_point():
         refuse(where, str(form.dtype), value)
     else:
-        state.update(encoded(name, value.detach(), form, view)[0])
+        new, _ = encoded(name, value.detach(), form, view)
+        state.update({key: view.keep(key, tensor) for key, tensor in new.items()})
 
 
-def _copy(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    return value.detach().to(param.device, copy=True).contiguous()
+def _copy(value: torch.Tensor, view: ParamView, name: str) -> torch.Tensor:
+    return view.empty_state(name, tuple(value.shape), value.dtype).copy_(value.detach())
 
 
 def _is_readable(value: Any) -> bool:

@@ -9,7 +9,6 @@ import torch
 
 from megaopt.checks import NOT_NEGATIVE, number
 from megaopt.options import FORMATS, Options, check_group
-from megaopt.owned import Owned
 from megaopt.params import view_of
 from megaopt.params.view import SCALE
 from megaopt.saved import NOT_MADE, WRITTEN
@@ -26,7 +25,7 @@ MOST_STEPS = 2**24
 
 def torch_state_dict(optimizer: FusedOptimizer, drop_masters: bool) -> dict[str, Any]:
     """See FusedAdam.to_torch_state_dict."""
-    owned = Owned(optimizer.param_groups, optimizer.options, optimizer.rule, None)
+    owned = optimizer._owned
     params, groups, labels = owned.params, owned.group_numbers, owned.labels
     for index, group in enumerate(optimizer.param_groups):
         _check(group, optimizer.options, f"group {index}")

@@ -55,13 +55,14 @@ using Sizes = std::vector<std::vector<std::int64_t>>;
 struct Guards {
   Guards(std::vector<std::int64_t> positions, std::vector<py::str> names,
          std::vector<at::ScalarType> dtypes, const std::vector<std::optional<Sizes>>& scales,
-         const Sizes& shapes, at::Device device, bool contiguous, std::vector<Addresses> addresses)
+         const Sizes& shapes, std::vector<at::Device> devices, bool contiguous,
+         std::vector<Addresses> addresses)
       : positions(std::move(positions)),
         names(std::move(names)),
         dtypes(std::move(dtypes)),
         scales(scales.begin(), scales.end()),
         shapes(shapes),
-        device(device),
+        devices(std::move(devices)),
         contiguous(contiguous),
         addresses(std::move(addresses)) {}
 
@@ -70,7 +71,7 @@ struct Guards {
   std::vector<at::ScalarType> dtypes;
   std::vector<std::optional<Shapes>> scales;
   Shapes shapes;
-  at::Device device;
+  std::vector<at::Device> devices;
   bool contiguous;
   std::vector<Addresses> addresses;
 
@@ -78,7 +79,7 @@ struct Guards {
     // what has no memory of its own, or another sign than its memory; weights may be fp8 wrappers
     if (slot != 1 && tensor.key_set().has_any(not_plain)) return false;
     if (tensor.layout() != at::kStrided || tensor.scalar_type() != dtypes[slot]) return false;
-    if (tensor.device() != device || (contiguous && !tensor.is_contiguous())) return false;
+    if (tensor.device() != devices[slot] || (contiguous && !tensor.is_contiguous())) return false;
     return (scales[slot] ? *scales[slot] : shapes).has(tensor.sizes(), place);
   }
 };
@@ -357,7 +358,7 @@ void count_versions_up(const py::list& tensors, Addresses& noted) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Guards>(module, "Guards")
       .def(py::init<std::vector<std::int64_t>, std::vector<py::str>, std::vector<at::ScalarType>,
-                    std::vector<std::optional<Sizes>>, Sizes, at::Device, bool,
+                    std::vector<std::optional<Sizes>>, Sizes, std::vector<at::Device>, bool,
                     std::vector<Addresses>>());
   module.def("look", &look);
   module.def("moved_versions", &moved_versions);

@@ -38,7 +38,8 @@ class Guards:
     parameter's shape."""
     shapes: list[torch.Size]
     """Of each parameter."""
-    device: torch.device
+    devices: list[torch.device]
+    """One for each dtype: states may be in host memory."""
     contiguous: bool
     """Whether all have to be contiguous."""
     addresses: list[numpy.ndarray]
@@ -169,8 +170,8 @@ def same_objects(some: Collection[object], others: Collection[object]) -> bool:
 
 def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
     """Whether all tensors of a batch are what is guards."""
-    columns = zip(slots, guards.dtypes, guards.scales, strict=True)
-    for slot, (tensors, dtype, scales) in enumerate(columns):
+    columns = zip(slots, guards.dtypes, guards.scales, guards.devices, strict=True)
+    for slot, (tensors, dtype, scales, device) in enumerate(columns):
         kinds = {*map(type, tensors)}
         if not all(issubclass(kind, torch.Tensor) for kind in kinds):
             return False
@@ -181,7 +182,7 @@ def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
         shapes = guards.shapes if scales is None else scales
         if [tensor.shape for tensor in tensors] != shapes:
             return False
-        one = (dtype, guards.device, torch.strided)
+        one = (dtype, device, torch.strided)
         if any((each.dtype, each.device, each.layout) != one for each in tensors):
             return False
         if guards.contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):

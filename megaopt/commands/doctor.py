@@ -19,6 +19,7 @@ from megaopt.commands.promises.table import Outcome, examine_promises
 from megaopt.commands.promises.trial import Place, Tensors, differ, train
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
 from megaopt.kernels.step import native
 
 __all__ = ["Finding", "examine", "main"]
@@ -64,13 +65,28 @@ def main(check: bool = False) -> int:
     outcomes = examine_promises() if check else []
     verdict, healthy = judge(findings, outcomes, strange)
     console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
-    here = {**environment.describe(), "extension": native.status()}
+    here = {**environment.describe(), "extension": native.status(), **host_memory()}
     console.print(_environment_table(here))
     console.print(_findings_table(findings))
     console.print(peers_table())
     if check:
         console.print(_promises_table(outcomes))
     return exits.DONE if healthy else exits.DIFFERENT
+
+
+def host_memory() -> dict[str, str]:
+    """What there is for states in host memory (state_device="cpu"), and which cards map it."""
+    free = free_bytes()
+    known = "not known" if free is None else f"{free / 2**30:.1f} GiB"
+    cards = [each for each in devices() if CUDA.serves(each)]
+    found = {
+        "host memory": f"{known} free to be pinned; {held_bytes():,} bytes hold states here",
+        "states in host memory": "no card here: those of weights on the CPU are there anyway",
+    }
+    if cards:
+        reasons = {str(card): CUDA.why_not(card) or "mapped" for card in cards}
+        found["states in host memory"] = "; ".join(f"{c}: {r}" for c, r in reasons.items())
+    return found
 
 
 def other_than_recorded() -> dict[str, str]:

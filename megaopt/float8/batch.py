@@ -59,7 +59,7 @@ class Float8Batch(Batch):
         own["weight"] = self._parts.codes
         self._written_grads = own["grad"] if writes_grads else []
         self._copies = {
-            slot: [tensor.contiguous() for tensor in tensors] for slot, tensors in own.items()
+            slot: [self._input(tensor) for tensor in tensors] for slot, tensors in own.items()
         }
         if not self.formats.master.present:
             views = map(view_of, self.params)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megaopt.host_state import SCALE as SCALE
+from megaopt.host_state import Home
 from megaopt.kernels.formats import Format
 from megaopt.kernels.lowrank.spec import LowRank
 from megaopt.kernels.step.batch import Cast, Extent, Formats
@@ -18,9 +20,6 @@ from megaopt.options import Options, check_weight
 FEWEST_IN_ROWS, FEWEST_IN_A_ROW = 4096, 65536
 """Elements from which moments are kept in blocks: of norms and biases, which take little memory and
 matter much, they are fp32."""
-
-SCALE = "_scale"
-"""How the names of scales end in a parameter's state."""
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Classes of tensors that have memory of their own; subclasses may have none."""
@@ -39,6 +38,8 @@ class ParamView:
     """It is a DTensor, and so is its state."""
     low_rank: LowRank | None = None
     """How its gradient is projected for the step; None: it is stepped as it is."""
+    home: Home | None = None
+    """Where its state is in host memory; None: all of it is beside the weight."""
 
     def __init__(self, param: Any) -> None:
         self.param = param
@@ -71,6 +72,23 @@ class ParamView:
     def kept(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of fp32 tensors that a state may have beside moments and master."""
         return {}
+
+    def state_device(self, name: str) -> torch.device:
+        """Of this rank's tensor of the state under a name."""
+        is_apart = self.home is not None and name in self.home.placement
+        return torch.device("cpu") if is_apart else self.local.device
+
+    def empty_state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the state's tensor of this name: on a device, or pinned in host memory."""
+        if self.home is not None and name in self.home.placement:
+            return self.home.memory.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.local.device)
+
+    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that was made for the state, where the state's tensor of this name is."""
+        if self.home is None or name not in self.home.placement:
+            return tensor
+        return self.empty_state(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def keeps_blocks(self, form: Format) -> bool:
         """Whether its moments may be in a format of blocks; small ones stay fp32.

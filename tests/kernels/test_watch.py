@@ -49,7 +49,7 @@ class Optimizer:
             dtypes=[BF16, BF16, FP32, FP32, FP32],
             scales=[None, None, None, None, [torch.Size([1])] * 4],
             shapes=[torch.Size(shape) for shape in SHAPES],
-            device=torch.device("cpu"),
+            devices=[torch.device("cpu")] * 5,
             contiguous=contiguous,
             addresses=list(self.rows) if contiguous else [],
         )

@@ -25,6 +25,7 @@ GOOD = {
     "exp_avg_dtype": [FP32, BF16, FP16, torch.float8_e4m3fn, torch.uint8],
     "exp_avg_sq_dtype": [FP32, BF16, FP16],
     "nonfinite": ["propagate", "skip", "error"],
+    "state_device": [None, "cpu", {"moments": "cpu"}],
     "direct_cast": [None, True, False],
     "contract": ["ieee", "te", "torch"],
     "backend": ["auto", "reference"],

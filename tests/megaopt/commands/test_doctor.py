@@ -39,6 +39,20 @@ def test_it_says_whether_steps_use_the_extension(
     assert "off: MEGAOPT_NATIVE=0" in capsys.readouterr().out
 
 
+def test_it_says_what_there_is_for_states_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "devices", lambda: [torch.device("xpu", 1)])
+    monkeypatch.setattr(doctor, "examine", lambda device: [])
+    doctor.main()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "bytes hold states" in text
+    assert "GiB free to be pinned" in text
+    monkeypatch.undo()
+    assert "xpu:1: device type 'xpu'" in text
+    assert set(doctor.host_memory()) == {"host memory", "states in host memory"}
+
+
 def test_the_first_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     verdict = capsys.readouterr().out.splitlines()[0]

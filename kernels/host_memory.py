@@ -1,0 +1,296 @@
+"""Pinned host memory that a card reads and writes by its address, cut into tensors.
+
+With unified addressing a kernel takes the address of pinned memory as one of the card's own: what
+it loads and stores there goes over the bus while it runs, without a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy
+import torch
+
+ALIGNMENT = 256
+"""Bytes: where tensors start, so that loads are as wide as from the card's own memory."""
+SMALLEST, LARGEST = 2**21, 2**28
+"""Bytes of an allocation that tensors share: as many as there are already, within these."""
+
+
+class HostMemoryError(RuntimeError):
+    """Host memory could not be pinned, or a card cannot map it."""
+
+
+class Pinning(Protocol):
+    """How host memory is pinned; tests have another than `CUDA`."""
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether tensors beside this device would be elsewhere than in host memory."""
+
+    def why_not(self, device: torch.device) -> str | None:
+        """None where the device reads and writes pinned host memory, else the reason."""
+
+    def allocate(self, size: int, device: torch.device) -> int:
+        """The address of so many bytes; raises HostMemoryError with the reason."""
+
+    def free(self, address: int, device: torch.device) -> bool:
+        """Frees them, once no kernel uses them; False where that has to be tried again."""
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a device may be given the address of a tensor in host memory."""
+
+    def wait(self, device: torch.device) -> None:
+        """Returns when everything that the device was given to do is done."""
+
+
+class CudaPinning:
+    """By NVIDIA's driver: exactly as many bytes as are asked for, given back at once."""
+
+    # of cuda.h
+    PORTABLE_AND_MAPPED = 1 | 2
+    CAN_MAP_HOST_MEMORY, UNIFIED_ADDRESSING = 19, 41
+
+    def serves(self, device: torch.device) -> bool:
+        """All but CPUs, and devices without memory."""
+        return device.type not in ("cpu", "meta")
+
+    def why_not(self, device: torch.device) -> str | None:
+        """The driver says what the card can."""
+        if device.type != "cuda" or torch.version.hip is not None:
+            kind = "AMD's GPUs" if device.type == "cuda" else f"device type {device.type!r}"
+            return f"{kind} are not NVIDIA's GPUs, whose driver maps host memory"
+        try:
+            lacks = [
+                words
+                for words, number in (
+                    ("map host memory", self.CAN_MAP_HOST_MEMORY),
+                    (
+                        "address host memory as its own (unified addressing)",
+                        self.UNIFIED_ADDRESSING,
+                    ),
+                )
+                if not self._attribute(number, device)
+            ]
+        except (OSError, HostMemoryError) as error:
+            return f"its driver does not say whether it maps host memory: {error}"
+        return f"the card cannot {' or '.join(lacks)}" if lacks else None
+
+    def allocate(self, size: int, device: torch.device) -> int:
+        """By cuMemHostAlloc."""
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # the driver needs torch's context on this thread
+            host, mapped = ctypes.c_void_p(), ctypes.c_uint64()
+            flags = ctypes.c_uint(self.PORTABLE_AND_MAPPED)
+            self._call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(size), flags)
+            address = int(host.value or 0)
+            pair = (ctypes.byref(mapped), host, ctypes.c_uint(0))
+            self._call("cuMemHostGetDevicePointer_v2", *pair)
+        if mapped.value != address:
+            self._call("cuMemFreeHost", host)
+            raise HostMemoryError("the card has another address for it than the host")
+        return address
+
+    def free(self, address: int, device: torch.device) -> bool:
+        """Waits for the device, which a capture does not allow."""
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            self._call("cuMemFreeHost", ctypes.c_void_p(address))
+        return True
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """As torch asks the driver."""
+        return tensor.is_pinned()
+
+    def wait(self, device: torch.device) -> None:
+        """For all of its streams: a graph may be at work on any."""
+        torch.cuda.synchronize(device)
+
+    def _attribute(self, number: int, device: torch.device) -> int:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        own, value = ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(own), ctypes.c_int(index))
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), own)
+        return value.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        driver = ctypes.CDLL("libcuda.so.1")
+        code = getattr(driver, name)(*arguments)
+        if code:
+            said = ctypes.c_char_p()
+            driver.cuGetErrorString(code, ctypes.byref(said))
+            reason = (said.value or b"an unknown error").decode()
+            raise HostMemoryError(f"{name} says {reason} ({code})")
+
+
+CUDA = CudaPinning()
+_pinning: Pinning = CUDA
+
+
+def pinning() -> Pinning:
+    """How host memory is pinned now."""
+    return _pinning
+
+
+@contextmanager
+def pinned_by(other: Pinning) -> Iterator[None]:
+    """Within it, optimizers that are made pin host memory another way: for tests."""
+    global _pinning
+    before, _pinning = _pinning, other
+    try:
+        yield
+    finally:
+        _pinning = before
+
+
+# --- memory
+
+
+class Chunk:
+    """One allocation; freed when neither it nor a tensor in it is left."""
+
+    held = 0
+    """Bytes of all chunks of the process."""
+    _left: ClassVar[list[Callable[[], bool]]] = []
+    """What could not be freed yet."""
+
+    def __init__(self, size: int, device: torch.device, by: Pinning) -> None:
+        Chunk._left[:] = [free for free in Chunk._left if not free()]
+        self.size, self.used = size, 0
+        self.address = by.allocate(size, device)
+        Chunk.held += size
+        freeing = weakref.finalize(self, _free, by, self.address, size, device)
+        freeing.atexit = False  # tensors may outlive the interpreter; the process ends anyway
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """For numpy, whose array keeps the chunk."""
+        return {
+            "data": (self.address, False),
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def take(self, size: int) -> torch.Tensor:
+        """The next so many bytes, uint8: a tensor with a storage of its own."""
+        own = numpy.asarray(self)[self.used : self.used + size]
+        self.used += padded(size)
+        return torch.from_numpy(own)
+
+    @property
+    def left(self) -> int:
+        """Bytes that nobody has."""
+        return self.size - self.used
+
+
+def _free(by: Pinning, address: int, size: int, device: torch.device) -> None:
+    def free() -> bool:
+        done = True
+        with suppress(Exception):  # the process ends, and the device is gone before
+            done = by.free(address, device)
+        Chunk.held -= size * done
+        return done
+
+    if not free():
+        Chunk._left.append(free)
+
+
+def held_bytes() -> int:
+    """Bytes of pinned host memory that states of this process hold."""
+    return Chunk.held
+
+
+def padded(size: int) -> int:
+    """Bytes that a tensor takes, up to where the next one starts."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class HostMemory:
+    """Where tensors in pinned host memory are made, for one device.
+
+    Args:
+        device: reads and writes them.
+        by: pins; None: as it is done now.
+    """
+
+    def __init__(self, device: torch.device, by: Pinning | None = None) -> None:
+        self.device, self.by = device, by or pinning()
+        self._chunk: Chunk | None = None
+        self._made = 0
+
+    @contextmanager
+    def room(self, size: int) -> Iterator[None]:
+        """Within it, tensors of so many padded bytes are made in one allocation.
+
+        Few bytes come out of one that others share.
+
+        Raises HostMemoryError where it cannot be pinned.
+        """
+        before = self._chunk
+        if size >= SMALLEST and size > (before.left if before else 0):
+            self._chunk = self._new(size)
+        announced = self._chunk
+        try:
+            yield
+        finally:
+            if announced is not before:
+                self._chunk = before
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the CPU, in pinned memory, with whatever was there before.
+
+        Raises HostMemoryError where it cannot be pinned.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        if self._chunk is None or self._chunk.left < padded(size):
+            self._chunk = self._new(max(padded(size), SMALLEST, min(self._made, LARGEST)))
+        return self._chunk.take(size).view(dtype).view(shape)
+
+    def _new(self, size: int) -> Chunk:
+        try:
+            made = Chunk(size, self.device, self.by)
+        except HostMemoryError as error:
+            raise HostMemoryError(_refusal(size, self.device, error)) from None
+        self._made += size
+        return made
+
+
+def _refusal(size: int, device: torch.device, error: Exception) -> str:
+    free = free_bytes()
+    known = "an unknown number of" if free is None else f"{free:,}"
+    return (
+        f"state_device='cpu' must find {size:,} bytes of host memory to pin for {device}, got "
+        f"none: {error}; {known} bytes are free, {held_bytes():,} hold states already. Keep less "
+        "there (state_device={'moments': 'cpu'}, or formats of fewer bits), allow the process "
+        "more memory (the container's limit), or leave state_device out"
+    )
+
+
+def free_bytes(root: Path = Path("/")) -> int | None:
+    """Host memory that could still be pinned: what is free, within the container's limit.
+
+    None where the system does not say. root: of /proc and /sys.
+    """
+    found = []
+    with suppress(OSError, ValueError, IndexError, StopIteration):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        line = next(each for each in lines if each.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) * 1024)
+    groups = root / "sys/fs/cgroup"
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # "max" is no limit
+            found.append(int((groups / limit).read_text()) - int((groups / used).read_text()))
+    return max(0, min(found)) if found else None

@@ -1,0 +1,46 @@
+import pytest
+from fake_pinning import FakePinning
+from how_to import everything, script
+from runs import assert_same
+
+from megaopt.kernels.host_memory import pinned_by
+
+
+@pytest.fixture(scope="module")
+def how_to():
+    return script("host_memory")
+
+
+@pytest.fixture(scope="module")
+def plain(how_to):
+    """The same steps, none released, with states beside the weights."""
+    model, optimizer = how_to.build(None)
+    for step in range(how_to.STEPS):
+        optimizer.zero_grad()
+        how_to.loss_of(model, step).backward()
+        optimizer.step()
+    return everything(model, optimizer)
+
+
+def on_cpu(value):
+    if isinstance(value, dict):
+        return {name: on_cpu(each) for name, each in value.items()}
+    return value.cpu() if hasattr(value, "cpu") else value
+
+
+@pytest.mark.parametrize("pinning", [None, FakePinning()], ids=["as it is here", "mapped"])
+def test_the_run_has_the_bits_of_states_on_the_card(how_to, plain, pinning, tmp_path):
+    if pinning is None:
+        _check(how_to, plain, tmp_path)
+        return
+    with pinned_by(pinning):
+        _check(how_to, plain, tmp_path)
+
+
+def _check(how_to, plain, folder):
+    straight = how_to.main(["--folder", str(folder)])
+    assert_same(on_cpu(everything(*straight)), on_cpu(plain))
+    saved = ["--resume", str(folder / "step-3.pt")]
+    for where in ([], ["--on-the-card"]):
+        resumed = how_to.main(["--folder", str(folder / "again"), *saved, *where])
+        assert_same(on_cpu(everything(*resumed)), on_cpu(plain))

@@ -1,0 +1,405 @@
+"""States in host memory: where they are made, what reads and writes them, what is refused."""
+
+import copy
+import gc
+import importlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fake_pinning import FakePinning
+from runs import (
+    BF16,
+    FORMATS,
+    FP32,
+    MASTER,
+    REMAINDERS,
+    assert_same,
+    assert_same_run,
+    parameters,
+    through_a_file,
+    train,
+    values,
+)
+
+from megaopt import (
+    FusedAdam,
+    FusedLion,
+    FusedSGD,
+    GaLoreAdamW,
+    get_fp32_model_state_dict,
+    release_gradients,
+    set_fp32_model_state_dict,
+    to_float8,
+)
+from megaopt.kernels.host_memory import CUDA, HostMemoryError, free_bytes, held_bytes, pinned_by
+from megaopt.masters import pinned
+
+ALL, MOMENTS, MASTERS = "cpu", {"moments": "cpu"}, {"masters": torch.device("cpu")}
+SHAPES = [(64, 64), (), (0,), (5,)]
+BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+KINDS = {
+    **{name: (FusedAdam, options) for name, options in FORMATS.items()},
+    "blocks": (FusedAdam, {**REMAINDERS, **BLOCKS}),
+    "amsgrad": (FusedAdam, {**MASTER, "amsgrad": True}),
+    "lion": (FusedLion, {**MASTER, "exp_avg_dtype": "block_e4m3"}),
+    "sgd": (FusedSGD, {**REMAINDERS, "momentum": 0.9, "momentum_buffer_dtype": BF16}),
+}
+
+
+@pytest.fixture
+def pinning():
+    """On its card, which the CPU is here, states may be in host memory."""
+    gc.collect()
+    fake, before = FakePinning(), held_bytes()
+    with pinned_by(fake):
+        yield fake
+    gc.collect()
+    assert held_bytes() - before == fake.held
+
+
+def is_apart(name, asked):
+    placed = {"moments": asked, "masters": asked} if asked == "cpu" else asked or {}
+    part = "masters" if name == "master_param" else "moments"
+    return part in placed and not name.endswith("_scale")
+
+
+def assert_placed(optimizer, pinning, asked):
+    found = {}
+    for state in optimizer.state.values():
+        for name, tensor in state.items():
+            if tensor is not None and tensor.numel():
+                found[name] = pinning.is_pinned(tensor)
+                assert found[name] == is_apart(name, asked), name
+    return found
+
+
+def made(kind=FusedAdam, asked=ALL, shapes=SHAPES, **options):
+    return kind(parameters(shapes), lr=0.01, state_device=asked, **options)
+
+
+# --- bits and places
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_bits_are_those_beside_the_weights(pinning, name, backend):
+    if backend == "triton" and torch.cuda.is_available():
+        pytest.skip("the interpreter is off beside a GPU")
+    kind, options = KINDS[name]
+    shapes = SHAPES if backend == "reference" or name == "blocks" else [(3, 4), (0,), (5,)]
+    asked = [ALL, MOMENTS, MASTERS][len(name) % 3] if backend == "triton" else ALL
+    plain = made(kind, None, shapes, backend=backend, **options)
+    apart = made(kind, asked, shapes, backend=backend, **options)
+    for optimizer in (plain, apart):
+        train(optimizer, 3)
+    assert_same_run(apart, plain)
+    assert_placed(apart, pinning, asked)
+    assert len(pinning.sizes) == (1 if any(assert_placed(apart, pinning, asked).values()) else 0)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block_128x128"])
+def test_fp8_weights_have_their_states_there_too(pinning, recipe):
+    found = []
+    for asked in (None, ALL):
+        torch.manual_seed(0)
+        model = to_float8(torch.nn.Sequential(torch.nn.Linear(32, 16)).bfloat16(), recipe)
+        optimizer = FusedAdam(model.parameters(), lr=0.01, state_device=asked, **MASTER)
+        for step in range(3):
+            for index, param in enumerate(model.parameters()):
+                param.grad = values(param.shape, 10 * step + index).to(param.dtype)
+            optimizer.step()
+        states = optimizer.state_dict()["state"]
+        found.append([states, [param.dequantize() for param in [model[0].weight]]])
+    assert_same(*found)
+    assert_placed(optimizer, pinning, ALL)
+
+
+def test_all_states_are_one_allocation_of_what_they_take(pinning):
+    optimizer = made(shapes=[(1024, 1024), *SHAPES], **MASTER)
+    optimizer.initialize_states()
+    assert pinning.sizes == [3 * (1024 * 1024 * 4 + 64 * 64 * 4 + 256 + 256)]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors_of(optimizer))
+
+
+def tensors_of(optimizer):
+    return [t for state in optimizer.state.values() for t in state.values() if t is not None]
+
+
+def test_groups_say_where_their_states_are(pinning):
+    first, second, third = parameters([(3,), (4,), (5,)])
+    groups = [
+        {"params": [first]},
+        {"params": [second], "state_device": None},
+        {"params": [third], "state_device": MOMENTS},
+    ]
+    optimizer = FusedAdam(groups, lr=0.01, state_device="cpu", **MASTER)
+    late = {"params": parameters([(6,)]), "state_device": {"masters": "cpu"}}
+    optimizer.add_param_group(late)
+    assert late is optimizer.param_groups[3]
+    train(optimizer, 2)
+    assert all("state_device" not in group for group in optimizer.param_groups)
+    for group, asked in zip(optimizer.param_groups, [ALL, {}, MOMENTS, MASTERS], strict=True):
+        for name, tensor in optimizer.state[group["params"][0]].items():
+            assert pinning.is_pinned(tensor) == is_apart(name, asked)
+    plain = FusedAdam([{"params": parameters([(n,)])} for n in (3, 4, 5)], lr=0.01, **MASTER)
+    plain.param_groups[1]["params"][0].data = values((4,), 1, BF16)
+    plain.param_groups[2]["params"][0].data = values((5,), 2, BF16)
+    plain.add_param_group({"params": parameters([(6,)])})
+    train(plain, 2)
+    assert_same_run(optimizer, plain)
+
+
+def test_weights_on_a_cpu_have_their_states_there_anyway():
+    before = held_bytes()
+    optimizer, plain = made(**MASTER), made(asked=None, **MASTER)
+    for each in (optimizer, plain):
+        train(each, 2)
+    assert_same_run(optimizer, plain)
+    assert held_bytes() == before
+
+
+# --- copies, saves and loads
+
+
+@pytest.mark.parametrize("name", ["remainders", "fp16_masters", "fp8_moments", "blocks"])
+@pytest.mark.parametrize(("before", "after"), [(ALL, None), (None, ALL), (ALL, MOMENTS)])
+def test_a_run_goes_on_from_a_file_wherever_states_are(pinning, name, before, after):
+    kind, options = KINDS[name]
+    straight, first = made(kind, None, **options), made(kind, before, **options)
+    train(straight, 4)
+    train(first, 2)
+    saved = first.state_dict()
+    assert pinning.waits == (before is not None)
+    resumed = made(kind, after, **options)
+    with torch.no_grad():
+        for param, other in zip(
+            resumed.param_groups[0]["params"], first.param_groups[0]["params"], strict=True
+        ):
+            param.copy_(other)
+    pinning.sizes.clear()
+    resumed.load_state_dict(through_a_file(saved))
+    assert len(pinning.sizes) == (after is not None)
+    assert_placed(resumed, pinning, after)
+    train(resumed, 2, first=2)
+    assert_same_run(resumed, straight)
+    assert_same(resumed.state_dict(), straight.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("name", ["fp32_masters", "fp8_moments"])
+def test_copies_have_pinned_states_of_their_own(pinning, name, copied):
+    kind, options = KINDS[name]
+    optimizer = made(kind, **options)
+    train(optimizer, 1)
+    other = copied(optimizer)
+    assert_placed(other, pinning, ALL)
+    for each in (optimizer, other):
+        train(each, 2, first=1)
+    assert_same_run(other, optimizer)
+    assert_placed(other, pinning, ALL)
+
+
+def test_a_state_of_a_file_holds_no_more_than_itself(pinning):
+    optimizer = made(**MASTER)
+    train(optimizer, 1)
+    state = optimizer.state[optimizer.param_groups[0]["params"][3]]
+    found = through_a_file({"own": state["exp_avg"]})["own"]
+    assert found.untyped_storage().nbytes() == 5 * 4
+
+
+@pytest.mark.parametrize("name", ["remainders", "fp16_masters", "fp8_moments", "blocks"])
+def test_values_are_read_and_set(pinning, name):
+    kind, options = KINDS[name]
+    optimizers = [made(kind, asked, **options) for asked in (None, ALL)]
+    found = []
+    for optimizer in optimizers:
+        first, *_ = params = optimizer.param_groups[0]["params"]
+        train(optimizer, 1)
+        for state in ("exp_avg", "exp_avg_sq", "master_param"):
+            value = optimizer.get_unscaled_state(first, state)
+            assert value.dtype == FP32
+            optimizer.set_scaled_state(first, state, value * 0.5)
+        optimizer.set_scaled_state(params[1], "exp_avg", torch.tensor(3.0))
+        params[3].detach().fill_(2.0)  # which the master takes over
+        optimizer.refresh_masters()
+        found.append(copy.deepcopy(optimizer))
+        train(optimizer, 1)
+    assert_same_run(*found)
+    assert_same_run(*optimizers)
+    assert_placed(optimizers[1], pinning, ALL)
+    assert pinning.waits >= 7
+
+
+def test_values_are_set_before_there_is_a_state(pinning):
+    optimizer = made(**MASTER)
+    (first, *_) = optimizer.param_groups[0]["params"]
+    optimizer.set_scaled_state(first, "exp_avg", values((64, 64), 3))
+    assert pinning.is_pinned(optimizer.state[first]["exp_avg"])
+
+
+@pytest.mark.parametrize("name", ["fp32_masters", "remainders"])
+def test_models_in_fp32_go_to_and_from_host_memory(pinning, name):
+    model, other = (torch.nn.Linear(4, 3).bfloat16() for _ in range(2))
+    optimizer, loaded = (
+        FusedAdam(m.parameters(), state_device="cpu", **FORMATS[name]) for m in (model, other)
+    )
+    train(optimizer, 2)
+    saved = get_fp32_model_state_dict(model, optimizer)
+    set_fp32_model_state_dict(other, loaded, saved)
+    assert_same(dict(get_fp32_model_state_dict(other, loaded)), dict(saved))
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_placed(loaded, pinning, ALL)
+
+
+def test_masters_of_the_caller_are_pinned_ones(pinning):
+    def masters(params):
+        return [param.detach().float() for param in params]
+
+    params, others = parameters(), parameters()
+    with pytest.raises(ValueError, match=r"must be in pinned memory with state_device='cpu'"):
+        FusedAdam(params, state_device="cpu", master_weights=masters(params))
+    own = [pinned(master, "cpu") for master in masters(params)]
+    optimizer = FusedAdam(params, lr=0.01, state_device="cpu", master_weights=own)
+    plain = FusedAdam(others, lr=0.01, master_weights=masters(others))
+    for each in (optimizer, plain):
+        train(each, 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert all(optimizer.state[p]["master_param"] is m for p, m in zip(params, own, strict=True))
+    assert_same_run(optimizer, plain)
+    FusedAdam(params, state_device={"moments": "cpu"}, master_weights=masters(params))
+
+
+def test_gradients_are_released_beside_states_in_host_memory(pinning):
+    found = []
+    for asked in (None, ALL):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)).bfloat16()
+        optimizer = FusedAdam(model.parameters(), lr=0.01, state_device=asked, **REMAINDERS)
+        release_gradients(model, optimizer)
+        for step in range(3):
+            model(values((3, 4), step, BF16)).float().square().mean().backward()
+            optimizer.step()
+        found.append(optimizer)
+    assert_same_run(found[1], found[0])
+    assert_placed(found[1], pinning, ALL)
+    assert len(pinning.sizes) == 1  # the parameters have states one after another
+
+
+# --- memory
+
+
+def test_memory_is_freed_with_the_last_tensor(pinning):
+    optimizer = made(**MASTER)
+    train(optimizer, 1)
+    kept = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]
+    expected = kept.clone()
+    del optimizer
+    gc.collect()
+    assert pinning.held > 0
+    assert_same(kept, expected)
+    del kept
+    gc.collect()
+    assert pinning.held == 0
+
+
+def test_memory_that_cannot_be_freed_now_is_freed_later(pinning):
+    optimizer = made(**MASTER)
+    train(optimizer, 1)
+    pinning.can_free = False  # a CUDA graph is being captured
+    del optimizer
+    gc.collect()
+    assert len(pinning.chunks) == 1
+    pinning.can_free = True
+    train(made(**MASTER), 1)
+    gc.collect()
+    assert pinning.held == 0
+
+
+def test_what_is_free_is_the_least_of_what_system_and_container_say(tmp_path):
+    assert free_bytes(tmp_path) is None
+    groups = tmp_path / "sys/fs/cgroup"
+    groups.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8 kB\n")
+    assert free_bytes(tmp_path) == 8192
+    (groups / "memory.max").write_text("max\n")
+    (groups / "memory.current").write_text("1000\n")
+    assert free_bytes(tmp_path) == 8192
+    (groups / "memory.max").write_text("5000\n")
+    assert free_bytes(tmp_path) == 4000
+
+
+# --- what is refused
+
+
+def test_too_little_memory_changes_nothing(pinning):
+    pinning.limit = 3 * (1024 * 1024 * 4) - 1
+    optimizer = made(shapes=[(1024, 1024)], **MASTER)
+    weights = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    with pytest.raises(HostMemoryError) as caught:
+        train(optimizer, 1)
+    for words in ("must find 12,582,912 bytes", "out of memory", "{'moments': 'cpu'}", "are free"):
+        assert words in str(caught.value)
+    assert not optimizer.state
+    assert_same(weights, [p.detach() for p in optimizer.param_groups[0]["params"]])
+    assert optimizer.param_groups[0]["step"] == 0
+    pinning.limit += 1
+    train(optimizer, 1)
+
+
+def test_a_card_that_cannot_map_is_named():
+    with (
+        pinned_by(FakePinning(reason="the card cannot map host memory")),
+        pytest.raises(RuntimeError, match=r"'cpu' does not work .* cannot map host memory; state"),
+    ):
+        made(**MASTER)
+    assert "device type 'xpu'" in CUDA.why_not(torch.device("xpu"))
+
+
+@pytest.mark.parametrize("value", ["cuda", "CPU", True, {"moment": "cpu"}, {"masters": 1}, 0])
+def test_another_device_is_refused(value):
+    with pytest.raises(ValueError, match=r"^state_device must be None, 'cpu', or a dict"):
+        made(asked=value)
+    with pytest.raises(ValueError, match=r"^group 0: state_device must be None, 'cpu', or a dict"):
+        FusedAdam([{"params": parameters(), "state_device": value}])
+
+
+def test_galores_states_stay_on_the_card():
+    params = parameters([(8, 8)], FP32)
+    with pytest.raises(TypeError, match="argument 'state_device'"):
+        GaLoreAdamW(params, state_device="cpu")
+    with pytest.raises(ValueError, match="group 0: state_device must be None"):
+        GaLoreAdamW([{"params": params, "state_device": "cpu"}])
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("replaced", ["tensor", "data"])
+def test_a_tensor_that_was_put_elsewhere_is_refused(pinning, replaced, backend):
+    if backend == "triton" and torch.cuda.is_available():
+        pytest.skip("the interpreter is off beside a GPU")
+    optimizer = made(shapes=[(3, 4), (5,)], backend=backend, **MASTER)
+    train(optimizer, 2)
+    state = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    if replaced == "tensor":
+        state["exp_avg"] = state["exp_avg"].clone()
+    else:
+        state["exp_avg"].data = state["exp_avg"].clone()
+    with pytest.raises(ValueError, match=r"state 'exp_avg' must be in pinned memory"):
+        train(optimizer, 1)
+
+
+# --- a card that is another device
+
+
+def test_no_operation_mixes_host_and_card():
+    """With tensors that have a device and no values, in a process of its own."""
+    backends = importlib.import_module("torch.utils.backend_registration")
+    if not hasattr(backends, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch makes no device in Python")
+    script = Path(__file__).parents[1] / "support" / "devices_apart.py"
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "done\n"), found.stdout + found.stderr[-3000:]

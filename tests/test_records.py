@@ -2,9 +2,9 @@
 
 import importlib
 import json
-import statistics
 import re
 import shutil
+import statistics
 import subprocess
 from pathlib import Path
 

@@ -66,7 +66,7 @@ def added_product(left, right, total, PRECISION: tl.constexpr):
     if PRECISION == "tf32":
         total = tl.dot(left, right, total, input_precision="tf32")
     elif PRECISION == "ieee":
-        # each tile's sum apart: one long one, a number at a time, was up to 4 times as far from fp64
+        # a sum for each tile: one long one, a number at a time, was up to 4 times as far from fp64
         # as torch's. Minus, because Triton would take a plus into the product's own sum.
         total -= tl.dot(-left, right, input_precision="ieee")
     else:

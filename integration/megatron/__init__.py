@@ -35,6 +35,7 @@ def get_megatron_optimizer(
     store_param_remainders: bool | None = None,
     round_scaled_grads: bool | None = None,
     seed: int = 0,
+    capturable: bool | None = None,
     any_version: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -61,6 +62,8 @@ def get_megatron_optimizer(
             use_precision_aware_optimizer, where Megatron clips bf16 gradients in bf16, else False.
         seed: as for megaopt.FusedAdam; the same on all ranks. A parameter's number is its place in
             DDP's buffers, so that ranks with copies of it draw the same random bits.
+        capturable: as for megaopt.FusedAdam: a CUDA graph may capture the step; None:
+            config.optimizer_cuda_graph, with which Megatron's training loop captures it.
         any_version: go on with a megatron-core that is not among SUPPORTED.
         kwargs: Megatron's.
 
@@ -82,6 +85,7 @@ def get_megatron_optimizer(
         "store_param_remainders": store_param_remainders,
         "round_scaled_grads": round_scaled_grads,
         "seed": seed,
+        "capturable": capturable,
         "any_version": any_version,
     }
     with plugged_in(**options):
@@ -99,7 +103,7 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     Args:
         any_version: as for get_megatron_optimizer.
         options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype,
-            store_param_remainders, round_scaled_grads and seed, as for get_megatron_optimizer.
+            store_param_remainders, round_scaled_grads, seed and capturable, as for get_megatron_optimizer.
 
     Raises:
         ImportError: megatron-core is not installed.

@@ -31,6 +31,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
             for group in packed["param_groups"]
         ]
         align_steps(groups)
+        for group in groups:  # with capturable they are on the device
+            group |= {"step": int(group["step"]), "lr": host_number(group["lr"])}
         found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         if self.grad_scaler:
             found["grad_scaler"] = self.grad_scaler.state_dict()
@@ -157,7 +159,15 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
     if len(steps) == 1:
         (step,) = steps
         for group in groups:
-            group["step"] = step
+            if isinstance(group["step"], torch.Tensor):
+                group["step"].fill_(step)
+            else:
+                group["step"] = step
+
+
+def host_number(value: Any) -> Any:
+    """A number that may be on the device."""
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def padded(compact: torch.Tensor, buffer: Any) -> torch.Tensor:

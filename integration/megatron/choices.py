@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,6 @@ REQUIRED = {
     "optimizer": ("adam", "its step is Adam's"),
     "use_distributed_optimizer": (True, "it steps the distributed optimizer's shards"),
     "optimizer_cpu_offload": (False, "the step writes into the parameter buffer on the device"),
-    "optimizer_cuda_graph": (False, "what Megatron computes between norm and step is not captured"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "MXFP8 parameters are not supported"),
 }
 """Fields of Megatron's OptimizerConfig: what is allowed, and why."""
@@ -42,6 +43,7 @@ class Choices:
     store_param_remainders: bool | None = None
     round_scaled_grads: bool | None = None
     seed: int = 0
+    capturable: bool | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
@@ -71,6 +73,7 @@ class Choices:
             contract=self.contract,
             backend=self.backend,
             round_scaled_grads=bool(self.round_scaled_grads),
+            capturable=bool(self.capturable),
             seed=self.seed,
         )
 
@@ -84,12 +87,14 @@ class Choices:
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        capturable: bool = False,
         **kwargs: Any,
     ) -> megaopt.FusedAdam:
         """In the place of TransformerEngine's FusedAdam, with the arguments that Megatron passes.
 
         Of dtypes and remainders those count that were not chosen here. use_decoupled_grad comes
-        with config.use_precision_aware_optimizer, where Megatron clips gradients in their dtype.
+        with config.use_precision_aware_optimizer, where Megatron clips gradients in their dtype,
+        capturable with config.optimizer_cuda_graph.
         """
         owns_masters = self.mode == "precision_aware"
         remainders, rounds = self.store_param_remainders, self.round_scaled_grads
@@ -110,6 +115,7 @@ class Choices:
             seed=self.seed,
             use_decoupled_grad=True,
             round_scaled_grads=use_decoupled_grad if rounds is None else rounds,
+            capturable=capturable if self.capturable is None else self.capturable,
             # Megatron's own gathers write the weights that its masters made
             on_external_write="ignore",
             contract=self.contract,
@@ -127,6 +133,8 @@ class Choices:
                 "config.use_precision_aware_optimizer=True is not allowed with mode='main_shards': "
                 "mode='precision_aware'"
             )
+        if getattr(config, "optimizer_cuda_graph", False):
+            check_graph(config, model_chunks)
         options = self._options()
         for chunk in model_chunks:
             if chunk.ddp_config.use_megatron_fsdp:
@@ -136,6 +144,37 @@ class Choices:
             for name, param in chunk.named_parameters():
                 check_parameter(name, param, self.mode)
                 view_of(param).check(f"parameter {name!r}", options, MOMENTS, masters=True)
+
+
+def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
+    """Raises ValueError where the host reads what a captured step computes."""
+    unread = "the host reads it within the step, which a CUDA graph cannot"
+    skips_above = getattr(config, "grad_norm_skip_threshold", math.inf)
+    refused = [
+        ("fp16", config.fp16, False, f"{unread}: whether gradients overflowed"),
+        ("loss_scale", config.loss_scale, None, f"{unread}: whether gradients overflowed"),
+        ("log_num_zeros_in_grad", config.log_num_zeros_in_grad, False, unread),
+        ("grad_norm_skip_threshold", skips_above, math.inf, unread),
+    ]
+    for name, value, allowed, reason in refused:
+        if value != allowed:
+            raise ValueError(
+                f"config.{name}={value!r} is not allowed with optimizer_cuda_graph=True: "
+                f"{allowed!r}; {reason}"
+            )
+    norms = importlib.import_module("megatron.core.optimizer.clip_grads")  # only where it is used
+    if getattr(norms, "multi_tensor_scale_tensor_impl", None) is None:
+        raise ValueError(
+            "config.optimizer_cuda_graph=True is not allowed without TransformerEngine, or with "
+            "megatron-core 0.16: False; Megatron then reads the gradients' norm on the host"
+        )
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            if foreign_weight(param) is not None:
+                raise ValueError(
+                    f"parameter {name!r} is a {type(param.data).__name__}, which is not allowed "
+                    "with optimizer_cuda_graph=True: the ranks find its scale after the step"
+                )
 
 
 def check_parameter(name: str, param: torch.Tensor, mode: str) -> None:
@@ -157,10 +196,4 @@ def check_parameter(name: str, param: torch.Tensor, mode: str) -> None:
         raise ValueError(
             f"parameter {name!r} is a {kind.__name__}, which is not allowed: fp32, bf16, fp16, or "
             "an fp8 tensor of TransformerEngine's"
-        )
-    group = getattr(param, "grad_norm_group", None)
-    if group is not None:
-        raise ValueError(
-            f"parameter {name!r}: grad_norm_group={group!r} is not allowed: None; the step has one "
-            "clip coefficient for all"
         )

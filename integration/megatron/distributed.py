@@ -6,10 +6,11 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron.core.optimizer import optimizer as base
 
 from megaopt.integration.megatron.adam import MainShardAdam
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
@@ -17,6 +18,19 @@ from megaopt.integration.megatron.float8 import absent_shards, own_shards, weigh
 from megaopt.integration.megatron.numbers import numbers_of
 from megaopt.params import view_of
 from megaopt.state import MASTER
+
+Norm = float | torch.Tensor
+
+
+def norm_groups() -> tuple[str | None, ...]:
+    """None for the norm of all other gradients, and the groups that Megatron gives their own."""
+    return (None, *getattr(base, "SEPARATE_GRAD_NORM_GROUPS", ()))
+
+
+def norm_group_of(param: torch.Tensor) -> str | None:
+    """The group whose norm a parameter's gradient counts for; releases up to 0.16 have none."""
+    group = getattr(param, "grad_norm_group", None)
+    return group if group in norm_groups() else None
 
 
 class Sharded(CheckpointedOptimizer):
@@ -35,14 +49,16 @@ class Sharded(CheckpointedOptimizer):
         self.has_16_bit_norm = True
         self._is_stepping = self._has_clipped_grads = False
         self._bound_to: list[tuple[torch.Tensor, int]] = []
-        self._norm_shards: list[Any] = []
-        self._norm_grads: list[torch.Tensor] = []
-        self.shards, self.fused = {}, None
+        self._norm_shards: dict[str | None, list[Any]] = {}
+        self._norm_grads: dict[str | None, list[torch.Tensor]] = {}
+        self.shards, self.fused, self._clips_in_place = {}, None, False
         if not self.is_stub_optimizer:
             self.init_state_fn = self.initialize_states
             self._take_shards()
             self._say_what_shards_are()
-            self._norm_shards = self._ask_for_norm_shards()
+            # parameters with a norm of their own: the step knows one coefficient for all
+            self._clips_in_place = config.clip_grad > 0.0 and any(map(norm_group_of, self.shards))
+            self._norm_shards = {group: self._ask_for_norm_shards(group) for group in norm_groups()}
             self.has_16_bit_norm = self._may_have_16_bit_norm()
 
     def own_config(self, config: Any) -> Any:
@@ -80,10 +96,12 @@ class Sharded(CheckpointedOptimizer):
         for model, shard in self.shards.items():
             part = self._get_model_param_range_map(model)["param"]
             grad = model.main_grad.view(-1)[part.start : part.end]
-            # 16 bits unscaled in place would be rounded
-            shard.decoupled_grad = grad.float() if self.grad_scaler else grad
+            shard.decoupled_grad = grad.float() if self._has_copies() else grad
         self._bound_to = self._buffers_now()
-        self._norm_grads = [shard.decoupled_grad for shard in self._norm_shards]
+        self._norm_grads = {
+            group: [shard.decoupled_grad for shard in shards]
+            for group, shards in self._norm_shards.items()
+        }
 
     def _is_bound(self) -> bool:
         """Whether all gradients are views of the buffers as they are now."""
@@ -100,9 +118,11 @@ class Sharded(CheckpointedOptimizer):
         )
 
     def _has_copies(self) -> bool:
-        """Whether gradients of 16 bits are cast, to be unscaled."""
+        """Whether gradients of 16 bits are cast: multiplied in place they would be rounded."""
         dtypes = {buffer.grad_data.dtype for buffer in self.buffers}
-        return self.grad_scaler is not None and dtypes != {torch.float32}
+        rounds = self.fused is not None and self.fused.options.round_scaled_grads
+        is_scaled = self.grad_scaler is not None or (self._clips_in_place and not rounds)
+        return is_scaled and dtypes != {torch.float32}
 
     def _buffers_now(self) -> list[tuple[torch.Tensor, int]]:
         return [(buffer.grad_data, buffer.grad_data.data_ptr()) for buffer in self.buffers]
@@ -118,8 +138,8 @@ class Sharded(CheckpointedOptimizer):
 
     # --- their norm
 
-    def _ask_for_norm_shards(self) -> list[Any]:
-        """The shards whose gradients count for the norm: neither shared nor duplicates.
+    def _ask_for_norm_shards(self, norm_group: str | None) -> list[Any]:
+        """The shards whose gradients count for a norm: neither shared nor duplicates.
 
         Megatron decides, asked once with stand-ins for the gradients.
         """
@@ -129,7 +149,7 @@ class Sharded(CheckpointedOptimizer):
         with warnings.catch_warnings():  # shards of fp32 weights are not leaves
             warnings.simplefilter("ignore", UserWarning)
             ask = getattr(super(), "get_grads_for_grad_norm", None)
-            counted = (ask or super().get_main_grads_for_grad_norm)()
+            counted = ask(norm_group) if ask else super().get_main_grads_for_grad_norm()
         self._set_grads(asked, [None] * len(asked))
         found = {id(each) for each in counted}
         pairs = zip(self._flat_shards(), stand_ins, strict=True)
@@ -156,36 +176,53 @@ class Sharded(CheckpointedOptimizer):
         return all(
             grad.dtype != torch.float32
             and (grad.numel() % 4 != 0 or grad.data_ptr() % (4 * grad.element_size()) == 0)
-            for grad in self._norm_grads
+            for grads in self._norm_grads.values()
+            for grad in grads
         )
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
         """The gradients that count for the norm, in fp32 wherever that could move its bits."""
-        if self.has_16_bit_norm:
-            return list(self._norm_grads)
-        return [grad.float() for grad in self._norm_grads]
+        return self.get_grads_for_grad_norm()
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """As releases after 0.16 call it; there are no parameters with a norm of their own."""
-        return [] if grad_norm_group is not None else self.get_main_grads_for_grad_norm()
+        """As releases after 0.16 call it, also for the norm of a group of its own."""
+        grads = self._norm_grads.get(grad_norm_group, [])
+        return [grad if self.has_16_bit_norm else grad.float() for grad in grads]
 
     # --- clipping
 
-    def clip(self, grad_norm: float | torch.Tensor) -> None:
-        """Tells the next step by what Megatron would multiply gradients of this norm."""
+    def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
+        """Tells the next step by what Megatron would multiply gradients of this norm.
+
+        Where some have a norm of their own, gradients are multiplied here, as Megatron does it.
+        """
         if self.is_stub_optimizer or self.config.clip_grad <= 0.0:
             return
-        coefficient = self.config.clip_grad / (grad_norm + 1.0e-6)
+        if self._clips_in_place:
+            norms: dict[str | None, Norm] = {None: grad_norm, **(norms_by_group or {})}
+            for shard in self.shards.values():
+                norm = norms.get(norm_group_of(shard))
+                coefficient = None if norm is None else self._coefficient(norm)
+                if coefficient is not None:
+                    shard.decoupled_grad.mul_(coefficient)
+        else:
+            self.optimizer.clip_coefficient = self._coefficient(grad_norm)
+
+    def _coefficient(self, norm: Norm) -> torch.Tensor | None:
+        """What gradients of a norm are multiplied by, fp32 of one element; None: nothing."""
+        coefficient = self.config.clip_grad / (norm + 1.0e-6)
         if isinstance(coefficient, torch.Tensor):
-            self.optimizer.clip_coefficient = coefficient.clamp(max=1.0)
-        elif coefficient < 1.0:
-            device = self.buffers[0].grad_data.device
-            self.optimizer.clip_coefficient = torch.full((1,), coefficient, device=device)
+            return coefficient.clamp(max=1.0)
+        if coefficient >= 1.0:
+            return None
+        return torch.full((1,), coefficient, device=self.buffers[0].grad_data.device)
 
     def clip_grad_norm(self, clip_grad: float) -> Any:
         """The norm; the next step clips."""
         grad_norm = self.get_grad_norm()
-        self.clip(grad_norm)
+        has_more = clip_grad > 0.0 and len(norm_groups()) > 1
+        norms = self._compute_grad_norms_by_group() if has_more else None
+        self.clip(grad_norm, norms)
         return grad_norm
 
     def skips(self, grad_norm: float | torch.Tensor) -> bool:
@@ -233,7 +270,7 @@ class Sharded(CheckpointedOptimizer):
         finally:
             self._is_stepping = False
             if not self.is_stub_optimizer and self._has_copies():
-                self._norm_grads = []
+                self._norm_grads = {}
                 for shard in self.shards.values():
                     shard.decoupled_grad = None
 

@@ -11,9 +11,8 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 import megatron_cases as cases
-from megatron_cpu import prepare
 from megatron_gpt import Case, load_and_train, train, train_and_save
-from ranks import RankError, Ranks
+from ranks import RankError
 
 from megaopt.integration.megatron.choices import Choices
 
@@ -22,33 +21,13 @@ KINDS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
 
 
 @pytest.fixture(scope="module")
-def pools(tmp_path_factory):
-    """For each number of ranks processes that live as long as this module's tests."""
-    started = {}
-
-    def start(world):
-        if world not in started or started[world].failed:
-            folder = tmp_path_factory.mktemp("ranks")
-            started[world] = Ranks(world, folder, prepare, fresh=True, patience=300)
-        return started[world]
-
-    yield start
-    for each in started.values():
-        each.close()
+def pools(megatron_pools):
+    return megatron_pools
 
 
 @pytest.fixture(scope="module")
-def stock(pools):
-    """Runs of Megatron's own optimizer, each made once."""
-    kept = {}
-
-    def run(world, function, case, *args):
-        key = (world, function, repr(case), args)
-        if key not in kept:
-            kept[key] = pools(world)(function, case, *args)
-        return kept[key]
-
-    return run
+def stock(megatron_stock):
+    return megatron_stock
 
 
 # --- the same bits as Megatron's own passes

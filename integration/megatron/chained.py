@@ -53,7 +53,9 @@ class Chained(ChainedOptimizer):
         align_steps(groups)
         steps = {int(group["step"]) for group in groups if group["params"]}
         if len(steps) > 1:
-            raise ValueError(f"optimizers at steps {sorted(steps)} are not allowed in one: one step")
+            raise ValueError(
+                f"optimizers at steps {sorted(steps)} are not allowed in one: one step"
+            )
         return steps.pop() if steps else None
 
     def count_zeros(self) -> Any:

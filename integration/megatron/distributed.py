@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import optimizer as base
 
-from megaopt.integration.megatron.adam import MainShardAdam
+from megaopt.integration.megatron.adam import MainShardsFace
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
 from megaopt.integration.megatron.float8 import absent_shards, own_shards, weights_of
 from megaopt.integration.megatron.numbers import numbers_of
@@ -298,12 +298,21 @@ class MainShards(Sharded):
 
     grad_name = "grad"
 
+    def own_config(self, config: Any) -> Any:
+        """A copy without the precision-aware mode, where Megatron would leave masters to fp8."""
+        if not config.use_precision_aware_optimizer:
+            return config
+        config = copy.copy(config)
+        config.use_precision_aware_optimizer = False
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
+        return config
+
     def _take_shards(self) -> None:
         super()._take_shards()
         self.shards.update(own_shards(self))  # in the place of what Megatron has for fp8 weights
         both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
         weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
-        self.optimizer = MainShardAdam(self.fused, weights, absent_shards(self))
+        self.optimizer = MainShardsFace(self.fused, weights, absent_shards(self))
 
     def refresh_weights(self) -> None:
         """Casts every master into its shard of the weights; the ranks have to gather them.

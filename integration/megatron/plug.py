@@ -7,10 +7,12 @@ from typing import Any
 from megatron.core import optimizer as factory
 from megatron.core.optimizer import distrib_optimizer
 
-from megaopt.integration.megatron.adam import ShardAdam
+from megaopt.integration.megatron.adam import Shards
 from megaopt.integration.megatron.chained import Chained
 from megaopt.integration.megatron.choices import Choices
 from megaopt.integration.megatron.distributed import MainShards, PrecisionAware
+
+OWNERS = {"main_shards": MainShards, "precision_aware": PrecisionAware}
 
 
 def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
@@ -18,17 +20,19 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
     make = factory._get_megatron_optimizer_based_on_param_groups
 
     def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
-        choices.check_config(config, model_chunks)
+        own = choices.for_model(model_chunks)
+        own.check_config(config, model_chunks)
+        factory.Adam = own.make_adam
+        factory.DistributedOptimizer = OWNERS[own.mode]
         return make(config, model_chunks, *args, **kwargs)
 
-    owner = PrecisionAware if choices.mode == "precision_aware" else MainShards
     return [
         (factory, "_get_megatron_optimizer_based_on_param_groups", checked),
         (factory, "Adam", choices.make_adam),
         # otherwise it takes torch's AdamW, whatever Adam is
         (factory, "USING_PYTORCH_OPTIMIZER", False),
-        (factory, "DistributedOptimizer", owner),
+        (factory, "DistributedOptimizer", OWNERS[choices.mode]),
         (factory, "ChainedOptimizer", Chained),
         # release 0.16 looks whether it is given an instance of this
-        (distrib_optimizer, "Adam", ShardAdam),
+        (distrib_optimizer, "Adam", Shards),
     ]

@@ -23,9 +23,17 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (world > 3))
+        for name, (world, _) in LAYOUTS.items()
+    ],
+)
 def test_layouts(megatron_pools, megatron_stock, mode, name):
     world, settings = LAYOUTS[name]
+    if "instances" in settings:
+        pytest.importorskip("einops")  # Megatron's, for the groups of several instances
     expected = megatron_stock(world, train, Case(**settings), 3)
     found = megatron_pools(world)(train, Case(plug=mode, **settings), 3)
     assert found == expected

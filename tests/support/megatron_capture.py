@@ -122,5 +122,3 @@ def error_of(case, changes):
         except ValueError as error:
             return str(error)
     return "no error"
-
-

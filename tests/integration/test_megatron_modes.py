@@ -1,0 +1,46 @@
+"""Lion and SGD in Megatron's distributed optimizer, and its precision-aware fields beside fp8."""
+
+import importlib.metadata
+
+import megatron_modes as modes
+import pytest
+import torch
+from how_to import needs
+from megatron_gpt import Case
+
+pytestmark = needs("megatron")
+HAS_KEYS = not importlib.metadata.version("megatron-core").startswith("0.16")
+
+
+def case_of(name, mode, **more):
+    settings = {"clip_grad": 0.0, "overlap": False, "config": {"optimizer": name}}
+    return Case(plug=mode, **{**settings, **more})
+
+
+@pytest.mark.skipif(not HAS_KEYS, reason="release 0.16 saves Adam's moments alone")
+@pytest.mark.parametrize(
+    ("name", "mode"), [("lion", "main_shards"), ("sgd", "precision_aware"), ("sgd", "main_shards")]
+)
+def test_other_rules_step_as_they_do_alone(megatron_pools, tmp_path, name, mode):
+    keys = {"lion": ("exp_avg",), "sgd": ("momentum_buffer",)}[name]
+    (expected,) = megatron_pools(1)(modes.alone, case_of(name, mode), name)
+    for found in megatron_pools(2)(modes.plugged, case_of(name, mode), tmp_path / "a"):
+        assert found["keys"] == keys
+        assert found["weights"] == found["loaded"] == expected
+        assert found["same"]
+
+
+AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+DELAYED = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+def test_precision_aware_with_masters_of_megatrons(megatron_pools, delayed):
+    """As beside fp8 parameters; with delayed scaling it has gradients clipped in their dtype."""
+    options = {"exp_avg_dtype": torch.bfloat16, "round_scaled_grads": delayed}
+    settings = {"plug": "main_shards", "clip_grad": 0.2, "fp32_grads": False}
+    config = {**AWARE, DELAYED: delayed}
+    found = megatron_pools(2)(modes.train_aware, Case(config=config, **settings))
+    assert found == megatron_pools(2)(modes.train_aware, Case(options=options, **settings))
+    assert found[0]["dtype"] == torch.bfloat16
+    assert found[0]["rounds"] is delayed

@@ -15,6 +15,7 @@ from megaopt.adam import AdamOptions
 from megaopt.checks import one_of
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.adam import ShardAdam, ShardLion, Shards, ShardSGD
+from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8
 from megaopt.kernels.rules.adam_numbers import MOMENTS
 from megaopt.params import view_of
 
@@ -28,7 +29,6 @@ REQUIRED = {
     ),
     "use_distributed_optimizer": (True, "it steps the distributed optimizer's shards"),
     "optimizer_cpu_offload": (False, "the step writes into the parameter buffer on the device"),
-    "reuse_grad_buf_for_mxfp8_param_ag": (False, "MXFP8 parameters are not supported"),
 }
 """Fields of Megatron's OptimizerConfig: what is allowed, and why."""
 
@@ -147,7 +147,7 @@ class Choices:
         Raises ValueError where masters of another format were asked for.
         """
         params = (param for chunk in model_chunks for param in chunk.parameters())
-        if self.mode == "main_shards" or not any(foreign_weight(param) for param in params):
+        if self.mode == "main_shards" or not any(map(is_fp8, params)):
             return self
         for name in ("store_param_remainders", "master_weight_dtype"):
             value = getattr(self, name)
@@ -164,12 +164,7 @@ class Choices:
             value = getattr(config, name, allowed)
             if value != allowed:
                 raise ValueError(f"config.{name}={value!r} is not allowed: {allowed!r}; {reason}")
-        base = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-        if self.asked is not None and not hasattr(base.DistributedOptimizer, STATE_KEYS):
-            raise ValueError(
-                f"config.optimizer={self.asked.optimizer!r} is not allowed with this release of "
-                "megatron-core, whose checkpoints have Adam's moments alone: 'adam'"
-            )
+        self._check_release(config)
         asks = config.use_precision_aware_optimizer and self.mode == "main_shards"
         if asks and config.main_params_dtype != torch.float32:
             raise ValueError(
@@ -185,8 +180,24 @@ class Choices:
                     "use_megatron_fsdp=True is not allowed: shards are the distributed optimizer's"
                 )
             for name, param in chunk.named_parameters():
-                check_parameter(name, param)
+                check_parameter(name, param, config.reuse_grad_buf_for_mxfp8_param_ag)
                 view_of(param).check(f"parameter {name!r}", options, MOMENTS, masters=True)
+
+    def _check_release(self, config: Any) -> None:
+        """Raises ValueError for what releases up to 0.16 do not have."""
+        base = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+        if hasattr(base.DistributedOptimizer, STATE_KEYS):
+            return
+        if self.asked is not None:
+            raise ValueError(
+                f"config.optimizer={self.asked.optimizer!r} is not allowed with megatron-core "
+                "0.16, whose checkpoints have Adam's moments alone: 'adam'"
+            )
+        if config.reuse_grad_buf_for_mxfp8_param_ag:
+            raise ValueError(
+                "config.reuse_grad_buf_for_mxfp8_param_ag=True is not allowed with megatron-core "
+                "0.16, which gathers all weights through it, also those that are not MXFP8: False"
+            )
 
 
 def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
@@ -213,24 +224,25 @@ def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
         )
     for chunk in model_chunks:
         for name, param in chunk.named_parameters():
-            if foreign_weight(param) is not None:
+            if is_fp8(param) and not is_mxfp8(param):
                 raise ValueError(
                     f"parameter {name!r} is a {type(param.data).__name__}, which is not allowed "
                     "with optimizer_cuda_graph=True: the ranks find its scale after the step"
                 )
 
 
-def check_parameter(name: str, param: torch.Tensor) -> None:
+def check_parameter(name: str, param: torch.Tensor, takes_mxfp8: bool) -> None:
     """Raises ValueError for a parameter of a model that cannot be stepped."""
     try:
         weight = foreign_weight(param)
     except ValueError as error:
         raise ValueError(f"parameter {name!r}: {error}") from None
     kind = type(param.data)
-    if weight is not None and weight.recipe.quantizer.scale_dtype == torch.uint8:
+    if weight is not None and is_mxfp8(param) and not takes_mxfp8:
         raise ValueError(
             f"parameter {name!r} is a {kind.__name__} ({weight.recipe.scaling}), which is not "
-            "allowed: in fp8 those with delayed, current or 128x128 scaling"
+            "allowed without config.reuse_grad_buf_for_mxfp8_param_ag=True: in fp8 those with "
+            "delayed, current or 128x128 scaling"
         )
     if weight is None and kind is not torch.Tensor:
         raise ValueError(

@@ -14,7 +14,7 @@ from megatron.core.optimizer import optimizer as base
 
 from megaopt.integration.megatron.adam import MainShardsFace
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
-from megaopt.integration.megatron.float8 import absent_shards, own_shards, weights_of
+from megaopt.integration.megatron.float8 import absent_shards, is_mxfp8, own_shards, weights_of
 from megaopt.integration.megatron.numbers import numbers_of
 from megaopt.params import view_of
 from megaopt.state import MASTER
@@ -51,6 +51,7 @@ class Sharded(CheckpointedOptimizer):
         self._bound_to: list[tuple[torch.Tensor, int]] = []
         self._norm_shards: dict[str | None, list[Any]] = {}
         self._norm_grads: dict[str | None, list[torch.Tensor]] = {}
+        self._outside: dict[torch.Tensor, torch.Tensor] = {}  # main shards of MXFP8 parameters
         self.shards, self.fused, self._clips_in_place = {}, None, False
         if not self.is_stub_optimizer:
             self.init_state_fn = self.initialize_states
@@ -283,14 +284,19 @@ class Sharded(CheckpointedOptimizer):
         """Megatron's; shards of weights lie in the parameter buffer again."""
         super().restore_from_cpu()
         for model, shard in self.shards.items():
-            if view_of(shard).weight is not None:
-                continue  # it has no memory of its own
-            part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-            index, _, bucket = self.model_param_gbuf_map[model]
-            place = self.buffers[index].buckets[bucket].param_data.view(-1)[part.start : part.end]
+            if view_of(shard).weight is not None or model in self._outside:
+                continue  # it has no memory of its own, or no place in the buffer
+            place = self._place_of(model)
             if shard.data_ptr() != place.data_ptr():
                 place.copy_(shard)
                 shard.data = place
+
+    def _place_of(self, model: torch.Tensor) -> torch.Tensor:
+        """Where the buffer that is gathered has this rank's part of a parameter."""
+        part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        index, _, bucket = self.model_param_gbuf_map[model]
+        whole: torch.Tensor = self.buffers[index].buckets[bucket].param_data
+        return whole.view(-1)[part.start : part.end]
 
 
 class MainShards(Sharded):
@@ -310,9 +316,29 @@ class MainShards(Sharded):
     def _take_shards(self) -> None:
         super()._take_shards()
         self.shards.update(own_shards(self))  # in the place of what Megatron has for fp8 weights
+        groups = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
+        for models, mains in groups:
+            outside = {m: main for m, main in zip(models, mains, strict=True) if is_mxfp8(m)}
+            self.shards.update(outside)
+            self._outside.update(outside)
         both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
         weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
         self.optimizer = MainShardsFace(self.fused, weights, absent_shards(self))
+
+    @torch.no_grad()
+    def _copy_main_params_to_param_buffer(self) -> None:
+        """Megatron's copy of all main shards to the buffer that is gathered, in one call.
+
+        Weights in MXFP8 are cast from there, by Megatron; the step has written the others, which
+        release 0.16 keeps outside of that buffer too.
+        """
+        places = {model: self._place_of(model) for model in self.shards}
+        moved = [m for m, own in self.shards.items() if own.data_ptr() != places[m].data_ptr()]
+        torch._foreach_copy_([places[m] for m in moved], [self.shards[m] for m in moved])
+        for chunk in self.model_chunks:
+            reset = getattr(chunk, "reset_param_sync_dispatch_state", None)
+            if reset is not None:
+                reset()
 
     def refresh_weights(self) -> None:
         """Casts every master into its shard of the weights; the ranks have to gather them.

@@ -1,15 +1,12 @@
 """Lion and SGD in Megatron's distributed optimizer, and its precision-aware fields beside fp8."""
 
-import importlib.metadata
-
 import megatron_modes as modes
 import pytest
 import torch
 from how_to import needs
-from megatron_gpt import Case
+from megatron_gpt import HAS_KEYS, Case
 
 pytestmark = needs("megatron")
-HAS_KEYS = not importlib.metadata.version("megatron-core").startswith("0.16")
 
 
 def case_of(name, mode, **more):

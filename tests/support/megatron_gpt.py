@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-import importlib
+import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,25 @@ import torch.distributed as dist
 from megaopt.commands.regression.unfused import adam_update, scalars_of
 from megaopt.integration import megatron as ours
 
+
+def is_newer_than_16():
+    """By the code on the path, which need not be what is installed."""
+    found = importlib.util.find_spec("megatron")
+    if found is None:
+        return False
+    text = (
+        Path(next(iter(found.submodule_search_locations)))
+        / "core"
+        / "optimizer"
+        / "distrib_optimizer.py"
+    ).read_text()
+    return "def optimizer_state_keys" in text
+
+
 VOCABULARY, LENGTH, BATCH = 64, 16, 2
 BETAS, EPS = (0.9, 0.95), 1e-8
+HAS_KEYS = is_newer_than_16()
+"""Whether Megatron's release has names for the moments of other optimizers than Adam."""
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -66,6 +83,8 @@ class Case:
     """Embedding and output layer share their weight, over pipeline stages."""
     mtp: bool = False
     """A layer that predicts the token after the next one, whose parameters are tagged."""
+    mxfp8: bool = False
+    """Matrices stand for MXFP8 parameters, within megatron_mxfp8.stand_ins."""
     config: dict = field(default_factory=dict)
     """More of Megatron's OptimizerConfig, set when it is made."""
 
@@ -181,6 +200,8 @@ def wrap(case, config, virtual_stage):
     for name, param in model.named_parameters():
         if case.mtp and ".mtp." in f".{name}":
             param.grad_norm_group = "mtp"
+        if case.mxfp8 and param.ndim > 1:
+            param.is_stand_in = True
         if case.frozen is not None and case.frozen in name:
             param.requires_grad_(False)
     distributed = megatron("distributed")
@@ -192,6 +213,8 @@ def wrap(case, config, virtual_stage):
         bucket_size=case.buckets,
         pad_buckets_for_high_nccl_busbw=case.pads_buckets,
         num_distributed_optimizer_instances=case.instances,
+        reuse_grad_buf_for_mxfp8_param_ag=case.mxfp8,
+        fp8_param_gather=case.mxfp8,
     )
     return distributed.DistributedDataParallel(config, settings, model)
 
@@ -216,6 +239,10 @@ def optimizer_config(case):
         decoupled_weight_decay=case.adam_w_mode,
         decoupled_lr=case.decoupled_lr,
     )
+    if case.mxfp8:
+        overlap = case.overlap and case.gathers_late
+        more = {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": overlap}
+        vars(config).update(fp8_recipe="mxfp8", **more)
     vars(config).update(case.config)
     return config
 
@@ -326,6 +353,7 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.stage()
         schedule = megatron("pipeline_parallel.schedules").get_forward_backward_func()
         data = [self.batches() for _ in self.chunks]
         found = schedule(
@@ -363,8 +391,18 @@ class Trainer:
         return [self.step() for _ in range(steps)]
 
     @torch.no_grad()
+    def stage(self):
+        """As Megatron's loop: where gradients' memory is used to gather weights, they go there."""
+        if self.case.mxfp8 and self.chunk.ddp_config.overlap_param_gather:
+            for each in self.optimizer.chained_optimizers:
+                each._copy_main_params_to_param_buffer()
+
+    @torch.no_grad()
     def gather(self):
         """After it, all weights are those of the last step, late gathering or not."""
+        if self.case.mxfp8 and self.chunk.ddp_config.overlap_param_gather:
+            self.chunk.zero_grad_buffer()
+            self.stage()
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.disable_forward_pre_hook(param_sync=True)

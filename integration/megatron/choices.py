@@ -28,7 +28,6 @@ REQUIRED = {
         "of Megatron's",
     ),
     "use_distributed_optimizer": (True, "it steps the distributed optimizer's shards"),
-    "optimizer_cpu_offload": (False, "the step writes into the parameter buffer on the device"),
 }
 """Fields of Megatron's OptimizerConfig: what is allowed, and why."""
 
@@ -51,6 +50,8 @@ class Choices:
     round_scaled_grads: bool | None = None
     seed: int = 0
     capturable: bool | None = None
+    offloads: bool = False
+    """config.optimizer_cpu_offload, of which Megatron is not told."""
     asked: Any = None
     """Megatron's config where it names lion or sgd: Megatron is then told of adam."""
 
@@ -122,6 +123,7 @@ class Choices:
             # Megatron's own gathers write the weights that its masters made
             "on_external_write": "ignore",
             "backend": self.backend,
+            **self.state_device(),
         }
         first = self.exp_avg_dtype or exp_avg_dtype
         if self.asked is not None and self.asked.optimizer == "lion":
@@ -140,6 +142,15 @@ class Choices:
             contract=self.contract,
             **options,
         )
+
+    def state_device(self) -> dict[str, Any]:
+        """The argument of the fused optimizers that optimizer_cpu_offload leads to.
+
+        In mode main_shards of the moments alone: the masters are Megatron's, on the device.
+        """
+        if not self.offloads:
+            return {}
+        return {"state_device": "cpu" if self.mode == "precision_aware" else {"moments": "cpu"}}
 
     def for_model(self, model_chunks: Sequence[Any]) -> Choices:
         """These choices, with mode main_shards where parameters are fp8: Megatron has the masters.
@@ -165,6 +176,8 @@ class Choices:
             if value != allowed:
                 raise ValueError(f"config.{name}={value!r} is not allowed: {allowed!r}; {reason}")
         self._check_release(config)
+        if self.offloads:
+            check_offload(config)
         asks = config.use_precision_aware_optimizer and self.mode == "main_shards"
         if asks and config.main_params_dtype != torch.float32:
             raise ValueError(
@@ -198,6 +211,21 @@ class Choices:
                 "config.reuse_grad_buf_for_mxfp8_param_ag=True is not allowed with megatron-core "
                 "0.16, which gathers all weights through it, also those that are not MXFP8: False"
             )
+
+
+def check_offload(config: Any) -> None:
+    """Raises ValueError for an offload of other states than all."""
+    if not hasattr(AdamOptions, "state_device"):
+        raise ValueError(
+            "config.optimizer_cpu_offload=True is not allowed: False; this release of megaopt has "
+            "no states in host memory"
+        )
+    fraction = config.optimizer_offload_fraction
+    if fraction != 1.0:
+        raise ValueError(
+            f"config.optimizer_offload_fraction={fraction!r} is not allowed with "
+            "optimizer_cpu_offload=True: 1.0; the states of all parameters are in host memory"
+        )
 
 
 def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:

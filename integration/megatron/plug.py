@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 from megatron.core import optimizer as factory
@@ -20,8 +22,11 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
     make = factory._get_megatron_optimizer_based_on_param_groups
 
     def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
-        own = choices.for_model(model_chunks)
+        own = replace(choices.for_model(model_chunks), offloads=config.optimizer_cpu_offload)
         own.check_config(config, model_chunks)
+        if own.offloads:  # Megatron itself would make an optimizer a device
+            config = copy.copy(config)
+            config.optimizer_cpu_offload = False
         factory.Adam = own.make_adam
         factory.DistributedOptimizer = OWNERS[own.mode]
         return make(config, model_chunks, *args, **kwargs)

@@ -14,6 +14,7 @@ import megatron_cases as cases
 from megatron_gpt import Case, load_and_train, train, train_and_save
 from ranks import RankError
 
+from megaopt.adam import AdamOptions
 from megaopt.integration.megatron.choices import Choices
 
 MODES = ("main_shards", "precision_aware")
@@ -98,6 +99,15 @@ def test_whether_it_rounds_is_chosen_or_the_configs(chosen, aware):
     choices = Choices(mode="precision_aware", round_scaled_grads=chosen)
     adam = choices.make_adam([group], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, **keys)
     assert adam.options.round_scaled_grads is (aware if chosen is None else chosen)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device"), [("main_shards", {"moments": "cpu"}), ("precision_aware", "cpu")]
+)
+def test_cpu_offload_leads_to_states_in_host_memory(mode, device):
+    """Of masters of Megatron's nothing is moved."""
+    assert Choices(mode=mode, offloads=True).state_device() == {"state_device": device}
+    assert Choices(mode=mode).state_device() == {}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -343,6 +353,9 @@ def test_nothing_stays_patched(pools, mode):
 
 
 WEIGHT = "module.decoder.final_layernorm.weight"
+OFFLOADED = (
+    "config.optimizer_offload_fraction=0.0 is not allowed with optimizer_cpu_offload=True: 1.0"
+)
 ERRORS = [
     (("config", "optimizer", "sgd"), "config.optimizer='sgd' is not allowed: 'adam'"),
     (
@@ -351,14 +364,15 @@ ERRORS = [
     ),
     (
         ("config", "optimizer_cpu_offload", True),
-        "config.optimizer_cpu_offload=True is not allowed: False",
+        OFFLOADED
+        if hasattr(AdamOptions, "state_device")
+        else "config.optimizer_cpu_offload=True is not allowed: False",
     ),
     (
-        ("config", "use_precision_aware_optimizer", True),
-        "config.use_precision_aware_optimizer=True is not allowed with mode='main_shards'",
+        ("aware", "main_params_dtype", torch.float16),
+        "config.main_params_dtype=torch.float16 is not allowed with mode='main_shards'",
     ),
     (("ddp", "use_megatron_fsdp", True), "use_megatron_fsdp=True is not allowed"),
-    (("tagged", WEIGHT, "mtp"), f"parameter {WEIGHT!r}: grad_norm_group='mtp' is not allowed"),
     (
         ("quantized", WEIGHT, None),
         f"parameter {WEIGHT!r} is a Quantized, which is not allowed: fp32, bf16, fp16, or an fp8",

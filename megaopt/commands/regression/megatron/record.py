@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -34,6 +35,38 @@ def measured(regression: Regression, result: Result) -> dict[str, Any]:
         "ranks": result.trial.jobs[-1].ranks,
         "summaries": result.summaries,
     }
+
+
+def times_of(regression: Regression) -> dict[str, Any]:
+    """Of each variant the medians of its runs, joined: their median, least and most.
+
+    of_baseline is the median over that of the baseline, which has runs between these.
+    """
+    found: dict[str, Any] = {}
+    for variant in regression.run.variant:
+        outcomes = regression.outcomes.values()
+        results = [e.result for e in outcomes if e.result and e.trial.variant == variant]
+        if not results:
+            continue
+        found[variant.name] = own = {"runs": len(results)}
+        for key, name in (
+            ("optimizer_milliseconds", "optimizer_seconds"),
+            ("step_milliseconds", "seconds"),
+        ):
+            medians = [1000 * result.median(name) for result in results]
+            own[key] = {
+                "median": statistics.median(medians),
+                "least": min(medians),
+                "most": max(medians),
+            }
+    for variant in regression.run.variant:
+        own, other = found.get(variant.name), found.get(variant.baseline or "")
+        for key in ("optimizer_milliseconds", "step_milliseconds"):
+            if own is not None:
+                is_known = other is not None
+                ratio = own[key]["median"] / other[key]["median"] if is_known else None
+                own[key]["of_baseline"] = ratio
+    return found
 
 
 def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
@@ -73,6 +106,7 @@ def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict
             name: outcome_record(regression, outcome)
             for name, outcome in regression.outcomes.items()
         },
+        "times": times_of(regression),
         "finished": finished,
         "identical": finished and difference is None and not regression.failed,
         "first_difference": recorded(difference),

@@ -200,7 +200,8 @@ class Sharded(CheckpointedOptimizer):
         if self.is_stub_optimizer or self.config.clip_grad <= 0.0:
             return
         if self._clips_in_place:
-            norms: dict[str | None, Norm] = {None: grad_norm, **(norms_by_group or {})}
+            norms: dict[str | None, Norm] = {None: grad_norm}
+            norms.update((norms_by_group or {}).items())
             for shard in self.shards.values():
                 norm = norms.get(norm_group_of(shard))
                 coefficient = None if norm is None else self._coefficient(norm)

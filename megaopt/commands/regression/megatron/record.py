@@ -37,6 +37,9 @@ def measured(regression: Regression, result: Result) -> dict[str, Any]:
     }
 
 
+TIMES = {"optimizer_milliseconds": "optimizer_seconds", "step_milliseconds": "seconds"}
+
+
 def times_of(regression: Regression) -> dict[str, Any]:
     """Of each variant the medians of its runs, joined: their median, least and most.
 
@@ -46,27 +49,20 @@ def times_of(regression: Regression) -> dict[str, Any]:
     for variant in regression.run.variant:
         outcomes = regression.outcomes.values()
         results = [e.result for e in outcomes if e.result and e.trial.variant == variant]
-        if not results:
-            continue
-        found[variant.name] = own = {"runs": len(results)}
-        for key, name in (
-            ("optimizer_milliseconds", "optimizer_seconds"),
-            ("step_milliseconds", "seconds"),
-        ):
-            medians = [1000 * result.median(name) for result in results]
-            own[key] = {
-                "median": statistics.median(medians),
-                "least": min(medians),
-                "most": max(medians),
-            }
+        if results:
+            spreads = {key: spread_of(results, name) for key, name in TIMES.items()}
+            found[variant.name] = {"runs": len(results), **spreads}
     for variant in regression.run.variant:
-        own, other = found.get(variant.name), found.get(variant.baseline or "")
-        for key in ("optimizer_milliseconds", "step_milliseconds"):
-            if own is not None:
-                is_known = other is not None
-                ratio = own[key]["median"] / other[key]["median"] if is_known else None
-                own[key]["of_baseline"] = ratio
+        for key in TIMES if variant.name in found else ():
+            own, other = found[variant.name][key], found.get(variant.baseline or "")
+            own["of_baseline"] = own["median"] / other[key]["median"] if other else None
     return found
+
+
+def spread_of(results: list[Result], name: str) -> dict[str, float]:
+    """Median, least and most of the results' medians, in milliseconds."""
+    medians = [1000 * result.median(name) for result in results]
+    return {"median": statistics.median(medians), "least": min(medians), "most": max(medians)}
 
 
 def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:

@@ -44,9 +44,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
             {name: value for name, value in group.items() if name != "params"}
             for group in packed["param_groups"]
         ]
-        align_steps(groups)
         for group in groups:  # with capturable they are on the device
             group |= {"step": int(group["step"]), "lr": host_number(group["lr"])}
+        align_steps(groups)
         found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         if self.grad_scaler:
             found["grad_scaler"] = self.grad_scaler.state_dict()

@@ -16,7 +16,8 @@ SETTINGS = {
     "late": {"gathers_late": False},
     "late, 16 bits": {"gathers_late": False, "fp32_grads": False},
 }
-PLACES = [(name, 2) for name in SETTINGS] + [("overlap", 1), ("late, 16 bits", 3)]
+PLACES = [(name, 2) for name in SETTINGS]
+PLACES += [pytest.param(*each, marks=pytest.mark.slow) for each in (("overlap", 1), ("late", 3))]
 
 
 @pytest.mark.parametrize(("name", "world"), PLACES)

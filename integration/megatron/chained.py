@@ -11,7 +11,7 @@ from megatron.core.optimizer.clip_grads import l2_norm_impl
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 from megaopt.integration.megatron.checkpoints import align_steps
-from megaopt.integration.megatron.distributed import norm_groups
+from megaopt.integration.megatron.gradients import norm_groups
 
 
 class Chained(ChainedOptimizer):

@@ -18,7 +18,8 @@ LAYOUTS = {
     "shared experts": (2, {"experts": 2, "shared_experts": True}),
     "frozen": (2, {"frozen": "layernorm"}),
     "decoupled lr": (2, {"decoupled_lr": 1e-3}),
-    "mtp": (2, {"mtp": True, "clip_grad": 0.2}),
+    "mtp": (2, {"mtp": True, "clip_grad": 0.02}),
+    "mtp, 16 bits": (2, {"mtp": True, "clip_grad": 0.02, "fp32_grads": False}),
 }
 
 

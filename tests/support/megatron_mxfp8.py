@@ -7,7 +7,7 @@ import megatron_gpt
 import torch
 from megatron_gpt import megatron
 
-from megaopt.integration.megatron import choices, float8
+from megaopt.integration.megatron import checks, choices, float8
 
 MODULES = (
     "distributed.param_and_grad_buffer",
@@ -32,7 +32,7 @@ def stand_ins():
     from megaopt.integration.megatron import distributed
 
     with contextlib.ExitStack() as stack:
-        for module in (*map(megatron, MODULES), choices, float8, distributed):
+        for module in (*map(megatron, MODULES), checks, choices, float8, distributed):
             for name in ("is_float8tensor", "is_mxfp8tensor", "is_fp8", "is_mxfp8"):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, is_stand_in))

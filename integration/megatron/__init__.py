@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megaopt.checks import one_of
 from megaopt.integration.megatron.choices import Choices
 
 __all__ = ["SUPPORTED", "get_megatron_optimizer", "plugged_in"]
@@ -92,7 +93,9 @@ def get_megatron_optimizer(
         "any_version": any_version,
     }
     told = config
-    if config is not None and config.optimizer in ("lion", "sgd"):
+    if config is not None:
+        one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd"))
+    if config is not None and config.optimizer != "adam":
         options["asked"] = config  # of its own paths to them none is the distributed optimizer's
         told = copy.copy(config)
         told.optimizer = "adam"

@@ -357,7 +357,10 @@ OFFLOADED = (
     "config.optimizer_offload_fraction=0.0 is not allowed with optimizer_cpu_offload=True: 1.0"
 )
 ERRORS = [
-    (("config", "optimizer", "sgd"), "config.optimizer='sgd' is not allowed: 'adam'"),
+    (
+        ("config", "optimizer", "muon"),
+        "config.optimizer must be one of adam, lion, sgd, got 'muon'",
+    ),
     (
         ("config", "use_distributed_optimizer", False),
         "config.use_distributed_optimizer=False is not allowed: True",

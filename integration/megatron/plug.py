@@ -14,7 +14,10 @@ from megaopt.integration.megatron.chained import Chained
 from megaopt.integration.megatron.choices import Choices
 from megaopt.integration.megatron.distributed import MainShards, PrecisionAware
 
-OWNERS = {"main_shards": MainShards, "precision_aware": PrecisionAware}
+
+def owner_of(choices: Choices) -> type:
+    """The distributed optimizer of a mode."""
+    return PrecisionAware if choices.mode == "precision_aware" else MainShards
 
 
 def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
@@ -28,7 +31,7 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
             config = copy.copy(config)
             config.optimizer_cpu_offload = False
         factory.Adam = own.make_adam
-        factory.DistributedOptimizer = OWNERS[own.mode]
+        factory.DistributedOptimizer = owner_of(own)
         return make(config, model_chunks, *args, **kwargs)
 
     return [
@@ -36,7 +39,7 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
         (factory, "Adam", choices.make_adam),
         # otherwise it takes torch's AdamW, whatever Adam is
         (factory, "USING_PYTORCH_OPTIMIZER", False),
-        (factory, "DistributedOptimizer", OWNERS[choices.mode]),
+        (factory, "DistributedOptimizer", owner_of(choices)),
         (factory, "ChainedOptimizer", Chained),
         # release 0.16 looks whether it is given an instance of this
         (distrib_optimizer, "Adam", Shards),

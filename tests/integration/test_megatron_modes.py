@@ -1,5 +1,6 @@
 """Lion and SGD in Megatron's distributed optimizer, and its precision-aware fields beside fp8."""
 
+import megatron_memory
 import megatron_modes as modes
 import pytest
 import torch
@@ -7,6 +8,8 @@ from how_to import needs
 from megatron_gpt import HAS_KEYS, Case
 
 pytestmark = needs("megatron")
+
+MODES = ("main_shards", "precision_aware")
 
 
 def case_of(name, mode, **more):
@@ -41,3 +44,13 @@ def test_precision_aware_with_masters_of_megatrons(megatron_pools, delayed):
     assert found == megatron_pools(2)(modes.train_aware, Case(options=options, **settings))
     assert found[0]["dtype"] == torch.bfloat16
     assert found[0]["rounds"] is delayed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_saves_and_loads_take_the_state_and_a_bucket_at_most(megatron_pools, tmp_path, mode):
+    """Megatron issue 7288: a resume made the state twice."""
+    case = Case(plug=mode, hidden=64, inner=128, buckets=20000)
+    for found in megatron_pools(2)(megatron_memory.bytes_of, case, tmp_path / "a"):
+        assert found["save"] <= found["bucket"]
+        assert found["template"] <= found["state"] + found["bucket"]
+        assert found["load"] <= found["bucket"]

@@ -8,12 +8,14 @@ in the place of megatron.core.optimizer's is all it takes. Megatron-Core is impo
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megaopt.checks import one_of
 from megaopt.integration.megatron.choices import Choices
 
 __all__ = ["SUPPORTED", "get_megatron_optimizer", "plugged_in"]
@@ -35,6 +37,7 @@ def get_megatron_optimizer(
     store_param_remainders: bool | None = None,
     round_scaled_grads: bool | None = None,
     seed: int = 0,
+    capturable: bool | None = None,
     any_version: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -42,6 +45,7 @@ def get_megatron_optimizer(
 
     Args:
         config: Megatron's OptimizerConfig, which stays as it is; with use_distributed_optimizer.
+            optimizer may be "adam", "lion" or "sgd": FusedAdam, FusedLion, FusedSGD.
         model_chunks: as Megatron takes them.
         args: Megatron's other arguments, as kwargs are.
         mode: "main_shards": Megatron keeps its fp32 main shards. "precision_aware": the optimizer
@@ -49,9 +53,10 @@ def get_megatron_optimizer(
             masters have the same bits in both.
         contract: how operations are rounded, as for megaopt.FusedAdam.
         backend: as for megaopt.FusedAdam.
-        exp_avg_dtype: as for megaopt.FusedAdam ("block64_e4m3" and, for exp_avg_sq,
-            "block64_e5m3": 8 bits, docs/how-to/megatron.md); None: config.exp_avg_dtype if config
-            has use_precision_aware_optimizer, else torch.float32.
+        exp_avg_dtype: of exp_avg, or of SGD's momentum_buffer, as for megaopt.FusedAdam
+            ("block64_e4m3" and, for exp_avg_sq, "block64_e5m3": 8 bits, docs/how-to/megatron.md);
+            None: config.exp_avg_dtype if config has use_precision_aware_optimizer, else
+            torch.float32.
         exp_avg_sq_dtype: likewise.
         master_weight_dtype: as for megaopt.FusedAdam, in mode "precision_aware" alone; None: fp32,
             or as Megatron asks.
@@ -61,6 +66,8 @@ def get_megatron_optimizer(
             use_precision_aware_optimizer, where Megatron clips bf16 gradients in bf16, else False.
         seed: as for megaopt.FusedAdam; the same on all ranks. A parameter's number is its place in
             DDP's buffers, so that ranks with copies of it draw the same random bits.
+        capturable: as for megaopt.FusedAdam: a CUDA graph may capture the step; None:
+            config.optimizer_cuda_graph, with which Megatron's training loop captures it.
         any_version: go on with a megatron-core that is not among SUPPORTED.
         kwargs: Megatron's.
 
@@ -82,11 +89,19 @@ def get_megatron_optimizer(
         "store_param_remainders": store_param_remainders,
         "round_scaled_grads": round_scaled_grads,
         "seed": seed,
+        "capturable": capturable,
         "any_version": any_version,
     }
+    told = config
+    if config is not None:
+        one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd"))
+    if config is not None and config.optimizer != "adam":
+        options["asked"] = config  # of its own paths to them none is the distributed optimizer's
+        told = copy.copy(config)
+        told.optimizer = "adam"
     with plugged_in(**options):
         module = importlib.import_module("megatron.core.optimizer")
-        return module.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+        return module.get_megatron_optimizer(told, model_chunks, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -99,7 +114,8 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     Args:
         any_version: as for get_megatron_optimizer.
         options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype,
-            store_param_remainders, round_scaled_grads and seed, as for get_megatron_optimizer.
+            store_param_remainders, round_scaled_grads, seed and capturable, as for
+            get_megatron_optimizer.
 
     Raises:
         ImportError: megatron-core is not installed.

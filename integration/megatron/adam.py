@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 import megaopt
+from megaopt.optimizer import FusedOptimizer
 from megaopt.state import MASTER
 
 State = dict[str, Any]
 
 
-class ShardAdam(megaopt.FusedAdam):
-    """megaopt.FusedAdam over shards of weights, with what Megatron does to an inner optimizer."""
+class Shards(FusedOptimizer):
+    """A fused optimizer over shards of weights, with what Megatron does to an inner optimizer."""
 
     clip_coefficient: torch.Tensor | None = None
     """What the next step multiplies gradients by, fp32 of one element; the step clears it."""
@@ -26,11 +27,11 @@ class ShardAdam(megaopt.FusedAdam):
         return super().step(closure, clip_coefficient=coefficient, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """As megaopt.FusedAdam's, in dicts of its own: Megatron writes step counts into them."""
+        """As the fused optimizer's, in dicts of its own: Megatron writes step counts into them."""
         return copied(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As megaopt.FusedAdam's; tensors that are its own stay, without a copy in between.
+        """As the fused optimizer's; tensors that are its own stay, without a copy in between.
 
         Megatron first hands over what `state_dict` gave, then fills the tensors.
         """
@@ -44,8 +45,20 @@ class ShardAdam(megaopt.FusedAdam):
         self.state.update(kept)
 
 
-class MainShardAdam(torch.optim.Optimizer):
-    """The face of a ShardAdam: groups and state are those of Megatron's main shards.
+class ShardAdam(Shards, megaopt.FusedAdam):
+    """megaopt.FusedAdam over shards."""
+
+
+class ShardLion(Shards, megaopt.FusedLion):
+    """megaopt.FusedLion over shards."""
+
+
+class ShardSGD(Shards, megaopt.FusedSGD):
+    """megaopt.FusedSGD over shards."""
+
+
+class MainShardsFace(torch.optim.Optimizer):
+    """The face of a fused optimizer: groups and state are those of Megatron's main shards.
 
     Args:
         fused: its groups have the main shards, all fp32. It steps `weights` from then on, with the
@@ -58,7 +71,7 @@ class MainShardAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        fused: ShardAdam,
+        fused: Shards,
         weights: list[list[torch.Tensor]],
         absent: Sequence[torch.Tensor] = (),
     ) -> None:
@@ -80,7 +93,7 @@ class MainShardAdam(torch.optim.Optimizer):
 
     @property
     def clip_coefficient(self) -> torch.Tensor | None:
-        """As ShardAdam's."""
+        """As that of Shards."""
         return self.fused.clip_coefficient
 
     @clip_coefficient.setter
@@ -123,7 +136,7 @@ class MainShardAdam(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ShardAdam's; the main shards stay as they are."""
+        """As that of Shards; the main shards stay as they are."""
         self._hand_over()
         state_dict = cleaned(state_dict)
         if state_dict["state"]:
@@ -148,7 +161,7 @@ class MainShardAdam(torch.optim.Optimizer):
 class MainState(Mapping[torch.Tensor, State]):
     """The state of weights, by their main shards; the very dicts that the step looks at."""
 
-    def __init__(self, fused: ShardAdam, weights: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, fused: Shards, weights: Mapping[torch.Tensor, torch.Tensor]) -> None:
         self._fused, self._weights = fused, weights
 
     def __getitem__(self, main: torch.Tensor) -> State:

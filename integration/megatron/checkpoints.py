@@ -11,17 +11,31 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaopt.state import MASTER
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KEYS = ("param", *MOMENTS)
+ADAM = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointedOptimizer(DistributedOptimizer):
     """All formats have fp32 values, whatever the state is stored as: each loads into each."""
 
-    fused: Any
-    """The ShardAdam that steps the shards; None without parameters."""
+    fused: Any = None
+    """The fused optimizer that steps the shards; None without parameters."""
     shards: dict[Any, Any]
     """Of each model parameter that this rank owns part of, that part."""
+
+    @property
+    def optimizer_state_keys(self) -> tuple[str, ...]:
+        """The names of the moments, as releases after 0.16 ask for them."""
+        return ADAM if self.fused is None else tuple(self.fused.rule.moments)
+
+    @property
+    def _keys(self) -> tuple[str, ...]:
+        """The names of all that is saved of a parameter."""
+        return ("param", *self.optimizer_state_keys)
+
+    @property
+    def _names(self) -> dict[str, str]:
+        """By those names, what the state calls it."""
+        return {"param": MASTER, **{name: name for name in self.optimizer_state_keys}}
 
     def state_dict(self) -> dict[str, Any]:
         """Groups and loss scale; Megatron's own takes step counts from where torch keeps them."""
@@ -30,6 +44,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
             {name: value for name, value in group.items() if name != "params"}
             for group in packed["param_groups"]
         ]
+        for group in groups:  # with capturable they are on the device
+            group |= {"step": int(group["step"]), "lr": host_number(group["lr"])}
         align_steps(groups)
         found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         if self.grad_scaler:
@@ -45,14 +61,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
         shard = self.shards[model_param]
         if MASTER not in self.fused.state.get(shard, {}):  # nothing yet, or moments that were given
             self.fused.initialize_states()
-        names = {"param": MASTER, **{name: name for name in MOMENTS}}
-        return {key: self.fused.get_unscaled_state(shard, name) for key, name in names.items()}
+        get = self.fused.get_unscaled_state
+        return {key: get(shard, name) for key, name in self._names.items()}
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.Tensor, tensors: dict[str, Any]
     ) -> None:
         shard = self.shards[model_param]
-        for key, name in {"param": MASTER, **{name: name for name in MOMENTS}}.items():
+        for key, name in self._names.items():
             self.fused.set_scaled_state(shard, name, tensors[key])
 
     # --- weights are what their masters say, after any load
@@ -99,7 +115,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         size = bucket.grad_data.numel() // group.size()
         end = min(max(bucket.numel_unpadded - group.rank() * size, 0), size)
         zeros = torch.zeros(end, device=bucket.grad_data.device)
-        tensors = {key: zeros.clone() for key in KEYS}
+        tensors = {key: zeros.clone() for key in self._keys}
         return {**tensors, "gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -118,7 +134,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         replica = (self.distributed_optimizer_instance_id, 0, self.data_parallel_group.rank())
         first = {"local_shape": (1,), "global_offset": (0,), "replica_id": replica}
         zero = entry["param"].data.new_zeros(1)
-        read = {key: replace(entry[key], data=zero.clone(), **first) for key in KEYS}
+        read = {key: replace(entry[key], data=zero.clone(), **first) for key in self._keys}
         return {"padding": entry["padding"], **read}
 
     # --- fully_reshardable: several buckets
@@ -143,7 +159,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         if self._keeps_padding and state is not None:
             for index, buffer in enumerate(self.buffers):
                 for tensors in state[index].values():
-                    for key in KEYS:
+                    for key in self._keys:
                         tensors[key] = padded(tensors[key], buffer)
         return state
 
@@ -157,7 +173,15 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
     if len(steps) == 1:
         (step,) = steps
         for group in groups:
-            group["step"] = step
+            if isinstance(group["step"], torch.Tensor):
+                group["step"].fill_(step)
+            else:
+                group["step"] = step
+
+
+def host_number(value: Any) -> Any:
+    """A number that may be on the device."""
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def padded(compact: torch.Tensor, buffer: Any) -> torch.Tensor:

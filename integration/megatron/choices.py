@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-import megaopt
-import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
+import megaopt.integration.transformer_engine_weights  # noqa: F401  fp8 tensors become known
 from megaopt.adam import AdamOptions
 from megaopt.checks import one_of
 from megaopt.choices import Backend, Contract
-from megaopt.float8.foreign import foreign_weight
-from megaopt.integration.megatron.adam import ShardAdam
+from megaopt.integration.megatron.adam import ShardAdam, ShardLion, Shards, ShardSGD
+from megaopt.integration.megatron.checks import (
+    check_graph,
+    check_offload,
+    check_parameter,
+    check_release,
+    check_required,
+)
+from megaopt.integration.megatron.float8 import is_fp8
 from megaopt.kernels.rules.adam_numbers import MOMENTS
 from megaopt.params import view_of
 
 MODES = ("main_shards", "precision_aware")
-
-REQUIRED = {
-    "optimizer": ("adam", "its step is Adam's"),
-    "use_distributed_optimizer": (True, "it steps the distributed optimizer's shards"),
-    "optimizer_cpu_offload": (False, "the step writes into the parameter buffer on the device"),
-    "optimizer_cuda_graph": (False, "what Megatron computes between norm and step is not captured"),
-    "reuse_grad_buf_for_mxfp8_param_ag": (False, "MXFP8 parameters are not supported"),
-}
-"""Fields of Megatron's OptimizerConfig: what is allowed, and why."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,11 @@ class Choices:
     store_param_remainders: bool | None = None
     round_scaled_grads: bool | None = None
     seed: int = 0
+    capturable: bool | None = None
+    offloads: bool = False
+    """config.optimizer_cpu_offload, of which Megatron is not told."""
+    asked: Any = None
+    """Megatron's config where it names lion or sgd: Megatron is then told of adam."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
@@ -72,6 +74,7 @@ class Choices:
             contract=self.contract,
             backend=self.backend,
             round_scaled_grads=bool(self.round_scaled_grads),
+            capturable=bool(self.capturable),
             seed=self.seed,
         )
 
@@ -85,49 +88,92 @@ class Choices:
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        capturable: bool = False,
         **kwargs: Any,
-    ) -> megaopt.FusedAdam:
+    ) -> Shards:
         """In the place of TransformerEngine's FusedAdam, with the arguments that Megatron passes.
 
         Of dtypes and remainders those count that were not chosen here. use_decoupled_grad comes
-        with config.use_precision_aware_optimizer, where Megatron clips gradients in their dtype.
+        with config.use_precision_aware_optimizer, where Megatron clips gradients in their dtype,
+        capturable with config.optimizer_cuda_graph.
         """
         owns_masters = self.mode == "precision_aware"
         remainders, rounds = self.store_param_remainders, self.round_scaled_grads
         if remainders is None:
             remainders = store_param_remainders and owns_masters
+        options: dict[str, Any] = {
+            "lr": kwargs["lr"],
+            "weight_decay": kwargs["weight_decay"],
+            "master_weights": owns_masters,
+            "master_weight_dtype": self.master_weight_dtype or master_weight_dtype,
+            "store_param_remainders": remainders,
+            "seed": self.seed,
+            "use_decoupled_grad": True,
+            "round_scaled_grads": use_decoupled_grad if rounds is None else rounds,
+            "capturable": capturable if self.capturable is None else self.capturable,
+            # Megatron's own gathers write the weights that its masters made
+            "on_external_write": "ignore",
+            "backend": self.backend,
+            **self.state_device(),
+        }
+        first = self.exp_avg_dtype or exp_avg_dtype
+        if self.asked is not None and self.asked.optimizer == "lion":
+            betas = self.asked.lion_beta1, self.asked.lion_beta2
+            return ShardLion(params, betas=betas, exp_avg_dtype=first, **options)
+        if self.asked is not None and self.asked.optimizer == "sgd":
+            momentum = self.asked.sgd_momentum
+            return ShardSGD(params, momentum=momentum, momentum_buffer_dtype=first, **options)
         return ShardAdam(
             params,
-            lr=kwargs["lr"],
             betas=kwargs["betas"],
             eps=kwargs["eps"],
-            weight_decay=kwargs["weight_decay"],
             adam_w_mode=adam_w_mode,
-            master_weights=owns_masters,
-            master_weight_dtype=self.master_weight_dtype or master_weight_dtype,
-            exp_avg_dtype=self.exp_avg_dtype or exp_avg_dtype,
+            exp_avg_dtype=first,
             exp_avg_sq_dtype=self.exp_avg_sq_dtype or exp_avg_sq_dtype,
-            store_param_remainders=remainders,
-            seed=self.seed,
-            use_decoupled_grad=True,
-            round_scaled_grads=use_decoupled_grad if rounds is None else rounds,
-            # Megatron's own gathers write the weights that its masters made
-            on_external_write="ignore",
             contract=self.contract,
-            backend=self.backend,
+            **options,
         )
+
+    def state_device(self) -> dict[str, Any]:
+        """The argument of the fused optimizers that optimizer_cpu_offload leads to.
+
+        In mode main_shards of the moments alone: the masters are Megatron's, on the device.
+        """
+        if not self.offloads:
+            return {}
+        return {"state_device": "cpu" if self.mode == "precision_aware" else {"moments": "cpu"}}
+
+    def for_model(self, model_chunks: Sequence[Any]) -> Choices:
+        """These choices, with mode main_shards where parameters are fp8: Megatron has the masters.
+
+        Raises ValueError where masters of another format were asked for.
+        """
+        params = (param for chunk in model_chunks for param in chunk.parameters())
+        if self.mode == "main_shards" or not any(map(is_fp8, params)):
+            return self
+        for name in ("store_param_remainders", "master_weight_dtype"):
+            value = getattr(self, name)
+            if value not in (None, False, torch.float32):
+                raise ValueError(
+                    f"{name}={value!r} is not allowed with fp8 parameters, whose masters are "
+                    "Megatron's, in fp32: None"
+                )
+        return replace(self, mode="main_shards", store_param_remainders=None)
 
     def check_config(self, config: Any, model_chunks: Sequence[Any]) -> None:
         """Raises ValueError where Megatron's settings, or its parameters, are not supported."""
-        for name, (allowed, reason) in REQUIRED.items():
-            value = getattr(config, name, allowed)
-            if value != allowed:
-                raise ValueError(f"config.{name}={value!r} is not allowed: {allowed!r}; {reason}")
-        if config.use_precision_aware_optimizer and self.mode == "main_shards":
+        check_required(config)
+        check_release(config, self.asked)
+        if self.offloads:
+            check_offload(config)
+        asks = config.use_precision_aware_optimizer and self.mode == "main_shards"
+        if asks and config.main_params_dtype != torch.float32:
             raise ValueError(
-                "config.use_precision_aware_optimizer=True is not allowed with mode='main_shards': "
-                "mode='precision_aware'"
+                f"config.main_params_dtype={config.main_params_dtype} is not allowed with "
+                "mode='main_shards', where Megatron keeps fp32 masters: torch.float32"
             )
+        if getattr(config, "optimizer_cuda_graph", False):
+            check_graph(config, model_chunks)
         options = self._options()
         for chunk in model_chunks:
             if chunk.ddp_config.use_megatron_fsdp:
@@ -135,33 +181,5 @@ class Choices:
                     "use_megatron_fsdp=True is not allowed: shards are the distributed optimizer's"
                 )
             for name, param in chunk.named_parameters():
-                check_parameter(name, param, self.mode)
+                check_parameter(name, param, config.reuse_grad_buf_for_mxfp8_param_ag)
                 view_of(param).check(f"parameter {name!r}", options, MOMENTS, masters=True)
-
-
-def check_parameter(name: str, param: torch.Tensor, mode: str) -> None:
-    """Raises ValueError for a parameter of a model that cannot be stepped."""
-    try:
-        weight = foreign_weight(param)
-    except ValueError as error:
-        raise ValueError(f"parameter {name!r}: {error}") from None
-    kind = type(param.data)
-    if weight is not None and (
-        mode != "main_shards" or weight.recipe.quantizer.scale_dtype == torch.uint8
-    ):
-        raise ValueError(
-            f"parameter {name!r} is a {kind.__name__} ({weight.recipe.scaling}), which is not "
-            f"allowed with mode={mode!r}: in fp8 those with delayed, current or 128x128 scaling, "
-            "with mode='main_shards'"
-        )
-    if weight is None and kind is not torch.Tensor:
-        raise ValueError(
-            f"parameter {name!r} is a {kind.__name__}, which is not allowed: fp32, bf16, fp16, or "
-            "an fp8 tensor of TransformerEngine's"
-        )
-    group = getattr(param, "grad_norm_group", None)
-    if group is not None:
-        raise ValueError(
-            f"parameter {name!r}: grad_norm_group={group!r} is not allowed: None; the step has one "
-            "clip coefficient for all"
-        )

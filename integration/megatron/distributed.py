@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megaopt.integration.megatron.adam import MainShardAdam
-from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
-from megaopt.integration.megatron.float8 import absent_shards, own_shards, weights_of
+from megaopt.integration.megatron.adam import MainShardsFace
+from megaopt.integration.megatron.float8 import absent_shards, is_mxfp8, own_shards, weights_of
+from megaopt.integration.megatron.gradients import Gradients
 from megaopt.integration.megatron.numbers import numbers_of
 from megaopt.params import view_of
 from megaopt.state import MASTER
 
 
-class Sharded(CheckpointedOptimizer):
-    """What both modes have in common.
-
-    Gradients are read where DDP leaves them, in its buffer: `shard.decoupled_grad` is a view of it.
-    With a loss scale they are unscaled there by Megatron's own pass, since the norm, whose bits are
-    Megatron's, is of unscaled numbers; those of 16 bits are cast to fp32 before, as Megatron does.
-    """
-
-    grad_name: str
-    """Under which name Megatron looks for the gradients of its optimizer's parameters."""
+class Sharded(Gradients):
+    """What both modes have in common."""
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, self.own_config(config), *args, **kwargs)
-        self.has_16_bit_norm = True
-        self._is_stepping = self._has_clipped_grads = False
-        self._bound_to: list[tuple[torch.Tensor, int]] = []
-        self._norm_shards: list[Any] = []
-        self._norm_grads: list[torch.Tensor] = []
+        self._is_stepping = False
+        self._outside: dict[torch.Tensor, torch.Tensor] = {}  # main shards of MXFP8 parameters
         self.shards, self.fused = {}, None
+        self._start()
         if not self.is_stub_optimizer:
             self.init_state_fn = self.initialize_states
             self._take_shards()
             self._say_what_shards_are()
-            self._norm_shards = self._ask_for_norm_shards()
-            self.has_16_bit_norm = self._may_have_16_bit_norm()
+            self._look_at_shards()
 
     def own_config(self, config: Any) -> Any:
         """The config that Megatron's code reads in this optimizer."""
@@ -71,158 +56,6 @@ class Sharded(CheckpointedOptimizer):
             shard.megaopt_whole_shape = tuple(model.shape)
             shard.megaopt_number = numbers[model]
 
-    # --- gradients
-
-    def _copy_model_grads_to_main_grads(self) -> None:
-        """Where the gradients lie, which stays as long as DDP's buffers do."""
-        if self.is_stub_optimizer or self._is_bound():
-            return
-        for model, shard in self.shards.items():
-            part = self._get_model_param_range_map(model)["param"]
-            grad = model.main_grad.view(-1)[part.start : part.end]
-            # 16 bits unscaled in place would be rounded
-            shard.decoupled_grad = grad.float() if self.grad_scaler else grad
-        self._bound_to = self._buffers_now()
-        self._norm_grads = [shard.decoupled_grad for shard in self._norm_shards]
-
-    def _is_bound(self) -> bool:
-        """Whether all gradients are views of the buffers as they are now."""
-        if self._has_copies():
-            return False
-        shard = next(iter(self.shards.values()), None)
-        if shard is None:
-            return True
-        now, was = self._buffers_now(), self._bound_to
-        return (
-            len(now) == len(was)
-            and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(now, was, strict=True))
-            and getattr(shard, "decoupled_grad", None) is not None
-        )
-
-    def _has_copies(self) -> bool:
-        """Whether gradients of 16 bits are cast, to be unscaled."""
-        dtypes = {buffer.grad_data.dtype for buffer in self.buffers}
-        return self.grad_scaler is not None and dtypes != {torch.float32}
-
-    def _buffers_now(self) -> list[tuple[torch.Tensor, int]]:
-        return [(buffer.grad_data, buffer.grad_data.data_ptr()) for buffer in self.buffers]
-
-    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
-        return [shard.decoupled_grad for shard in self.shards.values()]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes gradients if set_to_none is False; otherwise DDP does, and they stay bound."""
-        if not set_to_none and self._is_bound():
-            for shard in self.shards.values():
-                shard.decoupled_grad.zero_()
-
-    # --- their norm
-
-    def _ask_for_norm_shards(self) -> list[Any]:
-        """The shards whose gradients count for the norm: neither shared nor duplicates.
-
-        Megatron decides, asked once with stand-ins for the gradients.
-        """
-        asked = self.get_parameters()
-        stand_ins = [param.detach() for param in asked]
-        self._set_grads(asked, stand_ins)
-        with warnings.catch_warnings():  # shards of fp32 weights are not leaves
-            warnings.simplefilter("ignore", UserWarning)
-            ask = getattr(super(), "get_grads_for_grad_norm", None)
-            counted = (ask or super().get_main_grads_for_grad_norm)()
-        self._set_grads(asked, [None] * len(asked))
-        found = {id(each) for each in counted}
-        pairs = zip(self._flat_shards(), stand_ins, strict=True)
-        return [shard for shard, stand_in in pairs if id(stand_in) in found]
-
-    def _set_grads(self, params: list[torch.Tensor], grads: list[Any]) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            setattr(param, self.grad_name, grad)
-
-    def _flat_shards(self) -> list[Any]:
-        """In the order of Megatron's parameters; those that it gives this rank nothing of apart."""
-        groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
-        return [shard for group in groups for shard in group["params"]]
-
-    def _may_have_16_bit_norm(self) -> bool:
-        """Whether the norm's kernel sums bf16 or fp16 gradients as it would sum fp32 copies.
-
-        It takes four numbers at a time where they are aligned, as copies are, one at a time
-        elsewhere: two orders.
-        """
-        if self.grad_scaler:
-            return False
-        self._copy_model_grads_to_main_grads()
-        return all(
-            grad.dtype != torch.float32
-            and (grad.numel() % 4 != 0 or grad.data_ptr() % (4 * grad.element_size()) == 0)
-            for grad in self._norm_grads
-        )
-
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """The gradients that count for the norm, in fp32 wherever that could move its bits."""
-        if self.has_16_bit_norm:
-            return list(self._norm_grads)
-        return [grad.float() for grad in self._norm_grads]
-
-    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """As releases after 0.16 call it; there are no parameters with a norm of their own."""
-        return [] if grad_norm_group is not None else self.get_main_grads_for_grad_norm()
-
-    # --- clipping
-
-    def clip(self, grad_norm: float | torch.Tensor) -> None:
-        """Tells the next step by what Megatron would multiply gradients of this norm."""
-        if self.is_stub_optimizer or self.config.clip_grad <= 0.0:
-            return
-        coefficient = self.config.clip_grad / (grad_norm + 1.0e-6)
-        if isinstance(coefficient, torch.Tensor):
-            self.optimizer.clip_coefficient = coefficient.clamp(max=1.0)
-        elif coefficient < 1.0:
-            device = self.buffers[0].grad_data.device
-            self.optimizer.clip_coefficient = torch.full((1,), coefficient, device=device)
-
-    def clip_grad_norm(self, clip_grad: float) -> Any:
-        """The norm; the next step clips."""
-        grad_norm = self.get_grad_norm()
-        self.clip(grad_norm)
-        return grad_norm
-
-    def skips(self, grad_norm: float | torch.Tensor) -> bool:
-        """Whether a norm is so large that Megatron leaves the step out."""
-        threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
-        return (
-            not self.is_stub_optimizer and math.isfinite(threshold) and bool(grad_norm > threshold)
-        )
-
-    @contextlib.contextmanager
-    def clipped_grads(self) -> Iterator[None]:
-        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
-        if self.is_stub_optimizer or self._has_clipped_grads:
-            yield
-            return
-        params, shards = self.get_parameters(), self._flat_shards()
-        grads = [shard.decoupled_grad for shard in shards]
-        coefficient = self.optimizer.clip_coefficient
-        clipped = [grad.float() * (1 if coefficient is None else coefficient) for grad in grads]
-        if self.fused.options.round_scaled_grads:
-            pairs = zip(clipped, grads, strict=True)
-            clipped = [value.to(grad.dtype).float() for value, grad in pairs]
-        self._set_grads(params, clipped)
-        self._has_clipped_grads = True
-        try:
-            yield
-        finally:
-            self._has_clipped_grads = False
-            self._set_grads(params, [None] * len(params))
-            for shard, grad in zip(shards, grads, strict=True):
-                shard.decoupled_grad = grad
-
-    def count_zeros(self) -> Any:
-        """How many of the clipped gradients are 0, over all ranks."""
-        with self.clipped_grads():
-            return super().count_zeros()
-
     # --- the step
 
     def step_with_ready_grads(self) -> bool:
@@ -233,7 +66,7 @@ class Sharded(CheckpointedOptimizer):
         finally:
             self._is_stepping = False
             if not self.is_stub_optimizer and self._has_copies():
-                self._norm_grads = []
+                self._norm_grads = {}
                 for shard in self.shards.values():
                     shard.decoupled_grad = None
 
@@ -246,14 +79,19 @@ class Sharded(CheckpointedOptimizer):
         """Megatron's; shards of weights lie in the parameter buffer again."""
         super().restore_from_cpu()
         for model, shard in self.shards.items():
-            if view_of(shard).weight is not None:
-                continue  # it has no memory of its own
-            part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-            index, _, bucket = self.model_param_gbuf_map[model]
-            place = self.buffers[index].buckets[bucket].param_data.view(-1)[part.start : part.end]
+            if view_of(shard).weight is not None or model in self._outside:
+                continue  # it has no memory of its own, or no place in the buffer
+            place = self._place_of(model)
             if shard.data_ptr() != place.data_ptr():
                 place.copy_(shard)
                 shard.data = place
+
+    def _place_of(self, model: torch.Tensor) -> torch.Tensor:
+        """Where the buffer that is gathered has this rank's part of a parameter."""
+        part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        index, _, bucket = self.model_param_gbuf_map[model]
+        whole: torch.Tensor = self.buffers[index].buckets[bucket].param_data
+        return whole.view(-1)[part.start : part.end]
 
 
 class MainShards(Sharded):
@@ -261,12 +99,41 @@ class MainShards(Sharded):
 
     grad_name = "grad"
 
+    def own_config(self, config: Any) -> Any:
+        """A copy without the precision-aware mode, where Megatron would leave masters to fp8."""
+        if not config.use_precision_aware_optimizer:
+            return config
+        config = copy.copy(config)
+        config.use_precision_aware_optimizer = False
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
+        return config
+
     def _take_shards(self) -> None:
         super()._take_shards()
         self.shards.update(own_shards(self))  # in the place of what Megatron has for fp8 weights
+        groups = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
+        for models, mains in groups:
+            outside = {m: main for m, main in zip(models, mains, strict=True) if is_mxfp8(m)}
+            self.shards.update(outside)
+            self._outside.update(outside)
         both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
         weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
-        self.optimizer = MainShardAdam(self.fused, weights, absent_shards(self))
+        self.optimizer = MainShardsFace(self.fused, weights, absent_shards(self))
+
+    @torch.no_grad()
+    def _copy_main_params_to_param_buffer(self) -> None:
+        """Megatron's copy of all main shards to the buffer that is gathered, in one call.
+
+        Weights in MXFP8 are cast from there, by Megatron; the step has written the others, which
+        release 0.16 keeps outside of that buffer too.
+        """
+        places = {model: self._place_of(model) for model in self.shards}
+        moved = [m for m, own in self.shards.items() if own.data_ptr() != places[m].data_ptr()]
+        torch._foreach_copy_([places[m] for m in moved], [self.shards[m] for m in moved])
+        for chunk in self.model_chunks:
+            reset = getattr(chunk, "reset_param_sync_dispatch_state", None)
+            if reset is not None:
+                reset()
 
     def refresh_weights(self) -> None:
         """Casts every master into its shard of the weights; the ranks have to gather them.

@@ -280,8 +280,9 @@ def error_of(case, change):
         options[name] = value
     elif kind == "ddp":
         setattr(chunk.ddp_config, name, value)
-    elif kind == "tagged":
-        dict(chunk.named_parameters())[name].grad_norm_group = value
+    elif kind == "aware":
+        config.use_precision_aware_optimizer = True
+        setattr(config, name, value)
     elif kind == "quantized":
         owner, _, last = name.rpartition(".")
         module = chunk.get_submodule(owner)

@@ -4,7 +4,16 @@ import logging
 import os
 import warnings
 
+import torch
+
 from megaopt.commands.regression.megatron import cpu
+
+
+class Stream:
+    """What Megatron makes for several instances of the distributed optimizer, and seldom uses."""
+
+    def __init__(self, device=None):
+        self.device = device
 
 
 def prepare():
@@ -18,6 +27,7 @@ def pretend_cuda():
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     cpu.pretend_cuda()
+    torch.cuda.Stream = Stream
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -63,6 +63,7 @@ def plugged(fused, weights, bounds):
         optimizer=fused, shards={}, fused=None, data_parallel_group=dist.group.WORLD,
         model_fp32_groups=[[]], shard_fp32_groups=[[]],
         model_float16_groups=[own], shard_float16_groups=[[None] * len(own)],
+        shard_fp32_from_float16_groups=[[None] * len(own)], _outside={},
         buffers=[SimpleNamespace(params=weights)], model_param_gbuf_map=places,
         _get_model_param_range_map=lambda param: {"param": places[param]},
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-import importlib
+import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,25 @@ import torch.distributed as dist
 from megaopt.commands.regression.unfused import adam_update, scalars_of
 from megaopt.integration import megatron as ours
 
+
+def is_newer_than_16():
+    """By the code on the path, which need not be what is installed."""
+    found = importlib.util.find_spec("megatron")
+    if found is None:
+        return False
+    text = (
+        Path(next(iter(found.submodule_search_locations)))
+        / "core"
+        / "optimizer"
+        / "distrib_optimizer.py"
+    ).read_text()
+    return "def optimizer_state_keys" in text
+
+
 VOCABULARY, LENGTH, BATCH = 64, 16, 2
 BETAS, EPS = (0.9, 0.95), 1e-8
+HAS_KEYS = is_newer_than_16()
+"""Whether Megatron's release has names for the moments of other optimizers than Adam."""
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -50,6 +67,26 @@ class Case:
     """Sizes of the layers."""
     pads_buckets: bool = False
     """pad_buckets_for_high_nccl_busbw."""
+    pipeline: int = 1
+    virtual: int | None = None
+    """Chunks of the model on each pipeline stage."""
+    context: int = 1
+    """Ranks of a context-parallel group; each has tokens of its own, attention stays local."""
+    instances: int = 1
+    """Of the distributed optimizer."""
+    shared_experts: bool = False
+    frozen: str | None = None
+    """Parameters whose name has this in it are not trained."""
+    decoupled_lr: float | None = None
+    """Of embedding and output layer."""
+    tied: bool = False
+    """Embedding and output layer share their weight, over pipeline stages."""
+    mtp: bool = False
+    """A layer that predicts the token after the next one, whose parameters are tagged."""
+    mxfp8: bool = False
+    """Matrices stand for MXFP8 parameters, within megatron_mxfp8.stand_ins."""
+    config: dict = field(default_factory=dict)
+    """More of Megatron's OptimizerConfig, set when it is made."""
 
 
 def megatron(name):
@@ -86,8 +123,8 @@ class UnfusedAdam(UnfusedAdamW):
         self.config.adam_w_mode = False
 
 
-def build_model(case):
-    """DDP around a GPT; the same weights whatever the number of ranks."""
+def build_chunks(case):
+    """Config, and DDP around each chunk of a GPT; the same weights whatever the number of ranks."""
     config_class = megatron("transformer").TransformerConfig
     experts = {}
     if case.experts:
@@ -99,8 +136,11 @@ def build_model(case):
             "moe_token_dispatcher_type": "allgather",
             "add_bias_linear": False,
         }
+        if case.shared_experts:
+            experts["moe_shared_expert_intermediate_size"] = case.inner
+    more = {"mtp_num_layers": 1} if case.mtp else {}
     config = config_class(
-        num_layers=2,
+        num_layers=2 * (case.virtual or 1),
         hidden_size=case.hidden,
         num_attention_heads=2,
         ffn_hidden_size=case.inner,
@@ -117,11 +157,30 @@ def build_model(case):
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=case.tensor_parallel,
         attention_backend=megatron("transformer.enums").AttnBackend.unfused,
+        pipeline_model_parallel_size=case.pipeline,
+        virtual_pipeline_model_parallel_size=case.virtual,
         **experts,
+        **more,
     )
+    return config, [wrap(case, config, stage) for stage in range(case.virtual or 1)]
+
+
+def build_model(case):
+    """As build_chunks, of a model in one chunk."""
+    config, (chunk,) = build_chunks(case)
+    return config, chunk
+
+
+def wrap(case, config, virtual_stage):
     torch.manual_seed(1234)
+    states = megatron("parallel_state")
     specs = megatron("models.gpt.gpt_layer_specs")
     spec = specs.get_gpt_layer_local_spec(num_experts=case.experts, normalization="LayerNorm")
+    stage = states.get_pipeline_model_parallel_rank()
+    last_virtual = (case.virtual or 1) - 1
+    more = {} if case.virtual is None else {"vp_stage": virtual_stage}
+    if case.mtp:
+        more["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(config, spec, False)
     model = (
         megatron("models.gpt.gpt_model")
         .GPTModel(
@@ -129,10 +188,22 @@ def build_model(case):
             transformer_layer_spec=spec,
             vocab_size=VOCABULARY,
             max_sequence_length=LENGTH,
-            position_embedding_type="rope",
+            # Megatron's rope cuts sequences where there are context-parallel groups
+            position_embedding_type="rope" if case.context == 1 else "learned_absolute",
+            pre_process=stage == 0 and virtual_stage == 0,
+            post_process=stage == case.pipeline - 1 and virtual_stage == last_virtual,
+            share_embeddings_and_output_weights=case.tied,
+            **more,
         )
         .to(case.dtype)
     )
+    for name, param in model.named_parameters():
+        if case.mtp and ".mtp." in f".{name}":
+            param.grad_norm_group = "mtp"
+        if case.mxfp8 and param.ndim > 1:
+            param.is_stand_in = True
+        if case.frozen is not None and case.frozen in name:
+            param.requires_grad_(False)
     distributed = megatron("distributed")
     settings = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -141,12 +212,15 @@ def build_model(case):
         overlap_param_gather=case.overlap and case.gathers_late,
         bucket_size=case.buckets,
         pad_buckets_for_high_nccl_busbw=case.pads_buckets,
+        num_distributed_optimizer_instances=case.instances,
+        reuse_grad_buf_for_mxfp8_param_ag=case.mxfp8,
+        fp8_param_gather=case.mxfp8,
     )
-    return config, distributed.DistributedDataParallel(config, settings, model)
+    return distributed.DistributedDataParallel(config, settings, model)
 
 
 def optimizer_config(case):
-    return megatron("optimizer").OptimizerConfig(
+    config = megatron("optimizer").OptimizerConfig(
         optimizer="adam",
         lr=case.lr,
         weight_decay=0.1,
@@ -163,41 +237,56 @@ def optimizer_config(case):
         hysteresis=1,
         log_num_zeros_in_grad=case.counts_zeros,
         decoupled_weight_decay=case.adam_w_mode,
+        decoupled_lr=case.decoupled_lr,
     )
+    if case.mxfp8:
+        overlap = case.overlap and case.gathers_late
+        more = {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": overlap}
+        vars(config).update(fp8_recipe="mxfp8", **more)
+    vars(config).update(case.config)
+    return config
 
 
 def build_optimizer(case, chunk, config=None):
     config = config or optimizer_config(case)
+    chunks = chunk if isinstance(chunk, list) else [chunk]
     factory = megatron("optimizer")
     if case.plug is None:
         kept = torch.optim.AdamW, torch.optim.Adam
         torch.optim.AdamW, torch.optim.Adam = UnfusedAdamW, UnfusedAdam
         try:
-            return factory.get_megatron_optimizer(config, [chunk])
+            return factory.get_megatron_optimizer(config, chunks)
         finally:
             torch.optim.AdamW, torch.optim.Adam = kept
     options = {"mode": case.plug, **case.options}
     if case.as_context:
         with ours.plugged_in(**options):
-            return factory.get_megatron_optimizer(config, [chunk])
-    return ours.get_megatron_optimizer(config, [chunk], **options)
+            return factory.get_megatron_optimizer(config, chunks)
+    return ours.get_megatron_optimizer(config, chunks, **options)
 
 
-MADE: list[tuple[int, int]] = []
+MADE: list[dict] = []
 """The sizes for which this process's Megatron has process groups now."""
 
 
-def make_groups(tensor_parallel, experts):
+def make_groups(case):
     """Megatron's process groups, made anew only where sizes change: gloo's threads never end."""
     states = megatron("parallel_state")
-    if [(tensor_parallel, experts)] == MADE:
+    world = dist.get_world_size()
+    sizes = {
+        "tensor_model_parallel_size": case.tensor_parallel,
+        "expert_model_parallel_size": world if case.experts and world <= case.experts else 1,
+        "pipeline_model_parallel_size": case.pipeline,
+        "virtual_pipeline_model_parallel_size": case.virtual,
+        "context_parallel_size": case.context,
+        "num_distributed_optimizer_instances": case.instances,
+    }
+    if [sizes] == MADE:
         return
     if states.model_parallel_is_initialized():
         states.destroy_model_parallel()
-    states.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel, expert_model_parallel_size=experts
-    )
-    MADE[:] = [(tensor_parallel, experts)]
+    states.initialize_model_parallel(**sizes)
+    MADE[:] = [sizes]
 
 
 @contextlib.contextmanager
@@ -222,20 +311,24 @@ class Trainer:
     """Model, optimizer, data."""
 
     def __init__(self, case):
-        world = dist.get_world_size()
-        experts = world if case.experts and world <= case.experts else 1
-        make_groups(case.tensor_parallel, experts)
+        make_groups(case)
         self.case, self.done = case, 0
-        self.config, self.chunk = build_model(case)
-        self.optimizer = build_optimizer(case, self.chunk)
+        self.config, self.chunks = build_chunks(case)
+        self.chunk = self.chunks[0]
+        self.optimizer = build_optimizer(case, self.chunks)
         self.config.finalize_model_grads_func = megatron("distributed").finalize_model_grads
-        self.config.no_sync_func = self.chunk.no_sync
+        self.config.no_sync_func = self.all_of("no_sync")
         self.config.grad_scale_func = self.optimizer.scale_loss
         if self.chunk.ddp_config.overlap_param_gather:
-            self.config.param_sync_func = self.chunk.start_param_sync
+            self.config.param_sync_func = self.all_of("start_param_sync")
+
+    def all_of(self, name):
+        found = [getattr(chunk, name) for chunk in self.chunks]
+        return found if self.case.virtual else found[0]
 
     def batches(self):
-        rank = megatron("parallel_state").get_data_parallel_rank()
+        states = megatron("parallel_state")
+        rank = states.get_data_parallel_rank(with_context_parallel=True)
         generator = torch.Generator().manual_seed(1000 * self.done + rank)
         while True:
             tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
@@ -257,26 +350,36 @@ class Trainer:
 
     def backward(self):
         """The mean loss of the ranks; leaves gradients."""
-        self.chunk.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.stage()
         schedule = megatron("pipeline_parallel.schedules").get_forward_backward_func()
+        data = [self.batches() for _ in self.chunks]
         found = schedule(
             forward_step_func=self.forward,
-            data_iterator=self.batches(),
-            model=[self.chunk],
+            data_iterator=data if self.case.virtual else data[0],
+            model=self.chunks,
             num_microbatches=2,
             seq_length=LENGTH,
             micro_batch_size=BATCH,
             forward_only=False,
         )
-        loss = torch.stack([each["loss"] for each in found]).mean().view(1)
+        # of the last stage alone
+        losses = [each["loss"] for each in found] or [torch.zeros(())]
+        loss = torch.stack(losses).mean().view(1)
         dist.all_reduce(loss)
         return loss.item()
 
     def step(self):
         """Loss, whether there was an update, norm, zeros; all by their bits."""
         for index, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = 1e-2 / (1 + self.done) + 1e-4 * index
+            lr = 1e-2 / (1 + self.done) + 1e-4 * index
+            lr += group["max_lr"] / 7 if self.case.decoupled_lr else 0
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)  # as Megatron's scheduler does it
+            else:
+                group["lr"] = lr
             group["weight_decay"] = 0.1 * group["wd_mult"]
         loss = self.backward()
         with rounding_clipped() if self.case.rounds_clipped else contextlib.nullcontext():
@@ -288,16 +391,33 @@ class Trainer:
         return [self.step() for _ in range(steps)]
 
     @torch.no_grad()
+    def stage(self):
+        """As Megatron's loop: where gradients' memory is used to gather weights, they go there."""
+        if self.case.mxfp8 and self.chunk.ddp_config.overlap_param_gather:
+            for each in self.optimizer.chained_optimizers:
+                each._copy_main_params_to_param_buffer()
+
+    @torch.no_grad()
     def gather(self):
         """After it, all weights are those of the last step, late gathering or not."""
-        if self.chunk.ddp_config.overlap_param_gather:
-            self.chunk.disable_forward_pre_hook(param_sync=True)
-            self.chunk.enable_forward_pre_hook()
+        if self.case.mxfp8 and self.chunk.ddp_config.overlap_param_gather:
+            self.chunk.zero_grad_buffer()
+            self.stage()
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.disable_forward_pre_hook(param_sync=True)
+                chunk.enable_forward_pre_hook()
+
+    def named_parameters(self):
+        """Of all chunks; those after the first with their number."""
+        for number, chunk in enumerate(self.chunks):
+            for name, param in chunk.module.named_parameters():
+                yield f"{number}.{name}" if number else name, param
 
     def weights(self):
         """A hash of each whole weight."""
         self.gather()
-        return {name: hash_of(p.data) for name, p in self.chunk.module.named_parameters()}
+        return {name: hash_of(p.data) for name, p in self.named_parameters()}
 
     def states(self):
         """A hash of each whole fp32 weight and its moments, put together from all ranks."""
@@ -323,9 +443,10 @@ class Trainer:
         return found
 
     def name(self, param):
-        name = next(n for n, own in self.chunk.module.named_parameters() if own is param)
+        name = next(n for n, own in self.named_parameters() if own is param)
         parallel = megatron("parallel_state")
-        is_shared = parallel.get_tensor_model_parallel_world_size() == 1 and "experts" not in name
+        sizes = parallel.get_tensor_model_parallel_world_size(), self.case.pipeline
+        is_shared = (*sizes, self.case.instances) == (1, 1, 1) and ".experts" not in name
         return name if is_shared else f"{name} of {dist.get_rank()}"
 
     # --- checkpoints

@@ -14,7 +14,7 @@ from megaopt.commands.console import make_console
 from megaopt.commands.regression.megatron.config import MegatronRun, read_megatron_run
 from megaopt.commands.regression.megatron.picture import draw_times
 from megaopt.commands.regression.megatron.plan import Trial
-from megaopt.commands.regression.megatron.record import build_record, measured
+from megaopt.commands.regression.megatron.record import build_record, measured, times_of
 from megaopt.commands.regression.megatron.regression import Outcome, Regression
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import draw_losses
@@ -138,7 +138,7 @@ def _measured(regression: Regression) -> Table:
     """A row for each trial: time, memory and bytes."""
     table = Table(title="a rank's optimizer step, norm and clip included")
     table.add_column("variant", no_wrap=True)
-    for name in ("ranks", "ms", "state", "step's extra", "peak", "B/parameter"):
+    for name in ("ranks", "ms", "iteration ms", "state", "step's extra", "peak", "B/parameter"):
         table.add_column(name, justify="right")
     for outcome in regression.outcomes.values():
         if outcome.result is None:
@@ -150,15 +150,34 @@ def _measured(regression: Regression) -> Table:
             outcome.trial.name,
             str(found["ranks"]),
             f"{found['optimizer_milliseconds']:.2f}",
+            f"{found['step_milliseconds']:.2f}",
             *(_size(size) for size in sizes),
             "" if passes is None else str(sum(passes.values())),
         )
     return table
 
 
+def _times(regression: Regression) -> Table:
+    """A row for each variant: medians over its runs, least and most, and over the baseline's."""
+    table = Table(title="over all runs: medians, (least to most), times the baseline's")
+    table.add_column("variant", no_wrap=True)
+    for name in ("runs", "step ms", "", "iteration ms", ""):
+        table.add_column(name, justify="right")
+    for variant, times in times_of(regression).items():
+        cells = [str(times["runs"])]
+        for key in ("optimizer_milliseconds", "step_milliseconds"):
+            spread, ratio = times[key], times[key]["of_baseline"]
+            cells.append(f"{spread['median']:.2f} ({spread['least']:.2f} to {spread['most']:.2f})")
+            cells.append("" if ratio is None else f"{ratio:.3f}")
+        table.add_row(variant, *cells)
+    return table
+
+
 def _report(regression: Regression, folder: Path, console: Console) -> int:
     console.print(_compared(regression))
     console.print(_measured(regression))
+    if any(variant.runs > 1 for variant in regression.run.variant):
+        console.print(_times(regression))
     console.print(f"record and pictures: {folder}", soft_wrap=True, highlight=False)
     difference = regression.first_difference()
     if difference is not None:

@@ -41,6 +41,8 @@ class MegatronConfig(Table):
     """Sequences of a forward pass; a rank has as many micro batches as the batch needs."""
     tensor_parallel: Ranks = 1
     """Ranks that share each matrix; divides the ranks and the heads."""
+    pipeline_parallel: Ranks = 1
+    """Stages, each with as many of the layers; tensor_parallel times it divides the ranks."""
     bucket_size: Count | None = None
     """Elements of a bucket of gradients, at least 1; None: Megatron's default."""
     overlap_grad_reduce: Flag = True
@@ -59,10 +61,18 @@ class MegatronConfig(Table):
     fp8_param_gather: Flag = False
     """Weights of matrices are fp8, gathered as such."""
 
+    @property
+    def shares(self) -> int:
+        """Ranks that have parts of one model, each of which trains on the same sequences."""
+        return self.tensor_parallel * self.pipeline_parallel
+
     def __post_init__(self) -> None:
         divides = self.ranks % self.tensor_parallel == 0
         allowed = f"a divisor of ranks, which is {self.ranks}"
         require(divides, "tensor_parallel", self.tensor_parallel, allowed)
+        stages, groups = self.pipeline_parallel, self.ranks // self.tensor_parallel
+        allowed = f"a divisor of the {groups} tensor-parallel groups"
+        require(groups % stages == 0, "pipeline_parallel", stages, allowed)
         if self.fp8_recipe is not None:
             require(self.precision == "bf16", "precision", self.precision, "'bf16' with fp8_recipe")
         recipe_or_none = self.fp8_recipe is not None or not self.fp8_param_gather
@@ -90,6 +100,9 @@ class SharedKeys(Table):
     """Step after which the run is saved, and continued in fresh processes; None: never."""
     resume_ranks: Ranks | None = None
     """Ranks that continue it; None: as many as before."""
+    cuda_graph: Flag = False
+    """The optimizer's step is captured at the second step, by Megatron's own wrapper, and repeated
+    from then on; on GPUs, with TransformerEngine."""
     overlap_grad_reduce: Flag | None = None
     """Instead of the table [megatron]'s."""
     overlap_param_gather: Flag | None = None
@@ -150,6 +163,8 @@ class MegaoptVariant(SharedKeys):
     """How exp_avg is stored; other than float32 with mode = "precision_aware" alone."""
     exp_avg_sq_dtype: StateDtype = "float32"
     """How exp_avg_sq is stored; other than float32 with mode = "precision_aware" alone."""
+    cpu_offload: Flag = False
+    """Moments, and with mode = "precision_aware" masters, are in the host's memory."""
     round_scaled_grads: Flag = False
     """Rounds clipped bf16 gradients to bf16, as a stock variant with precision_aware does."""
 
@@ -199,6 +214,9 @@ class MegatronRun(Table):
         heads, shares = self.model.heads, self.megatron.tensor_parallel
         allowed = f"a multiple of tensor_parallel, which is {shares}"
         require(heads % shares == 0, "model.heads", heads, allowed)
+        stages, layers = self.megatron.pipeline_parallel, self.model.layers
+        allowed = f"a multiple of pipeline_parallel, which is {stages}"
+        require(layers % stages == 0, "model.layers", layers, allowed)
         self._check_batch(self.megatron.ranks, "batch_size")
         for variant in self.variant:
             require_name(variant.name, [each.name for each in self.variant])
@@ -207,7 +225,7 @@ class MegatronRun(Table):
             self._check_baseline(variant)
 
     def _check_batch(self, ranks: int, key: str) -> None:
-        size = self.megatron.micro_batch_size * (ranks // self.megatron.tensor_parallel)
+        size = self.megatron.micro_batch_size * (ranks // self.megatron.shares)
         allowed = f"a multiple of {size}, the micro batches of {ranks} ranks"
         if key != "batch_size":
             allowed = f"a number whose micro batches divide batch_size, which is {self.batch_size}"
@@ -220,8 +238,8 @@ class MegatronRun(Table):
             key, allowed = f"{variant.name}.resume_after", f"less than steps, which is {self.steps}"
             require(after < self.steps, key, after, allowed)
         if ranks is not None:
-            key, shares = f"{variant.name}.resume_ranks", self.megatron.tensor_parallel
-            allowed = f"a multiple of tensor_parallel, which is {shares}"
+            key, shares = f"{variant.name}.resume_ranks", self.megatron.shares
+            allowed = f"a multiple of the {shares} ranks that share a model"
             require(ranks % shares == 0, key, ranks, allowed)
             self._check_batch(ranks, key)
 

@@ -34,6 +34,7 @@ def transformer_config(run: MegatronRun, device: torch.device) -> Any:
         num_attention_heads=run.model.heads,
         ffn_hidden_size=FEED_FORWARD_FACTOR * run.model.width,
         tensor_model_parallel_size=own.tensor_parallel,
+        pipeline_model_parallel_size=own.pipeline_parallel,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -54,7 +55,7 @@ def transformer_config(run: MegatronRun, device: torch.device) -> Any:
 
 def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
     """Megatron's GPTModel with the seed's weights, in the run's dtype, on the device."""
-    specs = megatron("models.gpt.gpt_layer_specs")
+    specs, stages = megatron("models.gpt.gpt_layer_specs"), megatron("parallel_state")
     with_engine = run.megatron.fp8_recipe is not None
     if with_engine:
         spec = specs.get_gpt_layer_with_transformer_engine_spec()
@@ -67,6 +68,8 @@ def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
         max_sequence_length=run.model.context,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
+        pre_process=stages.is_pipeline_first_stage(),
+        post_process=stages.is_pipeline_last_stage(),
     )
     # TransformerEngine's layers are on the device and in the dtype, and a cast would quantize anew
     return model if with_engine else model.to(device).to(weights_dtype(run))

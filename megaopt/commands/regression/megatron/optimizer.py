@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from megaopt.commands.regression.megatron.config import MegaoptVariant, MegatronRun, StockVariant
+from megaopt.commands.regression.megatron.config import (
+    MegaoptVariant,
+    MegatronRun,
+    MegatronVariant,
+    StockVariant,
+)
 from megaopt.commands.regression.megatron.model import megatron, weights_dtype
 from megaopt.commands.regression.megatron.unfused import UnfusedAdam
 
@@ -20,8 +25,10 @@ STATE_DTYPES = {
 }
 
 
-def optimizer_config(run: MegatronRun, **more: Any) -> Any:
-    """Megatron's OptimizerConfig, with more of its fields."""
+def optimizer_config(run: MegatronRun, variant: MegatronVariant, **more: Any) -> Any:
+    """Megatron's OptimizerConfig for a variant, with more of its fields."""
+    if variant.cuda_graph:
+        more["optimizer_cuda_graph"] = True
     adam, dtype = run.optimizer, weights_dtype(run)
     return megatron("optimizer").OptimizerConfig(
         optimizer="adam",
@@ -69,7 +76,7 @@ def stock_optimizer(run: MegatronRun, variant: StockVariant, chunk: Any) -> Any:
     aware = variant.mode == "precision_aware"
     remainders = variant.store_param_remainders
     config = optimizer_config(
-        run, use_precision_aware_optimizer=aware, store_param_remainders=remainders
+        run, variant, use_precision_aware_optimizer=aware, store_param_remainders=remainders
     )
     return megatron("optimizer").get_megatron_optimizer(config, [chunk])
 
@@ -77,8 +84,11 @@ def stock_optimizer(run: MegatronRun, variant: StockVariant, chunk: Any) -> Any:
 def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
     """That of megaopt.integration.megatron, which is imported by name: nobody else needs it."""
     plug = import_module("megaopt.integration.megatron")
+    offload: dict[str, Any] = {}
+    if variant.cpu_offload:
+        offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     return plug.get_megatron_optimizer(
-        optimizer_config(run),
+        optimizer_config(run, variant, **offload),
         [chunk],
         mode=variant.mode,
         contract=variant.contract,
@@ -90,11 +100,15 @@ def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
     )
 
 
-def build_optimizer(run: MegatronRun, variant: StockVariant | MegaoptVariant, chunk: Any) -> Any:
+def build_optimizer(run: MegatronRun, variant: MegatronVariant, chunk: Any) -> Any:
     """Megatron's optimizer object for a wrapped model."""
     if isinstance(variant, StockVariant):
-        return stock_optimizer(run, variant, chunk)
-    return our_optimizer(run, variant, chunk)
+        made = stock_optimizer(run, variant, chunk)
+    else:
+        made = our_optimizer(run, variant, chunk)
+    if variant.cuda_graph:  # as Megatron's training loop does it
+        made.step = megatron("optimizer.optimizer_cuda_graph").OptimizerCudaGraphWrapper(made.step)
+    return made
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:

@@ -41,6 +41,11 @@ class Trial:
     jobs: tuple[Job, ...]
     """In order; the first may be that of another trial, of which it then is a beginning."""
 
+    @property
+    def number(self) -> int:
+        """Which run of its variant it is, from 1."""
+        return int(self.name.removeprefix(self.variant.name).lstrip(".") or 1)
+
 
 def settings(variant: MegatronVariant) -> MegatronVariant:
     """The variant without what does not change its arithmetic in an unbroken run."""
@@ -103,8 +108,8 @@ def plan_trials(run: MegatronRun) -> list[Trial]:
         trials,
         key=lambda trial: (
             len(trial.jobs),
+            trial.number,  # interleaved: what a machine does meanwhile meets all variants
             trial.variant.baseline is not None,
             order[trial.variant.name],
-            trial.name != trial.variant.name,
         ),
     )

@@ -141,7 +141,8 @@ def _meet(task: Task) -> torch.device:
         rank=task.rank,
     )
     megatron("parallel_state").initialize_model_parallel(
-        tensor_model_parallel_size=task.run.megatron.tensor_parallel
+        tensor_model_parallel_size=task.run.megatron.tensor_parallel,
+        pipeline_model_parallel_size=task.run.megatron.pipeline_parallel,
     )
     torch.manual_seed(task.run.seed)
     if device.type == "cuda":
@@ -173,6 +174,7 @@ class Training:
             device,
         )
         self.tensor_rank = groups.get_tensor_model_parallel_rank()
+        self.stage = groups.get_pipeline_model_parallel_rank()
         if job.load is not None:
             checkpoint.load(task.folder / job.load, self.chunk, self.optimizer)
             if isinstance(job.variant, StockVariant) and job.variant.cast_after_load:
@@ -228,15 +230,17 @@ class Training:
             micro_batch_size=self.task.run.megatron.micro_batch_size,
             forward_only=False,
         )
-        return [loss_bits(loss) for loss in torch.stack([each["loss"] for each in told]).tolist()]
+        losses = [each["loss"] for each in told]  # of the last pipeline stage alone
+        return [loss_bits(loss) for loss in torch.stack(losses).tolist()] if losses else []
 
     def _fingerprints(self) -> dict[str, str]:
         found = state.fingerprints(self.chunk, self.optimizer)
         # the same on all data-parallel ranks: the first ones write them
         if self.forward_step.rank > 0:
             return {}
-        shares = self.task.run.megatron.tensor_parallel
-        part = f" (tensor-parallel rank {self.tensor_rank})" if shares > 1 else ""
+        own = self.task.run.megatron
+        part = f" (tensor-parallel rank {self.tensor_rank})" if own.tensor_parallel > 1 else ""
+        part += f" (pipeline stage {self.stage})" if own.pipeline_parallel > 1 else ""
         return {name + part: value for name, value in found.items()}
 
     def _summary(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -34,6 +35,34 @@ def measured(regression: Regression, result: Result) -> dict[str, Any]:
         "ranks": result.trial.jobs[-1].ranks,
         "summaries": result.summaries,
     }
+
+
+TIMES = {"optimizer_milliseconds": "optimizer_seconds", "step_milliseconds": "seconds"}
+
+
+def times_of(regression: Regression) -> dict[str, Any]:
+    """Of each variant the medians of its runs, joined: their median, least and most.
+
+    of_baseline is the median over that of the baseline, which has runs between these.
+    """
+    found: dict[str, Any] = {}
+    for variant in regression.run.variant:
+        outcomes = regression.outcomes.values()
+        results = [e.result for e in outcomes if e.result and e.trial.variant == variant]
+        if results:
+            spreads = {key: spread_of(results, name) for key, name in TIMES.items()}
+            found[variant.name] = {"runs": len(results), **spreads}
+    for variant in regression.run.variant:
+        for key in TIMES if variant.name in found else ():
+            own, other = found[variant.name][key], found.get(variant.baseline or "")
+            own["of_baseline"] = own["median"] / other[key]["median"] if other else None
+    return found
+
+
+def spread_of(results: list[Result], name: str) -> dict[str, float]:
+    """Median, least and most of the results' medians, in milliseconds."""
+    medians = [1000 * result.median(name) for result in results]
+    return {"median": statistics.median(medians), "least": min(medians), "most": max(medians)}
 
 
 def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
@@ -73,6 +102,7 @@ def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict
             name: outcome_record(regression, outcome)
             for name, outcome in regression.outcomes.items()
         },
+        "times": times_of(regression),
         "finished": finished,
         "identical": finished and difference is None and not regression.failed,
         "first_difference": recorded(difference),

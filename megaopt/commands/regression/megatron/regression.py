@@ -160,11 +160,14 @@ def require_parts(run: MegatronRun, device: str) -> None:
     inner = any(each.inner == "transformer_engine" for each in stock)
     if inner or run.megatron.fp8_recipe is not None:
         needed["transformer_engine"] = "transformer_engine[pytorch]"
+    if any(each.cuda_graph for each in run.variant):
+        needed["transformer_engine"] = "transformer_engine[pytorch]"
+        require(device == "cuda", "cuda_graph", True, "false on the CPU")
     missing = [package for name, package in needed.items() if not is_installed(name)]
     if missing:
         raise ConfigError(f"{run.name} needs {', '.join(missing)}: pip install {' '.join(missing)}")
     # at least the bf16 weights, which every tensor-parallel group has
-    weights = 2 * count_parameters(run.model) // run.megatron.tensor_parallel
+    weights = 2 * count_parameters(run.model) // run.megatron.shares
     require_memory(weights * (1 if device == "cuda" else run.most_ranks), torch.device(device))
     if device == "cuda":
         seen = torch.cuda.device_count()

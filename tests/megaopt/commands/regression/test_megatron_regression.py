@@ -5,12 +5,13 @@ import time
 import pytest
 from tiny_runs import tiny_run, variant
 
+from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.command import regress
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.megatron.group import run_group
 from megaopt.commands.regression.megatron.plan import plan_trials
 from megaopt.commands.regression.megatron.rank import Task
-from megaopt.commands.regression.megatron.regression import is_installed
+from megaopt.commands.regression.megatron.regression import is_installed, require_parts
 from megaopt.commands.regression.processes import RankError
 from megaopt.commands.training.text import load_corpus
 from megaopt.source import describe_source
@@ -60,6 +61,37 @@ def run(write, tmp_path):
         return status, json.loads(text)
 
     return run
+
+
+@needs_megatron
+@needs_plug
+def test_pipeline_stages_and_times_over_runs(tmp_path):
+    """Each stage has its part of the weights; of two runs the times are joined."""
+    tables = {"optimizer": OPTIMIZER, "megatron": MEGATRON + "\npipeline_parallel = 2"}
+    text = tiny_run(3, batch_size=4, **tables).replace("layers = 1", "layers = 2")
+    text += STOCK + OURS.format(name="ours", baseline="stock", keys="runs = 2")
+    (tmp_path / "tiny.toml").write_text(text, encoding="utf-8")
+    assert regress(tmp_path / "tiny.toml", tmp_path / "out", None) == 0
+    record = json.loads((tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
+    found = record["variants"]
+    stages = {name.partition(" (")[2] for name in found["ours"]["fingerprints"]}
+    assert stages == {"pipeline stage 0)", "pipeline stage 1)"}
+    assert list(found) == ["stock", "ours", "ours.2"]
+    times = record["times"]["ours"]
+    own = [found[name]["measured"]["step_milliseconds"] for name in ("ours", "ours.2")]
+    spread = times["step_milliseconds"]
+    assert (spread["least"], spread["most"]) == (min(own), max(own))
+    assert spread["median"] == sum(own) / 2
+    other = found["stock"]["measured"]["step_milliseconds"]
+    assert spread["of_baseline"] == pytest.approx(spread["median"] / other)
+    assert times["runs"] == 2
+
+
+@needs_megatron
+def test_a_captured_step_needs_a_gpu(write):
+    run = read_megatron_run(write(STOCK + "cuda_graph = true\n"))
+    with pytest.raises(ConfigError, match=r"cuda_graph must be false on the CPU"):
+        require_parts(run, "cpu")
 
 
 @pytest.mark.slow

@@ -1,0 +1,119 @@
+"""What of Megatron's settings and parameters a plugged-in optimizer does not go with."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megaopt.adam import AdamOptions
+from megaopt.float8.foreign import foreign_weight
+from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8
+
+REQUIRED = {
+    "optimizer": (
+        "adam",
+        "adam is, and lion and sgd where megaopt's get_megatron_optimizer is called in the place "
+        "of Megatron's",
+    ),
+    "use_distributed_optimizer": (True, "it steps the distributed optimizer's shards"),
+}
+"""Fields of Megatron's OptimizerConfig: what is allowed, and why."""
+
+
+STATE_KEYS = "optimizer_state_keys"
+"""By which releases after 0.16 ask for the names of moments."""
+
+
+def check_required(config: Any) -> None:
+    """Raises ValueError for a field that has to have one value."""
+    for name, (allowed, reason) in REQUIRED.items():
+        value = getattr(config, name, allowed)
+        if value != allowed:
+            raise ValueError(f"config.{name}={value!r} is not allowed: {allowed!r}; {reason}")
+
+
+def check_release(config: Any, asked: Any) -> None:
+    """Raises ValueError for what releases up to 0.16 do not have."""
+    base = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    if hasattr(base.DistributedOptimizer, STATE_KEYS):
+        return
+    if asked is not None:
+        raise ValueError(
+            f"config.optimizer={asked.optimizer!r} is not allowed with megatron-core "
+            "0.16, whose checkpoints have Adam's moments alone: 'adam'"
+        )
+    if config.reuse_grad_buf_for_mxfp8_param_ag:
+        raise ValueError(
+            "config.reuse_grad_buf_for_mxfp8_param_ag=True is not allowed with megatron-core "
+            "0.16, which gathers all weights through it, also those that are not MXFP8: False"
+        )
+
+
+def check_offload(config: Any) -> None:
+    """Raises ValueError for an offload of other states than all."""
+    if not hasattr(AdamOptions, "state_device"):
+        raise ValueError(
+            "config.optimizer_cpu_offload=True is not allowed: False; this release of megaopt has "
+            "no states in host memory"
+        )
+    fraction = config.optimizer_offload_fraction
+    if fraction != 1.0:
+        raise ValueError(
+            f"config.optimizer_offload_fraction={fraction!r} is not allowed with "
+            "optimizer_cpu_offload=True: 1.0; the states of all parameters are in host memory"
+        )
+
+
+def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
+    """Raises ValueError where the host reads what a captured step computes."""
+    unread = "the host reads it within the step, which a CUDA graph cannot"
+    skips_above = getattr(config, "grad_norm_skip_threshold", math.inf)
+    refused = [
+        ("fp16", config.fp16, False, f"{unread}: whether gradients overflowed"),
+        ("loss_scale", config.loss_scale, None, f"{unread}: whether gradients overflowed"),
+        ("log_num_zeros_in_grad", config.log_num_zeros_in_grad, False, unread),
+        ("grad_norm_skip_threshold", skips_above, math.inf, unread),
+    ]
+    for name, value, allowed, reason in refused:
+        if value != allowed:
+            raise ValueError(
+                f"config.{name}={value!r} is not allowed with optimizer_cuda_graph=True: "
+                f"{allowed!r}; {reason}"
+            )
+    norms = importlib.import_module("megatron.core.optimizer.clip_grads")  # only where it is used
+    if getattr(norms, "multi_tensor_scale_tensor_impl", None) is None:
+        raise ValueError(
+            "config.optimizer_cuda_graph=True is not allowed without TransformerEngine, or with "
+            "megatron-core 0.16: False; Megatron then reads the gradients' norm on the host"
+        )
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            if is_fp8(param) and not is_mxfp8(param):
+                raise ValueError(
+                    f"parameter {name!r} is a {type(param.data).__name__}, which is not allowed "
+                    "with optimizer_cuda_graph=True: the ranks find its scale after the step"
+                )
+
+
+def check_parameter(name: str, param: torch.Tensor, takes_mxfp8: bool) -> None:
+    """Raises ValueError for a parameter of a model that cannot be stepped."""
+    try:
+        weight = foreign_weight(param)
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r}: {error}") from None
+    kind = type(param.data)
+    if weight is not None and is_mxfp8(param) and not takes_mxfp8:
+        raise ValueError(
+            f"parameter {name!r} is a {kind.__name__} ({weight.recipe.scaling}), which is not "
+            "allowed without config.reuse_grad_buf_for_mxfp8_param_ag=True: in fp8 those with "
+            "delayed, current or 128x128 scaling"
+        )
+    if weight is None and kind is not torch.Tensor:
+        raise ValueError(
+            f"parameter {name!r} is a {kind.__name__}, which is not allowed: fp32, bf16, fp16, or "
+            "an fp8 tensor of TransformerEngine's"
+        )

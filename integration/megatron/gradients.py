@@ -1,0 +1,228 @@
+"""Gradients of Megatron's distributed optimizer where DDP leaves them: their norm and clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.optimizer import optimizer as base
+
+from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
+
+Norm = float | torch.Tensor
+
+
+def norm_groups() -> tuple[str | None, ...]:
+    """None for the norm of all other gradients, and the groups that Megatron gives their own."""
+    return (None, *getattr(base, "SEPARATE_GRAD_NORM_GROUPS", ()))
+
+
+def norm_group_of(param: torch.Tensor) -> str | None:
+    """The group whose norm a parameter's gradient counts for; releases up to 0.16 have none."""
+    group = getattr(param, "grad_norm_group", None)
+    return group if group in norm_groups() else None
+
+
+class Gradients(CheckpointedOptimizer):
+    """Gradients are read where DDP leaves them, in its buffer: `shard.decoupled_grad` is a view.
+
+    With a loss scale they are unscaled there by Megatron's own pass, since the norm, whose bits are
+    Megatron's, is of unscaled numbers; those of 16 bits are cast to fp32 before, as Megatron does.
+    """
+
+    grad_name: str
+    """Under which name Megatron looks for the gradients of its optimizer's parameters."""
+    has_16_bit_norm = True
+    """Whether the norm is given gradients of 16 bits."""
+
+    def _start(self) -> None:
+        """What there is before the first gradient."""
+        self._has_clipped_grads = self._clips_in_place = False
+        self._bound_to: list[tuple[torch.Tensor, int]] = []
+        self._norm_shards: dict[str | None, list[Any]] = {}
+        self._norm_grads: dict[str | None, list[torch.Tensor]] = {}
+
+    def _look_at_shards(self) -> None:
+        """What is known of the shards' gradients once, when the optimizer is made."""
+        # parameters with a norm of their own: the step knows one coefficient for all
+        self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, self.shards))
+        self._norm_shards = {group: self._ask_for_norm_shards(group) for group in norm_groups()}
+        self.has_16_bit_norm = self._may_have_16_bit_norm()
+
+    # --- gradients
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Where the gradients lie, which stays as long as DDP's buffers do."""
+        if self.is_stub_optimizer or self._is_bound():
+            return
+        for model, shard in self.shards.items():
+            part = self._get_model_param_range_map(model)["param"]
+            grad = model.main_grad.view(-1)[part.start : part.end]
+            shard.decoupled_grad = grad.float() if self._has_copies() else grad
+        self._bound_to = self._buffers_now()
+        self._norm_grads = {
+            group: [shard.decoupled_grad for shard in shards]
+            for group, shards in self._norm_shards.items()
+        }
+
+    def _is_bound(self) -> bool:
+        """Whether all gradients are views of the buffers as they are now."""
+        if self._has_copies():
+            return False
+        shard = next(iter(self.shards.values()), None)
+        if shard is None:
+            return True
+        now, was = self._buffers_now(), self._bound_to
+        return (
+            len(now) == len(was)
+            and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(now, was, strict=True))
+            and getattr(shard, "decoupled_grad", None) is not None
+        )
+
+    def _has_copies(self) -> bool:
+        """Whether gradients of 16 bits are cast: multiplied in place they would be rounded."""
+        dtypes = {buffer.grad_data.dtype for buffer in self.buffers}
+        rounds = self.fused is not None and self.fused.options.round_scaled_grads
+        is_scaled = self.grad_scaler is not None or (self._clips_in_place and not rounds)
+        return is_scaled and dtypes != {torch.float32}
+
+    def _buffers_now(self) -> list[tuple[torch.Tensor, int]]:
+        return [(buffer.grad_data, buffer.grad_data.data_ptr()) for buffer in self.buffers]
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        return [shard.decoupled_grad for shard in self.shards.values()]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes gradients if set_to_none is False; otherwise DDP does, and they stay bound."""
+        if not set_to_none and self._is_bound():
+            for shard in self.shards.values():
+                shard.decoupled_grad.zero_()
+
+    # --- their norm
+
+    def _ask_for_norm_shards(self, norm_group: str | None) -> list[Any]:
+        """The shards whose gradients count for a norm: neither shared nor duplicates.
+
+        Megatron decides, asked once with stand-ins for the gradients.
+        """
+        asked = self.get_parameters()
+        stand_ins = [param.detach() for param in asked]
+        self._set_grads(asked, stand_ins)
+        with warnings.catch_warnings():  # shards of fp32 weights are not leaves
+            warnings.simplefilter("ignore", UserWarning)
+            ask = getattr(super(), "get_grads_for_grad_norm", None)
+            counted = ask(norm_group) if ask else super().get_main_grads_for_grad_norm()
+        self._set_grads(asked, [None] * len(asked))
+        found = {id(each) for each in counted}
+        pairs = zip(self._flat_shards(), stand_ins, strict=True)
+        return [shard for shard, stand_in in pairs if id(stand_in) in found]
+
+    def _set_grads(self, params: list[torch.Tensor], grads: list[Any]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            setattr(param, self.grad_name, grad)
+
+    def _flat_shards(self) -> list[Any]:
+        """In the order of Megatron's parameters; those that it gives this rank nothing of apart."""
+        groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
+        return [shard for group in groups for shard in group["params"]]
+
+    def _may_have_16_bit_norm(self) -> bool:
+        """Whether the norm's kernel sums bf16 or fp16 gradients as it would sum fp32 copies.
+
+        It takes four numbers at a time where they are aligned, as copies are, one at a time
+        elsewhere: two orders.
+        """
+        if self.grad_scaler:
+            return False
+        self._copy_model_grads_to_main_grads()
+        return all(
+            grad.dtype != torch.float32
+            and (grad.numel() % 4 != 0 or grad.data_ptr() % (4 * grad.element_size()) == 0)
+            for grads in self._norm_grads.values()
+            for grad in grads
+        )
+
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """The gradients that count for the norm, in fp32 wherever that could move its bits."""
+        return self.get_grads_for_grad_norm()
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """As releases after 0.16 call it, also for the norm of a group of its own."""
+        grads = self._norm_grads.get(grad_norm_group, [])
+        return [grad if self.has_16_bit_norm else grad.float() for grad in grads]
+
+    # --- clipping
+
+    def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
+        """Tells the next step by what Megatron would multiply gradients of this norm.
+
+        Where some have a norm of their own, gradients are multiplied here, as Megatron does it.
+        """
+        if self.is_stub_optimizer or self.config.clip_grad <= 0.0:
+            return
+        if self._clips_in_place:
+            norms: dict[str | None, Norm] = {None: grad_norm}
+            norms.update((norms_by_group or {}).items())
+            for shard in self.shards.values():
+                norm = norms.get(norm_group_of(shard))
+                coefficient = None if norm is None else self._coefficient(norm)
+                if coefficient is not None:
+                    shard.decoupled_grad.mul_(coefficient)
+        else:
+            self.optimizer.clip_coefficient = self._coefficient(grad_norm)
+
+    def _coefficient(self, norm: Norm) -> torch.Tensor | None:
+        """What gradients of a norm are multiplied by, fp32 of one element; None: nothing."""
+        coefficient = self.config.clip_grad / (norm + 1.0e-6)
+        if isinstance(coefficient, torch.Tensor):
+            return coefficient.clamp(max=1.0)
+        if coefficient >= 1.0:
+            return None
+        return torch.full((1,), coefficient, device=self.buffers[0].grad_data.device)
+
+    def clip_grad_norm(self, clip_grad: float) -> Any:
+        """The norm; the next step clips."""
+        grad_norm = self.get_grad_norm()
+        has_more = clip_grad > 0.0 and len(norm_groups()) > 1
+        norms = self._compute_grad_norms_by_group() if has_more else None
+        self.clip(grad_norm, norms)
+        return grad_norm
+
+    def skips(self, grad_norm: float | torch.Tensor) -> bool:
+        """Whether a norm is so large that Megatron leaves the step out."""
+        threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
+        return (
+            not self.is_stub_optimizer and math.isfinite(threshold) and bool(grad_norm > threshold)
+        )
+
+    @contextlib.contextmanager
+    def clipped_grads(self) -> Iterator[None]:
+        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
+        if self.is_stub_optimizer or self._has_clipped_grads:
+            yield
+            return
+        params, shards = self.get_parameters(), self._flat_shards()
+        grads = [shard.decoupled_grad for shard in shards]
+        coefficient = self.optimizer.clip_coefficient
+        clipped = [grad.float() * (1 if coefficient is None else coefficient) for grad in grads]
+        if self.fused.options.round_scaled_grads:
+            pairs = zip(clipped, grads, strict=True)
+            clipped = [value.to(grad.dtype).float() for value, grad in pairs]
+        self._set_grads(params, clipped)
+        self._has_clipped_grads = True
+        try:
+            yield
+        finally:
+            self._has_clipped_grads = False
+            self._set_grads(params, [None] * len(params))
+            for shard, grad in zip(shards, grads, strict=True):
+                shard.decoupled_grad = grad
+
+    def count_zeros(self) -> Any:
+        """How many of the clipped gradients are 0, over all ranks."""
+        with self.clipped_grads():
+            return super().count_zeros()

@@ -1,0 +1,59 @@
+"""Megatron-Core on GPUs: its captured step, and FusedAdam in Megatron-FSDP."""
+
+import json
+import multiprocessing
+
+import megatron_fsdp_ranks
+import pytest
+import torch
+from how_to import needs
+from tiny_runs import tiny_run, variant
+
+from megaopt.commands.regression.command import regress
+
+pytestmark = [pytest.mark.gpu, needs("megatron")]
+OPTIMIZER = "warmup_steps = 2\nbeta2 = 0.95\nweight_decay = 0.1"
+
+
+def ours(name, **keys):
+    return variant(name, "megaopt", baseline="stock", contract="te", **keys)
+
+
+@needs("transformer_engine")
+def test_a_captured_step_has_the_bits_of_transformer_engines_eager_one(tmp_path):
+    """Over Megatron's own wrapper, with its norm on the device; clipped."""
+    tables = {"optimizer": OPTIMIZER}
+    tables["megatron"] = "ranks = 1\nmicro_batch_size = 2\nbucket_size = 2500\nclip_grad = 0.1"
+    text = tiny_run(8, batch_size=4, device="cuda", **tables)
+    text += variant("stock", "stock", inner="transformer_engine")
+    text += ours("eager") + ours("main_shards", cuda_graph=True)
+    text += ours("precision_aware", mode="precision_aware", cuda_graph=True)
+    (tmp_path / "tiny.toml").write_text(text, encoding="utf-8")
+    status = regress(tmp_path / "tiny.toml", tmp_path / "out", None)
+    record = json.loads((tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
+    found = record["variants"]
+    assert {name: each["failure"] for name, each in found.items()} == dict.fromkeys(found)
+    assert status == 0
+    assert len(set(found["stock"]["losses"])) == 8
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_fused_adam_in_megatron_fsdp_has_torchs_bits(tmp_path):
+    """Its DTensors are cut unevenly; contract torch is torch's fused AdamW."""
+    context, found = multiprocessing.get_context("spawn"), {}
+    for kind in ("torch", "megaopt"):
+        replies = context.Queue()
+        ranks = [
+            context.Process(
+                target=megatron_fsdp_ranks.run, args=(rank, 2, kind, tmp_path / kind, replies)
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        found[kind] = dict(replies.get(timeout=120) for _ in ranks)
+        for rank in ranks:
+            rank.join(60)
+    assert found["torch"] == found["megaopt"]
+    assert len(set(found["torch"][0]["losses"])) == 4
+    assert any(found["torch"][0]["exp_avg"])

@@ -1,0 +1,46 @@
+"""Every bit is Megatron's own under its other parallel layouts and kinds of parameters."""
+
+import pytest
+from how_to import needs
+from megatron_gpt import Case, train
+
+pytestmark = needs("megatron")
+MODES = ("main_shards", "precision_aware")
+
+LAYOUTS = {
+    "pipeline": (2, {"pipeline": 2}),
+    "tied over the pipeline": (2, {"pipeline": 2, "tied": True}),
+    "virtual pipeline": (2, {"pipeline": 2, "virtual": 2}),
+    "pipeline of data-parallel stages": (4, {"pipeline": 2}),
+    "context parallel": (2, {"context": 2}),
+    "two instances": (2, {"instances": 2, "overlap": False}),
+    "two instances of two": (4, {"instances": 2, "overlap": False}),
+    "shared experts": (2, {"experts": 2, "shared_experts": True}),
+    "frozen": (2, {"frozen": "layernorm"}),
+    "decoupled lr": (2, {"decoupled_lr": 1e-3}),
+    "mtp": (2, {"mtp": True, "clip_grad": 0.02}),
+    "mtp, 16 bits": (2, {"mtp": True, "clip_grad": 0.02, "fp32_grads": False}),
+}
+
+
+def is_slow(place, name, mode):
+    """Each layout is quick in one of the modes."""
+    return LAYOUTS[name][0] > 3 or mode != MODES[place % 2]
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        pytest.param(mode, name, marks=[pytest.mark.slow] * is_slow(place, name, mode))
+        for mode in MODES
+        for place, name in enumerate(LAYOUTS)
+    ],
+)
+def test_layouts(megatron_pools, megatron_stock, mode, name):
+    world, settings = LAYOUTS[name]
+    if "instances" in settings:
+        pytest.importorskip("einops")  # Megatron's, for the groups of several instances
+    expected = megatron_stock(world, train, Case(**settings), 3)
+    found = megatron_pools(world)(train, Case(plug=mode, **settings), 3)
+    assert found == expected
+    assert len({step[0] for step in found[0]["steps"]}) == 3

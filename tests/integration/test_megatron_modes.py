@@ -1,0 +1,56 @@
+"""Lion and SGD in Megatron's distributed optimizer, and its precision-aware fields beside fp8."""
+
+import megatron_memory
+import megatron_modes as modes
+import pytest
+import torch
+from how_to import needs
+from megatron_gpt import HAS_KEYS, Case
+
+pytestmark = needs("megatron")
+
+MODES = ("main_shards", "precision_aware")
+
+
+def case_of(name, mode, **more):
+    settings = {"clip_grad": 0.0, "overlap": False, "config": {"optimizer": name}}
+    return Case(plug=mode, **{**settings, **more})
+
+
+@pytest.mark.skipif(not HAS_KEYS, reason="release 0.16 saves Adam's moments alone")
+@pytest.mark.parametrize(
+    ("name", "mode"), [("lion", "main_shards"), ("sgd", "precision_aware"), ("sgd", "main_shards")]
+)
+def test_other_rules_step_as_they_do_alone(megatron_pools, tmp_path, name, mode):
+    keys = {"lion": ("exp_avg",), "sgd": ("momentum_buffer",)}[name]
+    expected, _ = megatron_pools(2)(modes.alone, case_of(name, mode), name)
+    for found in megatron_pools(2)(modes.plugged, case_of(name, mode), tmp_path / "a"):
+        assert found["keys"] == keys
+        assert found["weights"] == found["loaded"] == expected
+        assert found["same"]
+
+
+AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+DELAYED = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+def test_precision_aware_with_masters_of_megatrons(megatron_pools, delayed):
+    """As beside fp8 parameters; with delayed scaling it has gradients clipped in their dtype."""
+    options = {"exp_avg_dtype": torch.bfloat16, "round_scaled_grads": delayed}
+    settings = {"plug": "main_shards", "clip_grad": 0.2, "fp32_grads": False}
+    config = {**AWARE, DELAYED: delayed}
+    found = megatron_pools(2)(modes.train_aware, Case(config=config, **settings))
+    assert found == megatron_pools(2)(modes.train_aware, Case(options=options, **settings))
+    assert found[0]["dtype"] == torch.bfloat16
+    assert found[0]["rounds"] is delayed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_saves_and_loads_take_the_state_and_a_bucket_at_most(megatron_pools, tmp_path, mode):
+    """Megatron issue 7288: a resume made the state twice."""
+    case = Case(plug=mode, hidden=64, inner=128, buckets=20000)
+    for found in megatron_pools(2)(megatron_memory.bytes_of, case, tmp_path / "a"):
+        assert found["save"] <= found["bucket"]
+        assert found["template"] <= found["state"] + found["bucket"]
+        assert found["load"] <= found["bucket"]

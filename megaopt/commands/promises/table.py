@@ -122,6 +122,9 @@ PROMISES = (
     Promise(
         "a CUDA graph's replays are eager steps, contract ieee", checks.graph, ("GPU", "kernels")
     ),
+    Promise(
+        "states in host memory are states on the card", left_to=f"needs ranks and files: {SUITE}"
+    ),
     Promise("scales of a tensor, one launch", checks.scaled_step, ("kernels",)),
     Promise("tensors past 2**31 elements", left_to=f"takes 30 GiB of a GPU's memory: {GPU_SUITE}"),
     Promise("contract te", partial(parity, "te"), ("NVIDIA GPU", "kernels", "TransformerEngine")),

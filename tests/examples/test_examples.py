@@ -54,6 +54,7 @@ def test_a_fine_tuning_without_transformers_says_what_it_needs(monkeypatch, caps
     assert capsys.readouterr().out == "skipped: needs transformers: pip install transformers\n"
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_on_two_ranks():
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -63,6 +63,7 @@ def run(write, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @needs_megatron
 @needs_plug
 def test_pipeline_stages_and_times_over_runs(tmp_path):

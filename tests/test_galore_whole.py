@@ -25,7 +25,7 @@ def tool(monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     yield importlib.import_module("galore_whole")
-    for name in ("galore_whole", "galore_torch_peer"):
+    for name in ("galore_whole", "device_figures", "galore_torch_peer"):
         sys.modules.pop(name, None)
 
 

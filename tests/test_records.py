@@ -1,28 +1,18 @@
 """Records have the source that made them, and the tables of the pages say what the records say."""
 
-import importlib
-import json
 import re
 import shutil
 import statistics
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from record_pages import FOLDER, PAGE, REPOSITORY, assert_says, needs, read, rows_of, tool
 
 import megaopt
 
-REPOSITORY = Path(__file__).parents[1]
-FOLDER = REPOSITORY / "docs" / "benchmarks"
 RECORDS = sorted(FOLDER.glob("*.json"))
 COMMIT = re.compile("[0-9a-f]{40}")
-PAGE = "docs/benchmarks/README.md"
-NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
-
-
-def read(name):
-    return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
 # --- the source
@@ -68,23 +58,6 @@ def test_the_commits_of_a_record_are_in_the_history(path, history):
 
 
 # --- the tables
-
-
-def rows_of(page, heading):
-    """The cells of the rows of the table that begins with this heading."""
-    text = (REPOSITORY / page).read_text(encoding="utf-8")
-    table = text.split(f"\n{heading}")[1].split("\n\n")[0]
-    lines = [line for line in table.splitlines() if line.startswith("|")][1:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def assert_says(row, *values):
-    """Fails unless the numbers of the row's cells are these, rounded to as many places."""
-    numbers = [number for cell in row for number in NUMBER.findall(cell)]
-    assert len(numbers) == len(values), row
-    for number, value in zip(numbers, values, strict=True):
-        places = len(number.partition(".")[2])
-        assert f"{value:,.{places}f}" == f"{float(number.replace(',', '')):,.{places}f}", row
 
 
 def cases(name):
@@ -262,17 +235,6 @@ def test_the_count_of_the_gpu_suite_is_the_records():
 # --- moments in blocks
 
 MOMENTS_IN_BLOCKS = ("h200-bench-blocks-B.json",)
-
-
-def needs(*names):
-    """Skips until the records are there."""
-    missing = [name for name in names if not (FOLDER / name).exists()]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
-
-
-def tool(name, monkeypatch):
-    monkeypatch.syspath_prepend(REPOSITORY / "tools")
-    return importlib.import_module(name)
 
 
 @needs(*MOMENTS_IN_BLOCKS)

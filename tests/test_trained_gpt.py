@@ -96,6 +96,10 @@ def test_galore_is_trained_in_fp32_beside_adam(tool, tmp_path, monkeypatch) -> N
     assert len(energies) == 4  # two of the block's six matrices, in two steps each
     assert all(0.9 < own / best <= 1 + 1e-6 for _, _, own, best in energies)
     assert "4 refreshes: least 0.9" in galore.energies(record)
+    for own in record["seeds"].values():
+        own.pop("ours")
+    assert galore.energies(record) is None
+    tool.draw(record, tmp_path / "picture.png")  # the band is another's
 
 
 def record_of(seed, *kinds, **changes):

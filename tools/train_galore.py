@@ -105,9 +105,12 @@ def versions() -> dict[str, str]:
     return {} if why_not() else {"galore_torch": version("galore_torch")}
 
 
-def energies(record: dict[str, Any]) -> str:
-    """How the captured energies compare, over all seeds: one line."""
-    found = [each for runs in record["seeds"].values() for each in runs["ours"]["energies"]]
+def energies(record: dict[str, Any]) -> str | None:
+    """How the captured energies compare, over all seeds: one line; None where none are there."""
+    seeds = record["seeds"].values()
+    found = [each for runs in seeds if "ours" in runs for each in runs["ours"]["energies"]]
+    if not found:
+        return None
     shares = sorted(own / best for _, _, own, best in found)
     mean = sum(shares) / len(shares)
     return (
@@ -120,5 +123,5 @@ if __name__ == "__main__":
     trained_gpt.ALL_FP32, trained_gpt.BAND = True, next(iter(KINDS))
     trained_gpt.STEPS, trained_gpt.BATCH = 1000, 8
     joined = main(__doc__, KINDS, versions, MODELS)
-    if joined is not None:
+    if joined is not None and energies(joined) is not None:
         print(energies(joined))

@@ -33,7 +33,7 @@ HELD_OUT_BATCHES = 64
 ALL_FP32 = False
 """All weights and gradients are fp32, and the passes go through autocast to bf16."""
 BAND = "fp32"
-"""The kind whose seeds' losses are a band in the picture."""
+"""The kind whose seeds' losses are a band in the picture; the first where there is none."""
 MEANS_OF = 50
 """So many steps' training losses are one number of a record."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,8 +198,9 @@ def draw(record: dict[str, Any], picture: Path) -> None:
     first, runs = next(iter(seeds.items()))
     figure = Figure(figsize=(11, 4.5), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
-    band = [each[BAND]["held_out"] for each in seeds.values()]
-    left.axvspan(min(band), max(band), color="#3b6ea5", alpha=0.2, label=f"{BAND}, all seeds")
+    name = BAND if BAND in runs else next(iter(runs))
+    band = [each[name]["held_out"] for each in seeds.values()]
+    left.axvspan(min(band), max(band), color="#3b6ea5", alpha=0.2, label=f"{name}, all seeds")
     for place, kind in enumerate(runs):
         found = [each[kind]["held_out"] for each in seeds.values()]
         left.plot(found, [place] * len(found), "o", color="#3b6ea5", markersize=5)
@@ -210,7 +211,7 @@ def draw(record: dict[str, Any], picture: Path) -> None:
     left.set_yticks(range(len(runs)), list(runs))
     left.invert_yaxis()
     left.set_xlabel("held-out loss, nats a byte")
-    left.legend(loc="upper right", fontsize=8)
+    left.legend(loc="best", fontsize=8)
     right.set_xlabel("step")
     right.set_ylabel(f"training loss, seed {first}, means of {MEANS_OF}")
     right.set_yscale("log")

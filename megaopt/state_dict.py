@@ -339,8 +339,10 @@ def _ours(
 def _kept(saved: State, view: ParamView, where: str) -> State:
     """Copies of what a state has beside moments and master, as fp32."""
     state: State = {}
-    for name in view.kept.keys() & saved.keys():
-        value, shape = saved[name], view.kept[name]
+    for name, shape in view.kept.items():
+        if name not in saved:
+            raise ValueError(f"{where}: the state dict has no {name!r}")
+        value = saved[name]
         fits = _is_readable(value) and value.is_floating_point() and tuple(value.shape) == shape
         if not fits:
             refuse(f"{where}: {name!r} of the state dict", f"real numbers of shape {shape}", value)

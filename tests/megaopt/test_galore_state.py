@@ -174,6 +174,18 @@ def test_states_that_do_not_fit_are_refused(name, value, message):
     assert_same(snapshot(optimizer), before)
 
 
+@pytest.mark.parametrize("name", ["projection", "captured_energy", "exp_avg"])
+def test_a_state_that_lacks_a_tensor_is_refused(name):
+    """Moments of one projection mean nothing under another."""
+    optimizer = galore()
+    train(optimizer, 2)
+    saved, before = damaged(name, None), snapshot(optimizer)
+    del saved["state"][0][name]
+    with pytest.raises(ValueError, match=f"the state dict has no '{name}'"):
+        optimizer.load_state_dict(saved)
+    assert_same(snapshot(optimizer), before)
+
+
 NUMBERS_OF_A_GROUP = ("update_proj_gap", "rank", "proj_type", "scale", "seed", "betas")
 
 

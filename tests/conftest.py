@@ -5,6 +5,7 @@ import zlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 
 if not torch.cuda.is_available():
@@ -41,6 +42,16 @@ def seeded():
 def device():
     """Where the kernels run here: the GPU, or the CPU under the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def gpu_mesh(tmp_path_factory):
+    """Of one rank over NCCL, on the first GPU."""
+    meeting = tmp_path_factory.mktemp("gpu") / "meeting"
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{meeting}", world_size=1, rank=0)
+    yield dist.init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -3,25 +3,14 @@
 import galore_ranks
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp2_ranks import Bare, give, gradients, snapshot
 from runs import BF16, MASTER, REMAINDERS, assert_same, values
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from megaopt import FusedAdam, GaLoreAdamW
 
 pytestmark = pytest.mark.gpu
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    meeting = tmp_path_factory.mktemp("gpu") / "meeting"
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{meeting}", world_size=1, rank=0)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
 
 
 def on_cpu(value):
@@ -38,9 +27,9 @@ def give_on_gpu(model, step, dtype):
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
 @pytest.mark.parametrize("options", [MASTER, REMAINDERS], ids=["masters", "remainders"])
-def test_the_kernel_steps_shards_as_the_reference_whole_tensors(mesh, options, capturable):
+def test_the_kernel_steps_shards_as_the_reference_whole_tensors(gpu_mesh, options, capturable):
     options = {**HYPER, **options, "capturable": capturable}
-    model, whole = fully_shard(Bare(dtype=BF16).cuda(), mesh=mesh), Bare(dtype=BF16)
+    model, whole = fully_shard(Bare(dtype=BF16).cuda(), mesh=gpu_mesh), Bare(dtype=BF16)
     own = FusedAdam(model.parameters(), **options)
     expected = FusedAdam(whole.parameters(), **options)
     for step in range(3):
@@ -52,10 +41,10 @@ def test_the_kernel_steps_shards_as_the_reference_whole_tensors(mesh, options, c
     assert_same(own.grad_norm.cpu(), expected.grad_norm)
 
 
-def losses(mesh, policy):
+def losses(gpu_mesh, policy):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 3)]
-    model = fully_shard(torch.nn.Sequential(*layers), mesh=mesh, offload_policy=policy)
+    model = fully_shard(torch.nn.Sequential(*layers), mesh=gpu_mesh, offload_policy=policy)
     optimizer = FusedAdam(model.parameters(), **HYPER)
     found = []
     for step in range(4):
@@ -70,15 +59,15 @@ def losses(mesh, policy):
     return found, devices
 
 
-def test_offloaded_parameters_are_stepped_on_the_cpu(mesh):
-    offloaded, devices = losses(mesh, CPUOffloadPolicy())
+def test_offloaded_parameters_are_stepped_on_the_cpu(gpu_mesh):
+    offloaded, devices = losses(gpu_mesh, CPUOffloadPolicy())
     assert devices == {"cpu"}
-    assert_same(offloaded, losses(mesh, OffloadPolicy())[0])
+    assert_same(offloaded, losses(gpu_mesh, OffloadPolicy())[0])
 
 
-def test_a_graph_replays_clipped_steps_of_shards(mesh):
+def test_a_graph_replays_clipped_steps_of_shards(gpu_mesh):
     options = {**HYPER, "capturable": True}
-    models = [fully_shard(Bare().cuda(), mesh=mesh) for _ in range(2)]
+    models = [fully_shard(Bare().cuda(), mesh=gpu_mesh) for _ in range(2)]
     own, expected = (FusedAdam(model.parameters(), **options) for model in models)
     for model, optimizer in zip(models, (own, expected), strict=True):
         give_on_gpu(model, 0, torch.float32)
@@ -93,12 +82,12 @@ def test_a_graph_replays_clipped_steps_of_shards(mesh):
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
-def test_galore_steps_shards_as_whole_matrices(mesh, capturable):
+def test_galore_steps_shards_as_whole_matrices(gpu_mesh, capturable):
     """All rows on one rank: NCCL's sums are of one part, and products of the same matrices."""
     options = {**galore_ranks.NUMBERS, **galore_ranks.RANKED, **MASTER, "capturable": capturable}
     shapes = galore_ranks.SHAPES
     models = [Bare(shapes, BF16).cuda() for _ in range(2)]
-    fully_shard(models[0], mesh=mesh)
+    fully_shard(models[0], mesh=gpu_mesh)
     pair = [GaLoreAdamW(model.parameters(), **options) for model in models]
     for step in range(5):
         for model, optimizer in zip(models, pair, strict=True):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from galore_bound import bound_of_a_step
 from runs import BF16, FP32, assert_same, copied, give_gradients, params_of, snapshot, train, values
 
 from megaopt import FusedAdam, GaLoreAdamW
@@ -453,40 +454,6 @@ def test_a_release_of_gradients_takes_the_same_steps():
 # --- between kernels
 
 
-def bound_of_a_step(before, after, grad, side, precision, coefficient):
-    """How far apart the weights of two kernels may be after one step, [m, n] in fp64.
-
-    A sum of k products is off by k * unit of the products' magnitudes in any order (Higham,
-    Accuracy and Stability, 3.5), two of them by twice that; unit is 2**-24, and four times as much
-    where tensor cores cut numbers off before they add them. dR of the projected gradient moves the
-    mean by rest1 * dR and the root of the square, a norm of R and what was there, by at most
-    sqrt(rest2) * dR, so N = mean / (root + eps) by (rest1 + |N| * sqrt(rest2)) * dR / (root + eps);
-    six more operations round N. N rounded to tf32 or bf16 may then be the next number: 2**-10 or
-    2**-7 of it. Each of the update's four operations rounds a number of the weight's size.
-    """
-    is_cut = grad.is_cuda and precision != "ieee"
-    unit = 2.0**-22 if is_cut else 2.0**-24
-    basis, grad = after["projection"].double().abs(), grad.double().abs() * coefficient
-    (beta1, beta2), eps = (0.9, 0.999), NUMBERS["eps"]
-    rest1, rest2, place = 1 - beta1, 1 - beta2, {"ieee": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7}
-    low = grad @ basis.mT if side == RIGHT else basis.mT @ grad
-    terms = grad.shape[1] if side == RIGHT else grad.shape[0]
-    mean, root = after["exp_avg"].double(), after["exp_avg_sq"].double().sqrt()
-    found = mean.abs() / (root + eps)
-    moved = (rest1 + found * rest2**0.5) * (2.01 * terms * unit * low) / (root + eps)
-    # the mean's own sum may cancel: its roundings are of what is added up
-    summed = beta1 * before["exp_avg"].double().abs() + rest1 * low
-    moved = moved + 2.0**-22 * (found + summed / (root + eps))
-    moved = moved + place[precision] * (found + moved)
-    rank = basis.shape[0] if side == RIGHT else basis.shape[1]
-    moved = moved + 2.01 * rank * unit * found
-    step = after["step"]
-    size = NUMBERS["lr"] * RANKED["scale"] * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-    update = size * (moved @ basis if side == RIGHT else basis @ moved)
-    whole = size * (found @ basis if side == RIGHT else basis @ found)
-    return update + 8 * 2.0**-24 * (before["master"].double().abs() + whole)
-
-
 def copy_of(optimizer):
     (param,) = params_of(optimizer)
     state = optimizer.state[param]
@@ -523,7 +490,8 @@ def test_kernels_differ_by_no_more_than_sums_and_places_allow(shape, precision, 
     after, found = (copy_of(each) for each in pair)
     assert_same_bits(found["projection"], after["projection"])
     coefficient = min(1.0, 1.0 / float(pair[0].grad_norm))
-    bound = bound_of_a_step(before, after, grad, side, precision, coefficient)
+    own = {**NUMBERS, **RANKED}
+    bound = bound_of_a_step(before, after, grad, side, precision, coefficient, own)
     difference = (found["master"].double() - after["master"].double()).abs()
     assert bool((difference <= bound).all()), float((difference / bound).max())
     # a bound that means something: an update that is not there is beyond it

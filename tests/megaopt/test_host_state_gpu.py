@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp2_blocks import SHAPES as ROWS
 from fsdp2_ranks import Bare, give, gradients
 from runs import BF16, FORMATS, FP16, MASTER, REMAINDERS, assert_same, copied, values
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megaopt import FusedAdam, FusedLion, FusedSGD, release_gradients
@@ -360,23 +358,14 @@ def test_too_much_is_refused_with_its_bytes():
 # --- FSDP2
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    meeting = tmp_path_factory.mktemp("host") / "meeting"
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{meeting}", world_size=1, rank=0)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("options", [MASTER, {**REMAINDERS, **BLOCKS}], ids=["fp32", "blocks"])
-def test_shards_have_their_states_in_host_memory(mesh, options, flat):
+def test_shards_have_their_states_in_host_memory(gpu_mesh, options, flat):
     given, found = StateDictOptions(flatten_optimizer_state_dict=flat), []
     for device in (None, "cpu"):
         made, saved = [], None
         for first in (0, 2):
-            model = fully_shard(Bare(ROWS, BF16).cuda(), mesh=mesh)
+            model = fully_shard(Bare(ROWS, BF16).cuda(), mesh=gpu_mesh)
             optimizer = FusedAdam(model.parameters(), lr=0.01, state_device=device, **options)
             if saved is not None:
                 with torch.no_grad():

@@ -253,11 +253,16 @@ class FusedAdam(FusedOptimizer):
 
     @property
     def rule(self) -> Rule:
-        """AdamW or Adam, under the optimizer's contract."""
+        """AdamW or Adam, under the optimizer's contract; te has others for capturable=True."""
+        rule = self.eager_rule
+        return rule.capturable if self.options.capturable and rule.capturable else rule
+
+    @property
+    def eager_rule(self) -> Rule:
+        """AdamW or Adam, under the optimizer's contract, without capturable=True."""
         options: Any = self.options
         name = "adamw" if options.adam_w_mode else "adam"
-        rule = RULES[name + "_amsgrad" * options.amsgrad, options.contract]
-        return rule.capturable if self.options.capturable and rule.capturable else rule
+        return RULES[name + "_amsgrad" * options.amsgrad, options.contract]
 
     @torch.no_grad()
     def to_torch_state_dict(self, *, drop_masters: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import megaopt
+from megaopt.kernels.rules.base import Rule
 from megaopt.optimizer import FusedOptimizer
 from megaopt.state import MASTER
 
@@ -46,7 +47,15 @@ class Shards(FusedOptimizer):
 
 
 class ShardAdam(Shards, megaopt.FusedAdam):
-    """megaopt.FusedAdam over shards."""
+    """megaopt.FusedAdam over shards; a captured step has the bits of an eager one.
+
+    So under contract te too, where TransformerEngine rounds differently with capturable=True.
+    """
+
+    @property
+    def rule(self) -> Rule:
+        """AdamW or Adam, under the optimizer's contract, capturable or not."""
+        return self.eager_rule
 
 
 class ShardLion(Shards, megaopt.FusedLion):

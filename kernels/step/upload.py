@@ -62,6 +62,15 @@ def new_piece(like: torch.Tensor) -> Piece:
     return Piece(memory, CopyEvent(like.device) if on_gpu else NoEvent())
 
 
+GIVEN_UP: list[Piece] = []
+"""Pieces of an Upload that was dropped within a capture, until another is written.
+
+Where pinned memory is freed, torch records an event on each stream that copied from it. On a stream
+that a CUDA graph is being captured on, that event can never be queried: the next pin_memory(), of
+anybody, fails with "invalid argument".
+"""
+
+
 class Upload:
     """A tensor on the device that the host writes again and again, while earlier copies wait.
 
@@ -87,6 +96,7 @@ class Upload:
             first: the first row.
             last: the row behind the last; None for all.
         """
+        GIVEN_UP.clear()
         oldest_is_done = bool(self._pieces) and self._pieces[0].copied.query()
         piece = self._pieces.popleft() if oldest_is_done else self._new(self.tensor)
         target, source = self.tensor, piece.tensor
@@ -96,3 +106,9 @@ class Upload:
         target.copy_(source, non_blocking=True)
         piece.copied.record()
         self._pieces.append(piece)  # not where the copy failed
+
+    def __del__(self) -> None:
+        """Within a capture the pinned memory outlives this."""
+        pinned = [piece for piece in self._pieces if piece.tensor.is_pinned()]
+        if pinned and torch.cuda.is_current_stream_capturing():
+            GIVEN_UP.extend(pinned)

@@ -126,6 +126,28 @@ def test_a_thousand_replays_are_a_thousand_eager_steps(options, bank):
     assert 0 < expected.param_groups[0]["step"] == 1002 - 20
 
 
+def test_memory_can_be_pinned_after_a_capture_on_the_stream_of_the_steps_before(bank):
+    """The capture makes tables anew: the old ones' pinned memory is freed on that stream."""
+    found, stream = made(MASTER, True), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for step in range(3):
+            give(found, bank[step])
+            found.step()
+        for param in params_of(found):
+            param.grad = param.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found.step()
+    torch.cuda.synchronize()
+    assert torch.ones(5).pin_memory().is_pinned()
+    graph.replay()
+    expected = made(MASTER, False)
+    for step in (0, 1, 2, 2):
+        give(expected, bank[step])
+        expected.step()
+    assert_same_numbers(found, expected, "after a replay")
+
+
 @pytest.mark.parametrize("options", [MASTER, FORMATS["fp16_master_bf16_fp16"]], ids=["32", "16"])
 def test_a_plain_step_without_controls(options, bank):
     """Another kernel: nothing is unscaled, clipped or skipped in it."""

@@ -37,8 +37,9 @@ def train(rank, world, kind):
     layers = [torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 9)]
     model = sharding.fully_shard_model(
         torch.nn.Sequential(*layers).bfloat16().cuda(),
-        device_mesh=init_device_mesh("cuda", (world,), mesh_dim_names=("dp",)),
+        device_mesh=init_device_mesh("cuda", (world, 1), mesh_dim_names=("dp", "tp")),
         dp_shard_dim="dp",
+        tp_dim="tp",
         fsdp_unit_modules=[torch.nn.Linear],
         zero_dp_strategy=3,
     )

@@ -26,7 +26,10 @@ from megaopt.commands.toml_tables import (
 )
 
 Mode = Literal["main_shards", "precision_aware"]
-StateDtype = Literal["float32", "bfloat16", "float16", "float8"]
+StateDtype = Literal[
+    "float32", "bfloat16", "float16", "float8",
+    "block_e4m3", "block_e5m3", "block64_e4m3", "block64_e5m3",
+]  # fmt: skip
 Runs = Annotated[int, Strict(), Field(ge=1, le=1000), only(f"{WHOLE} 1 to 1000")]
 
 

@@ -16,7 +16,7 @@ from megaopt.commands.regression.megatron.config import (
 from megaopt.commands.regression.megatron.model import megatron, weights_dtype
 from megaopt.commands.regression.megatron.unfused import UnfusedAdam
 
-# Megatron calls its fp8 moments uint8
+# Megatron calls its fp8 moments uint8; the others are megaopt's own names
 STATE_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -93,8 +93,8 @@ def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
         mode=variant.mode,
         contract=variant.contract,
         backend=variant.backend,
-        exp_avg_dtype=STATE_DTYPES[variant.exp_avg_dtype],
-        exp_avg_sq_dtype=STATE_DTYPES[variant.exp_avg_sq_dtype],
+        exp_avg_dtype=STATE_DTYPES.get(variant.exp_avg_dtype, variant.exp_avg_dtype),
+        exp_avg_sq_dtype=STATE_DTYPES.get(variant.exp_avg_sq_dtype, variant.exp_avg_sq_dtype),
         store_param_remainders=variant.store_param_remainders,
         round_scaled_grads=variant.round_scaled_grads,
     )

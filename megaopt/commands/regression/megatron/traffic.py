@@ -9,7 +9,8 @@ from __future__ import annotations
 from megaopt.commands.regression.megatron.config import MegaoptVariant, MegatronRun, StockVariant
 
 FP32, BF16 = 4, 2
-STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""An element's; of all others 1."""
 
 TORCH_ADAMW = 80
 """torch's AdamW for many tensors, eight passes: decay 8, lerp 12, mul 8, addcmul 12, sqrt 8, div 8,
@@ -58,7 +59,8 @@ def stock_passes(run: MegatronRun, variant: StockVariant, fused_clip: bool) -> d
 def our_passes(run: MegatronRun, variant: MegaoptVariant) -> dict[str, int]:
     """Passes of ours: the norm, and one that clips, steps and writes the weight."""
     grad = grad_bytes(run, variant)
-    moments = STATE_BYTES[variant.exp_avg_dtype] + STATE_BYTES[variant.exp_avg_sq_dtype]
+    names = (variant.exp_avg_dtype, variant.exp_avg_sq_dtype)
+    moments = sum(STATE_BYTES.get(name, 1) for name in names)
     weight = 1 if run.megatron.fp8_param_gather else BF16
     if run.megatron.precision == "fp32":
         weight = 0  # it is the master

@@ -24,52 +24,81 @@ from megaopt.kernels.step.update import canonical_values, stored_block
 
 
 @helper
+def left_tile(
+    ptr, row, rows, inner, FORMAT: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    RANK: tl.constexpr,
+):  # fmt: skip
+    """[row, inner] of the left factor, as a product takes it; 0 where the matrix ends."""
+    mask = (row[:, None] < rows) & (inner[None, :] < RANK)
+    tile = loaded(ptr, row[:, None] * RANK + inner[None, :], mask, EVEN)
+    return taken(tile, FORMAT, PRECISION)
+
+
+@helper
+def right_tile(
+    ptr, inner, column, columns, stride, FORMAT: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """[inner, column] of the right factor, likewise; stride: of its rows."""
+    mask = (inner[:, None] < RANK) & (column[None, :] < columns)
+    tile = loaded(ptr, inner[:, None] * stride + column[None, :], mask, EVEN)
+    return taken(tile, FORMAT, PRECISION)
+
+
+@helper
 def product_tile(
-    left_ptr, right_ptr, row, column, rows, columns, stride, LEFT_FORMAT: tl.constexpr,
+    left_ptr, right_ptr, row, column, rows, columns, stride, whole, LEFT_FORMAT: tl.constexpr,
     RIGHT_FORMAT: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
     INNER: tl.constexpr,
 ):  # fmt: skip
     """fp32 [row, column] of a product; 0 outside the matrix, which ends at rows and columns.
 
-    stride: of the right factor's rows.
+    stride: of the right factor's rows; whole: the left factor's tile, where it has the whole rank.
     """
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
-    for first in range(0, RANK, INNER):
-        inner = first + tl.arange(0, INNER)
-        mask = (row[:, None] < rows) & (inner[None, :] < RANK)
-        left = loaded(left_ptr, row[:, None] * RANK + inner[None, :], mask, EVEN)
-        mask = (inner[:, None] < RANK) & (column[None, :] < columns)
-        right = loaded(right_ptr, inner[:, None] * stride + column[None, :], mask, EVEN)
-        left, right = taken(left, LEFT_FORMAT, PRECISION), taken(right, RIGHT_FORMAT, PRECISION)
-        total = added_product(left, right, total, PRECISION)
+    if INNER >= RANK:
+        inner = tl.arange(0, INNER)
+        right = right_tile(
+            right_ptr, inner, column, columns, stride, RIGHT_FORMAT, PRECISION, EVEN, RANK
+        )
+        total = added_product(whole, right, total, PRECISION)
+    else:
+        for first in range(0, RANK, INNER):
+            inner = first + tl.arange(0, INNER)
+            left = left_tile(left_ptr, row, rows, inner, LEFT_FORMAT, PRECISION, EVEN, RANK)
+            right = right_tile(
+                right_ptr, inner, column, columns, stride, RIGHT_FORMAT, PRECISION, EVEN, RANK
+            )
+            total = added_product(left, right, total, PRECISION)
     return total
 
 
 @helper
-def update_tile(
-    pointers, left_ptr, right_ptr, rows, rest, columns, start, draw, scalars,
-    FORMATS: tl.constexpr, RULE: tl.constexpr, LEFT_FORMAT: tl.constexpr,
-    RIGHT_FORMAT: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def param_tile(
+    pointers, columns, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Updates a tile; all pointers: to its first element.
+    """fp32 [ROWS, COLUMNS] of the master, or of the weight where there is none.
 
-    rows, rest: of the matrix from there on; columns: of the whole one; start: the tile's first
-    element in it.
+    Pointers are to the tile's first element; columns: of the whole matrix; mask: read where MASKED.
     """
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    offsets = row[:, None] * columns + column[None, :]
-    mask = (row[:, None] < rows) & (column[None, :] < rest)
     _, weight_ptr, master_ptr, _ = pointers
-    param = loaded_param(weight_ptr, master_ptr, 1.0, offsets, mask, FORMATS, not EVEN)
-    update = product_tile(
-        left_ptr, right_ptr, row, column, rows, rest, columns,
-        LEFT_FORMAT, RIGHT_FORMAT, PRECISION, EVEN, RANK, INNER,
-    )  # fmt: skip
+    offsets = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
+    return loaded_param(weight_ptr, master_ptr, 1.0, offsets, mask, FORMATS, MASKED)
+
+
+@helper
+def updated_tile(
+    pointers, param, update, columns, start, draw, scalars, mask, FORMATS: tl.constexpr,
+    RULE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile after its update; start: the tile's first element in the matrix."""
+    row, column = tl.arange(0, param.shape[0]), tl.arange(0, param.shape[1])
+    offsets = row[:, None] * columns + column[None, :]
     values = canonical_values(RULE.update(param, (), update, scalars), FORMATS)
     words = block_words(draw, start, 0, offsets, FORMATS.draws, False, 0, False)
     stored_block(
-        pointers, (1.0, ()), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, not EVEN,
+        pointers, (1.0, ()), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, MASKED,
     )  # fmt: skip
 
 
@@ -95,6 +124,7 @@ def back_project_kernel(
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
     STRIP: tl.constexpr,  # tiles of a program, one beside another
+    AHEAD: tl.constexpr,  # with EVEN: a tile's values are loaded while the one before is computed
     INNER: tl.constexpr,  # of the rank, at a time
     SPAN: tl.constexpr,
 ):
@@ -116,21 +146,42 @@ def back_project_kernel(
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, matrices, matrix, RULE)
     row_ptr = draw_row(table_ptr, scalars_ptr, scalar_count, matrices, matrix, RULE)
     draw = draw_of(table_ptr, matrices, matrix, row_ptr, FORMATS.draws)
-    before = first_row.to(tl.int64) * RANK
+    if LEFT:
+        left_ptr, right_ptr = projection_ptr, direction_ptr
+        LEFT_FORMAT: tl.constexpr = PROJECTION_FORMAT
+        RIGHT_FORMAT: tl.constexpr = DIRECTION_FORMAT
+    else:
+        left_ptr, right_ptr = direction_ptr, projection_ptr
+        LEFT_FORMAT: tl.constexpr = DIRECTION_FORMAT
+        RIGHT_FORMAT: tl.constexpr = PROJECTION_FORMAT
+    left_ptr += first_row.to(tl.int64) * RANK
+    whole = 0
+    if INNER >= RANK:  # once for all tiles of the strip
+        row, inner = tl.arange(0, ROWS), tl.arange(0, INNER)
+        rest = rows - first_row
+        whole = left_tile(left_ptr, row, rest, inner, LEFT_FORMAT, PRECISION, EVEN, RANK)
+    row, beside = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    column = tile % across * STRIP * COLUMNS
+    # pointers to a tile's own first element: offsets stay within 32 bits
+    start = first_row.to(tl.int64) * columns + column
+    pointers = pointers_of(table_ptr, matrices, matrix, start, FORMATS)
+    if AHEAD:
+        following = param_tile(pointers, columns, 0, FORMATS, False, ROWS, COLUMNS)
     for part in range(STRIP):
-        column = (tile % across * STRIP + part) * COLUMNS
-        # pointers to the tile's own first element: offsets stay within 32 bits
-        start = first_row.to(tl.int64) * columns + column
-        pointers = pointers_of(table_ptr, matrices, matrix, start, FORMATS)
-        if LEFT:
-            update_tile(
-                pointers, projection_ptr + before, direction_ptr + column, rows - first_row,
-                columns - column, columns, start, draw, scalars, FORMATS, RULE, PROJECTION_FORMAT,
-                DIRECTION_FORMAT, PRECISION, EVEN, RANK, ROWS, COLUMNS, INNER,
-            )  # fmt: skip
+        mask = (first_row + row[:, None] < rows) & (column + beside[None, :] < columns)
+        # of the last tile its own again, since a mask would cut the loads into single numbers
+        start_after = start + (COLUMNS if part + 1 < STRIP else 0)
+        after = pointers_of(table_ptr, matrices, matrix, start_after, FORMATS)
+        if AHEAD:
+            param = following
+            following = param_tile(after, columns, 0, FORMATS, False, ROWS, COLUMNS)
         else:
-            update_tile(
-                pointers, direction_ptr + before, projection_ptr + column, rows - first_row,
-                columns - column, columns, start, draw, scalars, FORMATS, RULE, DIRECTION_FORMAT,
-                PROJECTION_FORMAT, PRECISION, EVEN, RANK, ROWS, COLUMNS, INNER,
-            )  # fmt: skip
+            param = param_tile(pointers, columns, mask, FORMATS, not EVEN, ROWS, COLUMNS)
+        update = product_tile(
+            left_ptr, right_ptr + column, row, beside, rows - first_row, columns - column, columns,
+            whole, LEFT_FORMAT, RIGHT_FORMAT, PRECISION, EVEN, RANK, INNER,
+        )  # fmt: skip
+        updated_tile(
+            pointers, param, update, columns, start, draw, scalars, mask, FORMATS, RULE, not EVEN,
+        )  # fmt: skip
+        column, start, pointers = column + COLUMNS, start_after, after

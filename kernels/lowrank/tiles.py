@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaopt.kernels.lowrank.operands import BF16, IEEE
 from megaopt.kernels.lowrank.spec import LEFT
@@ -45,6 +45,10 @@ class BackTile:
     stages: int
     strip: int = 1
     """Tiles of a program, one beside another."""
+    registers: int | None = None
+    """The most that a thread may have; None: as many as the compiler takes."""
+    ahead: bool = False
+    """A tile's master or weight is loaded while the tile before it is computed."""
 
     @property
     def width(self) -> int:
@@ -100,8 +104,8 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 def tiles_of(formats: Formats, precision: str) -> Tiles:
     """The tiles of matrices of these formats."""
     if INTERPRETED:
-        own = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 128, 64, 4, 1)
-        return Tiles(*own, *own)
+        project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
+        return Tiles(project, replace(back, ahead=True), project, back)
     assert formats.low_rank is not None
     project = _project(precision, formats.low_rank.side)
     uneven = UNEVEN_PROJECT, UNEVEN_BACK

@@ -188,10 +188,13 @@ class Wave:
             "ROWS": own.rows,
             "COLUMNS": own.columns,
             "STRIP": own.strip,
+            "AHEAD": own.ahead,
             "INNER": own.inner_of(how.low_rank.rank),
             "num_warps": own.warps,
             "num_stages": own.stages,
         }
+        if own.registers is not None and torch.version.hip is None:
+            options["maxnreg"] = own.registers
         sizes = (len(self.shapes), scalars.shape[1])
         arguments = (self._updated(), self._back_tiles.table, scalars, controls, *sizes)
         call(kernel.back_project_kernel, self._back_tiles.count, arguments, options)

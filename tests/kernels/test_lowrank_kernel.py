@@ -1,5 +1,6 @@
 """The kernel that projects back and updates, beside the twin."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megaopt.kernels.lowrank import kernel, wave
 from megaopt.kernels.lowrank.launch import LaunchedPlan
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
+from megaopt.kernels.lowrank.tiles import BackTile
 from megaopt.kernels.step.controls import COUNT, SKIP
 
 SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]
@@ -152,6 +154,27 @@ def test_matrices_and_tiles_show_in_no_bit_of_others(device):
         plan.step([ROW])
         for slot, (tensor,) in own.items():
             assert_same_bits(tensor, together[slot][index], slot)
+
+
+STRIPS = {
+    "strip": {"strip": 2},
+    "ahead": {"strip": 3, "ahead": True},
+    "ahead alone": {"ahead": True},
+    "few registers": {"strip": 2, "registers": 64},
+}
+
+
+@pytest.mark.parametrize("strip", STRIPS.values(), ids=STRIPS)
+@pytest.mark.parametrize("rank", [16, 32])  # a part of the rank, loaded once for a strip, and two
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_strips_show_in_no_bit(side, rank, strip, device):
+    low_rank, shapes = LowRank(side, rank), [(48, 96), (32, 192)]
+    own = (formats_of(PLAIN, low_rank), shapes, projections_of(low_rank, shapes), device)
+    back = BackTile(16, 16, 16, 4, 1)
+    expected, _, _ = both_step(*own, replace(SMALL, back=back))
+    found, _, before = both_step(*own, replace(SMALL, back=replace(back, **strip)))
+    assert_same_buffers(found, moved(expected, "cpu"))
+    assert not torch.equal(found["weight"][0].cpu(), before["weight"][0])
 
 
 def test_a_skipped_step_writes_nothing(device):

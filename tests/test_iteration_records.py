@@ -1,0 +1,56 @@
+"""Tables of whole iterations and of states in host memory, beside their records."""
+
+import pytest
+from record_pages import PAGE, assert_says, read, rows_of
+
+ITERATIONS = [
+    f"h200x2-megatron_gpt_{name}_2gpu.json" for name in ("graph", "fp8_iterations", "pipeline")
+]
+HOST = "h200-host-state.json"
+
+
+def spread_of(times):
+    return times["median"], times["least"], times["most"]
+
+
+def test_the_table_of_iterations_is_the_records():
+    records = [read(name) for name in ITERATIONS]
+    named = [(record, each) for record in records for each in record["times"]]
+    rows = rows_of(PAGE, "| weights, layout |")
+    for row, (record, name) in zip(rows, named, strict=True):
+        times, variant = record["times"][name], record["variants"][name]
+        step, whole = (times[f"{each}_milliseconds"] for each in ("optimizer", "step"))
+        assert row[1].startswith("stock" if name == "stock_te" else name.removesuffix("_graph"))
+        assert ("captured" in row[1]) == name.endswith("_graph")
+        ratios = [] if name == "stock_te" else [[each["of_baseline"]] for each in (step, whole)]
+        for cells, each, ratio in zip(
+            (row[3:5], row[5:7]), (step, whole), ratios or [[], []], strict=True
+        ):
+            assert_says(cells, *spread_of(each), *ratio)
+        assert_says(row[2:3], times["runs"])
+        assert variant["identical"] is (None if name == "stock_te" else True)
+
+
+@pytest.mark.parametrize("record", ITERATIONS)
+def test_every_run_has_stocks_bits(record):
+    assert read(record)["identical"] is True
+
+
+def test_the_table_of_states_in_host_memory_is_the_record():
+    cases = read(HOST)["cases"]
+    rows = rows_of(PAGE, "| states in host memory |")
+    for row, (name, case) in zip(rows, cases.items(), strict=True):
+        assert row[0] == name
+        milliseconds = [1e3 * case[key] for key in ("step_s", "copy_s")]
+        rates = [case[key] for key in ("step_over_copies", "gb_per_s_each_way", "first_step_s")]
+        assert_says(row[1:], case["bytes_each_way"] / 1e9, *milliseconds, *rates)
+        assert case["same_bits_as_on_the_card"] is True
+
+
+def test_iterations_beside_other_libraries_are_the_record():
+    beside = read(HOST)["beside"]
+    ours = beside["megaopt"]["iteration_s"]
+    rows = rows_of(PAGE, "| 1.3e8 parameters in fp32,")
+    for row, (name, found) in zip(rows, beside.items(), strict=True):
+        assert row[0] == name
+        assert_says(row[1:], 1e3 * found["iteration_s"], found["iteration_s"] / ours)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megaopt.kernels.formats import WEIGHTS
 from megaopt.kernels.lowrank.formats import direction_formats
+from megaopt.kernels.lowrank.operands import BF16
 from megaopt.kernels.lowrank.project import SLAB_UNIT
 from megaopt.kernels.lowrank.spec import LEFT, LowRank
 from megaopt.kernels.lowrank.tiles import (
@@ -19,6 +21,8 @@ from megaopt.kernels.lowrank.tiles import (
     Tiles,
 )
 from megaopt.kernels.step.batch import Formats
+
+FLOAT32 = WEIGHTS["float32"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,17 @@ class How:
     def low_numel(self, shape: torch.Size) -> int:
         """Numbers of a projected gradient."""
         return torch.Size(self.low_rank.low_shape(shape)).numel()
+
+    @property
+    def casts(self) -> bool:
+        """Projections are cast to bf16 ahead, once for both launches."""
+        return self.tiles.cast and self.precision == BF16
+
+    def workspace_bytes(self, shape: torch.Size) -> int:
+        """What a step takes for a while: the projected gradient, its direction, the projection."""
+        low, cast = self.low_numel(shape), torch.Size(self.low_rank.projection_shape(shape)).numel()
+        direction = 0 if self.direction.weight is FLOAT32 else 2 * low
+        return 4 * low + direction + (2 * cast if self.casts else 0)
 
     def outer_and_terms(self, shape: Sequence[int]) -> tuple[int, int]:
         """Of a gradient: the dimension that stays, and that along which sums go."""

@@ -23,8 +23,8 @@ from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.launch import TritonPlan
 
 ROOM = 2**25
-"""Bytes of projected gradients at a time, or, where that is more, PART of the weights' bytes."""
-PART = 0.01
+"""Bytes of a workspace, or, where that is more, PART of the weights' bytes."""
+PART = 0.009
 
 
 class LaunchedPlan:
@@ -132,7 +132,7 @@ def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list
         own: list[int] = []
         used = 0
         for index in alike:
-            needed = 4 * how.low_numel(shapes[index])
+            needed = how.workspace_bytes(shapes[index])
             if own and used + needed > room:
                 yield own
                 own, used = [], 0

@@ -12,7 +12,7 @@ from megaopt.kernels.calling import call
 from megaopt.kernels.formats import WEIGHTS
 from megaopt.kernels.lowrank import kernel, project, tables
 from megaopt.kernels.lowrank.formats import apply_formats
-from megaopt.kernels.lowrank.how import How
+from megaopt.kernels.lowrank.how import FLOAT32, How
 from megaopt.kernels.lowrank.operands import BF16, element_of
 from megaopt.kernels.lowrank.products import projected
 from megaopt.kernels.lowrank.spec import LEFT
@@ -31,7 +31,6 @@ ADDED = 1024
 """Numbers that a program adds from slabs."""
 UNIT = 128
 """Matrices begin in the workspace at multiples of so many numbers."""
-FLOAT32 = WEIGHTS["float32"]
 
 
 class Wave:
@@ -54,7 +53,7 @@ class Wave:
         places: Sequence[Place],
     ) -> None:
         self.how, self.shapes, self.device = how, shapes, device
-        self._casts = how.tiles.cast and how.precision == BF16
+        self._casts = how.casts
         self.projection = WEIGHTS["bfloat16"] if self._casts else FLOAT32
         """The format in which the launches find the projections."""
         sizes = [how.low_numel(shape) for shape in shapes]

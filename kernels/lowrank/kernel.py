@@ -146,14 +146,10 @@ def back_project_kernel(
     scalars = scalars_of(table_ptr, scalars_ptr, scalar_count, matrices, matrix, RULE)
     row_ptr = draw_row(table_ptr, scalars_ptr, scalar_count, matrices, matrix, RULE)
     draw = draw_of(table_ptr, matrices, matrix, row_ptr, FORMATS.draws)
-    if LEFT:
-        left_ptr, right_ptr = projection_ptr, direction_ptr
-        LEFT_FORMAT: tl.constexpr = PROJECTION_FORMAT
-        RIGHT_FORMAT: tl.constexpr = DIRECTION_FORMAT
-    else:
-        left_ptr, right_ptr = direction_ptr, projection_ptr
-        LEFT_FORMAT: tl.constexpr = DIRECTION_FORMAT
-        RIGHT_FORMAT: tl.constexpr = PROJECTION_FORMAT
+    LEFT_FORMAT: tl.constexpr = PROJECTION_FORMAT if LEFT else DIRECTION_FORMAT
+    RIGHT_FORMAT: tl.constexpr = DIRECTION_FORMAT if LEFT else PROJECTION_FORMAT
+    left_ptr = projection_ptr if LEFT else direction_ptr
+    right_ptr = direction_ptr if LEFT else projection_ptr
     left_ptr += first_row.to(tl.int64) * RANK
     whole = 0
     if INNER >= RANK:  # once for all tiles of the strip

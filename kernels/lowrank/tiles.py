@@ -100,6 +100,12 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 # 4096 x 4096, and 0.029 as it was. ieee, one of 4096 x 11008, back: 64 x 64 x 32 with 4 warps and 2
 # stages 0.327, with 8 and 3 0.374.
 
+BACK_BF16 = BackTile(128, 64, 128, 8, 2)
+BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
+# Of ranks that are more than such a tile takes at a time, so that a strip does not share its rows.
+HIGH_BACK_BF16 = BackTile(128, 64, 128, 8, 2)
+HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
+
 
 def tiles_of(formats: Formats, precision: str) -> Tiles:
     """The tiles of matrices of these formats."""
@@ -109,7 +115,8 @@ def tiles_of(formats: Formats, precision: str) -> Tiles:
     assert formats.low_rank is not None
     project = _project(precision, formats.low_rank.side)
     uneven = UNEVEN_PROJECT, UNEVEN_BACK
-    return Tiles(project, _back(precision), *uneven, cast=precision == BF16)
+    back = _back(precision, formats.low_rank.rank)
+    return Tiles(project, back, *uneven, cast=precision == BF16)
 
 
 def _project(precision: str, side: str) -> ProjectTile:
@@ -120,9 +127,10 @@ def _project(precision: str, side: str) -> ProjectTile:
     return ProjectTile(128, 32, 128, 4, 4)
 
 
-def _back(precision: str) -> BackTile:
+def _back(precision: str, rank: int) -> BackTile:
     if precision == IEEE:
         return BackTile(64, 64, 32, 4, 2)
-    if precision == BF16:
-        return BackTile(128, 64, 128, 8, 2)
-    return BackTile(128, 64, 32, 4, 2, 2)
+    own = BACK_BF16 if precision == BF16 else BACK_TF32
+    if rank <= own.inner:
+        return own
+    return HIGH_BACK_BF16 if precision == BF16 else HIGH_BACK_TF32

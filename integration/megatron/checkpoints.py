@@ -21,6 +21,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
     """The fused optimizer that steps the shards; None without parameters."""
     shards: dict[Any, Any]
     """Of each model parameter that this rank owns part of, that part."""
+    _outside: dict[Any, torch.Tensor]
+    """Main shards of MXFP8 parameters: Megatron casts those weights, and none at a load."""
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
@@ -93,8 +95,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """Casts every master into its shard of the weights; the ranks have to gather them."""
         if self.fused.options.master_format(torch.bfloat16, True).joined:
             return  # such a master set its weight
-        for shard in self.shards.values():
-            if shard.dtype != torch.float32:
+        for model, shard in self.shards.items():
+            if shard.dtype != torch.float32 and model not in self._outside:
                 shard.copy_(self.fused.get_unscaled_state(shard, MASTER))
 
     # --- dp_reshardable: ranks that hold nothing but padding of a bucket

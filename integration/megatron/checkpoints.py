@@ -63,8 +63,22 @@ class CheckpointedOptimizer(DistributedOptimizer):
         shard = self.shards[model_param]
         if MASTER not in self.fused.state.get(shard, {}):  # nothing yet, or moments that were given
             self.fused.initialize_states()
-        get = self.fused.get_unscaled_state
-        return {key: get(shard, name) for key, name in self._names.items()}
+        tensors = {}
+        for key, name in self._names.items():
+            tensor = self.fused.get_unscaled_state(shard, name)
+            tensors[key] = self._for_a_file(shard, tensor) if self._is_sharing else tensor
+        return tensors
+
+    def _for_a_file(self, shard: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Without a place on the card of its own: where it was decoded, in host memory."""
+        state = self.fused.state[shard].values()
+        held = [shard, *(own for own in state if isinstance(own, torch.Tensor))]
+        memory = tensor.untyped_storage().data_ptr()
+        is_held = any(own.untyped_storage().data_ptr() == memory for own in held)
+        return tensor if is_held else tensor.cpu()
+
+    _is_sharing = False
+    """Whether all of the state is gathered, for a file or to be read from one."""
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.Tensor, tensors: dict[str, Any]
@@ -103,7 +117,11 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
         """Megatron's, in which no bucket is empty; it would refuse to save one."""
-        state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
+        self._is_sharing = True
+        try:
+            state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
+        finally:
+            self._is_sharing = False
         for index, buffer in enumerate(self.buffers):
             for buckets in state[index].values():
                 for own, bucket in zip(buckets, buffer.buckets, strict=True):

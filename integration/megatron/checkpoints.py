@@ -70,14 +70,19 @@ class CheckpointedOptimizer(DistributedOptimizer):
         return tensors
 
     def _for_a_file(self, shard: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """Without a place on the card of its own: where it was decoded, in host memory."""
+        """The tensor of the state itself, or in host memory a copy.
+
+        Of what was decoded: all of it would take much of the card. And of what is saved from
+        pinned memory: the process that writes an asynchronous save would take it out of there.
+        """
         state = self.fused.state[shard].values()
         held = [shard, *(own for own in state if isinstance(own, torch.Tensor))]
         memory = tensor.untyped_storage().data_ptr()
         is_held = any(own.untyped_storage().data_ptr() == memory for own in held)
-        return tensor if is_held else tensor.cpu()
+        is_apart = self.fused.options.placement and tensor.device.type == "cpu"
+        return tensor if is_held and (self._is_loading or not is_apart) else host_copy(tensor)
 
-    _is_sharing = False
+    _is_sharing = _is_loading = False
     """Whether all of the state is gathered, for a file or to be read from one."""
 
     def _set_main_param_and_optimizer_states(
@@ -138,9 +143,16 @@ class CheckpointedOptimizer(DistributedOptimizer):
         tensors = {key: zeros.clone() for key in self._keys}
         return {**tensors, "gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
 
-    def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    def sharded_param_state_dp_reshardable(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+    ) -> dict[Any, Any]:
         """Megatron's, where each rank takes part in each bucket, as loads need it."""
-        state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*args, **kwargs)
+        self._is_loading = is_loading
+        given = (model_sharded_state_dict, is_loading, *args)
+        try:
+            state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*given, **kwargs)
+        finally:
+            self._is_loading = False
         for index in range(len(self.buffers)):
             for buckets in state[index].values():
                 for own in buckets:
@@ -197,6 +209,11 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
                 group["step"].fill_(step)
             else:
                 group["step"] = step
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in host memory of their own."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def host_number(value: Any) -> Any:

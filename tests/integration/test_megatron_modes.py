@@ -5,7 +5,7 @@ import megatron_modes as modes
 import pytest
 import torch
 from how_to import needs
-from megatron_gpt import HAS_KEYS, Case
+from megatron_gpt import HAS_KEYS, Case, train
 
 pytestmark = needs("megatron")
 
@@ -65,7 +65,23 @@ def test_saves_and_loads_take_the_state_and_a_bucket_at_most(megatron_pools, tmp
     """
     case = Case(plug=mode, hidden=64, inner=128, buckets=20000, **STATES[name])
     for found in megatron_pools(2)(megatron_memory.bytes_of, case, tmp_path / "a"):
-        most = found["bucket"] if name in ("fp32", "host") else 4 * found["shard"] + 64
+        is_fp32 = name in ("fp32", "host")
+        most = found["bucket"] if is_fp32 else 4 * found["shard"] + 64
+        assert found["in_place"] is is_fp32
         assert found["save"] <= most
         assert found["template"] <= found["state"] + most
         assert found["load"] <= most
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_asynchronous_save_leaves_states_in_pinned_memory(megatron_pools, mode):
+    """And what is written is the state at the save, whatever is stepped meanwhile."""
+    settings = {"plug": mode, "overlap": False}
+    straight = megatron_pools(2)(train, Case(**settings), 2)
+    found = megatron_pools(2)(
+        megatron_memory.steps_beside_a_writer, Case(**settings, **STATES["host"])
+    )
+    for (steps, count, same), expected in zip(found, straight, strict=True):
+        assert steps == expected["steps"]
+        assert count > 9
+        assert same

@@ -17,6 +17,7 @@ from megaopt.options import Options
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.view import SCALE
+from megaopt.pieces import decoded_blocks, encode_blocks, signless
 
 State = dict[str, Any]
 
@@ -110,7 +111,10 @@ def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torc
     if form.joined:
         return form.decode_reference(view.local.detach().to(code.device), code)
     scale = None if scale is None else scale.to(code.device)
-    return decoded(form, code, scale, view.first_of(name) if form.block else 0)
+    if form.block:
+        assert scale is not None
+        return decoded_blocks(form, code, scale, view.state_shape(name), view.first_of(name))
+    return decoded(form, code, scale)
 
 
 def encoded(
@@ -133,10 +137,10 @@ def encoded(
     if not form.has_scale:
         return {name: code.copy_(form.encode_by_hand(value))}, None
     scale = _new_scale(form, view).to(device)
-    if value.numel():
-        # adding makes a 0 of -0, for which moments without a sign have no code
-        value = value + 0.0 if form.unsigned else value
-        store_scaled(code, scale, value, form, first=view.first_of(name) if form.block else 0)
+    if form.block:
+        encode_blocks(code, scale, value, form, view.first_of(name))
+    elif value.numel():
+        store_scaled(code, scale, signless(value, form), form)
     return {name: code, name + SCALE: scale.to(view.local.device)}, None
 
 

@@ -21,6 +21,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
     """The fused optimizer that steps the shards; None without parameters."""
     shards: dict[Any, Any]
     """Of each model parameter that this rank owns part of, that part."""
+    _outside: dict[Any, torch.Tensor]
+    """Main shards of MXFP8 parameters: Megatron casts those weights, and none at a load."""
 
     @property
     def optimizer_state_keys(self) -> tuple[str, ...]:
@@ -61,8 +63,27 @@ class CheckpointedOptimizer(DistributedOptimizer):
         shard = self.shards[model_param]
         if MASTER not in self.fused.state.get(shard, {}):  # nothing yet, or moments that were given
             self.fused.initialize_states()
-        get = self.fused.get_unscaled_state
-        return {key: get(shard, name) for key, name in self._names.items()}
+        tensors = {}
+        for key, name in self._names.items():
+            tensor = self.fused.get_unscaled_state(shard, name)
+            tensors[key] = self._for_a_file(shard, tensor) if self._is_sharing else tensor
+        return tensors
+
+    def _for_a_file(self, shard: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the state itself, or in host memory a copy.
+
+        Of what was decoded: all of it would take much of the card. And of what is saved from
+        pinned memory: the process that writes an asynchronous save would take it out of there.
+        """
+        state = self.fused.state[shard].values()
+        held = [shard, *(own for own in state if isinstance(own, torch.Tensor))]
+        memory = tensor.untyped_storage().data_ptr()
+        is_held = any(own.untyped_storage().data_ptr() == memory for own in held)
+        is_apart = self.fused.options.placement and tensor.device.type == "cpu"
+        return tensor if is_held and (self._is_loading or not is_apart) else host_copy(tensor)
+
+    _is_sharing = _is_loading = False
+    """Whether all of the state is gathered, for a file or to be read from one."""
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.Tensor, tensors: dict[str, Any]
@@ -93,15 +114,19 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """Casts every master into its shard of the weights; the ranks have to gather them."""
         if self.fused.options.master_format(torch.bfloat16, True).joined:
             return  # such a master set its weight
-        for shard in self.shards.values():
-            if shard.dtype != torch.float32:
+        for model, shard in self.shards.items():
+            if shard.dtype != torch.float32 and model not in self._outside:
                 shard.copy_(self.fused.get_unscaled_state(shard, MASTER))
 
     # --- dp_reshardable: ranks that hold nothing but padding of a bucket
 
     def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
         """Megatron's, in which no bucket is empty; it would refuse to save one."""
-        state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
+        self._is_sharing = True
+        try:
+            state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
+        finally:
+            self._is_sharing = False
         for index, buffer in enumerate(self.buffers):
             for buckets in state[index].values():
                 for own, bucket in zip(buckets, buffer.buckets, strict=True):
@@ -118,9 +143,16 @@ class CheckpointedOptimizer(DistributedOptimizer):
         tensors = {key: zeros.clone() for key in self._keys}
         return {**tensors, "gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
 
-    def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    def sharded_param_state_dp_reshardable(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+    ) -> dict[Any, Any]:
         """Megatron's, where each rank takes part in each bucket, as loads need it."""
-        state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*args, **kwargs)
+        self._is_loading = is_loading
+        given = (model_sharded_state_dict, is_loading, *args)
+        try:
+            state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*given, **kwargs)
+        finally:
+            self._is_loading = False
         for index in range(len(self.buffers)):
             for buckets in state[index].values():
                 for own in buckets:
@@ -177,6 +209,11 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
                 group["step"].fill_(step)
             else:
                 group["step"] = step
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in host memory of their own."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def host_number(value: Any) -> Any:

@@ -21,7 +21,7 @@ class Sharded(Gradients):
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, self.own_config(config), *args, **kwargs)
         self._is_stepping = False
-        self._outside: dict[torch.Tensor, torch.Tensor] = {}  # main shards of MXFP8 parameters
+        self._outside = {}
         self.shards, self.fused = {}, None
         self._start()
         if not self.is_stub_optimizer:
@@ -114,22 +114,35 @@ class MainShards(Sharded):
         groups = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
         for models, mains in groups:
             outside = {m: main for m, main in zip(models, mains, strict=True) if is_mxfp8(m)}
-            self.shards.update(outside)
+            for model, main in outside.items():
+                self.shards[model] = self._place_of(model) if self._is_in_place(model) else main
             self._outside.update(outside)
         both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
         weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
         self.optimizer = MainShardsFace(self.fused, weights, absent_shards(self))
 
+    def _is_in_place(self, model: torch.Tensor) -> bool:
+        """Whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
+
+        That is its own bf16 gradient, which the step has read. Beside fp32 gradients they lie on
+        those of other elements; with overlap Megatron first zeroes gradients, then copies.
+        """
+        buffer = self.buffers[self.model_param_gbuf_map[model][0]]
+        overlaps: bool = self.config.overlap_param_gather
+        return not overlaps and bool(buffer.grad_data.dtype == buffer.param_data.dtype)
+
     @torch.no_grad()
     def _copy_main_params_to_param_buffer(self) -> None:
-        """Megatron's copy of all main shards to the buffer that is gathered, in one call.
+        """Megatron's copy of main shards to the buffer that is gathered, in one call.
 
-        Weights in MXFP8 are cast from there, by Megatron; the step has written the others, which
-        release 0.16 keeps outside of that buffer too.
+        Of MXFP8 parameters, which Megatron casts from there, but for those that the step has
+        written there. It has written all other weights.
         """
-        places = {model: self._place_of(model) for model in self.shards}
-        moved = [m for m, own in self.shards.items() if own.data_ptr() != places[m].data_ptr()]
-        torch._foreach_copy_([places[m] for m in moved], [self.shards[m] for m in moved])
+        moved = dict(self._outside)
+        if self._is_stepping:
+            moved = {m: main for m, main in moved.items() if self.shards[m] is main}
+        if moved:
+            torch._foreach_copy_([self._place_of(m) for m in moved], list(moved.values()))
         for chunk in self.model_chunks:
             reset = getattr(chunk, "reset_param_sync_dispatch_state", None)
             if reset is not None:

@@ -5,7 +5,7 @@ import megatron_modes as modes
 import pytest
 import torch
 from how_to import needs
-from megatron_gpt import HAS_KEYS, Case
+from megatron_gpt import HAS_KEYS, Case, train
 
 pytestmark = needs("megatron")
 
@@ -46,11 +46,42 @@ def test_precision_aware_with_masters_of_megatrons(megatron_pools, delayed):
     assert found[0]["rounds"] is delayed
 
 
+BF16, FP16 = torch.bfloat16, torch.float16
+STATES = {
+    "fp32": {},
+    "bf16": {"options": {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}},
+    "fp16": {"options": {"exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16}},
+    "blocks": {"options": {"exp_avg_dtype": "block64_e4m3", "exp_avg_sq_dtype": "block64_e5m3"}},
+    "host": {"config": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("mode", MODES)
-def test_saves_and_loads_take_the_state_and_a_bucket_at_most(megatron_pools, tmp_path, mode):
-    """Megatron issue 7288: a resume made the state twice."""
-    case = Case(plug=mode, hidden=64, inner=128, buckets=20000)
+def test_saves_and_loads_take_the_state_and_a_bucket_at_most(megatron_pools, tmp_path, mode, name):
+    """Megatron issue 7288: a resume made the state twice. Decoded values go to the host.
+
+    Decoding and encoding takes another three fp32 copies of one shard at most, and some scales.
+    """
+    case = Case(plug=mode, hidden=64, inner=128, buckets=20000, **STATES[name])
     for found in megatron_pools(2)(megatron_memory.bytes_of, case, tmp_path / "a"):
-        assert found["save"] <= found["bucket"]
-        assert found["template"] <= found["state"] + found["bucket"]
-        assert found["load"] <= found["bucket"]
+        is_fp32 = name in ("fp32", "host")
+        most = found["bucket"] if is_fp32 else 4 * found["shard"] + 64
+        assert found["in_place"] is is_fp32
+        assert found["save"] <= most
+        assert found["template"] <= found["state"] + most
+        assert found["load"] <= most
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_asynchronous_save_leaves_states_in_pinned_memory(megatron_pools, mode):
+    """And what is written is the state at the save, whatever is stepped meanwhile."""
+    settings = {"plug": mode, "overlap": False}
+    straight = megatron_pools(2)(train, Case(**settings), 2)
+    found = megatron_pools(2)(
+        megatron_memory.steps_beside_a_writer, Case(**settings, **STATES["host"])
+    )
+    for (steps, count, same), expected in zip(found, straight, strict=True):
+        assert steps == expected["steps"]
+        assert count > 9
+        assert same

@@ -29,6 +29,16 @@ def test_every_bit_is_megatrons(megatron_pools, megatron_stock, name, world):
     assert len({step[0] for step in found[0]["steps"]}) == 3
 
 
+@pytest.mark.parametrize("name", ["overlap, 16 bits", "late", "late, 16 bits"])
+def test_bf16_weights_in_place_of_bf16_gradients_need_no_second_pass(megatron_pools, name):
+    """With overlap Megatron copies before the next forward pass."""
+    case = Case(plug="main_shards", mxfp8=True, **SETTINGS[name])
+    for mains, copied, in_place in megatron_pools(2)(stand_ins.second_passes, case):
+        assert in_place == (mains if name == "late, 16 bits" else 0)
+        assert copied == ([] if name == "late, 16 bits" else [mains, mains])
+        assert mains > 1
+
+
 def test_precision_aware_leaves_masters_to_megatron(megatron_pools):
     own, other = (
         megatron_pools(2)(stand_ins.train, Case(plug=mode, mxfp8=True))
@@ -38,11 +48,13 @@ def test_precision_aware_leaves_masters_to_megatron(megatron_pools):
     assert own[0]["steps"] != megatron_pools(2)(train, Case(plug="main_shards"))[0]["steps"]
 
 
-def test_resuming_equals_going_straight_on(megatron_pools, tmp_path):
-    case = Case(plug="main_shards", mxfp8=True)
+@pytest.mark.parametrize("name", ["overlap", "late, 16 bits"])
+def test_resuming_equals_going_straight_on(megatron_pools, tmp_path, name):
+    case = Case(plug="main_shards", mxfp8=True, **SETTINGS[name])
     straight = megatron_pools(2)(stand_ins.train, case, 4)
     found = megatron_pools(2)(stand_ins.save_and_load, case, tmp_path / "a")
-    for (saved, back), whole in zip(found, straight, strict=True):
+    for (saved, back, grads), whole in zip(found, straight, strict=True):
+        assert not any(grads)
         assert back["loaded"] == saved
         assert back["steps"] == whole["steps"][2:]
         assert back["states"] == whole["states"]

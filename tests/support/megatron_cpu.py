@@ -1,5 +1,6 @@
 """Megatron-Core on the CPU, in processes of tests that do nothing else."""
 
+import contextlib
 import logging
 import os
 import warnings
@@ -9,8 +10,8 @@ import torch
 from megaopt.commands.regression.megatron import cpu
 
 
-class Stream:
-    """What Megatron makes for several instances of the distributed optimizer, and seldom uses."""
+class Stream(cpu.NoStream):
+    """What Megatron makes for several instances of the distributed optimizer."""
 
     def __init__(self, device=None):
         self.device = device
@@ -28,6 +29,7 @@ def pretend_cuda():
     logging.disable(logging.WARNING)
     cpu.pretend_cuda()
     torch.cuda.Stream = Stream
+    torch.cuda.stream = contextlib.nullcontext
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -47,8 +47,30 @@ def train(case, steps=3):
         return megatron_gpt.train(case, steps)
 
 
-def save_and_load(case, folder):
-    """A run that is saved after two steps, and one that goes on from there."""
+def second_passes(case):
+    """Main shards; how many are copied after each launch; how many gradients weights overwrite."""
+    copied = []
     with stand_ins():
-        saved = megatron_gpt.train_and_save(case, folder, "dp_reshardable")
-        return saved, megatron_gpt.load_and_train(case, folder, "dp_reshardable")
+        trainer = megatron_gpt.Trainer(case)
+        (optimizer,) = trainer.optimizer.chained_optimizers
+        copy = torch._foreach_copy_
+
+        def counted(places, mains):
+            copied.append(len(mains))
+            copy(places, mains)
+
+        with mock.patch.object(torch, "_foreach_copy_", counted):
+            trainer.train(2)
+        mains = optimizer._outside
+        return len(mains), copied, sum(optimizer.shards[m] is not mains[m] for m in mains)
+
+
+def save_and_load(case, folder):
+    """A run that is saved after two steps, one that goes on from there, gradients after a load."""
+    kind = "dp_reshardable"
+    with stand_ins():
+        saved = megatron_gpt.train_and_save(case, folder, kind)
+        trainer = megatron_gpt.Trainer(case)
+        trainer.load(folder, kind, 2)
+        grads = [buffer.grad_data.abs().max().item() for buffer in trainer.chunk.buffers]
+        return saved, megatron_gpt.load_and_train(case, folder, kind), grads

@@ -337,10 +337,13 @@ def test_gradients_that_say_nothing_leave_projections(value):
     optimizer = galore(parameters([(24, 10)]), stagger=False)
     (param,) = params_of(optimizer)
     train(optimizer, 3)
-    projection = optimizer.state[param]["projection"].clone()
+    state = optimizer.state[param]
+    projection, energy = state["projection"].clone(), state["captured_energy"].clone()
+    assert energy > 0
     param.grad = torch.full_like(param, value)
     optimizer.step()
-    assert_same_bits(optimizer.state[param]["projection"], projection)
+    assert_same_bits(state["projection"], projection)
+    assert_same_bits(state["captured_energy"], energy)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "hybrid"])

@@ -15,6 +15,7 @@ from megaopt import choices
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8 import RECIPES
+from megaopt.kernels.lowrank.operands import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -145,6 +146,7 @@ def test_what_a_type_checker_allows_is_what_the_optimizers_allow() -> None:
         choices.Contract: tuple(CONTRACTS),
         choices.Backend: ("auto", *BACKENDS),
         choices.Recipe: tuple(RECIPES),
+        choices.Precision: PRECISIONS,
     }
     for kind, names in allowed.items():
         assert sorted(get_args(kind)) == sorted(names)

@@ -101,9 +101,9 @@ def plan(
             asked = [each for each in serving if not backends or each in backends]
             for device in _devices(name):
                 for backend in asked or serving:
-                    reason = "its backend was not asked for"
-                    if asked:
-                        reason = _why_not(record, part, name, backend, device)
+                    reason = _why_not(record, part, name, backend, device)
+                    if not asked:
+                        reason = "its backend was not asked for"
                     found.append(Task(part, name, backend, device, own, reason))
     return found
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bits import assert_same_bits
+from interpreted import interpreted, marks_of
 from runs import BF16, FP32, assert_same, params_of, snapshot, through_a_file, train, values
 
 import megaopt
@@ -47,7 +48,7 @@ def cases(values, quick):
     return [
         pytest.param(
             options, value, id=f"{kind}-{name}",
-            marks=[] if (kind, name) in quick else [pytest.mark.slow],
+            marks=[*marks_of(options), *([] if (kind, name) in quick else [pytest.mark.slow])],
         )
         for kind, options in KINDS.items() for name, value in values.items()
     ]  # fmt: skip
@@ -129,7 +130,7 @@ def test_a_deleted_projection_is_made_anew():
     assert not torch.equal(state["projection"], old)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "hybrid"])
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("hybrid", marks=interpreted)])
 def test_the_layout_of_a_projection_shows_in_no_bit(kernel):
     optimizer, straight = galore(kernel=kernel), galore(kernel=kernel)
     for each in (optimizer, straight):

@@ -1,5 +1,6 @@
 """The built wheel holds exactly the tree's modules, and nothing beside `megaopt`."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -118,6 +119,22 @@ def changed(wheel: Path, folder: Path, leave_out: str = "", appended: str = "") 
             if name != leave_out:
                 target.writestr(name, source.read(name) + more.encode())
     return other
+
+
+SOURCES = ("megaopt", "kernels", "integration", "examples", "docs/how-to", "tools", "tests")
+
+
+def test_sources_are_those_of_the_oldest_python() -> None:
+    """Its syntax; `make types` asks the same of what is imported, by python_version = "3.10"."""
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'requires-python = ">=3.10"' in pyproject
+    assert 'python_version = "3.10"' in pyproject
+    files = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 400
+    for path in files:
+        ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 10))
+    with pytest.raises(SyntaxError):
+        ast.parse("try: pass\nexcept* ValueError: pass", feature_version=(3, 10))
 
 
 def test_one_version_everywhere() -> None:

@@ -37,6 +37,8 @@ ELSEWHERE = {
     r"_[12]b?_?2gpu|_2gpu": "needs two GPUs",
     r"git clone|apex|APEX": "needs the CUDA toolkit",
     r"pip install": "tools/check_package.py installs the wheel",
+    r"^megaopt regress$": "make regress does",
+    r"configs/gpt_tiny_fp8": "the same as megaopt regress gpt_tiny_fp8",
     r"make (test|check|package|types|docs)": "CI runs it",
     r"make shell": "opens a shell",
     r"--write|--record": "writes files of the repository anew",

@@ -69,6 +69,8 @@ check: lint types package docs test-all
 
 # what is to be installed decides when to install anew
 LISTS := pyproject.toml setup.py constraints.txt
+# setuptools warns of every editable install
+INSTALL := PYTHONWARNINGS=ignore $(VENV)/bin/python -m pip install -q -c constraints.txt
 
 $(VENV)/pip:
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
@@ -76,20 +78,20 @@ $(VENV)/pip:
 	touch $@
 
 $(VENV)/ready: $(LISTS) | $(VENV)/pip
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli,test,lint]"
+	$(INSTALL) -e ".[cli,test,lint]"
 	touch $@
 
 $(VENV)/ready-cli: $(LISTS) | $(VENV)/pip
 	@echo "installing torch and what the commands need into $(VENV), once"
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli]"
+	$(INSTALL) -e ".[cli]"
 	touch $@
 
 $(VENV)/ready-megatron: $(LISTS) | $(VENV)/pip
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[cli,megatron]"
+	$(INSTALL) -e ".[cli,megatron]"
 	touch $@
 
 $(VENV)/ready-docs: $(LISTS) | $(VENV)/pip
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[docs]"
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 clean:

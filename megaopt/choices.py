@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["Backend", "Contract", "ExternalWrite", "Nonfinite", "Recipe", "Rounding"]
+__all__ = [
+    "Backend",
+    "Contract",
+    "ExternalWrite",
+    "LowRankKernel",
+    "Nonfinite",
+    "Precision",
+    "ProjType",
+    "Recipe",
+    "Refresh",
+    "Rounding",
+]
 
 Contract = Literal["ieee", "te", "torch"]
 """How operations are rounded: the names of megaopt.kernels.contracts.CONTRACTS."""
@@ -25,3 +36,15 @@ Rounding = Literal["nearest", "stochastic"]
 
 Recipe = Literal["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
 """How weights become fp8: the names of megaopt.kernels.float8.RECIPES."""
+
+ProjType = Literal["std", "reverse_std", "right", "left", "auto"]
+"""On which side GaLoreAdamW projects a gradient."""
+
+LowRankKernel = Literal["auto", "torch", "compiled", "hybrid", "grouped"]
+"""What steps GaLoreAdamW's matrices with a rank."""
+
+Precision = Literal["ieee", "tf32", "bf16"]
+"""What GaLoreAdamW's products round numbers to: megaopt.kernels.lowrank.operands.PRECISIONS."""
+
+Refresh = Literal["subspace", "svd"]
+"""How GaLoreAdamW's projections follow the gradient."""

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, get_args
 
 import torch
 
 from megaopt.batches import Batches
 from megaopt.checks import NOT_NEGATIVE, one_of, refuse
+from megaopt.choices import (
+    Backend,
+    ExternalWrite,
+    LowRankKernel,
+    Nonfinite,
+    Precision,
+    ProjType,
+    Refresh,
+    Rounding,
+)
 from megaopt.galore_checks import (
     check_matrix,
     check_not_flattened,
@@ -32,11 +42,11 @@ from megaopt.options import FLAGS, Numbers, Options
 from megaopt.owned import Owned
 from megaopt.torch_names import check_arguments
 
-PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")
-KERNELS = ("auto", "torch", "compiled", "hybrid", "grouped")
+PROJ_TYPES = get_args(ProjType)
+KERNELS = get_args(LowRankKernel)
 PROJECTING = ("rank", "update_proj_gap", "proj_type")
 """What groups say beside numbers of the step."""
-REFRESHES = ("subspace", "svd")
+REFRESHES = get_args(Refresh)
 
 
 def side_of(proj_type: str, rows: int, columns: int) -> str:
@@ -243,10 +253,10 @@ class GaLoreAdamW(FusedOptimizer):
         rank: int | None = None,
         update_proj_gap: int = 200,
         scale: float = 1.0,
-        proj_type: str = "std",
-        kernel: str = "auto",
-        precision: str = IEEE,
-        refresh: str = "subspace",
+        proj_type: ProjType = "std",
+        kernel: LowRankKernel = "auto",
+        precision: Precision = "ieee",
+        refresh: Refresh = "subspace",
         stagger: bool = True,
         bias_correction: bool = True,
         dtype: torch.dtype | None = None,
@@ -255,13 +265,13 @@ class GaLoreAdamW(FusedOptimizer):
         exp_avg_dtype: torch.dtype | str = torch.float32,
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         store_param_remainders: bool = False,
-        weight_rounding: str = "nearest",
+        weight_rounding: Rounding = "nearest",
         seed: int = 0,
         use_decoupled_grad: bool = False,
         capturable: bool = False,
-        nonfinite: str = "propagate",
-        on_external_write: str = "refresh",
-        backend: str = "auto",
+        nonfinite: Nonfinite = "propagate",
+        on_external_write: ExternalWrite = "refresh",
+        backend: Backend = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         differentiable: bool = False,

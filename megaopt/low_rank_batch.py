@@ -134,9 +134,13 @@ class LowRankBatch(Batch):
         return self._parts[index]
 
     def _make(self, index: int, known: torch.Tensor | None, seed: int) -> None:
-        made = self.plan.refreshed(index, known, seed, self._parts_of(index))
-        for name, value in zip((PROJECTION, CAPTURED_ENERGY), made, strict=True):
-            _put(self.states[index], name, value, self.views[index])
+        state, view = self.states[index], self.views[index]
+        projection, energy = self.plan.refreshed(index, known, seed, self._parts_of(index))
+        own = state.get(CAPTURED_ENERGY)
+        # a gradient that says nothing leaves it as it is, as it does the projection
+        energy = torch.where(energy > 0, energy, 0.0 if own is None else local_of(own))
+        _put(state, PROJECTION, projection, view)
+        _put(state, CAPTURED_ENERGY, energy, view)
         self._made[index] = True
 
     def _is_due(self, group: Mapping[str, Any], counts: Sequence[int], index: int) -> bool:

@@ -37,7 +37,7 @@ from megaopt.owned import Owned
 from megaopt.ownership import Versions
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
-from megaopt.params.low_rank import PROJECTION
+from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.params.view import SCALE
 from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
@@ -88,10 +88,10 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, 
         key: {name: value for name, value in own.items() if value is not None}
         for key, own in packed["state"].items()
     }
-    names = (*owned.rule.moments, MASTER)
+    keys = [key for group in packed["param_groups"] for key in group["params"]]
     not_made = {}
-    for key in (key for group in packed["param_groups"] for key in group["params"]):
-        own = packed["state"].get(key, {})
+    for key, view in zip(keys, owned.views, strict=True):
+        own, names = packed["state"].get(key, {}), (*owned.rule.moments, MASTER, *view.kept)
         if not all(name in own for name in names):
             not_made[key] = [name for name in names if name not in own]
     marks = {**owned.options.marks, FORMATS: owned.options.formats_mark}
@@ -99,7 +99,6 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, 
         {**group, **marks, **_beside(own["params"], owned)}
         for group, own in zip(packed["param_groups"], owned.groups, strict=True)
     ]
-    keys = [key for group in groups for key in group["params"]]
     written = [keys[place] for place in versions.moved_anywhere()]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
@@ -323,7 +322,7 @@ def _ours(
             f"{where}: {listed(unknown)} in the state dict; allowed: "
             f"{', '.join((*names, *view.kept))}"
         )
-    state = _kept(saved, view, where)
+    state = _kept(saved, view, where, not_made)
     for name, slot in names.items():
         if slot not in formats.slots:
             if saved.get(name) is not None:
@@ -336,20 +335,33 @@ def _ours(
     return state
 
 
-def _kept(saved: State, view: ParamView, where: str) -> State:
-    """Copies of what a state has beside moments and master, as fp32."""
+def _kept(saved: State, view: ParamView, where: str, may_lack: Sequence[str]) -> State:
+    """Copies of what a state has beside moments and master, as fp32.
+
+    Raises ValueError for what it lacks: moments of one projection mean nothing under another.
+    """
     state: State = {}
     for name, shape in view.kept.items():
-        if name not in saved:
+        if name in saved:
+            state[name] = _kept_value(saved[name], name, shape, view, where)
+        elif name not in may_lack:
             raise ValueError(f"{where}: the state dict has no {name!r}")
-        value = saved[name]
-        fits = _is_readable(value) and value.is_floating_point() and tuple(value.shape) == shape
-        if not fits:
-            refuse(f"{where}: {name!r} of the state dict", f"real numbers of shape {shape}", value)
-        state[name] = _copy(value, view, name).float()
-        if name == PROJECTION and not bool(state[name].isfinite().all()):
-            refuse(f"{where}: {name!r} of the state dict", "finite numbers", value)
     return state
+
+
+def _kept_value(
+    value: Any, name: str, shape: tuple[int, ...], view: ParamView, where: str
+) -> torch.Tensor:
+    where = f"{where}: {name!r} of the state dict"
+    fits = _is_readable(value) and value.is_floating_point() and tuple(value.shape) == shape
+    if not fits:
+        refuse(where, f"real numbers of shape {shape}", value)
+    copy = _copy(value, view, name).float()
+    if name == PROJECTION and not bool(copy.isfinite().all()):
+        refuse(where, "finite numbers", value)
+    if name == CAPTURED_ENERGY and not 0 <= float(copy) <= 1:
+        refuse(where, "a number from 0 to 1", value)
+    return copy
 
 
 def _code(saved: Any, formats: Formats, slot: str, view: ParamView, where: str) -> torch.Tensor:
@@ -374,7 +386,7 @@ def _foreign(
         raise ValueError(
             f"{where}: {', '.join(scales)} in the state dict; allowed in groups with a 'contract'"
         )
-    state = _kept(saved, view, where)
+    state = _kept(saved, view, where, (CAPTURED_ENERGY, *not_made))
     for name, slot in names.items():
         form = formats.by_slot[slot]
         if name == MASTER and not form.present:

@@ -1,5 +1,6 @@
 """The built wheel holds exactly the tree's modules, and nothing beside `megaopt`."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from megaopt import choices
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8 import RECIPES
+from megaopt.kernels.lowrank.operands import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -119,6 +121,22 @@ def changed(wheel: Path, folder: Path, leave_out: str = "", appended: str = "") 
     return other
 
 
+SOURCES = ("megaopt", "kernels", "integration", "examples", "docs/how-to", "tools", "tests")
+
+
+def test_sources_are_those_of_the_oldest_python() -> None:
+    """Its syntax; `make types` asks the same of what is imported, by python_version = "3.10"."""
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'requires-python = ">=3.10"' in pyproject
+    assert 'python_version = "3.10"' in pyproject
+    files = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 400
+    for path in files:
+        ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 10))
+    with pytest.raises(SyntaxError):
+        ast.parse("try: pass\nexcept* ValueError: pass", feature_version=(3, 10))
+
+
 def test_one_version_everywhere() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'version = "{megaopt.__version__}"' in pyproject
@@ -145,6 +163,7 @@ def test_what_a_type_checker_allows_is_what_the_optimizers_allow() -> None:
         choices.Contract: tuple(CONTRACTS),
         choices.Backend: ("auto", *BACKENDS),
         choices.Recipe: tuple(RECIPES),
+        choices.Precision: PRECISIONS,
     }
     for kind, names in allowed.items():
         assert sorted(get_args(kind)) == sorted(names)

@@ -1,5 +1,6 @@
 """Records have the source that made them, and the tables of the pages say what the records say."""
 
+import json
 import re
 import shutil
 import statistics
@@ -349,11 +350,15 @@ CHOICES = [
 
 def test_the_formats_of_the_first_page_are_the_records():
     rows = rows_of("README.md", "| take | held | moved | ms |")
-    for row, (record, own, usual, held) in zip(rows, CHOICES, strict=True):
+    *measured, host, galore = rows
+    for row, (record, own, usual, held) in zip(measured, CHOICES, strict=True):
         case, other = (cases(record)[f"B/{name}"] for name in (own, usual))
         held = held or case["held_bytes"] / case["elements"]
         assert_says(row[1:5], held, case["bytes_per_parameter"], case["step_ms"], other["step_ms"])
         assert usual.startswith(row[4].split()[0].lower())
+    assert (host[1], host[2]) == ("2 on the GPU", measured[0][2])  # of the bf16 weight
+    state = json.loads((REPOSITORY / "docs/benchmarks/h200-galore-whole.json").read_text())["state"]
+    assert_says(galore[1:2], 2 + state["bytes"] / (state["weights"] / 2))
 
 
 def test_what_the_first_page_says_of_speed_is_the_record():

@@ -200,8 +200,9 @@ def captured_energy(
 ) -> torch.Tensor:
     """How much of a gradient's square the projection keeps, from 0 to 1, fp32 of shape ().
 
-    0 of a gradient that is 0.
+    At most 1, whatever roundings add up to; 0 of a gradient that is 0, NaN of one that is not
+    finite.
     """
     low = projected(grad, projection, low_rank.side)
     kept, whole = parts.add_up(torch.stack([square(low), square(grad)])).unbind()
-    return torch.where(whole == 0, 0.0, kept / whole).float()
+    return torch.where(whole == 0, 0.0, (kept / whole).clamp(max=1.0)).float()

@@ -1,8 +1,12 @@
 """`megaopt doctor`: what is installed, which backends and contracts work here, what is checked."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from rich.markup import escape
@@ -15,12 +19,14 @@ from megaopt.commands.golden.check import check as check_cases
 from megaopt.commands.golden.check import choose, plan
 from megaopt.commands.golden.record import packaged
 from megaopt.commands.parity import peers_table
-from megaopt.commands.promises.table import Outcome, examine_promises
 from megaopt.commands.promises.trial import Place, Tensors, differ, train
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
 from megaopt.kernels.step import native
+
+if TYPE_CHECKING:
+    from megaopt.commands.promises.table import Outcome
 
 __all__ = ["Finding", "examine", "main"]
 
@@ -60,9 +66,10 @@ def main(check: bool = False) -> int:
         0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
     """
     console = make_console()
-    findings = [finding for device in devices() for finding in examine(device)]
-    strange = other_than_recorded()
-    outcomes = examine_promises() if check else []
+    with without_dynamo():
+        findings = [finding for device in devices() for finding in examine(device)]
+        strange = other_than_recorded()
+    outcomes = promises() if check else []
     verdict, healthy = judge(findings, outcomes, strange)
     console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
     here = {**environment.describe(), "extension": native.status(), **host_memory()}
@@ -72,6 +79,25 @@ def main(check: bool = False) -> int:
     if check:
         console.print(_promises_table(outcomes))
     return exits.DONE if healthy else exits.DIFFERENT
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Without torch._dynamo, whose import takes seconds: nothing is compiled here.
+
+    torch imports it at the first call of a method that it keeps out of compiled code, unless the
+    method has been wrapped already (torch/_compile.py).
+    """
+    key, methods = "__dynamo_disable", vars(torch.optim.Optimizer).values()
+    plain = [m.__wrapped__ for m in methods if hasattr(m, "__wrapped__")]
+    changed = [each for each in plain if key not in vars(each)]
+    for each in changed:
+        vars(each)[key] = each
+    try:
+        yield
+    finally:
+        for each in changed:
+            vars(each).pop(key, None)
 
 
 def host_memory() -> dict[str, str]:
@@ -130,6 +156,13 @@ def judge(
         left = len(outcomes) - held
         return f"{verdict}; {held} promises hold, {left} could not be checked here", True
     return f"{verdict}; promises were not checked, --check does so", True
+
+
+def promises() -> list[Outcome]:
+    """Check what docs/numbers.md promises, as far as that can be done here."""
+    from megaopt.commands.promises.table import examine_promises  # takes time, and is asked for
+
+    return examine_promises()
 
 
 def devices() -> list[torch.device]:

@@ -17,6 +17,7 @@ from galore_ranks import (
     selected,
     trained,
 )
+from interpreted import interpreted, marks_of
 from runs import BF16, MASTER, REMAINDERS, assert_same, values
 
 from megaopt import GaLoreAdamW
@@ -46,7 +47,9 @@ KINDS = {
 
 
 EXACT = [
-    pytest.param(options, *layout, id=f"{kind}-{name}", marks=pytest.mark.halved)
+    pytest.param(
+        options, *layout, id=f"{kind}-{name}", marks=[pytest.mark.halved, *marks_of(options)]
+    )
     for kind, options in KINDS.items()
     for name, layout in LAYOUTS.items()
     if "kernel" not in options or name == "3"  # interpreted
@@ -80,8 +83,11 @@ def test_moments_in_blocks_are_those_of_whole_matrices(on_ranks, rank, dtype):
 
 @pytest.mark.parametrize(
     ("kernel", "stagger", "layouts"),
-    [("torch", False, LAYOUTS), ("torch", True, ["3"]), ("hybrid", True, ["2"])],
-    ids=["torch at once", "torch", "hybrid"],
+    [
+        pytest.param("torch", False, LAYOUTS, id="torch at once"),
+        pytest.param("torch", True, ["3"], id="torch"),
+        pytest.param("hybrid", True, ["2"], id="hybrid", marks=interpreted),
+    ],
 )
 def test_weights_are_off_by_no_more_than_twice_what_one_process_is(
     on_ranks, kernel, stagger, layouts

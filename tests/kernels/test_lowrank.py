@@ -275,6 +275,7 @@ def test_captured_energy_is_a_share_of_squares():
     # 4; squares are off by twice that
     assert abs(captured_energy(inside, low_rank, basis).item() - 1) <= 2 * (60 + 8 + 4) * 2.0**-24
     assert captured_energy(grad * 0, low_rank, basis).item() == 0
+    assert captured_energy(inside, low_rank, basis * 1.001).item() == 1  # a little too long
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from galore_bound import bound_of_a_step
+from interpreted import interpreted
 from runs import BF16, FP32, assert_same, copied, give_gradients, params_of, snapshot, train, values
 
 from megaopt import FusedAdam, GaLoreAdamW
@@ -230,6 +231,7 @@ def test_no_setting_of_torch_changes_a_bit(precision):
         torch.set_float32_matmul_precision(was)
 
 
+@interpreted
 def test_kernels_of_other_parameters_change_no_bit():
     backends = ("triton", "reference")
     found, expected = (galore(parameters(), backend=b, kernel="torch") for b in backends)
@@ -241,6 +243,7 @@ def test_kernels_of_other_parameters_change_no_bit():
 KAHAN = {"master_weights": True, "master_weight_dtype": "kahan_stochastic"}
 
 
+@interpreted
 @pytest.mark.parametrize(
     "options",
     [
@@ -277,6 +280,7 @@ def assert_kernels_agree(kernels, options):
     assert_same(*map(snapshot, runs))
 
 
+@interpreted
 @pytest.mark.parametrize(("precision", "taken"), [("ieee", "hybrid"), ("bf16", "grouped")])
 def test_auto_is_the_kernels_where_these_step_the_rest(precision, taken):
     # sums of 70 and 300 numbers, whose order shows in bits
@@ -337,13 +341,16 @@ def test_gradients_that_say_nothing_leave_projections(value):
     optimizer = galore(parameters([(24, 10)]), stagger=False)
     (param,) = params_of(optimizer)
     train(optimizer, 3)
-    projection = optimizer.state[param]["projection"].clone()
+    state = optimizer.state[param]
+    projection, energy = state["projection"].clone(), state["captured_energy"].clone()
+    assert energy > 0
     param.grad = torch.full_like(param, value)
     optimizer.step()
-    assert_same_bits(optimizer.state[param]["projection"], projection)
+    assert_same_bits(state["projection"], projection)
+    assert_same_bits(state["captured_energy"], energy)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "hybrid"])
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("hybrid", marks=interpreted)])
 @pytest.mark.parametrize("refresh", ["subspace", "svd"])
 @pytest.mark.parametrize("capturable", [False, True], ids=str)
 def test_a_first_gradient_that_is_zero_makes_no_projection(capturable, refresh, kernel):

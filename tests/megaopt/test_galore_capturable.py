@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from interpreted import interpreted, marks_of
 from runs import (
     BF16,
     FP32,
@@ -36,7 +37,9 @@ KINDS = {
     },
     "svd": {"backend": "reference", "refresh": "svd", "proj_type": "left"},
 }  # fmt: skip
-every_kind = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+every_kind = pytest.mark.parametrize(
+    "options", [pytest.param(own, id=kind, marks=marks_of(own)) for kind, own in KINDS.items()]
+)
 
 
 def made(options, capturable=True, device="cpu", shapes=SHAPES):
@@ -114,7 +117,7 @@ SKIPPED = {  # what the second matrix's gradient has, under which nonfinite, and
 
 
 @pytest.mark.parametrize("refreshes", [True, False], ids=["refresh", "step"])
-@pytest.mark.parametrize("kind", ["fp32", "hybrid"])
+@pytest.mark.parametrize("kind", ["fp32", pytest.param("hybrid", marks=interpreted)])
 @pytest.mark.parametrize(("value", "nonfinite", "found_inf"), SKIPPED.values(), ids=SKIPPED)
 def test_a_step_that_is_left_out_makes_no_projection(kind, value, nonfinite, found_inf, refreshes):
     """The next one with gradients that are finite makes it, as if the other had not been."""
@@ -218,6 +221,7 @@ def assert_refused(optimizer, call, message):
     assert_same(snapshot(optimizer), before)
 
 
+@interpreted
 def test_what_a_graph_could_not_repeat_is_refused(capturing):
     hybrid, plain = stepped(KINDS["hybrid"]), stepped(KINDS["torch"])
     capturing()
@@ -229,6 +233,7 @@ def test_what_a_graph_could_not_repeat_is_refused(capturing):
     assert_refused(hybrid, hybrid.step, reason)
 
 
+@interpreted
 def test_a_capture_waits_for_gradients_that_make_projections(capturing):
     optimizer = made(KINDS["hybrid"])
     give_gradients(params_of(optimizer), 0)
@@ -243,6 +248,7 @@ def test_a_capture_waits_for_gradients_that_make_projections(capturing):
     optimizer.step()
 
 
+@interpreted
 def test_what_a_graph_reads_stays_as_it_is(capturing, monkeypatch):
     """Tables that a captured launch was given, when eager steps and refreshes follow."""
     optimizer, read, run = stepped(KINDS["hybrid"]), [], kernel.back_project_kernel

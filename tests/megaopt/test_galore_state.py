@@ -3,12 +3,15 @@
 import copy
 import pickle
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from bits import assert_same_bits
+from interpreted import interpreted, marks_of
 from runs import BF16, FP32, assert_same, params_of, snapshot, through_a_file, train, values
 
+import megaopt
 from megaopt import FusedAdam, GaLoreAdamW
 from megaopt.float8 import Float8Weight
 from megaopt.kernels import backends
@@ -45,7 +48,7 @@ def cases(values, quick):
     return [
         pytest.param(
             options, value, id=f"{kind}-{name}",
-            marks=[] if (kind, name) in quick else [pytest.mark.slow],
+            marks=[*marks_of(options), *([] if (kind, name) in quick else [pytest.mark.slow])],
         )
         for kind, options in KINDS.items() for name, value in values.items()
     ]  # fmt: skip
@@ -127,7 +130,7 @@ def test_a_deleted_projection_is_made_anew():
     assert not torch.equal(state["projection"], old)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "hybrid"])
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("hybrid", marks=interpreted)])
 def test_the_layout_of_a_projection_shows_in_no_bit(kernel):
     optimizer, straight = galore(kernel=kernel), galore(kernel=kernel)
     for each in (optimizer, straight):
@@ -162,6 +165,9 @@ def damaged(name, value):
         ("projection", "x", "'projection' of the state dict must be real numbers"),
         ("exp_avg", torch.zeros(24, 10), r"'exp_avg' .*float32 of shape \(24, 3\), got"),
         ("captured_energy", torch.zeros(1), r"'captured_energy' .* of shape \(\), got"),
+        ("captured_energy", torch.tensor(2.0), r"'captured_energy' .* 0 to 1, got tensor\(2"),
+        ("captured_energy", torch.tensor(-0.1), r"'captured_energy' .* 0 to 1, got tensor\(-0\.1"),
+        ("captured_energy", torch.tensor(torch.nan), r"'captured_energy' .* got tensor\(nan"),
         ("basis", torch.zeros(3, 10), "basis in the state dict; allowed: .*projection"),
     ],
 )
@@ -184,6 +190,57 @@ def test_a_state_that_lacks_a_tensor_is_refused(name):
     with pytest.raises(ValueError, match=f"the state dict has no '{name}'"):
         optimizer.load_state_dict(saved)
     assert_same(snapshot(optimizer), before)
+
+
+def write_a_moment(optimizer):
+    optimizer.set_scaled_state(params_of(optimizer)[0], "exp_avg", values((24, 3), 7))
+
+
+def write_masters(optimizer):
+    model = torch.nn.ParameterList(params_of(optimizer))
+    saved = megaopt.get_fp32_model_state_dict(model, optimizer)
+    megaopt.set_fp32_model_state_dict(model, optimizer, saved)
+
+
+@pytest.mark.parametrize("write", [write_a_moment, write_masters], ids=lambda each: each.__name__)
+def test_states_without_a_projection_yet_load(write):
+    """What was written before a first step; it says itself that there is no projection."""
+    kind = {"dtype": FP32}
+    optimizer, other = galore(**kind), galore(**kind)
+    write(optimizer)
+    state = optimizer.state[params_of(optimizer)[0]]
+    assert state
+    assert "projection" not in state
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, other):
+        train(each, 2)
+    assert_same(snapshot(other), snapshot(optimizer))
+
+
+def of_galore_torch():
+    """A state dict as its AdamW makes one, which knows no captured energy."""
+    basis = torch.linalg.qr(values((10, 3), 1))[0].mT.contiguous()
+    moments = {"exp_avg": values((24, 3), 2), "exp_avg_sq": values((24, 3), 3).square()}
+    numbers = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0}
+    projecting = {"rank": 3, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+    group = {"params": [0], **numbers, **projecting, "correct_bias": False}
+    state = {"step": 2, **moments, "projector": SimpleNamespace(ortho_matrix=basis)}
+    return {"state": {0: state}, "param_groups": [group]}
+
+
+def test_states_of_galore_torch_load():
+    """tests/integration/test_galore_torch.py has its own, where it is installed."""
+    optimizer = galore([(24, 10)], FP32)
+    (param,), saved = params_of(optimizer), of_galore_torch()
+    optimizer.load_state_dict(saved)
+    group, state = optimizer.param_groups[0], saved["state"][0]
+    assert (group["step"], group["scale"], group["bias_correction"]) == (2, 0.25, False)
+    assert_same_bits(optimizer.state[param]["exp_avg"], state["exp_avg"])
+    train(optimizer, 1)
+    assert_same_bits(optimizer.state[param]["projection"], state["projector"].ortho_matrix)
+    del state["projector"]
+    with pytest.raises(ValueError, match="the state dict has no 'projection'"):
+        optimizer.load_state_dict(saved)
 
 
 NUMBERS_OF_A_GROUP = ("update_proj_gap", "rank", "proj_type", "scale", "seed", "betas")

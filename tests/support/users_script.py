@@ -3,7 +3,7 @@
 import torch
 
 import megaopt
-from megaopt import FusedAdam, FusedLion, FusedSGD
+from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
 
 
 def train(model: torch.nn.Module, steps: int) -> float:
@@ -26,6 +26,13 @@ def others(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     return [
         FusedLion(half.parameters(), nonfinite="skip", backend="reference"),
         FusedSGD(float8.parameters(), lr=0.1, momentum=0.9, on_external_write="error"),
+        GaLoreAdamW(
+            [{"params": model.parameters(), "rank": 4}],
+            proj_type="auto",
+            kernel="hybrid",
+            precision="tf32",
+            refresh="subspace",
+        ),
     ]
 
 
@@ -35,4 +42,9 @@ def mistakes(params: list[torch.nn.Parameter]) -> None:
     FusedLion(params, nonfinite="ignore")  # type: ignore[arg-type]
     FusedSGD(params, weight_rounding="up")  # type: ignore[arg-type]
     FusedAdam(params, wieght_decay=0.1)  # type: ignore[arg-type]
+    GaLoreAdamW(params, proj_type="full")  # type: ignore[arg-type]
+    GaLoreAdamW(params, kernel="fused")  # type: ignore[arg-type]
+    GaLoreAdamW(params, precision="fp16")  # type: ignore[arg-type]
+    GaLoreAdamW(params, refresh="qr")  # type: ignore[arg-type]
+    GaLoreAdamW(params, nonfinite="ignore")  # type: ignore[arg-type]
     megaopt.to_float8(torch.nn.Linear(16, 16), "e4m3")  # type: ignore[arg-type]

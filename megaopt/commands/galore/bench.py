@@ -147,11 +147,8 @@ def _instance(setup: Setup, device: torch.device) -> Instance:
         return GaLoreAdamW(
             parameters,
             **SHARED,
-            rank=setup.rank,
+            **setup.options,
             update_proj_gap=NO_REFRESH,
-            proj_type=setup.proj_type,
-            kernel=setup.kernel,
-            precision=setup.precision,
             dtype=None if setup.weights == "float32" else torch.float32,
         )
 

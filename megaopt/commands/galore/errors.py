@@ -60,6 +60,11 @@ class Setup:
         """Side and rank."""
         return LowRank(side_of(self.proj_type, self.rows, self.columns), self.rank)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What GaLoreAdamW is given of it."""
+        return {name: getattr(self, name) for name in ("rank", "proj_type", "kernel", "precision")}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -145,12 +150,9 @@ def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors,
     weight = weights[-1]
     optimizer = GaLoreAdamW(
         weights,
-        rank=setup.rank,
-        proj_type=setup.proj_type,
-        kernel=setup.kernel,
-        precision=setup.precision,
         seed=setup.seed,
         dtype=None if dtype == torch.float32 else torch.float32,
+        **setup.options,
         **GROUP,
     )
     _give(draw(), weights)

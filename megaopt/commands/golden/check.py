@@ -87,18 +87,24 @@ def matches(name: str, only: Sequence[str]) -> bool:
 def plan(
     record: Record, chosen: Mapping[str, list[Case]], backends: Sequence[str] = ()
 ) -> list[Task]:
-    """What is to be checked, and what cannot be checked here; no backends mean all."""
+    """What is to be checked, and what cannot be checked here; no backends mean all.
+
+    A contract that none of these backends serves is among the latter.
+    """
     found = []
     for part, cases in chosen.items():
         for name in dict.fromkeys(case.contract for case in cases):
             own = [case for case in cases if case.contract == name]
             if record.is_recorded(part):  # Record.strays has the others
                 own = [case for case in own if case.name in record.digests[part]]
+            serving = CONTRACTS[name].backends
+            asked = [each for each in serving if not backends or each in backends]
             for device in _devices(name):
-                for backend in CONTRACTS[name].backends:
-                    if not backends or backend in backends:
-                        reason = _why_not(record, part, name, backend, device)
-                        found.append(Task(part, name, backend, device, own, reason))
+                for backend in asked or serving:
+                    reason = _why_not(record, part, name, backend, device)
+                    if not asked:
+                        reason = "its backend was not asked for"
+                    found.append(Task(part, name, backend, device, own, reason))
     return found
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import platform
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -59,6 +61,30 @@ def test_the_first_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> No
     assert verdict.startswith("working: reference on cpu")
     assert f"the golden record's bits ({len(doctor.GOLDEN)} cases)" in verdict
     assert verdict.endswith("promises were not checked, --check does so")
+
+
+QUICKLY = """
+import sys
+from megaopt.commands import doctor
+status = doctor.main()
+print(sorted({"torch._dynamo", "megaopt.commands.promises.table"} & sys.modules.keys()))
+sys.exit(status)
+"""
+
+
+def test_nothing_that_takes_seconds_is_imported() -> None:
+    """torch imports torch._dynamo for an optimizer's first group and state dict."""
+    done = subprocess.run([sys.executable, "-c", QUICKLY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_torchs_optimizer_stays_as_it_is() -> None:
+    method = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
+    before = dict(vars(method))
+    with doctor.without_dynamo():
+        assert "__dynamo_disable" in vars(method)
+    assert vars(method) == before
 
 
 def test_nothing_is_cut_where_the_output_is_no_terminal(

@@ -222,8 +222,10 @@ def test_another_kind_of_gpu_is_not_checked():
 
 
 def test_nothing_checked_exits_with_2(megaopt):
-    status, _, err = megaopt("verify", "--only", "te/*", "--backends", "reference")
+    status, out, err = megaopt("verify", "--only", "te/*", "--backends", "reference")
     assert status == 2
+    assert "not checked here: te, triton on " in out
+    assert "its backend was not asked for" in out
     assert err == "megaopt: nothing was checked here\n"
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from interpreted import interpreted
 from tiny_runs import UNFUSED, fused, tiny_run, variant
 
 from megaopt.commands.config import ConfigError, read_config
@@ -50,6 +51,7 @@ def test_runs_are_one_for_any_groups_and_resumed(build):
 
 
 @pytest.mark.slow
+@interpreted
 def test_kernels_too(build):
     text = galore("first", kernel="hybrid") + FORMS.replace(
         '"galore"', '"galore"\nkernel = "hybrid"'

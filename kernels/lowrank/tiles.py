@@ -100,8 +100,8 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 # 4096 x 4096, and 0.029 as it was. ieee, one of 4096 x 11008, back: 64 x 64 x 32 with 4 warps and 2
 # stages 0.327, with 8 and 3 0.374.
 
-BACK_BF16 = BackTile(128, 64, 128, 8, 2)
-BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
+BACK_BF16 = BackTile(64, 64, 128, 4, 2, 4, 128)
+BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128, True)
 # Of ranks that are more than such a tile takes at a time, so that a strip does not share its rows.
 HIGH_BACK_BF16 = BackTile(128, 64, 128, 8, 2)
 HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)

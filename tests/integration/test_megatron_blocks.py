@@ -250,7 +250,7 @@ FAULTS = {
     ),
     "the scale of the neighbour": (
         "megaopt.state",
-        ("scale, view.first_of(name) if form.block else 0", "scale, 0"),
+        ("view.state_shape(name), view.first_of(name)", "view.state_shape(name), 0"),
         "megaopt.state_access",
         ("get_unscaled",),
     ),

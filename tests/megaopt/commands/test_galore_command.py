@@ -133,7 +133,7 @@ def test_what_is_derived_by_hand():
 
 # In a file of the kernels, what the command has to notice, and where.
 KERNEL_MUTANTS = {
-    "the last part of the rank dropped": ("range(0, RANK, INNER)", "range(0, RANK - INNER, INNER)"),
+    "the last of the rank dropped": ("(inner[None, :] < RANK)", "(inner[None, :] < RANK - 1)"),
     "a product in 16 bits": (
         "    return total", "    return total.to(tl.float16).to(tl.float32)",
     ),

@@ -76,7 +76,7 @@ def fingerprints(chunk: Any, optimizer: Any) -> dict[str, str]:
     device = next(chunk.module.parameters()).device
     sums = torch.zeros((len(names), len(kinds)), dtype=torch.int64, device=device)
     for shards in own_shards(chunk, optimizer):
-        own = [shards.tensors[kind] for kind in kinds]
+        own = [shards.tensors[kind].to(device) for kind in kinds]  # states may be on the host
         sums[row[shards.name]] += fingerprint(own, shards.start)
     dist.all_reduce(sums, group=megatron("parallel_state").get_data_parallel_group())
     return {

@@ -31,7 +31,7 @@ def test_the_table_of_iterations_is_the_records():
         assert variant["identical"] is (None if name == "stock_te" else True)
 
 
-@pytest.mark.parametrize("record", ITERATIONS)
+@pytest.mark.parametrize("record", [*ITERATIONS, "h200x2-megatron_gpt_tensor_2gpu.json"])
 def test_every_run_has_stocks_bits(record):
     assert read(record)["identical"] is True
 

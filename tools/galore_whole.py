@@ -214,6 +214,8 @@ def with_refreshes(record: Record, params: list[Parameter]) -> None:
     part = scratch / weights
     record.say("scratch of a step with refreshes", bytes=scratch, part_of_weights=part)
     optimizer.param_groups[0]["update_proj_gap"] = NEVER
+    for _ in params:  # the turn of parameter n is in step n
+        optimizer.step()
     plain = median_ms(optimizer.step, 15, 10 * WAIT)
     workspace = peak_bytes(optimizer.step)
     record.say("workspace", bytes=workspace, part_of_weights=workspace / weights)

@@ -76,8 +76,8 @@ class Tiles:
 UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32, 8, 1)
 
 # One H200, 8 matrices of 4096 x 11008 at rank 128, projected on the left, ms of each launch; fp32
-# weights for tf32, bf16 weights with fp32 masters for bf16. No tile is more than a fifth slower
-# than the best at ranks 32 to 512, 1 or 8 matrices, either side.
+# weights for tf32, bf16 weights with fp32 masters for bf16. No projecting tile is more than a
+# fifth slower than the best at ranks 32 to 512, 1 or 8 matrices, either side.
 #
 # | project, outer x inner, warps, stages | tf32 | bf16 | bf16, cast ahead |
 # |---|---|---|---|
@@ -87,14 +87,17 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 # | 64 x 64, 8, 3                         |      |      | 0.218            |
 # | 128 x 64, 8, 3                        |      | 0.557 |                 |
 #
-# | back, rows x columns x inner, warps, stages, strip | tf32 | bf16 | bf16, cast ahead |
-# |---|---|---|---|
-# | 128 x 64 x 32, 4, 2, 2                | 1.70 |      |                  |
-# | 64 x 64 x 128, 4, 1, 1                | 2.10 |      |                  |
-# | 128 x 128 x 32, 8, 3, 1               | 2.22 |      |                  |
-# | 128 x 64 x 64, 8, 2, 1                |      |      | 1.25             |
-# | 64 x 128 x 32, 8, 3, 1                |      |      | 1.35             |
-# | 128 x 128 x 64, 8, 3, 1               |      | 1.68 |                  |
+# | back, rows x columns x inner, warps, stages, strip, registers | tf32 | bf16, cast ahead |
+# |---|---|---|
+# | 64 x 64 x 128, 4, 2, 4, 128           |      | 1.16 |
+# | 64 x 32 x 128, 4, 2, 8                | 1.60 | 1.21 |
+# | 128 x 64 x 128, 8, 2, 4, 128          | 2.38 | 1.24 |
+# | the same, loaded ahead                | 3.33 | 1.27 |
+# | 128 x 32 x 128, 8, 2, 8               | 2.04 | 1.31 |
+# | 128 x 32 x 128, 8, 2, 8, 128, ahead   | 1.50 | 1.32 |
+# | 64 x 32 x 128, 4, 1, 8                | 1.50 |      |
+# | 128 x 64 x 32, 4, 2, 2                | 1.74 |      |
+# | 128 x 64 x 128, 8, 2, 1               |      | 1.36 |
 #
 # On the right, where few tiles are of one matrix, bf16 takes 64 x 64: 0.018 ms for one of
 # 4096 x 4096, and 0.029 as it was. ieee, one of 4096 x 11008, back: 64 x 64 x 32 with 4 warps and 2

@@ -25,6 +25,8 @@ def te(tmp_path_factory):
         "transformer_engine.pytorch", reason="needs TransformerEngine", exc_type=ImportError
     )
     meeting = tmp_path_factory.mktemp("group") / "meeting"
+    if torch.distributed.is_initialized():  # the bench's, which lasts as long as its process
+        torch.distributed.destroy_process_group()
     torch.distributed.init_process_group("nccl", f"file://{meeting}", world_size=1, rank=0)
     yield module
     torch.distributed.destroy_process_group()

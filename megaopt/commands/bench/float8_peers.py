@@ -6,7 +6,6 @@ Its library is imported within the functions: this module can be imported withou
 import atexit
 import importlib
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -163,7 +162,6 @@ def _move_scales(weights: Sequence[Any]) -> None:
     )
 
 
-@cache
 def one_rank_group(backend: str) -> Any:
     """Return the process group, started with this process alone where there is none yet.
 
@@ -172,5 +170,10 @@ def one_rank_group(backend: str) -> Any:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch's documentation has it there
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_end_group)
     return dist.group.WORLD
+
+
+def _end_group() -> None:
+    if dist.is_initialized():  # nobody ended it before
+        dist.destroy_process_group()

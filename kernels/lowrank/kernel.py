@@ -56,20 +56,16 @@ def product_tile(
     stride: of the right factor's rows; whole: the left factor's tile, where it has the whole rank.
     """
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
-    if INNER >= RANK:
-        inner = tl.arange(0, INNER)
+    for first in range(0, RANK, INNER):
+        inner = first + tl.arange(0, INNER)
+        if INNER >= RANK:
+            left = whole
+        else:
+            left = left_tile(left_ptr, row, rows, inner, LEFT_FORMAT, PRECISION, EVEN, RANK)
         right = right_tile(
             right_ptr, inner, column, columns, stride, RIGHT_FORMAT, PRECISION, EVEN, RANK
         )
-        total = added_product(whole, right, total, PRECISION)
-    else:
-        for first in range(0, RANK, INNER):
-            inner = first + tl.arange(0, INNER)
-            left = left_tile(left_ptr, row, rows, inner, LEFT_FORMAT, PRECISION, EVEN, RANK)
-            right = right_tile(
-                right_ptr, inner, column, columns, stride, RIGHT_FORMAT, PRECISION, EVEN, RANK
-            )
-            total = added_product(left, right, total, PRECISION)
+        total = added_product(left, right, total, PRECISION)
     return total
 
 

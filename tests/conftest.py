@@ -6,6 +6,7 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
+from one_rank import group_of_one
 from ranks import Ranks
 
 if not torch.cuda.is_available():
@@ -47,13 +48,9 @@ def device():
 @pytest.fixture(scope="module")
 def gpu_mesh(tmp_path_factory):
     """Of one rank over NCCL, on the first GPU."""
-    meeting = tmp_path_factory.mktemp("gpu") / "meeting"
     torch.cuda.set_device(0)
-    if dist.is_initialized():  # the bench's, which lasts as long as its process
-        dist.destroy_process_group()
-    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{meeting}", world_size=1, rank=0)
-    yield dist.init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
+    with group_of_one("cpu:gloo,cuda:nccl", tmp_path_factory.mktemp("gpu")):
+        yield dist.init_device_mesh("cuda", (1,))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from one_rank import group_of_one
 
 from megaopt import FusedAdam
 from megaopt.integration.transformer_engine import FusedAdam as DropIn
@@ -24,12 +25,8 @@ def te(tmp_path_factory):
     module = pytest.importorskip(
         "transformer_engine.pytorch", reason="needs TransformerEngine", exc_type=ImportError
     )
-    meeting = tmp_path_factory.mktemp("group") / "meeting"
-    if torch.distributed.is_initialized():  # the bench's, which lasts as long as its process
-        torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group("nccl", f"file://{meeting}", world_size=1, rank=0)
-    yield module
-    torch.distributed.destroy_process_group()
+    with group_of_one("nccl", tmp_path_factory.mktemp("group")):
+        yield module
 
 
 def recipe_of(name):

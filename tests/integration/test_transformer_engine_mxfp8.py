@@ -76,7 +76,9 @@ def assert_same(weight, theirs, shape):
 @pytest.mark.parametrize("make", [FusedAdam, DropIn], ids=["bf16", "fp32"])
 def test_codes_and_scales_are_those_of_its_quantizer(make, shape):
     """Where that does nothing, without an error, TransformerEngine says so beforehand."""
-    te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
+    te = pytest.importorskip(
+        "transformer_engine.pytorch", reason="needs TransformerEngine", exc_type=ImportError
+    )
     import transformer_engine_torch as tex
 
     runs, reason = te.is_mxfp8_available(return_reason=True)
@@ -91,7 +93,9 @@ def test_codes_and_scales_are_those_of_its_quantizer(make, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_and_scales_are_those_of_its_kernels_for_shards(shape):
     """Amaxes, scales and casts of quantize_master_weights, which no card is refused."""
-    pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
+    pytest.importorskip(
+        "transformer_engine.pytorch", reason="needs TransformerEngine", exc_type=ImportError
+    )
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
 

@@ -17,10 +17,13 @@ from megaopt.commands.regression.megatron.regression import is_installed
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT to send")
 
 ENDLESS = tiny_run(1_000_000) + UNFUSED
+# a fresh process begins when the others have ended: these steps take it some 10 s on two cores,
+# and the interrupts below come within 3 s (3 steps had ended by then on a faster machine)
+LONG = 2000
 CONFIGS = {
     "plain": ENDLESS + fused(),
     "ranks": ENDLESS + fused(ranks=2),
-    "resumed": tiny_run(3) + UNFUSED + fused(resume_after=1),
+    "resumed": tiny_run(LONG) + UNFUSED + fused(resume_after=1),
     "megatron": tiny_run(1_000_000, megatron="ranks = 2\nmicro_batch_size = 1")
     + variant("stock", "stock", inner="unfused"),
 }

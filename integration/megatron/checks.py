@@ -16,10 +16,10 @@ from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8
 REQUIRED = {
     "optimizer": (
         "adam",
-        "adam is, and lion and sgd where megaopt's get_megatron_optimizer is called in the place "
-        "of Megatron's",
+        "lion and sgd may be where megaopt's get_megatron_optimizer is called in the place of "
+        "Megatron's",
     ),
-    "use_distributed_optimizer": (True, "it steps the distributed optimizer's shards"),
+    "use_distributed_optimizer": (True, "megaopt steps the distributed optimizer's shards"),
 }
 """Fields of Megatron's OptimizerConfig: what is allowed, and why."""
 
@@ -33,7 +33,7 @@ def check_required(config: Any) -> None:
     for name, (allowed, reason) in REQUIRED.items():
         value = getattr(config, name, allowed)
         if value != allowed:
-            raise ValueError(f"config.{name}={value!r} is not allowed: {allowed!r}; {reason}")
+            raise ValueError(f"config.{name}={value!r} is not allowed, only {allowed!r}: {reason}")
 
 
 def check_release(config: Any, asked: Any) -> None:
@@ -64,7 +64,7 @@ def check_offload(config: Any) -> None:
     if fraction != 1.0:
         raise ValueError(
             f"config.optimizer_offload_fraction={fraction!r} is not allowed with "
-            "optimizer_cpu_offload=True: 1.0; the states of all parameters are in host memory"
+            "optimizer_cpu_offload=True, only 1.0: megaopt offloads the states of all parameters"
         )
 
 

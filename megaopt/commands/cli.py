@@ -54,7 +54,7 @@ def train(
     resume: Path | None = None,
     result: Path | None = None,
 ) -> int:
-    """Train one variant of a config.
+    """Train one variant of a config; regress alone takes those of Megatron (megatron_...).
 
     Args:
         config: TOML file of the run, or the name of one that comes with megaopt.

@@ -354,7 +354,7 @@ def test_nothing_stays_patched(pools, mode):
 
 WEIGHT = "module.decoder.final_layernorm.weight"
 OFFLOADED = (
-    "config.optimizer_offload_fraction=0.0 is not allowed with optimizer_cpu_offload=True: 1.0"
+    "config.optimizer_offload_fraction=0.0 is not allowed with optimizer_cpu_offload=True, only 1.0"
 )
 ERRORS = [
     (
@@ -363,7 +363,7 @@ ERRORS = [
     ),
     (
         ("config", "use_distributed_optimizer", False),
-        "config.use_distributed_optimizer=False is not allowed: True",
+        "config.use_distributed_optimizer=False is not allowed, only True",
     ),
     (
         ("config", "optimizer_cpu_offload", True),

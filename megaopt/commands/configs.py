@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import megaopt
@@ -32,8 +33,16 @@ def find_config(path: Path) -> Path:
 
     Returns:
         A file of that path, else the package's, else the path as it is.
+
+    Raises:
+        FileNotFoundError: path is a name alone, of no file and of no config; those are named.
     """
     if path.exists() or path.parent not in (Path(), Path("configs")):
         return path
     found = folder() / path.with_suffix(".toml").name
-    return found if path.suffix in ("", ".toml") and found.is_file() else path
+    if path.suffix in ("", ".toml") and found.is_file():
+        return found
+    if path == Path(path.stem):
+        known = f"config must be a file or one of {', '.join(shipped())}"
+        raise FileNotFoundError(errno.ENOENT, known, str(path))
+    return path

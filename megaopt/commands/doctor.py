@@ -72,7 +72,8 @@ def main(check: bool = False) -> int:
     outcomes = promises() if check else []
     verdict, healthy = judge(findings, outcomes, strange)
     console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
-    here = {**environment.describe(), "megatron-core": environment.installed_version("megatron-core")}
+    here = environment.describe()
+    here["megatron-core"] = environment.installed_version("megatron-core")
     here |= {"extension": native.status(), **host_memory()}
     console.print(_environment_table(here))
     console.print(_findings_table(findings))

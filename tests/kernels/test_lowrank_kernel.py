@@ -6,17 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from bits import assert_same_bits
-from lowrank_cases import PLAIN, ROW, SMALL, buffers, formats_of, projections_of
+from lowrank_cases import FLOAT32, PLAIN, ROW, SMALL, buffers, formats_of, projections_of
 from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt import kernels
-from megaopt.kernels.formats import GRADS, MOMENTS
+from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE
 from megaopt.kernels.lowrank import kernel, wave
 from megaopt.kernels.lowrank.launch import LaunchedPlan
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
 from megaopt.kernels.lowrank.tiles import BackTile
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.step import codes
+from megaopt.kernels.step.blocks import load_block
 from megaopt.kernels.step.controls import COUNT, SKIP
 
 SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]
@@ -175,6 +178,40 @@ def test_strips_show_in_no_bit(side, rank, strip, device):
     found, _, before = both_step(*own, replace(SMALL, back=replace(back, **strip)))
     assert_same_buffers(found, moved(expected, "cpu"))
     assert not torch.equal(found["weight"][0].cpu(), before["weight"][0])
+
+
+def shifted(tensor):
+    """The same one element further in memory, where no whole 16 bytes begin."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def whole_bytes_only(ptr, offsets, mask, masked):
+    """As load_block, where what goes without a mask begins at multiples of 16 bytes."""
+    if not masked:
+        first = (ptr + offsets).handle.data[:, 0]
+        assert not (first % 16).any(), "an unaligned load without a mask"
+    return load_block(ptr, offsets, mask, masked)
+
+
+@pytest.mark.parametrize("slot", ["weight", "master"])
+@pytest.mark.parametrize("strip", ["strip", "ahead"])
+def test_alignment_shows_in_no_bit(strip, slot, device, monkeypatch):
+    """Of whole tiles, of which one matrix begins elsewhere; a GPU refuses such loads itself."""
+    low_rank, shapes = LowRank(RIGHT, 16), [(48, 96), (32, 192)]
+    formats = formats_of((FLOAT32, MASTERS["float32"] if slot == "master" else NONE), low_rank)
+    projections = projections_of(low_rank, shapes)
+    tiles = replace(SMALL, back=BackTile(16, 16, 16, 4, 1, **STRIPS[strip]))
+    expected, _, before = both_step(formats, shapes, projections, device, tiles)
+    if INTERPRETED:
+        monkeypatch.setattr(codes, "load_block", whole_bytes_only)
+    own = moved(copied(before), device)
+    own[slot][1] = shifted(own[slot][1])
+    plan = LaunchedPlan(formats, "svd", [*map(torch.Size, shapes)], [0, 0], device, tiles=tiles)
+    plan.look(own)
+    plan.projections = [projection.to(device) for projection in projections]
+    plan.step([ROW])
+    assert_same_buffers(own, moved(expected, "cpu"))
 
 
 def test_a_skipped_step_writes_nothing(device):

@@ -177,8 +177,9 @@ class Wave:
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         how, own = self.how, self.how.back_tile(self.shapes[0])
+        shared = self._options(self._even[1])
         options = {
-            **self._options(self._even[1]),
+            **shared,
             "FORMATS": self._apply,
             "RULE": GALORE_APPLY,
             "CONTROLLED": controls is not None,
@@ -187,7 +188,7 @@ class Wave:
             "ROWS": own.rows,
             "COLUMNS": own.columns,
             "STRIP": own.strip,
-            "AHEAD": own.ahead,
+            "AHEAD": own.ahead and shared["EVEN"],
             "INNER": own.inner_of(how.low_rank.rank),
             "num_warps": own.warps,
             "num_stages": own.stages,

@@ -1,22 +1,28 @@
 """The kernel that projects back and updates, beside the twin."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from bits import assert_same_bits
-from lowrank_cases import PLAIN, ROW, SMALL, buffers, formats_of, projections_of
+from interpreted import interpreted
+from lowrank_cases import FLOAT32, PLAIN, ROW, SMALL, buffers, formats_of, projections_of
 from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt import kernels
-from megaopt.kernels.formats import GRADS, MOMENTS
+from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE
 from megaopt.kernels.lowrank import kernel, wave
 from megaopt.kernels.lowrank.launch import LaunchedPlan
+from megaopt.kernels.lowrank.operands import loaded
 from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
 from megaopt.kernels.lowrank.tiles import BackTile
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.step import codes
+from megaopt.kernels.step.blocks import load_block
 from megaopt.kernels.step.controls import COUNT, SKIP
 
 SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]
@@ -73,7 +79,7 @@ def test_weights_and_masters_of_every_format(pair, device):
 
 @pytest.mark.parametrize(("side", "rank"), [(RIGHT, 16), (LEFT, 17), (RIGHT, 40)])
 def test_ranks_of_several_blocks(side, rank, device):
-    assert_bits_agree(PLAIN, LowRank(side, rank), device, [(50, 41)])
+    assert_bits_agree(PLAIN, LowRank(side, rank), device, [(50, 41), (32, 64)])
 
 
 def assert_within_the_bound(low_rank, shapes, device):
@@ -175,6 +181,87 @@ def test_strips_show_in_no_bit(side, rank, strip, device):
     found, _, before = both_step(*own, replace(SMALL, back=replace(back, **strip)))
     assert_same_buffers(found, moved(expected, "cpu"))
     assert not torch.equal(found["weight"][0].cpu(), before["weight"][0])
+
+
+def shifted(tensor):
+    """The same one element further in memory, where no whole 16 bytes begin."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def checked(load, is_masked):
+    """A function that loads as `load` does; without a mask only from multiples of 16 bytes on."""
+
+    def found(ptr, offsets, mask, flag):
+        first = (ptr + offsets).handle.data[..., 0]
+        assert bool(flag) == is_masked or not (first % 16).any(), "an unaligned load"
+        return load(ptr, offsets, mask, flag)
+
+    return found
+
+
+@pytest.mark.parametrize("slot", ["weight", "master", "projection"])
+@pytest.mark.parametrize("strip", ["strip", "ahead"])
+def test_alignment_shows_in_no_bit(strip, slot, device, monkeypatch):
+    """Of whole tiles, of which one matrix begins elsewhere; a GPU refuses such loads itself."""
+    low_rank, shapes = LowRank(RIGHT, 16), [(48, 96), (32, 192)]
+    formats = formats_of((FLOAT32, MASTERS["float32"] if slot == "master" else NONE), low_rank)
+    projections = projections_of(low_rank, shapes)
+    tiles = replace(SMALL, back=BackTile(16, 16, 16, 4, 1, **STRIPS[strip]))
+    expected, _, before = both_step(formats, shapes, projections, device, tiles)
+    if INTERPRETED:
+        monkeypatch.setattr(codes, "load_block", checked(load_block, True))
+        monkeypatch.setattr(kernel, "loaded", checked(loaded, False))
+    own = moved({**copied(before), "projection": projections}, device)
+    own[slot][1] = shifted(own[slot][1])
+    plan = LaunchedPlan(formats, "svd", [*map(torch.Size, shapes)], [0, 0], device, tiles=tiles)
+    plan.projections = own.pop("projection")
+    plan.look(own)
+    plan.step([ROW])
+    assert_same_buffers(own, moved(expected, "cpu"))
+
+
+def guarded(tensor, room=4096):
+    """The tensor within memory of ones' bits, and that memory."""
+    memory = torch.full((tensor.numel() + 2 * room,), -1, dtype=torch.int32, device=tensor.device)
+    own = memory[room : room + tensor.numel()].view(tensor.dtype).view(tensor.shape)
+    return own.copy_(tensor), (memory[:room], memory[room + tensor.numel() :])
+
+
+@pytest.mark.parametrize(
+    ("rank", "shapes"), [(5, [(5, 70), (16, 41), (1, 6), (6, 1)]), (16, [(17, 32), (16, 48)])]
+)
+def test_nothing_beside_a_matrix_is_written(rank, shapes, device):
+    """Of matrices that end within a tile, in their rows, columns or both, or within a strip."""
+    low_rank = LowRank(RIGHT, rank)
+    formats = formats_of((FLOAT32, MASTERS["float32"]), low_rank)
+    own = moved(buffers(formats, shapes, hard=False), device)
+    beside = []
+    for slot, index in itertools.product(("weight", "master"), range(len(shapes))):
+        own[slot][index], around = guarded(own[slot][index])
+        beside += around
+    sizes = [torch.Size(shape) for shape in shapes]
+    plan = LaunchedPlan(formats, "svd", sizes, [0] * len(shapes), device, tiles=SMALL)
+    plan.look(own)
+    plan.projections = [each.to(device) for each in projections_of(low_rank, shapes)]
+    plan.step([ROW])
+    assert all(bool((memory == -1).all()) for memory in beside)
+
+
+@interpreted
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_both_factors_are_read_and_nothing_beside_them(side, device, monkeypatch):
+    """What lies behind a factor shows in no bit, but may be no memory of the process."""
+    read, low_rank, shape = set(), LowRank(side, 5), (33, 18)
+
+    def noted(ptr, offsets, mask, even):
+        read.update((ptr + offsets).handle.data[mask.handle.data].tolist())
+        return loaded(ptr, offsets, mask, even)
+
+    monkeypatch.setattr(kernel, "loaded", noted)
+    formats, projections = formats_of(PLAIN, low_rank), projections_of(low_rank, [shape])
+    both_step(formats, [shape], projections, device)
+    assert len(read) == low_rank.rank * sum(shape)
 
 
 def test_a_skipped_step_writes_nothing(device):

@@ -273,6 +273,15 @@ def test_resuming_equals_going_straight_on(pools, stock, tmp_path, mode, kind):
             assert other["loaded"] == saved[0]
 
 
+@pytest.mark.parametrize(("mode", "kind"), [*zip(MODES, KINDS[1:], strict=True)])
+def test_each_instance_of_several_is_loaded(pools, tmp_path, mode, kind):
+    pytest.importorskip("einops")  # Megatron's, for the groups of several instances
+    case = Case(plug=mode, instances=2, overlap=False)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", kind)
+    back = pools(2)(load_and_train, case, tmp_path / "a", kind)
+    assert [each["loaded"] for each in back] == saved
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_lr_may_wait_for_megatrons_scheduler(pools, stock, tmp_path, mode):
     """config.lr is None, as by default: what is made, saved and loaded before the first step."""

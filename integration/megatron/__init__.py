@@ -134,6 +134,7 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
 
 
 def _check_version(any_version: bool) -> None:
+    one_of("any_version", any_version, (True, False))
     supported = " and ".join(SUPPORTED)
     try:
         core = importlib.import_module("megatron.core")

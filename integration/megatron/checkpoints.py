@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megaopt.state import MASTER
@@ -117,6 +118,20 @@ class CheckpointedOptimizer(DistributedOptimizer):
         for model, shard in self.shards.items():
             if shard.dtype != torch.float32 and model not in self._outside:
                 shard.copy_(self.fused.get_unscaled_state(shard, MASTER))
+
+    # --- dp_zero_gather_scatter: several instances of the distributed optimizer
+
+    def sharded_param_state_dp_zero(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Megatron's, where each instance reads what the first one saved; it would read nothing."""
+        given = (model_sharded_state_dict, is_loading, *args)
+        state = super().sharded_param_state_dp_zero(*given, **kwargs)
+        instance = self.distributed_optimizer_instance_id
+        if not (is_loading and instance) or self.data_parallel_group.rank() != 0:
+            return state
+        key = f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}.param_state"
+        return ShardedObject(key, None, (1,), (0,), replica_id=instance)
 
     # --- dp_reshardable: ranks that hold nothing but padding of a bucket
 

@@ -60,15 +60,29 @@ class Choices:
                 f"Megatron keeps fp32 masters, got {self.master_weight_dtype!r}; "
                 "mode='precision_aware' takes others"
             )
+        self._check_asked()
         self._options()
+
+    def _check_asked(self) -> None:
+        """Raises ValueError for an option that Adam has and the config's own optimizer has not."""
+        if self.asked is None:
+            return
+        told = f"not allowed with config.optimizer={self.asked.optimizer!r}"
+        if self.contract != "ieee":
+            raise ValueError(f"contract={self.contract!r} is {told}: 'ieee'")
+        if self.exp_avg_sq_dtype is not None:
+            raise ValueError(
+                f"exp_avg_sq_dtype={self.exp_avg_sq_dtype!r} is {told}, which has one moment, of "
+                "exp_avg_dtype: None"
+            )
 
     def _options(self) -> AdamOptions:
         """What Megatron has no word about; raises ValueError for what does not go together."""
         return AdamOptions(
             dtype=None,
-            master_weight_dtype=self.master_weight_dtype or torch.float32,
-            exp_avg_dtype=self.exp_avg_dtype or torch.float32,
-            exp_avg_sq_dtype=self.exp_avg_sq_dtype or torch.float32,
+            master_weight_dtype=_given(self.master_weight_dtype, torch.float32),
+            exp_avg_dtype=_given(self.exp_avg_dtype, torch.float32),
+            exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, torch.float32),
             store_param_remainders=bool(self.store_param_remainders),
             adam_w_mode=True,
             contract=self.contract,
@@ -105,7 +119,7 @@ class Choices:
             "lr": kwargs["lr"],
             "weight_decay": kwargs["weight_decay"],
             "master_weights": owns_masters,
-            "master_weight_dtype": self.master_weight_dtype or master_weight_dtype,
+            "master_weight_dtype": _given(self.master_weight_dtype, master_weight_dtype),
             "store_param_remainders": remainders,
             "seed": self.seed,
             "use_decoupled_grad": True,
@@ -116,7 +130,7 @@ class Choices:
             "backend": self.backend,
             **self.state_device(),
         }
-        first = self.exp_avg_dtype or exp_avg_dtype
+        first = _given(self.exp_avg_dtype, exp_avg_dtype)
         if self.asked is not None and self.asked.optimizer == "lion":
             betas = self.asked.lion_beta1, self.asked.lion_beta2
             return ShardLion(params, betas=betas, exp_avg_dtype=first, **options)
@@ -129,7 +143,7 @@ class Choices:
             eps=kwargs["eps"],
             adam_w_mode=adam_w_mode,
             exp_avg_dtype=first,
-            exp_avg_sq_dtype=self.exp_avg_sq_dtype or exp_avg_sq_dtype,
+            exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, exp_avg_sq_dtype),
             contract=self.contract,
             **options,
         )
@@ -183,3 +197,8 @@ class Choices:
             for name, param in chunk.named_parameters():
                 check_parameter(name, param, config.reuse_grad_buf_for_mxfp8_param_ag)
                 view_of(param).check(f"parameter {name!r}", options, MOMENTS, masters=True)
+
+
+def _given(value: torch.dtype | str | None, otherwise: torch.dtype) -> torch.dtype | str:
+    """What was chosen, also if it is wrong and false: that is to be refused."""
+    return otherwise if value is None else value

@@ -180,7 +180,7 @@ class Gradients(CheckpointedOptimizer):
         coefficient = self.config.clip_grad / (norm + 1.0e-6)
         if isinstance(coefficient, torch.Tensor):
             return coefficient.clamp(max=1.0)
-        if coefficient >= 1.0:
+        if not coefficient < 1.0:  # of a NaN Megatron makes nothing, on the host
             return None
         return torch.full((1,), coefficient, device=self.buffers[0].grad_data.device)
 

@@ -1,8 +1,10 @@
 """megaopt inside Megatron-Core, which runs here on the CPU, over gloo, in 1, 2 and 3 processes."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +110,17 @@ def test_cpu_offload_leads_to_states_in_host_memory(mode, device):
     """Of masters of Megatron's nothing is moved."""
     assert Choices(mode=mode, offloads=True).state_device() == {"state_device": device}
     assert Choices(mode=mode).state_device() == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_norm_that_is_nan_clips_nothing(pools, stock, mode):
+    """As in Megatron, where the host compares: elements with other gradients stay numbers."""
+    settings = {"overlap": False, "clip_grad": 0.5}
+    expected = stock(2, cases.step_with_a_nan, Case(**settings))
+    assert pools(2)(cases.step_with_a_nan, Case(plug=mode, **settings)) == expected
+    norms, counts, _ = expected[0]
+    assert norms[0] == "nan"
+    assert 0 < sum(counts) < 9
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -260,6 +273,15 @@ def test_resuming_equals_going_straight_on(pools, stock, tmp_path, mode, kind):
             assert other["loaded"] == saved[0]
 
 
+@pytest.mark.parametrize(("mode", "kind"), [*zip(MODES, KINDS[1:], strict=True)])
+def test_each_instance_of_several_is_loaded(pools, tmp_path, mode, kind):
+    pytest.importorskip("einops")  # Megatron's, for the groups of several instances
+    case = Case(plug=mode, instances=2, overlap=False)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", kind)
+    back = pools(2)(load_and_train, case, tmp_path / "a", kind)
+    assert [each["loaded"] for each in back] == saved
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_lr_may_wait_for_megatrons_scheduler(pools, stock, tmp_path, mode):
     """config.lr is None, as by default: what is made, saved and loaded before the first step."""
@@ -386,6 +408,9 @@ ERRORS = [
     ),
     (("option", "contract", "exact"), "contract must be one of ieee"),
     (("option", "exp_avg_dtype", torch.int8), "exp_avg_dtype must be one of torch.float32"),
+    (("option", "any_version", "no"), "any_version must be one of True, False, got 'no'"),
+    (("option", "exp_avg_dtype", ""), "exp_avg_dtype must be one of torch.float32"),
+    (("option", "exp_avg_sq_dtype", False), "exp_avg_sq_dtype must be one of torch.float32"),
     (
         ("option", "store_param_remainders", True),
         "store_param_remainders=True is not allowed with mode='main_shards'",
@@ -399,6 +424,19 @@ def test_what_is_refused(pools, change, message):
     ((error, unchanged),) = pools(1)(cases.error_of, Case(plug="main_shards"), change)
     assert error.partition(": ")[2].startswith(message)
     assert unchanged
+
+
+LION = SimpleNamespace(optimizer="lion")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [("contract", "te", ": 'ieee'"), ("exp_avg_sq_dtype", torch.bfloat16, ": None")],
+)
+def test_what_lion_does_not_have_is_refused(name, value, allowed):
+    told = re.escape(f"{name}={value!r} is not allowed with config.optimizer='lion'")
+    with pytest.raises(ValueError, match=f"^{told}.*{allowed}$"):
+        Choices(asked=LION, **{name: value})
 
 
 def test_other_releases_can_be_tried(pools):

@@ -27,6 +27,24 @@ def step_given_gradients(case, steps=3):
     return seen(trainer)
 
 
+def step_with_a_nan(case):
+    """Norms and states of two steps, the first with one gradient that is NaN; NaNs are alike."""
+    trainer = Trainer(case)
+    norms = []
+    for step in range(2):
+        for index, param in enumerate(trainer.chunk.module.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            param.main_grad.copy_(torch.randn(param.shape, generator=generator))
+            if step == index == 0:
+                param.main_grad.view(-1)[0] = torch.nan
+        norms.append(trainer.optimizer.step()[1])
+    trainer.gather()
+    tensors = [param.data for param in trainer.chunk.module.parameters()]
+    tensors += [parts[key] for *_, parts in trainer.parts() for key in sorted(parts)]
+    counts = [int(tensor.isnan().sum()) for tensor in tensors]
+    return [str(norm) for norm in norms], counts, [hash_of(t.nan_to_num(0)) for t in tensors]
+
+
 def make_states_and_save(case, folder):
     """Each optimizer's init_state_fn, with its config and without; or moments put in by hand."""
     first = []

@@ -67,13 +67,13 @@ class Choices:
         """Raises ValueError for an option that Adam has and the config's own optimizer has not."""
         if self.asked is None:
             return
-        told = f"not allowed with config.optimizer={self.asked.optimizer!r}"
+        beside = f"with config.optimizer={self.asked.optimizer!r}"
         if self.contract != "ieee":
-            raise ValueError(f"contract={self.contract!r} is {told}: 'ieee'")
+            raise ValueError(f"contract must be 'ieee' {beside}, got {self.contract!r}")
         if self.exp_avg_sq_dtype is not None:
             raise ValueError(
-                f"exp_avg_sq_dtype={self.exp_avg_sq_dtype!r} is {told}, which has one moment, of "
-                "exp_avg_dtype: None"
+                f"exp_avg_sq_dtype must be None {beside}, whose one moment is of exp_avg_dtype, "
+                f"got {self.exp_avg_sq_dtype!r}"
             )
 
     def _options(self) -> AdamOptions:

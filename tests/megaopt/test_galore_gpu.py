@@ -1,4 +1,4 @@
-"""GaLoreAdamW's kernels on a GPU: matrices past 2**31 elements."""
+"""GaLoreAdamW's kernels on a GPU: matrices past 2**31 elements, and unaligned ones."""
 
 import pytest
 import torch
@@ -57,3 +57,38 @@ def test_the_last_rows_or_columns_are_stepped_as_if_they_were_alone(
     expected = stepped(*parts, *own)
     assert_same_bits(found.narrow(dim, first, LAST).contiguous(), expected)
     assert not torch.equal(expected, parts[0])
+
+
+def stepped_at(offset, precision, rows, rank, device, dtype):
+    """The weight after two steps, weight and gradient so many elements behind their storage."""
+    shape, generator = (rows, 2 * rows), torch.Generator().manual_seed(1)
+    weight, grad = (
+        torch.cat([torch.zeros(offset), torch.randn(2 * rows**2, generator=generator)])
+        .to(device, dtype)[offset:]
+        .view(shape)
+        for _ in range(2)
+    )
+    assert (weight.data_ptr() % 16 == 0) == (offset == 0)
+    param = torch.nn.Parameter(weight)
+    own = {"rank": rank, "proj_type": "right", "kernel": "grouped", "precision": precision}
+    optimizer = GaLoreAdamW([{"params": [param], "param_numbers": [500]}], lr=0.1, **own)
+    optimizer.initialize_states()
+    basis = torch.linalg.qr(torch.randn(2 * rows, rank, generator=generator))[0].mT
+    optimizer.state[param]["projection"].copy_(basis)
+    param.grad = grad
+    for _ in range(2):
+        optimizer.step()
+    return param.detach().clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("precision", ["ieee", "tf32", "bf16"])
+@pytest.mark.parametrize(
+    ("device", "rows", "rank"),
+    [pytest.param("cuda", 256, 128, marks=pytest.mark.gpu), ("cpu", 16, 8)],
+)
+def test_an_unaligned_matrix_is_stepped_as_an_aligned_one(device, rows, rank, precision, dtype):
+    """Where tiles are whole, loads of aligned addresses are vectors, and some come ahead."""
+    found, expected = (stepped_at(off, precision, rows, rank, device, dtype) for off in (1, 0))
+    assert_same_bits(found, expected)
+    assert not expected.isnan().any()

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from bits import assert_same_bits
 from step_cases import hard_values, reference_step, triton_step
 from torch_oracle import F32, fma, one_element
@@ -109,10 +111,26 @@ def test_two_negative_zeros_make_a_positive_one(device):
         assert_same_bits(tensors["exp_avg"][0].cpu(), torch.zeros(3))
 
 
+@triton.jit
+def multiply_add(values_ptr):
+    a = tl.load(values_ptr + tl.arange(0, 1))
+    b = tl.load(values_ptr + 1 + tl.arange(0, 1))
+    tl.store(values_ptr + tl.arange(0, 1), tl.fma(a, a, b))
+
+
+def rounds_once(device):
+    """Whether tl.fma does: the interpreter of Triton 3.6 rounds the product too."""
+    values = torch.tensor([1 + 2.0**-12, -1 - 2.0**-11], device=device)
+    multiply_add[(1,)](values)
+    return values[0].item() == 2.0**-24
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["adamw_amsgrad", "adam_amsgrad"])
 def test_amsgrad_takes_the_larger_as_std_max_does(name, weight_decay, device):
     """Kernel and twin; the largest stays where the new one is NaN, and where itself is."""
+    if not rounds_once(device):
+        pytest.skip("this Triton's interpreter rounds a fused multiply-add twice")
     rule, group = RULES[name, "torch"], group_of((0.9, 0.95), weight_decay)
     tables = (table[torch.float32] for table in (GRADS, WEIGHTS))
     formats = Formats(*tables, NONE, (FP32,) * 3, rule.moments)

@@ -139,6 +139,7 @@ def through_a_checkpoint(saved, wanted, folder, partial):
     return found["optimizer"]
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.10's
 @pytest.mark.parametrize(
     ("role", "saved", "own"),
     [

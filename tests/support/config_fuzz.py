@@ -16,8 +16,8 @@ VALUES = (
     *('"cpu"', '"cuda"', '"auto"', '"unfused"', '"fused"', '"peer"', '"stock"', '"megaopt"'),
 )
 DEEP = (
-    *("[" * depth + "]" * depth for depth in (50, 500, 5000, 50_000)),
-    *("{a=" * depth + "1" + "}" * depth for depth in (50, 500, 5000, 50_000)),
+    *("[" * depth + "]" * depth for depth in (50, 1500, 5000, 50_000)),
+    *("{a=" * depth + "1" + "}" * depth for depth in (50, 1500, 5000, 50_000)),
 )
 HEADERS = ("[model]", "[optimizer]", "[megatron]", "[float8]", "[[variant]]", "[x]", "[[model]]")
 BYTES = (b"\xff", b"\xc3\x28", b"\x00", b"\xed\xa0\x80", b"\r", b"\x1b[2J", b"\xef\xbb\xbf", b"=")

@@ -378,7 +378,13 @@ WEIGHT = "module.decoder.final_layernorm.weight"
 OFFLOADED = (
     "config.optimizer_offload_fraction=0.0 is not allowed with optimizer_cpu_offload=True, only 1.0"
 )
+CHUNK = "DistributedDataParallel of Megatron's, got "
 ERRORS = [
+    (("given", "config", None), "config must be an OptimizerConfig of Megatron's, got None"),
+    (("given", "config", {}), "config must be an OptimizerConfig of Megatron's, got {}"),
+    (("given", "model_chunks", []), f"model_chunks must be a list of at least one {CHUNK}[]"),
+    (("given", "model_chunks", None), f"model_chunks must be a list of at least one {CHUNK}None"),
+    (("without ddp", None, None), f"model_chunks[1] must be a {CHUNK}GPTModel"),
     (
         ("config", "optimizer", "muon"),
         "config.optimizer must be one of adam, lion, sgd, got 'muon'",

@@ -45,6 +45,14 @@ def step_with_a_nan(case):
     return [str(norm) for norm in norms], counts, [hash_of(t.nan_to_num(0)) for t in tensors]
 
 
+def zero_gradients(case):
+    """Whether each optimizer is without parameters, after its gradients are zeroed either way."""
+    optimizer = Trainer(case).optimizer
+    for to_none in (False, True):
+        optimizer.zero_grad(set_to_none=to_none)
+    return [each.is_stub_optimizer for each in optimizer.chained_optimizers]
+
+
 def make_states_and_save(case, folder):
     """Each optimizer's init_state_fn, with its config and without; or moments put in by hand."""
     first = []
@@ -291,11 +299,16 @@ def error_of(case, change):
     options = {"mode": case.plug, **case.options}
     weights = [hash_of(param.data) for param in chunk.parameters()]
     kind, name, value = change
+    given = {"config": config, "model_chunks": [chunk]}
     installed = megatron("package_info").__version__
     if kind == "config":
         setattr(config, name, value)
     elif kind == "option":
         options[name] = value
+    elif kind == "given":
+        given[name] = value
+    elif kind == "without ddp":
+        given["model_chunks"] = [chunk, chunk.module]
     elif kind == "ddp":
         setattr(chunk.ddp_config, name, value)
     elif kind == "aware":
@@ -310,7 +323,7 @@ def error_of(case, change):
         installed = value
     try:
         with version(installed):
-            ours.get_megatron_optimizer(config, [chunk], **options)
+            ours.get_megatron_optimizer(**given, **options)
     except (ValueError, RuntimeError) as error:
         after = [hash_of(param.data) for param in chunk.parameters()]
         return f"{type(error).__name__}: {error}", weights == after

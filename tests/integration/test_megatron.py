@@ -374,6 +374,13 @@ def test_nothing_stays_patched(pools, mode):
     assert pools(1)(cases.what_stays, Case(plug=mode)) == [expected]
 
 
+def test_of_two_blocks_the_inner_one_counts(pools):
+    """Also of a call of ours within the block of another."""
+    own = ("MainShards", torch.float32)
+    aware, called = ("PrecisionAware", torch.float32), ("MainShards", torch.bfloat16)
+    assert pools(1)(cases.nested, Case()) == [[aware, called, aware, own]]
+
+
 WEIGHT = "module.decoder.final_layernorm.weight"
 OFFLOADED = (
     "config.optimizer_offload_fraction=0.0 is not allowed with optimizer_cpu_offload=True, only 1.0"

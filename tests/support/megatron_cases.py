@@ -277,6 +277,23 @@ def what_stays(case):
     }
 
 
+def nested(case):
+    """The optimizers made by each of two blocks, one in the other, and by a call within both."""
+    outer, inner = Case(plug="main_shards", as_context=True), Case(plug="precision_aware")
+    called = Case(plug="main_shards", options={"exp_avg_dtype": torch.bfloat16})
+    Trainer(outer)
+    found = []
+    with ours.plugged_in(mode=outer.plug):
+        found += [build_optimizer(each, build_model(each)[1]) for each in (inner, called)]
+        with ours.plugged_in(mode=inner.plug):
+            factory, chunk = megatron("optimizer"), build_model(inner)[1]
+            found.append(factory.get_megatron_optimizer(make_config(inner), [chunk]))
+        factory, chunk = megatron("optimizer"), build_model(outer)[1]
+        found.append(factory.get_megatron_optimizer(make_config(outer), [chunk]))
+    optimizers = [optimizer for each in found for optimizer in each.chained_optimizers]
+    return [(type(each).__name__, each.fused.options.exp_avg_dtype) for each in optimizers]
+
+
 @contextmanager
 def version(text):
     core = sys.modules["megatron.core"]

@@ -21,7 +21,7 @@ LAYOUTS = {
     "two instances of two, overlap": (4, {"instances": 2}),
     "shared experts": (2, {"experts": 2, "shared_experts": True}),
     "frozen": (2, {"frozen": "layernorm"}),
-    "a frozen stage": (2, {"pipeline": 2, "trained": "embedding"}),
+    "a frozen stage": (2, {"pipeline": 2, "trained": "embedding", "clip_grad": 0.01}),
     "only experts trained": (2, {"experts": 2, "trained": "experts"}),
     "decoupled lr": (2, {"decoupled_lr": 1e-3}),
     "mtp": (2, {"mtp": True, "clip_grad": 0.02}),

@@ -14,7 +14,6 @@ from megaopt.integration.megatron.chained import Chained
 from megaopt.integration.megatron.choices import Choices
 from megaopt.integration.megatron.distributed import MainShards, PrecisionAware
 
-
 MEGATRONS = "megatrons_own"
 """Of our function in the place of Megatron's the name of that one."""
 

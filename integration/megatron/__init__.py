@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megaopt.checks import one_of
+from megaopt.integration.megatron.checks import check_arguments
 from megaopt.integration.megatron.choices import Choices
 
 __all__ = ["SUPPORTED", "get_megatron_optimizer", "plugged_in"]
@@ -92,10 +93,11 @@ def get_megatron_optimizer(
         "capturable": capturable,
         "any_version": any_version,
     }
+    _check_version(any_version)
+    check_arguments(config, model_chunks)
+    one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd"))
     told = config
-    if config is not None:
-        one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd"))
-    if config is not None and config.optimizer != "adam":
+    if config.optimizer != "adam":
         options["asked"] = config  # of its own paths to them none is the distributed optimizer's
         told = copy.copy(config)
         told.optimizer = "adam"

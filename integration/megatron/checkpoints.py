@@ -41,7 +41,12 @@ class CheckpointedOptimizer(DistributedOptimizer):
         return {"param": MASTER, **{name: name for name in self.optimizer_state_keys}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and loss scale; Megatron's own takes step counts from where torch keeps them."""
+        """Groups and loss scale; Megatron's own takes step counts from where torch keeps them.
+
+        Nothing where all parameters are frozen: there is no fused optimizer.
+        """
+        if self.is_stub_optimizer:
+            return {}
         packed = self.optimizer.state_dict()
         groups = [
             {name: value for name, value in group.items() if name != "params"}
@@ -57,8 +62,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Megatron's, into a complete state: it would make one of uninitialized memory."""
+        if self.is_stub_optimizer:
+            return
         self.fused.initialize_states()
         super().load_state_dict(state_dict)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's; nothing where all parameters are frozen."""
+        return {} if self.is_stub_optimizer else super().sharded_state_dict(*args, **kwargs)
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, Any]:
         shard = self.shards[model_param]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megaopt.adam import AdamOptions
+from megaopt.checks import refuse
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8
 
@@ -23,9 +24,21 @@ REQUIRED = {
 }
 """Fields of Megatron's OptimizerConfig: what is allowed, and why."""
 
-
+CHUNK = "DistributedDataParallel of Megatron's"
 STATE_KEYS = "optimizer_state_keys"
 """By which releases after 0.16 ask for the names of moments."""
+
+
+def check_arguments(config: Any, model_chunks: Any) -> None:
+    """Raises ValueError for what is not Megatron's own, before Megatron asks it for a field."""
+    known = importlib.import_module("megatron.core.optimizer").OptimizerConfig
+    if not isinstance(config, known):
+        refuse("config", "an OptimizerConfig of Megatron's", config)
+    if not isinstance(model_chunks, (list, tuple)) or not model_chunks:
+        refuse("model_chunks", f"a list of at least one {CHUNK}", model_chunks)
+    for place, chunk in enumerate(model_chunks):
+        if not hasattr(chunk, "ddp_config"):
+            refuse(f"model_chunks[{place}]", f"a {CHUNK}", chunk)
 
 
 def check_required(config: Any) -> None:

@@ -98,7 +98,7 @@ class Gradients(CheckpointedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes gradients if set_to_none is False; otherwise DDP does, and they stay bound."""
-        if not set_to_none and self._is_bound():
+        if not set_to_none and self.shards and self._is_bound():
             for shard in self.shards.values():
                 shard.decoupled_grad.zero_()
 
@@ -162,7 +162,7 @@ class Gradients(CheckpointedOptimizer):
 
         Where some have a norm of their own, gradients are multiplied here, as Megatron does it.
         """
-        if self.is_stub_optimizer or self.config.clip_grad <= 0.0:
+        if not self.shards or self.config.clip_grad <= 0.0:  # without buffers no device
             return
         if self._clips_in_place:
             norms: dict[str | None, Norm] = {None: grad_norm}

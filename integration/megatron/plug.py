@@ -14,6 +14,9 @@ from megaopt.integration.megatron.chained import Chained
 from megaopt.integration.megatron.choices import Choices
 from megaopt.integration.megatron.distributed import MainShards, PrecisionAware
 
+MEGATRONS = "megatrons_own"
+"""Of our function in the place of Megatron's the name of that one."""
+
 
 def owner_of(choices: Choices) -> type:
     """The distributed optimizer of a mode."""
@@ -23,6 +26,7 @@ def owner_of(choices: Choices) -> type:
 def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
     """Modules, names in them, and what these are to be while Megatron makes an optimizer."""
     make = factory._get_megatron_optimizer_based_on_param_groups
+    make = getattr(make, MEGATRONS, make)  # within another's block: its choices would win
 
     def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
         own = replace(choices.for_model(model_chunks), offloads=config.optimizer_cpu_offload)
@@ -34,6 +38,7 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
         factory.DistributedOptimizer = owner_of(own)
         return make(config, model_chunks, *args, **kwargs)
 
+    setattr(checked, MEGATRONS, make)
     return [
         (factory, "_get_megatron_optimizer_based_on_param_groups", checked),
         (factory, "Adam", choices.make_adam),

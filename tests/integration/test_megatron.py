@@ -374,11 +374,24 @@ def test_nothing_stays_patched(pools, mode):
     assert pools(1)(cases.what_stays, Case(plug=mode)) == [expected]
 
 
+def test_of_two_blocks_the_inner_one_counts(pools):
+    """Also of a call of ours within the block of another."""
+    own = ("MainShards", torch.float32)
+    aware, called = ("PrecisionAware", torch.float32), ("MainShards", torch.bfloat16)
+    assert pools(1)(cases.nested, Case()) == [[aware, called, aware, own]]
+
+
 WEIGHT = "module.decoder.final_layernorm.weight"
 OFFLOADED = (
     "config.optimizer_offload_fraction=0.0 is not allowed with optimizer_cpu_offload=True, only 1.0"
 )
+CHUNK = "DistributedDataParallel of Megatron's, got "
 ERRORS = [
+    (("given", "config", None), "config must be an OptimizerConfig of Megatron's, got None"),
+    (("given", "config", {}), "config must be an OptimizerConfig of Megatron's, got {}"),
+    (("given", "model_chunks", []), f"model_chunks must be a list of at least one {CHUNK}[]"),
+    (("given", "model_chunks", None), f"model_chunks must be a list of at least one {CHUNK}None"),
+    (("without ddp", None, None), f"model_chunks[1] must be a {CHUNK}GPTModel"),
     (
         ("config", "optimizer", "muon"),
         "config.optimizer must be one of adam, lion, sgd, got 'muon'",

@@ -2,10 +2,12 @@
 
 import pytest
 from how_to import needs
-from megatron_gpt import Case, train
+from megatron_cases import zero_gradients
+from megatron_gpt import Case, load_and_train, train, train_and_save
 
 pytestmark = needs("megatron")
 MODES = ("main_shards", "precision_aware")
+KINDS = ("dp_reshardable", "dp_zero_gather_scatter")
 
 LAYOUTS = {
     "pipeline": (2, {"pipeline": 2}),
@@ -19,6 +21,8 @@ LAYOUTS = {
     "two instances of two, overlap": (4, {"instances": 2}),
     "shared experts": (2, {"experts": 2, "shared_experts": True}),
     "frozen": (2, {"frozen": "layernorm"}),
+    "a frozen stage": (2, {"pipeline": 2, "trained": "embedding", "clip_grad": 0.01}),
+    "only experts trained": (2, {"experts": 2, "trained": "experts"}),
     "decoupled lr": (2, {"decoupled_lr": 1e-3}),
     "mtp": (2, {"mtp": True, "clip_grad": 0.02}),
     "mtp, 16 bits": (2, {"mtp": True, "clip_grad": 0.02, "fp32_grads": False}),
@@ -46,3 +50,13 @@ def test_layouts(megatron_pools, megatron_stock, mode, name):
     found = megatron_pools(world)(train, Case(plug=mode, **settings), 3)
     assert found == expected
     assert len({step[0] for step in found[0]["steps"]}) == 3
+
+
+@pytest.mark.parametrize(("mode", "kind"), [*zip(MODES, KINDS, strict=True)])
+def test_an_optimizer_without_parameters_beside_another(megatron_pools, tmp_path, mode, kind):
+    """That of the dense parameters, all of them frozen: nothing of it is saved, or loaded."""
+    case = Case(plug=mode, experts=2, trained="experts")
+    assert megatron_pools(2)(zero_gradients, case) == [[True, False]] * 2
+    saved = megatron_pools(2)(train_and_save, case, tmp_path / "a", kind)
+    back = megatron_pools(2)(load_and_train, case, tmp_path / "a", kind)
+    assert [each["loaded"] for each in back] == saved

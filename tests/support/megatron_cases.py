@@ -45,6 +45,14 @@ def step_with_a_nan(case):
     return [str(norm) for norm in norms], counts, [hash_of(t.nan_to_num(0)) for t in tensors]
 
 
+def zero_gradients(case):
+    """Whether each optimizer is without parameters, after its gradients are zeroed either way."""
+    optimizer = Trainer(case).optimizer
+    for to_none in (False, True):
+        optimizer.zero_grad(set_to_none=to_none)
+    return [each.is_stub_optimizer for each in optimizer.chained_optimizers]
+
+
 def make_states_and_save(case, folder):
     """Each optimizer's init_state_fn, with its config and without; or moments put in by hand."""
     first = []
@@ -269,6 +277,23 @@ def what_stays(case):
     }
 
 
+def nested(case):
+    """The optimizers made by each of two blocks, one in the other, and by a call within both."""
+    outer, inner = Case(plug="main_shards", as_context=True), Case(plug="precision_aware")
+    called = Case(plug="main_shards", options={"exp_avg_dtype": torch.bfloat16})
+    Trainer(outer)
+    found = []
+    with ours.plugged_in(mode=outer.plug):
+        found += [build_optimizer(each, build_model(each)[1]) for each in (inner, called)]
+        with ours.plugged_in(mode=inner.plug):
+            factory, chunk = megatron("optimizer"), build_model(inner)[1]
+            found.append(factory.get_megatron_optimizer(make_config(inner), [chunk]))
+        factory, chunk = megatron("optimizer"), build_model(outer)[1]
+        found.append(factory.get_megatron_optimizer(make_config(outer), [chunk]))
+    optimizers = [optimizer for each in found for optimizer in each.chained_optimizers]
+    return [(type(each).__name__, each.fused.options.exp_avg_dtype) for each in optimizers]
+
+
 @contextmanager
 def version(text):
     core = sys.modules["megatron.core"]
@@ -291,11 +316,16 @@ def error_of(case, change):
     options = {"mode": case.plug, **case.options}
     weights = [hash_of(param.data) for param in chunk.parameters()]
     kind, name, value = change
+    given = {"config": config, "model_chunks": [chunk]}
     installed = megatron("package_info").__version__
     if kind == "config":
         setattr(config, name, value)
     elif kind == "option":
         options[name] = value
+    elif kind == "given":
+        given[name] = value
+    elif kind == "without ddp":
+        given["model_chunks"] = [chunk, chunk.module]
     elif kind == "ddp":
         setattr(chunk.ddp_config, name, value)
     elif kind == "aware":
@@ -310,7 +340,7 @@ def error_of(case, change):
         installed = value
     try:
         with version(installed):
-            ours.get_megatron_optimizer(config, [chunk], **options)
+            ours.get_megatron_optimizer(**given, **options)
     except (ValueError, RuntimeError) as error:
         after = [hash_of(param.data) for param in chunk.parameters()]
         return f"{type(error).__name__}: {error}", weights == after

@@ -75,6 +75,8 @@ class Case:
     shared_experts: bool = False
     frozen: str | None = None
     """Parameters whose name has this in it are not trained."""
+    trained: str | None = None
+    """Only parameters whose name has this in it are trained."""
     decoupled_lr: float | None = None
     """Of embedding and output layer."""
     tied: bool = False
@@ -170,7 +172,8 @@ def wrap(case, config, virtual_stage):
             param.grad_norm_group = "mtp"
         if case.mxfp8 and param.ndim > 1:
             param.is_stand_in = True
-        if case.frozen is not None and case.frozen in name:
+        is_left_out = case.trained is not None and case.trained not in name
+        if is_left_out or (case.frozen is not None and case.frozen in name):
             param.requires_grad_(False)
     distributed = megatron("distributed")
     settings = distributed.DistributedDataParallelConfig(

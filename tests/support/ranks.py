@@ -39,7 +39,7 @@ class _OnOneDevice(dist.ProcessGroupGloo):
 
     device = None
 
-    def __init__(self, store, rank, size, timeout):
+    def __init__(self, store, rank, size, timeout, **_):  # torch 2.15's enable_reconfigure
         if _OnOneDevice.device is None:
             _OnOneDevice.device = dist.ProcessGroupGloo.create_default_device()
         options = dist.ProcessGroupGloo._Options()

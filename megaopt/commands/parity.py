@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from rich.table import Table
@@ -12,6 +13,7 @@ from megaopt.commands.bench.equality import check
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.environment import installed_version
 from megaopt.kernels.contracts import CONTRACTS
 
 __all__ = ["Parity", "examine_parity", "peers_table"]
@@ -66,11 +68,14 @@ def _examine(name: str) -> Parity:
 
 
 def peers_table() -> Table:
-    """The libraries that the bench knows, with their versions or why they are absent."""
+    """The libraries that the bench knows, with their versions.
+
+    None is imported: that takes seconds, and some write to stderr of what they cannot load.
+    """
     table = Table(title="other libraries", title_justify="left")
-    for heading in ("library", "version, or why not"):
+    for heading in ("library", "version"):
         table.add_column(heading, overflow="fold")
-    libraries = {peer.package: peer for peer in PEERS.values()}
-    for library, peer in libraries.items():
-        table.add_row(library, peer.why_not() or peer.version())
+    for library in dict.fromkeys(peer.package for peer in PEERS.values()):
+        absent = "not installed" if find_spec(library) is None else "not known"
+        table.add_row(library, installed_version(library) or absent)
     return table

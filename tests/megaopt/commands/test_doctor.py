@@ -67,7 +67,8 @@ QUICKLY = """
 import sys
 from megaopt.commands import doctor
 status = doctor.main()
-print(sorted({"torch._dynamo", "megaopt.commands.promises.table"} & sys.modules.keys()))
+slow = {"torch._dynamo", "megaopt.commands.promises.table", "torchao", "flashoptim", "bitsandbytes"}
+print(sorted(slow & sys.modules.keys()))
 sys.exit(status)
 """
 

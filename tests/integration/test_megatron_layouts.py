@@ -26,6 +26,7 @@ LAYOUTS = {
     "decoupled lr": (2, {"decoupled_lr": 1e-3}),
     "mtp": (2, {"mtp": True, "clip_grad": 0.02}),
     "mtp, 16 bits": (2, {"mtp": True, "clip_grad": 0.02, "fp32_grads": False}),
+    "mtp over the pipeline": (2, {"mtp": True, "pipeline": 2, "clip_grad": 0.02}),
 }
 
 

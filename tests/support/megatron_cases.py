@@ -1,6 +1,5 @@
 """What the ranks of tests/integration/test_megatron.py do beside training."""
 
-import os
 import sys
 from contextlib import contextmanager
 
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron_gpt import Case, Trainer, build_model, build_optimizer, hash_of, megatron, seen
 from megatron_gpt import optimizer_config as make_config
+from ranks import end_at_once
 
 import megaopt
 from megaopt.integration import megatron as ours
@@ -160,7 +160,7 @@ def die_in_a_save(case, folder, kind, victim):
     trainer = Trainer(case)
     trainer.train(3)
     if dist.get_rank() == victim:
-        TorchDistSaveShardedStrategy.async_save = lambda *_, **__: os._exit(1)
+        TorchDistSaveShardedStrategy.async_save = lambda *_, **__: end_at_once()
     trainer.save(folder, kind)
 
 

@@ -9,6 +9,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -76,7 +77,19 @@ def _serve(rank, world, meeting, parent, prepare, patience):
 def _end_with_parent():
     """Not to stay in a collective when the tests were killed."""
     wait([multiprocessing.parent_process().sentinel])
+    end_at_once()
+
+
+def end_at_once():
+    """As a process that is killed, but for its children: one of Megatron's saves would stay."""
+    _kill_children(os.getpid())
     os._exit(1)
+
+
+def _kill_children(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            child.kill()
 
 
 def _nothing():
@@ -138,6 +151,7 @@ class Ranks:
     def close(self, kill=False):
         for process, connection in zip(self._processes, self._connections, strict=True):
             if kill:
+                _kill_children(process.pid)
                 process.kill()
             else:
                 with contextlib.suppress(OSError):

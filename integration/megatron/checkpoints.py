@@ -136,13 +136,12 @@ class CheckpointedOptimizer(DistributedOptimizer):
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         """Megatron's, where each instance reads what the first one saved; it would read nothing."""
-        given = (model_sharded_state_dict, is_loading, *args)
-        state = super().sharded_param_state_dp_zero(*given, **kwargs)
         instance = self.distributed_optimizer_instance_id
-        if not (is_loading and instance) or self.data_parallel_group.rank() != 0:
-            return state
-        key = f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}.param_state"
-        return ShardedObject(key, None, (1,), (0,), replica_id=instance)
+        if is_loading and instance > 0 and self.data_parallel_group.rank() == 0:
+            key = f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}.param_state"
+            return ShardedObject(key, None, (1,), (0,), replica_id=instance)
+        given = (model_sharded_state_dict, is_loading, *args)
+        return super().sharded_param_state_dp_zero(*given, **kwargs)
 
     # --- dp_reshardable: ranks that hold nothing but padding of a bucket
 

@@ -57,7 +57,7 @@ class Gradients(CheckpointedOptimizer):
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Where the gradients lie, which stays as long as DDP's buffers do."""
-        if self.is_stub_optimizer or self._is_bound():
+        if self._is_bound():
             return
         for model, shard in self.shards.items():
             part = self._get_model_param_range_map(model)["param"]
@@ -71,11 +71,11 @@ class Gradients(CheckpointedOptimizer):
 
     def _is_bound(self) -> bool:
         """Whether all gradients are views of the buffers as they are now."""
+        shard = next(iter(self.shards.values()), None)
+        if shard is None:  # nor are there buffers where all parameters are frozen
+            return True
         if self._has_copies():
             return False
-        shard = next(iter(self.shards.values()), None)
-        if shard is None:
-            return True
         now, was = self._buffers_now(), self._bound_to
         return (
             len(now) == len(was)
@@ -98,7 +98,7 @@ class Gradients(CheckpointedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes gradients if set_to_none is False; otherwise DDP does, and they stay bound."""
-        if not set_to_none and self.shards and self._is_bound():
+        if not set_to_none and self._is_bound():
             for shard in self.shards.values():
                 shard.decoupled_grad.zero_()
 

@@ -275,7 +275,7 @@ def test_resuming_equals_going_straight_on(pools, stock, tmp_path, mode, kind):
 
 @pytest.mark.parametrize(("mode", "kind"), [*zip(MODES, KINDS[1:], strict=True)])
 def test_each_instance_of_several_is_loaded(pools, tmp_path, mode, kind):
-    pytest.importorskip("einops")  # Megatron's, for the groups of several instances
+    pytest.importorskip("einops", reason="Megatron's groups of several instances need einops")
     case = Case(plug=mode, instances=2, overlap=False)
     saved = pools(2)(train_and_save, case, tmp_path / "a", kind)
     back = pools(2)(load_and_train, case, tmp_path / "a", kind)

@@ -12,7 +12,13 @@ from tiny_runs import tiny_run, variant
 from megaopt.commands.regression.command import regress
 
 pytestmark = [pytest.mark.gpu, needs("megatron")]
-OPTIMIZER = "warmup_steps = 2\nbeta2 = 0.95\nweight_decay = 0.1"
+STOCK = tiny_run(
+    8,
+    batch_size=4,
+    device="cuda",
+    optimizer="warmup_steps = 2\nbeta2 = 0.95\nweight_decay = 0.1",
+    megatron="ranks = 1\nmicro_batch_size = 2\nbucket_size = 2500\nclip_grad = 0.1",
+) + variant("stock", "stock", inner="transformer_engine")
 
 
 def ours(name, baseline="stock", **keys):
@@ -33,11 +39,7 @@ def assert_all_as_their_baselines(folder, text):
 @needs("transformer_engine")
 def test_a_captured_step_has_the_bits_of_transformer_engines_eager_one(tmp_path):
     """Over Megatron's own wrapper, with its norm on the device; clipped."""
-    tables = {"optimizer": OPTIMIZER}
-    tables["megatron"] = "ranks = 1\nmicro_batch_size = 2\nbucket_size = 2500\nclip_grad = 0.1"
-    text = tiny_run(8, batch_size=4, device="cuda", **tables)
-    text += variant("stock", "stock", inner="transformer_engine")
-    text += ours("eager") + ours("main_shards", cuda_graph=True)
+    text = STOCK + ours("eager") + ours("main_shards", cuda_graph=True)
     text += ours("precision_aware", mode="precision_aware", cuda_graph=True)
     found = assert_all_as_their_baselines(tmp_path, text)
     assert len(set(found["stock"]["losses"])) == 8
@@ -51,11 +53,7 @@ HOST = {"cpu_offload": True, "resume_after": 4}
 @needs("transformer_engine")
 def test_states_in_host_memory_have_the_bits_of_states_on_the_card_and_are_resumed(tmp_path):
     """Straight, and from Megatron's checkpoint after step 4; fp32 states, bf16, 8 bits."""
-    tables = {"optimizer": OPTIMIZER}
-    tables["megatron"] = "ranks = 1\nmicro_batch_size = 2\nbucket_size = 2500\nclip_grad = 0.1"
-    text = tiny_run(8, batch_size=4, device="cuda", **tables)
-    text += variant("stock", "stock", inner="transformer_engine")
-    text += ours("straight", cpu_offload=True) + ours("main_shards", **HOST)
+    text = STOCK + ours("straight", cpu_offload=True) + ours("main_shards", **HOST)
     text += ours("precision_aware", mode="precision_aware", **HOST)
     halves = {"mode": "precision_aware"} | dict.fromkeys(BLOCKS, "bfloat16")
     for name, formats in (("bf16", halves), ("low_bit", LOW_BIT)):

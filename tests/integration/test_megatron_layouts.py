@@ -46,7 +46,7 @@ def is_slow(place, name, mode):
 def test_layouts(megatron_pools, megatron_stock, mode, name):
     world, settings = LAYOUTS[name]
     if "instances" in settings:
-        pytest.importorskip("einops")  # Megatron's, for the groups of several instances
+        pytest.importorskip("einops", reason="Megatron's groups of several instances need einops")
     expected = megatron_stock(world, train, Case(**settings), 3)
     found = megatron_pools(world)(train, Case(plug=mode, **settings), 3)
     assert found == expected

@@ -17,7 +17,7 @@ from megaopt.options import Options
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.view import SCALE
-from megaopt.pieces import decoded_blocks, encode_blocks, signless
+from megaopt.pieces import decoded_blocks, decoded_joined, encode_blocks, encode_joined, signless
 
 State = dict[str, Any]
 
@@ -84,11 +84,8 @@ def complete(
     elif not formats.master.present:
         state[MASTER] = None
     elif state.get(MASTER) is None:
-        value = view.initial_value(formats)
-        if formats.master.joined:  # the weight stays as it is
-            new = {MASTER: formats.master.encode_by_hand(value)[1]}
-        else:
-            new, _ = encoded(MASTER, value, formats.master, view)
+        # the weight stays as it is, beside a joined master too
+        new, _ = encoded(MASTER, view.initial_value(formats), formats.master, view)
         state.update({name: view.keep(name, tensor) for name, tensor in new.items()})
 
 
@@ -109,12 +106,11 @@ def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torc
     """The fp32 value of a state tensor: the tensor itself where it is stored as fp32."""
     code, scale = state[name], state.get(name + SCALE)
     if form.joined:
-        return form.decode_reference(view.local.detach().to(code.device), code)
-    scale = None if scale is None else scale.to(code.device)
+        return decoded_joined(form, view.local.detach(), code)
     if form.block:
         assert scale is not None
         return decoded_blocks(form, code, scale, view.state_shape(name), view.first_of(name))
-    return decoded(form, code, scale)
+    return decoded(form, code, None if scale is None else scale.to(code.device))
 
 
 def encoded(
@@ -132,16 +128,17 @@ def encoded(
     shape = form.stored_shape(value.shape)
     code = torch.empty(shape, dtype=form.dtype, device=device)
     if form.joined:
-        upper, lower = form.encode_by_hand(value)
-        return {name: code.copy_(lower)}, upper
+        return {name: code}, encode_joined(code, value, form, view.local)
     if not form.has_scale:
         return {name: code.copy_(form.encode_by_hand(value))}, None
-    scale = _new_scale(form, view).to(device)
+    scale = _new_scale(form, view)
     if form.block:
         encode_blocks(code, scale, value, form, view.first_of(name))
     elif value.numel():
-        store_scaled(code, scale, signless(value, form), form)
-    return {name: code, name + SCALE: scale.to(view.local.device)}, None
+        near = scale.to(device)
+        store_scaled(code, near, signless(value, form), form)
+        scale.copy_(near)
+    return {name: code, name + SCALE: scale}, None
 
 
 def _new_scale(form: Format, view: ParamView) -> torch.Tensor:

@@ -36,7 +36,7 @@ HOSTS += ours("low_bit_host", "low_bit", **LOW_BIT, **HOST)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The variants of one run of the command, by name: to start a rank takes longer than to train."""
+    """The variants of one run of the command, by name: a rank starts longer than it trains."""
     folder = tmp_path_factory.mktemp("regress")
     (folder / "tiny.toml").write_text(STOCK + GRAPHS + HOSTS, encoding="utf-8")
     regress(folder / "tiny.toml", folder / "out", None)

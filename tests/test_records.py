@@ -227,10 +227,10 @@ def test_the_table_of_steps_before_and_after_is_the_records():
 
 def test_the_count_of_the_gpu_suite_is_the_records():
     found = read("h200-gpu-suite.json")["outcomes"]
-    text = f"{found['passed']:,} passed, {found['skipped']} skipped, {found['failed']} failed"
+    text = f"{found['passed']:,} passed, {found['skipped']} skipped"
     for page in ("docs/benchmarks/README.md", "docs/reliability.md"):
         assert text in (REPOSITORY / page).read_text(encoding="utf-8")
-    assert found.keys() == {"passed", "skipped", "failed"}
+    assert found.keys() == {"passed", "skipped"}
 
 
 # --- moments in blocks

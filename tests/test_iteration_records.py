@@ -1,11 +1,13 @@
 """Tables of whole iterations and of states in host memory, beside their records."""
 
 import pytest
-from record_pages import PAGE, assert_says, read, rows_of
+from record_pages import PAGE, REPOSITORY, assert_says, read, rows_of
 
 ITERATIONS = [
-    f"h200x2-megatron_gpt_{name}_2gpu.json" for name in ("graph", "fp8_iterations", "pipeline")
+    *(f"h200x2-megatron_gpt_{name}_2gpu.json" for name in ("graph", "fp8_iterations", "pipeline")),
+    *("h200-megatron_gpt_1gpu.json", "h200-megatron_gpt_fp8_1gpu.json"),
 ]
+WORDS = {"_graph": "captured", "_offload": "in host memory", "_resumed": "resumed"}
 HOST = "h200-host-state.json"
 
 
@@ -20,8 +22,9 @@ def test_the_table_of_iterations_is_the_records():
     for row, (record, name) in zip(rows, named, strict=True):
         times, variant = record["times"][name], record["variants"][name]
         step, whole = (times[f"{each}_milliseconds"] for each in ("optimizer", "step"))
-        assert row[1].startswith("stock" if name == "stock_te" else name.removesuffix("_graph"))
-        assert ("captured" in row[1]) == name.endswith("_graph")
+        mode = "stock" if name == "stock_te" else name.split("_graph")[0].split("_offload")[0]
+        assert row[1].startswith(mode)
+        assert all((words in row[1]) == (part in name) for part, words in WORDS.items())
         ratios = [] if name == "stock_te" else [[each["of_baseline"]] for each in (step, whole)]
         for cells, each, ratio in zip(
             (row[3:5], row[5:7]), (step, whole), ratios or [[], []], strict=True
@@ -29,6 +32,16 @@ def test_the_table_of_iterations_is_the_records():
             assert_says(cells, *spread_of(each), *ratio)
         assert_says(row[2:3], times["runs"])
         assert variant["identical"] is (None if name == "stock_te" else True)
+
+
+def test_what_is_said_of_the_captured_step_is_the_records():
+    found = []
+    for name in (ITERATIONS[0], ITERATIONS[3]):
+        times = read(name)["times"]
+        eager, captured = (times[f"main_shards{each}"] for each in ("", "_graph"))
+        found.append(captured["step_milliseconds"]["median"] / eager["step_milliseconds"]["median"])
+    text = f"takes {found[0]:.2f} of the eager one's on two GPUs, {found[1]:.2f} on one"
+    assert text in " ".join((REPOSITORY / PAGE).read_text(encoding="utf-8").split())
 
 
 @pytest.mark.parametrize("record", [*ITERATIONS, "h200x2-megatron_gpt_tensor_2gpu.json"])

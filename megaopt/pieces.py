@@ -1,7 +1,7 @@
 """Codes are decoded and encoded in pieces, those in blocks in pieces of whole blocks.
 
 What lies between takes some 26 bytes an element, for a whole parameter more than its state. Of
-states in host memory each piece goes to the card and back: on the host itself 14 threads took 30 s
+states in host memory each piece goes to the card and back: on the host itself one thread took 30 s
 to decode 8-bit moments and remainders of 1.1e9 elements.
 """
 

@@ -25,13 +25,19 @@ def ours(name, baseline="stock", **keys):
     return variant(name, "megaopt", baseline=baseline, contract="te", **keys)
 
 
-GRAPHS = ours("graph", cuda_graph=True)
+GRAPHS = ours("eager") + ours("graph", cuda_graph=True)
 GRAPHS += ours("precision_aware_graph", mode="precision_aware", cuda_graph=True)
 HOST = {"cpu_offload": True, "resume_after": 4}
-LOW_BIT = {"mode": "precision_aware", "store_param_remainders": True}
-LOW_BIT |= {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
-HOSTS = ours("host", **HOST) + variant("low_bit", "megaopt", contract="te", **LOW_BIT)
-HOSTS += ours("low_bit_host", "low_bit", **LOW_BIT, **HOST)
+HOSTS = ours("straight", cpu_offload=True) + ours("main_shards", **HOST)
+HOSTS += ours("precision_aware", mode="precision_aware", **HOST)
+BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+FORMATS = {
+    "bf16": {"mode": "precision_aware"} | dict.fromkeys(BLOCKS, "bfloat16"),
+    "low_bit": {"mode": "precision_aware", "store_param_remainders": True, **BLOCKS},
+}
+for name, formats in FORMATS.items():
+    HOSTS += variant(name, "megaopt", contract="te", **formats)
+    HOSTS += ours(f"{name}_host", name, **formats, **HOST)
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +58,16 @@ def assert_as_their_baselines(found, *names):
 @needs("transformer_engine")
 def test_a_captured_step_has_the_bits_of_transformer_engines_eager_one(found):
     """Over Megatron's own wrapper, with its norm on the device; clipped."""
-    assert_as_their_baselines(found, "graph", "precision_aware_graph")
+    assert_as_their_baselines(found, "eager", "graph", "precision_aware_graph")
     assert len(set(found["stock"]["losses"])) == 8
 
 
 @needs("transformer_engine")
 def test_states_in_host_memory_have_the_bits_of_states_on_the_card_and_are_resumed(found):
-    """From Megatron's checkpoint after step 4; fp32 states, and 8 bits."""
-    assert_as_their_baselines(found, "host", "low_bit_host")
-    assert found["low_bit"]["losses"] != found["stock"]["losses"]
+    """Straight, and from Megatron's checkpoint after step 4; fp32 states, bf16, 8 bits."""
+    hosts = [f"{name}_host" for name in FORMATS]
+    assert_as_their_baselines(found, "straight", "main_shards", "precision_aware", *hosts)
+    assert len({tuple(found[name]["losses"]) for name in ("stock", *FORMATS)}) == 3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -101,11 +101,9 @@ def _write(regression: Regression, folder: Path, corpus: Corpus, source: Source)
     write_json(folder / "record.json", build_record(regression, corpus, source))
     outcomes = [each for each in regression.outcomes.values() if each.result is not None]
     if outcomes:
-        ranks = regression.run.megatron.ranks
-        shared = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        title = (
-            f"{regression.run.name}: {regression.run.steps} steps, {shared}, {regression.device}"
-        )
+        run, count = regression.run, regression.run.megatron.ranks
+        ranks = "1 rank" if count == 1 else f"{count} ranks"
+        title = f"{run.name}: {run.steps} steps, {ranks}, {regression.device}"
         draw_losses(folder / "losses.png", title, outcomes)
         draw_times(folder / "times.png", title, outcomes)
 

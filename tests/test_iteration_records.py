@@ -9,6 +9,20 @@ ITERATIONS = [
 ]
 WORDS = {"_graph": "captured", "_offload": "in host memory", "_resumed": "resumed"}
 HOST = "h200-host-state.json"
+MEMORY, OFFLOAD = (f"h200x2-megatron_gpt_{name}_2gpu.json" for name in ("1b_memory", "offload"))
+# what a variant's row says of it, and whose bits it has
+MEGATRONS_STATES = {
+    "stock_te": ("stock, TransformerEngine", ""),
+    "main_shards": ("main_shards", "TransformerEngine"),
+    "main_shards_offload": ("main_shards, moments in host memory", "TransformerEngine"),
+    "precision_aware_offload": ("precision_aware, all in host memory", "TransformerEngine"),
+    "remainders_8_bit": ("8-bit moments and remainders", ""),
+    "remainders_8_bit_offload": (
+        "8-bit moments and remainders, all in host memory",
+        "the same on the card",
+    ),
+}
+BASELINES = {"": None, "TransformerEngine": "stock_te", "the same on the card": "remainders_8_bit"}
 
 
 def spread_of(times):
@@ -44,8 +58,11 @@ def test_what_is_said_of_the_captured_step_is_the_records():
     assert text in " ".join((REPOSITORY / PAGE).read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize("record", [*ITERATIONS, "h200x2-megatron_gpt_tensor_2gpu.json"])
-def test_every_run_has_stocks_bits(record):
+TENSOR = "h200x2-megatron_gpt_tensor_2gpu.json"
+
+
+@pytest.mark.parametrize("record", [*ITERATIONS, TENSOR, MEMORY, OFFLOAD])
+def test_every_run_has_its_baselines_bits(record):
     assert read(record)["identical"] is True
 
 
@@ -67,3 +84,18 @@ def test_iterations_beside_other_libraries_are_the_record():
     for row, (name, found) in zip(rows, beside.items(), strict=True):
         assert row[0] == name
         assert_says(row[1:], 1e3 * found["iteration_s"], found["iteration_s"] / ours)
+
+
+def test_the_table_of_megatrons_states_in_host_memory_is_the_records():
+    records = [read(name)["variants"] for name in (MEMORY, OFFLOAD)]
+    named = [(r[name], name) for r in records for name in MEGATRONS_STATES if name in r]
+    assert len(named) == sum(map(len, records))
+    rows = rows_of(PAGE, "| parameters a rank | step |")
+    for row, (variant, name) in zip(rows, named, strict=True):
+        own, (words, bits) = variant["measured"], MEGATRONS_STATES[name]
+        sizes = [own[key] / 2**30 for key in ("state_bytes", "peak_bytes")]
+        times = [own[key] for key in ("optimizer_milliseconds", "step_milliseconds")]
+        assert (row[1], row[6]) == (words, bits)
+        assert_says(row[2:6], *sizes, *times)
+        assert variant["baseline"] == BASELINES[bits]
+        assert variant["identical"] is (True if bits else None)

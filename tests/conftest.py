@@ -11,6 +11,8 @@ from ranks import Ranks
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# torch's pool of compilers once kept pytest from ending for 5 minutes
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # what a shell, a CI system or a launcher says for programs of its own
 for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
     os.environ.pop(name, None)

@@ -58,6 +58,16 @@ def test_what_is_said_of_the_captured_step_is_the_records():
     assert text in " ".join((REPOSITORY / PAGE).read_text(encoding="utf-8").split())
 
 
+def test_what_a_step_of_no_time_would_leave_is_the_records():
+    left = []
+    for name in ITERATIONS[3:]:
+        stock = read(name)["times"]["stock_te"]
+        step, whole = (stock[f"{each}_milliseconds"]["median"] for each in ("optimizer", "step"))
+        left.append(1 - step / whole)
+    text = f"would leave {left[0]:.2f} of stock's iteration in bf16, {left[1]:.2f} in fp8"
+    assert text in " ".join((REPOSITORY / PAGE).read_text(encoding="utf-8").split())
+
+
 TENSOR = "h200x2-megatron_gpt_tensor_2gpu.json"
 
 
@@ -99,3 +109,15 @@ def test_the_table_of_megatrons_states_in_host_memory_is_the_records():
         assert_says(row[2:6], *sizes, *times)
         assert variant["baseline"] == BASELINES[bits]
         assert variant["identical"] is (True if bits else None)
+
+
+def test_what_the_how_to_says_of_megatrons_memory_is_the_record():
+    variants = read(MEMORY)["variants"]
+    names = ("stock_te", "precision_aware_offload", "remainders_8_bit")
+    stock, host, small = (variants[name]["measured"] for name in names)
+    freed = [(stock["peak_bytes"] - each["peak_bytes"]) / 2**30 for each in (host, small)]
+    times = [each["optimizer_milliseconds"] for each in (host, stock, small)]
+    text = " ".join((REPOSITORY / "docs/how-to/megatron.md").read_text(encoding="utf-8").split())
+    first = f"freed {freed[0]:.1f} GiB of the card, and a step took {times[0]:.0f} ms for stock's"
+    assert f"{first} {times[1]:.0f}" in text
+    assert f"freed {freed[1]:.1f} GiB, and a step took {times[2]:.1f} ms" in text

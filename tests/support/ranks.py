@@ -37,7 +37,7 @@ class _OnOneDevice(dist.ProcessGroupGloo):
     Each device of gloo has a thread that wakes a hundred times a second: Megatron's groups alone
     had 390 in each process, which took a third of a core while nobody used them. With two threads
     a group, as torch has it, Megatron's own virtual pipeline broke the heap in two of some 1,600
-    runs (Megatron stock alone, torch 2.13); with one in none of 2,764.
+    runs (stock alone too, torch 2.13); with one in none of 2,764.
     """
 
     device = None

@@ -3,7 +3,7 @@
 import statistics
 
 import pytest
-from record_pages import FOLDER, PAGE, REPOSITORY, assert_says, needs, read, rows_of, tool
+from record_pages import FOLDER, PAGE, REPOSITORY, assert_says, needs, read, rows_of, text_of, tool
 
 WHOLE = "h200-galore-whole.json"
 GUIDE = "docs/how-to/galore.md"
@@ -11,10 +11,6 @@ SIZES = ("30M", "60M")
 LOSSES = [f"h200-galore-gpt-{size}.json" for size in SIZES]
 SUBSPACE = [f"h200-galore-gpt-{size}-subspace.json" for size in SIZES]
 LIBRARIES = ("galore_torch fp32 tf32", "galore_torch bf16", "galore_torch fp32 ieee")
-
-
-def text_of(page):
-    return " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
 
 
 def gigabytes(name):

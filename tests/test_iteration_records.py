@@ -1,7 +1,7 @@
 """Tables of whole iterations and of states in host memory, beside their records."""
 
 import pytest
-from record_pages import PAGE, REPOSITORY, assert_says, read, rows_of
+from record_pages import PAGE, assert_says, read, rows_of, text_of
 
 ITERATIONS = [
     *(f"h200x2-megatron_gpt_{name}_2gpu.json" for name in ("graph", "fp8_iterations", "pipeline")),
@@ -9,6 +9,7 @@ ITERATIONS = [
 ]
 WORDS = {"_graph": "captured", "_offload": "in host memory", "_resumed": "resumed"}
 HOST = "h200-host-state.json"
+TENSOR = "h200x2-megatron_gpt_tensor_2gpu.json"
 MEMORY, OFFLOAD = (f"h200x2-megatron_gpt_{name}_2gpu.json" for name in ("1b_memory", "offload"))
 # what a variant's row says of it, and whose bits it has
 MEGATRONS_STATES = {
@@ -55,7 +56,7 @@ def test_what_is_said_of_the_captured_step_is_the_records():
         eager, captured = (times[f"main_shards{each}"] for each in ("", "_graph"))
         found.append(captured["step_milliseconds"]["median"] / eager["step_milliseconds"]["median"])
     text = f"takes {found[0]:.2f} of the eager one's on two GPUs, {found[1]:.2f} on one"
-    assert text in " ".join((REPOSITORY / PAGE).read_text(encoding="utf-8").split())
+    assert text in text_of(PAGE)
 
 
 def test_what_a_step_of_no_time_would_leave_is_the_records():
@@ -65,10 +66,7 @@ def test_what_a_step_of_no_time_would_leave_is_the_records():
         step, whole = (stock[f"{each}_milliseconds"]["median"] for each in ("optimizer", "step"))
         left.append(1 - step / whole)
     text = f"would leave {left[0]:.2f} of stock's iteration in bf16, {left[1]:.2f} in fp8"
-    assert text in " ".join((REPOSITORY / PAGE).read_text(encoding="utf-8").split())
-
-
-TENSOR = "h200x2-megatron_gpt_tensor_2gpu.json"
+    assert text in text_of(PAGE)
 
 
 @pytest.mark.parametrize("record", [*ITERATIONS, TENSOR, MEMORY, OFFLOAD])
@@ -117,7 +115,7 @@ def test_what_the_how_to_says_of_megatrons_memory_is_the_record():
     stock, host, small = (variants[name]["measured"] for name in names)
     freed = [(stock["peak_bytes"] - each["peak_bytes"]) / 2**30 for each in (host, small)]
     times = [each["optimizer_milliseconds"] for each in (host, stock, small)]
-    text = " ".join((REPOSITORY / "docs/how-to/megatron.md").read_text(encoding="utf-8").split())
+    text = text_of("docs/how-to/megatron.md")
     first = f"freed {freed[0]:.1f} GiB of the card, and a step took {times[0]:.0f} ms for stock's"
     assert f"{first} {times[1]:.0f}" in text
     assert f"freed {freed[1]:.1f} GiB, and a step took {times[2]:.1f} ms" in text

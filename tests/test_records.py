@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 import torch
-from record_pages import FOLDER, PAGE, REPOSITORY, assert_says, needs, read, rows_of, tool
+from record_pages import FOLDER, PAGE, REPOSITORY, assert_says, needs, read, rows_of, text_of, tool
 
 import megaopt
 
@@ -283,7 +283,7 @@ def test_what_8_bits_cost_beside_fp32_masters_is_the_records():
     )
     assert len(pairs) == 9
     assert min(higher) > 0
-    assert text in " ".join((REPOSITORY / PAGE).read_text(encoding="utf-8").split())
+    assert text in text_of(PAGE)
     assert sum(value > max(exact) for value in eight) == 5  # as the page says
 
 

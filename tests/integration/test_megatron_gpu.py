@@ -30,14 +30,13 @@ GRAPHS += ours("precision_aware_graph", mode="precision_aware", cuda_graph=True)
 HOST = {"cpu_offload": True, "resume_after": 4}
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 FORMATS = {
-    "fp32": {},
     "bf16": dict.fromkeys(BLOCKS, "bfloat16"),
     "8 bits": {"store_param_remainders": True, **BLOCKS},
 }
 
 
 def regressed(folder, variants):
-    """Stock and these variants, by name. A rank starts longer than it trains: so one run a test."""
+    """Stock and these variants, in one run of the command, by name."""
     (folder / "tiny.toml").write_text(STOCK + variants, encoding="utf-8")
     regress(folder / "tiny.toml", folder / "out", None)
     record = json.loads((folder / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
@@ -58,22 +57,23 @@ def test_a_captured_step_has_the_bits_of_transformer_engines_eager_one(tmp_path)
 
 
 @needs("transformer_engine")
-def test_moments_in_host_memory_have_the_bits_of_stocks_and_are_resumed(tmp_path):
-    """Straight, and from Megatron's checkpoint after step 4."""
+def test_states_in_host_memory_have_the_bits_of_stocks_and_are_resumed(tmp_path):
+    """Moments, and all states; straight, and from Megatron's checkpoint after step 4."""
     hosts = ours("straight", cpu_offload=True) + ours("main_shards", **HOST)
-    assert_as_their_baselines(regressed(tmp_path, hosts), "straight", "main_shards")
+    hosts += ours("precision_aware", mode="precision_aware", **HOST)
+    found = regressed(tmp_path, hosts)
+    assert_as_their_baselines(found, "straight", "main_shards", "precision_aware")
 
 
 @needs("transformer_engine")
 @pytest.mark.parametrize("name", FORMATS)
-def test_all_states_in_host_memory_have_the_bits_of_the_card_and_are_resumed(tmp_path, name):
-    """From Megatron's checkpoint after step 4; moments of fp32, bf16 and 8 bits."""
+def test_moments_of_fewer_bits_in_host_memory_have_the_bits_of_the_card(tmp_path, name):
+    """All states, resumed from Megatron's checkpoint after step 4."""
     formats = {"mode": "precision_aware", **FORMATS[name]}
     on_card = variant("card", "megaopt", contract="te", **formats)
     found = regressed(tmp_path, on_card + ours("host", "card", **formats, **HOST))
     assert_as_their_baselines(found, "host")
-    assert found["card"]["failure"] is None
-    assert (found["card"]["losses"] == found["stock"]["losses"]) is (name == "fp32")
+    assert found["card"]["losses"] != found["stock"]["losses"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -18,6 +18,11 @@ def read(name):
     return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
+def text_of(page):
+    """A page's text, wherever its lines break."""
+    return " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
+
+
 def rows_of(page, heading):
     """The cells of the rows of the table that begins with this heading."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")

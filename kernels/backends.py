@@ -23,6 +23,7 @@ from megaopt.kernels.step.reference import ReferencePlan
 class Plan(Protocol):
     """A combination of formats, ready to be stepped again and again."""
 
+    formats: Formats
     addresses: dict[str, numpy.ndarray]
     """For each slot the int64 row that a step takes addresses from; empty if `look` must be told.
 
@@ -60,6 +61,8 @@ class Triton:
     """One launch for all tensors of a combination of formats."""
 
     name = "triton"
+    steps_codes = True
+    """A step of fp8 weights may read and store codes alone (Formats.in_place)."""
 
     def why_not(self, device: torch.device) -> str | None:
         """None where the backend works on the device, else the reason."""
@@ -100,6 +103,7 @@ class Reference:
     """Plain torch, tensor by tensor, on any device."""
 
     name = "reference"
+    steps_codes = False
 
     def why_not(self, device: torch.device) -> str | None:
         """None: it works everywhere."""

@@ -184,7 +184,8 @@ def _batch_of(owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequ
         return low_rank_batch(owned, formats, *own)
     if formats.cast is not None:
         extents = [view.extent for view in views]
-        plan = backend.plan(plan_formats(formats), owned.rule, numels, rows, device, extents, spots)
+        planned = plan_formats(formats, views[0], backend.steps_codes)
+        plan = backend.plan(planned, owned.rule, numels, rows, device, extents, spots)
         return Float8Batch(formats, plan, *own)
     plan = backend.plan(formats, owned.rule, numels, rows, device, None, spots)
     batch = ShardedBatch if any(view.is_sharded for view in views) else Batch

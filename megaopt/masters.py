@@ -56,7 +56,7 @@ def _check_master(
     master: torch.Tensor | None, view: ParamView, where: str, options: Options
 ) -> None:
     param = view.param
-    dtype = options.master_format(param.dtype, True, view.weight is not None).dtype
+    dtype = options.master_format(param.dtype, True, view.code_dtype).dtype
     if dtype is None:
         if master is not None and not is_own_master(master, param):
             raise ValueError(f"{where}: an fp32 weight is its own master: None is allowed")

@@ -25,11 +25,12 @@ from megaopt.checks import (
 from megaopt.choices import ExternalWrite, Nonfinite, Rounding
 from megaopt.host_state import STATE_DEVICE, Placement, placement_of
 from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
 from megaopt.kernels.formats import (
-    BESIDE_FLOAT16,
     MASTERS,
     MOMENTS,
     NONE,
+    STOCHASTIC_FLOAT8,
     STOCHASTIC_WEIGHTS,
     WEIGHTS,
     Format,
@@ -269,7 +270,8 @@ class Options:
     @property
     def group_keys(self) -> dict[str, Any]:
         """What every group has beside its numbers, at first."""
-        beside = {BESIDE: ""} if self.master_weight_dtype in BESIDE_FLOAT16 else {}
+        is_kahan = self.master_weight_dtype in BESIDE_WEIGHTS[torch.float16]
+        beside = {BESIDE: ""} if is_kahan else {}
         drawn = {"seed": self.seed} if self.draws else {}
         return {"step": 0, **self.marks, FORMATS: self.formats_mark, **drawn, **beside}
 
@@ -299,34 +301,37 @@ class Options:
         plain = MOMENTS[dtype].scaled and not self._is_scaled(dtype)
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
 
-    def weight_format(self, dtype: torch.dtype) -> Format:
-        """How a weight that is no fp8 is stored."""
-        is_drawn = self.weight_rounding == "stochastic" and dtype in STOCHASTIC_WEIGHTS
-        return STOCHASTIC_WEIGHTS[dtype] if is_drawn else WEIGHTS[dtype]
+    def weight_format(self, own: Format) -> Format:
+        """How a weight is stored whose format to nearest is `own`."""
+        if self.weight_rounding != "stochastic":
+            return own
+        drawn = {
+            form.dtype: form for form in (*STOCHASTIC_WEIGHTS.values(), *STOCHASTIC_FLOAT8.values())
+        }
+        return drawn.get(own.dtype, own)
 
     @property
     def _master_key(self) -> torch.dtype | str:
         return torch.int16 if self.store_param_remainders else self.master_weight_dtype
 
     def master_format(
-        self, weight_dtype: torch.dtype, wanted: bool, float8: bool = False
+        self, weight_dtype: torch.dtype, wanted: bool, codes: torch.dtype | None = None
     ) -> Format:
         """How the master of a weight of this dtype is stored; NONE where it has none.
 
-        float8: the weight is kept in fp8; weight_dtype is what it is to everybody.
+        codes: the fp8 dtype in which the weight is kept; weight_dtype is what it is to everybody.
         """
-        if not wanted or (weight_dtype == torch.float32 and not float8):
+        if not wanted or (weight_dtype == torch.float32 and codes is None):
             return NONE
         key = self._master_key
-        if weight_dtype == torch.float16 and isinstance(key, str):
-            key = BESIDE_FLOAT16.get(key, key)
-        return MASTERS[key]
+        return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]
 
 
 def kinds_of_masters() -> list[torch.dtype | str]:
     """What master_weight_dtype may be: dtypes, and the names of masters beside their weights."""
     joined = [name for name, form in MASTERS.items() if form.joined]
-    named = [name for name in joined if name not in BESIDE_FLOAT16.values()]
+    inner = {form.name for forms in BESIDE_WEIGHTS.values() for form in forms.values()}
+    named = [name for name in joined if name not in inner]
     return [torch.float32, torch.float16, *named]
 
 
@@ -440,11 +445,15 @@ def has_shared_elements(tensor: torch.Tensor) -> bool:
 
 
 def check_weight(
-    weight: torch.Tensor, where: str, options: Options, masters: bool, float8: bool = False
+    weight: torch.Tensor,
+    where: str,
+    options: Options,
+    masters: bool,
+    codes: torch.dtype | None = None,
 ) -> None:
     """Raises ValueError for a parameter that this optimizer cannot own.
 
-    float8: it is kept in fp8, and has no memory of its own to look at.
+    codes: the fp8 dtype in which it is kept; it has no memory of its own to look at then.
     """
     if not is_dense(weight):
         layout = "nested" if weight.is_nested else weight.layout
@@ -456,22 +465,18 @@ def check_weight(
         )
     if weight.dtype not in WEIGHTS:
         raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {WEIGHTS}")
-    master = options.master_format(weight.dtype, masters, float8)
-    if float8 and options.weight_rounding == "stochastic" and not master.present:
-        raise ValueError(
-            f"{where}: weight_rounding must be 'nearest' for fp8 weights without masters, got "
-            "'stochastic'"
-        )
+    master = options.master_format(weight.dtype, masters, codes)
+    if master.requires_weight in (None, codes or weight.dtype):
+        return
     asked = "store_param_remainders=True"
     if not options.store_param_remainders:
         asked = f"master_weight_dtype={options.master_weight_dtype!r}"
-    if master.joined and float8:
+    if codes is not None:
         raise ValueError(
             f"{where}: {asked} is not allowed for fp8 weights: such a master is what its 16-bit "
-            "weight does not hold; torch.float32 or torch.float16"
+            "weight does not hold; torch.float32, torch.float16, 'remainder8' or 'remainder8_stochastic'"
         )
-    if master.requires_weight not in (None, weight.dtype):
-        raise ValueError(
-            f"{where}: {asked} is not allowed for {weight.dtype} weights: "
-            f"{master.requires_weight} (whose bits are a master's upper half), or torch.float32"
-        )
+    raise ValueError(
+        f"{where}: {asked} is not allowed for {weight.dtype} weights: "
+        f"{master.requires_weight} (whose bits are a master's upper half), or torch.float32"
+    )

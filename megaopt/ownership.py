@@ -14,7 +14,6 @@ import numpy
 import torch
 
 from megaopt.kernels.formats import MASTERS, WEIGHTS, Format
-from megaopt.kernels.quantizers.scale import multiplied
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
 from megaopt.kernels.step.watch import finder_for
@@ -135,11 +134,7 @@ def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats
 def _float8_casts(value: torch.Tensor, view: Any, form: Formats) -> Any:
     """The same of fp8 codes under the scales that they have now."""
     assert form.cast is not None
-    weight = view.weight
-    recipe = form.cast.recipe
-    inverse = recipe.quantizer.value_reference(weight.scale_inv)
-    whole = torch.ones(weight.shape, dtype=torch.float32, device=value.device)
-    scale = 1 / view.part_of(multiplied(whole, inverse, recipe.block))
+    recipe, scale = form.cast.recipe, 1 / view.scale_inv()
     rounding = form.cast.rounding
     rounded = rounding.decode_reference(rounding.encode_reference(value))
     scales = (scale * (1 - SCALE_ERROR), scale * (1 + SCALE_ERROR))
@@ -161,7 +156,8 @@ def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats
     """
     weight, master, scale = view.local, state[MASTER], state.get(MASTER + SCALE)
     if formats.master.joined:
-        return ~_belongs(weight.detach(), master, formats.master)
+        own = weight.detach() if view.weight is None else view.codes.view(master.shape)
+        return ~_belongs(own, master, formats.master)
     if formats.cast is None:
         own = formats.weight.decode_reference(weight.detach())
         return ~_is_between(own, *_plain_casts(master, scale, formats))
@@ -172,7 +168,8 @@ def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats
 def _belongs(weight: torch.Tensor, code: torch.Tensor, form: Format) -> torch.Tensor:
     """Whether a weight and the code beside it are what a value is stored as; bool."""
     again, _ = form.encode_by_hand(form.decode_reference(weight, code))
-    same: torch.Tensor = again.view(torch.int16) == weight.view(torch.int16)
+    bits = {1: torch.uint8, 2: torch.int16}[weight.dtype.itemsize]
+    same: torch.Tensor = again.view(bits) == weight.view(bits)
     return same
 
 
@@ -187,7 +184,9 @@ def refresh(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torc
     """
     written = written_elements(view, state, formats)
     master, found, own = state[MASTER], written.any(), view.value(formats)
-    if formats.master.joined:
+    if formats.master.joined and view.weight is not None:
+        master.masked_fill_(written, 0)
+    elif formats.master.joined:
         master.copy_(torch.where(written, formats.master.encode_by_hand(own)[1], master))
     elif not formats.master.scaled:
         master.copy_(torch.where(written, own, master))

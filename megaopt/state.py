@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megaopt.host_state import MASTER as MASTER
-from megaopt.kernels.formats import GRADS, MOMENTS, Format
+from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
 from megaopt.kernels.host_memory import padded
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import decoded, store_scaled
@@ -17,7 +18,7 @@ from megaopt.options import Options
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.view import SCALE
-from megaopt.pieces import decoded_blocks, decoded_joined, encode_blocks, encode_joined, signless
+from megaopt.pieces import decoded_blocks, encode_blocks, signless
 
 State = dict[str, Any]
 
@@ -36,10 +37,16 @@ def formats_of(
 ) -> Formats:
     """The formats of a parameter's buffers under these options; moments: their names."""
     cast, dtype = view.cast(options.direct_cast), view.param.dtype
+    master = options.master_format(dtype, masters, view.code_dtype)
+    weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
+    if not master.present:
+        weight = options.weight_format(weight)
+    if cast is not None and (weight.draws or master.joined):
+        cast = replace(cast, exact=True)
     return Formats(
         GRADS[grad_dtype],
-        options.weight_format(dtype) if cast is None else cast.recipe.format,
-        options.master_format(dtype, masters, cast is not None),
+        weight,
+        master,
         tuple(moment_format(view, options, moment) for moment in moments),
         moments,
         cast,
@@ -106,7 +113,7 @@ def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torc
     """The fp32 value of a state tensor: the tensor itself where it is stored as fp32."""
     code, scale = state[name], state.get(name + SCALE)
     if form.joined:
-        return decoded_joined(form, view.local.detach(), code)
+        return view.joined_value(form, code)
     if form.block:
         assert scale is not None
         return decoded_blocks(form, code, scale, view.state_shape(name), view.first_of(name))
@@ -128,7 +135,7 @@ def encoded(
     shape = form.stored_shape(value.shape)
     code = torch.empty(shape, dtype=form.dtype, device=device)
     if form.joined:
-        return {name: code}, encode_joined(code, value, form, view.local)
+        return {name: code}, view.join(form, value, code)
     if not form.has_scale:
         return {name: code.copy_(form.encode_by_hand(value))}, None
     scale = _new_scale(form, view)

@@ -66,6 +66,8 @@ def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torc
     if name == MASTER and not formats.master.present:
         _set_weight(owned, state, view, value.to(local.device, torch.float32).reshape(local.shape))
         return
+    if name == MASTER and formats.master.joined and view.weight is not None:
+        _set_codes(owned, view, value)
     if name == MASTER and own.get(MASTER) is None and owned.has_external_masters:
         own = {**own, MASTER: owned.external_masters()[owned.index(view.param)]}
     _store(state, view, own, *encoded(name, value, formats.by_slot[slot], view))
@@ -97,14 +99,19 @@ def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) 
         code = owned.formats(view).weight.encode_by_hand(value).clone()
         overwrite([(view.local, code)], lambda: state[view.param].update({MASTER: None}))
         return
+    _set_codes(owned, view, value)
+    state[view.param][MASTER] = None
+
+
+def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
+    """A whole fp8 weight becomes an fp32 value; raises ValueError for a rank's part of one."""
     if view.extent.shared:
         raise ValueError(
             f"{owned.labels[owned.index(view.param)]}: {MASTER!r} is not allowed for a "
-            "Float8Shard without a master: its codes go by the values of all ranks; "
+            "Float8Shard without an fp32 master: its codes go by the values of all ranks; "
             "quantize_ sets the whole weight"
         )
     view.weight.quantize_(value)
-    state[view.param][MASTER] = None
 
 
 def _is_real(value: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megaopt.checks import refuse
-from megaopt.kernels.formats import BESIDE_FLOAT16, MASTERS, MOMENTS, Format
+from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
 from megaopt.options import FORMATS
 from megaopt.owned import Owned
 from megaopt.params import ParamView
@@ -49,5 +49,5 @@ def _format_of(name: str, slot: str, view: ParamView) -> Format | None:
         form = MOMENTS.get(name)
         keeps = form is None or not form.block or view.keeps_blocks(form)
         return form if keeps else MOMENTS[torch.float32]
-    beside = BESIDE_FLOAT16 if view.param.dtype == torch.float16 else {}
-    return MASTERS.get(beside.get(name, name))
+    beside = BESIDE.get(view.code_dtype or view.param.dtype, {})
+    return beside.get(name) or MASTERS.get(name)

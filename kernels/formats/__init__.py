@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from megaopt.kernels.formats.base import Format, FormatTable, scale_shape
 from megaopt.kernels.formats.bfloat16 import BFLOAT16, BFLOAT16_STOCHASTIC
 from megaopt.kernels.formats.block4 import BLOCKS_OF_4_BITS
 from megaopt.kernels.formats.block8 import BLOCKS
 from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2, SCALED_FLOAT8_E4M3
+from megaopt.kernels.formats.float8_drawn import (
+    FLOAT8_E4M3_STOCHASTIC,
+    FLOAT8_E5M2_STOCHASTIC,
+    PAIRS,
+)
 from megaopt.kernels.formats.float16 import FLOAT16, FLOAT16_STOCHASTIC, SCALED_FLOAT16
 from megaopt.kernels.formats.float32 import FLOAT32, decode, decode_reference, encode
 from megaopt.kernels.formats.float32 import encode_reference as _encode_reference
@@ -27,6 +36,8 @@ GRADS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)
 WEIGHTS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)
 STOCHASTIC_WEIGHTS = FormatTable(BFLOAT16_STOCHASTIC, FLOAT16_STOCHASTIC)
 """Of weights without a master that are rounded so."""
+STOCHASTIC_FLOAT8 = FormatTable(FLOAT8_E4M3_STOCHASTIC, FLOAT8_E5M2_STOCHASTIC)
+"""The same of codes with scales."""
 MASTERS = FormatTable(
     FLOAT32,
     SCALED_FLOAT16,
@@ -49,18 +60,22 @@ MOMENTS = FormatTable(
     *BLOCKS_OF_4_BITS,
 )
 
-BESIDE_FLOAT16 = {"kahan": "kahan_float16", "kahan_stochastic": "kahan_float16_stochastic"}
-"""Masters that have a row of their own for fp16 weights, under one name to users."""
+BESIDE: dict[torch.dtype | None, dict[Any, Format]] = {
+    torch.float16: {"kahan": KAHAN_FLOAT16, "kahan_stochastic": KAHAN_FLOAT16_STOCHASTIC},
+    **PAIRS,
+}
+"""By the dtype of a weight or of its codes: masters that another format serves beside it."""
 
 
 __all__ = [
-    "BESIDE_FLOAT16",
+    "BESIDE",
     "FLOAT8_E4M3",
     "FLOAT8_E5M2",
     "GRADS",
     "MASTERS",
     "MOMENTS",
     "NONE",
+    "STOCHASTIC_FLOAT8",
     "STOCHASTIC_WEIGHTS",
     "WEIGHTS",
     "Format",

@@ -43,6 +43,19 @@ def put_nothing(
 
 
 @helper
+def put_no_codes(
+    weight_ptr, remainder_ptr, param, scale, amax_bits, words, offsets, mask,
+    FORMATS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    return amax_bits
+
+
+@helper
+def same_value(scale_inv):
+    return scale_inv
+
+
+@helper
 def finish_nothing(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
     pass
 
@@ -58,6 +71,7 @@ class Store:
       amax_bits`: a block of new fp32 values; amax_bits, int32 and one for each, are 0 at first;
       words: random ones (megaopt.kernels.step.draws) where the formats draw.
     - `finish(table_ptr, place, scale, amax_bits, FORMATS)`: behind a chunk.
+    - `put_codes(weight_ptr, remainder_ptr, param, ...)`: in place of `put` where `in_place` holds.
     - `tile`, in place of them: steps and casts a tile of 128 x 128 (tiles.tile_in_lines).
     """
 
@@ -66,14 +80,18 @@ class Store:
     begin: Any = no_scale
     put: Any = put_nothing
     finish: Any = finish_nothing
+    put_codes: Any = put_no_codes
     tile: Any = None
     tile_options: Mapping[str, object] = field(default_factory=dict)
     """Of the launch over tiles."""
+    in_place: bool = False
+    """Of a weight without a master the pass reads codes and stores codes: no fp32 value of an
+    element lasts for longer. Of tiles only where no other rank has a part of the weight."""
 
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        return _key(self.name, self.begin, self.put, self.finish, self.tile)
+        return _key(self.name, self.begin, self.put, self.finish, self.put_codes, self.tile)
 
 
 LATER = Store("later", Left.ALL)
@@ -108,6 +126,8 @@ class Quantizer:
     """The Triton type under which kernels store it."""
     value_reference: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
     """What codes are multiplied by, fp32, from scale_inv."""
+    value: Any = same_value
+    """The same in Triton."""
     move: Callable[..., None] | None = None
     """Where weights keep a scale and amaxes: `move(table, (histories, scales, amaxes), recipe,
     controls)` launches what makes the next step's scales."""
@@ -123,7 +143,7 @@ class Quantizer:
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         fields = (self.name, self.rows, self.columns, self.scale_element, self.store.cache_key)
-        return _key(f"{fields}", self.scale)
+        return _key(f"{fields}", self.scale, self.value)
 
 
 def _key(fields: str, *functions: Any) -> str:

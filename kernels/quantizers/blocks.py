@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.quantizers.base import Quantizer
-from megaopt.kernels.quantizers.cast import rounded
+from megaopt.kernels.quantizers.cast import remainder_pointer, rounded, store_codes
 from megaopt.kernels.quantizers.current import OPTIONS, scale_of_amax, scales_of_amax_reference
 from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.quantizers.tiles import (
@@ -15,7 +15,8 @@ from megaopt.kernels.quantizers.tiles import (
     tile_in_lines,
     tile_is_whole,
 )
-from megaopt.kernels.step.blocks import load_block, store_block
+from megaopt.kernels.step.blocks import load_block
+from megaopt.kernels.step.draws import block_words
 
 
 @helper
@@ -32,8 +33,8 @@ def tile_as_one(
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
         piece = piece_of(index, tile, FORMATS, PIECE)
-        value = step_piece(
-            table_ptr, place, pointers, numbers, controls, piece[0], piece[1],
+        value, _words = step_piece(
+            table_ptr, place, pointers, numbers, controls, piece[0], piece[1], 1.0,
             FORMATS, RULE, CONTROLLED, MASKED,
         )  # fmt: skip
         bits = tl.maximum(bits, magnitude_bits(value))
@@ -48,13 +49,19 @@ def tile_as_one(
         scale, scale_inv = FORMATS.cast.quantizer.scale(table_ptr, place, amax_bits, FORMATS)
         stored = (block[0] // TILE) * block[3] + block[1] // TILE
         tl.store(scale_inv_ptr + stored, scale_inv)
+        remainder_ptr = remainder_pointer(table_ptr, place[0], place[1], place[2], FORMATS)
         index = tl.zeros((), tl.int32)
         while index < TILE * TILE // PIECE_AGAIN:
             piece = piece_of(index, tile, FORMATS, PIECE_AGAIN)
             code = load_block(pointers[2], piece[0], piece[1], MASKED)
             value = rounded(FORMATS.master.decode(code, 1.0), FORMATS)
-            code = FORMATS.weight.encode(value * scale, 1.0)
-            store_block(pointers[1], piece[0], code, piece[1], MASKED)
+            words = block_words(
+                numbers[1], place[2], 0, piece[0], FORMATS.cast_draws, False, 0, False
+            )
+            store_codes(
+                pointers[1], remainder_ptr, value * scale, words, piece[0], piece[1], FORMATS,
+                MASKED,
+            )  # fmt: skip
             index += 1
 
 
@@ -67,7 +74,7 @@ SQUARES = store_of_tiles(
     "block_128x128", tile_as_one, PIECE=1024, PIECE_AGAIN=4096, num_warps=8, maxnreg=80
 )
 LINES = store_of_tiles(
-    "block_1x128", tile_in_lines, PIECE=512, PIECE_AGAIN=512, num_warps=4, maxnreg=80
+    "block_1x128", tile_in_lines, True, PIECE=512, PIECE_AGAIN=512, num_warps=4, maxnreg=80
 )
 SCALES = (scale_of_amax, scales_of_amax_reference)
 BLOCK_128X128 = Quantizer("block_128x128", OPTIONS, SQUARES, *SCALES, 128, 128)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.step.blocks import load_block, pointer, store_block
-from megaopt.kernels.step.kernel import SKIP, chunk_of, place_of
+from megaopt.kernels.step.draws import block_words, draw_of, weight_bits
+from megaopt.kernels.step.kernel import SKIP, chunk_of, draw_row, place_of
 from megaopt.kernels.step.rows import (
     MASTER,
     MASTER_SCALE,
     WEIGHT,
     WEIGHT_AMAX,
     WEIGHT_COLUMNS,
+    WEIGHT_REMAINDER,
     WEIGHT_ROWS,
     WEIGHT_SCALE_INV,
     WEIGHT_SCALE_STRIDE,
@@ -47,19 +49,71 @@ def noted(param, amax_bits, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr):
 
 
 @helper
+def remainder_pointer(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr):
+    """To what lies beside a chunk's codes, where there is something."""
+    FORMAT: tl.constexpr = FORMATS.remainder
+    ROW: tl.constexpr = MASTER if FORMATS.master.joined else WEIGHT_REMAINDER
+    return pointer(table_ptr, ROW, tensors, tensor, start, FORMAT)
+
+
+@helper
+def cast_draw(
+    table_ptr, scalars_ptr, scalar_count, tensors, tensor, FORMATS: tl.constexpr, RULE: tl.constexpr
+):
+    """What the random words of a cast are made from, where it draws."""
+    if FORMATS.cast_draws:
+        row_ptr = draw_row(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
+        draw = draw_of(table_ptr, tensors, tensor, row_ptr, True)
+    else:
+        draw = ((0, 0, 0), 0, 0, 0, 0)
+    return draw
+
+
+@helper
+def drawn_code(product, words, FORMATS: tl.constexpr):
+    """The codes of values times scales."""
+    if FORMATS.weight.draws:
+        code = FORMATS.weight.encode(product, 1.0, weight_bits(words))
+    else:
+        code = FORMATS.weight.encode(product, 1.0)
+    return code
+
+
+@helper
+def store_codes(
+    weight_ptr, remainder_ptr, product, words, offsets, mask, FORMATS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Stores the codes of values times scales, and what lies beside them."""
+    REMAINDER: tl.constexpr = FORMATS.remainder
+    if REMAINDER.present:
+        if REMAINDER.draws:
+            code, remainder = REMAINDER.encode(product, weight_bits(words))
+        else:
+            code, remainder = REMAINDER.encode(product)
+        store_block(remainder_ptr, offsets, remainder, mask, MASKED)
+    else:
+        code = drawn_code(product, words, FORMATS)
+    store_block(weight_ptr, offsets, code, mask, MASKED)
+
+
+@helper
 def raise_amax(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
     """A store's `finish`: the tensor's amax becomes at least the chunk's."""
     tensors, tensor, _start = place
-    tl.atomic_max(amax_pointer(table_ptr, tensors, tensor), tl.max(amax_bits, 0))
+    tl.atomic_max(amax_pointer(table_ptr, tensors, tensor), tl.max(amax_bits))
 
 
-@jit(do_not_specialize=["tensors"])
+@jit(do_not_specialize=["tensors", "scalar_count"])
 def cast_kernel(
     table_ptr,  # *int64 [Formats.row_count, tensors]
     chunks_ptr,  # *int32, as table.Chunks
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    scalars_ptr,  # *fp32 [groups, scalar_count], of the step; unread unless the cast draws
     tensors,
+    scalar_count,
     FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
     ONLY_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,6 +132,8 @@ def cast_kernel(
     weight_ptr = pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT)
     master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
     amax_ptr = amax_pointer(table_ptr, tensors, tensor)
+    remainder_ptr = remainder_pointer(table_ptr, tensors, tensor, start, FORMATS)
+    draw = cast_draw(table_ptr, scalars_ptr, scalar_count, tensors, tensor, FORMATS, RULE)
     scale = 1.0
     if not ONLY_AMAX:
         place = (tensors, tensor, start)
@@ -94,7 +150,12 @@ def cast_kernel(
         if ONLY_AMAX:
             amax_bits = tl.maximum(amax_bits, magnitude_bits(value))
         else:
-            store_block(weight_ptr, offsets, WEIGHT_FORMAT.encode(value * scale, 1.0), None, False)
+            words = block_words(
+                draw, start, block * BLOCK, offsets, FORMATS.cast_draws, False, BLOCK, True
+            )
+            store_codes(
+                weight_ptr, remainder_ptr, value * scale, words, offsets, None, FORMATS, False
+            )
         block += 1
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -104,7 +165,12 @@ def cast_kernel(
         if ONLY_AMAX:
             amax_bits = tl.maximum(amax_bits, magnitude_bits(tl.where(mask, value, 0.0)))
         else:
-            store_block(weight_ptr, offsets, WEIGHT_FORMAT.encode(value * scale, 1.0), mask, True)
+            words = block_words(
+                draw, start, block * BLOCK, offsets, FORMATS.cast_draws, False, BLOCK, False
+            )
+            store_codes(
+                weight_ptr, remainder_ptr, value * scale, words, offsets, mask, FORMATS, True
+            )
         block += 1
     if ONLY_AMAX:
         tl.atomic_max(amax_ptr, tl.max(amax_bits, 0))

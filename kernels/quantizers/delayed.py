@@ -14,7 +14,7 @@ import torch
 from megaopt.kernels.calling import call
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.quantizers.base import Left, Quantizer, Store
-from megaopt.kernels.quantizers.cast import noted, raise_amax, scale_inv_pointer
+from megaopt.kernels.quantizers.cast import noted, raise_amax, scale_inv_pointer, store_codes
 from megaopt.kernels.quantizers.scale import (
     magnitude_bits,
     magnitude_reference,
@@ -51,12 +51,23 @@ def put(
 
 
 @helper
+def put_codes(
+    weight_ptr, remainder_ptr, param, scale, amax_bits, words, offsets, mask,
+    FORMATS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    value, amax_bits = noted(param, amax_bits, mask, FORMATS, MASKED)
+    store_codes(weight_ptr, remainder_ptr, value * scale, words, offsets, mask, FORMATS, MASKED)
+    return amax_bits
+
+
+@helper
 def finish(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
-    """Raises the tensor's amax; its first chunk stores scale_inv."""
+    """Raises the tensor's amax; its first chunk stores scale_inv, unless others still read it."""
     raise_amax(table_ptr, place, scale, amax_bits, FORMATS)
-    tensors, tensor, start = place
-    ptr = scale_inv_pointer(table_ptr, tensors, tensor, FORMATS)
-    tl.store(ptr, reciprocal(scale), mask=start == 0)
+    if not FORMATS.in_place:
+        tensors, tensor, start = place
+        ptr = scale_inv_pointer(table_ptr, tensors, tensor, FORMATS)
+        tl.store(ptr, reciprocal(scale), mask=start == 0)
 
 
 @helper
@@ -159,7 +170,7 @@ def move_scales(
 
 
 OPTIONS = ("margin", "amax_history_len", "amax_compute_algo")
-STORE = Store("delayed", Left.NOTHING, begin, put, finish)
+STORE = Store("delayed", Left.NOTHING, begin, put, finish, put_codes, in_place=True)
 SCALES = (scale_there_is, scale_there_is_reference)
 DELAYED = Quantizer(
     "delayed", OPTIONS, STORE, *SCALES, move=move_scales, move_reference=move_scales_reference

@@ -51,12 +51,15 @@ class CastPlan(TritonPlan):
         if self.in_blocks:
             self._tiles = to_device(tile_table(numels, extents), device)
         shapes: list[tuple[int, ...]] = []
-        if self.shared or (self.in_blocks and formats.store.left is Left.ALL):
+        # what others make codes of, a pass over masters, or codes that were read until now
+        later = self.in_blocks and formats.store.left is Left.ALL
+        if self.shared or later or (formats.in_place and not self.in_blocks):
             shapes = [self.recipe.scale_shape(torch.Size(extent[:2])) for extent in extents]
         self._scale_chunks = Chunks([math.prod(shape) for shape in shapes], SCALES, device)
         self._buffers: Buffers = {}
         self._moved, self._columns = DeviceTable(device), DeviceTable(device)
         self._controls: torch.Tensor | None = None
+        self._step_scalars = torch.empty(0, 0)
 
     def look(self, buffers: Buffers) -> None:
         """Notes where the buffers lie, and keeps those that `cast` computes with."""
@@ -74,12 +77,13 @@ class CastPlan(TritonPlan):
         controls: torch.Tensor | None = None,
     ) -> None:
         """As TritonPlan.step; raises the buffers of amaxes, and casts what it can."""
-        self._controls = controls
+        self._controls, scalars = controls, self.on_device(scalars)
+        self._step_scalars = scalars
         store = self.formats.store
         if store.tile is None:
             super().step(scalars, controls)
         else:
-            scalars, tiles = self.on_device(scalars), self._tiles.shape[1]
+            tiles = self._tiles.shape[1]
             options = {"RULE": self.rule, "SHARDED": self.shared, **store.tile_options}
             arguments = (self._tiles, scalars, controls, len(self.extents), tiles)
             self._launch(tile_kernel, tiles, (*arguments, scalars.shape[1]), options)
@@ -109,16 +113,16 @@ class CastPlan(TritonPlan):
         move(self._moved, columns, self.recipe, self._controls)
 
     def _pass_over_masters(self, only_amax: bool) -> None:
-        options: dict[str, object] = {"ONLY_AMAX": only_amax}
-        count = len(self.extents)
+        options: dict[str, object] = {"ONLY_AMAX": only_amax, "RULE": self.rule}
+        count, scalars = len(self.extents), self._step_scalars
         if self.in_blocks:
             options |= {"ALL": self.formats.store.left is not Left.SHARED, **CAST_TILES}
             tiles = self._tiles.shape[1]
-            arguments = (self._tiles, self._controls, count, tiles)
+            arguments = (self._tiles, self._controls, scalars, count, tiles, scalars.shape[1])
             self._launch(cast_tiles_kernel, tiles, arguments, options)
         else:
             options |= {"ITERATIONS": self.geometry.iterations, **dealt_out(self.geometry)}
-            arguments = (self._chunks.table, self._controls, count)
+            arguments = (self._chunks.table, self._controls, scalars, count, scalars.shape[1])
             self._launch(cast_kernel, self._chunks.count, arguments, options)
 
     def _cast_columns(self) -> None:
@@ -133,8 +137,10 @@ class CastPlan(TritonPlan):
             [tensor.stride(0) for tensor in scale_invs],
         ]
         table, tiles = self._columns.update(numpy.array(rows, numpy.int64)), self._tiles.shape[1]
-        arguments = (self._tiles, table, self._controls, len(codes), tiles)
-        self._launch(cast_columns_kernel, tiles, arguments, {"num_warps": 4})
+        scalars = self._step_scalars
+        arguments = (self._tiles, table, self._controls, scalars, len(codes), tiles)
+        options = {"RULE": self.rule, "num_warps": 4}
+        self._launch(cast_columns_kernel, tiles, (*arguments, scalars.shape[1]), options)
 
     def _launch(
         self,

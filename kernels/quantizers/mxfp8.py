@@ -6,25 +6,28 @@ dimension, in the weight's own order. They are made of the masters, once more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.quantizers.base import Quantizer
-from megaopt.kernels.quantizers.cast import rounded
+from megaopt.kernels.quantizers.cast import cast_draw, drawn_code, rounded
 from megaopt.kernels.quantizers.scale import (
     amax_reference,
     e8m0_from_amax,
     e8m0_from_amax_reference,
     e8m0_multiplier,
     e8m0_multiplier_reference,
+    e8m0_value,
     e8m0_value_reference,
     magnitude_bits,
     multiplied,
 )
 from megaopt.kernels.quantizers.tiles import TILE, store_of_tiles, tile_in_lines
 from megaopt.kernels.step.blocks import pointer
+from megaopt.kernels.step.draws import block_words
 from megaopt.kernels.step.kernel import SKIP
 from megaopt.kernels.step.rows import MASTER, MASTER_SCALE
 from megaopt.kernels.step.scales import old_scale
@@ -33,6 +36,11 @@ if TYPE_CHECKING:
     from megaopt.kernels.float8 import Float8Recipe
 
 BAND: tl.constexpr = tl.constexpr(32)
+
+
+@helper
+def value_of_exponent(scale_inv):
+    return e8m0_value(scale_inv.to(tl.int32))
 
 
 @helper
@@ -50,15 +58,18 @@ def scales_of_exponent_reference(
     return e8m0_multiplier_reference(code), code
 
 
-@jit(do_not_specialize=["tensors", "tiles"])
+@jit(do_not_specialize=["tensors", "tiles", "scalar_count"])
 def cast_columns_kernel(
     table_ptr,  # *int64 [ROWS, tensors], of the step
     tiles_ptr,  # *int32 [3, tiles]: the tensor, the tile's row and column in units of tiles
     columns_ptr,  # *int64 [5, tensors]: addresses of codes and scale_inv; rows, columns, stride
     controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    scalars_ptr,  # *fp32 [groups, scalar_count], of the step; unread unless the cast draws
     tensors,
     tiles,
+    scalar_count,
     FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
 ):
     """Casts a tile of a whole weight's masters, 32 rows at a time."""
@@ -71,6 +82,7 @@ def cast_columns_kernel(
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     master_ptr = pointer(table_ptr, MASTER, tensors, tensor, 0, MASTER_FORMAT)
     master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
+    draw = cast_draw(table_ptr, scalars_ptr, scalar_count, tensors, tensor, FORMATS, RULE)
     codes_ptr = pointer(columns_ptr, 0, tensors, tensor, 0, WEIGHT_FORMAT)
     scale_inv_ptr = tl.load(columns_ptr + tensors + tensor).to(tl.pointer_type(tl.uint8))
     rows = tl.load(columns_ptr + 2 * tensors + tensor)
@@ -87,7 +99,8 @@ def cast_columns_kernel(
         value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
         bits = tl.max(magnitude_bits(tl.where(mask, value, 0.0)), 0)
         scale, scale_inv = scale_of_exponent(table_ptr, (tensors, tensor, 0), bits, FORMATS)
-        code = WEIGHT_FORMAT.encode(value * scale[None, :], 1.0)
+        words = block_words(draw, 0, 0, offsets, FORMATS.weight.draws, False, 0, False)
+        code = drawn_code(value * scale[None, :], words, FORMATS)
         tl.store(codes_ptr + offsets, code, mask=mask)
         block = first_row // BAND + band
         # not & of the two comparisons: a scalar's is no mask in Triton 3.9's interpreter
@@ -97,25 +110,34 @@ def cast_columns_kernel(
 
 
 def columns_reference(
-    values: torch.Tensor, recipe: Float8Recipe
+    values: torch.Tensor, recipe: Float8Recipe, encode: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes in the values' shape, and scale_inv, a row for each 32 rows.
 
     Args:
         values: fp32, (rows, columns), rounded as the recipe says.
         recipe: with scaling "mxfp8".
+        encode: makes the codes of values times scales, both of the values' shape.
     """
     turned = values.t()
     amax = amax_reference(turned, recipe)
     scale, scale_inv = scales_of_exponent_reference(amax, recipe, None)
-    codes = recipe.format.encode_reference(multiplied(turned, scale, recipe.block))
-    return codes.t(), scale_inv.t()
+    return encode(multiplied(turned, scale, recipe.block).t()), scale_inv.t()
 
 
 # on an H200, as in blocks.py: 512 4 -: 90.7; 1024 4 -: 91.7; 512 4 80: 90.7; 512 8 -: 63.2
-STORE = store_of_tiles("mxfp8", tile_in_lines, PIECE=1024, PIECE_AGAIN=1024, num_warps=4)
+STORE = store_of_tiles("mxfp8", tile_in_lines, True, PIECE=1024, PIECE_AGAIN=1024, num_warps=4)
 SCALES = (scale_of_exponent, scales_of_exponent_reference)
 OPTIONS = ("power_of_two_scales",)
 MXFP8 = Quantizer(
-    "mxfp8", OPTIONS, STORE, *SCALES, 1, 32, torch.uint8, tl.uint8, e8m0_value_reference
+    "mxfp8",
+    OPTIONS,
+    STORE,
+    *SCALES,
+    1,
+    32,
+    torch.uint8,
+    tl.uint8,
+    e8m0_value_reference,
+    value_of_exponent,
 )

@@ -10,7 +10,7 @@ from megaopt.kernels.quantizers.mxfp8 import columns_reference
 from megaopt.kernels.quantizers.scale import amax_reference, multiplied
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
-from megaopt.kernels.step.draws import Place
+from megaopt.kernels.step.draws import Place, weight_bits_reference, words_reference
 from megaopt.kernels.step.reference import ReferencePlan
 
 MOVED = ("weight_scale", "weight_amax")
@@ -36,6 +36,7 @@ class CastReferencePlan(ReferencePlan):
         self._extents, self._recipe = extents, formats.cast.recipe
         self._rounding = formats.cast.rounding
         self._own: Buffers = {}
+        self._scalars: Sequence[tuple[float, ...]] = ()
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers: codes come one-dimensional, and so has all that goes with them."""
@@ -48,6 +49,7 @@ class CastReferencePlan(ReferencePlan):
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
     ) -> None:
         """As ReferencePlan.step; raises the buffers of amaxes to those of the stored masters."""
+        self._scalars = scalars
         super().step(scalars, controls)
         for index, extent in self._stepped():
             own = self._tensors(index)
@@ -59,7 +61,7 @@ class CastReferencePlan(ReferencePlan):
     def cast(self) -> None:
         """Stores the codes of parts of fp8 weights, and the whole weights' scale_inv."""
         for index, extent in self._stepped():
-            self._store(self._tensors(index), extent)
+            self._store(self._tensors(index), extent, self._bits(index))
         # masters may go: some are for the step alone
         self._own = {slot: each for slot, each in self._own.items() if slot in MOVED}
 
@@ -96,15 +98,40 @@ class CastReferencePlan(ReferencePlan):
         whole[extent.start : extent.start + values.numel()] = values
         return whole.view(extent.rows, extent.columns)
 
-    def _store(self, own: dict[str, torch.Tensor], extent: Extent) -> None:
+    def _bits(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Random bits for a tensor's codes, or none where they are nearest."""
+        assert self.formats.cast is not None
+        if not (self.formats.weight.draws or self.formats.cast.remainder.draws):
+            return ()
+        weight = self._own["weight"][index]
+        numbers = self._scalars[self.groups[index]][self.rule.row_length :]
+        words = words_reference(self.places[index], weight.numel(), numbers, weight.device)
+        return (weight_bits_reference(words),)
+
+    def _store(
+        self, own: dict[str, torch.Tensor], extent: Extent, bits: tuple[torch.Tensor, ...]
+    ) -> None:
         recipe, values, weight = self._recipe, self._values(own), own["weight"]
         amax = own["weight_amax"].view(recipe.scale_shape(torch.Size(extent[:2])))
         scale, scale_inv = recipe.quantizer.scales_reference(amax, recipe, own.get("weight_scale"))
         product = multiplied(self._placed(values, extent), scale, recipe.block).flatten()
         start = extent.start if recipe.block else 0
-        weight.copy_(recipe.format.encode_reference(product[start : start + weight.numel()]))
+        product = product[start : start + weight.numel()]
+        if "weight_remainder" in own:
+            assert self.formats.cast is not None
+            codes, remainder = self.formats.cast.remainder.encode_reference(product, *bits)
+            own["weight_remainder"].copy_(remainder)
+        else:
+            codes = self.formats.weight.encode_reference(product, None, *bits)
+        weight.copy_(codes)
         own["weight_scale_inv"].copy_(scale_inv.view(own["weight_scale_inv"].shape))
         if "weight_columns" in own:
-            codes, scale_inv = columns_reference(values.view(own["weight_columns"].shape), recipe)
+            shape, form = own["weight_columns"].shape, self.formats.weight
+            drawn = tuple(each.view(shape) for each in bits if form.draws)
+
+            def encode(product: torch.Tensor) -> torch.Tensor:
+                return form.encode_reference(product, None, *drawn)
+
+            codes, scale_inv = columns_reference(values.view(shape), recipe, encode)
             own["weight_columns"].copy_(codes)
             own["weight_columns_scale_inv"].copy_(scale_inv)

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
 from megaopt.kernels.quantizers.base import Left, Store
-from megaopt.kernels.quantizers.cast import amax_pointer, rounded, scale_inv_pointer
+from megaopt.kernels.quantizers.cast import (
+    amax_pointer,
+    cast_draw,
+    remainder_pointer,
+    rounded,
+    scale_inv_pointer,
+    store_codes,
+)
 from megaopt.kernels.quantizers.scale import magnitude_bits
-from megaopt.kernels.step.blocks import load_block, pointers_of, store_block
+from megaopt.kernels.step.blocks import load_block, pointers_of
 from megaopt.kernels.step.draws import block_words, draw_of
 from megaopt.kernels.step.kernel import SKIP, controls_of, draw_row, scalars_of
 from megaopt.kernels.step.rows import (
@@ -118,12 +125,15 @@ def blocks_of(row, first, block, FORMATS: tl.constexpr):
 
 @helper
 def step_piece(
-    table_ptr, place, pointers, numbers, controls, offsets, mask, FORMATS: tl.constexpr,
-    RULE: tl.constexpr, CONTROLLED: tl.constexpr, MASKED: tl.constexpr,
+    table_ptr, place, pointers, numbers, controls, offsets, mask, scale_inv,
+    FORMATS: tl.constexpr, RULE: tl.constexpr, CONTROLLED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The step of a piece but for its weights, whose values are given: rounded, fp32.
+    """The step of a piece but for its weights.
+
+    Returns the weights' values, rounded, fp32, and random words.
 
     numbers: the group's scalars, and what random words are made from.
+    scale_inv: of the weights' codes, where these are read.
     """
     scalars, draw = numbers
     COUNT: tl.constexpr = FORMATS.moment_count
@@ -131,7 +141,7 @@ def step_piece(
     for _index in tl.static_range(COUNT):
         ones += (1.0,)
     values = loaded_and_updated(
-        table_ptr, place, pointers, (1.0, ones), scalars, controls, offsets, 0, 0, mask,
+        table_ptr, place, pointers, (scale_inv, ones), scalars, controls, offsets, 0, 0, mask,
         FORMATS, RULE, CONTROLLED, MASKED, True, FORMATS.writes_grad,
     )  # fmt: skip
     words = block_words(draw, place[2], 0, offsets, FORMATS.draws, False, 0, False)
@@ -139,12 +149,26 @@ def step_piece(
     value = rounded(values[0], FORMATS)
     if MASKED:
         value = tl.where(mask, value, 0.0)
-    return value
+    return value, words
+
+
+@helper
+def scale_invs_of(scale_inv_ptr, piece, tile, block, FORMATS: tl.constexpr):
+    """What the codes of a piece's lines are multiplied by, fp32 [lines, 1]; 1 of masters."""
+    if FORMATS.in_place:
+        _offsets, _mask, row, first = piece
+        _blocks, stored = blocks_of(row, first, block, FORMATS)
+        _whole, inside = lines_are_whole(row, first, tile, FORMATS.cast.quantizer.columns)
+        found = tl.load(scale_inv_ptr + stored, mask=inside, other=0)
+        scale_inv = FORMATS.cast.quantizer.value(found)[:, None]
+    else:
+        scale_inv = 1.0
+    return scale_inv
 
 
 @helper
 def cast_lines(
-    table_ptr, place, weight_ptr, outputs, value, piece, tile, block,
+    table_ptr, place, weight_ptr, outputs, value, words, piece, tile, block,
     FORMATS: tl.constexpr, MASKED: tl.constexpr, SHARDED: tl.constexpr,
 ):  # fmt: skip
     """Encodes a piece whose lines are blocks of their own; those that others have parts of wait."""
@@ -153,15 +177,17 @@ def cast_lines(
     blocks, stored = blocks_of(row, first, block, FORMATS)
     amax_bits = tl.max(magnitude_bits(value), 1)
     scale, scale_inv = FORMATS.cast.quantizer.scale(table_ptr, place, amax_bits, FORMATS)
-    code = FORMATS.weight.encode(value * scale[:, None], 1.0)
+    product = value * scale[:, None]
     whole, inside = lines_are_whole(row, first, tile, FORMATS.cast.quantizer.columns)
+    remainder_ptr = remainder_pointer(table_ptr, place[0], place[1], place[2], FORMATS)
     if SHARDED:
         tl.atomic_max(amax_ptr + blocks, amax_bits, mask=inside)
     if MASKED:
-        store_block(weight_ptr, offsets, code, mask & whole[:, None], True)
+        mask = mask & whole[:, None]
+        store_codes(weight_ptr, remainder_ptr, product, words, offsets, mask, FORMATS, True)
         tl.store(scale_inv_ptr + stored, scale_inv, mask=inside & whole)
     else:
-        store_block(weight_ptr, offsets, code, None, False)
+        store_codes(weight_ptr, remainder_ptr, product, words, offsets, None, FORMATS, False)
         tl.store(scale_inv_ptr + stored, scale_inv)
 
 
@@ -175,22 +201,23 @@ def tile_in_lines(
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
         piece = piece_of(index, tile, FORMATS, PIECE)
-        value = step_piece(
-            table_ptr, place, pointers, numbers, controls, piece[0], piece[1],
+        scale_inv = scale_invs_of(outputs[1], piece, tile, block, FORMATS)
+        value, words = step_piece(
+            table_ptr, place, pointers, numbers, controls, piece[0], piece[1], scale_inv,
             FORMATS, RULE, CONTROLLED, MASKED,
         )  # fmt: skip
         cast_lines(
-            table_ptr, place, pointers[1], outputs, value, piece, tile, block,
+            table_ptr, place, pointers[1], outputs, value, words, piece, tile, block,
             FORMATS, MASKED, SHARDED,
         )  # fmt: skip
         index += 1
 
 
-def store_of_tiles(name: str, tile: object, **options: int) -> Store:
+def store_of_tiles(name: str, tile: object, in_place: bool = False, **options: int) -> Store:
     """A store whose pass goes by tiles; options: of the launch."""
     if INTERPRETED:  # an interpreted operation costs some 15 microseconds whatever its size
         options = {"PIECE": 8192, "PIECE_AGAIN": 8192}
-    return Store(name, Left.SHARED, tile=tile, tile_options=options)
+    return Store(name, Left.SHARED, tile=tile, tile_options=options, in_place=in_place)
 
 
 @jit(do_not_specialize=["tensors", "tiles", "scalar_count"])
@@ -239,14 +266,17 @@ def tile_kernel(
         )  # fmt: skip
 
 
-@jit(do_not_specialize=["tensors", "tiles"])
+@jit(do_not_specialize=["tensors", "tiles", "scalar_count"])
 def cast_tiles_kernel(
     table_ptr,
     tiles_ptr,
     controls_ptr,
+    scalars_ptr,  # *fp32 [groups, scalar_count], of the step; unread unless the cast draws
     tensors,
     tiles,
+    scalar_count,
     FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
     ONLY_AMAX: tl.constexpr,
     ALL: tl.constexpr,
@@ -263,6 +293,8 @@ def cast_tiles_kernel(
     place = (tensors, tensor, base)
     pointers = pointers_of(table_ptr, tensors, tensor, base, FORMATS)
     amax_ptr = amax_pointer(table_ptr, tensors, tensor)
+    remainder_ptr = remainder_pointer(table_ptr, tensors, tensor, base, FORMATS)
+    draw = cast_draw(table_ptr, scalars_ptr, scalar_count, tensors, tensor, FORMATS, RULE)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
     index = tl.zeros((), tl.int32)
@@ -280,8 +312,9 @@ def cast_tiles_kernel(
         else:
             amax_bits = tl.load(amax_ptr + blocks, mask=inside, other=0)
             scale, _scale_inv = FORMATS.cast.quantizer.scale(table_ptr, place, amax_bits, FORMATS)
-            code = FORMATS.weight.encode(value * scale[:, None], 1.0)
+            product = value * scale[:, None]
             if not ALL:
                 mask = mask & (whole == 0)[:, None]
-            store_block(pointers[1], offsets, code, mask, True)
+            words = block_words(draw, base, 0, offsets, FORMATS.cast_draws, False, 0, False)
+            store_codes(pointers[1], remainder_ptr, product, words, offsets, mask, FORMATS, True)
         index += 1

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megaopt.kernels.formats import WEIGHTS, Format
+from megaopt.kernels.formats import MASTERS, NONE, WEIGHTS, Format
 from megaopt.kernels.lowrank.spec import LowRank
-from megaopt.kernels.quantizers.base import LATER, Quantizer, Store
+from megaopt.kernels.quantizers.base import LATER, Left, Quantizer, Store
 from megaopt.kernels.quantizers.plain import PLAIN
 from megaopt.kernels.rules.base import digest
 from megaopt.kernels.step.rows import FIRST_MOMENT_ROW, FIXED_ROWS
@@ -29,11 +29,16 @@ class Cast:
     recipe: Float8Recipe
     dtype: torch.dtype
     """The weights' own, to which values are rounded first, unless the recipe is direct."""
+    exact: bool = False
+    """Values are rounded to no other format, neither where codes are read nor where they are made:
+    those of weights without fp32 masters that keep small updates."""
+    remainder: Format = field(default=NONE, repr=False)
+    """What lies beside codes of which the step has values for its own time (plan_formats)."""
 
     @property
     def rounding(self) -> Format:
         """The format through which values go before they are encoded."""
-        return WEIGHTS[torch.float32 if self.recipe.direct else self.dtype]
+        return WEIGHTS[torch.float32 if self.recipe.direct or self.exact else self.dtype]
 
     @property
     def quantizer(self) -> Quantizer:
@@ -44,7 +49,8 @@ class Cast:
     def slots(self) -> tuple[str, ...]:
         """What lies beside the codes."""
         kept = ("weight_scale",) if self.quantizer.keeps_scale else ()
-        return (*kept, "weight_scale_inv", "weight_amax")
+        beside = ("weight_remainder",) if self.remainder.present else ()
+        return (*kept, "weight_scale_inv", "weight_amax", *beside)
 
 
 class Extent(NamedTuple):
@@ -116,12 +122,15 @@ class Formats:
         """How the step's pass stores weights.
 
         fp8 weights wait where the master is scaled: its stored value, of which the weight is made,
-        is known only when the tensor is through. So do tiles beside scaled moments.
+        is known only when the tensor is through. So do tiles beside moments that are scaled, or in
+        blocks, which lie along the tensor.
         """
         if self.cast is None:
             return PLAIN
         own = self.cast.quantizer.store
-        return LATER if self.master.scaled or (own.tile and self.scaled) else own
+        if self.cast.exact and not own.in_place and own.left is Left.NOTHING:
+            return LATER  # it stores codes to nearest, and nothing beside them
+        return LATER if self.master.scaled or (own.tile and (self.scaled or self.block)) else own
 
     @cached_property
     def state_slots(self) -> tuple[str, ...]:
@@ -155,7 +164,37 @@ class Formats:
     @cached_property
     def draws(self) -> bool:
         """Whether something is rounded stochastically."""
-        return any(form.draws for form in self.by_slot.values())
+        drawn = any(form.draws for form in self.by_slot.values())
+        return drawn or (self.cast is not None and self.cast.remainder.draws)
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether fp8 codes are read and stored by one pass, without an fp32 value for the step."""
+        return self.is_exact and self.store.in_place
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether there is no master but what lies beside fp8 codes, and these lose no update."""
+        alone = self.master.joined or not self.master.present
+        return alone and self.cast is not None and self.cast.exact
+
+    def with_values(self) -> Formats:
+        """The same for a step that is given fp32 values for its time, beside the codes."""
+        assert self.cast is not None
+        cast = replace(self.cast, remainder=self.master)
+        return replace(self, master=MASTERS[torch.float32], cast=cast)
+
+    @property
+    def cast_draws(self) -> bool:
+        """Whether fp8 codes, or what lies beside them, are rounded stochastically."""
+        return self.cast is not None and (self.weight.draws or self.remainder.draws)
+
+    @property
+    def remainder(self) -> Format:
+        """What lies beside fp8 codes; NONE where nothing does."""
+        if self.cast is None:
+            return NONE
+        return self.master if self.master.joined else self.cast.remainder
 
     @cached_property
     def cache_key(self) -> str:
@@ -164,6 +203,7 @@ class Formats:
         keys.append(self.store.cache_key)
         if self.cast:
             keys += [self.cast.quantizer.cache_key, self.cast.rounding.cache_key]
+            keys.append(self.cast.remainder.cache_key)
         flags = (self.rounds_grad, self.writes_grad, self.maximize, self.low_rank)
         return digest(f"{'/'.join(keys)}/{self.cast}/{flags}")
 
@@ -183,6 +223,8 @@ class Formats:
         if slot.endswith(("_scale", "_scale_inv", "_amax")):
             own = self.by_slot.get(slot.removesuffix("_scale"))
             return torch.uint8 if own is not None and own.block else torch.float32
+        if slot == "weight_remainder":
+            return torch.int8
         dtype = self.by_slot[slot].dtype
         assert dtype is not None
         return dtype

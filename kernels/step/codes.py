@@ -73,4 +73,6 @@ def loaded_param(
         param = FORMATS.master.decode(master_code, master_scale)
     else:
         param = FORMATS.weight.decode(load_block(weight_ptr, offsets, mask, MASKED), 1.0)
+    if FORMATS.in_place:
+        param *= master_scale  # scale_inv of the codes
     return param

@@ -34,6 +34,7 @@ from megaopt.kernels.step.rows import (
     MASTER_SCALE,
     MOMENT,
     NUMEL,
+    WEIGHT_SCALE_INV,
 )
 from megaopt.kernels.step.scales import (
     AMAX_PHASE,
@@ -110,6 +111,16 @@ def controls_of(controls_ptr, CONTROLLED: tl.constexpr):
 def old_moment_scale(table_ptr, tensors, tensor, FORMATS: tl.constexpr, INDEX: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
     return old_scale(table_ptr, MOMENT + 2 * INDEX + 1, tensors, tensor, FORMAT)
+
+
+@helper
+def param_scale(table_ptr, tensors, tensor, master_scale, FORMATS: tl.constexpr):
+    """What the codes of what is updated are multiplied by: a master's, or an fp8 weight's."""
+    scale = master_scale
+    if FORMATS.in_place:
+        address = tl.load(table_ptr + WEIGHT_SCALE_INV * tensors + tensor)
+        scale = tl.load(address.to(tl.pointer_type(tl.float32)))
+    return scale
 
 
 @helper
@@ -201,7 +212,7 @@ def find_amaxes(
         moment_scales += (old_moment_scale(table_ptr, tensors, tensor, FORMATS, index),)
         moment_amaxes += (tl.zeros((BLOCK,), tl.int32),)
     master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
-    scales = (master_scale, moment_scales)
+    scales = (param_scale(table_ptr, tensors, tensor, master_scale, FORMATS), moment_scales)
     WITH_PARAM: tl.constexpr = RULE.moments_use_param or FORMATS.master.scaled
     master_amax = tl.zeros((BLOCK,), tl.int32)
     block = tl.zeros((), tl.int32)
@@ -380,7 +391,8 @@ def step_chunk(
         kept = kept_moment_scale(table_ptr, scratch_ptr, place, lead, FORMATS, index)
         moment_scales += (kept,)
         moment_inverses += (new_moment_scale(table_ptr, scratch_ptr, place, kept, FORMATS, index),)
-    scales = (kept_scale(scratch_ptr, 0, tensors, tensor, MASTER_FORMAT, COUNT), moment_scales)
+    kept = kept_scale(scratch_ptr, 0, tensors, tensor, MASTER_FORMAT, COUNT)
+    scales = (param_scale(table_ptr, tensors, tensor, kept, FORMATS), moment_scales)
     master_inverse = new_scale(
         table_ptr, MASTER_SCALE, scratch_ptr, 0, tensors, tensor, start, MASTER_FORMAT
     )

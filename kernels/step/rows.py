@@ -12,9 +12,10 @@ FIXED_ROWS = {
     "weight_scale": 4,
     "weight_scale_inv": 5,
     "weight_amax": 6,
+    "weight_remainder": 19,
 }
 """The kinds of buffer that every rule has, and their rows in the kernel's table of addresses."""
-FIRST_MOMENT_ROW = 19
+FIRST_MOMENT_ROW = 20
 """After rows of numbers; two rows a moment: its address, and that of its scale."""
 
 # Rows of the int64 table, one column a tensor. First addresses.
@@ -25,6 +26,7 @@ MASTER_SCALE: tl.constexpr = tl.constexpr(FIXED_ROWS["master_scale"])
 WEIGHT_SCALE: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_scale"])
 WEIGHT_SCALE_INV: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_scale_inv"])
 WEIGHT_AMAX: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_amax"])
+WEIGHT_REMAINDER: tl.constexpr = tl.constexpr(FIXED_ROWS["weight_remainder"])
 NUMEL: tl.constexpr = tl.constexpr(7)
 GROUP: tl.constexpr = tl.constexpr(8)
 ALIGNED: tl.constexpr = tl.constexpr(9)

@@ -190,7 +190,12 @@ def stored_block(
     _, weight_ptr, master_ptr, moment_ptrs = pointers
     master_inverse, moment_inverses = inverses
     param, moments = values
-    if FORMATS.master.joined:
+    if FORMATS.in_place:
+        amax_bits = FORMATS.store.put_codes(
+            weight_ptr, master_ptr, param, weight_scale, amax_bits, words, offsets, mask, FORMATS,
+            MASKED,
+        )  # fmt: skip
+    elif FORMATS.master.joined:
         weight_code, master_code = encoded_jointly(param, words, FORMATS)
         store_block(master_ptr, offsets, master_code, mask, MASKED)
         store_block(weight_ptr, offsets, weight_code, mask, MASKED)

@@ -97,6 +97,8 @@ def decoded_param(weight, master, master_scale, FORMATS: tl.constexpr, WIDTH: tl
         param = decoded(master, master_scale, MASTER, WIDTH)
     else:
         param = decoded(weight, 1.0, WEIGHT, WIDTH)
+    if FORMATS.in_place:
+        param *= master_scale  # scale_inv of the codes
     return param
 
 

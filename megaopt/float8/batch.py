@@ -13,17 +13,29 @@ import torch.distributed as dist
 from megaopt.batches import Batch, copy_back
 from megaopt.float8.parts import Parts
 from megaopt.float8.ranks import all_reduce_max
-from megaopt.kernels.formats import MASTERS
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.watch import Grads, Guards
-from megaopt.params import view_of
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import locals_of
+from megaopt.state import MASTER, State
 
-FP32_MASTER = MASTERS[torch.float32]
 
+def plan_formats(formats: Formats, view: ParamView, steps_codes: bool) -> Formats:
+    """The formats that a plan steps: weights without masters get fp32 values, or step codes alone.
 
-def plan_formats(formats: Formats) -> Formats:
-    """The formats that kernels step: without a master fp8 weights get one for the step."""
-    return formats if formats.master.present else replace(formats, master=FP32_MASTER)
+    Blocks that other ranks have a part of wait for their amaxes, and codes along columns are made
+    of values, too: both need these for longer than a step's pass has them.
+
+    Args:
+        formats: as the weights and their states have them.
+        view: of one of the weights.
+        steps_codes: whether the backend can.
+    """
+    if formats.master.present and not formats.master.joined:
+        return formats
+    tiles_wait = formats.store.tile is not None and view.extent.shared
+    waits = tiles_wait or view.weight.columnwise is not None
+    return formats if steps_codes and formats.in_place and not waits else formats.with_values()
 
 
 @dataclass
@@ -61,10 +73,18 @@ class Float8Batch(Batch):
         self._copies = {
             slot: [self._input(tensor) for tensor in tensors] for slot, tensors in own.items()
         }
-        if not self.formats.master.present:
-            views = map(view_of, self.params)
-            self._copies["master"] = [view.value(self.formats).flatten() for view in views]
+        if self.plan.formats is not self.formats:
+            if self.formats.master.present:
+                self._copies["weight_remainder"] = [own.view(-1) for own in self._copies["master"]]
+            self._copies["master"] = list(map(self._value, self.params, self.states))
         self.plan.look({**self._copies, **self._beside()})
+
+    def _value(self, param: torch.Tensor, state: State) -> torch.Tensor:
+        """The fp32 value of a weight without an fp32 master, flat."""
+        view, form = view_of(param), self.formats.master
+        if not form.present:
+            return view.value(self.formats).flatten()
+        return view.joined_value(form, locals_of(state)[MASTER].to(self.device)).flatten()
 
     def _beside(self) -> Buffers:
         """Scales and amaxes of the whole weights."""
@@ -108,6 +128,13 @@ class Float8Batch(Batch):
     def copy_results(self) -> None:
         """After a step: the results are copied back to staged tensors."""
         copies = self._leave_grads()
+        if "weight_remainder" in copies:
+            copies["master"] = [
+                copy.view(own.shape)
+                for own, copy in zip(
+                    self._own_states("master"), copies["weight_remainder"], strict=True
+                )
+            ]
         for slot in self.formats.state_slots:
             copy_back(self._own_states(slot), copies[slot])
 

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaopt.kernels.float8 import dequantize_reference
+from megaopt.kernels.formats import Format
+from megaopt.kernels.formats.float8_drawn import FLOAT8
+from megaopt.kernels.quantizers.scale import multiplied
+from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.step.batch import Cast, Extent, Formats
 from megaopt.options import Options
 from megaopt.params.view import ParamView
+from megaopt.pieces import decoded_joined
 
 
 class Float8View(ParamView):
@@ -70,8 +76,31 @@ class Float8View(ParamView):
     _has_other_parts = False
 
     def value(self, formats: Formats) -> torch.Tensor:
-        """What the codes stand for."""
-        return self.part_of(self.weight.dequantize())
+        """What the codes stand for; exact where the step reads them so."""
+        if formats.cast is None or not formats.cast.exact:
+            return self.part_of(self.weight.dequantize())
+        weight = self.weight
+        own = dequantize_reference(weight.data8, weight.scale_inv, weight.recipe, torch.float32)
+        return self.part_of(own)
+
+    def scale_inv(self) -> torch.Tensor:
+        """What the code of each of its elements is multiplied by, fp32, of its shape."""
+        weight = self.weight
+        inverse = weight.recipe.quantizer.value_reference(weight.scale_inv)
+        whole = torch.ones(weight.shape, dtype=torch.float32, device=weight.data8.device)
+        return self.part_of(multiplied(whole, inverse, weight.recipe.block))
+
+    def joined_value(self, form: Format, code: torch.Tensor) -> torch.Tensor:
+        """The fp32 values of codes with what is stored beside them."""
+        own = self.codes.view(self.param.shape)
+        return canonical_reference(decoded_joined(form, own, code) * self.scale_inv())
+
+    def join(self, form: Format, value: torch.Tensor, code: torch.Tensor) -> torch.Tensor | None:
+        """Stores in `code` what brings the codes, which stay, nearest to fp32 values; None."""
+        scaled = value * (1.0 / self.scale_inv())
+        own = self.codes.view(self.param.shape)
+        code.copy_(FLOAT8[own.dtype].remainder_of(own, scaled))
+        return None
 
     def initial_value(self, formats: Formats) -> torch.Tensor:
         """The values that the weight was made from, if it still has them; else the codes'."""

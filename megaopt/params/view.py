@@ -16,6 +16,7 @@ from megaopt.kernels.lowrank.spec import LowRank
 from megaopt.kernels.step.batch import Cast, Extent, Formats
 from megaopt.kernels.step.draws import Place
 from megaopt.options import Options, check_weight
+from megaopt.pieces import decoded_joined, encode_joined
 
 FEWEST_IN_ROWS, FEWEST_IN_A_ROW = 4096, 65536
 """Elements from which moments are kept in blocks: of norms and biases, which take little memory and
@@ -54,6 +55,11 @@ class ParamView:
     def codes(self) -> torch.Tensor:
         """The memory that a step writes as the weight."""
         return self.local
+
+    @property
+    def code_dtype(self) -> torch.dtype | None:
+        """The fp8 dtype in which the weight is kept; None where it is kept as it is."""
+        return None if self.weight is None else self.weight.recipe.dtype
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -163,21 +169,9 @@ class ParamView:
             masters: whether weights have masters.
         """
         self._check_kind(where, options, moments, masters)
-        if self.weight is not None:
-            self._check_no_blocks(where, options, moments)
         for name in moments:
             self._check_pairs(where, name, options.moment_format(name))
-        check_weight(self.local, where, options, masters, self.weight is not None)
-
-    def _check_no_blocks(self, where: str, options: Options, moments: tuple[str, ...]) -> None:
-        for name in moments:
-            form = options.moment_format(name)
-            if form.block:
-                raise ValueError(
-                    f"{where}: {name}_dtype={form.name!r} must not be given "
-                    "for fp8 weights, whose pass works through other tiles; torch.bfloat16, or "
-                    "'bfloat16_stochastic'"
-                )
+        check_weight(self.local, where, options, masters, self.code_dtype)
 
     def _check_pairs(self, where: str, name: str, form: Format) -> None:
         """Raises ValueError for a part that has one element of a byte's two.
@@ -228,3 +222,14 @@ class ParamView:
     def initial_value(self, formats: Formats) -> torch.Tensor:
         """The fp32 value that a master starts from, of `local`'s shape."""
         return self.value(formats)
+
+    def joined_value(self, form: Format, code: torch.Tensor) -> torch.Tensor:
+        """The fp32 values of the weight with what is stored beside it, of `local`'s shape."""
+        return decoded_joined(form, self.local.detach(), code)
+
+    def join(self, form: Format, value: torch.Tensor, code: torch.Tensor) -> torch.Tensor | None:
+        """Stores in `code` what a weight does not hold of fp32 values; what the weight becomes.
+
+        None where the weight has to stay, and `code` gets what brings it nearest.
+        """
+        return encode_joined(code, value, form, self.local)

@@ -6,8 +6,8 @@ from bits import assert_same_bits
 
 from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight, update_scales
-from megaopt.float8.batch import FP32_MASTER
 from megaopt.kernels.formats import GRADS
+from megaopt.kernels.formats import MASTERS as MASTER_FORMATS
 from megaopt.kernels.quantizers.launch import CastPlan
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.batch import Cast, Extent, Formats
@@ -81,7 +81,7 @@ def test_the_kernel_moves_scales_as_update_scales_does(length, algorithm, skip, 
             weight.latest_amax.copy_(torch.maximum(weight.latest_amax, amax))
         update_scales(weight, None if skip is None else torch.tensor(skip != 0, device=device))
         weights.append(weight)
-    form, rule = FP32_MASTER, RULES["adamw", "ieee"]
+    form, rule = MASTER_FORMATS[torch.float32], RULES["adamw", "ieee"]
     formats = Formats(
         *(GRADS[torch.float32], recipe.format, form, (form, form), rule.moments),
         Cast(recipe, torch.bfloat16),

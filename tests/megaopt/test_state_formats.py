@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megaopt import FusedAdam, FusedSGD
-from megaopt.kernels.formats import BESIDE_FLOAT16, MASTERS, MOMENTS, Format
+from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -97,7 +97,7 @@ def state_of(role, model, optimizer):
 
 def asked_as(name):
     """What users call a master that has a row of its own beside fp16."""
-    return {row: own for own, row in BESIDE_FLOAT16.items()}.get(name, name)
+    return {form.name: own for own, form in BESIDE[torch.float16].items()}.get(name, name)
 
 
 def made(role, name, dtype):

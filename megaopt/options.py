@@ -474,7 +474,8 @@ def check_weight(
     if codes is not None:
         raise ValueError(
             f"{where}: {asked} is not allowed for fp8 weights: such a master is what its 16-bit "
-            "weight does not hold; torch.float32, torch.float16, 'remainder8' or 'remainder8_stochastic'"
+            "weight does not hold; torch.float32, torch.float16, 'remainder8' or "
+            "'remainder8_stochastic'"
         )
     raise ValueError(
         f"{where}: {asked} is not allowed for {weight.dtype} weights: "

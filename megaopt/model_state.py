@@ -215,8 +215,8 @@ def set_value(
 ) -> None:
     """Weight and master become an fp32 value; value: of the parameter's shape and placements."""
     formats = owned.formats(view)
-    # masters beside weights that are no fp8, and none, set the weight themselves
-    if formats.master.present and (not formats.master.joined or view.weight is not None):
+    # joined masters, and none, set the weight themselves
+    if formats.master.present and not formats.master.joined:
         own = local_of(value).to(view.local.device, torch.float32)
         if view.weight is not None:
             view.weight.quantize_(own)

@@ -111,7 +111,9 @@ def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
             "Float8Shard without an fp32 master: its codes go by the values of all ranks; "
             "quantize_ sets the whole weight"
         )
-    view.weight.quantize_(value)
+    cast = owned.formats(view).cast
+    exact = cast is not None and cast.exact
+    view.weight.quantize_(value, torch.float32 if exact else None)
 
 
 def _is_real(value: torch.Tensor) -> bool:

@@ -74,14 +74,14 @@ class ForeignWeight:
         """Others wrote codes."""
         self.changed()
 
-    def quantize_(self, values: Tensor) -> None:
-        """Becomes these values: fp32, of the weight's shape."""
+    def quantize_(self, values: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Becomes these values: fp32, of the weight's shape; dtype: as Float8Weight's."""
         if self.columnwise is not None:
             raise ValueError(
                 f"a {type(self.owner).__name__} with columnwise data is not set from here: use its "
                 "own quantize_"
             )
-        made = quantize_reference(values, self.recipe, self.dtype, self.scale)
+        made = quantize_reference(values, self.recipe, dtype or self.dtype, self.scale)
         self.data8.copy_(made.codes)
         self.scale_inv.copy_(made.scale_inv)
         if self.latest_amax is not None:

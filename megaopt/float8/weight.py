@@ -180,11 +180,13 @@ class Float8Weight(Tensor):
             return dequantize_reference(self.data8, self.scale_inv, self.recipe, self.dtype)
 
     @torch.no_grad()
-    def quantize_(self, values: Tensor) -> Float8Weight:
+    def quantize_(self, values: Tensor, dtype: torch.dtype | None = None) -> Float8Weight:
         """Becomes these values, in place; with delayed scaling their amax joins `latest_amax`.
 
         Args:
             values: the weight's shape; any floating dtype.
+            dtype: what values are rounded to first, unless the recipe is direct; None: the
+                weight's. torch.float32: they are not.
 
         Raises:
             ValueError: another shape, or no floating dtype; nothing has changed then.
@@ -194,7 +196,8 @@ class Float8Weight(Tensor):
                 f"values of shape {tuple(values.shape)} and dtype {values.dtype} are not allowed: "
                 f"shape {tuple(self.shape)}, a floating dtype"
             )
-        made = quantize_reference(values.to(self.device), self.recipe, self.dtype, self.scale)
+        own = values.to(self.device)
+        made = quantize_reference(own, self.recipe, dtype or self.dtype, self.scale)
         pairs = [(self.data8, made.codes), (self.scale_inv, made.scale_inv)]
         if self.latest_amax is not None:
             pairs.append((self.latest_amax, torch.maximum(self.latest_amax, made.amax)))

@@ -10,13 +10,13 @@ from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.quantizers.tiles import (
     TILE,
     piece_of,
+    piece_words,
     step_piece,
     store_of_tiles,
     tile_in_lines,
     tile_is_whole,
 )
 from megaopt.kernels.step.blocks import load_block
-from megaopt.kernels.step.draws import block_words
 
 
 @helper
@@ -34,7 +34,7 @@ def tile_as_one(
     while index < TILE * TILE // PIECE:
         piece = piece_of(index, tile, FORMATS, PIECE)
         value, _words = step_piece(
-            table_ptr, place, pointers, numbers, controls, piece[0], piece[1], 1.0,
+            table_ptr, place, pointers, numbers, controls, piece, tile, 1.0,
             FORMATS, RULE, CONTROLLED, MASKED,
         )  # fmt: skip
         bits = tl.maximum(bits, magnitude_bits(value))
@@ -55,8 +55,8 @@ def tile_as_one(
             piece = piece_of(index, tile, FORMATS, PIECE_AGAIN)
             code = load_block(pointers[2], piece[0], piece[1], MASKED)
             value = rounded(FORMATS.master.decode(code, 1.0), FORMATS)
-            words = block_words(
-                numbers[1], place[2], 0, piece[0], FORMATS.cast_draws, False, 0, False
+            words = piece_words(
+                numbers[1], place[2], piece, tile, FORMATS.cast_draws, FORMATS, MASKED
             )
             store_codes(
                 pointers[1], remainder_ptr, value * scale, words, piece[0], piece[1], FORMATS,

@@ -18,7 +18,7 @@ from megaopt.kernels.quantizers.cast import (
 )
 from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.step.blocks import load_block, pointers_of
-from megaopt.kernels.step.draws import block_words, draw_of
+from megaopt.kernels.step.draws import block_words, draw_of, line_words
 from megaopt.kernels.step.kernel import SKIP, controls_of, draw_row, scalars_of
 from megaopt.kernels.step.rows import (
     ALIGNED,
@@ -124,8 +124,23 @@ def blocks_of(row, first, block, FORMATS: tl.constexpr):
 
 
 @helper
+def piece_words(
+    draw, base, piece, tile, DRAWS: tl.constexpr, FORMATS: tl.constexpr, MASKED: tl.constexpr
+):
+    """The random words of a piece; of one that is not masked lines begin with quads."""
+    offsets, _mask, row, first = piece
+    if MASKED:
+        words = block_words(draw, base, 0, offsets, DRAWS, False, 0, False)
+    else:
+        words = line_words(
+            draw, base + row * tile[2] + first, DRAWS, FORMATS.cast.quantizer.columns
+        )
+    return words
+
+
+@helper
 def step_piece(
-    table_ptr, place, pointers, numbers, controls, offsets, mask, scale_inv,
+    table_ptr, place, pointers, numbers, controls, piece, tile, scale_inv,
     FORMATS: tl.constexpr, RULE: tl.constexpr, CONTROLLED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The step of a piece but for its weights.
@@ -136,6 +151,7 @@ def step_piece(
     scale_inv: of the weights' codes, where these are read.
     """
     scalars, draw = numbers
+    offsets, mask, _row, _first = piece
     COUNT: tl.constexpr = FORMATS.moment_count
     ones = ()  # no scales here
     for _index in tl.static_range(COUNT):
@@ -144,7 +160,7 @@ def step_piece(
         table_ptr, place, pointers, (scale_inv, ones), scalars, controls, offsets, 0, 0, mask,
         FORMATS, RULE, CONTROLLED, MASKED, True, FORMATS.writes_grad,
     )  # fmt: skip
-    words = block_words(draw, place[2], 0, offsets, FORMATS.draws, False, 0, False)
+    words = piece_words(draw, place[2], piece, tile, FORMATS.draws, FORMATS, MASKED)
     stored_block(pointers, (1.0, ones), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, MASKED)
     value = rounded(values[0], FORMATS)
     if MASKED:
@@ -203,7 +219,7 @@ def tile_in_lines(
         piece = piece_of(index, tile, FORMATS, PIECE)
         scale_inv = scale_invs_of(outputs[1], piece, tile, block, FORMATS)
         value, words = step_piece(
-            table_ptr, place, pointers, numbers, controls, piece[0], piece[1], scale_inv,
+            table_ptr, place, pointers, numbers, controls, piece, tile, scale_inv,
             FORMATS, RULE, CONTROLLED, MASKED,
         )  # fmt: skip
         cast_lines(

@@ -193,6 +193,22 @@ def block_words(
 
 
 @helper
+def line_words(draw, begins, DRAWS: tl.constexpr, WIDTH: tl.constexpr):
+    """int32 [lines, WIDTH], the words of lines whose first elements are the first of quads.
+
+    begins: int64, these elements' places in the tensor.
+    """
+    key, number, first, _run, _stride = draw
+    if DRAWS:
+        quads = ((first + begins) // 4)[:, None] + tl.arange(0, WIDTH // 4)[None, :]
+        word = tl.reshape(quad_words(quads, key, number), (begins.shape[0], WIDTH))
+        word = word.to(tl.int32, bitcast=True)
+    else:
+        word = 0
+    return word
+
+
+@helper
 def weight_bits(word):
     """int32, from 0 to 65535."""
     return word & 0xFFFF

@@ -156,6 +156,7 @@ class Oracle:
                 self.next[i] = weight.scale.item()  # test_float8_scale.py has its oracle
 
 
+QUICK_DECAYS = [("delayed", "stochastic"), ("current", "remainder8_stochastic")]
 EVERY = [
     pytest.param(
         name, kind, kept, moments, id=f"{name}-{kind}-{kept}-{moments}",
@@ -186,8 +187,16 @@ def test_steps_are_the_oracles(name, kind, kept, moments, backend, device):
             assert not np.array_equal(old, numpy_of(weight)["data8"])
 
 
-@pytest.mark.parametrize("kept", ["stochastic", "remainder8_stochastic"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        pytest.param(
+            name, kept,
+            marks=[] if (name, kept) in QUICK_DECAYS else pytest.mark.slow,
+        )
+        for name in RECIPES for kept in ("stochastic", "remainder8_stochastic")
+    ],
+)  # fmt: skip
 def test_a_decay_of_1e_4_moves_weights_at_its_exact_rate(name, kept):
     """150 steps without a gradient: 1 - (1 - 1e-4)**150 of the weights, 0.99 to 1.01 times.
 

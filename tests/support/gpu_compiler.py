@@ -179,6 +179,19 @@ def main():
     for signed, unsigned in (("block_e4m3", "block_e5m3"), ("block32_e3m0", "block32_e4m0")):
         moments = {"exp_avg_dtype": signed, "exp_avg_sq_dtype": unsigned}
         step(f"{signed} and {unsigned}", plain(shape=(272, 320)), **weights, **moments)
+    beside = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
+    for name, recipe in RECIPES.items():
+        for kept, own in (("stochastic", weights), ("remainder8_stochastic", beside)):
+            step(f"{name}, {kept}", float8(recipe), **own)
+            step(f"{name}, {kept}, blocks", float8(recipe), **own, **blocks)
+        step(f"shard of {name}, stochastic", sharded(recipe), **weights)
+    step(
+        "delayed, remainder8",
+        float8("delayed"),
+        master_weights=True,
+        master_weight_dtype="remainder8",
+    )
+    step("mxfp8 of TransformerEngine, stochastic", foreign("mxfp8"), **weights)
     launch.total(new_bins(torch.device("cpu")))
     print(json.dumps(compiled))
 

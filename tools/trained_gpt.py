@@ -39,7 +39,8 @@ MEANS_OF = 50
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Kind = Callable[[list[dict[str, Any]], int], Any]
-"""Makes an optimizer of groups and a seed."""
+"""Makes an optimizer of groups and a seed; before it, its method `prepare`, where it has one, changes
+the model."""
 
 
 def text() -> torch.Tensor:
@@ -118,6 +119,8 @@ def train(kind: Kind, seed: int, tokens: torch.Tensor) -> dict[str, Any]:
     cut = tokens.numel() - tokens.numel() // 20
     model = build_model(MODEL, seed, torch.device(DEVICE))
     model = model.float() if ALL_FP32 else model
+    if hasattr(kind, "prepare"):
+        kind.prepare(model)
     matrices = [param for param in model.parameters() if param.ndim > 1]
     norms = [param for param in model.parameters() if param.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]

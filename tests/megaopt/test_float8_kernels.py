@@ -13,10 +13,17 @@ from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.batch import Cast, Extent, Formats
 
 MASTERS = {"dtype": torch.float32}
+BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+PAIRS = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
 OPTIONS = {
     "fp32 masters": MASTERS,
     "no masters": {},
     "fp16 masters": {"master_weights": True, "master_weight_dtype": torch.float16},
+    "stochastic": {"weight_rounding": "stochastic"},
+    "stochastic, blocks": {"weight_rounding": "stochastic", **BLOCKS},
+    "remainder8": {"master_weights": True, "master_weight_dtype": "remainder8"},
+    "remainder8_stochastic": PAIRS,
+    "remainder8_stochastic, blocks": {**PAIRS, **BLOCKS},
     "fp16 and fp8 moments": {
         **MASTERS,
         "exp_avg_dtype": torch.float16,

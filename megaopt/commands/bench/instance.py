@@ -120,7 +120,7 @@ def bytes_per_step(instance: Instance) -> int:
     """Return the bytes that a step must move, counted on the tensors that it uses.
 
     Gradients and GaLore's projections are read; moments and masters are read and written; a weight
-    is written, and is read too where it holds (the upper half of) the value that is updated. The
+    is written, and is read too where it holds (the upper part of) the value that is updated. The
     master of an fp8 weight whose scale comes from its own new amax is read twice. Scales of blocks
     count, single numbers and tables of codes do not. Call it after a first step.
     """
@@ -144,9 +144,11 @@ def _bytes_of(instance: Instance, parameter: Parameter) -> int:
     master = state.get("master_param")
     if is_float8(parameter):
         tensors = weight_tensors(parameter)
-        written = [tensors["weight"], tensors["weight_scale_inv"]]
+        written = _bytes_of_many([tensors["weight"], tensors["weight_scale_inv"]])
+        if master is None or MASTERS[master.dtype].joined:  # the value is that of the codes
+            return gradient.nbytes + stored + 2 * written
         read_again = master.nbytes if is_cast_afterwards(parameter) else 0
-        return gradient.nbytes + stored + read_again + _bytes_of_many(written)
+        return gradient.nbytes + stored + read_again + written
     weight_is_read = master is None or MASTERS[master.dtype].joined
     return gradient.nbytes + stored + parameter.nbytes * (2 if weight_is_read else 1)
 

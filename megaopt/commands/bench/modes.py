@@ -67,6 +67,7 @@ _STOCHASTIC = {
     "exp_avg_dtype": "bfloat16_stochastic",
     "exp_avg_sq_dtype": "bfloat16_stochastic",
 }
+_REMAINDER8 = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
 _FP16_MOMENTS = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
 _FP8_MOMENTS = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn}
 _BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
@@ -162,6 +163,23 @@ def _float8(name: str, bytes_per_parameter: float, *peers: str) -> Iterator[Mode
         yield replace(mode, recipe=replace(recipe, direct=direct))
 
 
+def _float8_alone(name: str) -> Iterator[Mode]:
+    """Give the modes of a recipe without fp32 masters, moments in 8 bits beside the codes."""
+    kept = {
+        "stochastic": ("stochastic", 8, _NO_MASTER),
+        "remainder8": ("8 more bits beside each", 10, _REMAINDER8),
+    }
+    for key, (words, size, options) in kept.items():
+        yield from _modes(
+            f"fp8-{name}-{key}-8bit",
+            f"{describe_float8(name).split(',')[0]}, {words}, no fp32 masters, 8-bit moments",
+            size,
+            {**options, **_BLOCKS},
+            against=(),
+            recipe=RECIPES[name],
+        )
+
+
 def _as_transformer_engine(
     name: str, description: str, bytes_per_parameter: float, options: Mapping[str, Any]
 ) -> Iterator[Mode]:
@@ -209,6 +227,7 @@ MODES = {
         _float8("block_128x128", 27, "transformerengine-fp8-block_128x128"),
         _float8("block_1x128", 27),
         _float8("mxfp8", 27),
+        *map(_float8_alone, RECIPES),
         _modes(
             "stochastic",
             "bf16 weights without masters and bf16 moments, stochastic",

@@ -33,6 +33,8 @@ BYTES = {
     "fp8-block_128x128": 27,
     "fp8-block_1x128": 27,
     "fp8-mxfp8": 27,
+    **{f"fp8-{name}-stochastic-8bit": 8 for name in RECIPES},
+    **{f"fp8-{name}-remainder8-8bit": 10 for name in RECIPES},
     "stochastic": 14,
     "remainder8_stochastic": 24,
     "kahan_stochastic": 26,
@@ -85,8 +87,12 @@ def test_bytes_of_fp8_weights_with_scales_and_plain_norms(mode: Mode) -> None:
     instance = build(make, MATRICES, mode.weight_dtype, CPU, weight=mode.weight)
     instance.optimizer.step()
     matrices = 256 * 384 + 128 * 128
-    expected = matrices * mode.bytes_per_parameter + 96 * 28 + SCALES[mode.name]
-    assert bytes_per_step(instance) == expected
+    recipe, _, kept = mode.name.removeprefix("fp8-").partition("-")
+    # of the norm, bf16; scales are read too, and moments have some, where there are no fp32 masters
+    norm, scales = {"": (28, 1), "stochastic-8bit": (22, 2), "remainder8-8bit": (24, 2)}[kept]
+    expected = matrices * mode.bytes_per_parameter + 96 * norm + scales * SCALES[f"fp8-{recipe}"]
+    moments = 2 * 2 * matrices // 128 if kept else 0
+    assert bytes_per_step(instance) == expected + moments
     assert [type(p.data) is Float8Weight for p in instance.parameters] == [True, False, True]
 
 
@@ -155,6 +161,7 @@ def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
     # no call of TransformerEngine's casts masters to these, and nobody keeps what the others keep
     alone = {"fp8-block_1x128", "fp8-mxfp8", "stochastic", "lion", "sgd"}
     alone |= {"remainder8_stochastic", "kahan_stochastic"}
+    alone |= {name for name in BYTES if name.startswith("fp8-") and name.endswith("-8bit")}
     assert bool(mode.against) == (mode.name not in alone)
     for name in {*mode.against, *([mode.twin] if mode.twin else [])}:
         assert PEERS[name].weight_dtype == mode.weight_dtype

@@ -11,7 +11,7 @@ import torch
 from megaopt.host_state import MASTER as MASTER
 from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
 from megaopt.kernels.host_memory import padded
-from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.batch import Cast, Formats
 from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.memory import Named
 from megaopt.options import Options
@@ -41,13 +41,15 @@ def formats_of(
     weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
     if not master.present:
         weight = options.weight_format(weight)
-    if cast is not None and (weight.draws or master.joined):
-        cast = replace(cast, exact=True)
+    kept = tuple(moment_format(view, options, moment) for moment in moments)
+    if cast is not None:
+        exact = weight.draws or master.joined
+        cast = replace(cast, exact=exact, rows_hold_blocks=_rows_hold_blocks(view, cast, kept))
     return Formats(
         GRADS[grad_dtype],
         weight,
         master,
-        tuple(moment_format(view, options, moment) for moment in moments),
+        kept,
         moments,
         cast,
         # of fp32 it is no other kernel
@@ -56,6 +58,15 @@ def formats_of(
         options.maximize,
         view.low_rank,
     )
+
+
+def _rows_hold_blocks(view: ParamView, cast: Cast, moments: tuple[Format, ...]) -> bool:
+    """Whether moments in blocks, if there are any, can be stored by tiles of the weight."""
+    columns, blocks = cast.quantizer.columns, [form for form in moments if form.block]
+    if not columns or view.extent.shared:
+        return False
+    fits = [form.packed == 1 and form.block % columns == 0 for form in blocks]
+    return all(fits) and all(view.extent.columns % form.block == 0 for form in blocks)
 
 
 def moment_format(view: ParamView, options: Options, moment: str) -> Format:

@@ -39,8 +39,8 @@ MEANS_OF = 50
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Kind = Callable[[list[dict[str, Any]], int], Any]
-"""Makes an optimizer of groups and a seed. Its method `prepare`, where it has one, changes the model
-before that."""
+"""Makes an optimizer of groups and a seed. Its method `prepare`, where it has one, changes the
+model before that."""
 
 
 def text() -> torch.Tensor:

@@ -104,6 +104,54 @@ def raise_amax(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
     tl.atomic_max(amax_pointer(table_ptr, tensors, tensor), tl.max(amax_bits))
 
 
+@helper
+def loaded_values(
+    weight_ptr, remainder_ptr, scale_inv, offsets, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr
+):
+    """What fp8 codes stand for, with what lies beside them; fp32."""
+    code = load_block(weight_ptr, offsets, mask, MASKED)
+    REMAINDER: tl.constexpr = FORMATS.remainder
+    if REMAINDER.present:
+        value = REMAINDER.decode(code, load_block(remainder_ptr, offsets, mask, MASKED))
+    else:
+        value = FORMATS.weight.decode(code, 1.0)
+    return value * scale_inv
+
+
+@jit(do_not_specialize=["tensors"])
+def values_kernel(
+    table_ptr,  # *int64 [Formats.row_count, tensors]
+    chunks_ptr,  # *int32, as table.Chunks
+    tensors,
+    FORMATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Stores what codes with a scale per tensor stand for where a step's masters are."""
+    tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
+    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, 0, BLOCK, ITERATIONS)
+    WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
+    MASTER_FORMAT: tl.constexpr = FORMATS.master
+    weight_ptr = pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT)
+    master_ptr = pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT)
+    remainder_ptr = remainder_pointer(table_ptr, tensors, tensor, start, FORMATS)
+    scale_inv = tl.load(scale_inv_pointer(table_ptr, tensors, tensor, FORMATS))
+    scale_inv = FORMATS.cast.quantizer.value(scale_inv)
+    block = tl.zeros((), tl.int32)
+    while block < unmasked:
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        value = loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, None, FORMATS, False)
+        store_block(master_ptr, offsets, value, None, False)
+        block += 1
+    while block * BLOCK < elements:
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < elements
+        value = loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, mask, FORMATS, True)
+        store_block(master_ptr, offsets, value, mask, True)
+        block += 1
+
+
 @jit(do_not_specialize=["tensors", "scalar_count"])
 def cast_kernel(
     table_ptr,  # *int64 [Formats.row_count, tensors]

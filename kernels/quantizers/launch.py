@@ -11,9 +11,14 @@ import torch
 from megaopt.kernels.calling import call
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.quantizers import Left
-from megaopt.kernels.quantizers.cast import cast_kernel, scale_invs_kernel
+from megaopt.kernels.quantizers.cast import cast_kernel, scale_invs_kernel, values_kernel
 from megaopt.kernels.quantizers.mxfp8 import cast_columns_kernel
-from megaopt.kernels.quantizers.tiles import TILE, cast_tiles_kernel, tile_kernel
+from megaopt.kernels.quantizers.tiles import (
+    TILE,
+    cast_tiles_kernel,
+    tile_kernel,
+    values_tiles_kernel,
+)
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step import rows as table_rows
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
@@ -58,6 +63,7 @@ class CastPlan(TritonPlan):
         self._scale_chunks = Chunks([math.prod(shape) for shape in shapes], SCALES, device)
         self._buffers: Buffers = {}
         self._moved, self._columns = DeviceTable(device), DeviceTable(device)
+        self.fills = formats.cast.exact and not formats.in_place
         self._controls: torch.Tensor | None = None
         self._step_scalars = torch.empty(0, 0)
 
@@ -79,6 +85,8 @@ class CastPlan(TritonPlan):
         """As TritonPlan.step; raises the buffers of amaxes, and casts what it can."""
         self._controls, scalars = controls, self.on_device(scalars)
         self._step_scalars = scalars
+        if self.fills:
+            self._fill()
         store = self.formats.store
         if store.tile is None:
             super().step(scalars, controls)
@@ -111,6 +119,17 @@ class CastPlan(TritonPlan):
         assert move is not None
         columns = (histories, self._buffers["weight_scale"], self._buffers["weight_amax"])
         move(self._moved, columns, self.recipe, self._controls)
+
+    def _fill(self) -> None:
+        """Before a step of values that last for it: these are made of codes."""
+        count, table, tiles = len(self.extents), self.table(), self._tiles.shape[1]
+        if self.in_blocks and tiles:
+            own: dict[str, object] = {"FORMATS": self.formats, **CAST_TILES}
+            call(values_tiles_kernel, tiles, (table, self._tiles, count, tiles), own)
+        elif not self.in_blocks and self._chunks.count:
+            own = {"FORMATS": self.formats, "ITERATIONS": self.geometry.iterations}
+            arguments = (table, self._chunks.table, count)
+            call(values_kernel, self._chunks.count, arguments, {**own, **dealt_out(self.geometry)})
 
     def _pass_over_masters(self, only_amax: bool) -> None:
         options: dict[str, object] = {"ONLY_AMAX": only_amax, "RULE": self.rule}

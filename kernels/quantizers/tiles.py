@@ -11,15 +11,22 @@ from megaopt.kernels.quantizers.base import Left, Store
 from megaopt.kernels.quantizers.cast import (
     amax_pointer,
     cast_draw,
+    loaded_values,
     remainder_pointer,
     rounded,
     scale_inv_pointer,
     store_codes,
 )
 from megaopt.kernels.quantizers.scale import magnitude_bits
-from megaopt.kernels.step.blocks import load_block, pointers_of
+from megaopt.kernels.step.blocks import load_block, pointers_of, store_block
 from megaopt.kernels.step.draws import block_words, draw_of, line_words
-from megaopt.kernels.step.kernel import SKIP, controls_of, draw_row, scalars_of
+from megaopt.kernels.step.kernel import (
+    SKIP,
+    controls_of,
+    draw_row,
+    kept_moment_scale,
+    scalars_of,
+)
 from megaopt.kernels.step.rows import (
     ALIGNED,
     MASTER_SCALE,
@@ -151,17 +158,21 @@ def step_piece(
     scale_inv: of the weights' codes, where these are read.
     """
     scalars, draw = numbers
-    offsets, mask, _row, _first = piece
+    offsets, mask, row, first = piece
     COUNT: tl.constexpr = FORMATS.moment_count
-    ones = ()  # no scales here
-    for _index in tl.static_range(COUNT):
-        ones += (1.0,)
+    scales = ()  # pointers to those of blocks; there are no others here
+    for index in tl.static_range(COUNT):
+        scales += (kept_moment_scale(table_ptr, table_ptr, place, 0, FORMATS, index),)
+    lines, elements = row * tile[2] + first, tile[4]
     values = loaded_and_updated(
-        table_ptr, place, pointers, (scale_inv, ones), scalars, controls, offsets, 0, 0, mask,
-        FORMATS, RULE, CONTROLLED, MASKED, True, FORMATS.writes_grad,
+        table_ptr, place, pointers, (scale_inv, scales), scalars, controls, offsets, lines,
+        elements, mask, FORMATS, RULE, CONTROLLED, MASKED, True, FORMATS.writes_grad,
     )  # fmt: skip
     words = piece_words(draw, place[2], piece, tile, FORMATS.draws, FORMATS, MASKED)
-    stored_block(pointers, (1.0, ones), values, 1.0, 0, words, offsets, 0, 0, mask, FORMATS, MASKED)
+    stored_block(
+        pointers, (1.0, scales), values, 1.0, 0, words, offsets, lines, elements, mask, FORMATS,
+        MASKED,
+    )  # fmt: skip
     value = rounded(values[0], FORMATS)
     if MASKED:
         value = tl.where(mask, value, 0.0)
@@ -169,9 +180,11 @@ def step_piece(
 
 
 @helper
-def scale_invs_of(scale_inv_ptr, piece, tile, block, FORMATS: tl.constexpr):
+def scale_invs_of(
+    scale_inv_ptr, piece, tile, block, FORMATS: tl.constexpr, READS_CODES: tl.constexpr
+):
     """What the codes of a piece's lines are multiplied by, fp32 [lines, 1]; 1 of masters."""
-    if FORMATS.in_place:
+    if READS_CODES:
         _offsets, _mask, row, first = piece
         _blocks, stored = blocks_of(row, first, block, FORMATS)
         _whole, inside = lines_are_whole(row, first, tile, FORMATS.cast.quantizer.columns)
@@ -217,7 +230,7 @@ def tile_in_lines(
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
         piece = piece_of(index, tile, FORMATS, PIECE)
-        scale_inv = scale_invs_of(outputs[1], piece, tile, block, FORMATS)
+        scale_inv = scale_invs_of(outputs[1], piece, tile, block, FORMATS, FORMATS.in_place)
         value, words = step_piece(
             table_ptr, place, pointers, numbers, controls, piece, tile, scale_inv,
             FORMATS, RULE, CONTROLLED, MASKED,
@@ -280,6 +293,26 @@ def tile_kernel(
             table_ptr, place, pointers, outputs, numbers, controls, tile, block,
             FORMATS, RULE, CONTROLLED, True, SHARDED, PIECE, PIECE_AGAIN,
         )  # fmt: skip
+
+
+@jit(do_not_specialize=["tensors", "tiles"])
+def values_tiles_kernel(
+    table_ptr, tiles_ptr, tensors, tiles, FORMATS: tl.constexpr, PIECE: tl.constexpr
+):
+    """Stores what a tile's codes stand for where a step's masters are."""
+    tensor, base, tile, block = tile_of(table_ptr, tiles_ptr, tensors, tiles)
+    pointers = pointers_of(table_ptr, tensors, tensor, base, FORMATS)
+    remainder_ptr = remainder_pointer(table_ptr, tensors, tensor, base, FORMATS)
+    scale_inv_ptr = scale_inv_pointer(table_ptr, tensors, tensor, FORMATS)
+    index = tl.zeros((), tl.int32)
+    while index < TILE * TILE // PIECE:
+        piece = piece_of(index, tile, FORMATS, PIECE)
+        scale_inv = scale_invs_of(scale_inv_ptr, piece, tile, block, FORMATS, True)
+        value = loaded_values(
+            pointers[1], remainder_ptr, scale_inv, piece[0], piece[1], FORMATS, True
+        )
+        store_block(pointers[2], piece[0], value, piece[1], True)
+        index += 1
 
 
 @jit(do_not_specialize=["tensors", "tiles", "scalar_count"])

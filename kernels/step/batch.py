@@ -32,6 +32,9 @@ class Cast:
     exact: bool = False
     """Values are rounded to no other format, neither where codes are read nor where they are made:
     those of weights without fp32 masters that keep small updates."""
+    rows_hold_blocks: bool = False
+    """Weights are whole, and each of their rows is whole blocks of the moments, which a tile's
+    lines then hold."""
     remainder: Format = field(default=NONE, repr=False)
     """What lies beside codes of which the step has values for its own time (plan_formats)."""
 
@@ -130,7 +133,8 @@ class Formats:
         own = self.cast.quantizer.store
         if self.cast.exact and not own.in_place and own.left is Left.NOTHING:
             return LATER  # it stores codes to nearest, and nothing beside them
-        return LATER if self.master.scaled or (own.tile and (self.scaled or self.block)) else own
+        waits = self.scaled or (self.block > 0 and not self.cast.rows_hold_blocks)
+        return LATER if self.master.scaled or (own.tile and waits) else own
 
     @cached_property
     def state_slots(self) -> tuple[str, ...]:

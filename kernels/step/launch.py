@@ -50,6 +50,8 @@ class TritonPlan:
             its number is its place here.
     """
 
+    fills = False
+
     def __init__(
         self,
         formats: Formats,

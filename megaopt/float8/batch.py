@@ -76,8 +76,16 @@ class Float8Batch(Batch):
         if self.plan.formats is not self.formats:
             if self.formats.master.present:
                 self._copies["weight_remainder"] = [own.view(-1) for own in self._copies["master"]]
-            self._copies["master"] = list(map(self._value, self.params, self.states))
+            self._copies["master"] = self._values(own["weight"])
         self.plan.look({**self._copies, **self._beside()})
+
+    def _values(self, codes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For each weight room for fp32 values that last for the step, or these values; flat."""
+        if self.plan.fills:
+            sizes = [own.numel() for own in codes]
+            values = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
+            return list(torch.split(values, sizes))
+        return list(map(self._value, self.params, self.states))
 
     def _value(self, param: torch.Tensor, state: State) -> torch.Tensor:
         """The fp32 value of a weight without an fp32 master, flat."""

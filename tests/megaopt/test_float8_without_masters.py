@@ -32,7 +32,7 @@ MOMENTS = {
     "blocks": BLOCK_MOMENTS,
     "fp8": {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16},
 }
-SHAPES = [(130, 160), (64, 128), (5, 96)]
+SHAPES = [(130, 160), (70, 256), (5, 96)]
 HYPER = {"lr": 3e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "seed": 7}
 
 

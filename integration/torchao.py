@@ -417,7 +417,8 @@ def CPUOffloadOptimizer(
     is_grouped = isinstance(entries, list) and any(isinstance(each, dict) for each in entries)
     groups = entries if is_grouped else [{"params": entries}]
     placed = [part for group in groups for part in _placed(group, minimal_size)]
-    return kind(placed, **{**defaults, **kwargs})
+    made: FusedOptimizer = kind(placed, **{**defaults, **kwargs})
+    return made
 
 
 def _offloaded(optimizer_class: Any) -> tuple[Any, dict[str, Any]]:

@@ -76,10 +76,10 @@ def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
     decoupled = group.get("decoupled_weight_decay", own)  # of torch's AdamW
     if own is not None and not same(decoupled, own):
         refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {own}", decoupled)
-    known = (*options.names_but_step, *options.OF_ALL)
-    own = ", ".join(options.names_but_step)
+    names = options.names_but_step
+    known, own = (*names, *options.OF_ALL), ", ".join(names)
     for name in group:
-        if name not in known and not hasattr(options, str(name)):
+        if name not in names and not hasattr(options, str(name)):
             _check_key(name, group[name], known, own, where)
 
 

@@ -43,7 +43,6 @@ FORMATS = {"exp_avg": "block_e4m3", "exp_avg_sq": "block_e5m3"}
 ONLY: dict[str, Any] = {
     "amsgrad": False,
     "args": None,
-    "is_paged": False,
     "percentile_clipping": 100,
     "block_wise": True,
 }
@@ -63,7 +62,9 @@ Args:
     {amsgrad}{bits}args: only None.
     min_8bit_size: parameters with fewer elements keep moments in fp32. Refused where that is more
         than what a parameter has that would get 8 bits here.
-    is_paged: only False: states are in the GPU's memory.
+    is_paged: True, and the Paged optimizers, keep moments in pinned host memory all the time, as
+        megaopt's state_device="cpu" does; bitsandbytes moves pages there when the GPU's memory is
+        full. The bits are the same; a step takes as long as the bus needs.
     percentile_clipping: only 100, as in releases that had it: no clipping. `step(clip_norm=...)`
         clips by the norm of all gradients.
     block_wise: only True, as in releases that had it.
@@ -81,6 +82,7 @@ class _Base(FusedOptimizer):
 
     _moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     _is_8bit = False
+    _is_paged = False
     _min_8bit_size = 0
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -103,11 +105,13 @@ class _Base(FusedOptimizer):
     def _start(
         self, params: Any, rule: dict[str, Any], bits: Any, min_8bit_size: Any, only: dict[str, Any]
     ) -> None:
-        """only: what must have one value; raises ValueError for what is not here."""
+        """only: is_paged, and what must have one value; raises ValueError for what is not here."""
         if self._is_8bit:
             _check_8_bits(type(self).__name__, bits)
             bits = 8
         one_of("optim_bits", bits, (32, 8))
+        is_paged = only.get("is_paged", False)
+        one_of("is_paged", is_paged, (False, True))
         for name, value in ONLY.items():
             one_of(name, only.get(name, value), (value,))
         whole = isinstance(min_8bit_size, int) and not isinstance(min_8bit_size, bool)
@@ -115,6 +119,8 @@ class _Base(FusedOptimizer):
             refuse("min_8bit_size", "a whole number >= 0", min_8bit_size)
         self._min_8bit_size = min_8bit_size
         moments: Any = {f"{name}_dtype": FORMATS[name] for name in self._moments if bits == 8}
+        if is_paged or self._is_paged:
+            moments["state_device"] = "cpu"
         super().__init__(params, **rule, **moments)
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
@@ -285,34 +291,15 @@ class Lion8bit(_Lion):
         self._start(params, rule, 8, min_8bit_size, only)
 
 
-class _Paged:
-    def __init__(self, *args: Any, **options: Any) -> None:
-        name = type(self).__name__
-        raise ValueError(
-            f"the optimizer must be {name.removeprefix('Paged')}, got {name}: no states are paged "
-            "to the host here"
-        )
+def _paged(base: Any) -> Any:
+    """Makes the optimizer of states that bitsandbytes pages to the host: here all are there."""
+    doc = (
+        f"{base.__name__}, with its states in pinned host memory, which the step reads and writes."
+    )
+    members = {"_is_paged": True, "__doc__": doc, "__module__": __name__}
+    return type(f"Paged{base.__name__}", (base,), members)
 
 
-class PagedAdam(_Paged):
-    """bitsandbytes' PagedAdam, refused with a ValueError: no states are paged here."""
-
-
-class PagedAdam8bit(_Paged):
-    """bitsandbytes' PagedAdam8bit, refused with a ValueError: no states are paged here."""
-
-
-class PagedAdamW(_Paged):
-    """bitsandbytes' PagedAdamW, refused with a ValueError: no states are paged here."""
-
-
-class PagedAdamW8bit(_Paged):
-    """bitsandbytes' PagedAdamW8bit, refused with a ValueError: no states are paged here."""
-
-
-class PagedLion(_Paged):
-    """bitsandbytes' PagedLion, refused with a ValueError: no states are paged here."""
-
-
-class PagedLion8bit(_Paged):
-    """bitsandbytes' PagedLion8bit, refused with a ValueError: no states are paged here."""
+PagedAdam, PagedAdam8bit = _paged(Adam), _paged(Adam8bit)
+PagedAdamW, PagedAdamW8bit = _paged(AdamW), _paged(AdamW8bit)
+PagedLion, PagedLion8bit = _paged(Lion), _paged(Lion8bit)

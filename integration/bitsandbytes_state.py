@@ -52,7 +52,8 @@ def _flat(state: Any) -> Any:
 
 
 def _unpacked(state: Mapping[str, Any], where: str) -> dict[str, Any]:
-    found = {"step": state["step"]} if "step" in state else {}
+    # galore_torch keeps its projector beside the codes
+    found = {name: state[name] for name in ("step", "projector") if name in state}
     for name, number in MOMENTS.items():
         code = state.get(f"state{number}")
         if code is not None:

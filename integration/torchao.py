@@ -16,6 +16,9 @@ import torch
 
 import megaopt
 from megaopt.checks import one_of, refuse
+from megaopt.groups import entries_of
+from megaopt.host_state import STATE_DEVICE
+from megaopt.optimizer import FusedOptimizer
 from megaopt.params.dtensor import local_of
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "AdamW4bit",
     "AdamW8bit",
     "AdamWFp8",
+    "CPUOffloadOptimizer",
     "_AdamW",
     "unpacked_state_dict",
 ]
@@ -363,3 +367,84 @@ class AdamW4bit(_Base):
         numbers = (lr, betas, eps, weight_decay, amsgrad)
         moments = self._in_blocks(block_size, amsgrad)
         self._start(params, numbers, moments, bf16_stochastic_round, seed)
+
+
+OFFLOADED: dict[Any, tuple[type[FusedOptimizer], dict[str, Any]]] = {
+    torch.optim.AdamW: (megaopt.FusedAdam, {"weight_decay": 1e-2}),
+    torch.optim.Adam: (megaopt.FusedAdam, {"adam_w_mode": False}),
+    torch.optim.SGD: (megaopt.FusedSGD, {}),
+}
+"""What stands for torch's optimizers, and the arguments in which it differs."""
+
+
+def CPUOffloadOptimizer(
+    params: Iterable[Any],
+    optimizer_class: Any = torch.optim.AdamW,
+    *,
+    offload_gradients: bool = False,
+    minimal_size: int = 4096,
+    **kwargs: Any,
+) -> FusedOptimizer:
+    """Makes the optimizer with states in host memory that torchao's CPUOffloadOptimizer stands for.
+
+    It is that of `optimizer_class` itself, with state_device="cpu": the step runs on the card and
+    reads and writes states in pinned host memory, where torchao steps on the CPU. Weights and
+    gradients stay on the card, and state dicts are the optimizer's own, not torchao's.
+
+    Args:
+        params: parameters or groups. Each becomes two groups where some parameters are smaller than
+            minimal_size, the larger ones first.
+        optimizer_class: torch.optim.AdamW, Adam or SGD, which FusedAdam and FusedSGD stand for; one
+            of this module, or torchao's of the same name; megaopt's FusedAdam, FusedLion, FusedSGD.
+        offload_gradients: only False; megaopt.release_gradients frees each gradient within the
+            backward pass.
+        minimal_size: parameters with fewer elements keep their states on the card; at least 0.
+        **kwargs: other arguments of the optimizer.
+
+    Raises:
+        ValueError: an argument is not allowed; as the optimizer.
+        TypeError: as the optimizer.
+    """
+    if offload_gradients is not False:
+        refuse(
+            "offload_gradients", "False (megaopt.release_gradients frees gradients within the "
+            "backward pass)", offload_gradients,
+        )  # fmt: skip
+    if type(minimal_size) is not int or minimal_size < 0:
+        refuse("minimal_size", "a whole number >= 0", minimal_size)
+    kind, defaults = _offloaded(optimizer_class)
+    entries: Any = entries_of("params", params)
+    is_grouped = isinstance(entries, list) and any(isinstance(each, dict) for each in entries)
+    groups = entries if is_grouped else [{"params": entries}]
+    placed = [part for group in groups for part in _placed(group, minimal_size)]
+    made: FusedOptimizer = kind(placed, **{**defaults, **kwargs})
+    return made
+
+
+def _offloaded(optimizer_class: Any) -> tuple[Any, dict[str, Any]]:
+    """The optimizer that stands for a class, and the arguments in which it differs."""
+    if isinstance(optimizer_class, type) and optimizer_class in OFFLOADED:
+        return OFFLOADED[optimizer_class]
+    name = str(getattr(optimizer_class, "__name__", ""))
+    is_torchaos = str(getattr(optimizer_class, "__module__", "")).startswith("torchao.")
+    own = globals()[name] if is_torchaos and name in __all__ else optimizer_class
+    is_ours = isinstance(own, type) and issubclass(own, FusedOptimizer)
+    if not is_ours or issubclass(own, megaopt.GaLoreAdamW):
+        refuse(
+            "optimizer_class", "torch.optim.AdamW, Adam or SGD, megaopt.FusedAdam, FusedLion or "
+            "FusedSGD, or an optimizer of this module", optimizer_class,
+        )  # fmt: skip
+    return own, {}
+
+
+def _placed(group: dict[str, Any], minimal_size: int) -> list[dict[str, Any]]:
+    """A group's parameters whose states are in host memory, and those whose are on the card."""
+    params: Any = entries_of("params", group["params"])
+    if not isinstance(params, list):
+        return [{**group, STATE_DEVICE: "cpu"}]
+    sizes = [(each[1] if isinstance(each, tuple) else each).numel() for each in params]
+    parts: dict[Any, list[Any]] = {"cpu": [], None: []}
+    for each, size in zip(params, sizes, strict=True):
+        parts["cpu" if size >= minimal_size else None].append(each)
+    found = [{**group, "params": own, STATE_DEVICE: home} for home, own in parts.items() if own]
+    return found or [group]

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megaopt import checkpoint as checkpoint
     from megaopt.adam import FusedAdam
     from megaopt.casting import cast_model
     from megaopt.float8 import to_float8
@@ -39,10 +40,12 @@ HOMES = {
     "set_fp32_model_state_dict": "megaopt.model_state",
     "to_float8": "megaopt.float8",
 }
+MODULES = ("checkpoint",)
+"""Modules that docs/api.md has whole."""
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *MODULES})
 
 
 def __getattr__(name: str) -> Any:
@@ -50,4 +53,6 @@ def __getattr__(name: str) -> Any:
     # command line, which is imported after this, sets that
     if name in HOMES:
         return getattr(import_module(HOMES[name]), name)
+    if name in MODULES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

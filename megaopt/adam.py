@@ -123,8 +123,9 @@ class FusedAdam(FusedOptimizer):
         seed: of the random bits of what is rounded stochastically, from 0 to 2**64 - 1; in the
             groups, and saved with them, where there is such. A group's `param_numbers`, one number
             from 0 to 2**32 - 1 for each parameter, tell parameters apart; without it they are
-            numbered in the order of the groups. docs/numbers.md says what a bit is made of, and
-            what a load takes over.
+            numbered in the order of the groups. Two optimizers with one seed draw the same bits for
+            parameters of the same number: give each its own. docs/numbers.md says what a bit is
+            made of, and what a load takes over.
         bias_correction: divides the moments by 1 - beta**step.
         adam_w_mode: AdamW; False for Adam with L2 weight decay.
         use_decoupled_grad: reads `p.decoupled_grad`, of any of the three dtypes, not `p.grad`.

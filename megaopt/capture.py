@@ -30,7 +30,7 @@ def on_device(group: Mapping[str, Any], device: torch.device, where: str) -> dic
 
 
 def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:
-    """Raises ValueError unless lr and step are what `to_device` makes."""
+    """Raises ValueError unless lr and step are what `on_device` makes."""
     for name, dtype in DTYPES.items():
         if not _fits(group[name], name, device):
             raise ValueError(

@@ -200,8 +200,8 @@ class GaLoreAdamW(FusedOptimizer):
             units of the gradient; at least 0.
         weight_decay: decoupled; of matrices with a rank the part of the weight after the update
             that goes per step, times lr. At least 0.
-        rank: dimensions to which gradients are projected, from 1 to the matrix's smaller dimension;
-            None: not at all.
+        rank: dimensions to which gradients are projected, at least 1; one above the matrix's
+            smaller dimension is that, the full rank, which saves nothing. None: not at all.
         update_proj_gap: steps from one projection to the next; at least 1.
         scale: what the update that was projected back is multiplied by; at least 0.
         proj_type: "right" projects rows, to [m, rank], "left" columns, to [rank, n]. "std" projects

@@ -35,7 +35,7 @@ def check_of_all(options: Any, name: str, value: Any, where: str) -> None:
 
 
 def check_matrix(param: torch.Tensor, rank: int, name: str, which: str) -> None:
-    """Raises ValueError for a parameter that cannot have a rank, or not this one.
+    """Raises ValueError for a parameter that cannot have a rank.
 
     Args:
         param: of a group with a rank.
@@ -51,12 +51,6 @@ def check_matrix(param: torch.Tensor, rank: int, name: str, which: str) -> None:
     is_flat = len(getattr(param, "megaopt_whole_shape", ())) == 2
     if is_flat or getattr(param, FLATTENED_BY_FSDP1, False):
         refuse(name, f"None beside {which}, a {FLAT}", rank)
-    if param.dim() == 2 and 0 < min(param.shape) < rank:
-        least = min(param.shape)
-        refuse(
-            name, f"a whole number from 1 to {least}, the smaller dimension of {which}, of shape "
-            f"{tuple(param.shape)}", rank,
-        )  # fmt: skip
 
 
 FLAT = (

@@ -31,7 +31,7 @@ class ShardedBatch(Batch):
 
     @property
     def addresses(self) -> list[Any]:
-        """None: `enter` hands over the shards."""
+        """Empty: before each step `stage_inputs` gives the plan the shards themselves."""
         return []
 
     def fits(self, grads: Grads) -> bool:

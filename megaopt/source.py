@@ -1,4 +1,4 @@
-"""The source that a record was made with: its commit, and a digest of its files."""
+"""The source that a record was made with, and the command: no folder of the machine is in it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import importlib.util
 import os
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import megaopt
 
-__all__ = ["COMMIT_VARIABLE", "Source", "SourceError", "describe_source"]
+__all__ = ["COMMIT_VARIABLE", "Source", "SourceError", "describe_source", "portable"]
 
 Source = dict[str, str | bool | None]
 
@@ -53,6 +54,28 @@ def describe_source() -> Source:
         "dirty": None if changes is None else changes != "",
         "sha256": _digest(),
     }
+
+
+def portable(words: Iterable[str]) -> list[str]:
+    """A command line without the folders of this machine.
+
+    Args:
+        words: of the command line; a path may stand behind "--out=" too.
+
+    Returns:
+        The words. Absolute paths within the checkout are relative to it, of others the last name
+        is left.
+    """
+    return list(map(_portable, words))
+
+
+def _portable(word: str) -> str:
+    before, equals, text = word.rpartition("=")
+    path = Path(text)
+    if not path.is_absolute():
+        return word
+    found = path.relative_to(CHECKOUT) if path.is_relative_to(CHECKOUT) else path.name
+    return f"{before}{equals}{found}"
 
 
 def _named_commit() -> str | None:

@@ -386,6 +386,11 @@ def _foreign(
         raise ValueError(
             f"{where}: {', '.join(scales)} in the state dict; allowed in groups with a 'contract'"
         )
+    if PROJECTION in saved and PROJECTION not in view.kept:
+        raise ValueError(
+            f"{where}: {PROJECTION!r} in the state dict; allowed where a gradient is projected: "
+            "moments of a projected gradient are not those of the gradient"
+        )
     state = _kept(saved, view, where, (CAPTURED_ENERGY, *not_made))
     for name, slot in names.items():
         form = formats.by_slot[slot]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaopt.checks import one_of, refuse, same, shown
@@ -21,12 +21,20 @@ MISNAMED = {
 }
 """Names of the same things elsewhere, too far from ours to be typing errors of them."""
 
-OTHER_OPTIMIZERS = ("momentum", "dampening", "nesterov", "betas")
-"""Options of torch's optimizers that mean something to some of ours, and nothing to the others."""
+OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("momentum", "dampening", "nesterov", "betas"), ()),
+    # NAdam's, Adadelta's, ASGD's, Rprop's and Muon's
+    **dict.fromkeys(("momentum_decay", "rho", "lambd", "etas", "ns_steps"), ()),
+    "use_muon": (None, False),  # of Muon with an Adam for the rest
+    "rank": (None,),  # GaLore's
+}
+"""Keys of groups that ask for another rule where ours has none of that name; with the values that
+ask for nothing."""
 
-SIMILAR = 0.9
+SIMILAR, SIMILAR_SHORT, SHORT = 0.9, 0.85, 5
 """difflib's ratio from which a key is a typing error: wieght_decay has 0.92 of weight_decay,
-no_weight_decay, which libraries put into groups for themselves, 0.89."""
+no_weight_decay, which libraries put into groups for themselves, 0.89. Of names of at most SHORT
+letters the second: rak has 0.86 of rank."""
 
 
 def check_arguments(
@@ -68,16 +76,22 @@ def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
     decoupled = group.get("decoupled_weight_decay", own)  # of torch's AdamW
     if own is not None and not same(decoupled, own):
         refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {own}", decoupled)
+    names = options.names_but_step
+    known, own = (*names, *options.OF_ALL), ", ".join(names)
     for name in group:
-        if not hasattr(options, str(name)):
-            _check_key(name, group[name], options.NUMBERS, where)
+        if name not in names and not hasattr(options, str(name)):
+            _check_key(name, group[name], known, own, where)
 
 
-def _check_key(name: str, value: Any, numbers: Numbers, where: str) -> None:
-    own = ", ".join(numbers.names)
-    if name in OTHER_OPTIMIZERS and name not in numbers.names:
-        raise ValueError(f"{where}: {name!r} must be left out, got it; groups here have {own}")
-    meant = _meant(name, numbers.names)
+def _check_key(name: str, value: Any, known: Sequence[str], own: str, where: str) -> None:
+    idle = OTHER_OPTIMIZERS.get(name)
+    if idle is not None and not any(same(value, each) for each in idle):
+        allowed = " or ".join(["left out", *map(str, idle)])
+        raise ValueError(
+            f"{where}: {name!r} must be {allowed}, got {shown(value)}: it asks for another "
+            f"optimizer; groups here have {own}"
+        )
+    meant = _meant(name, known)
     if meant is not None:
         raise ValueError(
             f"{where}: {name!r} must be spelled {meant!r}; of ours are {own}, "
@@ -97,4 +111,7 @@ def _meant(name: str, known: Iterable[str]) -> str | None:
 
 
 def _is_similar(name: str, known: str) -> bool:
-    return difflib.SequenceMatcher(None, name, known).ratio() >= SIMILAR
+    if sorted(name) == sorted(known):  # letters that changed places
+        return True
+    least = SIMILAR_SHORT if len(known) <= SHORT else SIMILAR
+    return difflib.SequenceMatcher(None, name, known).ratio() >= least

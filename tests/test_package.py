@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import zipfile
@@ -71,6 +72,18 @@ def test_comparison_sees_a_leaked_folder(tool: ModuleType, tmp_path: Path, leak:
         archive.writestr("megaopt-0.1.0.dist-info/METADATA", "")
     with pytest.raises(tool.PackageError, match=rf"beside megaopt: \['{leak}'\]"):
         tool.compare(wheel, {"megaopt/__init__.py"})
+
+
+def test_every_name_of_the_api_page_is_there_after_import_megaopt() -> None:
+    """In a fresh process each: what one name imports would bring others along."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    assert {
+        "megaopt.checkpoint",
+        *(f"megaopt.{name}" for name in megaopt.__all__ if name[0] != "_"),
+    } == set(names)
+    for name in names:
+        subprocess.run([sys.executable, "-c", f"import megaopt; {name}"], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", ["kernels", "integration"])

@@ -52,6 +52,11 @@ def test_a_record_has_its_commit(path):
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_record_names_no_folder_of_the_machine_that_made_it(path):
+    assert re.findall(r"""(?<![^\s"'=:])/\w[^\s"]*""", path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
 def test_the_commits_of_a_record_are_in_the_history(path, history):
     first, last = (commits_of(read(path.name)) * 2)[:2]
     assert git("merge-base", "--is-ancestor", first, last).returncode == 0

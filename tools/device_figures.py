@@ -22,7 +22,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # it counts from before megaopt is imported
 
 from megaopt.commands.environment import describe  # noqa: E402
-from megaopt.source import describe_source  # noqa: E402
+from megaopt.source import describe_source, portable  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 WAIT = 40_000_000
@@ -37,7 +37,7 @@ class Record:
         self.found: dict[str, Any] = {
             "source": describe_source(),
             "environment": describe(),
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(portable(["python", *sys.argv])),
         }
 
     def say(self, name: str, **figures: Any) -> None:

@@ -35,7 +35,7 @@ from followed_moments import (
 )
 
 from megaopt.commands.environment import describe
-from megaopt.source import describe_source
+from megaopt.source import describe_source, portable
 
 SIZES = (1e-12, 1e-5, 1e4)
 BETAS2 = (0.95, 0.99, 0.999, 0.9999)
@@ -135,7 +135,7 @@ def run(steps: int, rows: int, workers: int = 1) -> dict[str, Any]:
             found = list(pool.map(measure, tasks(steps)))
     _, versions, skipped = kinds("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "command": ["python", *sys.argv],
+        "command": portable(["python", *sys.argv]),
         "source": describe_source(),
         "environment": describe(),
         "versions": versions,

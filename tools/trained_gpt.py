@@ -25,7 +25,7 @@ from megaopt.commands.config import ModelConfig
 from megaopt.commands.environment import describe
 from megaopt.commands.training.model import GPT, build_model
 from megaopt.optimizer import FusedOptimizer
-from megaopt.source import describe_source
+from megaopt.source import describe_source, portable
 
 MODEL = ModelConfig(layers=9, heads=8, width=512, context=512, vocabulary_size=256)
 BATCH, STEPS, WARMUP, PEAK, LAST = 16, 1500, 100, 1e-3, 1e-5
@@ -143,7 +143,7 @@ def run(out: Path, seed: int, kinds: Mapping[str, Kind], versions: Mapping[str, 
     """Every kind with one seed; the file is written anew behind each."""
     tokens = text()
     record: dict[str, Any] = {
-        "command": ["python", *sys.argv],
+        "command": portable(["python", *sys.argv]),
         "source": describe_source(),
         "environment": describe(),
         "versions": dict(versions),

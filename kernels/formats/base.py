@@ -15,8 +15,8 @@ import torch
 class Format:
     """How fp32 values are kept in memory: one file a format, one row in the tables of this package.
 
-    `decode` and `encode` are Triton functions, the `_reference` ones their torch twins; both work
-    element by element and give the same bits.
+    `decode` and `encode` are Triton functions, `decode_reference` and `encode_reference` their
+    torch twins; both work element by element and give the same bits.
 
     - plain: `decode(code, scale) -> fp32`, `encode(value, inverse) -> code`; scale and inverse are
       1 where the format has no scale.

@@ -186,7 +186,7 @@ def stored_block(
     FORMATS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Encodes and stores what updated_block gave; raises the bits of amaxes, if any are kept."""
+    """Encodes and stores what `updated` gave; raises the bits of amaxes, if any are kept."""
     _, weight_ptr, master_ptr, moment_ptrs = pointers
     master_inverse, moment_inverses = inverses
     param, moments = values

@@ -124,6 +124,7 @@ def galore_test(
     proj_type: str = "std",
     seed: int = 0,
     tf32: bool = False,
+    allow_tf32: bool = False,
     verbose: bool = False,
 ) -> int:
     """Step a random matrix with GaLoreAdamW; compare its errors against fp64 with torch's own.
@@ -138,14 +139,16 @@ def galore_test(
         proj_type: Side of the projection: std, reverse_std, right, left or auto.
         seed: Of weight, gradients and first projection.
         tf32: As precision tf32, and refused beside another but ieee, the default.
+        allow_tf32: The same.
         verbose: Also print the largest errors, and where they are.
     """
     main = _load("megaopt.commands.galore.check", "main")
     from megaopt.commands.galore.errors import Setup
     from megaopt.commands.toml_tables import require
 
-    if tf32:
-        require(precision in ("ieee", "tf32"), "precision", precision, "'tf32' beside --tf32")
+    if tf32 or allow_tf32:
+        name = "--tf32" if tf32 else "--allow_tf32"
+        require(precision in ("ieee", "tf32"), "precision", precision, f"'tf32' beside {name}")
         precision = "tf32"
     setup = Setup(
         kernel=kernel,
@@ -169,6 +172,7 @@ def galore_bench(
     weights: tuple[str, ...] = ("float32", "bfloat16"),
     precisions: tuple[str, ...] = ("ieee", "tf32", "bf16"),
     matrices: tuple[int, ...] = (1,),
+    allow_tf32: bool = False,
     out: Path = Path("out/galore"),
 ) -> int:
     """Time GaLoreAdamW's step without a refresh, against a copy of the bytes that it must move.
@@ -181,8 +185,11 @@ def galore_bench(
         weights: float32, bfloat16 (with fp32 masters and bf16 gradients).
         precisions: Of the two products: ieee, tf32, bf16.
         matrices: How many of a shape are stepped together.
+        allow_tf32: As precisions tf32 alone.
         out: Folder for the record and the picture.
     """
+    if allow_tf32:
+        precisions = ("tf32",)
     main = _load("megaopt.commands.galore.bench", "main")
     shapes = [(M, columns) for columns in N]
     return main(out, shapes, ranks, kernels, weights, precisions, matrices)
@@ -227,13 +234,34 @@ def _galore() -> Callable[..., int]:
     short: Any = conf.OmitSubcommandPrefixes
 
     def galore(command: Any) -> int:
-        """Check GaLoreAdamW's step of a matrix (test), or time it (bench)."""
+        """Check GaLoreAdamW's step of a matrix (test, --mode=test), or time it (bench)."""
         status: int = command
         return status
 
     either: Any = Union[Annotated[Any, test], Annotated[Any, bench]]  # noqa: UP007 made at run time
     galore.__annotations__["command"] = whole[short[either]]
     return galore
+
+
+MODES = {"test": "test", "benchmark": "bench"}
+"""The commands of `megaopt galore`, by --mode as GaLore's pull request has it."""
+
+
+def _by_mode(arguments: Sequence[str]) -> list[str]:
+    """`galore --mode=test ...` as `galore test ...`; other arguments as they are."""
+    found = list(arguments)
+    places = [i for i, each in enumerate(found) if each.partition("=")[0] == "--mode"]
+    if found[:1] != ["galore"] or not places:
+        return found
+    place = places[0]
+    _, equals, mode = found.pop(place).partition("=")
+    if not equals and place < len(found):
+        mode = found.pop(place)
+    if mode not in MODES:
+        from megaopt.commands.toml_tables import ConfigError
+
+        raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    return ["galore", MODES[mode], *found[1:]]
 
 
 def _dispatch(arguments: Sequence[str] | None) -> int:
@@ -255,8 +283,9 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "verify": verify,
         "galore": _galore(),
     }
+    given = _by_mode(sys.argv[1:] if arguments is None else arguments)
     status: int = tyro.extras.subcommand_cli_from_dict(
-        commands, prog="megaopt", description=DESCRIPTION, args=arguments
+        commands, prog="megaopt", description=DESCRIPTION, args=given
     )
     return status
 

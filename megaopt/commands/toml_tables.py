@@ -179,6 +179,8 @@ def build_run(cls: type[T], path: Path, table: dict[str, Any]) -> T:
     try:
         words = "left out: the file's own name is the run's"
         require("name" not in table, "name", table.get("name"), words)
+        # out / ".." would be another folder than --out
+        require(path.stem not in (".", ".."), "the file's name", path.name, "more than dots")
         return TypeAdapter(cls).validate_python({**table, "name": path.stem})
     except ValidationError as error:
         # a key that nobody knows comes first: what is missing may be what it was meant to be

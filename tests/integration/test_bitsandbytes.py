@@ -1,5 +1,6 @@
 """bitsandbytes' names: their faces, what they stand for, and its checkpoints."""
 
+import gc
 import inspect
 import pickle
 
@@ -7,10 +8,12 @@ import pytest
 import stopped
 import torch
 from bits import assert_same_bits
+from fake_pinning import FakePinning
 from runs import BF16, FP32, assert_same, assert_same_run, parameters, snapshot, train, values
 
 from megaopt import FusedAdam, FusedLion
 from megaopt.integration import bitsandbytes
+from megaopt.kernels.host_memory import held_bytes, pinned_by
 
 EMPTY = inspect.Parameter.empty
 LAST = {"args": None, "min_8bit_size": 4096, "is_paged": False}
@@ -77,20 +80,36 @@ def test_the_bits_are_those_of_the_optimizer_that_it_stands_for(name, bits):
     assert_same_run(found, expected)
 
 
-# --- refusals
-
-
+@pytest.mark.parametrize("asked", ["class", "argument"])
 @each_class
-def test_paged_optimizers_are_refused_with_what_to_take(name):
-    with pytest.raises(ValueError, match=f"the optimizer must be {name}, got Paged{name}: no st"):
-        getattr(bitsandbytes, f"Paged{name}")(parameters(), lr=1e-3)
+def test_paged_states_are_in_host_memory_with_the_same_bits(name, asked):
+    kind = getattr(bitsandbytes, f"Paged{name}" if asked == "class" else name)
+    expected = getattr(bitsandbytes, name)(parameters(LARGE), weight_decay=0.25)
+    gc.collect()
+    fake = FakePinning()
+    with pinned_by(fake):
+        options = {"is_paged": True} if asked == "argument" else {}
+        found = kind(parameters(LARGE), weight_decay=0.25, **options)
+        assert isinstance(found, getattr(bitsandbytes, name))
+        train(found, 3)
+        train(expected, 3)
+        assert_same_run(found, expected)
+        assert held_bytes() > 0
+        again = pickle.loads(pickle.dumps(found))
+        assert type(again) is kind
+        train(again, 2, first=3)
+    train(expected, 2, first=3)
+    assert_same_run(again, expected)
+
+
+# --- refusals
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"args": 1}, "args must be None, got 1"),
-        ({"is_paged": True}, "is_paged must be False, got True"),
+        ({"is_paged": 1}, "is_paged must be one of False, True, got 1"),
         ({"percentile_clipping": 5}, "percentile_clipping must be 100, got 5"),
         ({"block_wise": False}, "block_wise must be True, got False"),
         ({"min_8bit_size": -1}, "min_8bit_size must be a whole number >= 0, got -1"),

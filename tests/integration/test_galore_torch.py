@@ -36,15 +36,18 @@ def theirs(param, proj_type, rank, **changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.0, "bias_correction": False}], ids=str)
-@pytest.mark.parametrize("rank", [1, 5])
+@pytest.mark.parametrize("rank", [1, 5, 16, 99])
 @pytest.mark.parametrize(("proj_type", "shape"), CASES)
 def test_the_twin_is_galore_torch_over_three_refreshes(proj_type, shape, rank, changes):
-    """To 1e-12: 9 steps of sums of 21 products of numbers near 1, each off by 2**-53 of it."""
+    """To 1e-12: 9 steps of sums of 21 products of numbers near 1, each off by 2**-53 of it.
+
+    A rank above the smaller dimension is that: the full rank.
+    """
     shape = SHAPES[shape]
     weight = values(shape, 0).double()
     param = torch.nn.Parameter(weight.clone())
     optimizer = theirs(param, proj_type, rank, **changes)
-    twin = Twin(weight, side_of(proj_type, shape), rank, {**GROUP, **changes})
+    twin = Twin(weight, side_of(proj_type, shape), min(rank, *shape), {**GROUP, **changes})
     for step in range(3 * GAP):
         param.grad = grad_of(shape, step)
         optimizer.step()
@@ -82,6 +85,19 @@ def test_its_checkpoints_load(proj_type, shape, dtype):
     own.grad = grad_of(shape, 2, dtype)
     after.step()  # between refreshes: by their projection
     assert_same_bits(after.state[own]["projection"], projection.float().contiguous())
+
+
+@pytest.mark.parametrize("rank", [12, 99])
+def test_a_checkpoint_of_a_full_rank_is_refused(rank):
+    """Its moments have the matrix's shape and another basis; here they are the matrix's own."""
+    shape = SHAPES["tall"]
+    before = theirs(torch.nn.Parameter(values(shape, 0)), "std", rank)
+    before.param_groups[0]["params"][0].grad = grad_of(shape, 0, torch.float32)
+    before.step()
+    after = GaLoreAdamW([torch.nn.Parameter(values(shape, 0))], rank=rank)
+    with pytest.raises(ValueError, match="'projection' in the state dict; allowed where a grad"):
+        after.load_state_dict(before.state_dict())
+    assert not after.state
 
 
 def test_a_checkpoint_of_both_sides_is_refused():

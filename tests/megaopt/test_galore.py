@@ -83,11 +83,11 @@ def test_a_step_is_its_operations_in_their_order(proj_type, refresh):
             assert_same({name: now[name] for name in moments}, moments)
 
 
-@pytest.mark.parametrize("rank", [5, 6])
+@pytest.mark.parametrize("rank", [5, 6, 7, 99])
 def test_other_parameters_take_fused_adams_step(rank):
     """Of no rank, of another number of dimensions, or where the rank saves nothing: 5 * (8 + 6).
 
-    6 is the matrix's smaller dimension.
+    6 is the matrix's smaller dimension; a larger rank is the full one, as in galore_torch.
     """
     shapes = [(24, 10), (9,), (8, 6), (3, 4, 5), ()]
     ours, theirs = parameters(shapes), parameters(shapes)

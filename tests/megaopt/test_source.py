@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megaopt
-from megaopt.source import SourceError, describe_source
+from megaopt.source import SourceError, describe_source, portable
 
 ROOT = Path(__file__).parents[2]
 CACHES = shutil.ignore_patterns("__pycache__")
@@ -111,3 +111,11 @@ def test_what_is_no_commit_is_refused(commit, monkeypatch):
         describe_source()
     message = f"MEGAOPT_COMMIT must be 40 hex digits in lower case, got {commit!r}"
     assert str(refused.value) == message
+
+
+def test_a_command_line_has_no_folders_of_the_machine(tmp_path):
+    """Paths of the checkout are relative to it; of others the last name is left."""
+    page, out = ROOT / "docs" / "api.md", tmp_path / "record.json"
+    words = ["megaopt", "bench", "--out", "out/x", str(out), f"--out={out}", str(page), "a=1"]
+    found = ["megaopt", "bench", "--out", "out/x", "record.json", "--out=record.json"]
+    assert portable(words) == [*found, "docs/api.md", "a=1"]

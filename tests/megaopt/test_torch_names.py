@@ -4,7 +4,7 @@ import pytest
 import torch
 from runs import FP32, MASTER, assert_same, assert_same_run, parameters, params_of, snapshot, train
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, GaLoreAdamW
 
 SHAPES = [(3, 4), (5,)]
 
@@ -69,6 +69,7 @@ MISTAKES = {
     "beta1": "betas",
     "beta2": "betas",
     "bias_corection": "bias_correction",
+    "esp": "eps",
 }
 
 
@@ -90,9 +91,12 @@ def test_misspelled_keys_of_a_group_are_refused(key, meant):
     [
         (
             {"momentum": 0.9},
-            "group 0: 'momentum' must be left out, got it; groups here have lr, betas, eps",
+            "group 0: 'momentum' must be left out, got 0.9: it asks for another optimizer; groups "
+            "here have lr, betas, eps",
         ),
         ({"nesterov": True}, "group 0: 'nesterov' must be left out"),
+        ({"use_muon": True}, "group 0: 'use_muon' must be left out or None or False, got True"),
+        ({"rank": 8, "proj_type": "std"}, "group 0: 'rank' must be left out or None, got 8"),
         ({"differentiable": True}, "group 0: differentiable must be False, got True"),
         (
             {"decoupled_weight_decay": False},
@@ -106,6 +110,25 @@ def test_keys_that_ask_for_another_optimizer_are_refused(group, message):
         FusedAdam([{"params": parameters(SHAPES), **group}])
 
 
+OF_GALORE = {
+    "rnak": "rank",
+    "Rank": "rank",
+    "ranks": "rank",
+    "rak": "rank",
+    "sclae": "scale",
+    "projtype": "proj_type",
+    "update_prog_gap": "update_proj_gap",
+    "precison": "precision",
+}
+
+
+@pytest.mark.parametrize(("key", "meant"), OF_GALORE.items(), ids=OF_GALORE)
+def test_misspelled_keys_of_galores_groups_are_refused(key, meant):
+    """Such a group would train AdamW without a projection."""
+    with pytest.raises(ValueError, match=f"group 0: '{key}' must be spelled '{meant}'; of ours"):
+        GaLoreAdamW([{"params": parameters(SHAPES), key: 2}])
+
+
 # As they stand in groups of Megatron-Core, NeMo, torch's schedulers, transformers, timm, DINOv2,
 # DeepSpeed and Lightning when an optimizer is made of them.
 OTHERS = (
@@ -113,7 +136,7 @@ OTHERS = (
     *("min_lr", "pre_wd_mult", "pre_lr_mult", "start_wd", "end_wd", "is_vision_model_param"),
     *("initial_lr", "base_momentum", "max_momentum", "swa_lr", "base_lr", "name", "group_name"),
     *("lr_scale", "weight_decay_mult", "no_weight_decay", "initial_weight_decay", "is_last_layer"),
-    *("lr_multiplier", "wd_multiplier", "layer_id", "module_name", "moe", "use_muon", "steps"),
+    *("lr_multiplier", "wd_multiplier", "layer_id", "module_name", "moe", "steps"),
     *("param_names", "capturable", "warmup_steps", "bias", "beta_schedule", "step_size", "gamma"),
 )
 
@@ -121,6 +144,7 @@ OTHERS = (
 def test_keys_of_other_libraries_are_let_through():
     params = parameters(SHAPES)
     group = {"params": params, **dict.fromkeys(OTHERS, 0.5), "param_names": ["a", "b"]}
+    group |= {"use_muon": False, "rank": None}
     optimizer = FusedAdam([group], **MASTER)
     assert {name: optimizer.param_groups[0][name] for name in OTHERS}["swa_lr"] == 0.5
     expected = FusedAdam(parameters(SHAPES), **MASTER)

@@ -27,7 +27,7 @@ from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.files import write_json
 from megaopt.kernels.backends import BACKENDS
-from megaopt.source import Source, describe_source
+from megaopt.source import Source, describe_source, portable
 
 __all__ = ["main", "why_not"]
 
@@ -154,7 +154,7 @@ def _report(
     described = environment.describe()
     peers = [r.case.subject for r in results if isinstance(r.case.subject, Peer)]
     libraries = {peer.package: peer.version() for peer in peers}
-    command = shlex.join(["megaopt", *sys.argv[1:]])
+    command = shlex.join(portable(["megaopt", *sys.argv[1:]]))
     versions = dict(sorted(libraries.items()))
     record = record_of(results, source, described, command, versions, skipped)
     # before the files are written, which may fail

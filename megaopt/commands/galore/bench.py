@@ -38,7 +38,7 @@ from megaopt.files import write_json
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.lowrank.operands import BF16, IEEE
 from megaopt.kernels.lowrank.products import product
-from megaopt.source import describe_source
+from megaopt.source import describe_source, portable
 
 __all__ = ["main", "run"]
 
@@ -88,7 +88,7 @@ def main(
     print_table(console, table_of(results))
     described = environment.describe()
     record: dict[str, Any] = {"source": source, "environment": described}
-    record["command"] = shlex.join(["megaopt", *sys.argv[1:]])
+    record["command"] = shlex.join(portable(["megaopt", *sys.argv[1:]]))
     record["cases"] = [record_of_result(result) for result in results]
     write_json(out / "record.json", record)
     draw(out / "speed.png", results, described["gpu"])

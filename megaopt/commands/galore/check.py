@@ -16,6 +16,14 @@ from megaopt.commands.toml_tables import ConfigError
 
 __all__ = ["main"]
 
+CALLED = {
+    "exp_avg": "running mean (exp_avg)",
+    "exp_avg_sq": "running variance (exp_avg_sq)",
+    "update": "params",
+    "update of the master": "params (master)",
+    "update of the weight": "params (weight)",
+}
+"""Findings in the words of galore_torch's pull request."""
 MOST = 5
 """Elements that --verbose shows of each tensor."""
 
@@ -41,6 +49,9 @@ def main(setup: Setup, verbose: bool = False) -> int:
     findings, console = measure_errors(setup, device), make_console()
     console.print(f"{_title(setup)}, on {device}", soft_wrap=True, highlight=False)
     print_table(console, _table(findings))
+    console.print("relative err: the largest error, by the mean magnitude in fp64", highlight=False)
+    for finding in findings:
+        console.print(largest_error(finding), markup=False, highlight=False)
     for finding in findings if verbose else ():
         for line in largest(finding):
             console.print(line, markup=False, highlight=False)
@@ -72,6 +83,13 @@ def _table(findings: Sequence[Finding]) -> Table:
         verdict = "within" if each.holds else "[red]BEYOND[/red]"
         table.add_row(each.name, *shares, f"{_part_of_bound(each):.3f}", verdict)
     return table
+
+
+def largest_error(finding: Finding) -> str:
+    """A line with the largest error of an element, under the names of GaLore's kernels."""
+    most = float((finding.value - finding.exact).abs().max())
+    relative = most / finding.mean if finding.mean else most
+    return f"{CALLED[finding.name]}: max err {most:.3g}, relative err {relative:.3g}"
 
 
 def _part_of_bound(finding: Finding) -> float:

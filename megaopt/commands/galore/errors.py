@@ -79,6 +79,8 @@ class Finding:
     """What error may be."""
     norm: float
     """Of what fp64 gives."""
+    mean: float
+    """Mean magnitude in fp64; of an update that of the param that it makes."""
     value: torch.Tensor
     """fp64."""
     exact: torch.Tensor
@@ -193,7 +195,8 @@ def compared(
     """
     # moments get nothing beside torch's error: the same products, and operations in the same order
     found = [
-        _finding(name, after[name], torchs[name], exact[name]) for name in ("exp_avg", "exp_avg_sq")
+        _finding(name, after[name], torchs[name], exact[name], float(exact[name].abs().mean()))
+        for name in ("exp_avg", "exp_avg_sq")
     ]
     updates = {"update": "param"}
     if after["weight"].dtype != torch.float32:
@@ -201,7 +204,8 @@ def compared(
     for name, slot in updates.items():
         old = before[slot].double()
         value, others, wanted = (each[slot].double() - old for each in (after, torchs, exact))
-        found.append(_finding(name, value, others, wanted, derived))
+        mean = float(exact[slot].abs().mean())
+        found.append(_finding(name, value, others, wanted, mean, derived))
     return found
 
 
@@ -210,9 +214,10 @@ def _finding(
     value: torch.Tensor,
     torchs: torch.Tensor,
     exact: torch.Tensor,
+    mean: float,
     derived: float = 0.0,
 ) -> Finding:
     value = value.double()
     error, others = (float((each - exact).norm()) for each in (value, torchs.double()))
     norm = float(exact.norm())
-    return Finding(name, error, others, FACTOR * others + derived, norm, value, exact)
+    return Finding(name, error, others, FACTOR * others + derived, norm, mean, value, exact)

@@ -364,6 +364,15 @@ def test_a_missing_file_is_refused(tmp_path):
         read_config(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize("name", ["...toml", "..toml"])
+def test_a_file_whose_name_is_dots_is_refused(tmp_path, name):
+    """Its run's folder would be the one above --out, or --out itself."""
+    path = tmp_path / name
+    path.write_text(GOOD, encoding="utf-8")
+    with pytest.raises(ConfigError, match="the file's name must be more than dots, got"):
+        read_config(path)
+
+
 def test_an_unknown_variant_is_refused_with_the_known_ones(tmp_path):
     config = read_config(write(tmp_path, GOOD))
     with pytest.raises(ConfigError, match=r"variant must be one of unfused, stopped, got 'x'"):

@@ -202,7 +202,58 @@ def test_what_it_prints(megaopt):
 
 def test_tf32_is_a_precision(megaopt):
     arguments = ("galore", "test", "--kernel=torch", *SMALL)
-    assert megaopt(*arguments, "--tf32") == megaopt(*arguments, "--precision=tf32")
+    expected = megaopt(*arguments, "--precision=tf32")
+    for name in ("--tf32", "--allow_tf32", "--allow-tf32"):
+        assert megaopt(*arguments, name) == expected
+    plain = megaopt(*arguments)
+    assert plain != expected
+    for name in ("--no-allow-tf32", "--no_allow_tf32", "--no-allow_tf32"):
+        assert megaopt(*arguments, name) == plain
+
+
+MODES = [["--mode=test"], ["--mode", "test"]]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_mode_is_the_command(megaopt, mode):
+    """As the pull request's script has it, wherever it stands."""
+    rest = ("--kernel=torch", *SMALL)
+    expected = megaopt("galore", "test", *rest)
+    assert expected[0] == 0
+    assert megaopt("galore", *mode, *rest) == expected
+    assert megaopt("galore", *rest, *mode) == expected
+
+
+def test_mode_benchmark_is_bench(megaopt, monkeypatch):
+    taken = []
+    monkeypatch.setattr(bench, "main", lambda *given: taken.append(given) or 0)
+    assert megaopt("galore", "--mode=benchmark", "--allow_tf32", "--ranks", 64)[0] == 0
+    assert megaopt("galore", "bench", "--precisions", "tf32", "--ranks", 64)[0] == 0
+    assert taken[0] == taken[1]
+
+
+@pytest.mark.parametrize("mode", [["--mode=tset"], ["--mode"]], ids=str)
+def test_an_unknown_mode_is_refused(megaopt, mode):
+    status, out, err = megaopt("galore", *mode)
+    assert (status, out) == (2, "")
+    assert "mode must be one of test, benchmark, got " in err
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_largest_errors_are_printed_as_the_pull_request_names_them(megaopt, device, weights):
+    _, out, _ = megaopt("galore", "test", "--kernel=torch", f"--weights={weights}", *SMALL)
+    setup = Setup(kernel="torch", rows=40, columns=50, rank=12, weights=weights)
+    findings = measure_errors(setup, device)
+    names = ["running mean (exp_avg)", "running variance (exp_avg_sq)"]
+    names += ["params"] if weights == "float32" else ["params (master)", "params (weight)"]
+    lines = [line for line in out.splitlines() if ": max err " in line]
+    for line, name, each in zip(lines, names, findings, strict=True):
+        most = float((each.value - each.exact).abs().max())
+        assert line == f"{name}: max err {most:.3g}, relative err {most / each.mean:.3g}"
+    for each in findings[:2]:
+        assert each.mean == float(each.exact.abs().mean())
+    # of params, which the second step's update is a part of
+    assert findings[2].mean > float(findings[2].exact.abs().mean())
 
 
 def test_verbose_says_where_the_largest_errors_are(megaopt, device):

@@ -1,0 +1,79 @@
+"""galore_torch 1.0's GaLoreAdamW8bit under its name, over megaopt.GaLoreAdamW.
+
+Changing the import keeps a script; the bits are this package's. galore_torch's GaLoreAdamW is
+megaopt.GaLoreAdamW itself (docs/how-to/galore.md). galore_torch and bitsandbytes are needed to read
+their files alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import megaopt
+from megaopt.checks import one_of, refuse
+from megaopt.integration import bitsandbytes
+from megaopt.params.view import FEWEST_IN_ROWS
+
+__all__ = ["GaLoreAdamW8bit"]
+
+
+class GaLoreAdamW8bit(bitsandbytes._Base, megaopt.GaLoreAdamW):
+    """galore_torch's GaLoreAdamW8bit: megaopt.GaLoreAdamW with moments of 8 bits in blocks.
+
+    Arguments are galore_torch's, with its order and defaults; groups say rank, update_proj_gap,
+    scale and proj_type. Moments are "block_e4m3" and "block_e5m3", as in
+    megaopt.integration.bitsandbytes; of projected gradients with fewer than 4,096 elements they are
+    fp32. Projections are galore_torch's, by an SVD, all in one step.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as megaopt.GaLoreAdamW takes them.
+        amsgrad: only False; galore_torch ignores it in silence.
+        optim_bits: only 32, and not used.
+        args: only None.
+        min_8bit_size: at most 4,096: how many elements a projected gradient has to have for moments
+            of 8 bits. Here it is always 4,096.
+        percentile_clipping: only 100: no clipping. `step(clip_norm=...)` clips by the norm of all
+            gradients.
+        block_wise: only True.
+        is_paged: only False: GaLore's states are on the card.
+        seed: of the random bits, from 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: as megaopt.GaLoreAdamW; an argument that has to have one value has another.
+    """
+
+    _is_8bit = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        optim_bits: int = 32,
+        args: None = None,
+        min_8bit_size: int = FEWEST_IN_ROWS,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        *,
+        seed: int = 0,
+    ) -> None:
+        one_of("is_paged", is_paged, (False,))
+        if isinstance(min_8bit_size, int) and min_8bit_size > FEWEST_IN_ROWS:
+            refuse("min_8bit_size", f"at most {FEWEST_IN_ROWS}", min_8bit_size)
+        rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        rule |= {"seed": seed, "refresh": "svd", "stagger": False}
+        only: dict[str, Any] = {"amsgrad": amsgrad, "args": args, "block_wise": block_wise}
+        only["percentile_clipping"] = percentile_clipping
+        self._start(params, rule, optim_bits, min_8bit_size, only)
+
+    def to_bitsandbytes_state_dict(self) -> NoReturn:
+        """Raises ValueError: bitsandbytes' optimizers have no projections."""
+        raise ValueError(
+            "to_bitsandbytes_state_dict must be called of an optimizer without projections, got "
+            "GaLoreAdamW8bit; state_dict() has all of it"
+        )

@@ -186,19 +186,14 @@ def test_apexs_older_arguments_are_refused(name):
     assert optimizer.param_groups[0]["step"] == 0
 
 
-class MakesAllStates(FusedAdam):
-    """As TransformerEngine's drop-in, under a contract that works on a CPU."""
-
-    _makes_all_states = drop_in("transformer_engine")._makes_all_states
-
-
 @pytest.mark.parametrize("capturable", [False, True])
 def test_the_first_step_makes_the_state_of_parameters_without_a_gradient(capturable):
     """Zeros and masters, which later steps without a gradient leave alone."""
-    options = {"master_weights": True, "capturable": capturable}
+    options = {"master_weights": True, "capturable": capturable, "makes_states": "all"}
     stepped, frozen = parameter(), parameter()
+    frozen.requires_grad_(False)
     optimizer, alone = (
-        MakesAllStates([frozen, stepped], **options),
+        FusedAdam([frozen, stepped], **options),
         FusedAdam([parameter()], **options),
     )
     with pytest.raises(ValueError, match="parameter 0 of group 0: state 'exp_avg' must be there"):

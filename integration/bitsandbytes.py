@@ -115,7 +115,7 @@ class _Base(FusedOptimizer):
             refuse("min_8bit_size", "a whole number >= 0", min_8bit_size)
         self._min_8bit_size = min_8bit_size
         moments: Any = {f"{name}_dtype": FORMATS[name] for name in self._moments if bits == 8}
-        habits = {"makes_states": "stepped"} if isinstance(self, megaopt.FusedAdam) else {}
+        habits: Any = {"makes_states": "stepped"} if isinstance(self, megaopt.FusedAdam) else {}
         super().__init__(params, **rule, **moments, **habits)
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:

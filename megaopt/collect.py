@@ -49,6 +49,16 @@ class StepRun:
     prepared: Prepared = field(default_factory=dict)
 
     @property
+    def counted_groups(self) -> list[dict[str, Any]]:
+        """The groups, and one for each count of parameters that is not their group's."""
+        return [*self.owned.groups, *self.batches.counts.groups(self.owned.groups)]
+
+    def add_rows(self) -> None:
+        """Puts the scalars of those counts behind the groups'."""
+        if self.rows is not None:
+            self.rows += self.owned.rows(self.batches.counts.groups(self.owned.groups))
+
+    @property
     def counts(self) -> list[int] | None:
         """How many steps each group has taken; None where that is on the device."""
         return None if self.rows is None else [group["step"] for group in self.owned.groups]

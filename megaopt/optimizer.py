@@ -45,8 +45,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     `state[p]` holds the rule's moments and `master_param` (None where there is no master), each in
     its storage format; a format with a scale per tensor adds `<name>_scale`. State appears at a
-    step (whose, options.makes_states says), by `initialize_state`, or by a load: nothing is bound
-    to the parameters before, so `param_groups` may be replaced after construction.
+    step, by `initialize_state`, or by a load: nothing is bound to the parameters before, so
+    `param_groups` may be replaced after construction.
     """
 
     use_decoupled_grad: bool = False
@@ -162,8 +162,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self._makes_states_for_a_checkpoint(owned, request):
                 return None
             run = StepRun(owned, request, self._rows(owned), *self._gather(owned))
-            if run.rows is not None:
-                run.rows += [_row(owned, own) for own in run.batches.counts.groups(owned.groups)]
+            run.add_rows()
             writes = writes_grads(run)
             self._writes.take_over(owned, self.state)
             for batch in run.batches.fed:
@@ -179,8 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         batches, own = run.batches, self._preparations
         request = self._consensus.reach(run.owned, batches, run.request, self._waits, own)
         if request is not None:
-            counts = batches.counts.groups(self.param_groups)
-            groups = [*self.param_groups, *counts] if self.options.capturable else None
+            groups = run.counted_groups if self.options.capturable else None
             run.prepared = own.make(run.owned, groups, batches, request)
             looks = run.rows is not None and request.skip_nonfinite
             if not (looks and is_skipped(run.prepared, self.options.nonfinite)):
@@ -216,7 +214,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _hear(self) -> None:
         """Raises what ranks found in the last step; the host then takes its count back."""
-        counted = [] if self._batches is None else self._batches.counts.counted
+        counted = self._batches.counts.counted if self._batches else []
         self._consensus.hear([*self.param_groups, *counted], self.options.capturable)
 
     @property
@@ -250,9 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _rows(self, owned: Owned) -> list[tuple[float, ...]] | None:
         """The groups' scalars for the coming step, None where they are made on the device."""
         self._numbers.check(owned)
-        if self.options.capturable:
-            return None
-        return [_row(owned, group) for group in self.param_groups]
+        return None if self.options.capturable else owned.rows(self.param_groups)
 
     def _gather(self, owned: Owned) -> tuple[Batches, Grads]:
         """The batches of this step: those of the last one where everything is as it was."""
@@ -502,8 +498,3 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state = States(dict, self.state)
         self._owned.keep_at_home(self.state)
         self._writes.reset(self._owned.params, vars(self).pop("_written", ()))
-
-
-def _row(owned: Owned, group: Mapping[str, Any]) -> tuple[float, ...]:
-    """The scalars of a group for the update after its last one."""
-    return owned.rule.row({**group, "step": int(group["step"]) + 1})

@@ -161,7 +161,7 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
             own = {name: value for name, value in state.items() if name != STEP}
             states[view.param] = view.wrap_state(take(locals_of(own), owned, view, where, not_made))
             if owned.options.counts_apart:
-                count = int(state.get(STEP, owned.groups[group]["step"]))
+                count = int(state[STEP] if STEP in state else owned.groups[group]["step"])
                 states[view.param][STEP] = new_count(owned, count)
     return states
 

@@ -240,6 +240,7 @@ class FusedAdam(FusedOptimizer):
             unknown=unknown,
         )
         one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
+        habit = "stepped" if contract == "torch" else "trainable"
         options = AdamOptions(
             dtype=dtype,
             master_weight_dtype=master_weight_dtype,
@@ -259,7 +260,7 @@ class FusedAdam(FusedOptimizer):
             write_unscaled_grads=write_unscaled_grads,
             state_device=state_device,
             step_counts=step_counts,
-            makes_states=makes_states or ("stepped" if contract == "torch" else "trainable"),
+            makes_states=habit if makes_states is None else makes_states,
             maximize=maximize,
             amsgrad=amsgrad,
         )

@@ -211,8 +211,9 @@ def test_the_first_step_makes_the_state_of_parameters_without_a_gradient(captura
     assert_same_bits(frozen.detach(), torch.ones(3, dtype=torch.bfloat16))
 
 
-def test_a_plain_step_makes_no_state_without_a_gradient():
+def test_a_plain_step_makes_no_state_of_a_frozen_parameter():
     stepped, frozen = parameter(), parameter()
+    frozen.requires_grad_(False)
     optimizer = FusedAdam([frozen, stepped], master_weights=True)
     stepped.grad = torch.ones_like(stepped)
     optimizer.step()

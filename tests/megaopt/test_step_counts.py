@@ -6,7 +6,13 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from megaopt import FusedAdam, FusedSGD, release_gradients
 
@@ -141,7 +147,7 @@ def test_counts_are_torchs():
             theirs = torchs.state.get(other, {}).get("step", 0)
             assert int(optimizer.state.get(param, {}).get("step", 0)) == int(theirs)
     saved = optimizer.to_torch_state_dict()
-    assert [float(own["step"]) for own in saved["state"].values()] == [3.0, 4.0, 1.0][:3]
+    assert [float(own["step"]) for own in saved["state"].values()] == [3.0, 4.0, 1.0]
     torchs.load_state_dict(saved)
     fresh = together(FusedAdam, three(), step_counts="parameter")
     fresh.load_state_dict(torchs.state_dict())
@@ -182,6 +188,28 @@ def test_a_run_goes_on_with_its_counts(how, capturable):
     assert counts(other) == counts(optimizer) == [5, 5, 4]
     for param, each in zip(params, others, strict=True):
         assert_same_bits(param.detach(), each.detach())
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_unequal_counts_go_through_torch_distributed_checkpoint(tmp_path, flat, capturable):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    models = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)) for _ in range(2)]
+    source, target = (
+        FusedAdam(m.parameters(), step_counts="parameter", capturable=capturable) for m in models
+    )
+    for step, pattern in enumerate(("1100", "1111", "0111")):
+        give([*models[0].parameters()], step, pattern)
+        source.step()
+    source.zero_grad()
+    saved = {"optimizer": get_optimizer_state_dict(models[0], source, options=options)}
+    dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+    found = {"optimizer": get_optimizer_state_dict(models[1], target, options=options)}
+    dcp.load(found, checkpoint_id=tmp_path / "checkpoint")
+    set_optimizer_state_dict(models[1], target, found["optimizer"], options=options)
+    assert counts(target) == counts(source) == [2, 3, 2, 2]
+    assert int(target.param_groups[0]["step"]) == 3
 
 
 def test_counts_in_a_state_dict_share_no_memory():

@@ -54,6 +54,9 @@ class AdamOptions(Options):
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
         super().__post_init__()
+        if self.makes_states is None:
+            habit = "stepped" if self.contract == "torch" else "trainable"
+            object.__setattr__(self, "makes_states", habit)
         if self.amsgrad and MOMENTS[self.exp_avg_sq_dtype].draws:
             raise ValueError(
                 "exp_avg_sq_dtype must round to nearest with amsgrad=True, got "
@@ -240,7 +243,6 @@ class FusedAdam(FusedOptimizer):
             unknown=unknown,
         )
         one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
-        habit = "stepped" if contract == "torch" else "trainable"
         options = AdamOptions(
             dtype=dtype,
             master_weight_dtype=master_weight_dtype,
@@ -260,7 +262,7 @@ class FusedAdam(FusedOptimizer):
             write_unscaled_grads=write_unscaled_grads,
             state_device=state_device,
             step_counts=step_counts,
-            makes_states=habit if makes_states is None else makes_states,
+            makes_states=makes_states,
             maximize=maximize,
             amsgrad=amsgrad,
         )

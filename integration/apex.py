@@ -61,6 +61,7 @@ class FusedAdam(megaopt.FusedAdam):
             master_weights=master_weights,
             capturable=capturable,
             write_unscaled_grads=True,
+            makes_states="stepped",
             contract="te",
         )
         self.set_grad_none = set_grad_none

@@ -121,7 +121,8 @@ class _Base(FusedOptimizer):
         moments: Any = {f"{name}_dtype": FORMATS[name] for name in self._moments if bits == 8}
         if is_paged or self._is_paged:
             moments["state_device"] = "cpu"
-        super().__init__(params, **rule, **moments)
+        habits: Any = {"makes_states": "stepped"} if isinstance(self, megaopt.FusedAdam) else {}
+        super().__init__(params, **rule, **moments, **habits)
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)

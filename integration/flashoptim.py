@@ -217,7 +217,7 @@ class FlashAdam(_Flash, megaopt.FusedAdam):
         seed: int = 0,
     ) -> None:
         own = (quantize, compress_state_dict, master_weight_bits, check_numerics, fused, seed)
-        options = _options(("exp_avg", "exp_avg_sq"), *own)
+        options = {**_options(("exp_avg", "exp_avg_sq"), *own), "makes_states": "stepped"}
         mode = self._adam_w_mode
         super().__init__(params, lr, betas, eps, weight_decay, adam_w_mode=mode, **options)
         self._check_bits()

@@ -124,6 +124,7 @@ class _Base(megaopt.FusedAdam):
             **moments,
             amsgrad=amsgrad,
             adam_w_mode=self._adam_w_mode,
+            makes_states="stepped",
             weight_rounding="stochastic" if bf16_stochastic_round else "nearest",
             capturable=isinstance(named["lr"], torch.Tensor) and named["lr"].is_cuda,
             seed=seed,

@@ -56,8 +56,6 @@ class FusedAdam(megaopt.FusedAdam):
         RuntimeError: a parameter is not on an NVIDIA GPU.
     """
 
-    _makes_all_states = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -103,6 +101,7 @@ class FusedAdam(megaopt.FusedAdam):
             store_param_remainders=store_param_remainders,
             direct_cast=True,
             write_unscaled_grads=True,
+            makes_states="all",
             contract="te",
         )
 

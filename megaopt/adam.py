@@ -9,7 +9,15 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from megaopt.checks import NOT_NEGATIVE, one_of
-from megaopt.choices import Backend, Contract, ExternalWrite, Nonfinite, Rounding
+from megaopt.choices import (
+    Backend,
+    Contract,
+    ExternalWrite,
+    MakesStates,
+    Nonfinite,
+    Rounding,
+    StepCounts,
+)
 from megaopt.host_state import StateDevice
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MOMENTS
@@ -46,6 +54,9 @@ class AdamOptions(Options):
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
         super().__post_init__()
+        if self.makes_states is None:
+            habit = "stepped" if self.contract == "torch" else "trainable"
+            object.__setattr__(self, "makes_states", habit)
         if self.amsgrad and MOMENTS[self.exp_avg_sq_dtype].draws:
             raise ValueError(
                 "exp_avg_sq_dtype must round to nearest with amsgrad=True, got "
@@ -160,6 +171,16 @@ class FusedAdam(FusedOptimizer):
             themselves. External masters are pinned tensors (megaopt.masters.pinned) where
             masters are on the CPU. States of weights on the CPU are there anyway. The card has to
             map host memory, else RuntimeError.
+        step_counts: whose steps an update counts, in bias corrections and random bits. "group": all
+            of the parameter's group, as TransformerEngine counts, so that a parameter that gets its
+            first gradient late starts with the corrections of a late step. "parameter": those that
+            the parameter took itself, as torch counts; state[p]["step"] has them, and state dicts.
+            None: "parameter" under contract torch, else "group".
+        makes_states: whose state a step makes. "stepped": of parameters with a gradient, as torch.
+            "trainable": also of those without one that require gradients, so that after any step
+            their state can be read. "all": of frozen ones (requires_grad=False) too, as
+            TransformerEngine, at the price of their memory. None: "stepped" under contract torch,
+            else "trainable".
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
         maximize: steps along the gradient, not against it. Not under contract te.
@@ -204,6 +225,8 @@ class FusedAdam(FusedOptimizer):
         on_external_write: ExternalWrite = "refresh",
         write_unscaled_grads: bool = False,
         state_device: StateDevice = None,
+        step_counts: StepCounts | None = None,
+        makes_states: MakesStates | None = None,
         contract: Contract = "ieee",
         backend: Backend = "auto",
         maximize: bool = False,
@@ -239,6 +262,8 @@ class FusedAdam(FusedOptimizer):
             on_external_write=on_external_write,
             write_unscaled_grads=write_unscaled_grads,
             state_device=state_device,
+            step_counts=step_counts,
+            makes_states=makes_states,
             maximize=maximize,
             amsgrad=amsgrad,
         )
@@ -270,7 +295,7 @@ class FusedAdam(FusedOptimizer):
         """A state dict that torch.optim.AdamW (or Adam, for adam_w_mode=False) loads and steps on.
 
         `load_state_dict` takes it back, and whatever torch made of it. Each parameter with a state
-        has the group's step count, fp32 as torch's, and its moments; those with a scale are given
+        has its step count, fp32 as torch's, and its moments; those with a scale are given
         as their fp32 numbers, others as they are stored, without a copy. torch casts what it loads
         to the parameter's dtype: moments of another dtype do not keep their bits there. Groups have
         torch's keys, which win over those that torch's optimizer was made with: fused=True under

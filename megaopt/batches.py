@@ -16,6 +16,7 @@ from megaopt.kernels.backends import Plan
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.watch import Grads, Guards, Watch, finder_for
 from megaopt.state import state_name
+from megaopt.step_counts import StepRows
 
 
 @dataclass
@@ -181,6 +182,7 @@ class Batches:
         param_groups: the optimizer's.
         state: the optimizer's, complete for these parameters.
         agreement: with the ranks that share some of all its parameters; None without such.
+        counts: which rows of scalars the parameters take.
     """
 
     def __init__(
@@ -189,8 +191,10 @@ class Batches:
         param_groups: Sequence[Mapping[str, Any]],
         state: Mapping[Any, dict[str, Any]],
         agreement: Agreement | None = None,
+        counts: StepRows | None = None,
     ) -> None:
         self.batches, self.agreement = batches, agreement
+        self.counts = StepRows() if counts is None else counts
         params = tuple(param for group in param_groups for param in group["params"])
         self.meeting: Any = None
         """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
@@ -223,6 +227,8 @@ class Batches:
         if self._shaping and shaping_numbers(param_groups) != self._shaping:
             return None
         if self._draws and given_numbers(param_groups) != self._given:
+            return None
+        if not self.counts.fit(param_groups):
             return None
         seen = self._watch.look(param_groups, state, decoupled)
         if seen is None:

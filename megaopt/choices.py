@@ -9,12 +9,14 @@ __all__ = [
     "Contract",
     "ExternalWrite",
     "LowRankKernel",
+    "MakesStates",
     "Nonfinite",
     "Precision",
     "ProjType",
     "Recipe",
     "Refresh",
     "Rounding",
+    "StepCounts",
 ]
 
 Contract = Literal["ieee", "te", "torch"]
@@ -33,6 +35,13 @@ written elements, and warns once; it raises RuntimeError; it goes on from the ma
 
 Rounding = Literal["nearest", "stochastic"]
 """How weights without a master are rounded."""
+
+StepCounts = Literal["group", "parameter"]
+"""Whose steps count in a parameter's update: all of its group, or those that it took itself."""
+
+MakesStates = Literal["stepped", "trainable", "all"]
+"""Whose state a step makes: of parameters with a gradient; also of others that may get one
+(requires_grad); of frozen ones too."""
 
 Recipe = Literal["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
 """How weights become fp8: the names of megaopt.kernels.float8.RECIPES."""

@@ -25,6 +25,7 @@ from megaopt.params.dtensor import local_of
 from megaopt.preparations import Prepared
 from megaopt.sharded_batch import ShardedBatch
 from megaopt.state import State, completed_state, state_name, written_tensors
+from megaopt.step_counts import StepRows, first_count, rows_of
 
 Kind = tuple[torch.device, Formats, bool, Any]
 """What the parameters of a batch have in common: device, formats, whether copies are stepped, and
@@ -48,6 +49,16 @@ class StepRun:
     prepared: Prepared = field(default_factory=dict)
 
     @property
+    def counted_groups(self) -> list[dict[str, Any]]:
+        """The groups, and one for each count of parameters that is not their group's."""
+        return [*self.owned.groups, *self.batches.counts.groups(self.owned.groups)]
+
+    def add_rows(self) -> None:
+        """Puts the scalars of those counts behind the groups'."""
+        if self.rows is not None:
+            self.rows += self.owned.rows(self.batches.counts.groups(self.owned.groups))
+
+    @property
     def counts(self) -> list[int] | None:
         """How many steps each group has taken; None where that is on the device."""
         return None if self.rows is None else [group["step"] for group in self.owned.groups]
@@ -68,9 +79,7 @@ class Collected:
         return sorted(place for places in self.kinds.values() for place in places)
 
 
-def collect(
-    owned: Owned, state: Mapping[Any, State], grads: Grads, check: CheckParam, makes_all: bool
-) -> Collected:
+def collect(owned: Owned, state: Mapping[Any, State], grads: Grads, check: CheckParam) -> Collected:
     """Checks parameters, gradients and states, and sorts what is stepped.
 
     Args:
@@ -78,7 +87,6 @@ def collect(
         state: the optimizer's; it stays as it is.
         grads: of each parameter, None where it has none.
         check: raises where the optimizer cannot own a parameter.
-        makes_all: also parameters without a gradient get a state.
 
     Raises:
         ValueError: something is not allowed.
@@ -89,8 +97,10 @@ def collect(
     _check_gradients(owned, grads, check)
     external = owned.external_masters()
     owned.check_places()
-    with owned.room(state, [i for i, grad in enumerate(grads) if makes_all or grad is not None]):
-        found = _collected(owned, state, grads, external, makes_all)
+    makes = owned.options.makes_state
+    chosen = [i for i, g in enumerate(grads) if g is not None or makes(owned.params[i])]
+    with owned.room(state, chosen):
+        found = _collected(owned, state, grads, external, chosen)
     labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
     written = [(*labels[param], made) for param, made in found.states.items()]
     check_memory([each for view, name, own in written for each in written_tensors(view, own, name)])
@@ -98,15 +108,15 @@ def collect(
 
 
 def _collected(
-    owned: Owned, state: Mapping[Any, State], grads: Grads, external: Any, makes_all: bool
+    owned: Owned, state: Mapping[Any, State], grads: Grads, external: Any, chosen: Sequence[int]
 ) -> Collected:
     found = Collected({}, {})
-    for place, (view, grad) in enumerate(zip(owned.views, grads, strict=True)):
-        if grad is None and not makes_all:
-            continue
+    for place in chosen:
+        view, grad = owned.views[place], grads[place]
         formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
         own = state.get(view.param, {})
         made = completed_state(view, own, formats, external[place], owned.labels[place])
+        made.update(first_count(owned, own))
         found.states[view.param] = made
         if grad is not None:
             staged = _is_staged(owned, view, grad, formats, made)
@@ -127,6 +137,7 @@ def completed_states(
             view, label = owned.views[place], owned.labels[place]
             own, formats = state.get(view.param, {}), owned.formats(view)
             made[view.param] = completed_state(view, own, formats, external[place], label)
+            made[view.param].update(first_count(owned, own))
     return made
 
 
@@ -156,27 +167,32 @@ def _is_staged(
 
 def make_batches(owned: Owned, state: Mapping[Any, State], found: Collected) -> Batches:
     """The batches of what was collected; the states are complete."""
-    batches = [_batch(owned, state, kind, places) for kind, places in found.kinds.items()]
+    counts = rows_of(owned, state, found.places)
+    batches = [_batch(owned, state, kind, places, counts) for kind, places in found.kinds.items()]
     formats = {place: kind[1] for kind, places in found.kinds.items() for place in places}
     agreement = Agreement(owned.views, formats)
     shared = agreement if agreement.signatures else None
-    return Batches(batches, owned.groups, state, shared)
+    return Batches(batches, owned.groups, state, shared, counts)
 
 
-def _batch(owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int]) -> Batch:
-    made, home = _batch_of(owned, state, kind, places), owned.views[places[0]].home
+def _batch(
+    owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int], counts: StepRows
+) -> Batch:
+    made, home = _batch_of(owned, state, kind, places, counts), owned.views[places[0]].home
     if home is not None:
         slots = kind[1].state_slots
         made.apart = [slot for slot in slots if state_name(slot) in home.placement]
     return made
 
 
-def _batch_of(owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int]) -> Batch:
+def _batch_of(
+    owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int], counts: StepRows
+) -> Batch:
     device, formats, staged, _ = kind
     views = [owned.views[place] for place in places]
     params = [view.param for view in views]
     numels = [view.local.numel() for view in views]
-    rows = [owned.group_numbers[place] for place in places]
+    rows = [counts.row(place, owned.group_numbers[place]) for place in places]
     spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
     backend = BACKENDS[owned.backend(device)]
     own = (list(places), params, [state[param] for param in params], staged)

@@ -17,6 +17,8 @@ MASTER = "master_param"
 """Under which name a state has its master."""
 SCALE = "_scale"
 """How the names of scales end in a parameter's state."""
+STEP = "step"
+"""What a state calls its parameter's step count, where parameters have their own."""
 
 
 StateDevice = str | torch.device | Mapping[str, Any] | None

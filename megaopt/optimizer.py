@@ -44,15 +44,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Owns the step of every parameter it is given; a subclass names the update rule.
 
     `state[p]` holds the rule's moments and `master_param` (None where there is no master), each in
-    its storage format; a format with a scale per tensor adds `<name>_scale`. State appears at the
-    first step with a gradient, by `initialize_state`, or by a load: nothing is bound to the
-    parameters before, so `param_groups` may be replaced after construction.
+    its storage format; a format with a scale per tensor adds `<name>_scale`. State appears at a
+    step, by `initialize_state`, or by a load: nothing is bound to the parameters before, so
+    `param_groups` may be replaced after construction.
     """
 
     use_decoupled_grad: bool = False
     """Read `p.decoupled_grad` instead of `p.grad`; may be assigned at any time."""
-    _makes_all_states = False
-    """Whether a step makes the state of parameters that have no gradient too."""
     _is_being_made = False
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to us
 
@@ -141,7 +139,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if self._release is not None:
             self._release.check_step(clip_norm, clip_coefficient)
-        self._consensus.hear(self.param_groups, self.options.capturable)
+        self._hear()
         loss = None if closure is None else torch.enable_grad()(closure)()
         run = self._collect(clip_norm, clip_coefficient)
         if run is not None and self._prepare(run):
@@ -164,6 +162,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self._makes_states_for_a_checkpoint(owned, request):
                 return None
             run = StepRun(owned, request, self._rows(owned), *self._gather(owned))
+            run.add_rows()
             writes = writes_grads(run)
             self._writes.take_over(owned, self.state)
             for batch in run.batches.fed:
@@ -179,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         batches, own = run.batches, self._preparations
         request = self._consensus.reach(run.owned, batches, run.request, self._waits, own)
         if request is not None:
-            groups = self.param_groups if self.options.capturable else None
+            groups = run.counted_groups if self.options.capturable else None
             run.prepared = own.make(run.owned, groups, batches, request)
             looks = run.rows is not None and request.skip_nonfinite
             if not (looks and is_skipped(run.prepared, self.options.nonfinite)):
@@ -195,8 +194,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             scalars, controls = run.prepared[batch.device]
             batch.plan.step(run.rows if scalars is None else scalars, controls)
         if run.rows is not None:
-            for group in self.param_groups:  # also the empty ones
-                group["step"] += 1
+            for each in (*self.param_groups, *run.batches.counts.counted):  # also empty groups
+                each["step"] += 1
 
     def _exchange(self, run: StepRun) -> None:
         """Ranks that share fp8 weights put the amaxes together that the step found."""
@@ -212,6 +211,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         for batch in run.batches.fed:
             batch.copy_results()
         self._writes.versions.count_up()
+
+    def _hear(self) -> None:
+        """Raises what ranks found in the last step; the host then takes its count back."""
+        counted = self._batches.counts.counted if self._batches else []
+        self._consensus.hear([*self.param_groups, *counted], self.options.capturable)
 
     @property
     def _skips_nonfinite(self) -> bool:
@@ -244,9 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _rows(self, owned: Owned) -> list[tuple[float, ...]] | None:
         """The groups' scalars for the coming step, None where they are made on the device."""
         self._numbers.check(owned)
-        if self.options.capturable:
-            return None
-        return [owned.rule.row({**g, "step": g["step"] + 1}) for g in self.param_groups]
+        return None if self.options.capturable else owned.rows(self.param_groups)
 
     def _gather(self, owned: Owned) -> tuple[Batches, Grads]:
         """The batches of this step: those of the last one where everything is as it was."""
@@ -267,7 +269,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _sort(self, owned: Owned, grads: Grads) -> Batches:
         """Checks everything, completes the states, and makes the batches anew."""
-        found = collect(owned, self.state, grads, self._check_param, self._makes_all_states)
+        found = collect(owned, self.state, grads, self._check_param)
         self._writes.warn_without_masters(owned, found.states)
         commit(self.state, found.states)  # now that nothing was refused
         batches = make_batches(owned, self.state, found)
@@ -443,7 +445,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         since the last step. torch's own optimizers load what to_torch_state_dict gives, not this.
         Raises ValueError where ranks differed in the last step, which then left it out.
         """
-        self._consensus.hear(self.param_groups, self.options.capturable)
+        self._hear()
         return state_dicts.mark(super().state_dict(), self._owned, self._writes.versions)
 
     @torch.no_grad()

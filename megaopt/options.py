@@ -22,7 +22,7 @@ from megaopt.checks import (
     same,
     shown,
 )
-from megaopt.choices import ExternalWrite, Nonfinite, Rounding
+from megaopt.choices import ExternalWrite, MakesStates, Nonfinite, Rounding, StepCounts
 from megaopt.host_state import STATE_DEVICE, Placement, placement_of
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
@@ -45,6 +45,10 @@ SQUARED = "_sq_dtype"
 """How the options of moments end that are never negative."""
 
 ROUNDINGS = get_args(Rounding)
+
+STEP_COUNTS = get_args(StepCounts)
+
+MAKES_STATES = get_args(MakesStates)
 
 BESIDE = "kahan_beside"
 """Key of groups whose weights have compensations, and in a state dict the weights' dtypes: a
@@ -119,6 +123,8 @@ class Options:
         "store_param_remainders": FLAGS,
         "capturable": FLAGS,
         "maximize": FLAGS,
+        "step_counts": (None, *STEP_COUNTS),
+        "makes_states": (None, *MAKES_STATES),
     }
     """What each option may be."""
 
@@ -137,6 +143,8 @@ class Options:
     write_unscaled_grads: bool = False
     maximize: bool = False
     state_device: Any = None
+    step_counts: str | None = None
+    makes_states: str | None = None
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
@@ -231,6 +239,18 @@ class Options:
     def placement(self) -> Placement:
         """Which parts of states are in host memory."""
         return placement_of(self.state_device)
+
+    @property
+    def counts_apart(self) -> bool:
+        """Whether each parameter has a step count of its own; None: as torch under its contract."""
+        default = "parameter" if self.contract == "torch" else "group"
+        return (self.step_counts or default) == "parameter"
+
+    def makes_state(self, param: torch.Tensor) -> bool:
+        """Whether a step makes the state of a parameter that has no gradient in it."""
+        return self.makes_states == "all" or (
+            self.makes_states == "trainable" and param.requires_grad
+        )
 
     @property
     def _moments(self) -> list[str]:

@@ -178,6 +178,10 @@ class Owned:
                 f"{len(params)} parameters is"
             )
 
+    def rows(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
+        """The scalars of groups for the update after their last one."""
+        return [self.rule.row({**group, "step": int(group["step"]) + 1}) for group in groups]
+
     # --- host memory
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from megaopt.checks import NOT_NEGATIVE, Range, number, one_of, refuse
-from megaopt.choices import Backend, ExternalWrite, Nonfinite, Rounding
+from megaopt.choices import Backend, ExternalWrite, Nonfinite, Rounding, StepCounts
 from megaopt.host_state import StateDevice
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.masters import MasterWeights
@@ -66,8 +66,9 @@ class FusedSGD(FusedOptimizer):
     dampening. docs/numbers.md gives every operation in order; the bits are the same on every
     backend. Formats, masters, fp8 weights, DTensors, GradScaler and state dicts are FusedAdam's.
 
-    A group's first step is every parameter's first: the buffer of one that has its first gradient
-    later starts at 0, and takes 1 - dampening of that gradient.
+    step_counts="group" takes a group's first step for every parameter's first: the buffer of one
+    that has its first gradient later starts at 0, and takes 1 - dampening of that gradient.
+    "parameter" starts each buffer as the parameter's first gradient, as torch does.
 
     Args:
         params: as for FusedAdam.
@@ -82,8 +83,8 @@ class FusedSGD(FusedOptimizer):
         momentum_buffer_dtype: of the moment, as FusedAdam's exp_avg_dtype.
         dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
         use_decoupled_grad, capturable, nonfinite, direct_cast, round_scaled_grads,
-        on_external_write, write_unscaled_grads, state_device, backend, foreach, differentiable,
-        fused: as for FusedAdam.
+        on_external_write, write_unscaled_grads, state_device, step_counts, backend, foreach,
+        differentiable, fused: as for FusedAdam. step_counts=None is "group".
         **unknown: none; refused by name.
 
     Raises:
@@ -116,6 +117,7 @@ class FusedSGD(FusedOptimizer):
         on_external_write: ExternalWrite = "refresh",
         write_unscaled_grads: bool = False,
         state_device: StateDevice = None,
+        step_counts: StepCounts | None = None,
         backend: Backend = "auto",
         foreach: bool | None = None,
         differentiable: bool = False,
@@ -147,6 +149,7 @@ class FusedSGD(FusedOptimizer):
             on_external_write=on_external_write,
             write_unscaled_grads=write_unscaled_grads,
             state_device=state_device,
+            step_counts=step_counts,
             maximize=maximize,
             has_momentum=has_momentum,
             nesterov=nesterov,

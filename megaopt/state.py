@@ -17,7 +17,7 @@ from megaopt.memory import Named
 from megaopt.options import Options
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
-from megaopt.params.view import SCALE
+from megaopt.params.view import SCALE, STEP
 from megaopt.pieces import decoded_blocks, encode_blocks, signless
 
 State = dict[str, Any]
@@ -191,7 +191,7 @@ def written_tensors(view: ParamView, state: State, where: str) -> list[Named]:
     """The tensors of a parameter that a step writes: weight or codes, and the state's."""
     tensors = {
         "weight": view.codes,
-        **{f"state {name!r}": local_of(v) for name, v in state.items()},
+        **{f"state {name!r}": local_of(v) for name, v in state.items() if name != STEP},
     }
     own = tensors.items()
     return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]

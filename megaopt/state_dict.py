@@ -38,10 +38,11 @@ from megaopt.ownership import Versions
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
-from megaopt.params.view import SCALE
+from megaopt.params.view import SCALE, STEP
 from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
 from megaopt.state_formats import check_formats
+from megaopt.step_counts import new_count
 
 if TYPE_CHECKING:
     from megaopt.optimizer import FusedOptimizer
@@ -85,7 +86,8 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, 
     """
     owned.homes.wait()
     state = {
-        key: {name: value for name, value in own.items() if value is not None}
+        # counts are copied: parameters share theirs, and a load of a checkpoint writes into each
+        key: {n: v.clone() if n == STEP else v for n, v in own.items() if v is not None}
         for key, own in packed["state"].items()
     }
     keys = [key for group in packed["param_groups"] for key in group["params"]]
@@ -156,8 +158,11 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
                 _check_beside(saved.groups[group], state, owned, view, where)
                 check_formats(saved.groups[group].get(FORMATS), state, owned, view, where)
             not_made = (saved.not_made or {}).get(key, [])
-            state = take(locals_of(state), owned, view, where, not_made)
-            states[view.param] = view.wrap_state(state)
+            own = {name: value for name, value in state.items() if name != STEP}
+            states[view.param] = view.wrap_state(take(locals_of(own), owned, view, where, not_made))
+            if owned.options.counts_apart:
+                count = int(state[STEP] if STEP in state else owned.groups[group]["step"])
+                states[view.param][STEP] = new_count(owned, count)
     return states
 
 
@@ -196,16 +201,20 @@ def _check_beside(
 def _step(saved: Saved, options: Options, index: int) -> int:
     """The step count of a group, which torch keeps with every parameter.
 
-    Raises ValueError where there are several, and where states have none.
+    Where parameters have their own: the group's, or the largest of theirs. Raises ValueError where
+    there are several otherwise, and where states have none.
     """
     group, where = saved.groups[index], f"group {index}"
     states = [saved.states[key] for key in group["params"] if key in saved.states]
     given = [own["step"] for own in (*states, group) if "step" in own]
     steps = {int(number(f"{where}: step", step, COUNT)) for step in given}
+    if options.counts_apart and steps:
+        return int(group.get("step", max(steps)))
     if len(steps) > 1:
         raise ValueError(
             f"{where}: its parameters have step counts {sorted(steps)}; allowed is one "
-            "for all, which this optimizer keeps with the group"
+            "for all, which this optimizer keeps with the group; step_counts='parameter' keeps one "
+            "with each"
         )
     if states and not steps and not options.COUNTS_STEPS:
         return 1  # all that matters is that it is not the first

@@ -10,7 +10,7 @@ import torch
 from megaopt.checks import NOT_NEGATIVE, number
 from megaopt.options import FORMATS, Options, check_group
 from megaopt.params import view_of
-from megaopt.params.view import SCALE
+from megaopt.params.view import SCALE, STEP
 from megaopt.saved import NOT_MADE, WRITTEN
 from megaopt.state import MASTER
 
@@ -43,8 +43,8 @@ def torch_state_dict(optimizer: FusedOptimizer, drop_masters: bool) -> dict[str,
             else state[name]
             for name in optimizer.rule.moments
         }
-        count = float(optimizer.param_groups[groups[key]]["step"])
-        states[key]["step"] = torch.tensor(count, dtype=torch.float32)
+        count = float(state.get(STEP, optimizer.param_groups[groups[key]][STEP]))
+        states[key][STEP] = torch.tensor(count, dtype=torch.float32)
     own = [_group(group, optimizer.options) for group in packed["param_groups"]]
     kept = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
     return {**kept, "state": states, "param_groups": own}

@@ -86,6 +86,7 @@ class Choices:
             store_param_remainders=bool(self.store_param_remainders),
             adam_w_mode=True,
             contract=self.contract,
+            step_counts="group",
             backend=self.backend,
             round_scaled_grads=bool(self.round_scaled_grads),
             capturable=bool(self.capturable),
@@ -145,6 +146,8 @@ class Choices:
             exp_avg_dtype=first,
             exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, exp_avg_sq_dtype),
             contract=self.contract,
+            step_counts="group",
+            makes_states="stepped",
             **options,
         )
 

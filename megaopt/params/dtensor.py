@@ -16,7 +16,7 @@ import torch
 from megaopt.kernels.formats import Format
 from megaopt.kernels.step.draws import Place
 from megaopt.options import Options
-from megaopt.params.view import PLAIN, SCALE, ParamView
+from megaopt.params.view import PLAIN, SCALE, STEP, ParamView
 
 
 def dtensor_class() -> Any:
@@ -202,7 +202,7 @@ class DTensorView(ParamView):
         objects = {id(local_of(value)): value for value in known if isinstance(value, torch.Tensor)}
         made = {}
         for name, value in state.items():
-            is_tensor = isinstance(value, torch.Tensor)
+            is_tensor = isinstance(value, torch.Tensor) and name != STEP
             made[name] = objects.get(id(value), value)
             if is_tensor and not is_dtensor(made[name]):
                 made[name] = self.wrap_named(name, value)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.host_state import SCALE as SCALE
+from megaopt.host_state import STEP as STEP
 from megaopt.host_state import Home
 from megaopt.kernels.formats import Format
 from megaopt.kernels.lowrank.spec import LowRank

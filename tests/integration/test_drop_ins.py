@@ -186,19 +186,14 @@ def test_apexs_older_arguments_are_refused(name):
     assert optimizer.param_groups[0]["step"] == 0
 
 
-class MakesAllStates(FusedAdam):
-    """As TransformerEngine's drop-in, under a contract that works on a CPU."""
-
-    _makes_all_states = drop_in("transformer_engine")._makes_all_states
-
-
 @pytest.mark.parametrize("capturable", [False, True])
 def test_the_first_step_makes_the_state_of_parameters_without_a_gradient(capturable):
     """Zeros and masters, which later steps without a gradient leave alone."""
-    options = {"master_weights": True, "capturable": capturable}
+    options = {"master_weights": True, "capturable": capturable, "makes_states": "all"}
     stepped, frozen = parameter(), parameter()
+    frozen.requires_grad_(False)
     optimizer, alone = (
-        MakesAllStates([frozen, stepped], **options),
+        FusedAdam([frozen, stepped], **options),
         FusedAdam([parameter()], **options),
     )
     with pytest.raises(ValueError, match="parameter 0 of group 0: state 'exp_avg' must be there"):
@@ -216,8 +211,9 @@ def test_the_first_step_makes_the_state_of_parameters_without_a_gradient(captura
     assert_same_bits(frozen.detach(), torch.ones(3, dtype=torch.bfloat16))
 
 
-def test_a_plain_step_makes_no_state_without_a_gradient():
+def test_a_plain_step_makes_no_state_of_a_frozen_parameter():
     stepped, frozen = parameter(), parameter()
+    frozen.requires_grad_(False)
     optimizer = FusedAdam([frozen, stepped], master_weights=True)
     stepped.grad = torch.ones_like(stepped)
     optimizer.step()

@@ -108,6 +108,15 @@ def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, f
         assert_same(after, trained(options, 4))
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_counts_of_parameters_are_saved_on_some_ranks_and_load_on_others(on_ranks, tmp_path, flat):
+    options, folder = {**HYPER, "step_counts": "parameter"}, str(tmp_path / "checkpoint")
+    on_ranks(2, fsdp2_ranks.save, options, 2, folder, flat)
+    for loaded, after in on_ranks(1, fsdp2_ranks.load_and_train, options, 2, 2, folder, flat):
+        assert_same(loaded, trained(options, 2))
+        assert_same(after, trained(options, 4))
+
+
 @pytest.mark.parametrize("kind", ["fp32", "masters"])
 def test_full_state_dicts(on_ranks, kind):
     found = on_ranks(2, fsdp2_ranks.through_full_state, KINDS[kind], 2, 2)

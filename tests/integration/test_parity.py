@@ -247,7 +247,8 @@ def test_torch_is_torch(name, dtype, weight_decay, start, capturable):
     moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     adam_w_mode = name == "AdamW"
     options = {**options, **moments, "adam_w_mode": adam_w_mode, "capturable": capturable}
-    optimizer = FusedAdam(ours, contract="torch", **options)
+    # by the group's count, which may be set
+    optimizer = FusedAdam(ours, contract="torch", step_counts="group", **options)
     optimizer.param_groups[0]["step"] += start
     for param in theirs:
         peer.state[param] = {
@@ -344,7 +345,7 @@ def test_torch_twin_on_the_gpu_is_the_kernel(adam_w_mode, step):
     sides = []
     for backend in ("triton", "reference"):
         params = parameters(FP32)
-        options = {**HYPER, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
+        options = {**HYPER, "weight_decay": 0.1, "adam_w_mode": adam_w_mode, "step_counts": "group"}
         optimizer = FusedAdam(params, contract="torch", backend=backend, **options)
         optimizer.param_groups[0]["step"] = step - 1
         give_grads(params, step)

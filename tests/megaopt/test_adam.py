@@ -20,6 +20,7 @@ FACE = """def FusedAdam(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_de
     bias_correction=True, adam_w_mode=True, use_decoupled_grad=False, capturable=False,
     nonfinite="propagate", direct_cast=None, round_scaled_grads=False,
     on_external_write="refresh", write_unscaled_grads=False, state_device=None,
+    step_counts=None, makes_states=None,
     contract="ieee", backend="auto", maximize=False, foreach=None, differentiable=False,
     fused=None, **unknown): pass"""
 

@@ -82,7 +82,7 @@ def sets_an_fp8_weight():
 
 def initializes(options, do):
     def start():
-        optimizer = made(options)
+        optimizer = made({**options, "makes_states": "stepped"})
         params = params_of(optimizer)
         params[1].grad = torch.ones_like(params[1])
         optimizer.step()

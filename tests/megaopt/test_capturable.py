@@ -224,7 +224,7 @@ def test_a_group_added_later_counts_from_its_own_start(backend):
 
 @both_backends
 def test_parameters_without_gradients_count_their_steps_too(backend):
-    optimizer = made(MASTER, backend=backend)
+    optimizer = made(MASTER, backend=backend, makes_states="stepped")
     before = copy.deepcopy(snapshot(optimizer)["weights"])
     optimizer.step()
     assert [int(group["step"]) for group in optimizer.param_groups] == [1, 1, 1]

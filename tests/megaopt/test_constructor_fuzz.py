@@ -26,6 +26,8 @@ GOOD = {
     "exp_avg_sq_dtype": [FP32, BF16, FP16],
     "nonfinite": ["propagate", "skip", "error"],
     "state_device": [None, "cpu", {"moments": "cpu"}],
+    "step_counts": [None, "group", "parameter"],
+    "makes_states": [None, "stepped", "trainable", "all"],
     "direct_cast": [None, True, False],
     "contract": ["ieee", "te", "torch"],
     "backend": ["auto", "reference"],

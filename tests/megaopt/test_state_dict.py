@@ -215,7 +215,8 @@ def test_copies_keep_their_external_masters_external():
 def partly_stepped(names=None):
     """Of four parameters the second never had a gradient, as if it were frozen."""
     params = parameters()
-    optimizer = FusedAdam(list(zip(names, params, strict=True)) if names else params, **MASTER)
+    options = {**MASTER, "makes_states": "stepped"}
+    optimizer = FusedAdam(list(zip(names, params, strict=True)) if names else params, **options)
     for step in range(2):
         give_gradients(params, step)
         params[1].grad = None

@@ -161,7 +161,7 @@ def test_weights_and_gradients_of_all_dtypes_in_one_optimizer(backend):
 def test_none_gradients_leave_a_parameter_as_it_is(backend):
     """A parameter without gradient at some steps: the others step on, its own state waits."""
     params, same = parameters([(3,), (4,)]), parameters([(3,), (4,)])
-    optimizer = FusedAdam(params, backend=backend, **MASTER)
+    optimizer = FusedAdam(params, backend=backend, makes_states="stepped", **MASTER)
     expected = FusedAdam(same, backend="reference", **MASTER)
     for step in range(4):
         for own in (params, same):
@@ -181,7 +181,7 @@ def test_none_gradients_leave_a_parameter_as_it_is(backend):
 
 @both_backends
 def test_a_step_without_any_gradient_changes_nothing_but_the_count(backend):
-    optimizer = FusedAdam(parameters(), backend=backend, **MASTER)
+    optimizer = FusedAdam(parameters(), backend=backend, makes_states="stepped", **MASTER)
     before = snapshot(optimizer)
     optimizer.step()
     after = snapshot(optimizer)

@@ -143,7 +143,7 @@ def test_what_torch_trained_comes_back():
 
 
 def test_parameters_without_a_state_have_none():
-    ours = made()
+    ours = made(makes_states="stepped")
     params = params_of(ours)
     params[0].grad = torch.ones_like(params[0])
     ours.step()

@@ -140,6 +140,8 @@ def _optimizer(case: Case, params: list[Tensor], backend: str) -> FusedOptimizer
         for index, own in enumerate(groups):
             own["param_numbers"] = [500 + i for i, s in enumerate(specs) if s.group == index]
     options = case.options
+    if case.kind.optimizer == "FusedAdam":  # contract torch's records too were made with these
+        options = {**options, "step_counts": "group"}
     if case.has("external-masters"):
         options = {**options, "dtype": None, "master_weights": [_master(p) for p in params]}
     made: FusedOptimizer = getattr(megaopt, case.kind.optimizer)(groups, backend=backend, **options)

@@ -1,0 +1,341 @@
+"""Step counts of parameters of their own, and which parameters get a state."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from bits import assert_same_bits
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from megaopt import FusedAdam, FusedSGD, release_gradients
+
+LRS = (1e-2, 3e-3)
+HAS_GRADIENT = ("110", "110", "010", "111", "001", "111", "101")
+"""For each step which of three parameters have a gradient."""
+
+
+def parameter(seed, dtype=torch.float32, shape=(37,)):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+
+
+def gradient(param, seed, step):
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    return torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def give(params, step, pattern):
+    for seed, (param, has) in enumerate(zip(params, pattern, strict=True)):
+        param.grad = gradient(param, seed, step) if has == "1" else None
+
+
+def three(dtype=torch.float32):
+    return [parameter(seed, dtype) for seed in range(3)]
+
+
+def together(kind, params, **options):
+    """Two groups: the first has two of the parameters."""
+    numbered = {"param_numbers": [0, 1]}, {"param_numbers": [2]}
+    groups = [
+        {"params": own, "lr": lr, **(number if "seed" in options else {})}
+        for own, lr, number in zip((params[:2], params[2:]), LRS, numbered, strict=True)
+    ]
+    return kind(groups, **options)
+
+
+def alone(kind, params, **options):
+    """An optimizer for each parameter, which is stepped only where it has a gradient."""
+    lrs = (LRS[0], LRS[0], LRS[1])
+    return [
+        kind([{"params": [p], "lr": lr, **({"param_numbers": [i]} if "seed" in options else {})}],
+             **options)
+        for i, (p, lr) in enumerate(zip(params, lrs, strict=True))
+    ]  # fmt: skip
+
+
+def counts(optimizer):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [int(optimizer.state[p].get("step", 0)) for p in params]
+
+
+CASES = {
+    "adamw": (FusedAdam, torch.float32, {"weight_decay": 0.1}),
+    "adam": (FusedAdam, torch.float32, {"adam_w_mode": False, "amsgrad": True}),
+    "masters": (FusedAdam, torch.bfloat16, {"dtype": torch.float32}),
+    "remainders": (
+        FusedAdam, torch.bfloat16, {"dtype": torch.float32, "store_param_remainders": True},
+    ),
+    "scaled": (FusedAdam, torch.float32, {"exp_avg_dtype": torch.float16}),
+    "drawn": (FusedAdam, torch.bfloat16, {"weight_rounding": "stochastic", "seed": 5}),
+    "sgd": (FusedSGD, torch.float32, {"momentum": 0.9, "dampening": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_parameter_is_stepped_as_by_an_optimizer_of_its_own(case, capturable, backend):
+    kind, dtype, options = CASES[case]
+    if dtype == torch.bfloat16 and "dtype" not in options:
+        options = {**options, "master_weights": False}
+    options = {**options, "capturable": capturable, "backend": backend, "step_counts": "parameter"}
+    params, expected = three(dtype), three(dtype)
+    optimizer, others = together(kind, params, **options), alone(kind, expected, **options)
+    own = [0, 0, 0]
+    for step, pattern in enumerate(HAS_GRADIENT):
+        give(params, step, pattern)
+        give(expected, step, pattern)
+        optimizer.step()
+        for place, (each, has) in enumerate(zip(others, pattern, strict=True)):
+            if has == "1":
+                each.step()
+                own[place] += 1
+        assert counts(optimizer) == own
+        assert [int(group["step"]) for group in optimizer.param_groups] == [step + 1] * 2
+        for param, other, each in zip(params, expected, others, strict=True):
+            assert_same_bits(param.detach(), other.detach())
+            for name, value in each.state[other].items():
+                if isinstance(value, torch.Tensor):
+                    assert_same_bits(optimizer.state[param][name], value)
+
+
+def test_counts_of_the_group_are_the_default_of_contract_ieee():
+    params, expected = three(), three()
+    optimizer, others = (
+        together(FusedAdam, params),
+        together(FusedAdam, expected, step_counts="group"),
+    )
+    for step, pattern in enumerate(HAS_GRADIENT):
+        for own, each in ((params, optimizer), (expected, others)):
+            give(own, step, pattern)
+            each.step()
+    assert "step" not in optimizer.state[params[0]]
+    for param, other in zip(params, expected, strict=True):
+        assert_same_bits(param.detach(), other.detach())
+
+
+@pytest.mark.parametrize("late", [10, 200])
+def test_a_layer_unfrozen_late_has_a_first_update_of_lr(late):
+    """Adam's first update is lr times the gradient's sign."""
+    first, second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer = FusedAdam([first, second], lr=1.0, eps=0.0, step_counts="parameter")
+    for _ in range(late):
+        first.grad = torch.ones(4)
+        optimizer.step()
+    second.grad = torch.full((4,), 0.5)
+    optimizer.step()
+    assert_same_bits(second.detach(), torch.full((4,), -1.0))
+
+
+def test_counts_are_torchs():
+    """torch.optim.AdamW on a CPU, step for step, and its state dict with unequal counts."""
+    params, expected = three(), three()
+    optimizer = together(FusedAdam, params, step_counts="parameter", weight_decay=0.01)
+    torchs = together(torch.optim.AdamW, expected)
+    for step, pattern in enumerate(HAS_GRADIENT[:4]):
+        for own, each in ((params, optimizer), (expected, torchs)):
+            give(own, step, pattern)
+            each.step()
+        for param, other in zip(params, expected, strict=True):
+            theirs = torchs.state.get(other, {}).get("step", 0)
+            assert int(optimizer.state.get(param, {}).get("step", 0)) == int(theirs)
+    saved = optimizer.to_torch_state_dict()
+    assert [float(own["step"]) for own in saved["state"].values()] == [3.0, 4.0, 1.0]
+    torchs.load_state_dict(saved)
+    fresh = together(FusedAdam, three(), step_counts="parameter")
+    fresh.load_state_dict(torchs.state_dict())
+    assert counts(fresh) == counts(optimizer)
+    refusing = together(FusedAdam, three())
+    with pytest.raises(ValueError, match=r"step counts \[3, 4\].*step_counts='parameter'"):
+        refusing.load_state_dict(torchs.state_dict())
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy", "file"])
+def test_a_run_goes_on_with_its_counts(how, capturable):
+    options = {"step_counts": "parameter", "capturable": capturable}
+    params = three()
+    optimizer = together(FusedAdam, params, **options)
+    for step, pattern in enumerate(HAS_GRADIENT[:4]):
+        give(params, step, pattern)
+        optimizer.step()
+    if how in ("state_dict", "file"):
+        saved = optimizer.state_dict()
+        if how == "file":
+            file = io.BytesIO()
+            torch.save(saved, file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+        others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        other = together(FusedAdam, others, **options)
+        other.load_state_dict(saved)
+    else:
+        other = (
+            pickle.loads(pickle.dumps(optimizer)) if how == "pickle" else copy.deepcopy(optimizer)
+        )
+        others = [p for group in other.param_groups for p in group["params"]]
+    for step, pattern in enumerate(HAS_GRADIENT[4:], 4):
+        for own, each in ((params, optimizer), (others, other)):
+            give(own, step, pattern)
+            each.step()
+    assert counts(other) == counts(optimizer) == [5, 5, 4]
+    for param, each in zip(params, others, strict=True):
+        assert_same_bits(param.detach(), each.detach())
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_unequal_counts_go_through_torch_distributed_checkpoint(tmp_path, flat, capturable):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    models = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)) for _ in range(2)]
+    source, target = (
+        FusedAdam(m.parameters(), step_counts="parameter", capturable=capturable) for m in models
+    )
+    for step, pattern in enumerate(("1100", "1111", "0111")):
+        give([*models[0].parameters()], step, pattern)
+        source.step()
+    source.zero_grad()
+    saved = {"optimizer": get_optimizer_state_dict(models[0], source, options=options)}
+    dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+    found = {"optimizer": get_optimizer_state_dict(models[1], target, options=options)}
+    dcp.load(found, checkpoint_id=tmp_path / "checkpoint")
+    set_optimizer_state_dict(models[1], target, found["optimizer"], options=options)
+    assert counts(target) == counts(source) == [2, 3, 2, 2]
+    assert int(target.param_groups[0]["step"]) == 3
+
+
+def test_counts_in_a_state_dict_share_no_memory():
+    """torch.distributed.checkpoint loads into a state dict's tensors, one after the other."""
+    params = three()
+    optimizer = together(FusedAdam, params, step_counts="parameter")
+    give(params, 0, "111")
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for key, own in saved["state"].items():
+        own["step"].fill_(10 + key)
+    assert counts(optimizer) == [1, 1, 1]
+    optimizer.load_state_dict(saved)
+    assert counts(optimizer) == [10, 11, 12]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_step_that_is_left_out_counts_for_no_parameter(capturable):
+    params = three()
+    options = {"step_counts": "parameter", "nonfinite": "skip", "capturable": capturable}
+    optimizer = together(FusedAdam, params, **options)
+    give(params, 0, "010")
+    optimizer.step()
+    give(params, 1, "110")
+    optimizer.step()
+    params[0].grad[3] = torch.inf
+    optimizer.step()
+    assert counts(optimizer) == [1, 2, 0]
+    assert [int(group["step"]) for group in optimizer.param_groups] == [2, 2]
+
+
+def test_a_state_that_is_taken_away_starts_at_0():
+    params = three()
+    optimizer = together(FusedAdam, params, step_counts="parameter")
+    for step in range(3):
+        give(params, step, "111")
+        optimizer.step()
+    del optimizer.state[params[1]]
+    give(params, 3, "111")
+    optimizer.step()
+    assert counts(optimizer) == [4, 1, 4]
+
+
+def test_a_groups_count_set_by_hand_moves_no_parameters():
+    params, expected = three(), three()
+    optimizer = together(FusedAdam, params, step_counts="parameter")
+    other = together(FusedAdam, expected, step_counts="parameter")
+    for step in range(3):
+        for own, each in ((params, optimizer), (expected, other)):
+            give(own, step, "111")
+            each.step()
+        optimizer.param_groups[0]["step"] = 100 * step
+    assert counts(optimizer) == [3, 3, 3]
+    for param, each in zip(params, expected, strict=True):
+        assert_same_bits(param.detach(), each.detach())
+
+
+def test_released_gradients_count_for_their_parameters():
+    params, expected = three(), three()
+    optimizer = together(FusedAdam, params, step_counts="parameter")
+    other = together(FusedAdam, expected, step_counts="parameter")
+    for step, pattern in enumerate(HAS_GRADIENT):
+        if step == 1:
+            release = release_gradients(params, optimizer)
+        if step == 6:
+            release.remove()
+        chosen = [p for p, has in zip(params, pattern, strict=True) if has == "1"]
+        grads = [gradient(p, i, step) for i, p in enumerate(params) if pattern[i] == "1"]
+        torch.autograd.backward([p * 1 for p in chosen], grads)
+        optimizer.step()
+        optimizer.zero_grad()
+        give(expected, step, pattern)
+        other.step()
+        assert counts(optimizer) == counts(other)
+        for param, each in zip(params, expected, strict=True):
+            assert_same_bits(param.detach(), each.detach())
+
+
+# --- which parameters get a state
+
+
+@pytest.mark.parametrize("master_weights", [None, True])
+def test_a_step_before_any_backward_pass_makes_the_states(master_weights):
+    """What the request's own code expects."""
+    model = torch.nn.Linear(4, 3).bfloat16()
+    optimizer = FusedAdam(model.parameters(), master_weights=master_weights or False)
+    optimizer.step()
+    for p in model.parameters():
+        assert_same_bits(optimizer.state[p]["exp_avg"], torch.zeros(p.shape))
+        assert_same_bits(optimizer.state[p]["exp_avg_sq"], torch.zeros(p.shape))
+        master = optimizer.state[p]["master_param"]
+        assert master is None if not master_weights else torch.equal(master, p.detach().float())
+
+
+@pytest.mark.parametrize(
+    ("makes_states", "made"),
+    [(None, "110"), ("stepped", "100"), ("trainable", "110"), ("all", "111")],
+)
+def test_which_parameters_get_a_state(makes_states, made):
+    params = three()
+    params[2].requires_grad_(False)
+    optimizer = FusedAdam(params, makes_states=makes_states)
+    give(params, 0, "100")
+    optimizer.step()
+    assert [bool(optimizer.state.get(p)) for p in params] == [each == "1" for each in made]
+
+
+def test_a_weight_written_before_its_first_gradient_sets_the_master():
+    first, second = (parameter(seed, torch.bfloat16) for seed in range(2))
+    optimizer = FusedAdam([first, second], dtype=torch.float32)
+    give([first, second], 0, "10")
+    optimizer.step()
+    with torch.no_grad():
+        second.fill_(3.0)
+    give([first, second], 1, "11")
+    with pytest.warns(UserWarning, match="was written outside"):
+        optimizer.step()
+    expected = torch.nn.Parameter(torch.full_like(second, 3.0))
+    other = FusedAdam([expected], dtype=torch.float32)
+    other.param_groups[0]["step"] = 1
+    expected.grad = gradient(expected, 1, 1)
+    other.step()
+    assert_same_bits(second.detach(), expected.detach())
+
+
+@pytest.mark.parametrize("name", ["step_counts", "makes_states"])
+def test_other_values_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be one of"):
+        FusedAdam([parameter(0)], **{name: "torch"})

@@ -65,9 +65,7 @@ def in_our_blocks(
     Older versions decided otherwise for plain tensors and for DTensors, and mark nothing. Values
     stay as they are. Raises ValueError where torch.distributed.checkpoint may have cast codes.
 
-    Args:
-        mark: a group's FORMATS.
-        state: of one parameter, as saved: this rank's tensors.
+    mark: a group's FORMATS. state: of one parameter, as saved: this rank's tensors.
     """
     formats, found, saved = owned.formats(view), dict(state), _names_of(mark, where)
     if BLOCKS in saved:

@@ -53,8 +53,9 @@ ARGUMENTS = """\
 Arguments are bitsandbytes', with its order and defaults. Moments of 8 bits are in blocks of 128
 elements, "block_e4m3" and, for exp_avg_sq, "block_e5m3", whose scales are powers of two in a byte;
 bitsandbytes has codes of its own in blocks of 256, rounded to nearest. Of parameters with fewer
-than 4,096 elements, 65,536 in one dimension, moments are fp32. An infinity or NaN among the
-gradients goes through the arithmetic, where bitsandbytes' 8-bit kernels pass over it.
+than 4,096 elements, 65,536 in one dimension, or with rows of no whole blocks, moments are fp32. An
+infinity or NaN among the gradients goes through the arithmetic, where bitsandbytes' 8-bit kernels
+pass over it.
 
 Args:
     {rule}: as megaopt.{base} takes them; weight decay is

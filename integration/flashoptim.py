@@ -66,7 +66,8 @@ Args:
         exp_avg_sq, "block_e5m3". The codes are not flashoptim's: a block's scale is a power of two
         in a byte, where flashoptim has one in fp16 for 32 elements, and rounding is stochastic,
         where flashoptim rounds to nearest. Of parameters with fewer than 4,096 elements, 65,536 in
-        one dimension, moments are fp32. False: moments are fp32, of bf16 weights too.
+        one dimension, or with rows of no whole blocks, moments are fp32. False: moments are fp32,
+        of bf16 weights too.
     compress_state_dict: True or False alike: a state dict has the codes and scales, which is exact;
         flashoptim's False writes them out in bf16.
     master_weight_bits: of bf16 weights. 24: a byte beside the weight, rounded stochastically

@@ -122,7 +122,7 @@ class FusedAdam(FusedOptimizer):
             the last dimension is a multiple of 32: right in the mean too, with updates noisier by
             84% of it; "..._nearest" is not for training: exp_avg stays where gradients stop. Those
             of fewer than 4,096 elements, 65,536 in one dimension, keep fp32 moments then, and so do
-            DTensors whose rows are no whole blocks. What draws is not for contract torch, nor for
+            those whose rows are no whole blocks. What draws is not for contract torch, nor for
             exp_avg_sq with amsgrad; blocks are not for fp8 weights.
         exp_avg_sq_dtype: likewise, chosen independently; blocks are of one size.
         store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not

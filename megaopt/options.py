@@ -55,6 +55,8 @@ BESIDE = "kahan_beside"
 compensation, always bf16, is of no use beside another weight than its own."""
 
 FORMATS = "state_formats"
+BLOCKS, IN_ROWS = "blocks", "in rows"
+"""In FORMATS: no block of a moment goes from a parameter's row into the next. Not in older ones."""
 """Key of all groups: the formats of moments and masters by name, as in "exp_avg=float32,
 master=remainder16". A load compares them: dtypes do not tell all formats apart."""
 
@@ -309,8 +311,10 @@ class Options:
 
     @property
     def formats_mark(self) -> str:
-        """The value of FORMATS."""
-        return ", ".join(f"{slot}={name}" for slot, name in self.format_names.items())
+        """The value of FORMATS; which parameters keep blocks, too, where there are any."""
+        blocks = any(self.moment_format(n.removesuffix("_dtype")).block for n in self._moments)
+        names = {**self.format_names, **({BLOCKS: IN_ROWS} if blocks else {})}
+        return ", ".join(f"{slot}={name}" for slot, name in names.items())
 
     def moment_format(self, moment: str) -> Format:
         """How a moment is stored: under contract torch fp16 has no scale, as torch keeps it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.params.view import SCALE, STEP
 from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
-from megaopt.state_formats import check_formats
+from megaopt.state_formats import check_formats, check_masters, in_our_blocks, mark_of
 from megaopt.step_counts import new_count
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 # Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
+# what only some kinds of optimizer have, and these in every group
+TELLING = ("betas", "eps", "momentum")
 
 
 def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
@@ -96,7 +99,7 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, 
         own, names = packed["state"].get(key, {}), (*owned.rule.moments, MASTER, *view.kept)
         if not all(name in own for name in names):
             not_made[key] = [name for name in names if name not in own]
-    marks = {**owned.options.marks, FORMATS: owned.options.formats_mark}
+    marks = {**owned.options.marks, FORMATS: mark_of(owned)}
     groups = [
         {**group, **marks, **_beside(own["params"], owned)}
         for group, own in zip(packed["param_groups"], owned.groups, strict=True)
@@ -158,11 +161,17 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
                 _check_beside(saved.groups[group], state, owned, view, where)
                 check_formats(saved.groups[group].get(FORMATS), state, owned, view, where)
             not_made = (saved.not_made or {}).get(key, [])
-            own = {name: value for name, value in state.items() if name != STEP}
-            states[view.param] = view.wrap_state(take(locals_of(own), owned, view, where, not_made))
+            own, formats_mark = locals_of(state), saved.groups[group].get(FORMATS)
+            count = own.pop(STEP, None)
+            if ours:
+                own = in_our_blocks(formats_mark, own, owned, view, where)
+            made = take(own, owned, view, where, not_made)
+            if ours and MASTER not in not_made:
+                check_masters(formats_mark, owned, view, where)
+            states[view.param] = view.wrap_state(made)
             if owned.options.counts_apart:
-                count = int(state[STEP] if STEP in state else owned.groups[group]["step"])
-                states[view.param][STEP] = new_count(owned, count)
+                own_count = owned.groups[group]["step"] if count is None else count
+                states[view.param][STEP] = new_count(owned, int(own_count))
     return states
 
 
@@ -192,7 +201,7 @@ def _check_beside(
 ) -> None:
     """Raises ValueError for a compensation that was saved beside a weight of another dtype."""
     beside, own = group.get(BESIDE), _dtype_of(view.param)
-    if not beside or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
+    if beside in (None, "") or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
         return
     if not isinstance(beside, str) or own not in beside.split(", "):
         refuse(f"{where}: {BESIDE!r} of the state dict", f"{own!r}, its dtype", beside)
@@ -228,6 +237,7 @@ def _group(
 ) -> dict[str, Any]:
     """The group after the load: what was saved, over what was there; checked."""
     where = f"group {index}"
+    _check_numbers(saved, options, where)
     check_variant(saved, options, f"{where} of the state dict")
     _check_marks(saved, options, where)
     options.check_saved(saved, where)
@@ -250,6 +260,16 @@ def _group(
         check_seed(saved["seed"], f"{where}: seed")
     copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in kept}
     return {**group, **copies}
+
+
+def _check_numbers(saved: dict[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError for a group that another kind of optimizer saved, by what it lacks."""
+    wanted = [n for n in TELLING if n in options.NUMBERS.names and n not in saved]
+    if wanted and "contract" not in saved:
+        raise ValueError(
+            f"{where} of the state dict has no {listed(wanted)}, and so is another kind of "
+            f"optimizer's: found {listed(saved)}"
+        )
 
 
 def _check_marks(saved: dict[str, Any], options: Options, where: str) -> None:
@@ -275,7 +295,10 @@ def _own_numbers(
     """
     if "param_numbers" not in saved or not _goes_by_names(saved):
         return []
-    if options.draws and saved["param_numbers"] and not own.get("param_numbers"):
+    given = saved["param_numbers"]
+    if not isinstance(given, (list, tuple, type(None))):
+        refuse(f"{where}: param_numbers of the state dict", "a list of numbers, or None", given)
+    if options.draws and given and not own.get("param_numbers"):
         raise ValueError(
             f"{where}: param_numbers must be given to this optimizer, as the state dict, which "
             "goes by names, has them, got none"
@@ -375,9 +398,10 @@ def _kept_value(
 
 def _code(saved: Any, formats: Formats, slot: str, view: ParamView, where: str) -> torch.Tensor:
     dtype, shape = formats.dtype(slot), shape_of(slot, formats, view)
-    if not _is_readable(saved) or saved.dtype != dtype or tuple(saved.shape) != shape:
+    shapes = [shape, (math.prod(shape),)] if slot.endswith(SCALE) else [shape]  # of older ones
+    if not _is_readable(saved) or saved.dtype != dtype or tuple(saved.shape) not in shapes:
         refuse(f"{where} of the state dict", f"{dtype} of shape {shape}", saved)
-    return _copy(saved, view, state_name(slot))
+    return _copy(saved.reshape(shape), view, state_name(slot))
 
 
 def _foreign(

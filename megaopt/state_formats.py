@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,15 @@ import torch
 
 from megaopt.checks import refuse
 from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
-from megaopt.options import FORMATS
+from megaopt.options import BLOCKS, FORMATS
 from megaopt.owned import Owned
 from megaopt.params import ParamView
+from megaopt.params.view import FEWEST_IN_ROWS, SCALE
+from megaopt.pieces import decoded_blocks
 from megaopt.state import state_name
+
+MASTERS_KEPT = "masters"
+"""In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
 
 
 def check_formats(
@@ -31,6 +37,65 @@ def check_formats(
         form = _format_of(theirs, slot, view)
         if form is None or not held.reads_as(form):
             refuse(f"{where}: the format of {name!r} in the state dict", repr(own), theirs)
+
+
+def mark_of(owned: Owned) -> str:
+    """What a state dict's groups say under FORMATS: formats, and whether weights have masters."""
+    return f"{owned.options.formats_mark}, {MASTERS_KEPT}={owned.wants_masters}"
+
+
+def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
+    """Raises ValueError where only one side has masters beside such a weight.
+
+    torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
+    """
+    saved, own = _names_of(mark, where).get(MASTERS_KEPT), str(owned.wants_masters)
+    is_float8 = view.weight is not None
+    if saved in (None, own):
+        return
+    if owned.options.master_format(view.param.dtype, True, is_float8).present:
+        refuse(f"{where}: {MASTERS_KEPT} of the state dict", f"this optimizer's, {own}", saved)
+
+
+def in_our_blocks(
+    mark: Any, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+) -> dict[str, Any]:
+    """The state as the rule of today has it, by which moments are kept in blocks or fp32.
+
+    Older versions decided otherwise for plain tensors and for DTensors, and mark nothing. Values
+    stay as they are. Raises ValueError where torch.distributed.checkpoint may have cast codes.
+
+    mark: a group's FORMATS. state: of one parameter, as saved: this rank's tensors.
+    """
+    formats, found, saved = owned.formats(view), dict(state), _names_of(mark, where)
+    if BLOCKS in saved:
+        return found
+    for name, held in zip(formats.moment_names, formats.moments, strict=True):
+        asked = MOMENTS.get(saved.get(name)) or owned.options.moment_format(name)
+        code, scale = state.get(name), name + SCALE
+        if not asked.block or held.block or not _had_blocks(asked, view):
+            continue
+        shape = view.state_shape(name)
+        if not isinstance(code, torch.Tensor) or not isinstance(state.get(scale), torch.Tensor):
+            if code is not None:
+                raise ValueError(
+                    f"{where}: {name!r} of the state dict must be {asked.name!r} with scales, as "
+                    "an older version kept it in plain tensors, got none: load what "
+                    "optimizer.state_dict() gave there, not through "
+                    "torch.distributed.checkpoint"
+                )
+            continue
+        codes = (code.dtype, tuple(code.shape), state[scale].dtype, state[scale].numel())
+        count = -(-math.prod(shape) // asked.block)
+        if codes == (asked.dtype, asked.stored_shape(shape), torch.uint8, count):
+            found[name] = decoded_blocks(asked, code, found.pop(scale), shape, 0)
+    return found
+
+
+def _had_blocks(form: Format, view: ParamView) -> bool:
+    """Whether an older version kept a plain tensor's moments in blocks, where none are now."""
+    shape = view.whole_state_shape("")
+    return math.prod(shape) >= FEWEST_IN_ROWS and form.packed == 1 and len(shape) > 1
 
 
 def _names_of(mark: Any, where: str) -> dict[str, str]:

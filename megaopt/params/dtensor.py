@@ -146,20 +146,12 @@ class DTensorView(ParamView):
         run, stride = shape[cut[-1]] * inner, own[cut[-1]] * inner
         return Place(number, self.first_element, run, stride)
 
-    def keeps_blocks(self, form: Format) -> bool:
-        """Also only where no block goes from one row, all elements of an index, into the next."""
-        shape = self.whole_shape
-        in_rows = len(shape) > 1 and math.prod(shape[1:]) % form.block == 0
-        return in_rows and super().keeps_blocks(form)
-
-    def block_scales_shape(self, block: int) -> tuple[int, ...]:
-        """Of the scales of the shard: (rows, blocks of a row)."""
-        rows, *rest = self.local.shape
-        return (rows, math.prod(rest) // block)
-
     def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
         """The scales of a shard's blocks as a DTensor, split as the parameter is."""
-        own, block = self.param, self.local.shape[1:].numel() // local.shape[1]
+        own, shape = self.param, self.local.shape
+        if len(shape) == 1:  # shards of one size
+            return self._reshaped(local, (local.numel() * (own.numel() // shape.numel()),))
+        block = shape[1:].numel() // local.shape[1]
         return self._reshaped(local, (own.shape[0], own.shape[1:].numel() // block))
 
     @property
@@ -249,11 +241,12 @@ class DTensorView(ParamView):
         for dim, placement in enumerate(param.placements):
             if not placement.is_replicate():
                 sizes[placement.dim] *= param.device_mesh.size(dim)
-        is_whole = sizes[1] == 1 or param.shape[1] % (form.block * sizes[1]) == 0
-        if not is_whole or sizes[2:] != [1] * len(sizes[2:]) or (param.dim() > 2 and sizes[1] > 1):
+        axis = min(1, param.dim() - 1)  # of one dimension all elements are a row
+        is_whole = sizes[axis] == 1 or param.shape[axis] % (form.block * sizes[axis]) == 0
+        if not is_whole or max(sizes[2:], default=1) > 1 or (param.dim() > 2 and sizes[1] > 1):
             raise ValueError(
                 f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
                 f"each shard, got placements {tuple(param.placements)} of shape "
                 f"{tuple(param.shape)}; allowed: rows split over any number of ranks, columns of "
-                f"two dimensions in parts of {form.block} elements"
+                f"two dimensions, and one dimension, in equal parts of whole blocks"
             )

@@ -52,28 +52,18 @@ class LowRankView(ParamView):
         }
 
     def keeps_blocks(self, form: Format) -> bool:
-        """By the size of the projected gradient, and of packed codes its last dimension."""
+        """By the size of the projected gradient, whose rows have to be of whole blocks."""
         shape = self.low_rank.low_shape(self.whole_shape)
-        in_blocks = form.packed == 1 or shape[1] % form.block == 0
-        return in_blocks and math.prod(shape) >= FEWEST_IN_ROWS
+        return shape[1] % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
 
     def block_scales_shape(self, block: int) -> tuple[int, ...]:
-        """Of the moments' scales."""
-        return (-(-math.prod(self.low_rank.low_shape(self.local.shape)) // block),)
+        """The shape of the moments' scales: (rows, blocks of a row)."""
+        rows, columns = self.low_rank.low_shape(self.local.shape)
+        return (rows, columns // block)
 
 
 class LowRankDTensorView(LowRankView, DTensorView):
     """A DTensor whose moments are sharded as it is, and whose projection every rank has."""
-
-    def keeps_blocks(self, form: Format) -> bool:
-        """Also only where no block goes from one row of the moments into the next."""
-        columns = self.low_rank.low_shape(self.whole_shape)[1]
-        return columns % form.block == 0 and super().keeps_blocks(form)
-
-    def block_scales_shape(self, block: int) -> tuple[int, ...]:
-        """Of the scales of the moments' shard: (rows, blocks of a row)."""
-        rows, columns = self.low_rank.low_shape(self.local.shape)
-        return (rows, columns // block)
 
     def first_of(self, name: str) -> int:
         """The index of the shard's first element in the whole state tensor of this name."""

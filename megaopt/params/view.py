@@ -100,16 +100,30 @@ class ParamView:
     def keeps_blocks(self, form: Format) -> bool:
         """Whether its moments may be in a format of blocks; small ones stay fp32.
 
-        Of packed codes the last dimension has to be of whole blocks. The whole parameter's shape
-        decides, so that it is so on all ranks, however many they are.
+        No block goes from one row, all elements of an index of the first dimension, into the next,
+        so that ranks may split rows; of packed codes the last dimension has to be of whole blocks.
+        The whole parameter's shape decides, so that it is so on all ranks, however many they are.
+        Only flat parts (Megatron's shards) have blocks of a parameter that is flat, too.
         """
         shape = self.whole_shape
         if math.prod(shape) < (FEWEST_IN_ROWS if len(shape) > 1 else FEWEST_IN_A_ROW):
             return False
+        if len(shape) > 1 and not self._is_flat_part and math.prod(shape[1:]) % form.block:
+            return False
         return form.packed == 1 or shape[-1] % form.block == 0
 
+    @property
+    def _is_flat_part(self) -> bool:
+        return any(hasattr(self.param, f"megaopt_{n}") for n in ("whole_shape", "first_element"))
+
     def block_scales_shape(self, block: int) -> tuple[int, ...]:
-        """Of the scales of `local`, from the block in which it starts."""
+        """The shape of the scales of `local`: (rows, blocks of a row); (blocks,) of one dimension.
+
+        Those of a flat part are counted from the block in which it starts.
+        """
+        rows, *rest = self.local.shape
+        if rest and not self._is_flat_part:
+            return (rows, math.prod(rest) // block)
         numel = self.local.numel()
         return (-(-(numel + self.first_element % block) // block) if numel else 0,)
 

@@ -144,10 +144,58 @@ def test_columns_that_cut_blocks_are_refused(on_ranks, world, shape, placements)
             assert re.search(message, each), each
 
 
-@pytest.mark.parametrize("shape", [(64, 100), (70000,)], ids=str)
-def test_rows_that_are_no_whole_blocks_keep_fp32(on_ranks, shape):
-    """However many ranks there are; as whole tensors such would have blocks."""
-    expected = fsdp2_blocks.placed(shape, (), HYPER)
+@pytest.mark.parametrize("shape", [(64, 100), (35, 2, 64), (40, 65), (65536,)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_whole_shape_decides_which_moments_are_in_blocks(on_ranks, shape, options):
+    """Rows that are no whole blocks keep fp32, whole or split over any number of ranks."""
+    expected = fsdp2_blocks.placed(shape, (), options)
+    state = expected["states"][0]
+    assert ("exp_avg_scale" in state) == (shape != (64, 100) and shape != (40, 65))
     for world in (1, 2):
-        found = on_ranks(world, fsdp2_blocks.placed, shape, (0,), {**HYPER, **BLOCKS})
+        found = on_ranks(world, fsdp2_blocks.placed, shape, (0,), options)
         assert_same_on_all(found, expected)
+
+
+@pytest.mark.parametrize(("world", "numel"), [(2, 70000), (3, 65536)], ids=str)
+def test_one_dimension_whose_shards_cut_blocks_is_refused(on_ranks, world, numel):
+    message = "exp_avg_dtype='block_e4m3' must find whole blocks of 128 elements in each shard"
+    for said in on_ranks(world, fsdp2_blocks.refused, (numel,), (0,), BLOCKS):
+        assert len(said) == 2
+        for each in said:
+            assert message in each, each
+
+
+# --- from one layout to another
+
+MIXED = [(33, 128), (64, 100), (10,), (5, 8, 128), (9, 500), (65536,)]
+"""Rows of whole blocks and of parts; the last is one of 65,536 elements in one dimension."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("kind", ["stochastic", "sgd"])
+def test_plain_and_sharded_checkpoints_are_the_same(on_ranks, tmp_path, kind, flat):
+    """One process without ranks saves, two load, and the other way; every bit, codes and scales."""
+    options, folder = KINDS[kind], str(tmp_path / "plain")
+    fsdp2_blocks.save(options, 2, folder, flat, MIXED)
+    model, optimizer = fsdp2_blocks.build(options, shapes=MIXED)
+    fsdp2_blocks.train(model, optimizer, 2)
+    expected = fsdp2_blocks.snapshot(optimizer)
+    assert_same_on_all(on_ranks(2, fsdp2_blocks.load, options, folder, flat, MIXED), expected)
+    folder = str(tmp_path / "sharded")
+    on_ranks(2, fsdp2_blocks.save, options, 2, folder, flat, MIXED)
+    assert_same(fsdp2_blocks.load(options, folder, flat, MIXED), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("worlds", [(None, 2), (2, None), (2, 3), (None, None)], ids=str)
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_masters_are_not_left_out_in_silence(on_ranks, tmp_path, worlds, flat):
+    def on(world, what, *given):  # a world of None: no ranks
+        return [what(*given)] if world is None else on_ranks(world, what, *given)
+
+    without = {**HYPER, "weights": BF16}
+    folder = str(tmp_path / "checkpoint")
+    on(worlds[0], fsdp2_blocks.save, {**without, **MASTER}, 2, folder, flat)
+    for said in on(worlds[1], fsdp2_blocks.load, without, folder, flat):
+        assert re.search("parameter 0 of group 0: masters .* False.*got 'True'", str(said)), said

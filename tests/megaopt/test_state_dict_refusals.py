@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, FusedSGD
+
+STOCHASTIC = {"exp_avg_dtype": "bfloat16_stochastic"}
 
 
 def changed(position, **values_):
@@ -307,3 +309,50 @@ def test_compensations_of_weights_of_another_dtype_are_refused(kind, saved, load
     same = built(saved)
     load(same, state)
     assert_same(snapshot(same[1])["states"], snapshot(optimizer)["states"])
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adadelta", "RMSprop"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_state_dicts_of_other_kinds_of_optimizer_are_refused(kind, steps):
+    """Also those without a state, which plain SGD never has."""
+    theirs = getattr(torch.optim, kind)(parameters([(3, 4)]), lr=0.5)
+    train(theirs, steps)
+    optimizer = FusedAdam(parameters([(3, 4)]), lr=1e-3, dtype=torch.float32)
+    train(optimizer, 2)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=r"group 0 of the state dict has no .*betas"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert_same(snapshot(optimizer), before)
+
+
+def test_adams_state_dict_is_refused_by_sgd():
+    theirs = torch.optim.AdamW(parameters([(3, 4)]), lr=0.5)
+    with pytest.raises(ValueError, match=r"group 0 of the state dict has no .*momentum"):
+        FusedSGD(parameters([(3, 4)]), lr=0.1).load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), 5, "0, 1", {0: 1}], ids=repr)
+def test_param_numbers_beside_names_that_are_no_list_are_refused(wrong):
+    options = {"param_numbers": [5, 6]}
+    model = torch.nn.Linear(3, 2)
+    optimizer = FusedAdam([{"params": [*model.parameters()], **options}], seed=3, **STOCHASTIC)
+    train(optimizer, 1)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    saved["param_groups"][0]["param_numbers"] = wrong
+    before = snapshot(optimizer)
+    with pytest.raises(
+        ValueError, match=r"group 0: param_numbers of the state dict must be a list"
+    ):
+        optimizer.load_state_dict(saved)
+    assert_same(snapshot(optimizer), before)
+
+
+def test_a_tensor_in_the_place_of_kahan_beside_is_refused():
+    optimizer = FusedAdam(
+        parameters([(3, 4)]), lr=0.1, master_weights=True, master_weight_dtype="kahan"
+    )
+    train(optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["kahan_beside"] = torch.ones(2)
+    with pytest.raises(ValueError, match="'kahan_beside' of the state dict must be"):
+        optimizer.load_state_dict(saved)

@@ -252,3 +252,75 @@ def test_weights_may_be_rounded_in_another_way_after_a_load(saved, own):
     train(source, 2)
     target.load_state_dict(through_a_file(source.state_dict()))
     assert_same(snapshot(target)["states"], snapshot(source)["states"])
+
+
+# --- whether there are masters
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
+@pytest.mark.parametrize("saved", [True, False], ids=["left out", "missing"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoints_leave_no_master_out(saved, flat, tmp_path):
+    """torch reads what the optimizer has; with allow_partial_load it keeps what nobody saved."""
+    options, runs = FLAT if flat else StateDictOptions(), []
+    for has_masters in (saved, not saved):
+        model = Model()
+        runs.append((model, FusedAdam(model.parameters(), master_weights=has_masters or None)))
+        train(runs[-1][1], 2)
+    kept, wanted = (get_optimizer_state_dict(*run, options=options) for run in runs)
+    found = through_a_checkpoint(kept, copy.deepcopy(wanted), tmp_path, partial=True)
+    before = snapshot(runs[1][1])
+    message = f"masters of the state dict must be this optimizer's, {not saved}, got '{saved}'"
+    with pytest.raises(ValueError, match=f"parameter 0 of group 0: {message}"):
+        set_optimizer_state_dict(*runs[1], found, options=options)
+    assert_same(snapshot(runs[1][1]), before)
+
+
+# --- state dicts of versions that kept blocks across rows
+
+
+def of_an_older_version():
+    """A plain run's state dict whose blocks go from row to row, and the values of its moments."""
+    weight = torch.nn.Parameter(values((64, 100), 1, BF16))
+    flat = torch.nn.Parameter(weight.detach().clone().view(-1))
+    flat.megaopt_whole_shape, flat.megaopt_first_element = (64, 100), 0
+    blocks = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+    source = FusedAdam([flat], **blocks)
+    train(source, 2)
+    saved = copy.deepcopy(source.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][name] = saved["state"][0][name].view(64, 100)
+    saved["param_groups"][0]["state_formats"] = "exp_avg=block_e4m3, exp_avg_sq=block_e5m3"
+    moments = {n: source.get_unscaled_state(flat, n) for n in ("exp_avg", "exp_avg_sq")}
+    return FusedAdam([weight], **blocks), saved, moments
+
+
+def test_blocks_across_rows_of_older_versions_become_fp32():
+    target, saved, expected = of_an_older_version()
+    target.load_state_dict(saved)
+    (state,) = target.state.values()
+    for name, value in expected.items():
+        assert_same_bits(state[name], value.view(64, 100))
+        assert f"{name}_scale" not in state
+
+
+def test_codes_of_older_versions_that_torch_may_have_cast_are_refused():
+    target, saved, _ = of_an_older_version()
+    for name in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][name] = saved["state"][0][name].float()
+        del saved["state"][0][f"{name}_scale"]
+    before = snapshot(target)
+    with pytest.raises(ValueError, match="'exp_avg' of the state dict must be 'block_e4m3' with"):
+        target.load_state_dict(saved)
+    assert_same(snapshot(target), before)
+
+
+def test_scales_of_older_versions_in_one_row_load():
+    (_, source), (_, target) = (made("exp_avg_sq", "block_e5m3", BF16) for _ in range(2))
+    train(source, 2)
+    saved = copy.deepcopy(source.state_dict())
+    saved["param_groups"][0]["state_formats"] = "exp_avg=float32, exp_avg_sq=block_e5m3"
+    state = saved["state"][0]
+    state["exp_avg_sq_scale"] = state["exp_avg_sq_scale"].view(-1)
+    target.load_state_dict(saved)
+    assert_same(snapshot(target)["states"], snapshot(source)["states"])

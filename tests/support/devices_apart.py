@@ -67,7 +67,7 @@ def walk(options, place):
         optimizer.load_state_dict({**saved, "state": {0: own}})
         yield f"load of {device}", misplaced(optimizer, param)
         torchs = {name: torch.empty(SHAPE, device=device) for name in ("exp_avg", "exp_avg_sq")}
-        group = {"params": [0], "lr": 0.01}
+        group = {"params": [0], "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
         state = {0: {"step": 3, **torchs}}
         optimizer.load_state_dict({"state": state, "param_groups": [group]})
         yield f"torch's of {device}", misplaced(optimizer, param)

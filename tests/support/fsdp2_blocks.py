@@ -31,19 +31,10 @@ a small one, which keeps fp32."""
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 
 
-def flat(found):
-    """A snapshot with scales in one row: whole tensors and DTensors shape them differently."""
-    for state in found["states"]:
-        for name in state:
-            if name.endswith("_scale"):
-                state[name] = state[name].reshape(-1)
-    return found
-
-
 def trained(options, steps, replicas=1, **step):
     model, optimizer = build(options, replicas, shapes=SHAPES)
     train(model, optimizer, steps, **step)
-    return flat(snapshot(optimizer))
+    return snapshot(optimizer)
 
 
 def clipped(options):
@@ -65,8 +56,8 @@ def kinds_of_state(options):
     return found
 
 
-def save(options, steps, folder, flat_names):
-    model, optimizer = build(options, shapes=SHAPES)
+def save(options, steps, folder, flat_names, shapes=SHAPES):
+    model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, steps)
     dcp.save(content_of(model, optimizer, options_of(flat_names)), checkpoint_id=folder)
 
@@ -78,9 +69,25 @@ def load_and_train(options, steps, first, folder, flat_names):
     dcp.load(content, checkpoint_id=folder)
     set_model_state_dict(model, content["model"])
     set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
-    loaded = flat(snapshot(optimizer))
+    loaded = snapshot(optimizer)
     train(model, optimizer, steps, first)
-    return loaded, flat(snapshot(optimizer))
+    return loaded, snapshot(optimizer)
+
+
+def load(options, folder, flat_names, shapes=SHAPES):
+    """A checkpoint, into a model and optimizer of this layout; what is said where it is refused."""
+    model, optimizer = build({**options, "lr": 77.0}, shapes=shapes, seed=50)
+    given = options_of(flat_names)
+    content = content_of(model, optimizer, given)
+    dcp.load(content, checkpoint_id=folder)
+    set_model_state_dict(model, content["model"])
+    before = snapshot(optimizer)
+    try:
+        set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
+    except ValueError as error:
+        assert_same(snapshot(optimizer), before)
+        return str(error)
+    return snapshot(optimizer)
 
 
 def through_full_state(options, steps, more):
@@ -96,7 +103,7 @@ def through_full_state(options, steps, more):
     set_model_state_dict(model, weights, options=given)
     set_optimizer_state_dict(model, optimizer, saved, options=given)
     train(model, optimizer, more, steps)
-    return flat(snapshot(optimizer))
+    return snapshot(optimizer)
 
 
 def read_and_set(options):
@@ -141,7 +148,7 @@ def placed(shape, names, options, steps=3):
     for (grad,) in (gradients(step, [shape], BF16) for step in range(steps)):
         give([param], [grad])
         optimizer.step()
-    return flat(snapshot(optimizer))
+    return snapshot(optimizer)
 
 
 def refused(shape, names, options):

@@ -35,7 +35,7 @@ def trained(options, steps):
         model, optimizer = build({**options, **APART}, shapes=SHAPES)
         train(model, optimizer, steps, clip_norm=0.5)
         placed = is_in_place(optimizer, pinning)
-        return fsdp2_blocks.flat(fsdp2_blocks.snapshot(optimizer)), placed, len(pinning.sizes)
+        return fsdp2_blocks.snapshot(optimizer), placed, len(pinning.sizes)
 
 
 def resumed(options, steps, more, folder, flat, devices):

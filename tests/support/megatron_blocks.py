@@ -128,6 +128,7 @@ def plain_optimizer(case, trainer, **options):
     params = {}
     for name, param in trainer.chunk.module.named_parameters():
         params[name] = torch.nn.Parameter(param.detach().clone())
+        params[name].megaopt_whole_shape = tuple(param.shape)  # flat, as Megatron's shards are
         params[name].megaopt_number = next(i for i, each in enumerate(order) if each is param)
         groups[optimizer.model_param_group_index_map[param][0]]["params"].append(params[name])
     options = {"master_weights": True, "use_decoupled_grad": True, **case.options, **options}

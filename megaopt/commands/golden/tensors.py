@@ -83,15 +83,16 @@ MATRICES = (
     Spec((24, 64), 1, "tiny", float8=True),
     Spec((16, 160), 1, "coarse", float8=True),
 )
-# of 4,096 elements and more, whose moments may be in blocks: rows of whole blocks and of parts
+# of 4,096 elements and more, whose moments may be in blocks: rows of whole blocks, of whole blocks
+# of 64 or 32 alone, and of none
 LARGE = (
     Spec((40, 104), 0),
     Spec((7,), 0),
     Spec((33, 128), 0, offset=1),
-    Spec((64, 70), 0, "late"),
+    Spec((36, 128), 0, "late"),
     Spec((65, 64), 1, "coarse"),
-    Spec((90, 50), 1, transposed=True),
-    Spec((2, 2100), 1, "still"),
+    Spec((47, 128), 1, transposed=True),
+    Spec((2, 2176), 1, "still"),
 )
 # tall and wide, and one that no rank makes smaller; projected gradients of 4,096 elements and more
 PROJECTED = (
@@ -105,10 +106,14 @@ PROJECTED = (
 )
 
 
+# the last keeps projected moments in blocks, in rows of several
+PROJECTED_IN_BLOCKS = (*PROJECTED[:5], Spec((8, 2048), 1, "normal"), PROJECTED[-1])
+
+
 def specs_of(case: Case) -> tuple[Spec, ...]:
     """What parameters a case has."""
     if case.is_projected:
-        return PROJECTED
+        return PROJECTED_IN_BLOCKS if case.has_blocks else PROJECTED
     if case.has_blocks:
         return LARGE
     return PLAIN if case.recipe is None else MATRICES

@@ -14,9 +14,21 @@ from megaopt.kernels.optional_triton import helper, tl
 
 
 @helper
+def or_weight(value, weight_code):
+    """The value of a pair; of one that no encoding makes, which would be NaN, the weight's own.
+
+    These are zeros beside a negative remainder and infinities beside a positive one: somebody else
+    wrote the weight.
+    """
+    own = (weight_code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return tl.where(value == value, value, own)
+
+
+@helper
 def decode(weight_code, code):
     upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
-    return ((upper << 16) | (code.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+    value = ((upper << 16) | (code.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+    return or_weight(value, weight_code)
 
 
 @helper
@@ -31,11 +43,17 @@ def encode(value):
     return tl.where(code < 0, upper + 1, upper).to(tl.int16), code
 
 
+def or_weight_reference(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of pairs; of those that no encoding makes the bf16 weights' own."""
+    own = (weight.view(torch.int16).int() << 16).view(torch.float32)
+    return torch.where(value.isnan(), own, value)
+
+
 def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """The fp32 master of a bf16 weight and its int16 remainder, all of one shape."""
     lower = code.int()
     upper = weight.view(torch.int16).int() - (lower < 0).int()
-    return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+    return or_weight_reference(((upper << 16) | (lower & 0xFFFF)).view(torch.float32), weight)
 
 
 def encode_reference(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

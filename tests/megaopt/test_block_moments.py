@@ -31,7 +31,6 @@ from runs import (
     values,
 )
 
-import megaopt
 from megaopt import FusedAdam, FusedLion, FusedSGD
 from megaopt.kernels.step import native
 
@@ -350,18 +349,6 @@ def test_what_does_not_go_together_is_refused(make, message):
         make(params)
     assert_same([param.detach() for param in params], before)
     assert all(not vars(param) for param in params)
-
-
-def test_fp8_weights_are_refused():
-    net = megaopt.to_float8(torch.nn.Sequential(torch.nn.Linear(128, 64)).to(BF16), "current")
-    before = {name: tensor.clone() for name, tensor in net[0].weight.tensors().items()}
-    with pytest.raises(ValueError, match=r"parameter 0 .*exp_avg_dtype='block_e4m3' .*fp8 weights"):
-        FusedAdam(net.parameters(), **BLOCKS)
-    optimizer = FusedAdam(torch.nn.Linear(2, 2).parameters(), **BLOCKS)
-    with pytest.raises(ValueError, match="fp8 weights"):
-        optimizer.add_param_group({"params": list(net.parameters())})
-    assert len(optimizer.param_groups) == 1
-    assert_same(dict(net[0].weight.tensors()), before)
 
 
 def damage(saved, how):

@@ -245,11 +245,17 @@ def float8_codes(value, dtype):
     return np.where(np.isnan(value), np.uint8(0x7F), code)
 
 
+def number_or_weight(pattern, weight_code):
+    """The fp32 number of a pattern; where that is NaN, what the weight is by itself."""
+    weight = (weight_code.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(F32)
+    return np.where(np.isnan(pattern.view(F32)), weight, pattern.view(F32))
+
+
 def join(weight_code, remainder):
     """The fp32 number whose upper half, rounded ties away, is the weight's code."""
     lower = remainder.view(np.uint16).astype(np.int64)
     upper = weight_code.view(np.uint16).astype(np.int64) - (lower >= 0x8000)
-    return ((upper % 2**16) * 2**16 + lower).astype(np.uint32).view(F32)
+    return number_or_weight(((upper % 2**16) * 2**16 + lower).astype(np.uint32), weight_code)
 
 
 def split(value):
@@ -263,7 +269,8 @@ def join24(weight_code, remainder):
     """The number of 24 bits whose upper 16, rounded ties away, are the weight's code."""
     lower = remainder.view(np.uint8).astype(np.int64)
     upper = weight_code.view(np.uint16).astype(np.int64) - (lower >= 0x80)
-    return ((upper % 2**16) * 2**16 + lower * 2**8).astype(np.uint32).view(F32)
+    pattern = ((upper % 2**16) * 2**16 + lower * 2**8).astype(np.uint32)
+    return number_or_weight(pattern, weight_code)
 
 
 def split24(value, bits=None):

@@ -40,7 +40,7 @@ class CastReferencePlan(ReferencePlan):
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers: codes come one-dimensional, and so has all that goes with them."""
-        own = self.formats.by_slot.keys() & buffers.keys()
+        own = {*self.formats.by_slot, "weight_remainder"} & buffers.keys()
         flat = {slot: [tensor.view(-1) for tensor in buffers[slot]] for slot in own}
         super().look({**buffers, **flat})
         self._own = {slot: each for slot, each in self._buffers.items() if slot != "grad"}

@@ -75,7 +75,7 @@ class Float8Batch(Batch):
         }
         if self.plan.formats is not self.formats:
             if self.formats.master.present:
-                self._copies["weight_remainder"] = [own.view(-1) for own in self._copies["master"]]
+                self._copies["weight_remainder"] = self._copies["master"]
             self._copies["master"] = self._values(own["weight"])
         self.plan.look({**self._copies, **self._beside()})
 
@@ -137,12 +137,7 @@ class Float8Batch(Batch):
         """After a step: the results are copied back to staged tensors."""
         copies = self._leave_grads()
         if "weight_remainder" in copies:
-            copies["master"] = [
-                copy.view(own.shape)
-                for own, copy in zip(
-                    self._own_states("master"), copies["weight_remainder"], strict=True
-                )
-            ]
+            copies["master"] = copies["weight_remainder"]
         for slot in self.formats.state_slots:
             copy_back(self._own_states(slot), copies[slot])
 

@@ -35,7 +35,23 @@ REFERENCE = {
     f"{name}, reference": Case(3, "reference", recipe, MASTERS, controlled=True)
     for name, recipe in {**RECIPES, **E5M2}.items()
 }
-WHOLE = {**PAIRS, **REFERENCE}
+ALONE = {
+    "stochastic": {"weight_rounding": "stochastic"},
+    "remainder8_stochastic": {
+        "master_weights": True,
+        "master_weight_dtype": "remainder8_stochastic",
+    },
+}
+DRAWN = {
+    f"{name}, {kept}, {backend}": Case(ranks, backend, RECIPES[name], options)
+    for kept, options in ALONE.items()
+    for name, ranks, backend in [
+        *((name, 2, "triton") for name in RECIPES),
+        *((name, 3, "reference") for name in RECIPES),
+    ]
+}
+"""Without fp32 masters: random bits go by the element's place in the whole weight."""
+WHOLE = {**PAIRS, **REFERENCE, **DRAWN}
 SCALED = {
     f"{recipe}, {kind}": Case(2, "triton", RECIPES[recipe], options)
     for recipe in ("delayed", "block_128x128", "mxfp8")

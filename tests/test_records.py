@@ -11,6 +11,7 @@ import torch
 from record_pages import FOLDER, PAGE, REPOSITORY, assert_says, needs, read, rows_of, text_of, tool
 
 import megaopt
+from megaopt.float8 import Float8Weight
 
 RECORDS = sorted(FOLDER.glob("*.json"))
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -213,6 +214,26 @@ def test_the_table_of_what_is_rounded_stochastically_is_the_record():
         assert case.get("equal", "ours" not in case) is True
 
 
+def test_the_tables_of_fp8_weights_without_masters_are_the_records():
+    found = cases("h200-bench-fp8-alone.json")
+    rows = rows_of("docs/benchmarks/README.md", "| case | bytes a parameter | held |")
+    assert [row[0] for row in rows] == [*found]
+    for row in rows:
+        case, base = found[row[0]], found.get("-".join(row[0].split("-")[:2]))
+        held = case["held_bytes"] / case["elements"]
+        numbers = [case["bytes_per_parameter"], held, case["step_ms"], case["percent_of_copy"]]
+        if row[5]:
+            numbers.append(base["step_ms"] / case["step_ms"])
+        assert_says([each for each in row[1:] if each], *numbers)
+        assert case["equal"] is True
+    seeds = read("h200-fp8-gpt.json")["seeds"]
+    rows = rows_of("docs/benchmarks/README.md", "| weights, masters, moments | seed 0 |")
+    assert [row[0] for row in rows] == [*seeds["0"]]
+    for row in rows:
+        losses = [own[row[0]]["held_out"] for own in seeds.values() if row[0] in own]
+        assert_says([each for each in row[1:] if each], *losses)
+
+
 def test_the_table_of_masters_is_the_record():
     seeds = read("h200-masters.json")["seeds"]
     rows = rows_of("docs/benchmarks/README.md", "| master and moments |")
@@ -315,7 +336,15 @@ def masters_of(what):
     return {"master_weights": name is not None, "master_weight_dtype": name or torch.float32}
 
 
+def weight_of(what):
+    value = torch.ones(64, 512, dtype=torch.bfloat16)
+    is_fp8 = what.startswith("fp8 weights")
+    return torch.nn.Parameter(Float8Weight.from_values(value, "delayed") if is_fp8 else value)
+
+
 MASTERS = {
+    "8 more bits": "remainder8_stochastic",
+    "stochastic, moments": None,
     "exact": "remainder16",
     "kahan": "kahan_stochastic",
     "24-bit": "remainder8_stochastic",
@@ -325,14 +354,18 @@ MASTERS = {
 
 def test_the_bytes_held_of_the_page_are_those_of_the_tensors():
     rows = rows_of("docs/how-to/low_memory.md", "| bytes held a parameter, beside gradients |")
-    assert len(rows) == 11
+    assert len(rows) == 13
     for row in rows:
-        param = torch.nn.Parameter(torch.ones(64, 512, dtype=torch.bfloat16))
-        param.grad = torch.ones_like(param)
-        options = {**masters_of(row[0]), **moments_of(row[3])}
+        param = weight_of(row[0])
+        param.grad = torch.ones(64, 512, dtype=torch.bfloat16)
+        own = row[0].removeprefix("fp8 weights, ")
+        options = {**masters_of(own), **moments_of(row[3])}
+        if own.startswith("stochastic"):
+            options |= {"weight_rounding": "stochastic"}
         optimizer = megaopt.FusedAdam([param], backend="reference", **options)
         optimizer.step()
-        held = {"weight": param.nbytes, "master": 0, "moments": 0}
+        codes = param.data8 if own != row[0] else param
+        held = {"weight": codes.nbytes, "master": 0, "moments": 0}
         for name, value in optimizer.state[param].items():
             if value is not None:
                 held["master" if name == "master_param" else "moments"] += value.nbytes

@@ -23,9 +23,6 @@ from megaopt.kernels.step.reference import ReferencePlan
 class Plan(Protocol):
     """A combination of formats, ready to be stepped again and again."""
 
-    formats: Formats
-    fills: bool
-    """Of fp8 weights a step makes the values that it is given room for in the masters' place."""
     addresses: dict[str, numpy.ndarray]
     """For each slot the int64 row that a step takes addresses from; empty if `look` must be told.
 

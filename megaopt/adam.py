@@ -107,11 +107,11 @@ class FusedAdam(FusedOptimizer):
             alone are updated. May be assigned after construction.
         master_weight_dtype: torch.float32, or torch.float16 with a scale per tensor; or the name of
             a master that lies beside its 16-bit weight: "remainder16" (exact fp32: an int16 beside
-            a bf16 weight, as store_param_remainders keeps it), "remainder8" (24 bits: an int8
-            beside a bf16 weight), "kahan" (a bf16 beside a bf16 or fp16 weight), and the last two
-            rounded stochastically, "remainder8_stochastic" and "kahan_stochastic". Rounded to
-            nearest, these two lose updates below half of their last place (2**-17 and about as much
-            of the weight). A name whose master does not fit a weight is refused.
+            a bf16 weight, as store_param_remainders keeps it), "remainder8" (an int8: 24 bits
+            beside a bf16 weight, 16 beside an fp8 code), "kahan" (a bf16 beside a bf16 or fp16
+            weight), and the last two rounded stochastically, "remainder8_stochastic" and
+            "kahan_stochastic". Rounded to nearest, these two lose updates below half of their last
+            place (2**-17 and about as much of the weight). A name whose master does not fit a weight is refused.
         exp_avg_dtype: torch.float32, torch.bfloat16, or, with a scale per tensor, torch.float16 or
             torch.float8_e4m3fn (which torch.uint8 stands for too, as in TransformerEngine); or
             "bfloat16_stochastic", which does not stall as torch.bfloat16 does: take it for both. Or
@@ -128,9 +128,9 @@ class FusedAdam(FusedOptimizer):
         store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not
             hold: exact, 2 bytes less per weight; weights then round ties away from zero. Needs
             masters and bf16 weights; fp32 weights may be among them.
-        weight_rounding: "stochastic" rounds bf16 and fp16 weights so that they are in the mean the
-            values that the rule gave; for weights without masters, fp32 ones may be among them, fp8
-            ones not. "nearest" loses updates below half a unit in a weight's last place.
+        weight_rounding: "stochastic" rounds bf16, fp16 and fp8 weights so that they are in the mean
+            the values that the rule gave; for weights without masters, fp32 ones may be among them.
+            "nearest" loses updates below half a unit in a weight's last place.
         seed: of the random bits of what is rounded stochastically, from 0 to 2**64 - 1; in the
             groups, and saved with them, where there is such. A group's `param_numbers`, one number
             from 0 to 2**32 - 1 for each parameter, tell parameters apart; without it they are

@@ -201,7 +201,7 @@ def _batch_of(
     if formats.cast is not None:
         extents = [view.extent for view in views]
         planned = plan_formats(formats, views[0], backend.steps_codes)
-        plan = backend.plan(planned, owned.rule, numels, rows, device, extents, spots)
+        plan: Any = backend.plan(planned, owned.rule, numels, rows, device, extents, spots)
         return Float8Batch(formats, plan, *own)
     plan = backend.plan(formats, owned.rule, numels, rows, device, None, spots)
     batch = ShardedBatch if any(view.is_sharded for view in views) else Batch

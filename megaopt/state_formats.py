@@ -50,7 +50,7 @@ def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
     torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
     """
     saved, own = _names_of(mark, where).get(MASTERS_KEPT), str(owned.wants_masters)
-    is_float8 = view.weight is not None
+    is_float8 = view.code_dtype
     if saved in (None, own):
         return
     if owned.options.master_format(view.param.dtype, True, is_float8).present:

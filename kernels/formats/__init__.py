@@ -60,7 +60,7 @@ MOMENTS = FormatTable(
     *BLOCKS_OF_4_BITS,
 )
 
-BESIDE: dict[torch.dtype | None, dict[Any, Format]] = {
+BESIDE: dict[torch.dtype, dict[Any, Format]] = {
     torch.float16: {"kahan": KAHAN_FLOAT16, "kahan_stochastic": KAHAN_FLOAT16_STOCHASTIC},
     **PAIRS,
 }

@@ -221,13 +221,14 @@ def _pair(name: str, own: Fp8, decode: Any, encode: Any) -> Format:
 
 def _drawn_pair(name: str, own: Fp8, decode: Any, encode: Any) -> Format:
     functions = (decode, encode, own.decode_pair, own.encode_drawn_pair)
-    kept = {"joined": True, "requires_weight": own.dtype, "draws": True}
-    return Format(name, torch.int8, tl.int8, *functions, **kept)
+    return Format(
+        name, torch.int8, tl.int8, *functions, joined=True, requires_weight=own.dtype, draws=True
+    )
 
 
 FLOAT8_E4M3_STOCHASTIC = _drawn("float8_e4m3_stochastic", E4M3, decode_e4m3, encode_e4m3)
 FLOAT8_E5M2_STOCHASTIC = _drawn("float8_e5m2_stochastic", E5M2, decode_e5m2, encode_e5m2)
-PAIRS = {
+PAIRS: dict[torch.dtype, dict[Any, Format]] = {
     torch.float8_e4m3fn: {
         "remainder8": _pair("remainder8_float8_e4m3", E4M3, decode_pair_e4m3, encode_pair_e4m3),
         "remainder8_stochastic": _drawn_pair(

@@ -23,6 +23,9 @@ class CastReferencePlan(ReferencePlan):
     extents: what each tensor holds of its weight.
     """
 
+    fills = False
+    """It is given the values of weights without masters."""
+
     def __init__(
         self,
         formats: Formats,
@@ -130,7 +133,8 @@ class CastReferencePlan(ReferencePlan):
             drawn = tuple(each.view(shape) for each in bits if form.draws)
 
             def encode(product: torch.Tensor) -> torch.Tensor:
-                return form.encode_reference(product, None, *drawn)
+                codes: torch.Tensor = form.encode_reference(product, None, *drawn)
+                return codes
 
             codes, scale_inv = columns_reference(values.view(shape), recipe, encode)
             own["weight_columns"].copy_(codes)

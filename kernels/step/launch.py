@@ -50,8 +50,6 @@ class TritonPlan:
             its number is its place here.
     """
 
-    fills = False
-
     def __init__(
         self,
         formats: Formats,

@@ -240,8 +240,6 @@ def step_with_words(
 class ReferencePlan:
     """Steps one combination of formats tensor by tensor."""
 
-    fills = False
-
     def __init__(
         self,
         formats: Formats,

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megaopt.batches import Batch, copy_back
 from megaopt.float8.parts import Parts
 from megaopt.float8.ranks import all_reduce_max
+from megaopt.kernels.quantizers.launch import CastPlan
+from megaopt.kernels.quantizers.reference import CastReferencePlan
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.watch import Grads, Guards
 from megaopt.params import ParamView, view_of
@@ -46,6 +48,7 @@ class Float8Batch(Batch):
     the step (4 bytes a parameter of scratch).
     """
 
+    plan: CastPlan | CastReferencePlan
     _amaxes: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     _own_amaxes: list[torch.Tensor] = field(default_factory=list)
 

@@ -111,7 +111,8 @@ class FusedAdam(FusedOptimizer):
             beside a bf16 weight, 16 beside an fp8 code), "kahan" (a bf16 beside a bf16 or fp16
             weight), and the last two rounded stochastically, "remainder8_stochastic" and
             "kahan_stochastic". Rounded to nearest, these two lose updates below half of their last
-            place (2**-17 and about as much of the weight). A name whose master does not fit a weight is refused.
+            place (2**-17 and about as much of the weight). A name whose master does not fit a
+            weight is refused.
         exp_avg_dtype: torch.float32, torch.bfloat16, or, with a scale per tensor, torch.float16 or
             torch.float8_e4m3fn (which torch.uint8 stands for too, as in TransformerEngine); or
             "bfloat16_stochastic", which does not stall as torch.bfloat16 does: take it for both. Or

@@ -1,4 +1,8 @@
-"""The external master weights: a list that the caller owns, one entry per parameter."""
+"""The external master weights: a list that the caller owns, an entry for each parameter.
+
+Or, as Megatron chains its groups of 16-bit parameters, an entry for each parameter that has a
+master: of 16 bits, or in fp8.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from megaopt.checks import is_dense, refuse
 from megaopt.host_state import MASTER
 from megaopt.kernels.host_memory import HostMemory
+from megaopt.kernels.step.batch import Formats
 from megaopt.memory import Named, check_memory, check_writable
 from megaopt.options import Options
 from megaopt.params import ParamView, view_of
@@ -30,26 +35,79 @@ def check_master_weights(
     if not isinstance(masters, (list, tuple)):
         raise ValueError(
             f"master_weights={type(masters).__name__} is not allowed: a bool, None, or a list with "
-            "one tensor per parameter in group order (None for an fp32 weight)"
+            "one tensor for each parameter that is not fp32, in group order, or one for each "
+            "parameter (None for an fp32 weight)"
         )
     if options.master_weight_dtype != torch.float32:
         raise ValueError(
             "a list of master_weights is not allowed with master_weight_dtype="
             f"{options.master_weight_dtype}: torch.float32, whose values need nothing beside them"
         )
-    if len(masters) != len(views):
+    chosen = _places(masters, views, options)
+    if chosen is None:
+        kept = sum(_has_master(view, options) for view in views)
         raise ValueError(
-            f"master_weights has {len(masters)} entries: allowed is one for each of the "
-            f"{len(views)} parameters, in group order"
+            f"master_weights must have one entry for each of the {len(views)} parameters, or for "
+            f"each of the {kept} that are not fp32, in group order, got {len(masters)} entries"
         )
-    for index, (master, view, label) in enumerate(zip(masters, views, labels, strict=True)):
-        _check_master(master, view, f"master_weights[{index}] for {label}", options)
-    own = [
-        Named(f"master_weights[{index}] for {label}", "the master", local_of(master))
-        for index, (master, label) in enumerate(zip(masters, labels, strict=True))
-        if master is not None
-    ]
+    own = []
+    for index, (master, place) in enumerate(zip(masters, chosen, strict=True)):
+        where = f"master_weights[{index}] for {labels[place]}"
+        _check_master(master, views[place], where, options)
+        if master is not None:
+            own.append(Named(where, "the master", local_of(master)))
     check_memory(own)
+
+
+def _has_master(view: ParamView, options: Options) -> bool:
+    return options.master_format(view.param.dtype, True, view.code_dtype).present
+
+
+def _places(
+    masters: Sequence[torch.Tensor | None], views: Sequence[ParamView], options: Options
+) -> list[int] | None:
+    """The parameter's place that each entry is for; None where the list fits in neither way."""
+    if len(masters) == len(views):
+        return list(range(len(views)))
+    kept = [place for place, view in enumerate(views) if _has_master(view, options)]
+    return kept if len(masters) == len(kept) else None
+
+
+def of_each(
+    masters: Sequence[torch.Tensor | None], views: Sequence[ParamView], options: Options
+) -> list[torch.Tensor | None]:
+    """The master of each parameter, of a list that was checked; None for fp32 weights."""
+    found: list[torch.Tensor | None] = [None] * len(views)
+    for place, master in zip(_places(masters, views, options) or (), masters, strict=True):
+        found[place] = master if _has_master(views[place], options) else None
+    return found
+
+
+def check_cast(view: ParamView, master: torch.Tensor, formats: Formats, where: str) -> None:
+    """Raises ValueError unless a weight is what a caller's master is rounded to.
+
+    By one unit in the weight's last place it may differ, as masters may have been rounded to it in
+    other ways: ties away from zero, or stochastically. Weights in fp8 are not looked at, nor
+    what lies beside a weight, which has no value of its own.
+    """
+    if formats.cast is not None or formats.master.joined:
+        return
+    weight = view.local.detach()
+    cast = formats.weight.encode_by_hand(local_of(master).to(weight.device))
+    far = (_order(weight) - _order(cast)).abs() > 1
+    count = int((far & ~(weight.isnan() & cast.isnan())).sum())
+    if count:
+        raise ValueError(
+            f"{where}: the entry of master_weights must have the values that the weight is rounded "
+            f"from, got one that is another in {count} of {weight.numel()} elements; for weights "
+            "that were written since, copy them into it"
+        )
+
+
+def _order(code: torch.Tensor) -> torch.Tensor:
+    """Whole numbers in the order of 16-bit numbers, neighbours one apart."""
+    bits = code.view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
 def _check_master(

@@ -19,7 +19,7 @@ from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.draws import Place
-from megaopt.masters import MasterWeights, check_master_weights
+from megaopt.masters import MasterWeights, check_master_weights, of_each
 from megaopt.options import (
     PARAM_NUMBER,
     Options,
@@ -145,11 +145,7 @@ class Owned:
         if masters is None or isinstance(masters, bool):
             return [None] * len(self.params)
         check_master_weights(masters, self.views, self.labels, self.options)
-        # an fp32 weight is its own master, unless it is kept in fp8
-        return [
-            None if view.param.dtype == torch.float32 and view.weight is None else master
-            for master, view in zip(masters, self.views, strict=True)
-        ]
+        return of_each(masters, self.views, self.options)
 
     def check_masters(self) -> None:
         """Raises ValueError unless masters and parameters fit."""

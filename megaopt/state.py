@@ -13,6 +13,7 @@ from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
 from megaopt.kernels.host_memory import padded
 from megaopt.kernels.step.batch import Cast, Formats
 from megaopt.kernels.step.reference import decoded, store_scaled
+from megaopt.masters import check_cast
 from megaopt.memory import Named
 from megaopt.options import Options
 from megaopt.params import ParamView
@@ -179,6 +180,8 @@ def completed_state(
     names = {slot: state_name(slot) for slot in formats.state_slots}
     for name in names.values():
         check_sharding(own.get(name), view.param, f"{label}: state {name!r}")
+    if external is not None and own.get(MASTER) is None:
+        check_cast(view, external, formats, label)
     state = locals_of(own)
     # a step within inference mode makes no such tensors
     with torch.inference_mode(False), torch.no_grad():

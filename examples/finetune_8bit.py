@@ -34,7 +34,7 @@ def build_model(name: str | None) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,

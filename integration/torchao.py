@@ -150,7 +150,7 @@ class _Base(megaopt.FusedAdam):
     def _make_tensors(self) -> None:
         for group in self.param_groups:
             if isinstance(group["lr"], (int, float)):
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cpu")
 
     @torch.no_grad()
     def to_torchao_state_dict(self, block_size: int | None = None) -> dict[str, Any]:
@@ -177,7 +177,13 @@ class _Base(megaopt.FusedAdam):
                 if self.options.moment_format(name).block:
                     state[name] = self._packed(state[name], name, block_size)
         groups = found["param_groups"]
-        return {**found, "param_groups": [{**g, "lr": torch.tensor(g["lr"])} for g in groups]}
+        return {
+            **found,
+            "param_groups": [
+                {**g, "lr": torch.tensor(g["lr"], dtype=torch.float32, device="cpu")}
+                for g in groups
+            ],
+        }
 
     def _packed(self, values: torch.Tensor, name: str, block_size: int) -> torch.Tensor:
         """A moment in torchao's own format, where it would keep it so."""

@@ -251,7 +251,7 @@ class HostMemory:
         """
         size = math.prod(shape) * dtype.itemsize
         if not size:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if self._chunk is None or self._chunk.left < padded(size):
             self._chunk = self._new(max(padded(size), SMALLEST, min(self._made, LARGEST)))
         return self._chunk.take(size).view(dtype).view(shape)

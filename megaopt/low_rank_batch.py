@@ -110,7 +110,10 @@ class LowRankBatch(Batch):
         """Of each matrix; None where no gradient has made it yet: zeros, or nothing there."""
         found = [local_of(state.get(PROJECTION)) for state in self.states]
         if not self._made:  # the host waits here, once
-            flags = [torch.zeros(()) if own is None else own.any() for own in found]
+            flags = [
+                torch.zeros((), dtype=torch.bool, device=self.device) if own is None else own.any()
+                for own in found
+            ]
             self._made = torch.stack([flag.to(self.device) for flag in flags]).bool().tolist()
         return [own if made else None for own, made in zip(found, self._made, strict=True)]
 
@@ -124,7 +127,12 @@ class LowRankBatch(Batch):
             state, view = self.states[index], self.views[index]
             for name, shape in view.kept.items():
                 if state.get(name) is None:
-                    _put(state, name, torch.zeros(shape, device=self.device), view)
+                    _put(
+                        state,
+                        name,
+                        torch.zeros(shape, dtype=torch.float32, device=self.device),
+                        view,
+                    )
             self._made[index] = False
         pairs = zip(missing, torch.stack(says).tolist(), strict=True)  # the host waits here
         return {index for index, is_able in pairs if is_able}

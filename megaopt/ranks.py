@@ -248,7 +248,7 @@ def is_zero(grad: Any) -> bool:
 
 def on_any_rank(flag: bool, views: Sequence[ParamView]) -> bool:
     """Whether it is so on any rank of the meshes of the parameters; waits for the answer."""
-    found = torch.tensor([int(flag)])
+    found = torch.tensor([int(flag)], device="cpu")
     for mesh in dict.fromkeys(view.param.device_mesh for view in views if view.is_sharded):
         found = found.to(mesh.device_type)
         for dim in range(mesh.ndim):

@@ -44,7 +44,7 @@ def torch_state_dict(optimizer: FusedOptimizer, drop_masters: bool) -> dict[str,
             for name in optimizer.rule.moments
         }
         count = float(state.get(STEP, optimizer.param_groups[groups[key]][STEP]))
-        states[key][STEP] = torch.tensor(count, dtype=torch.float32)
+        states[key][STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")
     own = [_group(group, optimizer.options) for group in packed["param_groups"]]
     kept = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
     return {**kept, "state": states, "param_groups": own}

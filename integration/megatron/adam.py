@@ -96,7 +96,9 @@ class MainShardsFace(torch.optim.Optimizer):
         masters = [None if main is weight else main for main, weight in pairs]
         if absent:
             fused.param_groups.append({**self.param_groups[0], "params": list(absent)})
-            masters += [torch.zeros(0, device=shard.device) for shard in absent]
+            masters += [
+                torch.zeros(0, dtype=torch.float32, device=shard.device) for shard in absent
+            ]
         fused.master_weights = masters
         self.state = MainState(fused, dict(pairs))  # type: ignore[assignment]  # of one meaning
 

@@ -164,7 +164,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         group = self.data_parallel_group
         size = bucket.grad_data.numel() // group.size()
         end = min(max(bucket.numel_unpadded - group.rank() * size, 0), size)
-        zeros = torch.zeros(end, device=bucket.grad_data.device)
+        zeros = torch.zeros(end, dtype=torch.float32, device=bucket.grad_data.device)
         tensors = {key: zeros.clone() for key in self._keys}
         return {**tensors, "gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
 

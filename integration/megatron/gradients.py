@@ -182,7 +182,8 @@ class Gradients(CheckpointedOptimizer):
             return coefficient.clamp(max=1.0)
         if not coefficient < 1.0:  # of a NaN Megatron makes nothing, on the host
             return None
-        return torch.full((1,), coefficient, device=self.buffers[0].grad_data.device)
+        device = self.buffers[0].grad_data.device
+        return torch.full((1,), coefficient, dtype=torch.float32, device=device)
 
     def clip_grad_norm(self, clip_grad: float) -> Any:
         """The norm; the next step clips."""

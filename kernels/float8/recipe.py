@@ -71,7 +71,7 @@ class Float8Recipe:
         epsilon = self.amax_epsilon
         if not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= torch.finfo().max:
             raise ValueError(f"amax_epsilon={epsilon!r} is not allowed: finite, at least 0")
-        if torch.tensor(epsilon, dtype=torch.float32).item() != epsilon:
+        if torch.tensor(epsilon, dtype=torch.float32, device="cpu").item() != epsilon:
             raise ValueError(f"amax_epsilon={epsilon!r} is not allowed: a number of fp32")
         object.__setattr__(self, "amax_epsilon", float(epsilon))  # kernels take it as a constant
 

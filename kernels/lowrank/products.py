@@ -20,6 +20,19 @@ def ieee_products() -> Iterator[None]:
 
 
 @contextmanager
+def _without_autocast() -> Iterator[None]:
+    """torch.autocast would make the products of fp32 numbers in 16 bits."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    try:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, False)
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+
+
+@contextmanager
 def _fp32_products(precision: str) -> Iterator[None]:
     """precision: IEEE, or TF32 for CUDA's products."""
     backends: Any = torch.backends  # whose types lack some of it
@@ -47,6 +60,7 @@ def _bf16_products() -> Iterator[None]:
         setattr(place, name, was)
 
 
+@_without_autocast()
 def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> torch.Tensor:
     """The matrix product of fp32 tensors, fp32; or of fp64 ones, fp64.
 

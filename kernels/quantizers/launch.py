@@ -52,7 +52,7 @@ class CastPlan(TritonPlan):
         self._rows[table_rows.WEIGHT_ROWS.value] = [extent.rows for extent in extents]
         self._rows[table_rows.WEIGHT_COLUMNS.value] = [extent.columns for extent in extents]
         self._rows[table_rows.WEIGHT_START.value] = [extent.start for extent in extents]
-        self._tiles = torch.empty(3, 0)
+        self._tiles = torch.empty(3, 0, dtype=torch.int32, device=device)
         if self.in_blocks:
             self._tiles = to_device(tile_table(numels, extents), device)
         shapes: list[tuple[int, ...]] = []
@@ -65,7 +65,7 @@ class CastPlan(TritonPlan):
         self._moved, self._columns = DeviceTable(device), DeviceTable(device)
         self.fills = formats.cast.exact and not formats.in_place
         self._controls: torch.Tensor | None = None
-        self._step_scalars = torch.empty(0, 0)
+        self._step_scalars = torch.empty(0, 0, dtype=torch.float32, device=device)
 
     def look(self, buffers: Buffers) -> None:
         """Notes where the buffers lie, and keeps those that `cast` computes with."""

@@ -199,7 +199,7 @@ class ReferencePreparation(Preparation):
         return scalars, controls
 
     def _controls(self, request: Request, plans: Sequence[Measured]) -> torch.Tensor:
-        one = torch.ones((), device=self.device)
+        one = torch.ones((), dtype=torch.float32, device=self.device)
         grad_scale = one if request.grad_scale is None else request.grad_scale.float().reshape(())
         inverse = (1.0 / grad_scale.double()).float()
         coefficient = one if request.coefficient is None else request.coefficient.reshape(())
@@ -208,7 +208,9 @@ class ReferencePreparation(Preparation):
             norm, nonfinite = total_reference(self.measure(plans))
             self.norm.copy_(canonical_reference(norm * inverse))
             if request.clip_norm is not None:
-                clip_norm = torch.full((), request.clip_norm, device=self.device)
+                clip_norm = torch.full(
+                    (), request.clip_norm, dtype=torch.float32, device=self.device
+                )
                 # not clamp: a NaN stays
                 coefficient = clip_norm / (self.norm + 1e-6)
                 coefficient = torch.where(coefficient > 1.0, 1.0, coefficient)

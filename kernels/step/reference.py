@@ -39,7 +39,8 @@ def scale_reference(value: torch.Tensor, form: Format) -> tuple[torch.Tensor, to
     inverse's reciprocal in the scale's place.
     """
     magnitude = torch.where(value.isfinite(), value.abs(), 0.0)
-    scale = magnitude.max().reshape(1) / torch.full((1,), form.code_max, device=value.device)
+    largest = torch.full((1,), form.code_max, dtype=torch.float32, device=value.device)
+    scale = magnitude.max().reshape(1) / largest
     scale = scale.clamp(min=SMALLEST_SCALE)
     inverse = torch.ones_like(scale) / scale
     return (torch.ones_like(inverse) / inverse if form.scale_of_inverse else scale), inverse
@@ -237,6 +238,18 @@ def step_with_words(
         store_scaled(tensors[name], scale, moment, form, *bits, first=first)
 
 
+SMALLEST = torch.full((1,), 2.0**-149, dtype=torch.float32, device="cpu")
+
+
+def check_subnormals() -> None:
+    """Raises RuntimeError where this thread makes zeros of subnormal numbers on the CPU."""
+    if int((SMALLEST + SMALLEST).view(torch.int32)) != 2:
+        raise RuntimeError(
+            "subnormal numbers must count in a step on the CPU, and this thread makes zeros of "
+            "them: call torch.set_flush_denormal(False)"
+        )
+
+
 class ReferencePlan:
     """Steps one combination of formats tensor by tensor."""
 
@@ -254,7 +267,8 @@ class ReferencePlan:
         self._buffers: Buffers = {}
 
     def look(self, buffers: Buffers) -> None:
-        """Notes the buffers for the step."""
+        """Notes the buffers for the step; raises RuntimeError where torch flushes subnormals."""
+        check_subnormals()
         self._buffers = buffers
 
     def accumulate(self, bins: torch.Tensor) -> None:

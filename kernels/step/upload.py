@@ -58,7 +58,7 @@ def new_piece(like: torch.Tensor) -> Piece:
     on_gpu = like.device.type == "cuda"
     # a step within inference mode makes tensors that no other step could write
     with torch.inference_mode(False):
-        memory = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
+        memory = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=on_gpu)
     return Piece(memory, CopyEvent(like.device) if on_gpu else NoEvent())
 
 

@@ -49,7 +49,7 @@ class Float8Batch(Batch):
     """
 
     plan: CastPlan | CastReferencePlan
-    _amaxes: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    _amaxes: torch.Tensor = field(init=False)
     _own_amaxes: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Float8Batch(Batch):
         parts = self._parts
         if not self._own_amaxes:
             sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in parts.weights]
-            self._amaxes = torch.zeros(sum(sizes), device=self.device)
+            self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
             self._own_amaxes = list(torch.split(self._amaxes, sizes))
         self._amaxes.zero_()
         columns = [weight.columnwise for weight in parts.weights]

@@ -110,7 +110,10 @@ class Agreement:
     def _leave(self, waits: bool, last: Mapping[Group, int]) -> None:
         """Stands in for the amaxes of ranks that do not read, and leave the step out later on."""
         if not waits and not agreement.is_read_at_once(self.device):
-            none = {group: torch.zeros(count, device=self.device) for group, count in last.items()}
+            none = {
+                group: torch.zeros(count, dtype=torch.float32, device=self.device)
+                for group, count in last.items()
+            }
             all_reduce_max({group: [(0, amax)] for group, amax in none.items()})
 
 

@@ -129,6 +129,19 @@ class Float8ShardView(Float8View):
 
     _has_other_parts = True
 
+    def _check_kind(
+        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
+    ) -> None:
+        super()._check_kind(where, options, moments, masters)
+        for name in moments:
+            form = options.moment_format(name)
+            if form.block and self.keeps_blocks(form):
+                raise ValueError(
+                    f"{where}: {name}_dtype={form.name!r} must not be given for fp8 weights of "
+                    "which other ranks have parts, where these cut blocks; torch.bfloat16, or "
+                    "'bfloat16_stochastic'"
+                )
+
     @property
     def first_element(self) -> int:
         """Where its part of the weight starts."""

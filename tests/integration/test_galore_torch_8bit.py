@@ -17,12 +17,12 @@ FACE |= {"amsgrad": False, "optim_bits": 32, "args": None, "min_8bit_size": 4096
 FACE |= {"percentile_clipping": 100, "block_wise": True, "is_paged": False}
 OWN = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 OWN |= {"refresh": "svd", "stagger": False}
-SHAPES = [(160, 48), (24, 10), (64, 64)]
-RANKED = {"rank": 32, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
+SHAPES = [(400, 200), (24, 10), (64, 64)]
+RANKED = {"rank": 128, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
 
 
 def groups():
-    """Projected to 5,120 elements; a rank above the smaller dimension; without a rank."""
+    """Projected to 51,200 elements; a rank above the smaller dimension; without a rank."""
     params = [torch.nn.Parameter(values(shape, i)) for i, shape in enumerate(SHAPES)]
     return [{"params": params[:2], **RANKED}, {"params": params[2:]}]
 
@@ -49,7 +49,7 @@ def test_the_bits_are_those_of_the_optimizer_that_it_stands_for():
     assert_same_run(found, expected)
     large, small = found.param_groups[0]["params"]
     assert found.state[large]["exp_avg"].dtype == torch.uint8
-    assert found.state[large]["exp_avg"].shape == (160, 32)
+    assert found.state[large]["exp_avg"].shape == (400, 128)
     assert found.state[small]["exp_avg"].dtype == FP32
 
 

@@ -395,13 +395,3 @@ def test_what_does_not_go_together_is_refused(on_some, asked, message):
     ((error, unchanged),) = on_some(1, megatron_cases.error_of, case_of(options, mode), change)
     assert error.startswith(f"ValueError: {message}")
     assert unchanged
-
-
-def test_fp8_parameters_are_refused(on_some):
-    name = "module.decoder.layers.0.mlp.linear_fc1.weight"
-    case = case_of(BLOCKS64)
-    ((error, unchanged),) = on_some(1, blocks.error_with_fp8_weight, case, name)
-    assert error.startswith(
-        f"parameter {name!r}: exp_avg_dtype='block64_e4m3' must not be given for fp8 weights"
-    )
-    assert unchanged

@@ -201,12 +201,15 @@ def test_a_number_too_large_for_the_format_is_infinity(form):
 
 
 def identity_of_24_bits(weights, device):
-    """Fails unless each of the 256 codes beside these weights comes back, by every draw."""
+    """Fails unless each code that a step puts beside these weights comes back, by every draw."""
     codes = torch.arange(-128, 128).to(torch.int8)
     weight = weights.repeat_interleave(256)
     code = codes.repeat(len(weights))
     values = NEAREST24.decode_reference(weight, code)
-    kept = ~values.isnan()
+    own = weight.view(torch.bfloat16).float()
+    # a weight that no encoding puts beside its code is read alone (test_undecodable_pairs.py)
+    alone = ((own == 0) & (code < 0)) | (own.isinf() & (code > 0))
+    kept = ~values.isnan() & ~alone
     given = values[kept]
     sides = [by_twin(NEAREST24, given)]
     sides += [by_twin(STOCHASTIC24, given, torch.full_like(given, b).int()) for b in (1, 65535)]

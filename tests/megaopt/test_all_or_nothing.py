@@ -138,7 +138,7 @@ def failures(start, do, fail, stride):
     """Lets so many more get through before another fails, until all do; how many failed."""
     done, given = start()
     do(done, given)
-    for allowed in range(0, 3000, stride):
+    for allowed in range(0, 6000, stride):
         optimizer, given = start()
         before, was_given = Before(optimizer), copied(given)
         try:

@@ -10,7 +10,7 @@ from bits import assert_same_bits
 from float8_ranks import BOUNDS, Case
 
 from megaopt import FusedAdam
-from megaopt.float8 import RECIPES
+from megaopt.float8 import RECIPES, Float8Weight
 from megaopt.float8.shard import Float8Shard
 
 FP32 = torch.float32
@@ -169,3 +169,12 @@ def test_a_part_alone_is_refused_and_the_whole_is_not(backend):
         assert_same_bits(tensor, before[name], name)
     FusedAdam([all_of_it], backend=backend).step()
     assert not torch.equal(float8_ranks.bytes_of(weight)["data8"], before["data8"])
+
+
+def test_moments_in_blocks_beside_a_part_are_refused():
+    """A cut block would have a scale of its own: whole weights keep them."""
+    weight = torch.nn.Parameter(Float8Weight.from_values(torch.randn(64, 256).bfloat16(), "mxfp8"))
+    moments = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+    FusedAdam([weight], weight_rounding="stochastic", **moments)
+    with pytest.raises(ValueError, match=r"parameter 0 .*'block_e4m3' must not be given for fp8"):
+        FusedAdam([Float8Shard(weight, 0, 300)], weight_rounding="stochastic", **moments)

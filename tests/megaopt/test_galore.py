@@ -145,11 +145,11 @@ def test_every_master_follows_fp32_weights(options):
 @pytest.mark.parametrize("proj_type", ["right", "left"])
 def test_moments_are_those_of_fused_adam_on_the_projected_gradient(proj_type, options):
     """In every format, codes and scales; FusedAdam's moments do not depend on its weights."""
-    shape = (1100, 40) if proj_type == "right" else (40, 1100)
+    shape = (1152, 300) if proj_type == "right" else (300, 1152)
     kinds = {"master_weights": False, "seed": 11, **options}
-    optimizer = galore(parameters([shape]), rank=6, proj_type=proj_type, **kinds)
+    optimizer = galore(parameters([shape]), rank=128, proj_type=proj_type, **kinds)
     (param,) = params_of(optimizer)
-    low = torch.nn.Parameter(torch.zeros((1100, 6) if proj_type == "right" else (6, 1100)))
+    low = torch.nn.Parameter(torch.zeros((1152, 128) if proj_type == "right" else (128, 1152)))
     plain = FusedAdam([low], **NUMBERS, **kinds)
     for step in range(4):
         train(optimizer, 1, first=step)

@@ -11,18 +11,13 @@ from megatron_gpt import (
     BETAS,
     EPS,
     MADE,
-    Case,
     Trainer,
-    build_model,
-    build_optimizer,
     hash_of,
     megatron,
 )
 from mutants import mutant
-from transformer_engine_fakes import fake
 
 from megaopt import FusedAdam
-from megaopt.float8 import Float8Recipe, Float8Weight
 
 SIZES = {"hidden": 106, "inner": 38, "clip_grad": 0.0}
 """Most weights have no whole number of blocks; those of 38 x 106 are small, by 68 elements. 2 ranks
@@ -238,20 +233,3 @@ def with_fault(fault, folder, function, *arguments):
 
 
 # --- refusals
-
-
-def error_with_fp8_weight(case, name):
-    """What is said of a parameter in fp8, and whether it and all others are what they were."""
-    _, chunk = Trainer(Case(plug=case.plug)).config, build_model(case)[1]
-    module, _, last = name.rpartition(".")
-    weight = Float8Weight.from_values(torch.randn(38, 106).bfloat16(), Float8Recipe("current"))
-    module = chunk.get_submodule(module)
-    module._parameters[last] = quantized = fake(weight)
-    others = [param for param in chunk.parameters() if param is not quantized]
-    codes, before = quantized._data.clone(), [hash_of(param.data) for param in others]
-    try:
-        build_optimizer(case, chunk)
-    except ValueError as error:
-        after = [hash_of(param.data) for param in others]
-        return str(error), before == after and torch.equal(quantized._data, codes)
-    return "no error", True

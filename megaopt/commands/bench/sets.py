@@ -51,18 +51,18 @@ def _shrunk(shape: Shape, elements: int) -> Shape:
     """Return a shape in the proportions of this one, of at most so many elements.
 
     Rows and columns are multiples of 16 where there is room, as products in fp8 want them, and
-    where a block of 128 x 128 has room there is one.
+    columns of 128 where they can be, as moments in blocks want them.
     """
     if len(shape) != 2:
         return (elements,)
     wanted = int(shape[1] * math.sqrt(elements / math.prod(shape)))
     least = next(size for size in (128, 16, 1) if size * size <= elements)
-    columns = _sixteens(min(max(wanted, least), elements // least, shape[1]))
-    return _sixteens(elements // columns), columns
+    columns = _multiple(min(max(wanted, least), elements // least, shape[1]))
+    return _multiple(elements // columns, (16,)), columns
 
 
-def _sixteens(size: int) -> int:
-    return size - size % 16 if size >= 16 else size
+def _multiple(size: int, wanted: Sequence[int] = (128, 16)) -> int:
+    return next((size - size % each for each in wanted if size >= each), size)
 
 
 def _llama(hidden: int, key_value: int, feed_forward: int, layers: int) -> tuple[Shape, ...]:

@@ -310,6 +310,20 @@ def float8_step() -> str | None:
     return None
 
 
+def float8_step_alone() -> str | None:
+    """fp8 weights without fp32 masters, drawn and with remainders, stepped on every backend."""
+    drawn: dict[str, Any] = {"weight_rounding": "stochastic"}
+    pairs = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
+    for recipe in RECIPES:
+        for options in (drawn, pairs):
+            expected = train(REFERENCE, options, shapes=MATRICES, recipe=recipe)
+            for place in places()[1:]:
+                found = train(place, options, shapes=MATRICES, recipe=recipe)
+                if what := differ(found, expected):
+                    return f"{recipe}, {place}: {what}"
+    return None
+
+
 def _codes_of_masters(trained: Tensors, recipe: str) -> str | None:
     for number, shape in enumerate(MATRICES):
         where = f"of weight {number} after step 3"

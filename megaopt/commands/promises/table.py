@@ -155,6 +155,10 @@ PROMISES = (
     ),
     Promise("step of fp8 weights", checks.float8_step),
     Promise(
+        "step of fp8 weights without fp32 masters: drawn, and with remainders",
+        checks.float8_step_alone,
+    ),
+    Promise(
         "training run with fp8 weights, losses",
         left_to="takes minutes: not checked here; covered by `megaopt regress "
         "configs/gpt_tiny_fp8.toml`",

@@ -21,7 +21,7 @@ from megaopt.kernels.contracts import CONTRACTS, Contract
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TENSORS = TensorSet(name="s", description="", sizes=(1, 1000, 5000), flat=True)
-MATRICES = TensorSet.of_shapes("m", "", [(130, 160), (96,), (16, 48)])
+MATRICES = TensorSet.of_shapes("m", "", [(130, 256), (96,), (16, 48)])
 IEEE_MODES = {name: mode for name, mode in MODES.items() if mode.contract == "ieee"}
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -45,7 +45,7 @@ def test_kernel_passes(mode: Mode) -> None:
 def stepped(mode_name: str) -> Instance:
     mode = MODES[mode_name]
     make = partial(mode.optimizer, backend="reference")
-    tensors = TensorSet.of_shapes("s", "", [(3,), (64, 64) if mode_name == "blocks" else (8, 40)])
+    tensors = TensorSet.of_shapes("s", "", [(3,), (32, 128) if mode_name == "blocks" else (8, 40)])
     instance = build(make, tensors, mode.weight_dtype, DEVICE, weight=mode.weight)
     instance.optimizer.step()
     return instance

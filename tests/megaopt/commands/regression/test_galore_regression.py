@@ -114,8 +114,3 @@ REFUSED = {
 def test_what_is_not_allowed(build, text, message):
     with pytest.raises(ConfigError, match=message):
         build(text)
-
-
-def test_a_rank_above_a_matrix_cannot_run(build):
-    with pytest.raises(ConfigError, match=r"'first' cannot run here: .* rank must be .* got 20"):
-        build(GALORE.replace("4", "20") + TWO)

@@ -1,0 +1,237 @@
+"""torch's global switches change no bit of a step, or the step raises before anything changed."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from bits import assert_same_bits
+from runs import assert_same, copied
+
+from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW, release_gradients
+from megaopt.float8 import RECIPES, Float8Weight
+from megaopt.kernels.formats import MASTERS, MOMENTS, WEIGHTS
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHAPES = [(40, 128), (33, 7), (9,)]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    was = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(was)
+
+
+@contextlib.contextmanager
+def default_device(device):
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def matmul_precision(name):
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(was)
+
+
+@contextlib.contextmanager
+def deterministic():
+    was = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = was
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def threads(count):
+    was = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(was)
+
+
+SWITCHES = {
+    "autocast bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast fp16": lambda: torch.autocast("cpu", torch.float16),
+    "default dtype bf16": lambda: default_dtype(torch.bfloat16),
+    "default dtype fp64": lambda: default_dtype(torch.float64),
+    "default device meta": lambda: default_device("meta"),
+    "matmul precision medium": lambda: matmul_precision("medium"),
+    "deterministic": deterministic,
+    "grad enabled": torch.enable_grad,
+    "grad disabled": torch.no_grad,
+    "threads": lambda: threads(3 - min(torch.get_num_threads(), 2)),
+}
+
+
+def numbers(shape, seed):
+    """Of all sizes: subnormal numbers among them."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(shape, generator=generator)
+    return value * 2.0 ** torch.randint(-140, 4, shape, generator=generator)
+
+
+def plain(dtype=BF16):
+    return [torch.nn.Parameter(numbers(shape, i).to(dtype)) for i, shape in enumerate(SHAPES)]
+
+
+def float8(recipe):
+    value = torch.randn(40, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return [torch.nn.Parameter(Float8Weight.from_values(value, recipe))]
+
+
+def moments(kind, form):
+    if form.block:
+        other = [f.name for f in MOMENTS.values() if f.block == form.block and f.unsigned]
+        signed = [f.name for f in MOMENTS.values() if f.block == form.block and not f.unsigned]
+        pair = (signed[0], other[0]) if form.unsigned else (form.name, other[0])
+    else:
+        pair = (form.name, form.name)
+    if kind is FusedAdam:
+        return {"exp_avg_dtype": pair[0], "exp_avg_sq_dtype": pair[1]}
+    name = "exp_avg_dtype" if kind is FusedLion else "momentum_buffer_dtype"
+    return {name: pair[0]} | ({"momentum": 0.9} if kind is FusedSGD else {})
+
+
+ALONE = {"weight_rounding": "stochastic"}
+PAIRS = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
+NAMED = {form.name for form in MASTERS.values() if form.requires_weight in (None, BF16)}
+CASES = {
+    **{
+        f"{kind.__name__}, {form.name}": (kind, plain, moments(kind, form))
+        for kind, form in itertools.product((FusedAdam, FusedLion, FusedSGD), MOMENTS.values())
+    },
+    **{
+        f"master {key}": (FusedAdam, plain, {"master_weights": True, "master_weight_dtype": key})
+        for key in (FP32, torch.float16, *sorted(NAMED - {"float32", "scaled_float16", "none"}))
+        if not str(key).startswith("kahan_float16")
+    },
+    **{
+        f"weights {dtype}": (FusedAdam, lambda dtype=dtype: plain(dtype), {"master_weights": False})
+        for dtype in (FP32, BF16, torch.float16)
+        if dtype in WEIGHTS
+    },
+    "stochastic": (FusedAdam, plain, ALONE),
+    **{
+        f"{recipe}, {name}": (FusedAdam, lambda recipe=recipe: float8(recipe), options)
+        for recipe in RECIPES
+        for name, options in {
+            "fp32 masters": {"dtype": FP32},
+            "stochastic": ALONE,
+            "remainder8": PAIRS,
+            "to nearest": {"master_weights": False},
+        }.items()
+    },
+}
+
+
+def everything(params, optimizer):
+    weights = [p.tensors() if isinstance(p, Float8Weight) else p.detach() for p in params]
+    return copied([weights, [dict(optimizer.state[param]) for param in params]])
+
+
+def run(case, switch=contextlib.nullcontext, steps=2, **arguments):
+    kind, make, options = case
+    params = make()
+    optimizer = kind(params, lr=0.01, weight_decay=0.1, backend="reference", **options)
+    for step in range(steps):
+        for i, param in enumerate(params):
+            param.grad = numbers(param.shape, 50 + 10 * step + i).to(param.dtype)
+        with switch():
+            optimizer.step(**arguments)
+    return everything(params, optimizer)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_every_rule_and_format_has_the_same_bits(switch):
+    for name, case in CASES.items():
+        assert_same(run(case, SWITCHES[switch]), run(case)), name
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_clipping_and_loss_scales_have_the_same_bits(switch):
+    case = (FusedAdam, plain, {"dtype": FP32})
+    assert_same(run(case, SWITCHES[switch], clip_norm=0.3), run(case, clip_norm=0.3))
+    found = []
+    for own in (SWITCHES[switch], contextlib.nullcontext):
+        params = plain()
+        optimizer = FusedAdam(params, dtype=FP32, nonfinite="skip")
+        for i, param in enumerate(params):
+            param.grad = numbers(param.shape, i).to(BF16)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(3.0), torch.tensor(0.0)
+        with own():
+            optimizer.step()
+        found.append(everything(params, optimizer))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("switch", [name for name in SWITCHES if name != "threads"])
+def test_galores_products_and_refreshes_have_the_same_bits(switch):
+    """Of threads nothing is promised: the products are torch's."""
+
+    def galore(params, **options):
+        return GaLoreAdamW(params, rank=4, update_proj_gap=1, **options)
+
+    def matrices():
+        return [torch.nn.Parameter(torch.randn(24, 64, generator=torch.Generator().manual_seed(1)))]
+
+    case = (galore, matrices, {})
+    assert_same(run(case, SWITCHES[switch]), run(case))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_released_gradients_within_autocast_are_stepped_as_without(backend):
+    found = []
+    for switch in (SWITCHES["autocast bf16"], contextlib.nullcontext):
+        weight = torch.nn.Parameter(torch.randn(24, 64, generator=torch.Generator().manual_seed(1)))
+        optimizer = GaLoreAdamW([weight], rank=4, lr=0.01, kernel="torch")
+        release_gradients([weight], optimizer)
+        with switch():
+            (weight * numbers((24, 64), 3)).sum().backward()
+            optimizer.step()
+        found.append(everything([weight], optimizer))
+    assert_same(*found)
+
+
+def test_a_step_within_inference_mode_has_the_same_bits():
+    """Its states are made outside of it; weights of before are no inference tensors."""
+    for name in ("FusedAdam, float32", "master remainder16", "mxfp8, stochastic"):
+        assert_same(run(CASES[name], torch.inference_mode), run(CASES[name]))
+
+
+def test_subnormal_numbers_that_would_be_flushed_raise_before_anything_changes():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor flushes no subnormal numbers")
+    torch.set_flush_denormal(False)
+    params = plain()
+    optimizer = FusedAdam(params, dtype=FP32)
+    for i, param in enumerate(params):
+        param.grad = numbers(param.shape, i).to(BF16)
+    before = [param.detach().clone() for param in params]
+    torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"torch\.set_flush_denormal"):
+            optimizer.step()
+    finally:
+        torch.set_flush_denormal(False)
+    assert optimizer.param_groups[0]["step"] == 0
+    for param, expected in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), expected)
+    optimizer.step()

@@ -75,7 +75,11 @@ class Consensus:
                 batches.meeting = Meeting(owned.views, owned.labels, batches.batches)
             request, self._notices = batches.meeting.meet(request, waits)
         if batches.agreement is not None:
-            flags = self._flags(owned, batches, request, batches.agreement.device, own)
+            try:
+                flags = self._flags(owned, batches, request, batches.agreement.device, own)
+            except Exception:  # the others wait for this rank
+                batches.agreement.withdraw(waits, self._amax_counts)
+                raise
             return self._agreed(request, batches.agreement, flags, waits)
         if not (was_given and waits):
             return request

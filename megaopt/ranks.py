@@ -51,6 +51,7 @@ class SumOverRanks:
         self._sum = torch.zeros(bins.numel() + WORDS, dtype=torch.int64, device=device)
         self._bins = self._sum[:-WORDS].view(bins.shape)
         self._sent = DeviceTable(device)
+        self._alike = self._sum[:0]
 
     @property
     def ranks(self) -> int:
@@ -64,35 +65,41 @@ class SumOverRanks:
         mesh, dims = self.split
         return self.device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), dims
 
-    def add_up(
+    def measure(
         self,
         digests: tuple[int, int],
         differs: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Measures the gradients of all ranks.
+        empty: bool = False,
+    ) -> None:
+        """Measures this rank's gradients.
 
         Args:
             digests: this rank's.
             differs: int64 of shape (1,), 1 where an earlier sum has shown that ranks differ.
             found_inf: this rank's.
+            empty: whether none of them is measured.
+        """
+        begin, self._alike = self._words(digests)
+        self._sum.copy_(begin)
+        if differs is not None:
+            self._sum[-2:-1].add_(differs.to(self.device))
+        if found_inf is not None:
+            self._sum[-1:].copy_(found_inf.reshape(1) != 0)
+        for plan in () if empty else self.plans:
+            plan.accumulate(self._bins)
+
+    def add_up(self) -> torch.Tensor:
+        """Adds up what all ranks have measured.
 
         Returns:
             bool [WORDS] on the device: what of the digests is another on another rank; whether
             found_inf is set on any.
         """
         mesh, dims = self.split
-        begin, alike = self._words(digests)
-        self._sum.copy_(begin)
-        if differs is not None:
-            self._sum[-2:-1].add_(differs.to(self.device))
-        if found_inf is not None:
-            self._sum[-1:].copy_(found_inf.reshape(1) != 0)
-        for plan in self.plans:
-            plan.accumulate(self._bins)
         for dim in dims:
             dist.all_reduce(self._sum, dist.ReduceOp.SUM, group=mesh.get_group(dim))
-        return self._sum[-WORDS:] != alike
+        return self._sum[-WORDS:] != self._alike
 
     def _words(self, digests: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """On the device: an empty table with this rank's words, and the words where all agree."""
@@ -128,6 +135,20 @@ def sums_of(views: Sequence[ParamView], batches: Sequence[Batch] = ()) -> list[S
     return sorted(sums, key=lambda each: -each.ranks)
 
 
+def check_not_flattened(views: Sequence[ParamView], labels: Sequence[str]) -> None:
+    """Raises ValueError for FSDP1's flat parameters, of which each rank has its own norm."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for view, label in zip(views, labels, strict=True):
+        if getattr(view.param, "_fsdp_flattened", False):
+            raise ValueError(
+                f"{label} must not be FullyShardedDataParallel's (FSDP1) in a step that measures "
+                "the gradients (clip_norm, nonfinite other than 'propagate'): each rank would see "
+                "its own part alone, got one; FSDP2 (fully_shard) adds up over ranks, or pass "
+                "clip_coefficient, found from a norm of all ranks"
+            )
+
+
 class Meeting:
     """The ranks that hold the rest of an optimizer's DTensors, before a step.
 
@@ -140,6 +161,7 @@ class Meeting:
     def __init__(
         self, views: Sequence[ParamView], labels: Sequence[str], batches: Sequence[Batch]
     ) -> None:
+        check_not_flattened(views, labels)
         self.sums = sums_of(views, batches)
         self._were_alike = False
         if self.sums:
@@ -175,8 +197,13 @@ class Meeting:
         asked = (request.clip_norm, request.skip_nonfinite)
         digests = self._collectives, digest_of((self._whole, asked))
         differs, found_inf = None, request.found_inf
-        for each, notice in zip(self.sums, self._notices, strict=True):
-            apart = each.add_up(digests, differs, found_inf)
+        for index, (each, notice) in enumerate(zip(self.sums, self._notices, strict=True)):
+            try:
+                each.measure(digests, differs, found_inf)
+            except Exception:  # this rank has no memory, say: the others wait for it
+                _withdraw(self.sums[index:], self._collectives)
+                raise
+            apart = each.add_up()
             differs = apart[:2].any().long().reshape(1)
             found_inf = None if found_inf is None else apart[2].float()
             if not reads:
@@ -199,9 +226,13 @@ def withdraw(views: Sequence[ParamView]) -> None:
         views: of all the optimizer's parameters.
     """
     sums = sums_of(views)
+    _withdraw(sums, collectives_of(sums))
+
+
+def _withdraw(sums: Sequence[SumOverRanks], collectives: int) -> None:
     for each in sums:
-        others = each.add_up((collectives_of(sums), REFUSED))[0]
-        if bool(others):  # who reads that comes no further
+        each.measure((collectives, REFUSED), empty=True)
+        if bool(each.add_up()[0]):  # who reads that comes no further
             return
 
 

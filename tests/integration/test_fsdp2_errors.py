@@ -31,3 +31,9 @@ REFUSED = {
 def test_refused(on_ranks, case, message):
     for found in on_ranks(2, getattr(fsdp2_refusals, case)):
         assert re.search(message, found), found
+
+
+def test_flat_parameters_of_fsdp1_are_refused_where_gradients_are_measured(on_ranks):
+    for clipped, plain in on_ranks(2, fsdp2_refusals.flat_parameters):
+        assert re.search(r"parameter 0 .*FSDP1.*clip_coefficient", clipped)
+        assert plain == "nothing was refused"

@@ -179,3 +179,28 @@ def loaded_replicated():
     state = saved["state"][0]
     saved["state"][0] = {n: t.redistribute(placements=[Replicate()]) for n, t in state.items()}
     return refused(lambda: optimizer.load_state_dict(saved), optimizer)
+
+
+def flat_parameters():
+    """As FullyShardedDataParallel marks its own; with clip_norm, and without."""
+    found = []
+    for arguments in ({"clip_norm": 1.0}, {}):
+        param = torch.nn.Parameter(values((6,), 0))
+        param._fsdp_flattened = True
+        param.grad = values((6,), 1)
+        optimizer = FusedAdam([param])
+        found.append(refused_step(optimizer, arguments) if arguments else stepped(optimizer))
+    return found
+
+
+def refused_step(optimizer, arguments):
+    try:
+        optimizer.step(**arguments)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def stepped(optimizer):
+    optimizer.step()
+    return "nothing was refused"

@@ -124,7 +124,7 @@ class FusedAdam(FusedOptimizer):
             84% of it; "..._nearest" is not for training: exp_avg stays where gradients stop. Those
             of fewer than 4,096 elements, 65,536 in one dimension, keep fp32 moments then, and so do
             those whose rows are no whole blocks. What draws is not for contract torch, nor for
-            exp_avg_sq with amsgrad; blocks are not for fp8 weights.
+            exp_avg_sq with amsgrad; blocks are not for a rank's part of an fp8 weight.
         exp_avg_sq_dtype: likewise, chosen independently; blocks are of one size.
         store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not
             hold: exact, 2 bytes less per weight; weights then round ties away from zero. Needs

@@ -29,6 +29,8 @@ class Plan(Protocol):
     Whoever writes into a row sets `stale`.
     """
     stale: bool
+    many_calls: bool
+    """A step is many calls on the host: what it has written is undone where one of them fails."""
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step, instead of the addresses in the rows."""

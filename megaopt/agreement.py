@@ -29,6 +29,10 @@ def is_read_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+class RanksDiffer(ValueError):
+    """All ranks that have met raise it, at the same place."""
+
+
 class Notice:
     """A flag on the device that the host reads a step later, so that it waits for nothing.
 

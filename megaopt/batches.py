@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,6 +17,27 @@ from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.watch import Grads, Guards, Watch, finder_for
 from megaopt.state import state_name
 from megaopt.step_counts import StepRows
+
+
+class Undo:
+    """Copies of what a step of many calls is about to write: it is whole, or it never was."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copies tensors before they are written."""
+        self._kept += [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Puts back what was kept, which takes no memory."""
+        for tensor, before in self._kept:
+            tensor.detach().copy_(before)
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets the copies go."""
+        self._kept = []
 
 
 @dataclass
@@ -38,6 +59,8 @@ class Batch:
     """Slots whose tensors are in host memory, while the weights are on a card."""
     _host_addresses: list[list[int]] = field(default_factory=list)
     """Of each of these, at the last look."""
+    undo: Undo = field(default_factory=Undo)
+    """What the step on its way has written, or is going to."""
     watched: ClassVar[bool] = True
     """The watch looks at its tensors; otherwise `fits` does."""
 
@@ -58,11 +81,18 @@ class Batch:
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
         """Before a step of a plan without addresses: it gets tensors, copies where staged."""
         own = self.buffers(grads)
+        self._keep(own, writes_grads)
         if self.staged:
             self._written_grads = own["grad"] if writes_grads else []
             own = {slot: [self._input(t) for t in ts] for slot, ts in own.items()}
             self._copies = own
         self.plan.look(own)
+
+    def _keep(self, own: Buffers, writes_grads: bool) -> None:
+        """Copies what the step writes, if it is many calls, of which any may fail."""
+        self.undo.forget()
+        if self.plan.many_calls:
+            self.undo.keep(t for slot in own if slot != "grad" or writes_grads for t in own[slot])
 
     def _input(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the plan is given: addresses of host memory serve kernels, and not torch."""
@@ -120,6 +150,12 @@ class Batch:
     def abandon(self) -> None:
         """In place of `copy_results`, where nothing was stepped."""
         self._copies, self._written_grads = {}, []
+        self.undo.forget()
+
+    def take_back(self) -> None:
+        """In place of `copy_results`, where a step failed: all is as it was before."""
+        self.undo.restore()
+        self.abandon()
 
     def why_not_captured(self) -> str | None:
         """None where a CUDA graph can repeat the step of contiguous tensors, else the reason."""
@@ -204,6 +240,10 @@ class Batches:
         """Those that are stepped through projections of their gradients."""
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
+        self.undo = Undo()
+        """Of counts on the device."""
+        self.vote = torch.zeros(1, dtype=torch.int64, device="cpu")
+        """For ranks to say whether one of them failed: a rank without memory has it already."""
         self._shaping = shaping_numbers(param_groups)
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
@@ -253,10 +293,29 @@ class Batches:
         for batch in self.projected:
             batch.refresh(groups, counts, prepared[batch.device][1])
 
+    def keep_counts(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Copies the counts on the device, where the host's calls count."""
+        self.undo.forget()
+        if any(batch.plan.many_calls for batch in self.fed):
+            self.undo.keep(group["step"] for group in groups)
+
     def abandon(self) -> None:
         """Nothing is stepped after all."""
         for batch in self.fed:
             batch.abandon()
+        self.undo.forget()
+
+    def take_back(self) -> None:
+        """A step failed on its way: what many calls wrote is as it was before."""
+        for batch in self.fed:
+            batch.take_back()
+        self.undo.restore()
+
+    def forget(self) -> None:
+        """A step is whole: nothing is taken back any more."""
+        for batch in self.fed:
+            batch.undo.forget()
+        self.undo.forget()
 
 
 def copy_back(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:

@@ -53,6 +53,27 @@ class StepRun:
         """The groups, and one for each count of parameters that is not their group's."""
         return [*self.owned.groups, *self.batches.counts.groups(self.owned.groups)]
 
+    def launch(self) -> None:
+        """Steps all batches."""
+        self.batches.refresh(self.owned.groups, self.counts, self.prepared)
+        for batch in self.batches.batches:
+            scalars, controls = self.prepared[batch.device]
+            batch.plan.step(self.rows if scalars is None else scalars, controls)
+
+    def finish(self) -> None:
+        """Weights become fp8 where they are kept so; all results go where they belong."""
+        for quantized in self.batches.quantized:
+            quantized.quantize()
+        for fed in self.batches.fed:
+            fed.copy_results()
+
+    def count(self) -> None:
+        """The step is whole."""
+        self.batches.forget()
+        if self.rows is not None:
+            for each in (*self.owned.groups, *self.batches.counts.counted):  # also empty groups
+                each["step"] += 1
+
     def add_rows(self) -> None:
         """Puts the scalars of those counts behind the groups'."""
         if self.rows is not None:

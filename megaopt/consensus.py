@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megaopt.agreement import Notice
-from megaopt.batches import Batch, Batches
-from megaopt.float8.batch import share_amaxes
-from megaopt.float8.ranks import Agreement
+from megaopt.agreement import Notice, RanksDiffer, is_read_at_once
+from megaopt.batches import Batches
+from megaopt.collect import StepRun
+from megaopt.float8.ranks import Agreement, Gathered, all_reduce_max, in_order
 from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.table import is_capturing
 from megaopt.owned import Owned
@@ -54,36 +56,89 @@ class Consensus:
                 withdraw(views)
             Agreement(views, {}).withdraw(waits, self._amax_counts)
 
-    def reach(
-        self, owned: Owned, batches: Batches, request: Request, waits: bool, own: Preparations
-    ) -> Request | None:
+    def reach(self, run: StepRun, waits: bool, own: Preparations) -> Request | None:
         """The request as all ranks see it; None where the host knows that there is no step.
 
         Args:
-            owned: the optimizer's.
-            batches: what this rank is going to step.
-            request: this rank's.
+            run: what this rank is going to step.
             waits: whether the host waits to know if there is a step, as on all ranks or on none.
             own: to look for infinities with.
 
         Raises:
             ValueError: ranks do not step the same.
         """
+        try:
+            return self._reached(run, waits, own)
+        except RanksDiffer:
+            raise
+        except Exception:  # the others wait for this rank
+            self._leave(run, waits)
+            raise
+
+    def _reached(self, run: StepRun, waits: bool, own: Preparations) -> Request | None:
+        batches, request = run.batches, run.request
         was_given = request.found_inf is not None
+        if batches.agreement is not None:
+            batches.agreement.is_over = False
         if request.needs_norm:
             if batches.meeting is None:
+                owned = run.owned
                 batches.meeting = Meeting(owned.views, owned.labels, batches.batches)
+            batches.meeting.is_over = False
             request, self._notices = batches.meeting.meet(request, waits)
         if batches.agreement is not None:
-            try:
-                flags = self._flags(owned, batches, request, batches.agreement.device, own)
-            except Exception:  # the others wait for this rank
-                batches.agreement.withdraw(waits, self._amax_counts)
-                raise
+            device = batches.agreement.device
+            flags = self._flags(run.owned, batches, request, device, own)
             return self._agreed(request, batches.agreement, flags, waits)
         if not (was_given and waits):
             return request
         return None if bool(request.found_inf) else replace(request, found_inf=None)
+
+    def _leave(self, run: StepRun, waits: bool) -> None:
+        """Meets the ranks where they are, for one that raises an error among the others."""
+        batches = run.batches
+        if run.request.needs_norm:
+            if batches.meeting is None:
+                return withdraw(run.owned.shared_views)
+            if not batches.meeting.is_over:
+                return None  # it told them
+        if batches.agreement is not None and not batches.agreement.is_over:
+            return batches.agreement.withdraw(waits, self._amax_counts)
+        self._vote(run, failed=True)
+
+    @contextlib.contextmanager
+    def whole(self, run: StepRun) -> Iterator[None]:
+        """After ranks have met, on CPUs: where one of them fails within, all of them raise.
+
+        On GPUs, where that would have the host wait, nobody asks: all memory that a step takes
+        there is taken before.
+
+        Raises ValueError where another rank failed.
+        """
+        try:
+            yield
+        except Exception:
+            self._vote(run, failed=True)
+            raise
+        if self._vote(run, failed=False):
+            raise RanksDiffer(
+                "another rank that steps the same parameters failed in this step: none of them "
+                "has taken it, and the other's error says why"
+            )
+
+    def _vote(self, run: StepRun, failed: bool) -> bool:
+        """Whether one of the ranks that met failed."""
+        vote, groups = run.batches.vote.fill_(failed), []
+        if run.batches.agreement is not None:
+            device = run.batches.agreement.device
+            groups += in_order(run.batches.agreement.signatures) if is_read_at_once(device) else []
+        if run.request.needs_norm:
+            for each in run.batches.meeting.sums:
+                mesh, dims = each.split
+                groups += map(mesh.get_group, dims) if is_read_at_once(each.device) else []
+        for group in groups:
+            dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
+        return bool(vote)
 
     def _agreed(
         self, request: Request, agreement: Agreement, own: torch.Tensor, waits: bool
@@ -116,6 +171,6 @@ class Consensus:
             flags[1:].copy_(own.nonfinite(owned, batches.batches, device))
         return flags
 
-    def exchange_amaxes(self, batches: Sequence[Batch]) -> None:
+    def exchange(self, found: Sequence[Gathered]) -> None:
         """Between step and quantization: amaxes of fp8 weights become the largest of all ranks."""
-        self._amax_counts = share_amaxes(batches) if batches else {}
+        self._amax_counts = all_reduce_max(found)

@@ -359,7 +359,11 @@ class GaLoreAdamW(FusedOptimizer):
         counts = self._counts() if steps is None else [steps] * len(self.param_groups)
         for batch in batches.projected:
             batch.stage_inputs(grads)
-            batch.refresh(self.param_groups, counts)
+            try:
+                batch.refresh(self.param_groups, counts)
+            except BaseException:
+                batch.take_back()
+                raise
             batch.abandon()
 
     def _counts(self) -> list[int]:

@@ -34,6 +34,8 @@ One H200, ms, torch's and Triton's: bf16, 8 matrices of 4096 x 11008 on the left
 and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090. tf32, the
 same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230.
 """
+KEPT = (PROJECTION, CAPTURED_ENERGY)
+"""What a refresh writes into a state."""
 LowRankPlan = LowRankReferencePlan | LaunchedPlan
 
 
@@ -61,6 +63,8 @@ class LowRankBatch(Batch):
     _made: list[bool] = field(default_factory=list)
     """Which projections a gradient has made; looked up before the first step."""
     _parts: list[Parts] = field(default_factory=list)
+    _had: list[set[str]] = field(default_factory=list)
+    """Of each state, what of KEPT was there before the step on its way."""
 
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
         """As of other batches; raises ValueError for a projection that is not what it must be."""
@@ -70,6 +74,21 @@ class LowRankBatch(Batch):
                 wanted = (torch.float32, view.kept[PROJECTION], self.device)
                 where = f"{label}: state {PROJECTION!r}"
                 check_state_tensor(local_of(state[PROJECTION]), wanted, where)
+        if self.plan.many_calls:
+            self._had = [
+                {name for name in KEPT if state.get(name) is not None} for state in self.states
+            ]
+            for state, had in zip(self.states, self._had, strict=True):
+                self.undo.keep(local_of(state[name]) for name in had)
+
+    def take_back(self) -> None:
+        """As of other batches; projections that are new go again."""
+        for state, had in zip(self.states, self._had, strict=True):
+            for name in KEPT:
+                if name not in had:
+                    state.pop(name, None)
+        self._made = []
+        super().take_back()
 
     def why_not_captured(self) -> str | None:
         """None for kernels whose projections are all there."""

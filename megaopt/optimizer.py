@@ -22,6 +22,7 @@ from megaopt.collect import (
     writes_grads,
 )
 from megaopt.consensus import Consensus
+from megaopt.float8.batch import gather_amaxes
 from megaopt.groups import States, check_new_group, entries_of, new_group
 from megaopt.host_state import Homes, taken_from
 from megaopt.kernels.rules import Rule
@@ -142,12 +143,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._hear()
         loss = None if closure is None else torch.enable_grad()(closure)()
         run = self._collect(clip_norm, clip_coefficient)
-        if run is not None and self._prepare(run):
-            run.batches.refresh(self.param_groups, run.counts, run.prepared)
-            self._launch(run)
-            self._exchange(run)
-            self._quantize(run)
-            self._finish(run)
+        if run is not None:
+            request = self._consensus.reach(run, self._waits, self._preparations)
+            try:
+                self._take(run, request)
+            except BaseException:
+                run.batches.take_back()
+                self._writes.versions.count_up()
+                raise
         return loss
 
     def _collect(self, clip_norm: float | None, coefficient: torch.Tensor | None) -> StepRun | None:
@@ -173,44 +176,33 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
         return run
 
-    def _prepare(self, run: StepRun) -> bool:
-        """Meets the other ranks, makes scalars and controls; whether there is a step."""
-        batches, own = run.batches, self._preparations
-        request = self._consensus.reach(run.owned, batches, run.request, self._waits, own)
-        if request is not None:
-            groups = run.counted_groups if self.options.capturable else None
-            run.prepared = own.make(run.owned, groups, batches, request)
-            looks = run.rows is not None and request.skip_nonfinite
-            if not (looks and is_skipped(run.prepared, self.options.nonfinite)):
-                return True
-        batches.abandon()
-        return False
-
-    def _launch(self, run: StepRun) -> None:
-        """Steps all batches, and counts the step."""
-        if any(is_capturing(device) for device in run.prepared):
-            self._captured.append(run.batches)
-        for batch in run.batches.batches:
-            scalars, controls = run.prepared[batch.device]
-            batch.plan.step(run.rows if scalars is None else scalars, controls)
-        if run.rows is not None:
-            for each in (*self.param_groups, *run.batches.counts.counted):  # also empty groups
-                each["step"] += 1
-
-    def _exchange(self, run: StepRun) -> None:
-        """Ranks that share fp8 weights put the amaxes together that the step found."""
-        self._consensus.exchange_amaxes(run.batches.quantized)
-
-    def _quantize(self, run: StepRun) -> None:
-        """Weights become fp8 where they are kept so."""
-        for batch in run.batches.quantized:
-            batch.quantize()
-
-    def _finish(self, run: StepRun) -> None:
-        """Copies results back to where they belong, and notes that the weights were written."""
-        for batch in run.batches.fed:
-            batch.copy_results()
+    def _take(self, run: StepRun, request: Request | None) -> None:
+        """The step itself, unless it is left out; ranks that have met raise together."""
+        consensus, batches = self._consensus, run.batches
+        with consensus.whole(run):
+            if request is None or not self._prepare(run, request):
+                batches.abandon()
+                return
+            if any(is_capturing(device) for device in run.prepared):
+                self._captured.append(batches)
+            run.launch()
+            gathered = gather_amaxes(batches.quantized)
+            if not gathered:
+                run.finish()
+        if gathered:
+            with consensus.whole(run):
+                consensus.exchange(gathered)
+                run.finish()
+        run.count()
         self._writes.versions.count_up()
+
+    def _prepare(self, run: StepRun, request: Request) -> bool:
+        """Makes scalars and controls; whether there is a step."""
+        groups = run.counted_groups if self.options.capturable else None
+        run.batches.keep_counts(groups or ())
+        run.prepared = self._preparations.make(run.owned, groups, run.batches, request)
+        looks = run.rows is not None and request.skip_nonfinite
+        return not (looks and is_skipped(run.prepared, self.options.nonfinite))
 
     def _hear(self) -> None:
         """Raises what ranks found in the last step; the host then takes its count back."""

@@ -6,8 +6,9 @@ states; also a rank that is about to raise an error which the others do not have
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megaopt import agreement
-from megaopt.agreement import Notice, digest_of
+from megaopt.agreement import Notice, RanksDiffer, digest_of
 from megaopt.batches import Batch, Batches
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.norm.bins import new_bins
@@ -89,16 +90,14 @@ class SumOverRanks:
         for plan in () if empty else self.plans:
             plan.accumulate(self._bins)
 
-    def add_up(self) -> torch.Tensor:
-        """Adds up what all ranks have measured.
-
-        Returns:
-            bool [WORDS] on the device: what of the digests is another on another rank; whether
-            found_inf is set on any.
-        """
+    def add_up(self) -> None:
+        """Adds up what all ranks have measured."""
         mesh, dims = self.split
         for dim in dims:
             dist.all_reduce(self._sum, dist.ReduceOp.SUM, group=mesh.get_group(dim))
+
+    def apart(self) -> torch.Tensor:
+        """Bool [WORDS]: what of the digests is another on another rank; any rank's found_inf."""
         return self._sum[-WORDS:] != self._alike
 
     def _words(self, digests: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +163,8 @@ class Meeting:
         check_not_flattened(views, labels)
         self.sums = sums_of(views, batches)
         self._were_alike = False
+        self.is_over = False
+        """This step's collectives have been called."""
         if self.sums:
             formats = {place: each.formats for each in batches for place in each.positions}
             self._collectives = collectives_of(self.sums)
@@ -188,6 +189,7 @@ class Meeting:
         Raises:
             ValueError: ranks do not step the same, or one has raised an error; on all ranks.
         """
+        self.is_over = not self.sums
         if not self.sums:
             return request, []
         devices = {each.device for each in self.sums}
@@ -198,25 +200,34 @@ class Meeting:
         digests = self._collectives, digest_of((self._whole, asked))
         differs, found_inf = None, request.found_inf
         for index, (each, notice) in enumerate(zip(self.sums, self._notices, strict=True)):
-            try:
+            with self._or_withdraw(index):
                 each.measure(digests, differs, found_inf)
-            except Exception:  # this rank has no memory, say: the others wait for it
-                _withdraw(self.sums[index:], self._collectives)
-                raise
-            apart = each.add_up()
-            differs = apart[:2].any().long().reshape(1)
-            found_inf = None if found_inf is None else apart[2].float()
+            each.add_up()
+            self.is_over = each is self.sums[-1]
+            with self._or_withdraw(index + 1):
+                apart = each.apart()
+                differs = apart[:2].any().long().reshape(1)
+                found_inf = None if found_inf is None else apart[2].float()
             if not reads:
                 notice.post(differs)
             elif bool(apart[0]):
-                raise ValueError(self._message)  # the next collective might never end
+                raise RanksDiffer(self._message)  # the next collective might never end
         if reads and bool(differs):
-            raise ValueError(self._message)
+            raise RanksDiffer(self._message)
         self._were_alike = self._were_alike or reads
         if not at_once and differs is not None:  # in one form always: a graph may be captured next
             skip = differs[0].float()
             found_inf = skip if found_inf is None else torch.maximum(found_inf, skip)
         return replace(request, found_inf=found_inf), [] if reads else self._notices
+
+    @contextlib.contextmanager
+    def _or_withdraw(self, index: int) -> Iterator[None]:
+        """Where this rank has no memory, say, the others wait for it: from this sum on."""
+        try:
+            yield
+        except Exception:
+            _withdraw(self.sums[index:], self._collectives)
+            raise
 
 
 def withdraw(views: Sequence[ParamView]) -> None:
@@ -232,7 +243,8 @@ def withdraw(views: Sequence[ParamView]) -> None:
 def _withdraw(sums: Sequence[SumOverRanks], collectives: int) -> None:
     for each in sums:
         each.measure((collectives, REFUSED), empty=True)
-        if bool(each.add_up()[0]):  # who reads that comes no further
+        each.add_up()
+        if bool(each.apart()[0]):  # who reads that comes no further
             return
 
 

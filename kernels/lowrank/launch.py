@@ -42,6 +42,8 @@ class LaunchedPlan:
         tiles: for tests; otherwise those of the formats and the precision.
     """
 
+    many_calls = False
+
     def __init__(
         self,
         formats: Formats,

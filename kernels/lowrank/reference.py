@@ -42,6 +42,8 @@ class LowRankReferencePlan:
         compiled: the elementwise parts by torch.compile.
     """
 
+    many_calls = True
+
     def __init__(
         self,
         formats: Formats,

@@ -50,6 +50,8 @@ class TritonPlan:
             its number is its place here.
     """
 
+    many_calls = False
+
     def __init__(
         self,
         formats: Formats,

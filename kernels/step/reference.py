@@ -253,6 +253,8 @@ def check_subnormals() -> None:
 class ReferencePlan:
     """Steps one combination of formats tensor by tensor."""
 
+    many_calls = True
+
     def __init__(
         self,
         formats: Formats,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megaopt.batches import Batch, copy_back
 from megaopt.float8.parts import Parts
-from megaopt.float8.ranks import all_reduce_max
+from megaopt.float8.ranks import Gathered, gathered
 from megaopt.kernels.quantizers.launch import CastPlan
 from megaopt.kernels.quantizers.reference import CastReferencePlan
 from megaopt.kernels.step.batch import Buffers, Formats
@@ -72,6 +72,9 @@ class Float8Batch(Batch):
             self._parts.look()
             own = super().buffers(grads)
         own["weight"] = self._parts.codes
+        self._keep(own, writes_grads)
+        if self.plan.many_calls:
+            self.undo.keep(self._written_beside())
         self._written_grads = own["grad"] if writes_grads else []
         self._copies = {
             slot: [self._input(tensor) for tensor in tensors] for slot, tensors in own.items()
@@ -96,6 +99,16 @@ class Float8Batch(Batch):
         if not form.present:
             return view.value(self.formats).flatten()
         return view.joined_value(form, locals_of(state)[MASTER].to(self.device)).flatten()
+
+    def _written_beside(self) -> Iterator[torch.Tensor]:
+        """What a step writes of the whole weights, beside their codes."""
+        parts = self._parts
+        for columns in (weight.columnwise for weight in parts.weights):
+            yield from columns or ()
+        yield from parts.attributes("scale_inv")
+        if self.formats.cast and self.formats.cast.quantizer.keeps_scale:
+            yield from parts.attributes("scale")
+            yield from parts.attributes("latest_amax" if self._are_foreign else "amax_history")
 
     def _beside(self) -> Buffers:
         """Scales and amaxes of the whole weights."""
@@ -163,8 +176,8 @@ class Float8Batch(Batch):
         return replace(guards, dtypes=dtypes, contiguous=False)
 
 
-def share_amaxes(batches: Sequence[Any]) -> dict[dist.ProcessGroup, int]:
-    """Between steps and casts: amaxes become the largest of all ranks; how many each group has.
+def gather_amaxes(batches: Sequence[Any]) -> list[Gathered]:
+    """Between steps and casts: the amaxes that are to become the largest of all ranks.
 
     batches: of fp8 weights.
     """
@@ -172,4 +185,4 @@ def share_amaxes(batches: Sequence[Any]) -> dict[dist.ProcessGroup, int]:
     for batch in batches:
         if batch.group is not None:
             shared.setdefault(batch.group, []).extend(batch.amaxes())
-    return all_reduce_max(shared)
+    return gathered(shared)

@@ -8,12 +8,13 @@ an error which the others do not have.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megaopt import agreement
-from megaopt.agreement import Notice, digest_of
+from megaopt.agreement import Notice, RanksDiffer, digest_of
 from megaopt.kernels.step.batch import Formats
 from megaopt.params import ParamView
 
@@ -49,6 +50,8 @@ class Agreement:
         }
         self.signatures = {group: _signature(own) for group, own in stepped.items()}
         self._were_alike = False
+        self.is_over = False
+        """This step's collectives have been called."""
         if shared:
             first = next(iter(stepped.values()))[0][0]
             self.device = first.param.device
@@ -78,12 +81,13 @@ class Agreement:
             ValueError: ranks step other weights, or the same in another order, or one has raised an
                 error; on all ranks.
         """
+        self.is_over = False
         together = self._together(torch.cat([flags, flags.new_zeros(1)]))
         at_once = agreement.is_read_at_once(self.device)
         if at_once or waits or not self._were_alike:
             if bool(together[-1]):
                 self._leave(waits, last)
-                raise ValueError(self._notice.message)
+                raise RanksDiffer(self._notice.message)
             self._were_alike = True
             return together, []
         self._notice.post(together[-1:])
@@ -97,12 +101,14 @@ class Agreement:
 
     def _together(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of each flag in all groups; the last is also set where ranks differ."""
-        for group in in_order(self.signatures):
+        groups = in_order(self.signatures)
+        for group in groups:
             own = self.signatures[group]
             # the largest of a number and of its negative: opposite only if all have the same
             both = (torch.full((1,), number, device=flags.device) for number in (own, -own))
             together = torch.cat([flags, *both])
             dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+            self.is_over = group is groups[-1]
             flags, differs = together[:-2], together[-2:-1] != -together[-1:]
             flags[-1:].copy_(torch.maximum(flags[-1:], differs.long()))
         return flags
@@ -114,7 +120,7 @@ class Agreement:
                 group: torch.zeros(count, dtype=torch.float32, device=self.device)
                 for group, count in last.items()
             }
-            all_reduce_max({group: [(0, amax)] for group, amax in none.items()})
+            all_reduce_max(gathered({group: [(0, amax)] for group, amax in none.items()}))
 
 
 def _refusal(gradients: int, shards: int) -> str:
@@ -137,23 +143,31 @@ def _signature(shards: Sequence[tuple[ParamView, Formats | None]]) -> int:
     return digest_of(stepped)
 
 
-def all_reduce_max(
-    amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]],
-) -> dict[Group, int]:
-    """Raises amaxes to the largest of all ranks.
+class Gathered(NamedTuple):
+    """The amaxes of one group of ranks, gathered for them; all memory that the exchange takes."""
 
-    Args:
-        amaxes: for each group parameters' numbers, and their amaxes.
+    group: Group
+    own: list[torch.Tensor]
+    together: torch.Tensor
+    parts: list[torch.Tensor]
+    """Of `together`, one for each of `own`."""
 
-    Returns:
-        How many each group has.
-    """
-    counts = {}
+
+def gathered(amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]]) -> list[Gathered]:
+    """What ranks are going to exchange; for each group parameters' numbers, and their amaxes."""
+    found = []
     for group in in_order(amaxes):
         # by number, not by batch: gradients of another dtype make other batches
         own = [amax for _, amax in sorted(amaxes[group], key=lambda each: each[0])]
         together = torch.cat(own)
+        parts = list(torch.split(together, [len(amax) for amax in own]))
+        found.append(Gathered(group, own, together, parts))
+    return found
+
+
+def all_reduce_max(found: Sequence[Gathered]) -> dict[Group, int]:
+    """Raises amaxes to the largest of all ranks; how many each group has."""
+    for group, own, together, parts in found:
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-        torch._foreach_copy_(own, list(torch.split(together, [len(amax) for amax in own])))
-        counts[group] = len(together)
-    return counts
+        torch._foreach_copy_(own, parts)
+    return {each.group: len(each.together) for each in found}

@@ -1,0 +1,127 @@
+"""No memory in the middle of a step: everything is as before, and the step may be repeated."""
+
+import functools
+
+import pytest
+import torch
+from planted import everything, fail_everywhere
+from runs import BF16, FP32, assert_same, parameters, values
+
+from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
+from megaopt.float8 import RECIPES, Float8Weight
+
+SHAPES = [(3, 128), (), (0,), (5, 7)]
+HYPER = {"lr": 0.01, "weight_decay": 0.1}
+REFERENCE = {"backend": "reference"}
+PAIRS = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
+BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+
+
+def plain(dtype=BF16):
+    return parameters(SHAPES, dtype)
+
+
+def apart():
+    """Of which one has no contiguous memory."""
+    return [*plain(), torch.nn.Parameter(values((6, 4), 9, BF16).t())]
+
+
+def float8(recipe, columns=False):
+    weights = [values(shape, 3, BF16) for shape in ((40, 128), (3, 32))]
+    return [torch.nn.Parameter(Float8Weight.from_values(w, RECIPES[recipe])) for w in weights]
+
+
+def matrices():
+    return [torch.nn.Parameter(values(shape, 5)) for shape in ((24, 10), (7, 6), (9,))]
+
+
+GALORE = functools.partial(GaLoreAdamW, rank=3, update_proj_gap=2)
+CASES = {
+    "fp32": (FusedAdam, functools.partial(plain, FP32), {}),
+    "fp32 masters": (FusedAdam, plain, {"dtype": FP32}),
+    "remainders": (FusedAdam, plain, {"dtype": FP32, "store_param_remainders": True}),
+    "kahan": (FusedAdam, plain, {"master_weights": True, "master_weight_dtype": "kahan"}),
+    "stochastic": (FusedAdam, plain, {"weight_rounding": "stochastic", **BLOCKS}),
+    "blocks": (FusedAdam, plain, {"dtype": FP32, **BLOCKS}),
+    "scaled": (
+        FusedAdam,
+        plain,
+        {"master_weights": True, "master_weight_dtype": torch.float16, "exp_avg_dtype": "float8"},
+    ),
+    "apart": (FusedAdam, apart, {"dtype": FP32}),
+    "amsgrad": (FusedAdam, plain, {"dtype": FP32, "amsgrad": True}),
+    "capturable": (FusedAdam, plain, {"dtype": FP32, "capturable": True}),
+    "torch": (FusedAdam, functools.partial(plain, FP32), {"contract": "torch"}),
+    "lion": (FusedLion, plain, {"dtype": FP32}),
+    "sgd": (FusedSGD, plain, {"dtype": FP32, "momentum": 0.9}),
+    "galore": (GALORE, matrices, {}),
+    "galore svd": (GALORE, matrices, {"refresh": "svd", "stagger": False}),
+    **{
+        f"fp8 {recipe}, {name}": (FusedAdam, functools.partial(float8, recipe), options)
+        for recipe in RECIPES
+        for name, options in {
+            "fp32 masters": {"dtype": FP32},
+            "stochastic": {"weight_rounding": "stochastic"},
+            "remainder8": PAIRS,
+        }.items()
+    },
+}
+CASES["scaled"][2]["exp_avg_dtype"] = torch.float8_e4m3fn
+QUICK = ("fp32 masters", "apart", "capturable", "galore", "fp8 delayed, remainder8")
+
+
+def give(params, step):
+    for index, param in enumerate(params):
+        param.grad = values(param.shape, 1000 * (step + 1) + index, param.dtype)
+
+
+def made(name, backend=REFERENCE):
+    kind, make, options = CASES[name]
+    params = make()
+    return params, kind(params, **HYPER, **backend, **options)
+
+
+def failed(name, first, backend=REFERENCE, scaled=False, **arguments):
+    """How often a step failed that comes after so many; at last its bits are another's."""
+    found = []
+    for fails in (True, False):
+        params, optimizer = made(name, backend)
+        step = functools.partial(optimizer.step, **arguments)
+        for number in range(first + 2):
+            give(params, number)
+            if scaled:
+                optimizer.grad_scale = torch.tensor(8.0)
+                optimizer.found_inf = torch.tensor(0.0)
+            if fails and number == first:
+                before = None if first else weights_of
+                count = fail_everywhere(optimizer, step, before)
+            else:
+                step()
+        found.append(everything(optimizer))
+    assert_same(*found)
+    return count
+
+
+def weights_of(optimizer):
+    """What a first step leaves alone when it fails: states may be there, and say nothing yet."""
+    weights, _, counts, grads = everything(optimizer)
+    return [weights, counts, grads]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_step_that_fails_anywhere_changes_nothing(name):
+    assert failed(name, 1) > 5
+
+
+@pytest.mark.slow
+def test_every_step_that_fails_anywhere_changes_nothing(record_testsuite_property):
+    """The first step and a later one; with clipping and under a loss scale."""
+    count = 0
+    for name in CASES:
+        options = CASES[name][2]
+        count += failed(name, 0) + failed(name, 1) + failed(name, 1, clip_norm=0.5)
+        if not options.get("capturable") and "fp8" not in name:
+            count += failed(name, 1, scaled=True)
+    record_testsuite_property("planted failures", count)
+    print(f"{count} planted failures")
+    assert count > 2000

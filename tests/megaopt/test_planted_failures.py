@@ -2,6 +2,7 @@
 
 import functools
 
+import planted_ranks
 import pytest
 import torch
 from planted import everything, fail_everywhere
@@ -26,7 +27,7 @@ def apart():
     return [*plain(), torch.nn.Parameter(values((6, 4), 9, BF16).t())]
 
 
-def float8(recipe, columns=False):
+def float8(recipe):
     weights = [values(shape, 3, BF16) for shape in ((40, 128), (3, 32))]
     return [torch.nn.Parameter(Float8Weight.from_values(w, RECIPES[recipe])) for w in weights]
 
@@ -46,12 +47,16 @@ CASES = {
     "scaled": (
         FusedAdam,
         plain,
-        {"master_weights": True, "master_weight_dtype": torch.float16, "exp_avg_dtype": "float8"},
+        {
+            "master_weights": True,
+            "master_weight_dtype": torch.float16,
+            "exp_avg_dtype": torch.float8_e4m3fn,
+        },
     ),
     "apart": (FusedAdam, apart, {"dtype": FP32}),
     "amsgrad": (FusedAdam, plain, {"dtype": FP32, "amsgrad": True}),
     "capturable": (FusedAdam, plain, {"dtype": FP32, "capturable": True}),
-    "torch": (FusedAdam, functools.partial(plain, FP32), {"contract": "torch"}),
+    "counts apart": (FusedAdam, plain, {"dtype": FP32, "step_counts": "parameter"}),
     "lion": (FusedLion, plain, {"dtype": FP32}),
     "sgd": (FusedSGD, plain, {"dtype": FP32, "momentum": 0.9}),
     "galore": (GALORE, matrices, {}),
@@ -66,7 +71,6 @@ CASES = {
         }.items()
     },
 }
-CASES["scaled"][2]["exp_avg_dtype"] = torch.float8_e4m3fn
 QUICK = ("fp32 masters", "apart", "capturable", "galore", "fp8 delayed, remainder8")
 
 
@@ -125,3 +129,37 @@ def test_every_step_that_fails_anywhere_changes_nothing(record_testsuite_propert
     record_testsuite_property("planted failures", count)
     print(f"{count} planted failures")
     assert count > 2000
+
+
+RANKS = {
+    "fsdp2": (planted_ranks.Shards, (), {}),
+    "fsdp2, clipped": (planted_ranks.Shards, (), {"clip_norm": 0.5}),
+    "fp8 delayed": (planted_ranks.Float8Shards, ("delayed", {"dtype": FP32}), {}),
+    "fp8 blocks, stochastic": (
+        planted_ranks.Float8Shards,
+        ("block_128x128", {"weight_rounding": "stochastic"}),
+        {},
+    ),
+    "fp8 current, remainder8": (planted_ranks.Float8Shards, ("current", PAIRS), {}),
+    "fp8 mxfp8, skips": (
+        planted_ranks.Float8Shards,
+        ("mxfp8", {"dtype": FP32, "nonfinite": "skip"}),
+        {},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("name", RANKS)
+def test_where_one_rank_fails_all_raise_that_have_met(on_ranks, name, who):
+    """Ranks that meet in no collective go on alone; at last all have the bits of other runs."""
+    kind, own, arguments = RANKS[name]
+    found = on_ranks(3, planted_ranks.planted, kind, who, own, arguments)
+    count = len(found[who])
+    print(f"{name}: {count} planted failures")
+    assert count > 20
+    for rank, raised in enumerate(found):
+        start = "Planted" if rank == who else "RanksDiffer" if name != "fsdp2" else ""
+        assert all(each.startswith(start) for each in raised)
+        assert name != "fsdp2" or rank == who or not any(raised)

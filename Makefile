@@ -46,7 +46,7 @@ test-exhaustive: $(READY)
 	$(BIN)pytest -m "exhaustive and not gpu" -n $(JOBS) --dist worksteal
 
 test-gpu: $(READY)
-	$(BIN)pytest -m gpu
+	$(BIN)pytest -m "gpu and not slow"
 
 lint: $(READY)
 	$(BIN)ruff check . && $(BIN)ruff format --check .

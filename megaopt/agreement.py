@@ -30,7 +30,7 @@ def is_read_at_once(device: torch.device) -> bool:
 
 
 class RanksDiffer(ValueError):
-    """All ranks that have met raise it, at the same place."""
+    """All ranks that have met raise it at the same place; users see a ValueError."""
 
 
 class Notice:

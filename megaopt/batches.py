@@ -242,7 +242,8 @@ class Batches:
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()
         """Of counts on the device."""
-        self.vote = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False):
+            self.vote = torch.zeros(1, dtype=torch.int64, device="cpu")
         """For ranks to say whether one of them failed: a rank without memory has it already."""
         self._shaping = shaping_numbers(param_groups)
         self._draws = any(batch.formats.draws for batch in batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaopt.agreement import Notice, RanksDiffer, is_read_at_once
+from megaopt import agreement
+from megaopt.agreement import Notice, RanksDiffer
 from megaopt.batches import Batches
 from megaopt.collect import StepRun
 from megaopt.float8.ranks import Agreement, Gathered, all_reduce_max, in_order
@@ -69,8 +71,8 @@ class Consensus:
         """
         try:
             return self._reached(run, waits, own)
-        except RanksDiffer:
-            raise
+        except RanksDiffer as error:
+            raise ValueError(str(error)) from None
         except Exception:  # the others wait for this rank
             self._leave(run, waits)
             raise
@@ -121,33 +123,32 @@ class Consensus:
             self._vote(run, failed=True)
             raise
         if self._vote(run, failed=False):
-            raise RanksDiffer(
+            raise ValueError(
                 "another rank that steps the same parameters failed in this step: none of them "
                 "has taken it, and the other's error says why"
             )
 
     def _vote(self, run: StepRun, failed: bool) -> bool:
         """Whether one of the ranks that met failed."""
-        vote, groups = run.batches.vote.fill_(failed), []
-        if run.batches.agreement is not None:
-            device = run.batches.agreement.device
-            groups += in_order(run.batches.agreement.signatures) if is_read_at_once(device) else []
-        if run.request.needs_norm:
-            for each in run.batches.meeting.sums:
-                mesh, dims = each.split
-                groups += map(mesh.get_group, dims) if is_read_at_once(each.device) else []
-        for group in groups:
+        own, meets = run.batches.agreement, run.request.needs_norm
+        found = [] if own is None else [(own.device, in_order(own.signatures))]
+        for each in run.batches.meeting.sums if meets else ():
+            mesh, dims = each.split
+            found.append((each.device, [mesh.get_group(dim) for dim in dims]))
+        at_once = [groups for device, groups in found if agreement.is_read_at_once(device)]
+        vote = run.batches.vote.fill_(failed)
+        for group in itertools.chain.from_iterable(at_once):
             dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
         return bool(vote)
 
     def _agreed(
-        self, request: Request, agreement: Agreement, own: torch.Tensor, waits: bool
+        self, request: Request, ranks: Agreement, own: torch.Tensor, waits: bool
     ) -> Request | None:
         """The request as all ranks that share fp8 weights see it; None if there is no step.
 
         A rank that left a step out alone would let the others wait for its amaxes for ever.
         """
-        flags, notices = agreement.reach(own, waits, self._amax_counts)
+        flags, notices = ranks.reach(own, waits, self._amax_counts)
         self._notices = [*self._notices, *notices]
         if waits:  # the host has to know, which counts the steps
             return None if bool(flags[0]) else replace(request, found_inf=flags[1])

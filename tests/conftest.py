@@ -27,6 +27,9 @@ def pytest_collection_modifyitems(items):
         number = zlib.crc32(item.name.encode())
         if "halved" in item.keywords and number % 2:
             item.add_marker(pytest.mark.slow)
+        sample = item.get_closest_marker("sample")
+        if sample is not None and number % sample.args[0]:
+            item.add_marker(pytest.mark.slow)
         if "thirds" in item.keywords and "slow" in item.keywords and number // 2 % 3:
             item.add_marker(pytest.mark.exhaustive)
     if torch.cuda.is_available():

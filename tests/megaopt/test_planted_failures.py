@@ -160,6 +160,6 @@ def test_where_one_rank_fails_all_raise_that_have_met(on_ranks, name, who):
     print(f"{name}: {count} planted failures")
     assert count > 20
     for rank, raised in enumerate(found):
-        start = "Planted" if rank == who else "RanksDiffer" if name != "fsdp2" else ""
+        start = "Planted" if rank == who else "ValueError" if name != "fsdp2" else ""
         assert all(each.startswith(start) for each in raised)
         assert name != "fsdp2" or rank == who or not any(raised)

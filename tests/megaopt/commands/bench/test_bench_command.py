@@ -188,6 +188,7 @@ def test_fp8_weights_are_measured_on_a_gpu(tmp_path: Path) -> None:
             assert counted < case["bytes"] <= counted + 8 * 4 / 768 * matrices
 
 
+@pytest.mark.sample(2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_passes_its_gate_on_unaligned_shards_and_cut_blocks(name: str) -> None:

@@ -59,6 +59,7 @@ def test_the_kernels_have_the_bits_of_the_record(case, device):
     assert run(case, "triton", device) == RECORD.digests[ANY_MACHINE][case.name]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @cases_of(ANY_MACHINE)
@@ -66,6 +67,7 @@ def test_a_gpu_has_the_bits_of_the_record(case, backend):
     assert run(case, backend, GPU) == RECORD.digests[ANY_MACHINE][case.name]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.gpu
 @cases_of(NVIDIA_GPU)
 def test_a_gpu_has_the_bits_of_its_own_part(case):

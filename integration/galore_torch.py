@@ -23,8 +23,11 @@ class GaLoreAdamW8bit(bitsandbytes._Base, megaopt.GaLoreAdamW):
 
     Arguments are galore_torch's, with its order and defaults; groups say rank, update_proj_gap,
     scale and proj_type. Moments are "block_e4m3" and "block_e5m3", as in
-    megaopt.integration.bitsandbytes; of projected gradients with fewer than 4,096 elements they are
-    fp32. Projections are galore_torch's, by an SVD, all in one step.
+    megaopt.integration.bitsandbytes, where the projected gradient has at least 4,096 elements and
+    its rows are whole blocks of 128; else they are fp32, of 4 times the bytes. Projected on the
+    right it is of shape (rows, rank), so that rank has to be a multiple of 128; on the left of
+    shape (rank, columns). proj_type="std" is the right for tall and square matrices. Projections
+    are galore_torch's, by an SVD, all in one step.
 
     Args:
         params, lr, betas, eps, weight_decay: as megaopt.GaLoreAdamW takes them.
@@ -32,7 +35,7 @@ class GaLoreAdamW8bit(bitsandbytes._Base, megaopt.GaLoreAdamW):
         optim_bits: only 32, and not used.
         args: only None.
         min_8bit_size: at most 4,096: how many elements a projected gradient has to have for moments
-            of 8 bits. Here it is always 4,096.
+            of 8 bits, beside rows of whole blocks. Here it is always 4,096.
         percentile_clipping: only 100: no clipping. `step(clip_norm=...)` clips by the norm of all
             gradients.
         block_wise: only True.

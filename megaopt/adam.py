@@ -102,9 +102,9 @@ class FusedAdam(FusedOptimizer):
         dtype: torch.float32 keeps an fp32 master for each weight that is not fp32. None leaves it
             to master_weights.
         master_weights: True keeps a master, in master_weight_dtype, for each weight that is not
-            fp32. A list gives the masters: one tensor per parameter in group order (None for an
-            fp32 weight), used as they are, not copied. None or False without dtype: the weights
-            alone are updated. May be assigned after construction.
+            fp32. A list gives the masters, in group order: one tensor for each parameter (None for
+            an fp32 weight), or for each that is not fp32; used as they are, not copied. None or
+            False without dtype: the weights alone are updated. May be assigned after construction.
         master_weight_dtype: torch.float32, or torch.float16 with a scale per tensor; or the name of
             a master that lies beside its 16-bit weight: "remainder16" (exact fp32: an int16 beside
             a bf16 weight, as store_param_remainders keeps it), "remainder8" (an int8: 24 bits

@@ -44,10 +44,10 @@ from megaopt.writes import ExternalWrites
 class FusedOptimizer(torch.optim.Optimizer):
     """Owns the step of every parameter it is given; a subclass names the update rule.
 
-    `state[p]` holds the rule's moments and `master_param` (None where there is no master), each in
-    its storage format; a format with a scale per tensor adds `<name>_scale`. State appears at a
-    step, by `initialize_state`, or by a load: nothing is bound to the parameters before, so
-    `param_groups` may be replaced after construction.
+    `state[p]` holds the rule's moments and `master_param` (None where there is no master, as for an
+    fp32 weight), each in its storage format; a format with a scale per tensor adds `<name>_scale`.
+    State appears at a step, by `initialize_state`, or by a load: nothing is bound to the parameters
+    before, so `param_groups` may be replaced after construction.
     """
 
     use_decoupled_grad: bool = False
@@ -327,9 +327,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def master_weights(self) -> MasterWeights:
         """Whether weights have masters, or the list of external ones, as it was assigned.
 
-        A list has one tensor per parameter in group order (None for an fp32 weight); the tensors
-        are used as they are: `state[p]["master_param"] is master_weights[i]`. Raises ValueError for
-        a list of wrong length or an entry of wrong shape, dtype or device.
+        A list has, in group order, one tensor for each parameter (None for an fp32 weight), or for
+        each that is not fp32. The tensors are used as they are: `state[p]["master_param"]` is the
+        entry itself. Raises ValueError for a list of another length, or an entry of wrong shape,
+        dtype or device. Weights are compared with entries where they had no master before.
         """
         return self._master_weights
 
@@ -404,8 +405,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         together from both. A weight without a master gives its own value, and one that became fp32
         since the last step (model.float()) that of the master it had.
 
-        Raises ValueError for a state that is not there, or yet: a step makes it for parameters with
-        a gradient, `initialize_state` for any.
+        Raises ValueError for a state that is not there, or yet: a step makes it, of parameters as
+        makes_states says, and `initialize_state` of any.
         """
         return unscaled(self._owned, self.state, param, state_name)
 

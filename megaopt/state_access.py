@@ -42,14 +42,18 @@ def unscaled(
         value = view.value(formats) if wide is None else wide
     elif own.get(name) is None:
         label = owned.labels[owned.index(view.param)]
-        raise ValueError(
-            f"{label}: state {name!r} must be there, got "
-            "none: the first step with a gradient makes it, or initialize_state"
-        )
+        raise ValueError(f"{label}: state {name!r} must be there, got none: {_made_by(owned)}")
     else:
         value = get_unscaled(locals_of(own), name, form, view)
     known = [each for each in own.values() if local_of(each) is value]
     return known[0] if known else view.wrap(value)
+
+
+def _made_by(owned: Owned) -> str:
+    """What makes a state, for an error message."""
+    which = {"all": "any step", "trainable": "any step, where the parameter requires gradients,"}
+    step = which.get(owned.options.makes_states or "", "the first step with a gradient")
+    return f"{step} makes it, or initialize_state"
 
 
 def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torch.Tensor) -> None:

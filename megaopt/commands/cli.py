@@ -78,12 +78,13 @@ def bench(
     only: tuple[str, ...] = (),
     peers: bool = True,
 ) -> int:
-    """Time the optimizer step, and other libraries' beside it, against a copy of the same bytes.
+    """Time the optimizer step, and other libraries', beside a copy of its bytes, on a CUDA GPU.
 
     Args:
         out: Folder for the record and the pictures.
-        sets: Names of the sets of tensors to time; all by default.
-        only: Names of the optimizer forms to time, ours with their peers; all by default.
+        sets: Sets of tensors to time: A, B, C, llama70b-64, moe64, gpt2, host; all by default.
+        only: Forms to time, as bf16 or blocks, with their peers; all by default. Any other word
+            shows the list of names.
         peers: Time the other libraries' optimizers that are installed.
     """
     return _load("megaopt.commands.bench.command", "main")(out, sets, only, peers)
@@ -251,8 +252,12 @@ def _by_mode(arguments: Sequence[str]) -> list[str]:
     """`galore --mode=test ...` as `galore test ...`; other arguments as they are."""
     found = list(arguments)
     places = [i for i, each in enumerate(found) if each.partition("=")[0] == "--mode"]
-    if found[:1] != ["galore"] or not places:
+    if not places:
         return found
+    if found[:1] != ["galore"]:
+        from megaopt.commands.toml_tables import ConfigError
+
+        raise ConfigError("--mode is of `megaopt galore` alone, as `megaopt galore --mode=test`")
     place = places[0]
     _, equals, mode = found.pop(place).partition("=")
     if not equals and place < len(found):

@@ -293,9 +293,17 @@ def test_an_unknown_state_is_refused(method, value):
     assert len(optimizer.state) == 0
 
 
-def test_asking_for_state_that_is_not_there_makes_none():
-    optimizer, param = one(MASTER)
-    message = r"parameter 0 of group 0: state 'exp_avg' must be there, got none: the first step"
+@pytest.mark.parametrize(
+    ("habit", "step"),
+    [
+        ("all", "any step"),
+        ("trainable", "any step, where the parameter requires gradients,"),
+        ("stepped", "the first step with a gradient"),
+    ],
+)
+def test_asking_for_state_that_is_not_there_makes_none(habit, step):
+    optimizer, param = one({**MASTER, "makes_states": habit})
+    message = rf"parameter 0 of group 0: state 'exp_avg' must be there, got none: {step} makes it,"
     with pytest.raises(ValueError, match=message):
         optimizer.get_unscaled_state(param, "exp_avg")
     assert len(optimizer.state) == 0

@@ -239,6 +239,12 @@ def test_an_unknown_mode_is_refused(megaopt, mode):
     assert "mode must be one of test, benchmark, got " in err
 
 
+def test_another_command_has_no_mode_and_is_told_whose_it_is(megaopt):
+    status, out, err = megaopt("train", "gpt_tiny", "--mode=test")
+    assert (status, out) == (2, "")
+    assert "--mode is of `megaopt galore` alone" in err
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_largest_errors_are_printed_as_the_pull_request_names_them(megaopt, device, weights):
     _, out, _ = megaopt("galore", "test", "--kernel=torch", f"--weights={weights}", *SMALL)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaopt.commands import cli
 from megaopt.commands.bench import command
 from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.command import main
@@ -15,12 +16,18 @@ from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.results import Result
-from megaopt.commands.bench.sets import SETS
+from megaopt.commands.bench.sets import HOST, SETS
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
 from megaopt.source import describe_source
 
 CPU = torch.device("cpu")
+
+
+def test_the_help_names_the_sets() -> None:
+    assert cli.bench.__doc__ is not None
+    names = cli.bench.__doc__.split("tensors to time: ")[1].split(";")[0]
+    assert names.split(", ") == [*SETS, HOST]
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

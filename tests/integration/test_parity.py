@@ -80,6 +80,7 @@ TE_CASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
 @pytest.mark.parametrize("case", TE_CASES.values(), ids=TE_CASES)
@@ -113,6 +114,7 @@ TE_EXTREME_CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
 @pytest.mark.parametrize("betas", EXTREME_BETAS, ids=str)
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
@@ -130,6 +132,7 @@ def test_te_is_transformer_engine_in_extremes(case, adam_w_mode, betas, capturab
     assert_same_in_extremes(peer, theirs, optimizer, ours)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
 @pytest.mark.parametrize("betas", EXTREME_BETAS, ids=str)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -176,6 +179,7 @@ TE_CAPTURABLE_CASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 @pytest.mark.parametrize("scale", [None, 3.0, 65536.0])
 @pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
@@ -233,6 +237,7 @@ def test_capturable_te_bias_corrections_are_the_hosts():
         assert_same_bits(found.cpu(), torch.tensor(rows, dtype=torch.float32), f"{beta1} {beta2}")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("start", [0, 3, 1000, 4094, 99_990])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ def test_fp8_weights_with_states_in_host_memory(recipe):
 # --- graphs and streams
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*FEW, "lion", "sgd"])
 def test_a_graph_replays_steps_with_states_in_host_memory(name):
     kind, options = KINDS[name]
@@ -267,6 +268,7 @@ def test_released_gradients_are_stepped_beside_the_backward_pass(options):
 # --- saves, loads, copies
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize(("before", "after"), [("cpu", None), (None, "cpu"), ("cpu", "cpu")])
 def test_a_run_goes_on_wherever_states_are(name, before, after):
@@ -306,6 +308,7 @@ def test_copies_go_on(made):
     assert_on_the_host(other)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FEW)
 def test_values_are_read_set_and_taken_over(name):
     kind, options = KINDS[name]

@@ -13,7 +13,7 @@ from megaopt.commands.bench import command
 from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.command import main
 from megaopt.commands.bench.equality import Check, check
-from megaopt.commands.bench.modes import MODES
+from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.results import Result
 from megaopt.commands.bench.sets import HOST, SETS
@@ -175,24 +175,36 @@ def test_small_run_on_a_gpu(tmp_path: Path) -> None:
         assert (tmp_path / f"speed_{name}.png").stat().st_size > 5000
 
 
+FLOAT8 = tuple(name for name, mode in MODES.items() if mode.recipe and mode.contract == "ieee")
+
+
+@pytest.mark.sample(4)
 @pytest.mark.gpu
-def test_fp8_weights_are_measured_on_a_gpu(tmp_path: Path) -> None:
-    only = tuple(name for name, mode in MODES.items() if mode.recipe and mode.contract == "ieee")
-    assert main(tmp_path, ("gpt2",), only, peers=False) == 0
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert [case["ours"] for case in record["cases"]] == list(only)
-    shapes = SETS["gpt2"].shapes
-    matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-    for case in record["cases"]:
-        assert case["equal"] is True
-        mode = MODES[case["ours"]]
-        others = case["elements"] - matrices  # norms and biases stay bf16, with fp32 masters
-        counted = mode.bytes_per_parameter * matrices + MODES["bf16"].bytes_per_parameter * others
-        assert mode.recipe is not None
-        if mode.recipe.scaling in ("delayed", "current"):
-            assert case["bytes"] == counted
-        else:  # and scales: at most an fp32 for each of 6 blocks in a row of 768, padded to 8
-            assert counted < case["bytes"] <= counted + 8 * 4 / 768 * matrices
+@pytest.mark.parametrize("name", FLOAT8)
+def test_fp8_weights_are_measured_on_a_gpu(tmp_path: Path, name: str) -> None:
+    assert main(tmp_path, ("gpt2",), (name,), peers=False) == 0
+    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    assert case["ours"] == name
+    assert case["equal"] is True
+    matrices = sum(math.prod(shape) for shape in SETS["gpt2"].shapes if len(shape) == 2)
+    counted = _bytes_without_scales_of_weights(MODES[name], matrices, case["elements"] - matrices)
+    recipe = MODES[name].recipe
+    assert recipe is not None
+    if recipe.scaling in ("delayed", "current"):
+        assert case["bytes"] == counted
+    else:  # at most an fp32 for each of 6 blocks in a row of 768, padded to 8, read and written
+        assert counted < case["bytes"] <= counted + 2 * 8 * 4 / 768 * matrices
+
+
+def _bytes_without_scales_of_weights(mode: Mode, matrices: int, others: int) -> float:
+    """Count a step's bytes: norms and biases stay bf16 and keep fp32 moments."""
+    in_blocks = "exp_avg_dtype" in mode.options  # both moments: a byte for each 128, twice
+    scales = matrices / 128 * 2 * 2 if in_blocks else 0
+    gradient, moments, weight = 2, 2 * 2 * 4, 2
+    kept = {None: 2 * 4, False: weight, True: weight + 2 * 1}[mode.options.get("master_weights")]
+    return (
+        mode.bytes_per_parameter * matrices + scales + (gradient + moments + weight + kept) * others
+    )
 
 
 @pytest.mark.sample(2)

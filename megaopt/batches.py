@@ -14,7 +14,7 @@ from megaopt.float8.ranks import Agreement
 from megaopt.groups import given_numbers, shaping_numbers
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import Grads, Guards, Watch, finder_for
+from megaopt.kernels.step.watch import WEIGHT, Grads, Guards, Watch, finder_for
 from megaopt.state import state_name
 from megaopt.step_counts import StepRows
 
@@ -77,6 +77,16 @@ class Batch:
     def quantizes(self) -> bool:
         """Whether the weights become fp8 after the step."""
         return self.formats.cast is not None
+
+    def weights_at(self) -> bytes:
+        """The weights' addresses, as this step found them."""
+        rows = self.addresses
+        row = rows[WEIGHT] if rows else numpy.array([t.data_ptr() for t in self._weights()])
+        return row.tobytes()
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The weights' memory, where the plan is given tensors."""
+        return self.params
 
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
         """Before a step of a plan without addresses: it gets tensors, copies where staged."""
@@ -283,6 +293,10 @@ class Batches:
         if any(elsewhere):
             return None
         return seen.grads
+
+    def weights_at(self) -> list[bytes]:
+        """Each batch's."""
+        return [batch.weights_at() for batch in self.batches]
 
     def refresh(
         self,

@@ -60,7 +60,7 @@ class Batch:
     _host_addresses: list[list[int]] = field(default_factory=list)
     """Of each of these, at the last look."""
     undo: Undo = field(default_factory=Undo)
-    """What the step on its way has written, or is going to."""
+    """Copies of what the step on its way writes, as it was before."""
     watched: ClassVar[bool] = True
     """The watch looks at its tensors; otherwise `fits` does."""
 
@@ -158,12 +158,12 @@ class Batch:
         return copies
 
     def abandon(self) -> None:
-        """In place of `copy_results`, where nothing was stepped."""
+        """Lets go of all copies where nothing was stepped; then there is no `copy_results`."""
         self._copies, self._written_grads = {}, []
         self.undo.forget()
 
     def take_back(self) -> None:
-        """In place of `copy_results`, where a step failed: all is as it was before."""
+        """Puts everything back as it was before a step that failed; no `copy_results` follows."""
         self.undo.restore()
         self.abandon()
 
@@ -251,7 +251,7 @@ class Batches:
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()
-        """Of counts on the device."""
+        """Copies of the counts on the device, as they were before the step on its way."""
         with torch.inference_mode(False):
             self.vote = torch.zeros(1, dtype=torch.int64, device="cpu")
         """For ranks to say whether one of them failed: a rank without memory has it already."""
@@ -321,7 +321,7 @@ class Batches:
         self.undo.forget()
 
     def take_back(self) -> None:
-        """A step failed on its way: what many calls wrote is as it was before."""
+        """Puts back what many calls wrote in a step that failed on its way."""
         for batch in self.fed:
             batch.take_back()
         self.undo.restore()

@@ -106,7 +106,7 @@ class Float8Batch(Batch):
         return view.joined_value(form, locals_of(state)[MASTER].to(self.device)).flatten()
 
     def _written_beside(self) -> Iterator[torch.Tensor]:
-        """What a step writes of the whole weights, beside their codes."""
+        """Yields the tensors of the whole weights that a step writes beside their codes."""
         parts = self._parts
         for columns in (weight.columnwise for weight in parts.weights):
             yield from columns or ()

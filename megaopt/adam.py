@@ -156,10 +156,10 @@ class FusedAdam(FusedOptimizer):
             would be after a pass that writes it back (torch.nn.utils.clip_grad_norm_, say). False
             keeps fp32. Of fp32 gradients both are the same.
         on_external_write: what a step does about a weight with a master that somebody else wrote
-            (load_state_dict, fill_, clamp_) since the last one. "refresh": the elements that are no
-            cast of their master any more set the master, the others keep every bit of it; warns
-            once. "error": raises RuntimeError. "ignore": goes on from the master, which puts the
-            old values back. refresh_masters says which writes are not seen.
+            (load_state_dict, fill_, clamp_, `p.data = new`) since the last one. "refresh": the
+            elements that are no cast of their master any more set the master, the others keep every
+            bit of it; warns once. "error": raises RuntimeError. "ignore": goes on from the master,
+            which puts the old values back. refresh_masters says which writes are not seen.
         write_unscaled_grads: a step that unscales gradients, for a GradScaler, stores them unscaled
             (not clipped) in the place of the scaled ones, rounded to their dtype, as torch's fused
             and TransformerEngine's capturable optimizers do. False leaves gradients as they are,

@@ -14,7 +14,7 @@ from megaopt.float8.ranks import Agreement
 from megaopt.groups import given_numbers, shaping_numbers
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import Grads, Guards, Watch, finder_for
+from megaopt.kernels.step.watch import WEIGHT, Grads, Guards, Watch, finder_for
 from megaopt.state import state_name
 from megaopt.step_counts import StepRows
 
@@ -60,7 +60,7 @@ class Batch:
     _host_addresses: list[list[int]] = field(default_factory=list)
     """Of each of these, at the last look."""
     undo: Undo = field(default_factory=Undo)
-    """What the step on its way has written, or is going to."""
+    """Copies of what the step on its way writes, as it was before."""
     watched: ClassVar[bool] = True
     """The watch looks at its tensors; otherwise `fits` does."""
 
@@ -77,6 +77,16 @@ class Batch:
     def quantizes(self) -> bool:
         """Whether the weights become fp8 after the step."""
         return self.formats.cast is not None
+
+    def weights_at(self) -> bytes:
+        """The weights' addresses, as this step found them."""
+        rows = self.addresses
+        row = rows[WEIGHT] if rows else numpy.array([t.data_ptr() for t in self._weights()])
+        return row.tobytes()
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The weights' memory, where the plan is given tensors."""
+        return self.params
 
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
         """Before a step of a plan without addresses: it gets tensors, copies where staged."""
@@ -148,12 +158,12 @@ class Batch:
         return copies
 
     def abandon(self) -> None:
-        """In place of `copy_results`, where nothing was stepped."""
+        """Lets go of all copies where nothing was stepped; then there is no `copy_results`."""
         self._copies, self._written_grads = {}, []
         self.undo.forget()
 
     def take_back(self) -> None:
-        """In place of `copy_results`, where a step failed: all is as it was before."""
+        """Puts everything back as it was before a step that failed; no `copy_results` follows."""
         self.undo.restore()
         self.abandon()
 
@@ -241,7 +251,7 @@ class Batches:
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()
-        """Of counts on the device."""
+        """Copies of the counts on the device, as they were before the step on its way."""
         with torch.inference_mode(False):
             self.vote = torch.zeros(1, dtype=torch.int64, device="cpu")
         """For ranks to say whether one of them failed: a rank without memory has it already."""
@@ -284,6 +294,10 @@ class Batches:
             return None
         return seen.grads
 
+    def weights_at(self) -> list[bytes]:
+        """Each batch's."""
+        return [batch.weights_at() for batch in self.batches]
+
     def refresh(
         self,
         groups: Sequence[Mapping[str, Any]],
@@ -307,7 +321,7 @@ class Batches:
         self.undo.forget()
 
     def take_back(self) -> None:
-        """A step failed on its way: what many calls wrote is as it was before."""
+        """Puts back what many calls wrote in a step that failed on its way."""
         for batch in self.fed:
             batch.take_back()
         self.undo.restore()

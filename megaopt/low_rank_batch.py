@@ -35,7 +35,7 @@ and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 an
 same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230.
 """
 KEPT = (PROJECTION, CAPTURED_ENERGY)
-"""What a refresh writes into a state."""
+"""Names of the tensors that a refresh writes into a state."""
 LowRankPlan = LowRankReferencePlan | LaunchedPlan
 
 
@@ -82,7 +82,7 @@ class LowRankBatch(Batch):
                 self.undo.keep(local_of(state[name]) for name in had)
 
     def take_back(self) -> None:
-        """As of other batches; projections that are new go again."""
+        """Puts everything back as it was before a step that failed, and removes new projections."""
         for state, had in zip(self.states, self._had, strict=True):
             for name in KEPT:
                 if name not in had:

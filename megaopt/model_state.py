@@ -48,7 +48,7 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
     owned = owned_of(optimizer)
     found = model.state_dict(keep_vars=True)
     places = _places(model, found, owned)
-    optimizer._writes.take_over(owned, optimizer.state, everywhere=True)
+    optimizer._writes.take_over(owned, optimizer.state)
     external = owned.external_masters()
     owned.homes.wait()
     values: dict[int, torch.Tensor] = {}

@@ -167,7 +167,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             run = StepRun(owned, request, self._rows(owned), *self._gather(owned))
             run.add_rows()
             writes = writes_grads(run)
-            self._writes.take_over(owned, self.state)
+            self._writes.take_over(owned, self.state, run.batches.weights_at())
             for batch in run.batches.fed:
                 batch.stage_inputs(run.grads, writes)
         except Exception:
@@ -346,10 +346,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Elements whose weight is still the cast of their master keep every bit of it. A step does
         this by itself for writes that torch counts (`p._version`): load_state_dict, fill_, clamp_,
-        copy_. torch does not count writes to `p.data`, by collectives of torch.distributed (a
-        broadcast), into Megatron's buffers, by other libraries' kernels, or within the replay of a
-        CUDA graph: call this after them. A master that is kept as a remainder moves with its
-        weight anyway.
+        copy_; and for `p.data = new`, by its address. Nobody sees writes in place to `p.data`, by
+        collectives of torch.distributed (a broadcast), into Megatron's buffers, by other libraries'
+        kernels, or within the replay of a CUDA graph: call this after them. A master that is kept
+        as a remainder moves with its weight anyway.
 
         Args:
             params: parameters of this optimizer, else ValueError; None for all. Those without a

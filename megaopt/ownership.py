@@ -2,7 +2,8 @@
 
 torch counts a tensor's version up at every operation in place, those of load_state_dict, fill_ and
 clamp_ included. The optimizer notes the counters after each of its steps and looks at them before
-the next. FusedAdam.refresh_masters says which writes torch does not count.
+the next. `p.data = new` counts nothing, and is known by the address. FusedAdam.refresh_masters says
+which writes are not seen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from megaopt.kernels.formats import MASTERS, WEIGHTS, Format
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
-from megaopt.kernels.step.watch import finder_for
+from megaopt.kernels.step.watch import finder_for, is_plain_class
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.params.view import SCALE
@@ -26,9 +27,14 @@ from megaopt.state import MASTER, State
 # reciprocal: each by at most half an ulp, 2**-24 of it. Together they are less than 2**-22 off.
 SCALE_ERROR = 2.0**-22
 
+Spot = tuple[int, torch.dtype]
+"""Where a weight lies, and its dtype."""
+
 
 class Versions:
     """The version counters of the parameters that a step writes, as they were after the last one.
+
+    And where the weights lay.
 
     Args:
         params: all parameters of the optimizer.
@@ -43,41 +49,65 @@ class Versions:
         stepped: Iterable[int] = (),
         before: Versions | None = None,
     ) -> None:
-        self._params = params
+        self._params, self._stepped = params, list(stepped)
         self._known = {} if before is None else before._noted()
-        own = [(tensor, place) for place in stepped for tensor in view_of(params[place]).counted]
+        views = [view_of(param) for param in params]
+        own = [(tensor, place) for place in self._stepped for tensor in views[place].counted]
         self._tensors = [tensor for tensor, _ in own]
         self._places = [place for _, place in own]
-        everything = [tensor for param in params for tensor in view_of(param).counted]
+        everything = [tensor for view in views for tensor in view.counted]
         self._known = {tensor: self._known.get(tensor, tensor._version) for tensor in everything}
         row = [self._known[tensor] for tensor in self._tensors]
         self._row = numpy.array(row, dtype=numpy.int64)
         self._rows = {tensor: index for index, tensor in enumerate(self._tensors)}
         self._find = finder_for(params)
         self._module: Any = None
+        spots = {} if before is None else before._spots
+        self._spots: dict[torch.Tensor, Spot | None] = {
+            view.param: spots.get(view.param, _spot(view)) for view in views
+        }
+        self._seen: list[bytes] | None = None
 
     def _noted(self) -> dict[torch.Tensor, int]:
         return {**self._known, **dict(zip(self._tensors, self._row.tolist(), strict=True))}
 
-    def moved(self) -> list[int]:
-        """Places of the stepped parameters that somebody has written since."""
+    def moved(self, addresses: list[bytes]) -> list[int]:
+        """Places of the stepped parameters that somebody has written or replaced since.
+
+        addresses: of the weights, the very ones only where none was replaced.
+        """
         self._module = self._module or self._find()
         if self._module is not None:
             found = self._module.moved_versions(self._tensors, self._row)
         else:
             now = numpy.array([tensor._version for tensor in self._tensors], dtype=numpy.int64)
             found = numpy.flatnonzero(now != self._row).tolist()
-        return sorted({self._places[index] for index in found}) if found else []
+        places = {self._places[index] for index in found} if found else set()
+        if addresses != self._seen:
+            places |= {i for i in self._stepped if self._is_replaced(view_of(self._params[i]))}
+        return sorted(places)
 
     def moved_anywhere(self) -> list[int]:
-        """Places of all parameters that somebody has written since, stepped ones or not."""
+        """Places of all parameters that somebody has written or replaced since."""
         noted = self._noted()
-        counted = enumerate(view_of(param).counted for param in self._params)
         return [
             place
-            for place, tensors in counted
-            if any(noted.get(each, each._version) != each._version for each in tensors)
+            for place, view in enumerate(map(view_of, self._params))
+            if any(noted.get(each, each._version) != each._version for each in view.counted)
+            or self._is_replaced(view)
         ]
+
+    def _is_replaced(self, view: ParamView) -> bool:
+        """Whether the weight lies elsewhere, and is of the same dtype: model.half() is no write."""
+        now, before = _spot(view), self._spots.get(view.param)
+        return bool(now and before and now[0] != before[0] and now[1] == before[1])
+
+    def arrived(self, addresses: list[bytes]) -> None:
+        """Masters go with the stepped weights where these lie now."""
+        if addresses != self._seen:
+            params = [self._params[place] for place in self._stepped]
+            self._spots.update({param: _spot(view_of(param)) for param in params})
+            self._seen = addresses
 
     def forget(self, param: torch.Tensor) -> None:
         """The weight may have been written."""
@@ -86,7 +116,9 @@ class Versions:
 
     def note(self, param: torch.Tensor) -> None:
         """Weight and master are as they should be now, whatever was written."""
-        for tensor in view_of(param).counted:
+        view = view_of(param)
+        self._spots[param] = _spot(view)
+        for tensor in view.counted:
             self._known[tensor] = tensor._version
             if tensor in self._rows:
                 self._row[self._rows[tensor]] = tensor._version
@@ -98,6 +130,15 @@ class Versions:
             return
         torch.autograd.graph.increment_version(self._tensors)
         self._row[:] = [tensor._version for tensor in self._tensors]
+
+
+def _spot(view: ParamView) -> Spot | None:
+    """Where a weight lies; None where nobody says what writes it."""
+    if not view.counted:
+        return None
+    own = view.codes
+    is_memory = is_plain_class(type(own)) and own.layout == torch.strided
+    return (own.data_ptr(), own.dtype) if is_memory else None
 
 
 # --- which elements were written

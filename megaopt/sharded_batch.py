@@ -72,6 +72,10 @@ class ShardedBatch(Batch):
         seen, self._seen = self._seen, {}
         return seen
 
+    def _weights(self) -> list[torch.Tensor]:
+        """The shards that `fits` saw."""
+        return self._seen["weight"]
+
     def _whole(self, grads: Grads) -> dict[str, list[Any]]:
         names = {slot: state_name(slot) for slot in self.formats.state_slots}
         states = {slot: [state.get(n) for state in self.states] for slot, n in names.items()}

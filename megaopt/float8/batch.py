@@ -65,11 +65,16 @@ class Float8Batch(Batch):
         """None: the plan is given tensors, which are not those of the parameters."""
         return []
 
+    def _weights(self) -> list[torch.Tensor]:
+        """Their codes; `stage_inputs` comes after this look at the tensors behind them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._parts.look()
+        return self._parts.codes
+
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
         """Before a step: gathers the tensors behind the weights, and amaxes that are 0."""
         # of what is a subclass to others only shape, gradient and the like are wanted here
         with torch._C.DisableTorchFunctionSubclass():
-            self._parts.look()
             own = super().buffers(grads)
         own["weight"] = self._parts.codes
         self._keep(own, writes_grads)
@@ -101,7 +106,7 @@ class Float8Batch(Batch):
         return view.joined_value(form, locals_of(state)[MASTER].to(self.device)).flatten()
 
     def _written_beside(self) -> Iterator[torch.Tensor]:
-        """What a step writes of the whole weights, beside their codes."""
+        """Yields the tensors of the whole weights that a step writes beside their codes."""
         parts = self._parts
         for columns in (weight.columnwise for weight in parts.weights):
             yield from columns or ()

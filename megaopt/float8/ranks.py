@@ -150,11 +150,14 @@ class Gathered(NamedTuple):
     own: list[torch.Tensor]
     together: torch.Tensor
     parts: list[torch.Tensor]
-    """Of `together`, one for each of `own`."""
+    """Views of `together`, one for each of `own`."""
 
 
 def gathered(amaxes: Mapping[Group, Sequence[tuple[int, torch.Tensor]]]) -> list[Gathered]:
-    """What ranks are going to exchange; for each group parameters' numbers, and their amaxes."""
+    """Puts together the amaxes that ranks are going to exchange.
+
+    amaxes: for each group the parameters' numbers, and their weights' amaxes.
+    """
     found = []
     for group in in_order(amaxes):
         # by number, not by batch: gradients of another dtype make other batches

@@ -117,6 +117,19 @@ def test_a_step_that_fails_anywhere_changes_nothing(name, first):
     assert failed(name, first) > 5
 
 
+def test_projections_that_were_lost_are_not_there_after_a_failure():
+    """A step makes them anew; one that fails leaves the states without them, as they were."""
+    params, optimizer = made("galore")
+    for number in range(2):
+        give(params, number)
+        optimizer.step()
+    for name in ("projection", "captured_energy"):
+        del optimizer.state[params[0]][name]
+    give(params, 2)
+    assert fail_everywhere(optimizer, optimizer.step) > 5
+    assert bool(optimizer.state[params[0]]["projection"].any())
+
+
 @pytest.mark.slow
 def test_every_step_that_fails_anywhere_changes_nothing(record_testsuite_property):
     """The first step and a later one; with clipping and under a loss scale."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megaopt.checks import refuse
-from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
-from megaopt.options import BLOCKS, FORMATS
+from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, NONE, Format
+from megaopt.options import BLOCKS, FORMATS, VARIANTS
 from megaopt.owned import Owned
 from megaopt.params import ParamView
 from megaopt.params.view import FEWEST_IN_ROWS, SCALE
@@ -19,6 +20,9 @@ from megaopt.state import state_name
 
 MASTERS_KEPT = "masters"
 """In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
+
+ROOM, LENGTHS = 512, 4093
+"""Of FORMATS as bytes: room for the text; and how many lengths there are, the digest's modulus."""
 
 
 def check_formats(
@@ -42,6 +46,35 @@ def check_formats(
 def mark_of(owned: Owned) -> str:
     """What a state dict's groups say under FORMATS: formats, and whether weights have masters."""
     return f"{owned.options.formats_mark}, {MASTERS_KEPT}={owned.wants_masters}"
+
+
+def sized_mark(owned: Owned, device: torch.device) -> torch.Tensor | str:
+    """The mark as uint8 of shape (length,), the length that of its formats; text without room.
+
+    Before it writes anything, torch.distributed.checkpoint.load compares the sizes of tensors, but
+    neither their dtypes nor text: so it refuses other formats while the state is as it was. Lengths
+    of different formats are seldom the same (1 of 4,093), and then the load itself refuses them.
+    """
+    text, digest = mark_of(owned).encode(), zlib.crc32(_meaning_of(owned).encode())
+    if len(text) > ROOM:
+        return text.decode()
+    return torch.tensor([*text.ljust(ROOM + digest % LENGTHS, b"\0")], dtype=torch.uint8).to(device)
+
+
+def _meaning_of(owned: Owned) -> str:
+    """What a state's numbers mean; a load takes no state of another meaning."""
+    options, moments = owned.options, owned.rule.moments
+    found = {name: _first_like(options.moment_format(name), MOMENTS) for name in moments}
+    keys = {(view.param.dtype, view.code_dtype) for view in owned.views}
+    if any(options.master_format(dtype, True, code).present for dtype, code in keys):
+        own = MASTERS[options.format_names["master"]]
+        found["master"] = _first_like(own, MASTERS) if owned.wants_masters else NONE.name
+    return repr([found, options.marks, [getattr(options, name, False) for name in VARIANTS]])
+
+
+def _first_like(form: Format, table: Mapping[Any, Format]) -> str:
+    """The first format that reads the same values, whichever way it rounds."""
+    return next((own.name for own in table.values() if own.reads_as(form)), form.name)
 
 
 def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
@@ -102,6 +135,8 @@ def _names_of(mark: Any, where: str) -> dict[str, str]:
     """The formats' names by slot."""
     if mark is None:
         return {}
+    if isinstance(mark, torch.Tensor) and mark.dtype == torch.uint8:
+        mark = bytes(mark.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
     parts = [each.split("=", 1) for each in mark.split(", ")] if isinstance(mark, str) else [[]]
     if not all(len(part) == 2 for part in parts):
         refuse(f"{where}: {FORMATS!r} of the state dict", "as in 'exp_avg=float32, ...'", mark)

@@ -1,13 +1,16 @@
 """Codes in a state dict are never read in another format than the one they were saved in."""
 
+import contextlib
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits
 from runs import BF16, FP16, FP32, assert_same, snapshot, through_a_file, train, values
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megaopt import FusedAdam, FusedSGD
 from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
+from megaopt.state_formats import sized_mark
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -139,6 +143,21 @@ def through_a_checkpoint(saved, wanted, folder, partial):
     return found["optimizer"]
 
 
+def in_text(found):
+    """What torch gets of an optimizer, with formats as older versions named them."""
+    if isinstance(found, list):
+        return [in_text(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    own = {name: in_text(value) for name, value in found.items()}
+    marks = [name for name in own if str(name).endswith("state_formats")]
+    return {**own, **{name: text_of(own[name]) for name in marks}}
+
+
+def text_of(mark):
+    return bytes(mark.tolist()).rstrip(b"\0").decode()
+
+
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.10's
 @pytest.mark.parametrize(
     ("role", "saved", "own"),
@@ -159,9 +178,14 @@ def through_a_checkpoint(saved, wanted, folder, partial):
     ],
 )
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
+@pytest.mark.parametrize("older", [False, True], ids=["", "of an older version"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, tmp_path):
-    """torch.distributed.checkpoint casts what it reads to the dtypes of the state that is there."""
+def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, older, tmp_path):
+    """torch.distributed.checkpoint casts what it reads to the dtypes of the state that is there.
+
+    It refuses other formats before it reads; those that an older version named by a text, the
+    load does afterwards.
+    """
     dtype, options = ROLES[role][1], FLAT if flat else StateDictOptions()
     (model, source), (other, target) = made(role, saved, dtype), made(role, own, dtype)
     train(source, 3)
@@ -169,8 +193,14 @@ def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, tmp_path):
     with torch.no_grad():
         other.weight.copy_(model.weight)
     kept = get_optimizer_state_dict(model, source, options=options)
-    wanted = copy.deepcopy(get_optimizer_state_dict(other, target, options=options))
+    kept = in_text(kept) if older else kept
+    wanted, before = get_optimizer_state_dict(other, target, options=options), snapshot(target)
     same = family(saved) == family(own)
+    if not same and not older:
+        with pytest.raises(CheckpointException, match=r"Size mismatch .*state_formats"):
+            through_a_checkpoint(kept, wanted, tmp_path, partial=True)
+        assert_same(snapshot(target), before)
+        return
     found = through_a_checkpoint(kept, wanted, tmp_path, partial=same)
     if same:
         set_optimizer_state_dict(other, target, found, options=options)
@@ -254,13 +284,73 @@ def test_weights_may_be_rounded_in_another_way_after_a_load(saved, own):
     assert_same(snapshot(target)["states"], snapshot(source)["states"])
 
 
+# --- what torch compares before it loads
+
+
+@pytest.mark.parametrize("masters", [None, True])
+def test_formats_of_other_values_have_other_sizes(masters):
+    """Of the shipped ones; those that differ in rounding alone have one size."""
+    sizes, pairs = {}, set()
+    for one, other in itertools.product(SHIPPED, SHIPPED):
+        with contextlib.suppress(ValueError):  # without a sign, or with one
+            dtypes = {"exp_avg_dtype": one.name, "exp_avg_sq_dtype": other.name}
+            mark = mark_in_torchs_form(master_weights=masters, **dtypes)
+            pair = family(one.name), family(other.name)
+            sizes[mark.numel()] = sizes.get(mark.numel(), pair)
+            assert sizes[mark.numel()] == pair
+            pairs.add(pair)
+            assert text_of(mark).startswith(f"exp_avg={one.name}, exp_avg_sq={other.name}, ")
+    assert len(sizes) == len(pairs) > 20
+
+
+def mark_in_torchs_form(weights=BF16, **options):
+    optimizer = FusedAdam([torch.nn.Parameter(values((33, 128), 1, weights))], **options)
+    return sized_mark(optimizer._owned, torch.device("cpu"))
+
+
+def test_masters_that_no_weight_has_make_no_size():
+    """As fp32 weights, with which either option loads."""
+    ways = [{}, {"master_weights": True}, {"dtype": FP32}]
+    assert len({mark_in_torchs_form(FP32, **way).numel() for way in ways}) == 1
+    assert len({mark_in_torchs_form(BF16, **way).numel() for way in ways}) == 2
+
+
+@pytest.mark.parametrize("other", [{"adam_w_mode": False}, {"amsgrad": True}, {"maximize": True}])
+def test_what_else_a_load_refuses_has_another_size(other):
+    assert mark_in_torchs_form(**other).numel() != mark_in_torchs_form().numel()
+
+
+def test_a_mark_without_room_is_text():
+    form = replace(OWN["tenths"], name="t" * 512)
+    MOMENTS.add(form)
+    try:
+        mark = mark_in_torchs_form(exp_avg_dtype=form.name)
+    finally:
+        del MOMENTS[form.name]
+    assert mark.startswith(f"exp_avg={form.name}, ")
+
+
+def test_state_dicts_for_others_have_text():
+    """What users save themselves stays as it was."""
+    model, optimizer = made("exp_avg_sq", "bfloat16", BF16)
+    train(optimizer, 1)
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert group["state_formats"] == "exp_avg=float32, exp_avg_sq=bfloat16, " + REST
+    (group,) = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    assert text_of(group["state_formats"]) == "exp_avg=float32, exp_avg_sq=bfloat16, " + REST
+    assert optimizer.param_groups[0]["state_formats"].startswith("exp_avg=float32, ")
+
+
+REST = "master=float32, masters=False"
+
 # --- whether there are masters
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
 @pytest.mark.parametrize("saved", [True, False], ids=["left out", "missing"])
+@pytest.mark.parametrize("older", [False, True], ids=["", "of an older version"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_checkpoints_leave_no_master_out(saved, flat, tmp_path):
+def test_torchs_checkpoints_leave_no_master_out(saved, flat, older, tmp_path):
     """torch reads what the optimizer has; with allow_partial_load it keeps what nobody saved."""
     options, runs = FLAT if flat else StateDictOptions(), []
     for has_masters in (saved, not saved):
@@ -268,8 +358,14 @@ def test_torchs_checkpoints_leave_no_master_out(saved, flat, tmp_path):
         runs.append((model, FusedAdam(model.parameters(), master_weights=has_masters or None)))
         train(runs[-1][1], 2)
     kept, wanted = (get_optimizer_state_dict(*run, options=options) for run in runs)
-    found = through_a_checkpoint(kept, copy.deepcopy(wanted), tmp_path, partial=True)
     before = snapshot(runs[1][1])
+    if not older:
+        with pytest.raises(CheckpointException, match=r"Size mismatch .*state_formats"):
+            through_a_checkpoint(kept, wanted, tmp_path, partial=True)
+        assert_same(snapshot(runs[1][1]), before)
+        return
+    wanted = copy.deepcopy(wanted)
+    found = through_a_checkpoint(in_text(kept), wanted, tmp_path, partial=True)
     message = f"masters of the state dict must be this optimizer's, {not saved}, got '{saved}'"
     with pytest.raises(ValueError, match=f"parameter 0 of group 0: {message}"):
         set_optimizer_state_dict(*runs[1], found, options=options)

@@ -105,24 +105,28 @@ def in_our_blocks(
         return found
     for name, held in zip(formats.moment_names, formats.moments, strict=True):
         asked = MOMENTS.get(saved.get(name)) or owned.options.moment_format(name)
-        code, scale = state.get(name), name + SCALE
-        if not asked.block or held.block or not _had_blocks(asked, view):
-            continue
-        shape = view.state_shape(name)
-        if not isinstance(code, torch.Tensor) or not isinstance(state.get(scale), torch.Tensor):
-            if code is not None:
-                raise ValueError(
-                    f"{where}: {name!r} of the state dict must be {asked.name!r} with scales, as "
-                    "an older version kept it in plain tensors, got none: load what "
-                    "optimizer.state_dict() gave there, not through "
-                    "torch.distributed.checkpoint"
-                )
-            continue
-        codes = (code.dtype, tuple(code.shape), state[scale].dtype, state[scale].numel())
-        count = -(-math.prod(shape) // asked.block)
-        if codes == (asked.dtype, asked.stored_shape(shape), torch.uint8, count):
-            found[name] = decoded_blocks(asked, code, found.pop(scale), shape, 0)
+        if asked.block and not held.block and _had_blocks(asked, view):
+            _take_out_of_blocks(found, name, asked, view, where)
     return found
+
+
+def _take_out_of_blocks(
+    state: dict[str, Any], name: str, form: Format, view: ParamView, where: str
+) -> None:
+    """Puts fp32 values in the place of an older version's codes and scales; others stay."""
+    code, scale, shape = state.get(name), state.get(name + SCALE), view.state_shape(name)
+    if code is None:
+        return
+    if not isinstance(code, torch.Tensor) or not isinstance(scale, torch.Tensor):
+        raise ValueError(
+            f"{where}: {name!r} of the state dict must be {form.name!r} with scales, as an older "
+            "version kept it in plain tensors, got none: load what optimizer.state_dict() gave "
+            "there, not through torch.distributed.checkpoint"
+        )
+    found = (code.dtype, tuple(code.shape), scale.dtype, scale.numel())
+    count = -(-math.prod(shape) // form.block)
+    if found == (form.dtype, form.stored_shape(shape), torch.uint8, count):
+        state[name] = decoded_blocks(form, code, state.pop(name + SCALE), shape, 0)
 
 
 def _had_blocks(form: Format, view: ParamView) -> bool:

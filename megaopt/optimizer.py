@@ -436,8 +436,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Every group also names the contract and adam_w_mode, so that a load can refuse another.
         "not_made" says what states that are not complete lack, "written" which weights were written
         since the last step. torch's own optimizers load what to_torch_state_dict gives, not this.
-        To get_optimizer_state_dict of torch.distributed.checkpoint a group names its formats by a
-        tensor of a size of their own: load compares sizes before it writes into the state.
+        To get_optimizer_state_dict of torch.distributed.checkpoint a group names the contract by a
+        tensor whose size goes by the formats: load compares sizes before it writes into the state.
         Raises ValueError where ranks differed in the last step, which then left it out.
         """
         self._hear()

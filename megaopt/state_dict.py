@@ -42,7 +42,14 @@ from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.params.view import SCALE, STEP
 from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
-from megaopt.state_formats import check_formats, check_masters, in_our_blocks, mark_of, sized_mark
+from megaopt.state_formats import (
+    check_formats,
+    check_masters,
+    in_our_blocks,
+    mark_of,
+    sized_contract,
+    text_of,
+)
 from megaopt.step_counts import new_count
 
 if TYPE_CHECKING:
@@ -89,7 +96,7 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
         packed: as torch.optim.Optimizer gives it.
         owned: the optimizer's.
         versions: of the weights, as the last step left them.
-        sized: formats are named by a tensor, which torch compares before it loads.
+        sized: contracts are tensors, whose sizes torch compares before it loads.
     """
     owned.homes.wait()
     state = {
@@ -103,8 +110,9 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
         own, names = packed["state"].get(key, {}), (*owned.rule.moments, MASTER, *view.kept)
         if not all(name in own for name in names):
             not_made[key] = [name for name in names if name not in own]
-    formats = sized_mark(owned, _device_of(state, owned)) if sized else mark_of(owned)
-    marks = {**owned.options.marks, FORMATS: formats}
+    marks = {**owned.options.marks, FORMATS: mark_of(owned)}
+    if sized:
+        marks["contract"] = sized_contract(owned, _device_of(state, owned))
     groups = [
         {**group, **marks, **_beside(own["params"], owned)}
         for group, own in zip(packed["param_groups"], owned.groups, strict=True)
@@ -143,6 +151,8 @@ def read(
     owned.homes.wait()
     saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
     options = owned.options
+    for group in saved.groups:
+        group.update({name: text_of(group[name]) for name in ("contract",) if name in group})
     ours = all("contract" in group for group in saved.groups)
     groups = [
         _group(own, owned.groups[index], options, _step(saved, options, index), index)

@@ -21,8 +21,8 @@ from megaopt.state import state_name
 MASTERS_KEPT = "masters"
 """In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
 
-ROOM, LENGTHS = 512, 4093
-"""Of FORMATS as bytes: room for the text; and how many lengths there are, the digest's modulus."""
+ROOM, LENGTHS = 64, 4093
+"""Of a contract as bytes: room for its name; and how many lengths there are."""
 
 
 def check_formats(
@@ -48,17 +48,24 @@ def mark_of(owned: Owned) -> str:
     return f"{owned.options.formats_mark}, {MASTERS_KEPT}={owned.wants_masters}"
 
 
-def sized_mark(owned: Owned, device: torch.device) -> torch.Tensor | str:
-    """The mark as uint8 of shape (length,), the length that of its formats; text without room.
+def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
+    """The contract's name as uint8 of shape (length,), the length that of the state's meaning.
 
     Before it writes anything, torch.distributed.checkpoint.load compares the sizes of tensors, but
     neither their dtypes nor text: so it refuses other formats while the state is as it was. Lengths
-    of different formats are seldom the same (1 of 4,093), and then the load itself refuses them.
+    of different formats are seldom the same (1 of 4,093), and other planners may pass over them:
+    the load itself compares texts then.
     """
-    text, digest = mark_of(owned).encode(), zlib.crc32(_meaning_of(owned).encode())
-    if len(text) > ROOM:
-        return text.decode()
-    return torch.tensor([*text.ljust(ROOM + digest % LENGTHS, b"\0")], dtype=torch.uint8).to(device)
+    length = ROOM + zlib.crc32(_meaning_of(owned).encode()) % LENGTHS
+    text = owned.options.contract.encode().ljust(length, b"\0")
+    return torch.tensor([*text], dtype=torch.uint8).to(device)
+
+
+def text_of(value: Any) -> Any:
+    """The text of bytes in a tensor; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
+        return value
+    return bytes(value.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def _meaning_of(owned: Owned) -> str:
@@ -139,8 +146,6 @@ def _names_of(mark: Any, where: str) -> dict[str, str]:
     """The formats' names by slot."""
     if mark is None:
         return {}
-    if isinstance(mark, torch.Tensor) and mark.dtype == torch.uint8:
-        mark = bytes(mark.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
     parts = [each.split("=", 1) for each in mark.split(", ")] if isinstance(mark, str) else [[]]
     if not all(len(part) == 2 for part in parts):
         refuse(f"{where}: {FORMATS!r} of the state dict", "as in 'exp_avg=float32, ...'", mark)

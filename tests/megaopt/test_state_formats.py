@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,10 @@ import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits
 from runs import BF16, FP16, FP32, assert_same, snapshot, through_a_file, train, values
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megaopt import FusedAdam, FusedSGD
 from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
-from megaopt.state_formats import sized_mark
+from megaopt.state_formats import sized_contract, text_of
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -134,28 +136,40 @@ def test_a_load_keeps_all_values_or_names_both_formats(role, saved, own):
     assert_same(snapshot(target), before)
 
 
-def through_a_checkpoint(saved, wanted, folder, partial):
-    """partial: what the checkpoint lacks (the seed of who draws now) stays as it is."""
+class PassesOver(DefaultLoadPlanner):
+    """As planners of other libraries: tensors of another size stay as they are."""
+
+    def create_local_plan(self):
+        saved, kept = self.metadata.state_dict_metadata, {}
+        for name, own in self.state_dict.items():
+            size = getattr(saved.get(name), "size", None)
+            if size is None or not isinstance(own, torch.Tensor) or size == own.size():
+                kept[name] = own
+        return create_default_local_load_plan(kept, self.metadata, not self.allow_partial_load)
+
+
+def planner_of(way, partial):
+    kind = PassesOver if way == "passes over sizes" else DefaultLoadPlanner
+    return kind(allow_partial_load=partial)
+
+
+def through_a_checkpoint(saved, wanted, folder, planner):
+    """planner: by allow_partial_load what a checkpoint lacks (the seed of who draws now) stays."""
     dcp.save({"optimizer": saved}, checkpoint_id=folder, no_dist=True)
     found = {"optimizer": wanted}
-    planner = DefaultLoadPlanner(allow_partial_load=partial)
     dcp.load(found, checkpoint_id=folder, planner=planner, no_dist=True)
     return found["optimizer"]
 
 
 def in_text(found):
-    """What torch gets of an optimizer, with formats as older versions named them."""
+    """What torch gets of an optimizer, with contracts as older versions named them."""
     if isinstance(found, list):
         return [in_text(each) for each in found]
     if not isinstance(found, dict):
         return found
     own = {name: in_text(value) for name, value in found.items()}
-    marks = [name for name in own if str(name).endswith("state_formats")]
+    marks = [name for name in own if str(name).endswith("contract")]
     return {**own, **{name: text_of(own[name]) for name in marks}}
-
-
-def text_of(mark):
-    return bytes(mark.tolist()).rstrip(b"\0").decode()
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.10's
@@ -178,13 +192,13 @@ def text_of(mark):
     ],
 )
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
-@pytest.mark.parametrize("older", [False, True], ids=["", "of an older version"])
+@pytest.mark.parametrize("way", ["", "an older version", "passes over sizes"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, older, tmp_path):
+def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, way, tmp_path):
     """torch.distributed.checkpoint casts what it reads to the dtypes of the state that is there.
 
-    It refuses other formats before it reads; those that an older version named by a text, the
-    load does afterwards.
+    It refuses other formats before it reads; those of older versions, and whatever a planner takes
+    in spite of their size, the load refuses afterwards.
     """
     dtype, options = ROLES[role][1], FLAT if flat else StateDictOptions()
     (model, source), (other, target) = made(role, saved, dtype), made(role, own, dtype)
@@ -193,15 +207,16 @@ def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, older, tmp_pat
     with torch.no_grad():
         other.weight.copy_(model.weight)
     kept = get_optimizer_state_dict(model, source, options=options)
-    kept = in_text(kept) if older else kept
+    kept = in_text(kept) if way == "an older version" else kept
     wanted, before = get_optimizer_state_dict(other, target, options=options), snapshot(target)
     same = family(saved) == family(own)
-    if not same and not older:
-        with pytest.raises(CheckpointException, match=r"Size mismatch .*state_formats"):
-            through_a_checkpoint(kept, wanted, tmp_path, partial=True)
+    planner = planner_of(way, partial=same or not way)
+    if not same and not way:
+        with pytest.raises(CheckpointException, match=r"Size mismatch .*contract"):
+            through_a_checkpoint(kept, wanted, tmp_path, planner)
         assert_same(snapshot(target), before)
         return
-    found = through_a_checkpoint(kept, wanted, tmp_path, partial=same)
+    found = through_a_checkpoint(kept, wanted, tmp_path, planner)
     if same:
         set_optimizer_state_dict(other, target, found, options=options)
         assert_same_bits(state_of(role, other, target), state_of(role, model, source))
@@ -299,13 +314,13 @@ def test_formats_of_other_values_have_other_sizes(masters):
             sizes[mark.numel()] = sizes.get(mark.numel(), pair)
             assert sizes[mark.numel()] == pair
             pairs.add(pair)
-            assert text_of(mark).startswith(f"exp_avg={one.name}, exp_avg_sq={other.name}, ")
+            assert text_of(mark) == "ieee"
     assert len(sizes) == len(pairs) > 20
 
 
 def mark_in_torchs_form(weights=BF16, **options):
     optimizer = FusedAdam([torch.nn.Parameter(values((33, 128), 1, weights))], **options)
-    return sized_mark(optimizer._owned, torch.device("cpu"))
+    return sized_contract(optimizer._owned, torch.device("cpu"))
 
 
 def test_masters_that_no_weight_has_make_no_size():
@@ -320,37 +335,25 @@ def test_what_else_a_load_refuses_has_another_size(other):
     assert mark_in_torchs_form(**other).numel() != mark_in_torchs_form().numel()
 
 
-def test_a_mark_without_room_is_text():
-    form = replace(OWN["tenths"], name="t" * 512)
-    MOMENTS.add(form)
-    try:
-        mark = mark_in_torchs_form(exp_avg_dtype=form.name)
-    finally:
-        del MOMENTS[form.name]
-    assert mark.startswith(f"exp_avg={form.name}, ")
-
-
 def test_state_dicts_for_others_have_text():
     """What users save themselves stays as it was."""
     model, optimizer = made("exp_avg_sq", "bfloat16", BF16)
     train(optimizer, 1)
     (group,) = optimizer.state_dict()["param_groups"]
-    assert group["state_formats"] == "exp_avg=float32, exp_avg_sq=bfloat16, " + REST
+    assert group["contract"] == "ieee"
     (group,) = get_optimizer_state_dict(model, optimizer)["param_groups"]
-    assert text_of(group["state_formats"]) == "exp_avg=float32, exp_avg_sq=bfloat16, " + REST
-    assert optimizer.param_groups[0]["state_formats"].startswith("exp_avg=float32, ")
+    assert text_of(group["contract"]) == "ieee"
+    assert optimizer.param_groups[0]["contract"] == "ieee"
 
-
-REST = "master=float32, masters=False"
 
 # --- whether there are masters
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
 @pytest.mark.parametrize("saved", [True, False], ids=["left out", "missing"])
-@pytest.mark.parametrize("older", [False, True], ids=["", "of an older version"])
+@pytest.mark.parametrize("way", ["", "an older version", "passes over sizes"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_checkpoints_leave_no_master_out(saved, flat, older, tmp_path):
+def test_torchs_checkpoints_leave_no_master_out(saved, flat, way, tmp_path):
     """torch reads what the optimizer has; with allow_partial_load it keeps what nobody saved."""
     options, runs = FLAT if flat else StateDictOptions(), []
     for has_masters in (saved, not saved):
@@ -359,13 +362,15 @@ def test_torchs_checkpoints_leave_no_master_out(saved, flat, older, tmp_path):
         train(runs[-1][1], 2)
     kept, wanted = (get_optimizer_state_dict(*run, options=options) for run in runs)
     before = snapshot(runs[1][1])
-    if not older:
-        with pytest.raises(CheckpointException, match=r"Size mismatch .*state_formats"):
-            through_a_checkpoint(kept, wanted, tmp_path, partial=True)
+    planner = planner_of(way, partial=True)
+    kept = in_text(kept) if way == "an older version" else kept
+    if not way:
+        with pytest.raises(CheckpointException, match=r"Size mismatch .*contract"):
+            through_a_checkpoint(kept, wanted, tmp_path, planner)
         assert_same(snapshot(runs[1][1]), before)
         return
     wanted = copy.deepcopy(wanted)
-    found = through_a_checkpoint(in_text(kept), wanted, tmp_path, partial=True)
+    found = through_a_checkpoint(kept, wanted, tmp_path, planner)
     message = f"masters of the state dict must be this optimizer's, {not saved}, got '{saved}'"
     with pytest.raises(ValueError, match=f"parameter 0 of group 0: {message}"):
         set_optimizer_state_dict(*runs[1], found, options=options)

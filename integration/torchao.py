@@ -242,8 +242,9 @@ class Adam8bit(_Base):
     """torchao's Adam8bit: megaopt.FusedAdam with L2 weight decay and 8-bit moments in blocks.
 
     The codes are not torchao's dynamic ones: "block_e4m3" for exp_avg, "block_e5m3" for exp_avg_sq,
-    with scales that are powers of two. Of parameters with fewer than 4,096 elements, 65,536 in one
-    dimension, moments are fp32; torchao's are of the weight's dtype.
+    with scales that are powers of two. By the row rule moments of parameters whose rows are whole
+    blocks are in blocks, of DTensors too; others, and those of fewer than 4,096 elements, 65,536 in
+    one dimension, are fp32; torchao's are of the weight's dtype.
     """
 
     def __init__(
@@ -328,8 +329,9 @@ class Adam4bit(_Base):
     """torchao's Adam4bit: megaopt.FusedAdam with L2 weight decay and 4-bit moments in blocks.
 
     The codes are not torchao's: "block32_e3m0" for exp_avg, "block32_e4m0" for exp_avg_sq, with
-    scales that are powers of two. Of parameters whose last dimension is no multiple of 32, or with
-    fewer than 4,096 elements, 65,536 in one dimension, moments are fp32.
+    scales that are powers of two. By the row rule moments of parameters whose rows are whole blocks
+    are in blocks, of DTensors too; here the last dimension has to be a multiple of 32. Others, and
+    those of fewer than 4,096 elements, 65,536 in one dimension, are fp32.
     """
 
     _is_4_bits = True

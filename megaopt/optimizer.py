@@ -35,7 +35,7 @@ from megaopt.owned import Owned
 from megaopt.ownership import commit, refreshed
 from megaopt.params.dtensor import locals_of
 from megaopt.preparations import Preparations, is_skipped, requested
-from megaopt.probing import is_probe
+from megaopt.probing import is_asked_by_torch, is_probe
 from megaopt.state import MASTER, picklable
 from megaopt.state_access import set_scaled, unscaled
 from megaopt.writes import ExternalWrites
@@ -436,10 +436,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         Every group also names the contract and adam_w_mode, so that a load can refuse another.
         "not_made" says what states that are not complete lack, "written" which weights were written
         since the last step. torch's own optimizers load what to_torch_state_dict gives, not this.
+        To get_optimizer_state_dict of torch.distributed.checkpoint a group names the contract by a
+        tensor whose size goes by the formats: load compares sizes before it writes into the state.
         Raises ValueError where ranks differed in the last step, which then left it out.
         """
         self._hear()
-        return state_dicts.mark(super().state_dict(), self._owned, self._writes.versions)
+        packed, sized = super().state_dict(), is_asked_by_torch()
+        return state_dicts.mark(packed, self._owned, self._writes.versions, sized)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

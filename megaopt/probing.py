@@ -1,16 +1,30 @@
 """How torch.distributed.checkpoint asks an optimizer which states it would have.
 
-It gives every parameter a gradient of 0, sets lr to 0, and steps; then it loads into the states.
+It gives every parameter a gradient of 0, sets lr to 0, and steps; then it takes the state dict, and
+loads into the states.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 from megaopt.kernels.step.watch import grads_of
 from megaopt.owned import Owned
 from megaopt.ranks import is_zero, on_any_rank
+
+ASKS = "torch.distributed.checkpoint.state_dict"
+"""The module of get_optimizer_state_dict, which says nowhere else that it asks."""
+
+
+def is_asked_by_torch() -> bool:
+    """Whether get_optimizer_state_dict, or the like, is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != ASKS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:

@@ -42,7 +42,14 @@ from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.params.view import SCALE, STEP
 from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
-from megaopt.state_formats import check_formats, check_masters, in_our_blocks, mark_of
+from megaopt.state_formats import (
+    check_formats,
+    check_masters,
+    in_our_blocks,
+    mark_of,
+    sized_contract,
+    text_of,
+)
 from megaopt.step_counts import new_count
 
 if TYPE_CHECKING:
@@ -80,12 +87,16 @@ class Loaded:
     """Places of parameters whose weights were written before the state dict was made."""
 
 
-def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, Any]:
+def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) -> dict[str, Any]:
     """Adds to a state dict what a load compares; leaves out masters that are none.
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None.
 
-    versions: of the weights, as the last step left them.
+    Args:
+        packed: as torch.optim.Optimizer gives it.
+        owned: the optimizer's.
+        versions: of the weights, as the last step left them.
+        sized: contracts are tensors, whose sizes torch compares before it loads.
     """
     owned.homes.wait()
     state = {
@@ -100,6 +111,8 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, 
         if not all(name in own for name in names):
             not_made[key] = [name for name in names if name not in own]
     marks = {**owned.options.marks, FORMATS: mark_of(owned)}
+    if sized:
+        marks["contract"] = sized_contract(owned, _device_of(state, owned))
     groups = [
         {**group, **marks, **_beside(own["params"], owned)}
         for group, own in zip(packed["param_groups"], owned.groups, strict=True)
@@ -107,6 +120,12 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions) -> dict[str, 
     written = [keys[place] for place in versions.moved_anywhere()]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
+
+
+def _device_of(state: dict[Any, State], owned: Owned) -> torch.device:
+    """Where the state's tensors are: torch wants all tensors of a full state dict on one device."""
+    tensors = (t for own in state.values() for n, t in own.items() if n != STEP)
+    return next((t.device for t in tensors if isinstance(t, torch.Tensor)), owned.device)
 
 
 def _beside(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
@@ -132,6 +151,8 @@ def read(
     owned.homes.wait()
     saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
     options = owned.options
+    for group in saved.groups:
+        group.update({name: text_of(group[name]) for name in ("contract",) if name in group})
     ours = all("contract" in group for group in saved.groups)
     groups = [
         _group(own, owned.groups[index], options, _step(saved, options, index), index)

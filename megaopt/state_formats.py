@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megaopt.checks import refuse
-from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
-from megaopt.options import BLOCKS, FORMATS
+from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, NONE, Format
+from megaopt.options import BLOCKS, FORMATS, VARIANTS
 from megaopt.owned import Owned
 from megaopt.params import ParamView
 from megaopt.params.view import FEWEST_IN_ROWS, SCALE
@@ -19,6 +20,9 @@ from megaopt.state import state_name
 
 MASTERS_KEPT = "masters"
 """In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
+
+ROOM, LENGTHS = 64, 4093
+"""Of a contract as bytes: room for its name; and how many lengths there are."""
 
 
 def check_formats(
@@ -42,6 +46,42 @@ def check_formats(
 def mark_of(owned: Owned) -> str:
     """What a state dict's groups say under FORMATS: formats, and whether weights have masters."""
     return f"{owned.options.formats_mark}, {MASTERS_KEPT}={owned.wants_masters}"
+
+
+def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
+    """The contract's name as uint8 of shape (length,), the length that of the state's meaning.
+
+    Before it writes anything, torch.distributed.checkpoint.load compares the sizes of tensors, but
+    neither their dtypes nor text: so it refuses other formats while the state is as it was. Lengths
+    of different formats are seldom the same (1 of 4,093), and other planners may pass over them:
+    the load itself compares texts then.
+    """
+    length = ROOM + zlib.crc32(_meaning_of(owned).encode()) % LENGTHS
+    text = owned.options.contract.encode().ljust(length, b"\0")
+    return torch.tensor([*text], dtype=torch.uint8).to(device)
+
+
+def text_of(value: Any) -> Any:
+    """The text of bytes in a tensor; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
+        return value
+    return bytes(value.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _meaning_of(owned: Owned) -> str:
+    """What a state's numbers mean; a load takes no state of another meaning."""
+    options, moments = owned.options, owned.rule.moments
+    found = {name: _first_like(options.moment_format(name), MOMENTS) for name in moments}
+    keys = {(view.param.dtype, view.code_dtype) for view in owned.views}
+    if any(options.master_format(dtype, True, code).present for dtype, code in keys):
+        own = MASTERS[options.format_names["master"]]
+        found["master"] = _first_like(own, MASTERS) if owned.wants_masters else NONE.name
+    return repr([found, options.marks, [getattr(options, name, False) for name in VARIANTS]])
+
+
+def _first_like(form: Format, table: Mapping[Any, Format]) -> str:
+    """The first format that reads the same values, whichever way it rounds."""
+    return next((own.name for own in table.values() if own.reads_as(form)), form.name)
 
 
 def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
@@ -72,24 +112,28 @@ def in_our_blocks(
         return found
     for name, held in zip(formats.moment_names, formats.moments, strict=True):
         asked = MOMENTS.get(saved.get(name)) or owned.options.moment_format(name)
-        code, scale = state.get(name), name + SCALE
-        if not asked.block or held.block or not _had_blocks(asked, view):
-            continue
-        shape = view.state_shape(name)
-        if not isinstance(code, torch.Tensor) or not isinstance(state.get(scale), torch.Tensor):
-            if code is not None:
-                raise ValueError(
-                    f"{where}: {name!r} of the state dict must be {asked.name!r} with scales, as "
-                    "an older version kept it in plain tensors, got none: load what "
-                    "optimizer.state_dict() gave there, not through "
-                    "torch.distributed.checkpoint"
-                )
-            continue
-        codes = (code.dtype, tuple(code.shape), state[scale].dtype, state[scale].numel())
-        count = -(-math.prod(shape) // asked.block)
-        if codes == (asked.dtype, asked.stored_shape(shape), torch.uint8, count):
-            found[name] = decoded_blocks(asked, code, found.pop(scale), shape, 0)
+        if asked.block and not held.block and _had_blocks(asked, view):
+            _take_out_of_blocks(found, name, asked, view, where)
     return found
+
+
+def _take_out_of_blocks(
+    state: dict[str, Any], name: str, form: Format, view: ParamView, where: str
+) -> None:
+    """Puts fp32 values in the place of an older version's codes and scales; others stay."""
+    code, scale, shape = state.get(name), state.get(name + SCALE), view.state_shape(name)
+    if code is None:
+        return
+    if not isinstance(code, torch.Tensor) or not isinstance(scale, torch.Tensor):
+        raise ValueError(
+            f"{where}: {name!r} of the state dict must be {form.name!r} with scales, as an older "
+            "version kept it in plain tensors, got none: load what optimizer.state_dict() gave "
+            "there, not through torch.distributed.checkpoint"
+        )
+    found = (code.dtype, tuple(code.shape), scale.dtype, scale.numel())
+    count = -(-math.prod(shape) // form.block)
+    if found == (form.dtype, form.stored_shape(shape), torch.uint8, count):
+        state[name] = decoded_blocks(form, code, state.pop(name + SCALE), shape, 0)
 
 
 def _had_blocks(form: Format, view: ParamView) -> bool:

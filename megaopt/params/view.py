@@ -100,8 +100,9 @@ class ParamView:
     def keeps_blocks(self, form: Format) -> bool:
         """Whether its moments may be in a format of blocks; small ones stay fp32.
 
-        No block goes from one row, all elements of an index of the first dimension, into the next,
-        so that ranks may split rows; of packed codes the last dimension has to be of whole blocks.
+        The row rule: no block goes from one row, all elements of an index of the first dimension,
+        into the next, so that ranks may split rows: rows that are no whole blocks stay fp32. Of
+        packed codes the last dimension has to be of whole blocks.
         The whole parameter's shape decides, so that it is so on all ranks, however many they are.
         Only flat parts (Megatron's shards) have blocks of a parameter that is flat, too.
         """

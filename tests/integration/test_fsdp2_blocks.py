@@ -185,17 +185,3 @@ def test_plain_and_sharded_checkpoints_are_the_same(on_ranks, tmp_path, kind, fl
     folder = str(tmp_path / "sharded")
     on_ranks(2, fsdp2_blocks.save, options, 2, folder, flat, MIXED)
     assert_same(fsdp2_blocks.load(options, folder, flat, MIXED), expected)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("worlds", [(None, 2), (2, None), (2, 3), (None, None)], ids=str)
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-def test_masters_are_not_left_out_in_silence(on_ranks, tmp_path, worlds, flat):
-    def on(world, what, *given):  # a world of None: no ranks
-        return [what(*given)] if world is None else on_ranks(world, what, *given)
-
-    without = {**HYPER, "weights": BF16}
-    folder = str(tmp_path / "checkpoint")
-    on(worlds[0], fsdp2_blocks.save, {**without, **MASTER}, 2, folder, flat)
-    for said in on(worlds[1], fsdp2_blocks.load, without, folder, flat):
-        assert re.search("parameter 0 of group 0: masters .* False.*got 'True'", str(said)), said

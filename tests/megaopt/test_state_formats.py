@@ -1,5 +1,6 @@
 """Codes in a state dict are never read in another format than the one they were saved in."""
 
+import contextlib
 import copy
 import itertools
 
@@ -8,7 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits
 from runs import BF16, FP16, FP32, assert_same, snapshot, through_a_file, train, values
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -17,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megaopt import FusedAdam, FusedSGD
 from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
+from megaopt.state_formats import sized_contract, text_of
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -130,13 +136,40 @@ def test_a_load_keeps_all_values_or_names_both_formats(role, saved, own):
     assert_same(snapshot(target), before)
 
 
-def through_a_checkpoint(saved, wanted, folder, partial):
-    """partial: what the checkpoint lacks (the seed of who draws now) stays as it is."""
+class PassesOver(DefaultLoadPlanner):
+    """As planners of other libraries: tensors of another size stay as they are."""
+
+    def create_local_plan(self):
+        saved, kept = self.metadata.state_dict_metadata, {}
+        for name, own in self.state_dict.items():
+            size = getattr(saved.get(name), "size", None)
+            if size is None or not isinstance(own, torch.Tensor) or size == own.size():
+                kept[name] = own
+        return create_default_local_load_plan(kept, self.metadata, not self.allow_partial_load)
+
+
+def planner_of(way, partial):
+    kind = PassesOver if way == "passes over sizes" else DefaultLoadPlanner
+    return kind(allow_partial_load=partial)
+
+
+def through_a_checkpoint(saved, wanted, folder, planner):
+    """planner: by allow_partial_load what a checkpoint lacks (the seed of who draws now) stays."""
     dcp.save({"optimizer": saved}, checkpoint_id=folder, no_dist=True)
     found = {"optimizer": wanted}
-    planner = DefaultLoadPlanner(allow_partial_load=partial)
     dcp.load(found, checkpoint_id=folder, planner=planner, no_dist=True)
     return found["optimizer"]
+
+
+def in_text(found):
+    """What torch gets of an optimizer, with contracts as older versions named them."""
+    if isinstance(found, list):
+        return [in_text(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    own = {name: in_text(value) for name, value in found.items()}
+    marks = [name for name in own if str(name).endswith("contract")]
+    return {**own, **{name: text_of(own[name]) for name in marks}}
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.10's
@@ -159,9 +192,14 @@ def through_a_checkpoint(saved, wanted, folder, partial):
     ],
 )
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
+@pytest.mark.parametrize("way", ["", "an older version", "passes over sizes"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, tmp_path):
-    """torch.distributed.checkpoint casts what it reads to the dtypes of the state that is there."""
+def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, way, tmp_path):
+    """torch.distributed.checkpoint casts what it reads to the dtypes of the state that is there.
+
+    It refuses other formats before it reads; those of older versions, and whatever a planner takes
+    in spite of their size, the load refuses afterwards.
+    """
     dtype, options = ROLES[role][1], FLAT if flat else StateDictOptions()
     (model, source), (other, target) = made(role, saved, dtype), made(role, own, dtype)
     train(source, 3)
@@ -169,9 +207,16 @@ def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, tmp_path):
     with torch.no_grad():
         other.weight.copy_(model.weight)
     kept = get_optimizer_state_dict(model, source, options=options)
-    wanted = copy.deepcopy(get_optimizer_state_dict(other, target, options=options))
+    kept = in_text(kept) if way == "an older version" else kept
+    wanted, before = get_optimizer_state_dict(other, target, options=options), snapshot(target)
     same = family(saved) == family(own)
-    found = through_a_checkpoint(kept, wanted, tmp_path, partial=same)
+    planner = planner_of(way, partial=same or not way)
+    if not same and not way:
+        with pytest.raises(CheckpointException, match=r"Size mismatch .*contract"):
+            through_a_checkpoint(kept, wanted, tmp_path, planner)
+        assert_same(snapshot(target), before)
+        return
+    found = through_a_checkpoint(kept, wanted, tmp_path, planner)
     if same:
         set_optimizer_state_dict(other, target, found, options=options)
         assert_same_bits(state_of(role, other, target), state_of(role, model, source))
@@ -254,13 +299,61 @@ def test_weights_may_be_rounded_in_another_way_after_a_load(saved, own):
     assert_same(snapshot(target)["states"], snapshot(source)["states"])
 
 
+# --- what torch compares before it loads
+
+
+@pytest.mark.parametrize("masters", [None, True])
+def test_formats_of_other_values_have_other_sizes(masters):
+    """Of the shipped ones; those that differ in rounding alone have one size."""
+    sizes, pairs = {}, set()
+    for one, other in itertools.product(SHIPPED, SHIPPED):
+        with contextlib.suppress(ValueError):  # without a sign, or with one
+            dtypes = {"exp_avg_dtype": one.name, "exp_avg_sq_dtype": other.name}
+            mark = mark_in_torchs_form(master_weights=masters, **dtypes)
+            pair = family(one.name), family(other.name)
+            sizes[mark.numel()] = sizes.get(mark.numel(), pair)
+            assert sizes[mark.numel()] == pair
+            pairs.add(pair)
+            assert text_of(mark) == "ieee"
+    assert len(sizes) == len(pairs) > 20
+
+
+def mark_in_torchs_form(weights=BF16, **options):
+    optimizer = FusedAdam([torch.nn.Parameter(values((33, 128), 1, weights))], **options)
+    return sized_contract(optimizer._owned, torch.device("cpu"))
+
+
+def test_masters_that_no_weight_has_make_no_size():
+    """As fp32 weights, with which either option loads."""
+    ways = [{}, {"master_weights": True}, {"dtype": FP32}]
+    assert len({mark_in_torchs_form(FP32, **way).numel() for way in ways}) == 1
+    assert len({mark_in_torchs_form(BF16, **way).numel() for way in ways}) == 2
+
+
+@pytest.mark.parametrize("other", [{"adam_w_mode": False}, {"amsgrad": True}, {"maximize": True}])
+def test_what_else_a_load_refuses_has_another_size(other):
+    assert mark_in_torchs_form(**other).numel() != mark_in_torchs_form().numel()
+
+
+def test_state_dicts_for_others_have_text():
+    """What users save themselves stays as it was."""
+    model, optimizer = made("exp_avg_sq", "bfloat16", BF16)
+    train(optimizer, 1)
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert group["contract"] == "ieee"
+    (group,) = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    assert text_of(group["contract"]) == "ieee"
+    assert optimizer.param_groups[0]["contract"] == "ieee"
+
+
 # --- whether there are masters
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
 @pytest.mark.parametrize("saved", [True, False], ids=["left out", "missing"])
+@pytest.mark.parametrize("way", ["", "an older version", "passes over sizes"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_checkpoints_leave_no_master_out(saved, flat, tmp_path):
+def test_torchs_checkpoints_leave_no_master_out(saved, flat, way, tmp_path):
     """torch reads what the optimizer has; with allow_partial_load it keeps what nobody saved."""
     options, runs = FLAT if flat else StateDictOptions(), []
     for has_masters in (saved, not saved):
@@ -268,8 +361,16 @@ def test_torchs_checkpoints_leave_no_master_out(saved, flat, tmp_path):
         runs.append((model, FusedAdam(model.parameters(), master_weights=has_masters or None)))
         train(runs[-1][1], 2)
     kept, wanted = (get_optimizer_state_dict(*run, options=options) for run in runs)
-    found = through_a_checkpoint(kept, copy.deepcopy(wanted), tmp_path, partial=True)
     before = snapshot(runs[1][1])
+    planner = planner_of(way, partial=True)
+    kept = in_text(kept) if way == "an older version" else kept
+    if not way:
+        with pytest.raises(CheckpointException, match=r"Size mismatch .*contract"):
+            through_a_checkpoint(kept, wanted, tmp_path, planner)
+        assert_same(snapshot(runs[1][1]), before)
+        return
+    wanted = copy.deepcopy(wanted)
+    found = through_a_checkpoint(kept, wanted, tmp_path, planner)
     message = f"masters of the state dict must be this optimizer's, {not saved}, got '{saved}'"
     with pytest.raises(ValueError, match=f"parameter 0 of group 0: {message}"):
         set_optimizer_state_dict(*runs[1], found, options=options)

@@ -1,0 +1,82 @@
+"""Checkpoints of other formats: refused before anything is written, or changed into one's own."""
+
+import re
+
+import fsdp2_formats
+import pytest
+from fsdp2_blocks import BLOCKS, SHAPES
+from runs import BF16, MASTER, REMAINDERS, assert_same
+
+HYPER = {"lr": 0.01, "weight_decay": 0.1, "weights": BF16}
+KINDS = {
+    "fp32": {},
+    "bf16": {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+    "blocks": BLOCKS,
+    "blocks of 64": {"exp_avg_dtype": "block64_e4m3", "exp_avg_sq_dtype": "block64_e5m3"},
+    "4 bits": {"exp_avg_dtype": "block32_e3m0", "exp_avg_sq_dtype": "block32_e4m0"},
+    "masters": MASTER,
+    "remainders": REMAINDERS,
+    "24 bits": {"master_weights": True, "master_weight_dtype": "remainder8"},
+}
+KINDS = {name: {**HYPER, **options} for name, options in KINDS.items()}
+WORLDS = [(None, 2), (2, None), (2, 3), (None, None)]  # of None: a process without ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def on(on_ranks):
+    def run(world, what, *given):
+        return [what(*given)] if world is None else on_ranks(world, what, *given)
+
+    return run
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ("fp32", "blocks"),
+        ("blocks", "fp32"),
+        ("blocks", "blocks of 64"),
+        ("blocks", "4 bits"),
+        ("fp32", "bf16"),
+        ("masters", "fp32"),
+        ("fp32", "remainders"),
+        ("remainders", "masters"),
+        ("masters", "24 bits"),
+    ],
+)
+@pytest.mark.thirds
+def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat):
+    """Also with what is missing left out: the run goes on with the bits of one that did not try."""
+    folder, options = str(tmp_path / "checkpoint"), KINDS[own]
+    on(worlds[0], fsdp2_formats.save, KINDS[saved], folder, flat)
+    (expected, *_) = on(worlds[1], fsdp2_formats.goes_on, options)
+    for partial in (False, True):
+        load = (fsdp2_formats.goes_on_after_a_load, options, folder, flat, partial)
+        for said, found in on(worlds[1], *load):
+            assert re.search("Size mismatch|Missing key", said), said
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("worlds", WORLDS[:3], ids=str)
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ("fp32", "blocks"),
+        ("blocks", "fp32"),
+        ("blocks", "4 bits"),
+        ("masters", "24 bits"),
+    ],
+)
+def test_states_are_changed_into_other_formats(on, tmp_path, saved, own, worlds):
+    """Read, split anew and stored again: the bits of one process that saved nothing."""
+    folder, (saved, own) = str(tmp_path / "checkpoint"), (KINDS[saved], KINDS[own])
+    on(worlds[0], fsdp2_formats.save, saved, folder, True)
+    model, optimizer = fsdp2_formats.build(saved, shapes=SHAPES)
+    fsdp2_formats.train(model, optimizer, 2)
+    expected = fsdp2_formats.into(own, model, optimizer, 2)
+    for found in on(worlds[1], fsdp2_formats.changed, saved, own, folder, True, 2):
+        assert_same(found, expected)

@@ -118,7 +118,7 @@ class AdamThenCast:
         if plain := [p for p in parameters if not is_float8(p)]:
             options |= {"use_decoupled_grad": use_decoupled_grad, "master_weights": True}
             self.adams.append(_fused_adam(plain, **options))
-        self.group = one_rank_group("nccl")
+        one_rank_group("nccl")  # started now, outside measured steps
 
     @property
     def state(self) -> dict[Parameter, dict[str, Any]]:
@@ -137,7 +137,7 @@ class AdamThenCast:
             adam.step()
         cast = importlib.import_module("transformer_engine.pytorch.tensor.utils")
         flat = [master.detach().view(-1) for master in self.masters]
-        cast.quantize_master_weights(self.weights, flat, [0] * len(flat), self.group)
+        cast.quantize_master_weights(self.weights, flat, [0] * len(flat), one_rank_group("nccl"))
         _move_scales([weight for weight in self.weights if weight.amax_history is not None])
 
 
@@ -165,7 +165,9 @@ def _move_scales(weights: Sequence[Any]) -> None:
 def one_rank_group(backend: str) -> Any:
     """Return the process group, started with this process alone where there is none yet.
 
-    quantize_master_weights puts amaxes together in one, a single rank's too.
+    quantize_master_weights puts amaxes together in one, a single rank's too. Keep no reference to
+    it: a group that somebody holds when Python ends is taken down without its threads having
+    finished, which can abort the process.
     """
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch's documentation has it there

@@ -1,0 +1,59 @@
+"""Runs the tests marked gpu in several processes, and writes what came of them as a record.
+
+python tools/gpu_suite.py RECORD [options of pytest]
+"""
+
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from device_figures import Record
+
+COMMAND = ("pytest", "-m", "gpu and not slow", "-p", "no:benchmark", "-q", "-rsf")
+COMMAND += ("-n", "16", "--dist", "load", "--maxschedchunk", "2", "--durations", "40")
+LONG = ("tests/integration/test_megatron_gpu.py", "tests/megaopt/commands")
+"""What takes longest begins first."""
+LIBRARIES = ("transformer_engine", "apex", "flashoptim", "torchao", "bitsandbytes", "megatron-core")
+
+
+def main(out: Path, options: list[str]) -> int:
+    """Runs them; pytest's own status."""
+    report, record = out.with_suffix(".xml"), Record(out)
+    command = [*COMMAND, *options, *LONG, "tests"]
+    status = subprocess.run([*command, "--junitxml", str(report)], check=False).returncode
+    record.found |= {"command": " ".join(command), "libraries": {n: version(n) for n in LIBRARIES}}
+    record.found |= outcomes(report)
+    record.say("seconds", whole=round(record.seconds(), 1))
+    return status
+
+
+def version(library: str) -> str | None:
+    """Of an installed library."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def outcomes(report: Path) -> dict[str, Any]:
+    """Counts of pytest's JUnit report: of all, by file, and why tests were skipped."""
+    whole: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    files: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for case in ElementTree.parse(report).iter("testcase"):
+        ended = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
+        outcome = "passed" if ended is None else ended.tag
+        module = case.get("classname", "").replace(".", "/") + ".py"
+        whole[outcome] += 1
+        files[module][outcome] += 1
+        if ended is not None and outcome == "skipped":
+            skipped[ended.get("message", "")] += 1
+    return {"outcomes": whole, "skipped": skipped, "files": dict(sorted(files.items()))}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

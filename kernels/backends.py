@@ -38,24 +38,30 @@ class Plan(Protocol):
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm."""
 
+    def ready(self, scalars: Any) -> Any:
+        """Takes the memory of the step before anything is written, where `step` only launches.
+
+        Args:
+            scalars: the rule's row for each group; None where a preparation makes them.
+
+        Returns:
+            The rows, for `step`.
+        """
+
     def step(self, scalars: Any, controls: torch.Tensor | None = None) -> None:
         """One step of every tensor in the buffers that were looked at last.
 
         Args:
-            scalars: the rule's row for each group, on the host or as the backend's preparation
-                made them.
+            scalars: the rule's row for each group, on the host, as `ready` returned them, or as the
+                backend's preparation made them.
             controls: what the preparation made.
         """
 
     def cast(self) -> None:
         """After a step, and after the ranks have put their amaxes together: stores fp8 weights."""
 
-    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
-        """Delayed scaling, after `cast`: the next step's scales, from this step's amaxes.
-
-        Args:
-            histories: of each weight, fp32, (amax_history_len,).
-        """
+    def move_scales(self) -> None:
+        """Delayed scaling, after `cast`: the next step's scales, from this step's amaxes."""
 
 
 class Triton:

@@ -111,3 +111,8 @@ def is_dense(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     return value.layout == torch.strided and not value.is_nested
+
+
+def has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor lie in one place, as expand makes them."""
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))

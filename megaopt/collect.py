@@ -47,18 +47,24 @@ class StepRun:
     grads: Grads
     """Of each parameter."""
     prepared: Prepared = field(default_factory=dict)
+    ready: list[Any] = field(default_factory=list)
+    """For each batch the groups' scalars as its plan takes them."""
 
     @property
     def counted_groups(self) -> list[dict[str, Any]]:
         """The groups, and one for each count of parameters that is not their group's."""
         return [*self.owned.groups, *self.batches.counts.groups(self.owned.groups)]
 
+    def make_ready(self) -> None:
+        """Takes the memory of all launches, so that none of them fails for it after another."""
+        self.ready = [batch.plan.ready(self.rows) for batch in self.batches.batches]
+
     def launch(self) -> None:
         """Steps all batches."""
         self.batches.refresh(self.owned.groups, self.counts, self.prepared)
-        for batch in self.batches.batches:
+        for batch, rows in zip(self.batches.batches, self.ready, strict=True):
             scalars, controls = self.prepared[batch.device]
-            batch.plan.step(self.rows if scalars is None else scalars, controls)
+            batch.plan.step(rows if scalars is None else scalars, controls)
 
     def finish(self) -> None:
         """Weights become fp8 where they are kept so; all results go where they belong."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from megaopt.checks import has_shared_elements
 from megaopt.kernels.formats import GRADS
 from megaopt.kernels.step.watch import is_plain_class
-from megaopt.options import has_shared_elements
 from megaopt.params.dtensor import check_sharding, local_of
 
 

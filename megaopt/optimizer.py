@@ -170,6 +170,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._writes.take_over(owned, self.state, run.batches.weights_at())
             for batch in run.batches.fed:
                 batch.stage_inputs(run.grads, writes)
+            run.make_ready()
         except Exception:
             measures = clip_norm is not None or skips_nonfinite
             self._consensus.share_error(owned, measures, self._waits)

@@ -12,8 +12,8 @@ import torch
 from megaopt.checks import (
     COUNT,
     DECAY,
-    POSITIVE,
     Range,
+    has_shared_elements,
     is_dense,
     listed,
     number,
@@ -55,10 +55,11 @@ BESIDE = "kahan_beside"
 compensation, always bf16, is of no use beside another weight than its own."""
 
 FORMATS = "state_formats"
-BLOCKS, IN_ROWS = "blocks", "in rows"
-"""In FORMATS: no block of a moment goes from a parameter's row into the next. Not in older ones."""
 """Key of all groups: the formats of moments and masters by name, as in "exp_avg=float32,
 master=remainder16". A load compares them: dtypes do not tell all formats apart."""
+
+BLOCKS, IN_ROWS = "blocks", "in rows"
+"""In FORMATS: no block of a moment goes from a parameter's row into the next. Not in older ones."""
 
 FLAGS = (True, False)
 
@@ -446,26 +447,6 @@ def check_group_options(group: Mapping[str, Any], options: Options, where: str) 
                 f"{where}: {name} must be {own!r}, the optimizer's own argument, which holds for "
                 f"all groups, got {shown(group[name])}"
             )
-
-
-def check_clipping(clip_norm: Any, coefficient: Any) -> None:
-    """Raises ValueError for a step's arguments that are not allowed."""
-    if clip_norm is not None:
-        if isinstance(clip_norm, torch.Tensor):
-            refuse("clip_norm", "a number of the host; clip_coefficient may be a tensor", clip_norm)
-        number("clip_norm", clip_norm, POSITIVE)
-    if coefficient is None:
-        return
-    fits = is_dense(coefficient) and coefficient.dtype == torch.float32
-    if not fits or coefficient.numel() != 1:
-        refuse("clip_coefficient", "one element of torch.float32", coefficient)
-    if clip_norm is not None:
-        raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
-
-
-def has_shared_elements(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor lie in one place, as expand makes them."""
-    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def check_weight(

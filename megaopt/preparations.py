@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from megaopt.batches import Batch, Batches
+from megaopt.checks import POSITIVE, is_dense, number, refuse
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
-from megaopt.options import check_clipping
 from megaopt.owned import Owned
 from megaopt.ranks import measured
 
@@ -33,7 +33,7 @@ def requested(
         clip_norm: as `step` takes it.
         coefficient: as `step` takes it.
     """
-    check_clipping(clip_norm, coefficient)
+    _check_clipping(clip_norm, coefficient)
     found_inf = getattr(optimizer, "found_inf", None)
     return Request(
         grad_scale=getattr(optimizer, "grad_scale", None),
@@ -43,6 +43,21 @@ def requested(
         clip_norm=None if clip_norm is None else float(clip_norm),
         skip_nonfinite=skips_nonfinite,
     )
+
+
+def _check_clipping(clip_norm: Any, coefficient: Any) -> None:
+    """Raises ValueError for a step's arguments that are not allowed."""
+    if clip_norm is not None:
+        if isinstance(clip_norm, torch.Tensor):
+            refuse("clip_norm", "a number of the host; clip_coefficient may be a tensor", clip_norm)
+        number("clip_norm", clip_norm, POSITIVE)
+    if coefficient is None:
+        return
+    fits = is_dense(coefficient) and coefficient.dtype == torch.float32
+    if not fits or coefficient.numel() != 1:
+        refuse("clip_coefficient", "one element of torch.float32", coefficient)
+    if clip_norm is not None:
+        raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
 
 
 class Preparations:

@@ -101,6 +101,10 @@ class LaunchedPlan:
     def _grad(self, index: int) -> torch.Tensor:
         return self.formats.grad.decode_reference(self._buffers["grad"][index])
 
+    def ready(self, scalars: Any) -> Any:
+        """Nothing: workspaces are taken between the launches."""
+        return scalars
+
     def step(
         self,
         scalars: Sequence[tuple[float, ...]] | torch.Tensor,
@@ -115,7 +119,7 @@ class LaunchedPlan:
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""
 
-    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+    def move_scales(self) -> None:
         """Nothing: these weights have no scales."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -93,6 +94,10 @@ class LowRankReferencePlan:
         """Whether a matrix's gradient can make a first projection: basis.says_something."""
         return says_something(self._grad(index), parts, skip)
 
+    def ready(self, scalars: Any) -> Any:
+        """Nothing: a step of many calls takes memory all the time."""
+        return scalars
+
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
     ) -> None:
@@ -131,7 +136,7 @@ class LowRankReferencePlan:
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""
 
-    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+    def move_scales(self) -> None:
         """Nothing: these weights have no scales."""
 
 

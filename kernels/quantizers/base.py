@@ -129,8 +129,8 @@ class Quantizer:
     value: Any = same_value
     """The same in Triton."""
     move: Callable[..., None] | None = None
-    """Where weights keep a scale and amaxes: `move(table, (histories, scales, amaxes), recipe,
-    controls)` launches what makes the next step's scales."""
+    """Where weights keep a scale and amaxes: `move(table, recipe, controls)` launches what makes
+    the next step's scales. table: int64 [3, weights], addresses of histories, scales, amaxes."""
     move_reference: Callable[..., None] | None = None
     """`move_reference(history, scale, recipe)`, its twin, of one weight."""
 

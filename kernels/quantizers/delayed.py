@@ -5,10 +5,8 @@ The step knows the scale before its first block, so that it stores codes at once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy
 import torch
 
 from megaopt.kernels.calling import call
@@ -26,7 +24,6 @@ from megaopt.kernels.quantizers.scale import (
 from megaopt.kernels.step.blocks import store_block
 from megaopt.kernels.step.kernel import SKIP
 from megaopt.kernels.step.rows import WEIGHT_SCALE
-from megaopt.kernels.step.table import DeviceTable
 
 if TYPE_CHECKING:
     from megaopt.kernels.float8 import Float8Recipe
@@ -148,17 +145,15 @@ def move_scales_reference(
     history.copy_(new_history)
 
 
-def move_scales(
-    table: DeviceTable,
-    columns: tuple[Sequence[torch.Tensor], ...],
-    recipe: Float8Recipe,
-    controls: torch.Tensor | None,
-) -> None:
-    """Launches the kernel over weights, with their histories, scales and amaxes of this step."""
-    count, length = len(columns[0]), recipe.amax_history_len
-    if not count:
-        return
-    rows = numpy.array([[tensor.data_ptr() for tensor in column] for column in columns])
+def move_scales(table: torch.Tensor, recipe: Float8Recipe, controls: torch.Tensor | None) -> None:
+    """Launches the kernel over weights.
+
+    Args:
+        table: int64 [3, weights], addresses on the device: histories, scales, this step's amaxes.
+        recipe: with delayed scaling.
+        controls: the step's.
+    """
+    count, length = table.shape[1], recipe.amax_history_len
     options: dict[str, object] = {
         "CODE_MAX": recipe.code_max,
         "MOST_RECENT": recipe.amax_compute_algo == "most_recent",
@@ -166,7 +161,7 @@ def move_scales(
         "PADDED": 1 << (length - 1).bit_length(),
         "num_warps": 4,
     }
-    call(move_scales_kernel, count, (table.update(rows), controls, count, length), options)
+    call(move_scales_kernel, count, (table, controls, count, length), options)
 
 
 OPTIONS = ("margin", "amax_history_len", "amax_compute_algo")

@@ -61,21 +61,32 @@ class CastPlan(TritonPlan):
         if self.shared or later or (formats.in_place and not self.in_blocks):
             shapes = [self.recipe.scale_shape(torch.Size(extent[:2])) for extent in extents]
         self._scale_chunks = Chunks([math.prod(shape) for shape in shapes], SCALES, device)
-        self._buffers: Buffers = {}
-        self._moved, self._columns = DeviceTable(device), DeviceTable(device)
+        self._tables = {slots: DeviceTable(device) for slots in (MOVED, COLUMNS)}
+        self._uploaded: dict[tuple[str, ...], torch.Tensor] = {}
         self.fills = formats.cast.exact and not formats.in_place
         self._controls: torch.Tensor | None = None
         self._step_scalars = torch.empty(0, 0, dtype=torch.float32, device=device)
 
     def look(self, buffers: Buffers) -> None:
-        """Notes where the buffers lie, and keeps those that `cast` computes with."""
+        """Notes where the buffers lie, those too that come after the step."""
         super().look(buffers)
-        self._buffers = {slot: each for slot, each in buffers.items() if slot.startswith("weight_")}
+        for slots, table in self._tables.items():
+            if slots[0] in buffers:
+                self._uploaded[slots] = table.update(self._rows_of(slots, buffers))
         if self.in_blocks:
             strides = [scale_inv.stride(0) for scale_inv in buffers["weight_scale_inv"]]
             row = self._rows[table_rows.WEIGHT_SCALE_STRIDE.value]
             self.stale = self.stale or row.tolist() != strides
             row[:] = strides
+
+    def _rows_of(self, slots: Sequence[str], buffers: Buffers) -> numpy.ndarray:
+        """int64: the addresses of these buffers; for codes along columns, their sizes too."""
+        rows = [[tensor.data_ptr() for tensor in buffers[slot]] for slot in slots]
+        if slots is COLUMNS:
+            rows.append([extent.rows for extent in self.extents])
+            rows.append([extent.columns for extent in self.extents])
+            rows.append([scale_inv.stride(0) for scale_inv in buffers[slots[1]]])
+        return numpy.array(rows, numpy.int64)
 
     def step(
         self,
@@ -106,19 +117,14 @@ class CastPlan(TritonPlan):
         scales, count = self._scale_chunks, len(self.extents)
         arguments = (scales.table, self._controls, count)
         self._launch(scale_invs_kernel, scales.count, arguments, dealt_out(SCALES))
-        if "weight_columns" in self._buffers:
-            self._cast_columns()
+        if COLUMNS in self._uploaded:
+            self._cast_columns(self._uploaded[COLUMNS])
 
-    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
-        """After the ranks have put amaxes together: the next step's scales.
-
-        Args:
-            histories: of each weight that keeps a scale, fp32, (amax_history_len,).
-        """
+    def move_scales(self) -> None:
+        """After the ranks have put amaxes together: the next step's scales."""
         move = self.recipe.quantizer.move
         assert move is not None
-        columns = (histories, self._buffers["weight_scale"], self._buffers["weight_amax"])
-        move(self._moved, columns, self.recipe, self._controls)
+        move(self._uploaded[MOVED], self.recipe, self._controls)
 
     def _fill(self) -> None:
         """Before a step of values that last for it: these are made of codes."""
@@ -144,20 +150,10 @@ class CastPlan(TritonPlan):
             arguments = (self._chunks.table, self._controls, scalars, count, scalars.shape[1])
             self._launch(cast_kernel, self._chunks.count, arguments, options)
 
-    def _cast_columns(self) -> None:
+    def _cast_columns(self, table: torch.Tensor) -> None:
         """Codes along columns of whole weights that have them too, in a launch of their own."""
-        codes = self._buffers["weight_columns"]
-        scale_invs = self._buffers["weight_columns_scale_inv"]
-        rows = [
-            [tensor.data_ptr() for tensor in codes],
-            [tensor.data_ptr() for tensor in scale_invs],
-            [extent.rows for extent in self.extents],
-            [extent.columns for extent in self.extents],
-            [tensor.stride(0) for tensor in scale_invs],
-        ]
-        table, tiles = self._columns.update(numpy.array(rows, numpy.int64)), self._tiles.shape[1]
-        scalars = self._step_scalars
-        arguments = (self._tiles, table, self._controls, scalars, len(codes), tiles)
+        tiles, scalars = self._tiles.shape[1], self._step_scalars
+        arguments = (self._tiles, table, self._controls, scalars, len(self.extents), tiles)
         options = {"RULE": self.rule, "num_warps": 4}
         self._launch(cast_columns_kernel, tiles, (*arguments, scalars.shape[1]), options)
 
@@ -179,6 +175,9 @@ def dealt_out(geometry: Geometry) -> dict[str, object]:
     return {"BLOCK": geometry.block, "SPAN": geometry.span, "num_warps": geometry.warps}
 
 
+MOVED = ("weight_amax_history", "weight_scale", "weight_amax")
+COLUMNS = ("weight_columns", "weight_columns_scale_inv")
+"""Buffers of which launches after the step have tables of their own."""
 SCALES = Geometry(1024, 1)
 """How scales are dealt out where they are stored on their own."""
 # Casting alone, which few tiles need.

@@ -13,7 +13,7 @@ from megaopt.kernels.step.batch import Buffers, Extent, Formats
 from megaopt.kernels.step.draws import Place, weight_bits_reference, words_reference
 from megaopt.kernels.step.reference import ReferencePlan
 
-MOVED = ("weight_scale", "weight_amax")
+MOVED = ("weight_scale", "weight_amax", "weight_amax_history")
 """The buffers that `move_scales` computes with."""
 
 
@@ -68,16 +68,13 @@ class CastReferencePlan(ReferencePlan):
         # masters may go: some are for the step alone
         self._own = {slot: each for slot, each in self._own.items() if slot in MOVED}
 
-    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
-        """After `cast`: the next step's scales.
-
-        Args:
-            histories: of each weight that keeps a scale, fp32, (amax_history_len,).
-        """
+    def move_scales(self) -> None:
+        """After `cast`: the next step's scales."""
         move = self._recipe.quantizer.move_reference
         assert move is not None
         for index, _ in self._stepped():
-            history, own = histories[index], self._tensors(index)
+            own = self._tensors(index)
+            history = own["weight_amax_history"]
             history[:1].copy_(torch.maximum(history[:1], own["weight_amax"]))
             move(history, own["weight_scale"], self._recipe)
 

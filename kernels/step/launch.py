@@ -115,6 +115,12 @@ class TritonPlan:
         lead = self._rows[table_rows.FIRST_ELEMENT.value] % self.formats.block
         return list(numpy.where(numels == 0, 0, numels + lead).tolist())
 
+    def ready(self, scalars: Sequence[tuple[float, ...]] | None) -> torch.Tensor | None:
+        """Brings the table and the rows of scalars, if there are any, up to date on the device."""
+        if self._count:
+            self.table()
+        return None if scalars is None else self.on_device(scalars)
+
     def step(
         self,
         scalars: Sequence[tuple[float, ...]] | torch.Tensor,
@@ -151,7 +157,7 @@ class TritonPlan:
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""
 
-    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+    def move_scales(self) -> None:
         """Nothing: these weights have no scales."""
 
     def table(self) -> torch.Tensor:

@@ -277,6 +277,10 @@ class ReferencePlan:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm."""
         accumulate_reference(self._buffers["grad"], bins)
 
+    def ready(self, scalars: Any) -> Any:
+        """Nothing: a step of many calls takes memory all the time."""
+        return scalars
+
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
     ) -> None:
@@ -300,5 +304,5 @@ class ReferencePlan:
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""
 
-    def move_scales(self, histories: Sequence[torch.Tensor]) -> None:
+    def move_scales(self) -> None:
         """Nothing: these weights have no scales."""

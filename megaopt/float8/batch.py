@@ -59,6 +59,9 @@ class Float8Batch(Batch):
         self.group: dist.ProcessGroup | None = views[0].group
         """The ranks that share the weights; None where there are no others."""
         self._are_foreign: bool = views[0].weight.is_foreign
+        """Another library moves their scales."""
+        cast = self.formats.cast
+        self._keep_scales = cast is not None and cast.quantizer.keeps_scale
 
     @property
     def addresses(self) -> list[Any]:
@@ -111,7 +114,7 @@ class Float8Batch(Batch):
         for columns in (weight.columnwise for weight in parts.weights):
             yield from columns or ()
         yield from parts.attributes("scale_inv")
-        if self.formats.cast and self.formats.cast.quantizer.keeps_scale:
+        if self._keep_scales:
             yield from parts.attributes("scale")
             yield from parts.attributes("latest_amax" if self._are_foreign else "amax_history")
 
@@ -128,6 +131,8 @@ class Float8Batch(Batch):
         if columns[0] is not None:
             outputs["weight_columns"] = [codes for codes, _ in columns]
             outputs["weight_columns_scale_inv"] = [inv for _, inv in columns]
+        if self._keep_scales and not self._are_foreign:
+            outputs["weight_amax_history"] = parts.attributes("amax_history")
         return {
             **outputs,
             "weight_scale": parts.attributes("scale"),
@@ -150,8 +155,11 @@ class Float8Batch(Batch):
     def quantize(self) -> None:
         """After a step, and after the ranks have put amaxes together: the weights become fp8."""
         self.plan.cast()
-        if self.formats.cast and self.formats.cast.quantizer.keeps_scale:
-            self._move_scales()
+        if self._keep_scales and self._are_foreign:
+            latest = self._parts.attributes("latest_amax")
+            torch._foreach_maximum_(latest, list[Any](self._own_amaxes))
+        elif self._keep_scales:
+            self.plan.move_scales()
         self._parts.changed()
 
     def copy_results(self) -> None:
@@ -161,17 +169,6 @@ class Float8Batch(Batch):
             copies["master"] = copies["weight_remainder"]
         for slot in self.formats.state_slots:
             copy_back(self._own_states(slot), copies[slot])
-
-    def _move_scales(self) -> None:
-        """The next step's scales, from this one's amaxes; other libraries move their own."""
-        parts = self._parts
-        if self._are_foreign:
-            latest = parts.attributes("latest_amax")
-            torch._foreach_copy_(
-                latest, torch._foreach_maximum(latest, list[Any](self._own_amaxes))
-            )
-        else:
-            self.plan.move_scales(parts.attributes("amax_history"))
 
     def guards(self) -> Guards:
         """As of plain weights; the parameters have no memory to look at."""

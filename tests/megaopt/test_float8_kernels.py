@@ -6,11 +6,6 @@ from bits import assert_same_bits
 
 from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight, update_scales
-from megaopt.kernels.formats import GRADS
-from megaopt.kernels.formats import MASTERS as MASTER_FORMATS
-from megaopt.kernels.quantizers.launch import CastPlan
-from megaopt.kernels.rules import RULES
-from megaopt.kernels.step.batch import Cast, Extent, Formats
 
 MASTERS = {"dtype": torch.float32}
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
@@ -88,17 +83,11 @@ def test_the_kernel_moves_scales_as_update_scales_does(length, algorithm, skip, 
             weight.latest_amax.copy_(torch.maximum(weight.latest_amax, amax))
         update_scales(weight, None if skip is None else torch.tensor(skip != 0, device=device))
         weights.append(weight)
-    form, rule = MASTER_FORMATS[torch.float32], RULES["adamw", "ieee"]
-    formats = Formats(
-        *(GRADS[torch.float32], recipe.format, form, (form, form), rule.moments),
-        Cast(recipe, torch.bfloat16),
-    )
-    count = len(AMAXES)
-    plan = CastPlan(formats, rule, [1] * count, [0] * count, device, [Extent(1, 1, 0)] * count)
-    plan._buffers = {"weight_scale": scales, "weight_amax": amaxes}
+    controls = None
     if skip is not None:
-        plan._controls = torch.tensor([1.0, 1.0, 1.0, skip, 0.0], device=device)
-    plan.move_scales(histories)
+        controls = torch.tensor([1.0, 1.0, 1.0, skip, 0.0], device=device)
+    table = [[tensor.data_ptr() for tensor in each] for each in (histories, scales, amaxes)]
+    recipe.quantizer.move(torch.tensor(table, device=device), recipe, controls)
     for index, weight in enumerate(weights):
         assert_same_bits(scales[index], weight.scale, f"scale {index}")
         assert_same_bits(histories[index], weight.amax_history, f"history {index}")

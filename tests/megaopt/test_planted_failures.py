@@ -13,13 +13,18 @@ from megaopt.float8 import RECIPES, Float8Weight
 
 SHAPES = [(3, 128), (), (0,), (5, 7)]
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
-REFERENCE = {"backend": "reference"}
+REFERENCE, KERNELS = {"backend": "reference"}, {"backend": "triton"}
 PAIRS = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 
 
 def plain(dtype=BF16):
     return parameters(SHAPES, dtype)
+
+
+def of_two_kinds():
+    """Which are stepped by two launches."""
+    return [*plain(BF16), *plain(FP32)]
 
 
 def apart():
@@ -53,6 +58,8 @@ CASES = {
             "exp_avg_dtype": torch.float8_e4m3fn,
         },
     ),
+    "two kinds": (FusedAdam, of_two_kinds, {"dtype": FP32}),
+    "two kinds, capturable": (FusedAdam, of_two_kinds, {"dtype": FP32, "capturable": True}),
     "apart": (FusedAdam, apart, {"dtype": FP32}),
     "amsgrad": (FusedAdam, plain, {"dtype": FP32, "amsgrad": True}),
     "capturable": (FusedAdam, plain, {"dtype": FP32, "capturable": True}),
@@ -85,19 +92,24 @@ def made(name, backend=REFERENCE):
     return params, kind(params, **HYPER, **backend, **options)
 
 
-def failed(name, first, backend=REFERENCE, scaled=False, **arguments):
-    """How often a step failed that comes after so many; at last its bits are another's."""
+def failed(name, first, backend=REFERENCE, scaled=False, missing=False, **arguments):
+    """How often a step failed that comes after so many; at last its bits are another's.
+
+    missing: steps before it step one parameter less.
+    """
     found = []
     for fails in (True, False):
         params, optimizer = made(name, backend)
         step = functools.partial(optimizer.step, **arguments)
         for number in range(first + 2):
             give(params, number)
+            if missing and number < first:
+                params[0].grad = None
             if scaled:
                 optimizer.grad_scale = torch.tensor(8.0)
                 optimizer.found_inf = torch.tensor(0.0)
             if fails and number == first:
-                before = None if first else weights_of
+                before = weights_of if missing or not first else None
                 count = fail_everywhere(optimizer, step, before)
             else:
                 step()
@@ -115,6 +127,11 @@ def weights_of(optimizer):
 @pytest.mark.parametrize(("name", "first"), [*((name, 1) for name in QUICK), ("galore", 0)])
 def test_a_step_that_fails_anywhere_changes_nothing(name, first):
     assert failed(name, first) > 5
+
+
+@pytest.mark.parametrize("name", ["two kinds", "two kinds, capturable", "fp8 delayed, remainder8"])
+def test_a_step_of_kernels_has_all_its_memory_before_the_first_writes(name):
+    assert failed(name, 0, KERNELS) > 5
 
 
 def test_projections_that_were_lost_are_not_there_after_a_failure():
@@ -160,6 +177,18 @@ RANKS = {
         {},
     ),
 }
+
+
+@pytest.mark.slow
+def test_every_step_of_kernels_has_all_its_memory_before_the_first_writes():
+    """First steps, and later ones for which a gradient of the first was missing."""
+    count = 0
+    for name in CASES:
+        if "galore" not in name:  # which takes workspaces between its launches
+            count += failed(name, 0, KERNELS) + failed(name, 0, KERNELS, clip_norm=0.5)
+            count += failed(name, 1, KERNELS, missing=True)
+    print(f"{count} planted failures")
+    assert count > 2000
 
 
 @pytest.mark.slow

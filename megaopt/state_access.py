@@ -115,9 +115,11 @@ def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
             "Float8Shard without an fp32 master: its codes go by the values of all ranks; "
             "quantize_ sets the whole weight"
         )
-    cast = owned.formats(view).cast
-    exact = cast is not None and cast.exact
+    formats = owned.formats(view)
+    exact = formats.cast is not None and formats.cast.exact
     view.weight.quantize_(value, torch.float32 if exact else None)
+    if formats.master.joined:
+        view.round_as_pairs(value)
 
 
 def _is_real(value: torch.Tensor) -> bool:

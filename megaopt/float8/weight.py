@@ -216,7 +216,8 @@ class Float8Weight(Tensor):
     def high_precision_initial_value(self) -> Tensor | None:
         """The values that the weight was made of, not rounded to fp8: what its master starts from.
 
-        None once they were dropped, or the weight has become others; it is not saved.
+        None once they were dropped, or the weight has become others. Copies and pickles have it;
+        what loads a state dict has not.
         """
         return self._initial[0] if self._initial else None
 
@@ -268,7 +269,8 @@ class Float8Weight(Tensor):
         kept = {name: getattr(self.recipe, name) for name in self.recipe.__dataclass_fields__}
         # plain pickle cannot write fp8 storages
         parts = self.tensors() | {"data8": self.data8.view(torch.uint8)}
-        return _rebuild, (parts, kept, self.dtype, self.requires_grad, is_parameter)
+        made = (parts, kept, self.dtype, self.requires_grad, is_parameter, list(self._initial))
+        return _rebuild, made
 
     @classmethod
     def __torch_function__(
@@ -320,10 +322,13 @@ def _rebuild(
     dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
+    initial: Sequence[Tensor] = (),
 ) -> Float8Weight:
     recipe = Float8Recipe(**kept)
     tensors = tensors | {"data8": tensors["data8"].view(recipe.dtype)}
-    return _finished(_put_together(tensors, recipe, dtype), requires_grad, is_parameter)
+    made = _put_together(tensors, recipe, dtype)
+    made._initial = list(initial)
+    return _finished(made, requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([_rebuild])  # it runs nothing but the checks of what it makes

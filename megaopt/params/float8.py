@@ -102,6 +102,14 @@ class Float8View(ParamView):
         code.copy_(FLOAT8[own.dtype].remainder_of(own, scaled))
         return None
 
+    def round_as_pairs(self, value: torch.Tensor) -> None:
+        """Codes of fp32 values become those that a step stores with a remainder beside each.
+
+        To nearest in two roundings, ties away from zero, where the weight's own are to even.
+        """
+        code, _ = FLOAT8[self.codes.dtype].encode_pair(value * (1.0 / self.scale_inv()))
+        self.codes.copy_(code.view(-1))
+
     def initial_value(self, formats: Formats) -> torch.Tensor:
         """The values that the weight was made from, if it still has them; else the codes'."""
         values = self.weight.high_precision_initial_value()

@@ -130,15 +130,17 @@ def assert_same_training(found, expected):
 
 @pytest.mark.parametrize("options", FLOAT8_OPTIONS.values(), ids=FLOAT8_OPTIONS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fp8_weights_with_their_model(recipe, options):
+@pytest.mark.parametrize("done", [0, 2])
+def test_fp8_weights_with_their_model(done, recipe, options):
+    """Before the first step too, when masters start from the values that codes were made of."""
     net = megaopt.to_float8(model(), recipe)
     capturable = recipe == "delayed"
     optimizer = FusedAdam(net.parameters(), capturable=capturable, **HYPER, **options)
-    train(optimizer, 2)
+    train(optimizer, done)
     twins = [way((net, optimizer)) for way in WAYS.values()]
     for twin in twins:
         assert_same_training(twin, (net, optimizer))
-        train(twin[1], 5, first=2)
-    train(optimizer, 5, first=2)
+        train(twin[1], 5, first=done)
+    train(optimizer, 5, first=done)
     for twin in twins:
         assert_same_training(twin, (net, optimizer))

@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items):
         if "thirds" in item.keywords and "slow" in item.keywords and number // 2 % 3:
             item.add_marker(pytest.mark.exhaustive)
     if torch.cuda.is_available():
+        items.sort(key=lambda item: "long" not in item.keywords)
         return
     for item in items:
         if "gpu" in item.keywords:

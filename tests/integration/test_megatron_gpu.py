@@ -11,7 +11,7 @@ from tiny_runs import tiny_run, variant
 
 from megaopt.commands.regression.command import regress
 
-pytestmark = [pytest.mark.gpu, needs("megatron")]
+pytestmark = [pytest.mark.gpu, pytest.mark.long, needs("megatron")]
 STOCK = tiny_run(
     8,
     batch_size=4,

@@ -81,7 +81,7 @@ def test_every_combination(rule, device):
             assert_same_buffers(kernel, expected)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", CURATED, ids=name_of_formats)
 @each_rule

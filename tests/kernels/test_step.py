@@ -66,7 +66,7 @@ def test_kernel_is_the_twin(formats, rule, device):
     assert_same_buffers(found, expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", IEEE_RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("formats", CURATED, ids=name_of)

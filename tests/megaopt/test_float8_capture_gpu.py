@@ -48,7 +48,7 @@ def everything(weights, own):
     return copied({"parts": parts, "states": [dict(own.state[weight]) for weight in weights]})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_replays_are_eager_steps(recipe, options):

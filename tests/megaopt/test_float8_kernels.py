@@ -93,7 +93,7 @@ def test_the_kernel_moves_scales_as_update_scales_does(length, algorithm, skip, 
         assert_same_bits(histories[index], weight.amax_history, f"history {index}")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(

@@ -299,6 +299,7 @@ def feed(optimizer, step):
         group["lr"].fill_(0.01 / (1 + index + step % 5))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip_norm", [None, 20.0], ids=str)
 @pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED)

@@ -105,7 +105,7 @@ def test_this_card_maps_host_memory():
     assert CUDA.why_not(torch.device("cuda", 0)) is None
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_bits_are_those_of_states_on_the_card(name):
     kind, options = KINDS[name]

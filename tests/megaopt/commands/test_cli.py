@@ -233,6 +233,7 @@ def test_triton_runs_from_the_command_line(tmp_path, config):
     assert "identical" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 def test_a_run_on_the_gpu_is_identical_and_repeats_itself(tmp_path, config):
     pytest.importorskip(

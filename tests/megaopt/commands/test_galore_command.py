@@ -433,6 +433,7 @@ def test_a_case_without_figures_has_no_floor():
 
 # inductor's, of torch's own modules, in torch 2.11
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.long
 @pytest.mark.gpu
 def test_a_small_bench_on_a_gpu(megaopt, tmp_path):
     arguments = ("--M", 512, "--N", 512, 700, "--ranks", 128, "--precisions", "ieee", "bf16",

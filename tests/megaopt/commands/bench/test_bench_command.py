@@ -178,6 +178,7 @@ def test_small_run_on_a_gpu(tmp_path: Path) -> None:
 FLOAT8 = tuple(name for name, mode in MODES.items() if mode.recipe and mode.contract == "ieee")
 
 
+@pytest.mark.long
 @pytest.mark.sample(4)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FLOAT8)
@@ -207,7 +208,7 @@ def _bytes_without_scales_of_weights(mode: Mode, matrices: int, others: int) -> 
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_passes_its_gate_on_unaligned_shards_and_cut_blocks(name: str) -> None:

@@ -59,7 +59,7 @@ def test_the_kernels_have_the_bits_of_the_record(case, device):
     assert run(case, "triton", device) == RECORD.digests[ANY_MACHINE][case.name]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @cases_of(ANY_MACHINE)

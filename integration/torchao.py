@@ -149,8 +149,10 @@ class _Base(megaopt.FusedAdam):
 
     def _make_tensors(self) -> None:
         for group in self.param_groups:
-            if isinstance(group["lr"], (int, float)):
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cpu")
+            lr = group["lr"]
+            if isinstance(lr, (int, float)) or (isinstance(lr, torch.Tensor) and lr.is_inference()):
+                with torch.inference_mode(False):  # schedules write it
+                    group["lr"] = torch.tensor(float(lr), dtype=torch.float32, device="cpu")
 
     @torch.no_grad()
     def to_torchao_state_dict(self, block_size: int | None = None) -> dict[str, Any]:

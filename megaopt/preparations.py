@@ -72,7 +72,8 @@ class Preparations:
             backend = BACKENDS[owned.backend(device)]
             if backend.why_not(device) is not None:
                 backend = BACKENDS["reference"]  # there are no parameters, only steps to count
-            self._by_device[device] = backend.preparation(owned.rule, device)
+            with torch.inference_mode(False):  # later steps write its buffers
+                self._by_device[device] = backend.preparation(owned.rule, device)
         return self._by_device[device]
 
     def make(

@@ -19,7 +19,7 @@ from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.draws import Place
-from megaopt.masters import MasterWeights, check_master_weights, of_each
+from megaopt.masters import MasterWeights, check_master_weights, of_each, places_of
 from megaopt.options import (
     PARAM_NUMBER,
     Options,
@@ -146,6 +146,18 @@ class Owned:
             return [None] * len(self.params)
         check_master_weights(masters, self.views, self.labels, self.options)
         return of_each(masters, self.views, self.options)
+
+    def master_entries(self) -> dict[int, int]:
+        """The place in the caller's list of each parameter's entry; empty without a list.
+
+        Raises ValueError where the list does not fit the parameters any more.
+        """
+        masters = self.masters
+        if masters is None or isinstance(masters, bool):
+            return {}
+        check_master_weights(masters, self.views, self.labels, self.options)
+        places = places_of(masters, self.views, self.options) or []
+        return {place: entry for entry, place in enumerate(places)}
 
     def check_masters(self) -> None:
         """Raises ValueError unless masters and parameters fit."""

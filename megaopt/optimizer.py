@@ -443,8 +443,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError where ranks differed in the last step, which then left it out.
         """
         self._hear()
+        owned = self._owned.checked()
         packed, sized = super().state_dict(), is_asked_by_torch()
-        return state_dicts.mark(packed, self._owned, self._writes.versions, sized)
+        return state_dicts.mark(packed, owned, self._writes.versions, sized)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -64,13 +64,23 @@ class Owned:
 
     @cached_property
     def params(self) -> list[torch.Tensor]:
-        """All parameters."""
-        return [param for group in self.groups for param in group["params"]]
+        """All parameters; ValueError where somebody put something else into a group."""
+        found = [param for group in self.groups for param in group["params"]]
+        for place, param in enumerate(found):
+            if not isinstance(param, torch.Tensor):
+                refuse(self.labels[place], "a tensor", param)
+        return found
+
+    def checked(self) -> Owned:
+        """Itself; ValueError where somebody put something else than parameters into a group."""
+        _ = self.params
+        return self
 
     @cached_property
     def views(self) -> list[ParamView]:
         """Of all parameters."""
-        return [self._view(param, group) for group in self.groups for param in group["params"]]
+        groups = map(self.groups.__getitem__, self.group_numbers)
+        return [self._view(param, own) for param, own in zip(self.params, groups, strict=True)]
 
     def view(self, param: torch.Tensor) -> ParamView:
         """Of one parameter, also of one that is in no group any more."""
@@ -110,7 +120,8 @@ class Owned:
     def label(self, group: int, index: int) -> str:
         """What errors call a parameter of a group."""
         names = self.groups[group].get("param_names")
-        return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
+        is_named = isinstance(names, (list, tuple)) and index < len(names)
+        return f"parameter {names[index]!r}" if is_named else f"parameter {index} of group {group}"
 
     def index(self, param: Any) -> int:
         """A parameter's place; raises ValueError for another tensor."""
@@ -271,8 +282,10 @@ class Owned:
     @cached_property
     def device(self) -> torch.device:
         """Of the first parameter; the CPU without parameters."""
-        firsts = (group["params"][0].device for group in self.groups if group["params"])
-        return next(firsts, torch.device("cpu"))
+        first = next((group["params"][0] for group in self.groups if group["params"]), None)
+        if not (first is None or isinstance(first, torch.Tensor)):
+            return self.params[0].device  # which says what is wrong
+        return torch.device("cpu") if first is None else first.device
 
     def backend(self, device: torch.device) -> str:
         """The backend's name for a device."""

@@ -119,7 +119,7 @@ class Owned:
 
     def label(self, group: int, index: int) -> str:
         """What errors call a parameter of a group."""
-        names = self.groups[group].get("param_names")
+        names: Any = self.groups[group].get("param_names")
         is_named = isinstance(names, (list, tuple)) and index < len(names)
         return f"parameter {names[index]!r}" if is_named else f"parameter {index} of group {group}"
 

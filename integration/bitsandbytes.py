@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import megaopt
-from megaopt.checks import one_of, refuse, shown
+from megaopt.checks import one_of, refuse, same, shown
 from megaopt.integration.bitsandbytes_state import packed_state_dict, unpacked_state_dict
 from megaopt.optimizer import FusedOptimizer
 from megaopt.params import view_of
@@ -170,7 +170,7 @@ class _Adam(_Base, megaopt.FusedAdam):
 
 
 def _check_8_bits(name: str, optim_bits: Any) -> None:
-    if optim_bits != 32 or isinstance(optim_bits, bool):
+    if not same(optim_bits, 32):
         raise ValueError(
             f"optim_bits must be 32, which {name} does not use, got {shown(optim_bits)}"
         )

@@ -102,6 +102,7 @@ class _Base(megaopt.FusedAdam):
         if not whole or block_size < min(formats):
             refuse("block_size", f"a whole number >= {min(formats)}", block_size)
         exp_avg, exp_avg_sq = next(found for size, found in formats.items() if size <= block_size)
+        one_of("amsgrad", amsgrad, (True, False))
         # the largest of numbers that are rounded up and down would be too large
         rounding = "_nearest" if amsgrad else ""
         return {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": f"{exp_avg_sq}{rounding}"}
@@ -149,8 +150,10 @@ class _Base(megaopt.FusedAdam):
 
     def _make_tensors(self) -> None:
         for group in self.param_groups:
-            if isinstance(group["lr"], (int, float)):
-                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cpu")
+            lr = group["lr"]
+            if isinstance(lr, (int, float)) or (isinstance(lr, torch.Tensor) and lr.is_inference()):
+                with torch.inference_mode(False):  # schedules write it
+                    group["lr"] = torch.tensor(float(lr), dtype=torch.float32, device="cpu")
 
     @torch.no_grad()
     def to_torchao_state_dict(self, block_size: int | None = None) -> dict[str, Any]:
@@ -451,9 +454,22 @@ def _placed(group: dict[str, Any], minimal_size: int) -> list[dict[str, Any]]:
     params: Any = entries_of("params", group["params"])
     if not isinstance(params, list):
         return [{**group, STATE_DEVICE: "cpu"}]
-    sizes = [(each[1] if isinstance(each, tuple) else each).numel() for each in params]
-    parts: dict[Any, list[Any]] = {"cpu": [], None: []}
-    for each, size in zip(params, sizes, strict=True):
-        parts["cpu" if size >= minimal_size else None].append(each)
-    found = [{**group, "params": own, STATE_DEVICE: home} for home, own in parts.items() if own]
+    tensors = [each[1] if isinstance(each, tuple) else each for each in params]
+    if not all(isinstance(each, torch.Tensor) for each in tensors):
+        return [group]  # torch says what is wrong
+    parts: dict[Any, list[int]] = {"cpu": [], None: []}
+    for place, tensor in enumerate(tensors):
+        parts["cpu" if tensor.numel() >= minimal_size else None].append(place)
+    whole = {**group, "params": params}
+    found = [
+        {**whole, **_chosen(whole, own), STATE_DEVICE: home} for home, own in parts.items() if own
+    ]
     return found or [group]
+
+
+def _chosen(group: dict[str, Any], places: list[int]) -> dict[str, Any]:
+    """What a group says of each of its parameters, for some of these alone."""
+    count = len(group["params"])
+    given = {name: group.get(name) for name in ("params", "param_numbers", "param_names")}
+    lists = {n: v for n, v in given.items() if isinstance(v, (list, tuple)) and len(v) == count}
+    return {name: [value[place] for place in places] for name, value in lists.items()}

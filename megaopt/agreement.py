@@ -45,7 +45,8 @@ class Notice:
         self.message = message
         self._device = device
         on_gpu = device.type == "cuda"
-        self._flag = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        with torch.inference_mode(False):
+            self._flag = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._sent: torch.cuda.Event | None = None
 
     def post(self, flag: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from megaopt.float8.ranks import Agreement
 from megaopt.groups import given_numbers, shaping_numbers
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.watch import WEIGHT, Grads, Guards, Watch, finder_for
+from megaopt.kernels.step.watch import WEIGHT, Grads, Guards, Watch, finder_for, same_objects
 from megaopt.state import state_name
 from megaopt.step_counts import StepRows
 
@@ -229,6 +229,7 @@ class Batches:
         state: the optimizer's, complete for these parameters.
         agreement: with the ranks that share some of all its parameters; None without such.
         counts: which rows of scalars the parameters take.
+        masters: the caller's list; None without one.
     """
 
     def __init__(
@@ -238,8 +239,10 @@ class Batches:
         state: Mapping[Any, dict[str, Any]],
         agreement: Agreement | None = None,
         counts: StepRows | None = None,
+        masters: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         self.batches, self.agreement = batches, agreement
+        self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
         params = tuple(param for group in param_groups for param in group["params"])
         self.meeting: Any = None
@@ -278,6 +281,8 @@ class Batches:
         if self._shaping and shaping_numbers(param_groups) != self._shaping:
             return None
         if self._draws and given_numbers(param_groups) != self._given:
+            return None
+        if self._masters is not None and not same_objects(self._masters, self._entries or ()):
             return None
         if not self.counts.fit(param_groups):
             return None

@@ -10,6 +10,7 @@ import torch
 from megaopt.batches import Batches
 from megaopt.checks import COUNT, NOT_NEGATIVE, is_dense, number, shown
 from megaopt.kernels.step.table import is_capturing
+from megaopt.memory import check_writable
 
 DTYPES = {"lr": torch.float32, "step": torch.int32}
 SHAPES = {"lr": (), "step": (1,)}
@@ -19,18 +20,20 @@ RANGES = {"lr": NOT_NEGATIVE, "step": COUNT}
 def on_device(group: Mapping[str, Any], device: torch.device, where: str) -> dict[str, Any]:
     """A group's lr and step as tensors on the device, without those that are so already.
 
-    The group stays as it is. Raises ValueError for numbers out of range.
+    Also where inference mode is on: later steps and schedules write them. The group
+    stays as it is. Raises ValueError for numbers out of range.
     """
     made = {}
     for name, dtype in DTYPES.items():
-        if not _fits(group[name], name, device):
+        if not _fits(group[name], name, device) or group[name].is_inference():
             value = number(f"{where}: {name}", group[name], RANGES[name])
-            made[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
+            with torch.inference_mode(False):
+                made[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
     return made
 
 
 def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:
-    """Raises ValueError unless lr and step are what `on_device` makes."""
+    """Raises ValueError unless lr and step are what `on_device` makes, and step can be written."""
     for name, dtype in DTYPES.items():
         if not _fits(group[name], name, device):
             raise ValueError(
@@ -38,6 +41,7 @@ def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: 
                 f"with capturable=True, got {shown(group[name])}; to change it, use "
                 f"group[{name!r}].fill_(...)"
             )
+    check_writable(group["step"], f"{where}: step")
 
 
 def _fits(value: Any, name: str, device: torch.device) -> bool:

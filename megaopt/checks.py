@@ -34,6 +34,8 @@ def refuse(name: str, allowed: str, value: object) -> NoReturn:
 def shown(value: object) -> str:
     """A value as a message shows it: whatever it is, and short."""
     try:
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            return f"a nested {value.dtype} tensor on {value.device}"
         if isinstance(value, torch.Tensor) and (value.is_meta or value.numel() != 1):
             kind = "" if value.layout == torch.strided else f" ({value.layout})"
             return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}{kind}"

@@ -199,7 +199,8 @@ def make_batches(owned: Owned, state: Mapping[Any, State], found: Collected) -> 
     formats = {place: kind[1] for kind, places in found.kinds.items() for place in places}
     agreement = Agreement(owned.views, formats)
     shared = agreement if agreement.signatures else None
-    return Batches(batches, owned.groups, state, shared, counts)
+    masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
+    return Batches(batches, owned.groups, state, shared, counts, masters)
 
 
 def _batch(

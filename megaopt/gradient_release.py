@@ -92,8 +92,8 @@ class _Spot:
 
     group: int
     place: int
-    index: int
-    """Among all parameters."""
+    entry: int | None
+    """Its master's place in the caller's list."""
     number: int
     """For its random bits."""
     name: str
@@ -107,7 +107,7 @@ class GradientRelease:
         self._known: tuple[Any, Any] = (None, None)
         """Groups and masters of the optimizer when its parameters were looked up."""
         self._numbers: list[Any] = []
-        """The groups' param_numbers then, where something draws."""
+        """The groups' param_numbers then, where something draws; how many masters were listed."""
         self._spots: dict[torch.Tensor, _Spot] = {}
         self._alone: dict[torch.Tensor, FusedOptimizer] = {}
         self._counts: dict[torch.Tensor, int] = {}
@@ -189,6 +189,7 @@ class GradientRelease:
         """Where the parameter is now; a load makes new groups."""
         now, spot = (optimizer.param_groups, optimizer._master_weights), self._spots.get(param)
         numbers = given_numbers(now[0]) if optimizer.options.draws else []
+        numbers.append(len(now[1]) if isinstance(now[1], list) else None)
         is_known = all(map(operator.is_, now, self._known)) and numbers == self._numbers
         if is_known and spot is not None and _is_at(now[0], spot, param):
             return spot
@@ -212,6 +213,8 @@ class GradientRelease:
         group = optimizer.param_groups[spot.group]
         named = {"param_numbers": [spot.number], "param_names": [spot.name]}
         own.param_groups = [{**group, "params": [param], **named}]
+        if isinstance(own._master_weights, list):  # whose entry may have been replaced
+            own._master_weights[:] = _master_of(optimizer, spot)
         if own.state.get(param) is not optimizer.state[param]:
             own.state[param] = optimizer.state[param]
         return own
@@ -237,19 +240,24 @@ def _over_one(optimizer: FusedOptimizer, param: torch.Tensor, spot: _Spot) -> Fu
     own.state = States(dict)
     own._writes = ExternalWrites(optimizer._writes.said)
     own._writes.versions = Versions([param], (), optimizer._writes.versions)
-    masters = optimizer._master_weights
-    if isinstance(masters, (list, tuple)):
-        own._master_weights = [masters[spot.index]]
+    if isinstance(optimizer._master_weights, (list, tuple)):
+        own._master_weights = _master_of(optimizer, spot)
     return own
 
 
+def _master_of(optimizer: FusedOptimizer, spot: _Spot) -> list[torch.Tensor | None]:
+    """A parameter's entry of the caller's list; empty where it has none."""
+    masters: Any = optimizer._master_weights
+    return [] if spot.entry is None else [masters[spot.entry]]
+
+
 def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
-    found, index = {}, 0
+    found, index, entries = {}, 0, owned.master_entries()
     for number, group in enumerate(owned.groups):
         names = group.get("param_names") or [None] * len(group["params"])
         for place, param in enumerate(group["params"]):
             name = names[place] or f"{place} of group {number}"
-            found[param] = _Spot(number, place, index, owned.numbers[index], name)
+            found[param] = _Spot(number, place, entries.get(index), owned.numbers[index], name)
             index += 1
     return found
 

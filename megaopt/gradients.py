@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megaopt.checks import has_shared_elements
+from megaopt.checks import has_shared_elements, is_dense
 from megaopt.kernels.formats import GRADS
 from megaopt.kernels.step.watch import is_plain_class
 from megaopt.params.dtensor import check_sharding, local_of
@@ -47,10 +47,9 @@ def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
     """Raises ValueError for a gradient that the step cannot read."""
     if not isinstance(grad, torch.Tensor):
         raise ValueError(f"{where}: {grad!r} as gradient is not allowed: a torch.Tensor")
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"{where}: a gradient of layout {grad.layout} is not allowed: torch.strided"
-        )
+    if not is_dense(grad):
+        layout = "nested" if grad.is_nested else grad.layout
+        raise ValueError(f"{where}: a gradient of layout {layout} is not allowed: torch.strided")
     if grad.dtype not in GRADS:
         raise ValueError(f"{where}: a gradient of dtype {grad.dtype} is not allowed: {GRADS}")
     if grad.shape != param.shape:

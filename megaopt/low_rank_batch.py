@@ -64,7 +64,7 @@ class LowRankBatch(Batch):
     """Which projections a gradient has made; looked up before the first step."""
     _parts: list[Parts] = field(default_factory=list)
     _had: list[set[str]] = field(default_factory=list)
-    """Of each state, what of KEPT was there before the step on its way."""
+    """Of each state, what of KEPT was there before the step on its way, if that is many calls."""
 
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
         """As of other batches; raises ValueError for a projection that is not what it must be."""
@@ -83,7 +83,7 @@ class LowRankBatch(Batch):
 
     def take_back(self) -> None:
         """Puts everything back as it was before a step that failed, and removes new projections."""
-        for state, had in zip(self.states, self._had, strict=True):
+        for state, had in zip(self.states, self._had, strict=False):
             for name in KEPT:
                 if name not in had:
                     state.pop(name, None)

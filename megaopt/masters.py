@@ -43,7 +43,7 @@ def check_master_weights(
             "a list of master_weights is not allowed with master_weight_dtype="
             f"{options.master_weight_dtype}: torch.float32, whose values need nothing beside them"
         )
-    chosen = _places(masters, views, options)
+    chosen = places_of(masters, views, options)
     if chosen is None:
         kept = sum(_has_master(view, options) for view in views)
         raise ValueError(
@@ -63,7 +63,7 @@ def _has_master(view: ParamView, options: Options) -> bool:
     return options.master_format(view.param.dtype, True, view.code_dtype).present
 
 
-def _places(
+def places_of(
     masters: Sequence[torch.Tensor | None], views: Sequence[ParamView], options: Options
 ) -> list[int] | None:
     """The parameter's place that each entry is for; None where the list fits in neither way."""
@@ -78,7 +78,7 @@ def of_each(
 ) -> list[torch.Tensor | None]:
     """The master of each parameter, of a list that was checked; None for fp32 weights."""
     found: list[torch.Tensor | None] = [None] * len(views)
-    for place, master in zip(_places(masters, views, options) or (), masters, strict=True):
+    for place, master in zip(places_of(masters, views, options) or (), masters, strict=True):
         found[place] = master if _has_master(views[place], options) else None
     return found
 

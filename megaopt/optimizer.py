@@ -330,8 +330,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         A list has, in group order, one tensor for each parameter (None for an fp32 weight), or for
         each that is not fp32. The tensors are used as they are: `state[p]["master_param"]` is the
-        entry itself. Raises ValueError for a list of another length, or an entry of wrong shape,
-        dtype or device. Weights are compared with entries where they had no master before.
+        entry itself; one replaced in the list counts from the next step on. Raises ValueError for a
+        list of another length, or an entry of wrong shape, dtype or device. Weights are compared
+        with entries where they had no master before.
         """
         return self._master_weights
 
@@ -442,8 +443,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError where ranks differed in the last step, which then left it out.
         """
         self._hear()
+        owned = self._owned.checked()
         packed, sized = super().state_dict(), is_asked_by_torch()
-        return state_dicts.mark(packed, self._owned, self._writes.versions, sized)
+        return state_dicts.mark(packed, owned, self._writes.versions, sized)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.draws import Place
-from megaopt.masters import MasterWeights, check_master_weights, of_each
+from megaopt.masters import MasterWeights, check_master_weights, of_each, places_of
 from megaopt.options import (
     PARAM_NUMBER,
     Options,
@@ -64,13 +64,23 @@ class Owned:
 
     @cached_property
     def params(self) -> list[torch.Tensor]:
-        """All parameters."""
-        return [param for group in self.groups for param in group["params"]]
+        """All parameters; ValueError where somebody put something else into a group."""
+        found = [param for group in self.groups for param in group["params"]]
+        for place, param in enumerate(found):
+            if not isinstance(param, torch.Tensor):
+                refuse(self.labels[place], "a tensor", param)
+        return found
+
+    def checked(self) -> Owned:
+        """Itself; ValueError where somebody put something else than parameters into a group."""
+        _ = self.params
+        return self
 
     @cached_property
     def views(self) -> list[ParamView]:
         """Of all parameters."""
-        return [self._view(param, group) for group in self.groups for param in group["params"]]
+        groups = map(self.groups.__getitem__, self.group_numbers)
+        return [self._view(param, own) for param, own in zip(self.params, groups, strict=True)]
 
     def view(self, param: torch.Tensor) -> ParamView:
         """Of one parameter, also of one that is in no group any more."""
@@ -109,8 +119,9 @@ class Owned:
 
     def label(self, group: int, index: int) -> str:
         """What errors call a parameter of a group."""
-        names = self.groups[group].get("param_names")
-        return f"parameter {names[index]!r}" if names else f"parameter {index} of group {group}"
+        names: Any = self.groups[group].get("param_names")
+        is_named = isinstance(names, (list, tuple)) and index < len(names)
+        return f"parameter {names[index]!r}" if is_named else f"parameter {index} of group {group}"
 
     def index(self, param: Any) -> int:
         """A parameter's place; raises ValueError for another tensor."""
@@ -146,6 +157,18 @@ class Owned:
             return [None] * len(self.params)
         check_master_weights(masters, self.views, self.labels, self.options)
         return of_each(masters, self.views, self.options)
+
+    def master_entries(self) -> dict[int, int]:
+        """The place in the caller's list of each parameter's entry; empty without a list.
+
+        Raises ValueError where the list does not fit the parameters any more.
+        """
+        masters = self.masters
+        if masters is None or isinstance(masters, bool):
+            return {}
+        check_master_weights(masters, self.views, self.labels, self.options)
+        places = places_of(masters, self.views, self.options) or []
+        return {place: entry for entry, place in enumerate(places)}
 
     def check_masters(self) -> None:
         """Raises ValueError unless masters and parameters fit."""
@@ -259,8 +282,10 @@ class Owned:
     @cached_property
     def device(self) -> torch.device:
         """Of the first parameter; the CPU without parameters."""
-        firsts = (group["params"][0].device for group in self.groups if group["params"])
-        return next(firsts, torch.device("cpu"))
+        first = next((group["params"][0] for group in self.groups if group["params"]), None)
+        if not (first is None or isinstance(first, torch.Tensor)):
+            return self.params[0].device  # which says what is wrong
+        return torch.device("cpu") if first is None else first.device
 
     def backend(self, device: torch.device) -> str:
         """The backend's name for a device."""

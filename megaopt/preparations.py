@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megaopt.batches import Batch, Batches
-from megaopt.checks import POSITIVE, is_dense, number, refuse
+from megaopt.checks import NUMBERS, POSITIVE, is_dense, number, refuse
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
@@ -35,8 +35,10 @@ def requested(
     """
     _check_clipping(clip_norm, coefficient)
     found_inf = getattr(optimizer, "found_inf", None)
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    _check_scaler(grad_scale, found_inf)
     return Request(
-        grad_scale=getattr(optimizer, "grad_scale", None),
+        grad_scale=grad_scale,
         # a GradScaler that saw no gradient sets the number 0
         found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
         coefficient=coefficient,
@@ -53,11 +55,25 @@ def _check_clipping(clip_norm: Any, coefficient: Any) -> None:
         number("clip_norm", clip_norm, POSITIVE)
     if coefficient is None:
         return
-    fits = is_dense(coefficient) and coefficient.dtype == torch.float32
-    if not fits or coefficient.numel() != 1:
+    if not _is_one(coefficient, {torch.float32}):
         refuse("clip_coefficient", "one element of torch.float32", coefficient)
     if clip_norm is not None:
         raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
+
+
+def _check_scaler(grad_scale: Any, found_inf: Any) -> None:
+    """Raises ValueError for attributes that no GradScaler sets."""
+    if grad_scale is not None and not _is_one(grad_scale, NUMBERS):
+        refuse("grad_scale", "None or a tensor of one number, as a GradScaler sets it", grad_scale)
+    if found_inf is None or _is_one(found_inf, {*NUMBERS, torch.bool}):
+        return
+    if not (isinstance(found_inf, (int, float)) and found_inf == 0):
+        refuse("found_inf", "None, 0 or a tensor of one number", found_inf)
+
+
+def _is_one(value: Any, dtypes: Collection[torch.dtype]) -> bool:
+    """Whether it is a tensor of one element, of one of these dtypes, that has a value."""
+    return is_dense(value) and not value.is_meta and value.dtype in dtypes and value.numel() == 1
 
 
 class Preparations:
@@ -72,7 +88,8 @@ class Preparations:
             backend = BACKENDS[owned.backend(device)]
             if backend.why_not(device) is not None:
                 backend = BACKENDS["reference"]  # there are no parameters, only steps to count
-            self._by_device[device] = backend.preparation(owned.rule, device)
+            with torch.inference_mode(False):  # later steps write its buffers
+                self._by_device[device] = backend.preparation(owned.rule, device)
         return self._by_device[device]
 
     def make(

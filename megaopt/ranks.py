@@ -49,8 +49,9 @@ class SumOverRanks:
         self.split, self.device, self.plans = split, device, plans
         bins = new_bins(device)
         # it stays where it is, for CUDA graphs
-        self._sum = torch.zeros(bins.numel() + WORDS, dtype=torch.int64, device=device)
-        self._bins = self._sum[:-WORDS].view(bins.shape)
+        with torch.inference_mode(False):
+            self._sum = torch.zeros(bins.numel() + WORDS, dtype=torch.int64, device=device)
+            self._bins = self._sum[:-WORDS].view(bins.shape)
         self._sent = DeviceTable(device)
         self._alike = self._sum[:0]
 

@@ -107,7 +107,8 @@ def _leave_groups(owned: Owned, state: Mapping[Any, dict[str, Any]], stepped: se
     for place, param in enumerate(owned.params):
         own = state.get(param, {})
         if place not in stepped and id(own.get(STEP)) in counts:
-            own[STEP] = own[STEP].clone()
+            with torch.inference_mode(False):
+                own[STEP] = own[STEP].clone()
 
 
 def _numbers(states: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megaopt.checks import one_of, refuse, same, shown
@@ -31,10 +32,20 @@ OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
 """Keys of groups that ask for another rule where ours has none of that name; with the values that
 ask for nothing."""
 
-SIMILAR, SIMILAR_SHORT, SHORT = 0.9, 0.85, 5
-"""difflib's ratio from which a key is a typing error: wieght_decay has 0.92 of weight_decay,
-no_weight_decay, which libraries put into groups for themselves, 0.89. Of names of at most SHORT
-letters the second: rak has 0.86 of rank."""
+KEYS = (
+    *("lr", "betas", "eps", "weight_decay", "bias_correction", "momentum", "dampening", "nesterov"),
+    *("rank", "update_proj_gap", "scale", "proj_type", "amsgrad", "maximize", "step", "seed"),
+    *("param_numbers", "state_device"),
+)
+"""What a group of any optimizer of the package may say: a misspelling is a mistake for all."""
+
+OTHERS = ("steps", "prox_type")  # the second is torchao's
+"""Keys of other libraries that are near one of ours."""
+
+SIMILAR, SHORT, LEAST = 0.9, 5, 4
+"""difflib's ratio from which a name of more than SHORT letters is a typing error: wieght_decay has
+0.92 of weight_decay, no_weight_decay, which libraries put into groups for themselves, 0.89. Names
+of LEAST letters and more may be one edit from another; of shorter ones most pairs are."""
 
 
 def check_arguments(
@@ -77,13 +88,13 @@ def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
     if own is not None and not same(decoupled, own):
         refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {own}", decoupled)
     names = options.names_but_step
-    known, own = (*names, *options.OF_ALL), ", ".join(names)
+    own = (*names, *options.OF_ALL)
     for name in group:
         if name not in names and not hasattr(options, str(name)):
-            _check_key(name, group[name], known, own, where)
+            _check_key(name, group[name], own, ", ".join(names), where)
 
 
-def _check_key(name: str, value: Any, known: Sequence[str], own: str, where: str) -> None:
+def _check_key(name: str, value: Any, known: Collection[str], own: str, where: str) -> None:
     idle = OTHER_OPTIMIZERS.get(name)
     if idle is not None and not any(same(value, each) for each in idle):
         allowed = " or ".join(["left out", *map(str, idle)])
@@ -91,7 +102,7 @@ def _check_key(name: str, value: Any, known: Sequence[str], own: str, where: str
             f"{where}: {name!r} must be {allowed}, got {shown(value)}: it asks for another "
             f"optimizer; groups here have {own}"
         )
-    meant = _meant(name, known)
+    meant = _meant(name, known, KEYS)
     if meant is not None:
         raise ValueError(
             f"{where}: {name!r} must be spelled {meant!r}; of ours are {own}, "
@@ -99,19 +110,39 @@ def _check_key(name: str, value: Any, known: Sequence[str], own: str, where: str
         )
 
 
-def _meant(name: str, known: Iterable[str]) -> str | None:
-    """The known name of which another one is a misspelling; None for any other."""
-    if name in MISNAMED and MISNAMED[name] in (*known, "betas"):  # which others refuse
+def _meant(name: str, own: Collection[str], others: Collection[str] = ()) -> str | None:
+    """The name, of our own and others, of which one is a misspelling; None for any other."""
+    if name in MISNAMED and MISNAMED[name] in (*own, "betas"):  # which others refuse
         return MISNAMED[name]
-    for each in known:
-        plain = str(name).lower().replace("_", "")
-        if name != each and (plain == each.replace("_", "") or _is_similar(str(name), each)):
-            return each
-    return None
+    known = (*own, *others)
+    if name in known or name in OTHERS:
+        return None
+    written = str(name).lower().replace("-", "_")
+    return next((each for each in known if _is_similar(written, each)), None)
 
 
 def _is_similar(name: str, known: str) -> bool:
-    if sorted(name) == sorted(known):  # letters that changed places
+    plain, own = name.replace("_", ""), known.replace("_", "")
+    if sorted(plain) == sorted(own):  # letters that changed places, or none
         return True
-    least = SIMILAR_SHORT if len(known) <= SHORT else SIMILAR
-    return difflib.SequenceMatcher(None, name, known).ratio() >= least
+    if len(own) < LEAST:
+        return _is_short_slip(plain, own)
+    if _is_one_edit(plain, own):
+        return True
+    alike = difflib.SequenceMatcher(None, name, known)
+    return len(own) > SHORT and alike.ratio() >= SIMILAR
+
+
+def _is_short_slip(name: str, known: str) -> bool:
+    """Whether a letter of a short name is missing or doubled, or an s follows it."""
+    places = range(len(known))
+    doubled = [known[:i] + known[i] + known[i:] for i in places]
+    missing = [known[:i] + known[i + 1 :] for i in places]
+    return name in (*doubled, known + "s") or (len(name) > 1 and name in missing)
+
+
+def _is_one_edit(name: str, known: str) -> bool:
+    """Whether a letter is missing, too many, or another."""
+    longer, shorter = (name, known) if len(name) >= len(known) else (known, name)
+    at = len(os.path.commonprefix([longer, shorter]))
+    return shorter[at + (len(longer) == len(shorter)) :] == longer[at + 1 :]

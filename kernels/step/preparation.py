@@ -136,7 +136,8 @@ class TritonPreparation(Preparation):
             columns, table = rows.shape[1], self._groups.update(rows)
             if len(self._scalars) != len(groups):
                 shape = (len(groups), self.rule.width)
-                self._scalars = torch.zeros(shape, dtype=torch.float32, device=self.device)
+                with torch.inference_mode(False):
+                    self._scalars = torch.zeros(shape, dtype=torch.float32, device=self.device)
             scalars = self._scalars
             if is_capturing(self.device):
                 self._captured.append((scalars, *self._read(groups)))

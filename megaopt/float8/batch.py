@@ -123,8 +123,9 @@ class Float8Batch(Batch):
         parts = self._parts
         if not self._own_amaxes:
             sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in parts.weights]
-            self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
-            self._own_amaxes = list(torch.split(self._amaxes, sizes))
+            with torch.inference_mode(False):  # later steps write it
+                self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
+                self._own_amaxes = list(torch.split(self._amaxes, sizes))
         self._amaxes.zero_()
         columns = [weight.columnwise for weight in parts.weights]
         outputs: Buffers = {}

@@ -277,3 +277,16 @@ def test_help_names_every_argument(name):
         assert f"{argument}:" in own or f"{argument}," in own, argument
     assert "{" not in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in (bitsandbytes.Adam, bitsandbytes.AdamW8bit)
+        for name in ("amsgrad", "optim_bits", "is_paged", "block_wise", "min_8bit_size")
+    ],
+)
+def test_a_tensor_of_two_elements_in_an_arguments_place_is_refused_by_name(kind, name):
+    with pytest.raises(ValueError, match=rf"^{name} must be .* tensor of shape \(2,\)"):
+        kind([torch.nn.Parameter(torch.ones(3))], **{name: torch.ones(2)})

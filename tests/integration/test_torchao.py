@@ -261,3 +261,12 @@ def test_exp_avg_sq_is_no_further_from_fp64_than_theirs(name, peer):
 
 def test_codes_in_dtensors_load_shard_by_shard(on_ranks):
     assert on_ranks(2, torchao_codes.loads_shards) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, "amsgrad") for kind in (torchao.AdamW8bit, torchao.AdamW4bit, torchao._AdamW)],
+)
+def test_a_tensor_of_two_elements_in_an_arguments_place_is_refused_by_name(kind, name):
+    with pytest.raises(ValueError, match=rf"^{name} must be .* tensor of shape \(2,\)"):
+        kind([torch.nn.Parameter(torch.ones(3))], **{name: torch.ones(2)})

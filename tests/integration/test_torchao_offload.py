@@ -82,6 +82,31 @@ def test_small_parameters_keep_their_states_on_the_card(minimal_size, parts):
     assert (held_bytes() > before) is (minimal_size < 10**6)
 
 
+def test_what_a_group_says_of_each_parameter_goes_with_it():
+    params = made()
+    group = {"params": params, "param_numbers": list(range(7, 7 + len(params)))}
+    named = {**group, "param_names": [f"p{i}" for i in range(len(params))]}
+    for given in (group, named):
+        optimizer = torchao.CPUOffloadOptimizer([given], torchao.AdamW8bit)
+        assert len(optimizer.param_groups) == 2
+        for own in optimizer.param_groups:
+            places = [next(i for i, p in enumerate(params) if p is each) for each in own["params"]]
+            assert own["param_numbers"] == [7 + place for place in places]
+            if given is named:
+                assert own["param_names"] == [f"p{place}" for place in places]
+    assert group["params"] is params
+
+
+@pytest.mark.parametrize("numbers", [[7], list(range(20)), "abc", [-1] * 20])
+def test_param_numbers_that_do_not_fit_are_refused(numbers):
+    with pytest.raises(ValueError, match="param_numbers must be a list of"):
+        torchao.CPUOffloadOptimizer(
+            [{"params": made(), "param_numbers": numbers}], torchao.AdamW8bit
+        )
+    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
+        torchao.CPUOffloadOptimizer([{"params": [*made(), "x"]}], torchao.AdamW8bit)
+
+
 def test_groups_keep_their_numbers():
     first, *others = made()
     groups = [{"params": [first], "lr": 0.5}, {"params": others, "weight_decay": 0.25}]

@@ -1,12 +1,13 @@
 """Lists of master_weights: Megatron's own, and lists that are of something else."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from bits import assert_same_bits
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, release_gradients
 from megaopt.float8 import Float8Weight
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -100,3 +101,107 @@ def test_masters_that_were_rounded_in_another_way_are_taken(dtype):
         else:
             with pytest.raises(ValueError, match="master_weights must have the values"):
                 optimizer.initialize_states()
+
+
+def run_of_lists(change, backend, options, steps=4):
+    """`change` gets the optimizer and its list before the third step."""
+    params = parameters((BF16, FP32, FP16))
+    masters = [params[0].detach().float(), params[2].detach().float()]
+    optimizer = FusedAdam(params, lr=0.01, backend=backend, master_weights=masters, **options)
+    for step in range(steps):
+        if step == 2:
+            change(optimizer, masters)
+        give(params, step)
+        optimizer.step()
+    return params, optimizer, masters
+
+
+def replace(_, masters):
+    masters[1] = masters[1] + 1
+
+
+def assign(optimizer, masters):
+    optimizer.master_weights = [masters[0], masters[1] + 1]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"step_counts": "parameter"}])
+def test_an_entry_that_is_replaced_counts_as_a_list_that_is_assigned(options, backend):
+    torch.manual_seed(0)
+    params, optimizer, masters = run_of_lists(replace, backend, options)
+    torch.manual_seed(0)
+    expected, others, _ = run_of_lists(assign, backend, options)
+    for param, other in zip(params, expected, strict=True):
+        assert_same_bits(param.detach(), other.detach())
+        for name, value in others.state[other].items():
+            if value is not None:
+                assert_same_bits(optimizer.state[param][name], value)
+    assert optimizer.state[params[0]]["master_param"] is masters[0]
+    assert optimizer.state[params[2]]["master_param"] is masters[1]
+    assert_same_bits(params[2].detach(), masters[1].to(FP16))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_copies_go_on_from_an_entry_that_was_replaced(when):
+    """Copied before the step that notices it, or after."""
+    params, optimizer, masters = run_of_lists(lambda *_: None, "reference", {})
+    masters[0] = masters[0] + 1
+    if when == "after":
+        give(params, 4)
+        optimizer.step()
+    copied, other = copy.deepcopy((params, optimizer))
+    for step in (5, 6):
+        for own, each in ((params, optimizer), (copied, other)):
+            give(own, step)
+            each.step()
+    for param, own in zip(params, copied, strict=True):
+        assert_same_bits(own.detach(), param.detach())
+    assert other.state[copied[0]]["master_param"] is other.master_weights[0]
+
+
+WRONG = {
+    "shape": lambda masters: masters.__setitem__(0, torch.zeros(3)),
+    "none": lambda masters: masters.__setitem__(0, None),
+    "the other's memory": lambda masters: masters.__setitem__(0, masters[1]),
+    "longer": lambda masters: masters.extend([None, None]),
+    "shorter": lambda masters: masters.pop(),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_an_entry_that_does_not_fit_is_refused_at_the_step(change):
+    params, optimizer, masters = run_of_lists(lambda *_: None, "reference", {})
+    before = [param.detach().clone() for param in params]
+    own, kept = list(masters), [master.clone() for master in masters]
+    change(masters)
+    give(params, 4)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^master_weights"):
+            optimizer.step()
+    for found, expected in zip([*params, *own], [*before, *kept], strict=True):
+        assert_same_bits(found.detach(), expected)
+    assert optimizer.param_groups[0]["step"] == 4
+    masters[:] = own
+    optimizer.step()
+
+
+def test_released_gradients_step_the_entries_of_now():
+    """Also of a list without entries for fp32 weights, whose places are others."""
+    torch.manual_seed(0)
+    expected, _, own = run_of_lists(replace, "reference", {})
+    torch.manual_seed(0)
+    params = parameters((BF16, FP32, FP16))
+    masters = [params[0].detach().float(), params[2].detach().float()]
+    optimizer = FusedAdam(params, lr=0.01, backend="reference", master_weights=masters)
+    release_gradients(params, optimizer)
+    for step in range(4):
+        if step == 2:
+            replace(optimizer, masters)
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.backward(grad)
+        optimizer.step()
+    for found, wanted in zip([*params, *masters], [*expected, *own], strict=True):
+        assert_same_bits(found.detach(), wanted.detach())
+    assert optimizer.state[params[2]]["master_param"] is masters[1]

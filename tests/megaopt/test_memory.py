@@ -1,15 +1,28 @@
 """What a step refuses before it writes anything; gradients that are not what their memory says."""
 
+import contextlib
 import copy
 import importlib
 
 import pytest
 import torch
 from bits import assert_same_bits
-from runs import BF16, FP32, MASTER, assert_same_run, give_gradients, parameters, train, values
+from runs import (
+    BF16,
+    FP32,
+    MASTER,
+    assert_same_run,
+    give_gradients,
+    parameters,
+    params_of,
+    train,
+    values,
+)
 from torch.testing._internal.two_tensor import TwoTensor
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, GaLoreAdamW
+from megaopt.float8 import RECIPES, Float8Weight
+from megaopt.integration import torchao
 
 SHAPES = [(3, 4), (5,), (6,)]
 each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -87,6 +100,78 @@ def test_a_step_within_inference_mode_makes_state_that_may_be_written_later(back
     train(optimizer, 1, first=1)
     train(plain, 1, first=1)
     assert_same_run(optimizer, plain)
+
+
+# what a step, a constructor, a new group and a load make for later steps to write
+
+KEPT = {
+    "capturable": (FusedAdam, {"capturable": True}, {}),
+    "capturable, counts apart": (FusedAdam, {"capturable": True, "step_counts": "parameter"}, {}),
+    "clipped": (FusedAdam, {}, {"clip_norm": 0.5}),
+    "nonfinite": (FusedAdam, {"nonfinite": "skip"}, {}),
+    "capturable, clipped": (FusedAdam, {"capturable": True}, {"clip_norm": 0.5}),
+    "galore": (GaLoreAdamW, {"rank": 2, "update_proj_gap": 1, "capturable": True}, {}),
+    "torchao": (torchao.AdamW8bit, {}, {}),
+}
+WITHIN = ("construct", "add", "initialize", "load", "step", "later step")
+
+
+def run_within(which, kind, options, arguments):
+    """A run of which one part is within inference mode; None for no part."""
+
+    def part(name):
+        return torch.inference_mode() if name == which else contextlib.nullcontext()
+
+    first, *others = parameters(SHAPES)
+    with part("construct"):
+        optimizer = kind([first], lr=0.02, weight_decay=0.1, **options)
+    with part("load"):
+        optimizer.load_state_dict(kind([first], lr=0.02, **options).state_dict())
+    with part("add"):
+        optimizer.add_param_group({"params": others})
+    with part("initialize"):
+        optimizer.initialize_states()
+    for step in range(4):
+        give_gradients(params_of(optimizer), step)
+        with part("step" if step == 0 else "later step" if step == 2 else ""):
+            optimizer.step(**arguments)
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(0.01)  # as a schedule does
+    return optimizer
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("kind", "options", "arguments"), KEPT.values(), ids=KEPT)
+def test_what_is_made_within_inference_mode_may_be_written_later(kind, options, arguments, backend):
+    if kind is not torchao.AdamW8bit:  # which has no such argument
+        options = {**options, "backend": backend}
+    expected = run_within(None, kind, options, arguments)
+    for which in WITHIN:
+        assert_same_run(run_within(which, kind, options, arguments), expected)
+
+
+@each_backend
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_so_may_what_fp8_weights_need(recipe, backend):
+    runs = []
+    for first in (torch.inference_mode, contextlib.nullcontext):
+        weight = torch.nn.Parameter(Float8Weight.from_values(values((40, 128), 3, BF16), recipe))
+        optimizer = FusedAdam([weight], lr=0.1, dtype=FP32, backend=backend)
+        for step, within in enumerate((first, contextlib.nullcontext)):
+            weight.grad = values((40, 128), 10 + step, BF16)
+            with within():
+                optimizer.step()
+        runs.append([weight.dequantize(), optimizer.state[weight]["master_param"]])
+    for found, expected in zip(*runs, strict=True):
+        assert_same_bits(found, expected)
+
+
+@each_backend
+def test_a_step_count_made_in_inference_mode_is_refused_where_it_is_put_into_a_group(backend):
+    optimizer = optimizer_of(backend, capturable=True)
+    optimizer.param_groups[0]["step"] = inference(optimizer.param_groups[0]["step"])
+    assert_refused(optimizer, "group 0: step must be a tensor that may be written, .*inference")
 
 
 @each_backend

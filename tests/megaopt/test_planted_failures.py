@@ -147,6 +147,26 @@ def test_projections_that_were_lost_are_not_there_after_a_failure():
     assert bool(optimizer.state[params[0]]["projection"].any())
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_galores_gradients_that_cannot_be_measured_raise_what_happened(backend, monkeypatch):
+    """Where kernels step it, taking back raised an error of its own."""
+    params, optimizer = made("galore", {"backend": backend})
+    give(params, 0)
+    optimizer.step(clip_norm=0.5)
+    give(params, 1)
+    before = everything(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "zero_", planted)
+        with pytest.raises(MemoryError, match="planted"):
+            optimizer.step(clip_norm=0.5)
+    assert_same(everything(optimizer), before)
+    optimizer.step(clip_norm=0.5)
+
+
+def planted(*_):
+    raise MemoryError("planted")
+
+
 @pytest.mark.slow
 def test_every_step_that_fails_anywhere_changes_nothing(record_testsuite_property):
     """The first step and a later one; with clipping and under a loss scale."""

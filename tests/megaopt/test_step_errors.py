@@ -1,5 +1,7 @@
 """Bad gradients and states are refused by the step, by name, and nothing has changed."""
 
+import warnings
+
 import pytest
 import torch
 from runs import BF16, FP16, MASTER, assert_same, give_gradients, parameters, snapshot, train
@@ -10,6 +12,13 @@ BACKENDS = ["reference", "triton"]
 SHAPES = [(3, 4), (5,)]
 
 # --- gradients
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*of nested tensors is in prototype", UserWarning)
+        return torch.nested.nested_tensor([torch.ones(5, dtype=BF16)])
+
 
 GRADS = {
     "sparse": (
@@ -24,6 +33,7 @@ GRADS = {
     "one_for_all": (lambda p: torch.ones(1, dtype=BF16), r"shape \(1,\) .*\(5,\)"),
     "two_dimensional": (lambda p: torch.ones(1, 5, dtype=BF16), r"shape \(1, 5\) .*\(5,\)"),
     "meta": (lambda p: torch.ones(5, device="meta"), r"on meta .*the parameter's, cpu"),
+    "nested": (lambda p: nested(), r"layout nested .*strided"),
 }
 
 
@@ -149,3 +159,90 @@ def test_the_closures_error_changes_nothing():
     with pytest.raises(KeyError, match="the data ran out"):
         optimizer.step(closure)
     assert_same(snapshot(optimizer), before)
+
+
+# --- what a GradScaler sets, clip_coefficient, and what is put into a group
+
+NO_SCALE = r"grad_scale must be None or a tensor of one number, as a GradScaler sets it, got "
+NO_INF = r"found_inf must be None, 0 or a tensor of one number, got "
+NO_COEFFICIENT = r"clip_coefficient must be one element of torch.float32, got "
+NO_NUMBER = {
+    "text": (lambda: "x", "'x'"),
+    "number": (lambda: 0.5, "0.5"),
+    "True": (lambda: True, "True"),
+    "two elements": (lambda: torch.ones(2), r"a torch.float32 tensor of shape \(2,\) on cpu"),
+    "no element": (lambda: torch.ones(0), r"a torch.float32 tensor of shape \(0,\) on cpu"),
+    "meta": (lambda: torch.ones((), device="meta"), r"a torch.float32 tensor .* on meta"),
+    "sparse": (lambda: torch.ones(1).to_sparse(), "tensor"),
+    "complex": (lambda: torch.tensor(1j), "tensor"),
+    "nested": (nested, "a nested torch.bfloat16 tensor on cpu"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("value", "shown"), NO_NUMBER.values(), ids=NO_NUMBER)
+def test_numbers_of_the_device_that_are_none_are_refused(value, shown, steps, backend):
+    optimizer = FusedAdam(parameters(SHAPES), backend=backend, **MASTER)
+    train(optimizer, steps)
+    give_gradients(optimizer.param_groups[0]["params"], steps)
+    before = snapshot(optimizer)
+    for name, message in {"grad_scale": NO_SCALE, "found_inf": NO_INF}.items():
+        optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+        setattr(optimizer, name, value())
+        with pytest.raises(ValueError, match=f"^{message}{shown}"):
+            optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+    with pytest.raises(ValueError, match=f"^{NO_COEFFICIENT}{shown}"):
+        optimizer.step(clip_coefficient=value())
+    assert_same(snapshot(optimizer), before)
+    train(optimizer, 1, first=steps)
+
+
+@pytest.mark.parametrize(
+    "found_inf", [None, 0, torch.tensor(0), torch.zeros(1), torch.tensor([False])]
+)
+def test_what_a_scaler_may_set_is_taken(found_inf):
+    found, expected = (FusedAdam(parameters(SHAPES), **MASTER) for _ in range(2))
+    found.grad_scale, found.found_inf = torch.ones(()), found_inf
+    train(found, 2)
+    train(expected, 2)
+    assert_same(snapshot(found), snapshot(expected))
+
+
+USES = {
+    "step": lambda optimizer: optimizer.step(),
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "initialize_states": lambda optimizer: optimizer.initialize_states(),
+    "refresh_masters": lambda optimizer: optimizer.refresh_masters(),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"dtype": None}], ids=str)
+@pytest.mark.parametrize("junk", ["x", None, 3, [torch.ones(2)]], ids=str)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_no_tensor_among_the_parameters_is_refused(place, junk, options, steps):
+    """Put into a group behind torch's back, in a parameter's place or behind them."""
+    optimizer = FusedAdam(parameters(SHAPES), **{**MASTER, **options})
+    train(optimizer, steps)
+    own = optimizer.param_groups[0]["params"]
+    give_gradients(own, steps)
+    before, kept = snapshot(optimizer), list(own)
+    own[place : place + 1] = [junk]
+    for use in USES.values():
+        with pytest.raises(
+            ValueError, match=f"^parameter {place} of group 0 must be a tensor, got"
+        ):
+            use(optimizer)
+    own[:] = kept
+    assert_same(snapshot(optimizer), before)
+    train(optimizer, 1, first=steps)
+
+
+def test_a_parameter_that_its_groups_names_do_not_reach_has_its_place_for_a_name():
+    (named,) = parameters([(3,)])
+    optimizer = FusedAdam([("a", named)], **MASTER)
+    optimizer.param_groups[0]["params"].append(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^parameter 1 of group 0: dtype torch.int64 is not"):
+        optimizer.initialize_states()

@@ -1,10 +1,14 @@
 """Arguments and keys of groups that torch's users write: taken, refused by name, or let through."""
 
+import itertools
+
 import pytest
 import torch
 from runs import FP32, MASTER, assert_same, assert_same_run, parameters, params_of, snapshot, train
 
-from megaopt import FusedAdam, GaLoreAdamW
+from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
+from megaopt.integration import bitsandbytes, flashoptim, torchao
+from megaopt.torch_names import KEYS
 
 SHAPES = [(3, 4), (5,)]
 
@@ -110,6 +114,45 @@ def test_keys_that_ask_for_another_optimizer_are_refused(group, message):
         FusedAdam([{"params": parameters(SHAPES), **group}])
 
 
+def one_edit_away(key):
+    """With a letter missing, doubled, another, or two that changed places; in other cases."""
+    found = {key.upper(), key.capitalize(), f"{key}s", f"_{key}", key.replace("_", "-")}
+    for i in range(len(key)):
+        found |= {key[:i] + key[i + 1 :], key[: i + 1] + key[i:], f"{key[:i]}q{key[i + 1 :]}"}
+        found.add(key[:i] + key[i : i + 2][::-1] + key[i + 2 :])
+    return sorted(found - {key, *OTHERS})
+
+
+SHORT = ("lrs", "llr", "lrr", "rl", "Lr", "ep", "es", "ps", "esp", "epss", "eps_", "Eps")
+LONG = (
+    *("betas", "weight_decay", "bias_correction", "rank", "update_proj_gap", "scale", "proj_type"),
+    *("param_numbers", "state_device", "seed", "momentum", "amsgrad", "maximize"),
+)
+KINDS = {
+    **{kind.__name__: kind for kind in (FusedAdam, FusedLion, FusedSGD, GaLoreAdamW)},
+    **{f"torchao {kind.__name__}": kind for kind in (torchao.AdamW8bit, torchao._AdamW)},
+    **{f"bitsandbytes {kind.__name__}": kind for kind in (bitsandbytes.Adam, bitsandbytes.Lion)},
+    "flashoptim FlashAdamW": flashoptim.FlashAdamW,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_misspelled_keys_of_any_optimizer_are_refused_by_all(kind):
+    for key in (*SHORT, *itertools.chain.from_iterable(map(one_edit_away, LONG))):
+        group = {"params": parameters([(3,)]), key: 3}
+        given = dict(group)
+        with pytest.raises(ValueError, match=f"group 0: '{key}' must be (spelled|left out)"):
+            kind([group])
+        assert group == given
+
+
+def test_every_key_of_a_group_is_known_to_all():
+    """A new number of one optimizer belongs into the list that all compare with."""
+    for kind in (FusedAdam, FusedLion, FusedSGD, GaLoreAdamW):
+        options = kind(parameters([(3,)])).options
+        assert {*options.names_but_step, "step"} <= set(KEYS)
+
+
 OF_GALORE = {
     "rnak": "rank",
     "Rank": "rank",
@@ -119,6 +162,8 @@ OF_GALORE = {
     "projtype": "proj_type",
     "update_prog_gap": "update_proj_gap",
     "precison": "precision",
+    "proj-type": "proj_type",
+    "update-proj-gap": "update_proj_gap",
 }
 
 
@@ -129,8 +174,9 @@ def test_misspelled_keys_of_galores_groups_are_refused(key, meant):
         GaLoreAdamW([{"params": parameters(SHAPES), key: 2}])
 
 
-# As they stand in groups of Megatron-Core, NeMo, torch's schedulers, transformers, timm, DINOv2,
-# DeepSpeed and Lightning when an optimizer is made of them.
+# As they stand in groups of Megatron-Core, NeMo, torch's schedulers and optimizers, transformers,
+# timm, DINOv2, DeepSpeed, Lightning, torchao, bitsandbytes and Prodigy when an optimizer is made of
+# them.
 OTHERS = (
     *("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config", "max_lr"),
     *("min_lr", "pre_wd_mult", "pre_lr_mult", "start_wd", "end_wd", "is_vision_model_param"),
@@ -138,6 +184,22 @@ OTHERS = (
     *("lr_scale", "weight_decay_mult", "no_weight_decay", "initial_weight_decay", "is_last_layer"),
     *("lr_multiplier", "wd_multiplier", "layer_id", "module_name", "moe", "steps"),
     *("param_names", "capturable", "warmup_steps", "bias", "beta_schedule", "step_size", "gamma"),
+    *("names", "param_name", "layer", "layers", "wd", "lr_decay", "decay", "is_expert", "ema", "d"),
+    *("alpha", "centered", "clip_threshold", "decay_rate", "relative_step", "scale_parameter"),
+    *(
+        "warmup_init",
+        "max_unorm",
+        "num_steps",
+        "step_sizes",
+        "prox_type",
+        "prox_freq",
+        "initial_wd",
+    ),
+    *("weight_decay_saved", "adjust_lr_fn", "ns_coefficients", "history_size", "quant_bits", "k"),
+    *("t_alpha", "cumu_lr", "npack", "group_type", "master_bytewidth", "factored_frac", "d_coef"),
+    *("d0", "growth_rate", "use_bias_correction", "safeguard_warmup", "slice_p", "score_type"),
+    *("lr_mul", "lr_multi", "lr_group", "is_adapter", "tags", "group", "id", "idx", "op", "tp"),
+    *("initial_wd", "lambda", "momenta"),
 )
 
 

@@ -43,14 +43,16 @@ from megaopt.params.view import SCALE, STEP
 from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
 from megaopt.state_formats import (
+    check_count,
     check_formats,
     check_masters,
+    check_sign,
     in_our_blocks,
     mark_of,
     sized_contract,
     text_of,
 )
-from megaopt.step_counts import new_count
+from megaopt.step_counts import first_count, new_count
 
 if TYPE_CHECKING:
     from megaopt.optimizer import FusedOptimizer
@@ -101,7 +103,11 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
     owned.homes.wait()
     state = {
         # counts are copied: parameters share theirs, and a load of a checkpoint writes into each
-        key: {n: v.clone() if n == STEP else v for n, v in own.items() if v is not None}
+        key: {
+            n: v.clone() if n == STEP else v
+            for n, v in {**first_count(owned, own), **own}.items()
+            if v is not None and own
+        }
         for key, own in packed["state"].items()
     }
     keys = [key for group in packed["param_groups"] for key in group["params"]]
@@ -171,18 +177,24 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
     take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
+    any_counts = any(STEP in state for state in saved.states.values())
     for key, view, where, group in places:
-        state = saved.states.get(key)
+        state, formats_mark = saved.states.get(key), None
+        if ours:
+            formats_mark = saved.groups[group].get(FORMATS)
+            check_sign(formats_mark, owned, where)
         if state is None and saved.not_made is not None:
             _check_not_made(key, saved.not_made, owned, where)
         if state is not None:
             for name in (*owned.rule.moments, MASTER):
                 check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
+            not_made = (saved.not_made or {}).get(key, [])
             if ours:
                 _check_beside(saved.groups[group], state, owned, view, where)
-                check_formats(saved.groups[group].get(FORMATS), state, owned, view, where)
-            not_made = (saved.not_made or {}).get(key, [])
-            own, formats_mark = locals_of(state), saved.groups[group].get(FORMATS)
+                check_formats(formats_mark, state, owned, view, where)
+            # older versions gave none to states that are not complete
+            check_count(formats_mark, state, any_counts and not not_made, where)
+            own = locals_of(state)
             count = own.pop(STEP, None)
             if ours:
                 own = in_our_blocks(formats_mark, own, owned, view, where)

@@ -14,12 +14,15 @@ from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, NONE, Format
 from megaopt.options import BLOCKS, FORMATS, VARIANTS
 from megaopt.owned import Owned
 from megaopt.params import ParamView
-from megaopt.params.view import FEWEST_IN_ROWS, SCALE
+from megaopt.params.view import FEWEST_IN_ROWS, SCALE, STEP
 from megaopt.pieces import decoded_blocks
 from megaopt.state import state_name
 
 MASTERS_KEPT = "masters"
 """In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
+
+COUNTS, MAXIMIZE = "step_counts", "maximize"
+"""In the same: whether states have step counts; the sign of updates. Not in older ones."""
 
 ROOM, LENGTHS = 64, 4093
 """Of a contract as bytes: room for its name; and how many lengths there are."""
@@ -44,8 +47,14 @@ def check_formats(
 
 
 def mark_of(owned: Owned) -> str:
-    """What a state dict's groups say under FORMATS: formats, and whether weights have masters."""
-    return f"{owned.options.formats_mark}, {MASTERS_KEPT}={owned.wants_masters}"
+    """What a state dict's groups say under FORMATS: formats, and what else a load compares."""
+    options = owned.options
+    said = {
+        MASTERS_KEPT: owned.wants_masters,
+        MAXIMIZE: options.maximize,
+        COUNTS: options.whose_counts,
+    }
+    return ", ".join((options.formats_mark, *(f"{name}={value}" for name, value in said.items())))
 
 
 def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
@@ -76,7 +85,10 @@ def _meaning_of(owned: Owned) -> str:
     if any(options.master_format(dtype, True, code).present for dtype, code in keys):
         own = MASTERS[options.format_names["master"]]
         found["master"] = _first_like(own, MASTERS) if owned.wants_masters else NONE.name
-    return repr([found, options.marks, [getattr(options, name, False) for name in VARIANTS]])
+    meaning = [found, options.marks, [getattr(options, name, False) for name in VARIANTS]]
+    # lengths of the default are those of older checkpoints
+    counts = [options.whose_counts] if options.whose_counts != options.usual_counts else []
+    return repr([*meaning, *counts])
 
 
 def _first_like(form: Format, table: Mapping[Any, Format]) -> str:
@@ -95,6 +107,31 @@ def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
         return
     if owned.options.master_format(view.param.dtype, True, is_float8).present:
         refuse(f"{where}: {MASTERS_KEPT} of the state dict", f"this optimizer's, {own}", saved)
+
+
+def check_sign(mark: Any, owned: Owned, where: str) -> None:
+    """Raises ValueError for a state of gradients of the other sign."""
+    saved, own = _names_of(mark, where).get(MAXIMIZE), str(owned.options.maximize)
+    if saved not in (None, own):
+        refuse(f"{where}: {MAXIMIZE} of the state dict", f"this optimizer's, {own}", saved)
+
+
+def check_count(mark: Any, state: Mapping[str, Any], any_has: bool, where: str) -> None:
+    """Raises ValueError for a state whose step count was lost, or comes from somewhere else.
+
+    torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
+
+    mark: a group's FORMATS. state: of one parameter, as saved. any_has: some state has a count.
+    """
+    counts, has = _names_of(mark, where).get(COUNTS), STEP in state
+    if not has and (counts == "parameter" or any_has):
+        who = "other states have" if any_has else f"{COUNTS}='parameter' keeps with each"
+        raise ValueError(f"{where}: the state dict has no {STEP!r}, which {who}")
+    if has and counts == "group":
+        raise ValueError(
+            f"{where}: {STEP!r} in the state dict; allowed where it was saved under "
+            f"{COUNTS}='parameter', got {COUNTS}='group'"
+        )
 
 
 def in_our_blocks(

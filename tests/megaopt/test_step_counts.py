@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits
+from runs import assert_same
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -224,6 +225,60 @@ def test_counts_in_a_state_dict_share_no_memory():
     assert counts(optimizer) == [1, 1, 1]
     optimizer.load_state_dict(saved)
     assert counts(optimizer) == [10, 11, 12]
+
+
+STEPLESS = {
+    "of this version": lambda saved: saved,
+    "of an older version": lambda saved: [
+        group.pop("state_formats") for group in saved["param_groups"]
+    ],
+}
+
+
+@pytest.mark.parametrize("change", STEPLESS.values(), ids=STEPLESS)
+@pytest.mark.parametrize("step_counts", ["group", "parameter"])
+def test_a_state_without_its_count_is_refused(change, step_counts):
+    """It had been given its group's."""
+    params = three()
+    source = together(FusedAdam, params, step_counts="parameter")
+    target = together(FusedAdam, three(), step_counts=step_counts)
+    for each in (source, target):
+        give([p for group in each.param_groups for p in group["params"]], 0, "111")
+        each.step()
+    saved, before = copy.deepcopy(source.state_dict()), copy.deepcopy(target.state_dict())
+    change(saved)
+    del saved["state"][1]["step"]
+    with pytest.raises(ValueError, match="parameter 1 of group 0: the state dict has no 'step'"):
+        target.load_state_dict(saved)
+    assert_same(target.state_dict(), before)
+
+
+def test_states_without_counts_take_those_of_their_groups():
+    """As step_counts="group" saves them; and back, where counts are equal."""
+    params, expected = three(), three()
+    source = together(FusedAdam, params)
+    for step in range(3):
+        give(params, step, "111")
+        source.step()
+    target = together(FusedAdam, expected, step_counts="parameter")
+    target.load_state_dict(source.state_dict())
+    assert counts(target) == [3, 3, 3]
+    back = together(FusedAdam, three())
+    back.load_state_dict(target.state_dict())
+    assert_same(back.state_dict(), source.state_dict())
+
+
+def test_a_state_that_was_put_in_by_hand_counts_from_0():
+    """Also after a load, as without one."""
+    params = three()
+    source = together(FusedAdam, params, step_counts="parameter", makes_states="stepped")
+    give(params, 0, "101")
+    source.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        source.set_scaled_state(params[1], name, torch.ones(37))
+    target = together(FusedAdam, three(), step_counts="parameter")
+    target.load_state_dict(source.state_dict())
+    assert counts(target) == [1, 0, 1]
 
 
 @pytest.mark.parametrize("capturable", [False, True])

@@ -10,19 +10,24 @@ from typing import Any
 import torch
 
 from megaopt.checks import refuse
-from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, NONE, Format
-from megaopt.options import BLOCKS, FORMATS, VARIANTS
+from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
+from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, Format
+from megaopt.options import BESIDE, BLOCKS, FORMATS, VARIANTS
 from megaopt.owned import Owned
 from megaopt.params import ParamView
 from megaopt.params.view import FEWEST_IN_ROWS, SCALE, STEP
 from megaopt.pieces import decoded_blocks
-from megaopt.state import state_name
+from megaopt.state import MASTER, state_name
 
 MASTERS_KEPT = "masters"
 """In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
 
 COUNTS, MAXIMIZE = "step_counts", "maximize"
 """In the same: whether states have step counts; the sign of updates. Not in older ones."""
+
+FROZEN = "frozen"
+"""In the same, for torch.distributed.checkpoint: the places in the group of frozen parameters whose
+states are to be kept. Not in older ones, nor where there are none."""
 
 ROOM, LENGTHS = 64, 4093
 """Of a contract as bytes: room for its name; and how many lengths there are."""
@@ -109,6 +114,29 @@ def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
         refuse(f"{where}: {MASTERS_KEPT} of the state dict", f"this optimizer's, {own}", saved)
 
 
+def beside_of(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
+    """What a group of a state dict says under BESIDE, if anything."""
+    if BESIDE not in owned.options.group_keys:
+        return {}
+    short = (torch.bfloat16, torch.float16)
+    return {BESIDE: ", ".join(sorted({_dtype_of(p) for p in params if p.dtype in short}))}
+
+
+def check_beside(
+    group: Mapping[str, Any], state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+) -> None:
+    """Raises ValueError for a compensation that was saved beside a weight of another dtype."""
+    beside, own = group.get(BESIDE), _dtype_of(view.param)
+    if beside in (None, "") or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
+        return
+    if not isinstance(beside, str) or own not in beside.split(", "):
+        refuse(f"{where}: {BESIDE!r} of the state dict", f"{own!r}, its dtype", beside)
+
+
+def _dtype_of(param: torch.Tensor) -> str:
+    return str(param.dtype).removeprefix("torch.")
+
+
 def check_sign(mark: Any, owned: Owned, where: str) -> None:
     """Raises ValueError for a state of gradients of the other sign."""
     saved, own = _names_of(mark, where).get(MAXIMIZE), str(owned.options.maximize)
@@ -132,6 +160,13 @@ def check_count(mark: Any, state: Mapping[str, Any], any_has: bool, where: str) 
             f"{where}: {STEP!r} in the state dict; allowed where it was saved under "
             f"{COUNTS}='parameter', got {COUNTS}='group'"
         )
+
+
+def frozen_of(group: Mapping[str, Any]) -> list[int]:
+    """What a group of a state dict says under FROZEN."""
+    mark = group.get(FORMATS)
+    places = _names_of(mark, "").get(FROZEN, "") if isinstance(mark, str) else ""
+    return [int(place) for place in places.split() if place.isdecimal()]
 
 
 def in_our_blocks(
@@ -195,5 +230,5 @@ def _format_of(name: str, slot: str, view: ParamView) -> Format | None:
         form = MOMENTS.get(name)
         keeps = form is None or not form.block or view.keeps_blocks(form)
         return form if keeps else MOMENTS[torch.float32]
-    beside = BESIDE.get(view.code_dtype or view.param.dtype, {})
+    beside = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
     return beside.get(name) or MASTERS.get(name)

@@ -14,7 +14,7 @@ from megaopt.collect import completed_states
 from megaopt.owned import Owned
 from megaopt.params.dtensor import local_of
 from megaopt.probing import is_asked_by_torch, loads_frozen
-from megaopt.ranks import on_any_rank
+from megaopt.ranks import each_on_any_rank
 from megaopt.state_formats import FROZEN, frozen_of
 
 States = Mapping[Any, Mapping[str, Any]]
@@ -23,8 +23,7 @@ States = Mapping[Any, Mapping[str, Any]]
 def marked_frozen(owned: Owned, state: States) -> list[str]:
     """For each group what stands under FORMATS behind its formats, of frozen parameters.
 
-    The places in the group of those whose states are to be kept; nothing where there are none. It
-    goes by this rank's shards: ranks may say different things, and a checkpoint has one's.
+    The places in the group of those whose states are to be kept; nothing where there are none.
     """
     firsts = [owned.group_numbers.index(g) if owned.groups[g]["params"] else 0 for g in _all(owned)]
     found: dict[int, list[str]] = {}
@@ -37,8 +36,6 @@ def marked_frozen(owned: Owned, state: States) -> list[str]:
 def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: States) -> None:
     """Raises ValueError where torch leaves out, or has replaced, the state of a frozen parameter.
 
-    Ranks with shards of such a state ask each other, and all of them raise.
-
     groups: of the state dict, as saved. state: the optimizer's, as it is before the load.
     """
     if not is_asked_by_torch() or not _go_by_names(groups):
@@ -47,9 +44,7 @@ def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: State
     marked = _marked(groups, owned)
     lost = [place for place in frozen if place in marked]
     held = [place for place in frozen if state.get(owned.params[place])]
-    if not lost and held:
-        own = _with_news(owned, state, held)
-        lost = own or (held if on_any_rank(bool(own), owned.views) else [])
+    lost = lost or _with_news(owned, state, held)
     if lost and not loads_frozen():
         who = "the checkpoint" if lost[0] in marked else "this optimizer"
         raise ValueError(
@@ -79,10 +74,15 @@ def _marked(groups: Sequence[Mapping[str, Any]], owned: Owned) -> set[int]:
 
 
 def _with_news(owned: Owned, state: States, places: Iterable[int]) -> list[int]:
-    """Of these the frozen parameters whose states a step would not make anew as they are."""
+    """Of these the frozen parameters whose states a step would not make anew as they are.
+
+    Ranks with shards of them ask each other, as a checkpoint has what one of them says.
+    """
     params = owned.params
     chosen = [i for i in places if not params[i].requires_grad and state.get(params[i])]
-    return [place for place in chosen if not _is_new(owned, state[params[place]], place)]
+    flags = [not _is_new(owned, state[params[place]], place) for place in chosen]
+    found = each_on_any_rank(flags, [owned.views[place] for place in chosen])
+    return [place for place, has in zip(chosen, found, strict=True) if has]
 
 
 def _is_new(owned: Owned, own: Mapping[str, Any], place: int) -> bool:

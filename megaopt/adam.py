@@ -180,8 +180,9 @@ class FusedAdam(FusedOptimizer):
         makes_states: whose state a step makes. "stepped": of parameters with a gradient, as torch.
             "trainable": also of those without one that require gradients, so that after any step
             their state can be read. "all": of frozen ones (requires_grad=False) too, as
-            TransformerEngine, at the price of their memory. None: "stepped" under contract torch,
-            else "trainable".
+            TransformerEngine, at the price of their memory; torch.distributed.checkpoint loads no
+            state of a frozen parameter (docs/how-to/fsdp2.md). None: "stepped" under contract
+            torch, else "trainable".
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
         maximize: steps along the gradient, not against it. Not under contract te.

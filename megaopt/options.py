@@ -245,9 +245,18 @@ class Options:
 
     @property
     def counts_apart(self) -> bool:
-        """Whether each parameter has a step count of its own; None: as torch under its contract."""
-        default = "parameter" if self.contract == "torch" else "group"
-        return (self.step_counts or default) == "parameter"
+        """Whether each parameter has a step count of its own."""
+        return self.whose_counts == "parameter"
+
+    @property
+    def whose_counts(self) -> str:
+        """What step_counts comes to; None: as torch under its contract."""
+        return self.step_counts or self.usual_counts
+
+    @property
+    def usual_counts(self) -> str:
+        """What step_counts is where nobody asked."""
+        return "parameter" if self.contract == "torch" else "group"
 
     def makes_state(self, param: torch.Tensor) -> bool:
         """Whether a step makes the state of a parameter that has no gradient in it."""

@@ -6,10 +6,13 @@ loads into the states.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
+
+import torch
 
 from megaopt.kernels.step.watch import grads_of
 from megaopt.owned import Owned
@@ -25,6 +28,23 @@ def is_asked_by_torch() -> bool:
     while frame is not None and frame.f_globals.get("__name__") != ASKS:
         frame = frame.f_back
     return frame is not None
+
+
+@functools.cache
+def loads_frozen() -> bool:
+    """Whether set_optimizer_state_dict of this torch loads the state of a frozen parameter.
+
+    Until 2.13 it does not, and its full_state_dict puts the optimizer's own in the place.
+    """
+    from torch.distributed.checkpoint import state_dict  # whoever asks has imported it
+
+    model = torch.nn.Linear(1, 1, bias=False, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones((1, 1), device="cpu")
+    model.requires_grad_(False)
+    saved = state_dict.get_optimizer_state_dict(model, optimizer)
+    state_dict.set_optimizer_state_dict(model, optimizer, saved)
+    return "momentum_buffer" in optimizer.state.get(model.weight, {})
 
 
 def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:

@@ -294,8 +294,23 @@ def on_any_rank(flag: bool, views: Sequence[ParamView]) -> bool:
     """Whether it is so on any rank of the meshes of the parameters; waits for the answer."""
     found = torch.tensor([int(flag)], device="cpu")
     for mesh in dict.fromkeys(view.param.device_mesh for view in views if view.is_sharded):
-        found = found.to(mesh.device_type)
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        found = _most(found, mesh)
     return bool(found)
+
+
+def each_on_any_rank(flags: Sequence[bool], views: Sequence[ParamView]) -> list[bool]:
+    """The same of each parameter by itself: on any rank of its own mesh."""
+    found = torch.tensor(flags, dtype=torch.int64, device="cpu")
+    for mesh in dict.fromkeys(view.param.device_mesh for view in views if view.is_sharded):
+        own = [i for i, v in enumerate(views) if v.is_sharded and v.param.device_mesh == mesh]
+        found[own] = _most(found[own], mesh).cpu()
+    return [bool(flag) for flag in found.tolist()]
+
+
+def _most(numbers: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """The largest of all ranks of a mesh, on its device."""
+    numbers = numbers.to(mesh.device_type)
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from megaopt.checks import (
     same,
     shown,
 )
+from megaopt.frozen import check_frozen, marked_frozen
 from megaopt.groups import States, check_names
 from megaopt.kernels.formats import Format
 from megaopt.kernels.step.batch import Formats
@@ -43,14 +44,18 @@ from megaopt.params.view import SCALE, STEP
 from megaopt.saved import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state import MASTER, State, encoded, shape_of, state_name
 from megaopt.state_formats import (
+    beside_of,
+    check_beside,
+    check_count,
     check_formats,
     check_masters,
+    check_sign,
     in_our_blocks,
     mark_of,
     sized_contract,
     text_of,
 )
-from megaopt.step_counts import new_count
+from megaopt.step_counts import first_count, new_count
 
 if TYPE_CHECKING:
     from megaopt.optimizer import FusedOptimizer
@@ -66,6 +71,7 @@ def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
     """See FusedOptimizer.load_state_dict; without its hooks."""
     owned = optimizer._owned
     loaded = read(state_dict, owned)
+    check_frozen(state_dict["param_groups"], owned, optimizer.state)
     if owned.options.capturable:
         numbers = owned.device_numbers(loaded.groups)
         loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
@@ -101,7 +107,11 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
     owned.homes.wait()
     state = {
         # counts are copied: parameters share theirs, and a load of a checkpoint writes into each
-        key: {n: v.clone() if n == STEP else v for n, v in own.items() if v is not None}
+        key: {
+            n: v.clone() if n == STEP else v
+            for n, v in {**first_count(owned, own), **own}.items()
+            if v is not None and own
+        }
         for key, own in packed["state"].items()
     }
     keys = [key for group in packed["param_groups"] for key in group["params"]]
@@ -110,12 +120,13 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
         own, names = packed["state"].get(key, {}), (*owned.rule.moments, MASTER, *view.kept)
         if not all(name in own for name in names):
             not_made[key] = [name for name in names if name not in own]
-    marks = {**owned.options.marks, FORMATS: mark_of(owned)}
+    marks, frozen = owned.options.marks, [""] * len(owned.groups)
     if sized:
         marks["contract"] = sized_contract(owned, _device_of(state, owned))
+        frozen = marked_frozen(owned, _by_param(packed["state"], keys, owned))
     groups = [
-        {**group, **marks, **_beside(own["params"], owned)}
-        for group, own in zip(packed["param_groups"], owned.groups, strict=True)
+        {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(own["params"], owned)}
+        for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
     ]
     written = [keys[place] for place in versions.moved_anywhere()]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
@@ -128,15 +139,12 @@ def _device_of(state: dict[Any, State], owned: Owned) -> torch.device:
     return next((t.device for t in tensors if isinstance(t, torch.Tensor)), owned.device)
 
 
-def _beside(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
-    if BESIDE not in owned.options.group_keys:
-        return {}
-    short = (torch.bfloat16, torch.float16)
-    return {BESIDE: ", ".join(sorted({_dtype_of(p) for p in params if p.dtype in short}))}
-
-
-def _dtype_of(param: torch.Tensor) -> str:
-    return str(param.dtype).removeprefix("torch.")
+def _by_param(
+    states: Mapping[Key, State], keys: Sequence[Key], owned: Owned
+) -> dict[torch.Tensor, State]:
+    """States of a packed state dict under their parameters."""
+    pairs = zip(owned.params, keys, strict=True)
+    return {param: states[key] for param, key in pairs if key in states}
 
 
 def read(
@@ -171,18 +179,24 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
     take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
+    any_counts = any(STEP in state for state in saved.states.values())
     for key, view, where, group in places:
-        state = saved.states.get(key)
+        state, formats_mark = saved.states.get(key), None
+        if ours:
+            formats_mark = saved.groups[group].get(FORMATS)
+            check_sign(formats_mark, owned, where)
         if state is None and saved.not_made is not None:
             _check_not_made(key, saved.not_made, owned, where)
         if state is not None:
             for name in (*owned.rule.moments, MASTER):
                 check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
-            if ours:
-                _check_beside(saved.groups[group], state, owned, view, where)
-                check_formats(saved.groups[group].get(FORMATS), state, owned, view, where)
             not_made = (saved.not_made or {}).get(key, [])
-            own, formats_mark = locals_of(state), saved.groups[group].get(FORMATS)
+            if ours:
+                check_beside(saved.groups[group], state, owned, view, where)
+                check_formats(formats_mark, state, owned, view, where)
+            # older versions gave none to states that are not complete
+            check_count(formats_mark, state, any_counts and not not_made, where)
+            own = locals_of(state)
             count = own.pop(STEP, None)
             if ours:
                 own = in_our_blocks(formats_mark, own, owned, view, where)
@@ -215,17 +229,6 @@ def _check_not_made(key: Key, not_made: dict[Key, list[str]], owned: Owned, wher
             f"{where}: the state dict must have its {' and '.join(lost)}, got no state; only "
             f"parameters in its {NOT_MADE!r} may have none"
         )
-
-
-def _check_beside(
-    group: dict[str, Any], state: State, owned: Owned, view: ParamView, where: str
-) -> None:
-    """Raises ValueError for a compensation that was saved beside a weight of another dtype."""
-    beside, own = group.get(BESIDE), _dtype_of(view.param)
-    if beside in (None, "") or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
-        return
-    if not isinstance(beside, str) or own not in beside.split(", "):
-        refuse(f"{where}: {BESIDE!r} of the state dict", f"{own!r}, its dtype", beside)
 
 
 def _step(saved: Saved, options: Options, index: int) -> int:

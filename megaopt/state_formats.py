@@ -10,16 +10,24 @@ from typing import Any
 import torch
 
 from megaopt.checks import refuse
-from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, NONE, Format
-from megaopt.options import BLOCKS, FORMATS, VARIANTS
+from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
+from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, Format
+from megaopt.options import BESIDE, BLOCKS, FORMATS, VARIANTS
 from megaopt.owned import Owned
 from megaopt.params import ParamView
-from megaopt.params.view import FEWEST_IN_ROWS, SCALE
+from megaopt.params.view import FEWEST_IN_ROWS, SCALE, STEP
 from megaopt.pieces import decoded_blocks
-from megaopt.state import state_name
+from megaopt.state import MASTER, state_name
 
 MASTERS_KEPT = "masters"
 """In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
+
+COUNTS, MAXIMIZE = "step_counts", "maximize"
+"""In the same: whether states have step counts; the sign of updates. Not in older ones."""
+
+FROZEN = "frozen"
+"""In the same, for torch.distributed.checkpoint: the places in the group of frozen parameters whose
+states are to be kept. Not in older ones, nor where there are none."""
 
 ROOM, LENGTHS = 64, 4093
 """Of a contract as bytes: room for its name; and how many lengths there are."""
@@ -44,8 +52,14 @@ def check_formats(
 
 
 def mark_of(owned: Owned) -> str:
-    """What a state dict's groups say under FORMATS: formats, and whether weights have masters."""
-    return f"{owned.options.formats_mark}, {MASTERS_KEPT}={owned.wants_masters}"
+    """What a state dict's groups say under FORMATS: formats, and what else a load compares."""
+    options = owned.options
+    said = {
+        MASTERS_KEPT: owned.wants_masters,
+        MAXIMIZE: options.maximize,
+        COUNTS: options.whose_counts,
+    }
+    return ", ".join((options.formats_mark, *(f"{name}={value}" for name, value in said.items())))
 
 
 def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
@@ -76,7 +90,10 @@ def _meaning_of(owned: Owned) -> str:
     if any(options.master_format(dtype, True, code).present for dtype, code in keys):
         own = MASTERS[options.format_names["master"]]
         found["master"] = _first_like(own, MASTERS) if owned.wants_masters else NONE.name
-    return repr([found, options.marks, [getattr(options, name, False) for name in VARIANTS]])
+    meaning = [found, options.marks, [getattr(options, name, False) for name in VARIANTS]]
+    # lengths of the default are those of older checkpoints
+    counts = [options.whose_counts] if options.whose_counts != options.usual_counts else []
+    return repr([*meaning, *counts])
 
 
 def _first_like(form: Format, table: Mapping[Any, Format]) -> str:
@@ -95,6 +112,61 @@ def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
         return
     if owned.options.master_format(view.param.dtype, True, is_float8).present:
         refuse(f"{where}: {MASTERS_KEPT} of the state dict", f"this optimizer's, {own}", saved)
+
+
+def beside_of(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
+    """What a group of a state dict says under BESIDE, if anything."""
+    if BESIDE not in owned.options.group_keys:
+        return {}
+    short = (torch.bfloat16, torch.float16)
+    return {BESIDE: ", ".join(sorted({_dtype_of(p) for p in params if p.dtype in short}))}
+
+
+def check_beside(
+    group: Mapping[str, Any], state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+) -> None:
+    """Raises ValueError for a compensation that was saved beside a weight of another dtype."""
+    beside, own = group.get(BESIDE), _dtype_of(view.param)
+    if beside in (None, "") or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
+        return
+    if not isinstance(beside, str) or own not in beside.split(", "):
+        refuse(f"{where}: {BESIDE!r} of the state dict", f"{own!r}, its dtype", beside)
+
+
+def _dtype_of(param: torch.Tensor) -> str:
+    return str(param.dtype).removeprefix("torch.")
+
+
+def check_sign(mark: Any, owned: Owned, where: str) -> None:
+    """Raises ValueError for a state of gradients of the other sign."""
+    saved, own = _names_of(mark, where).get(MAXIMIZE), str(owned.options.maximize)
+    if saved not in (None, own):
+        refuse(f"{where}: {MAXIMIZE} of the state dict", f"this optimizer's, {own}", saved)
+
+
+def check_count(mark: Any, state: Mapping[str, Any], any_has: bool, where: str) -> None:
+    """Raises ValueError for a state whose step count was lost, or comes from somewhere else.
+
+    torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
+
+    mark: a group's FORMATS. state: of one parameter, as saved. any_has: some state has a count.
+    """
+    counts, has = _names_of(mark, where).get(COUNTS), STEP in state
+    if not has and (counts == "parameter" or any_has):
+        who = "other states have" if any_has else f"{COUNTS}='parameter' keeps with each"
+        raise ValueError(f"{where}: the state dict has no {STEP!r}, which {who}")
+    if has and counts == "group":
+        raise ValueError(
+            f"{where}: {STEP!r} in the state dict; allowed where it was saved under "
+            f"{COUNTS}='parameter', got {COUNTS}='group'"
+        )
+
+
+def frozen_of(group: Mapping[str, Any]) -> list[int]:
+    """What a group of a state dict says under FROZEN."""
+    mark = group.get(FORMATS)
+    places = _names_of(mark, "").get(FROZEN, "") if isinstance(mark, str) else ""
+    return [int(place) for place in places.split() if place.isdecimal()]
 
 
 def in_our_blocks(
@@ -158,5 +230,5 @@ def _format_of(name: str, slot: str, view: ParamView) -> Format | None:
         form = MOMENTS.get(name)
         keeps = form is None or not form.block or view.keeps_blocks(form)
         return form if keeps else MOMENTS[torch.float32]
-    beside = BESIDE.get(view.code_dtype or view.param.dtype, {})
+    beside = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
     return beside.get(name) or MASTERS.get(name)

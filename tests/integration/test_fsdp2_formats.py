@@ -61,6 +61,25 @@ def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat
             assert_same(found, expected)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize(
+    ("at_save", "running"),
+    [(True, False), (True, True), (False, True)],
+    ids=["the checkpoint has it", "both have it", "the optimizer has it"],
+)
+def test_a_frozen_parameters_state_is_lost_on_no_rank(on, tmp_path, at_save, running, flat):
+    """All ranks raise, also those without an element of it."""
+    given = (KINDS["masters"], str(tmp_path / "checkpoint"), flat, at_save, running)
+    for said in on(2, fsdp2_formats.says_of_frozen, *given):
+        assert re.search("parameter 2 of group 0: requires_grad must be True .*got False", said)
+
+
+def test_a_parameter_frozen_on_all_ranks_from_the_first_loads(on, tmp_path):
+    options = {**KINDS["masters"], "makes_states": "all"}
+    for said in on(2, fsdp2_formats.always_frozen, options, str(tmp_path / "checkpoint")):
+        assert said == "it loads"
+
+
 @pytest.mark.parametrize("worlds", WORLDS[:3], ids=str)
 @pytest.mark.parametrize(
     ("saved", "own"),

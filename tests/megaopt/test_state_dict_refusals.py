@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megaopt import FusedAdam, FusedSGD
+from megaopt import FusedAdam, FusedLion, FusedSGD
 
 STOCHASTIC = {"exp_avg_dtype": "bfloat16_stochastic"}
 
@@ -171,6 +171,10 @@ FOREIGN = {
         lambda saved: saved["state"][1].update(step=torch.tensor(2.0)),
         r"group 0: .*step counts \[2, 3\]",
     ),
+    "no_step_count": (
+        lambda saved: saved["state"][1].pop("step"),
+        r"parameter 1 of group 0: the state dict has no 'step', which other states have",
+    ),
     "another_shape": (
         lambda saved: saved["state"][1].update(exp_avg=torch.zeros(7)),
         r"parameter 1 of group 0: 'exp_avg' .*\(4,\), got .*\(7,\)",
@@ -194,17 +198,41 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize(("change", "message"), FOREIGN.values(), ids=FOREIGN)
-def test_a_refused_load_of_torchs_state_changes_nothing(change, message):
+@pytest.mark.parametrize("change", FOREIGN)
+def test_a_refused_load_of_torchs_state_changes_nothing(change):
+    refuses_torchs(FOREIGN[change], "group")
+
+
+@pytest.mark.parametrize("change", [name for name in FOREIGN if name != "unequal_step_counts"])
+def test_so_does_one_where_parameters_count_their_own_steps(change):
+    refuses_torchs(FOREIGN[change], "parameter")
+
+
+def refuses_torchs(case, step_counts):
+    change, message = case
     theirs = torch.optim.AdamW(parameters([(3,), (4,)]))
     train(theirs, 3)
-    ours = FusedAdam(parameters([(3,), (4,)]), **MASTER)
+    ours = FusedAdam(parameters([(3,), (4,)]), step_counts=step_counts, **MASTER)
     train(ours, 1)
     saved, before = copy.deepcopy(theirs.state_dict()), snapshot(ours)
     change(saved)
     with pytest.raises(ValueError, match=message):
         ours.load_state_dict(saved)
     assert_same(snapshot(ours), before)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLion, FusedSGD])
+def test_a_run_of_the_other_sign_is_refused(kind, saved, steps):
+    source, target = (kind(parameters(), lr=0.1, maximize=sign) for sign in (saved, not saved))
+    train(source, steps)
+    train(target, 1)
+    before = snapshot(target)
+    message = f"parameter 0 of group 0: maximize of the state dict must be .*{not saved}, got"
+    with pytest.raises(ValueError, match=message):
+        target.load_state_dict(source.state_dict())
+    assert_same(snapshot(target), before)
 
 
 def test_scales_without_the_contract_are_refused():

@@ -330,9 +330,22 @@ def test_masters_that_no_weight_has_make_no_size():
     assert len({mark_in_torchs_form(BF16, **way).numel() for way in ways}) == 2
 
 
-@pytest.mark.parametrize("other", [{"adam_w_mode": False}, {"amsgrad": True}, {"maximize": True}])
+OTHERS = [
+    {"adam_w_mode": False},
+    {"amsgrad": True},
+    {"maximize": True},
+    {"step_counts": "parameter"},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_what_else_a_load_refuses_has_another_size(other):
     assert mark_in_torchs_form(**other).numel() != mark_in_torchs_form().numel()
+
+
+@pytest.mark.parametrize("asked", [{}, {"step_counts": "group"}], ids=str)
+def test_the_default_has_the_size_of_older_checkpoints(asked):
+    assert mark_in_torchs_form(**asked).numel() == 3821
 
 
 def test_state_dicts_for_others_have_text():
@@ -344,6 +357,62 @@ def test_state_dicts_for_others_have_text():
     (group,) = get_optimizer_state_dict(model, optimizer)["param_groups"]
     assert text_of(group["contract"]) == "ieee"
     assert optimizer.param_groups[0]["contract"] == "ieee"
+
+
+# --- whose steps count
+
+
+def counted(kind, step_counts, capturable, equal=False):
+    """A model whose second parameter has a gradient in the last of four steps only."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), 0.1, step_counts=step_counts, capturable=capturable)
+    for step in range(4):
+        model.weight.grad = torch.ones(4, 4)
+        model.bias.grad = torch.ones(4) if equal or step == 3 else None
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
+@pytest.mark.parametrize("partial", [True, False], ids=["partial", "whole"])
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "running"])
+@pytest.mark.parametrize("counts", [("parameter", "group"), ("group", "parameter")], ids=str)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoints_of_other_counts_are_refused(
+    kind, capturable, flat, partial, fresh, counts, tmp_path
+):
+    """The run goes on as if it had not tried."""
+    options = FLAT if flat else StateDictOptions()
+    source, (model, target) = (counted(kind, each, capturable) for each in counts)
+    if fresh:
+        target = type(target)(model.parameters(), 0.1, step_counts=counts[1], capturable=capturable)
+        target.initialize_states()
+    before = snapshot(target)
+    kept = get_optimizer_state_dict(*source, options=options)
+    wanted = get_optimizer_state_dict(model, target, options=options)
+    with pytest.raises(CheckpointException, match=r"Size mismatch .*contract|Missing key"):
+        through_a_checkpoint(kept, wanted, tmp_path, planner_of("", partial))
+    assert_same(snapshot(target), before)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
+@pytest.mark.parametrize("counts", [("parameter", "group"), ("group", "parameter")], ids=str)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_counts_that_a_planner_left_out_are_named(flat, counts, tmp_path):
+    options = FLAT if flat else StateDictOptions()
+    source, target = (counted(FusedAdam, each, False) for each in counts)
+    kept, wanted = (get_optimizer_state_dict(*run, options=options) for run in (source, target))
+    found = through_a_checkpoint(
+        kept, copy.deepcopy(wanted), tmp_path, planner_of("passes over sizes", True)
+    )
+    before = snapshot(target[1])
+    message = rf"parameter 0 of group 0: .*'step'.* step_counts='{counts[0]}'"
+    with pytest.raises(ValueError, match=message):
+        set_optimizer_state_dict(*target, found, options=options)
+    assert_same(snapshot(target[1]), before)
 
 
 # --- whether there are masters

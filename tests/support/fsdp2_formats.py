@@ -4,7 +4,12 @@ import torch.distributed.checkpoint as dcp
 from fsdp2_blocks import SHAPES
 from fsdp2_ranks import build, content_of, options_of, snapshot, train
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 
 def save(options, folder, flat):
@@ -39,6 +44,44 @@ def goes_on_after_a_load(options, folder, flat, partial):
         said = str(error)
     train(model, optimizer, 2, first=9)
     return said, snapshot(optimizer)
+
+
+def says_of_frozen(options, folder, flat, at_save, running):
+    """What a rank says of a load where a parameter is frozen that one rank alone has."""
+    model, optimizer = build(options)
+    train(model, optimizer, 2)
+    model.p2.requires_grad_(not at_save)
+    given = options_of(flat)
+    dcp.save(optimizer_of(model, optimizer, given), checkpoint_id=folder)
+    other, target = build(options, seed=50)
+    train(other, target, 3 if running else 0)
+    other.p2.requires_grad_(False)
+    content = optimizer_of(other, target, given)
+    dcp.load(content, checkpoint_id=folder)
+    try:
+        set_optimizer_state_dict(other, target, content["optimizer"], options=given)
+    except ValueError as error:
+        return str(error)
+    return "it loads"
+
+
+def always_frozen(options, folder):
+    """What a rank says of a load where a parameter never had a gradient."""
+    runs = [build(options, seed=seed) for seed in (0, 50)]
+    for model, optimizer in runs:
+        model.p2.requires_grad_(False)
+        optimizer.initialize_states()
+    given = options_of(False)
+    dcp.save(optimizer_of(*runs[0], given), checkpoint_id=folder)
+    content = optimizer_of(*runs[1], given)
+    set_model_state_dict(runs[1][0], get_model_state_dict(runs[0][0]))
+    dcp.load(content, checkpoint_id=folder)
+    set_optimizer_state_dict(*runs[1], content["optimizer"], options=given)
+    return "it loads"
+
+
+def optimizer_of(model, optimizer, given):
+    return {"optimizer": get_optimizer_state_dict(model, optimizer, options=given)}
 
 
 def changed(saved, own, folder, flat, steps):

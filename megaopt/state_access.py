@@ -15,6 +15,7 @@ from megaopt.owned import Owned
 from megaopt.ownership import widened
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.float8 import Float8View
 from megaopt.params.view import SCALE
 from megaopt.state import MASTER, State, encoded, get_unscaled, state_name
 
@@ -118,7 +119,7 @@ def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
     formats = owned.formats(view)
     exact = formats.cast is not None and formats.cast.exact
     view.weight.quantize_(value, torch.float32 if exact else None)
-    if formats.master.joined:
+    if isinstance(view, Float8View) and formats.master.joined:
         view.round_as_pairs(value)
 
 

@@ -74,7 +74,7 @@ def _marked(groups: Sequence[Mapping[str, Any]], owned: Owned) -> set[int]:
 
 
 def _with_news(owned: Owned, state: States, places: Iterable[int]) -> list[int]:
-    """Of these the frozen parameters whose states a step would not make anew as they are.
+    """Finds the frozen ones of these places whose states a step would not make anew as they are.
 
     Ranks with shards of them ask each other, as a checkpoint has what one of them says.
     """

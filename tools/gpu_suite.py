@@ -19,7 +19,7 @@ LIBRARIES = ("transformer_engine", "apex", "flashoptim", "torchao", "bitsandbyte
 
 
 def main(out: Path, options: list[str]) -> int:
-    """Runs them; pytest's own status."""
+    """Runs the tests and writes the record; returns pytest's own status."""
     report, record = out.with_suffix(".xml"), Record(out)
     command = [*COMMAND, *options, "tests"]
     status = subprocess.run([*command, "--junitxml", str(report)], check=False).returncode
@@ -30,7 +30,7 @@ def main(out: Path, options: list[str]) -> int:
 
 
 def version(library: str) -> str | None:
-    """Of an installed library."""
+    """The version of an installed library; None without it."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -38,7 +38,7 @@ def version(library: str) -> str | None:
 
 
 def outcomes(report: Path) -> dict[str, Any]:
-    """Counts of pytest's JUnit report: of all, by file, and why tests were skipped."""
+    """Counts the cases of pytest's JUnit report: all, by file, and why some were skipped."""
     whole: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     files: defaultdict[str, Counter[str]] = defaultdict(Counter)

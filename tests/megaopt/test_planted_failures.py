@@ -167,18 +167,16 @@ def planted(*_):
     raise MemoryError("planted")
 
 
+@pytest.mark.thirds
 @pytest.mark.slow
-def test_every_step_that_fails_anywhere_changes_nothing(record_testsuite_property):
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_that_fails_anywhere_changes_nothing(name):
     """The first step and a later one; with clipping and under a loss scale."""
-    count = 0
-    for name in CASES:
-        options = CASES[name][2]
-        count += failed(name, 0) + failed(name, 1) + failed(name, 1, clip_norm=0.5)
-        if not options.get("capturable") and "fp8" not in name:
-            count += failed(name, 1, scaled=True)
-    record_testsuite_property("planted failures", count)
-    print(f"{count} planted failures")
-    assert count > 2000
+    count = failed(name, 0) + failed(name, 1) + failed(name, 1, clip_norm=0.5)
+    if not CASES[name][2].get("capturable") and "fp8" not in name:
+        count += failed(name, 1, scaled=True)
+    print(f"{name}: {count} planted failures")
+    assert count > 100
 
 
 RANKS = {

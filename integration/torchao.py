@@ -468,7 +468,7 @@ def _placed(group: dict[str, Any], minimal_size: int) -> list[dict[str, Any]]:
 
 
 def _chosen(group: dict[str, Any], places: list[int]) -> dict[str, Any]:
-    """What a group says of each of its parameters, for some of these alone."""
+    """Picks, for some parameters of a group, what it says of each."""
     count = len(group["params"])
     given = {name: group.get(name) for name in ("params", "param_numbers", "param_names")}
     lists = {n: v for n, v in given.items() if isinstance(v, (list, tuple)) and len(v) == count}

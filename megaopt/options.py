@@ -250,12 +250,12 @@ class Options:
 
     @property
     def whose_counts(self) -> str:
-        """What step_counts comes to; None: as torch under its contract."""
+        """The step_counts in force: as asked, or `usual_counts`."""
         return self.step_counts or self.usual_counts
 
     @property
     def usual_counts(self) -> str:
-        """What step_counts is where nobody asked."""
+        """The step_counts of a contract where nobody asked: torch counts for each parameter."""
         return "parameter" if self.contract == "torch" else "group"
 
     def makes_state(self, param: torch.Tensor) -> bool:

@@ -55,17 +55,18 @@ class Float8Shards:
         return copied([[bytes_of(weight) for weight in self.weights], states, count])
 
 
-def planted(kind, who, own, arguments):
-    """For each call of rank `who` that takes memory, in a step each, what was raised here.
+def planted(kind, who, own, arguments, start, every):
+    """For calls of rank `who` that take memory, in a step each, what was raised here.
 
+    start, every: the first of these calls, and the distance to the next.
     What a rank raised it has not done: it takes its step again.
     """
     run, found = kind(*own, **arguments), []
     run.give(0)
     run.step()
     while True:
-        number = len(found)
-        run.give(number + 1)
+        number = start + every * len(found)
+        run.give(len(found) + 1)
         was, raised = run.look(), ""
         try:
             with FailsAt(number if dist.get_rank() == who else -1):

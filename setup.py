@@ -45,7 +45,7 @@ setup(
     package_dir=package_dir,
     package_data={
         "megaopt": ["py.typed"],
-        "megaopt.kernels.step": ["native.cpp"],
+        "megaopt.state": ["native.cpp"],
         "megaopt.commands.golden": ["record.json"],
         "megaopt.commands.regression": ["losses.json"],
     },

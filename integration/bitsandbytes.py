@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import megaopt
-from megaopt.checks import one_of, refuse, same, shown
 from megaopt.integration.bitsandbytes_state import packed_state_dict, unpacked_state_dict
 from megaopt.optimizer import FusedOptimizer
+from megaopt.options.checks import one_of, refuse, same, shown
 from megaopt.params import view_of
 
 __all__ = [

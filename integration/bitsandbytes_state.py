@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megaopt.checks import refuse
 from megaopt.optimizer import FusedOptimizer
+from megaopt.options.checks import refuse
 from megaopt.params import view_of
 
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}

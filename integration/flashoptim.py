@@ -18,10 +18,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megaopt
-from megaopt import casting, gradient_release, model_state
-from megaopt.checks import one_of, refuse, shown
-from megaopt.gradient_release import GradientRelease as GradientReleaseHandle
+from megaopt.models import cast as casting
+from megaopt.models import fp32 as model_state
+from megaopt.models import release as gradient_release
+from megaopt.models.release import GradientRelease as GradientReleaseHandle
 from megaopt.optimizer import FusedOptimizer
+from megaopt.options.checks import one_of, refuse, shown
 
 __all__ = [
     "FlashAdam",

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import megaopt
-from megaopt.checks import one_of, refuse
 from megaopt.integration import bitsandbytes
+from megaopt.options.checks import one_of, refuse
 from megaopt.params.view import FEWEST_IN_ROWS
 
 __all__ = ["GaLoreAdamW8bit"]

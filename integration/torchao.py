@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import megaopt
-from megaopt.checks import one_of, refuse
-from megaopt.groups import entries_of
-from megaopt.host_state import STATE_DEVICE
 from megaopt.optimizer import FusedOptimizer
+from megaopt.options.checks import one_of, refuse
+from megaopt.options.groups import entries_of
+from megaopt.options.placement import STATE_DEVICE
 from megaopt.params.dtensor import local_of
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch
 import megaopt
 import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
 from megaopt.integration.grad_scaler import step_with
-from megaopt.masters import MasterWeights
+from megaopt.state.masters import MasterWeights
 
 
 class FusedAdam(megaopt.FusedAdam):

@@ -4,14 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megaopt import checkpoint as checkpoint
     from megaopt.adam import FusedAdam
-    from megaopt.casting import cast_model
+    from megaopt.commands import checkpoint as checkpoint
     from megaopt.float8 import to_float8
     from megaopt.galore import GaLoreAdamW
-    from megaopt.gradient_release import release_gradients
     from megaopt.lion import FusedLion
-    from megaopt.model_state import get_fp32_model_state_dict, set_fp32_model_state_dict
+    from megaopt.models.cast import cast_model
+    from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
+    from megaopt.models.release import release_gradients
     from megaopt.sgd import FusedSGD
 
 __version__ = "0.1.0"
@@ -34,10 +34,10 @@ HOMES = {
     "FusedLion": "megaopt.lion",
     "FusedSGD": "megaopt.sgd",
     "GaLoreAdamW": "megaopt.galore",
-    "cast_model": "megaopt.casting",
-    "get_fp32_model_state_dict": "megaopt.model_state",
-    "release_gradients": "megaopt.gradient_release",
-    "set_fp32_model_state_dict": "megaopt.model_state",
+    "cast_model": "megaopt.models.cast",
+    "get_fp32_model_state_dict": "megaopt.models.fp32",
+    "release_gradients": "megaopt.models.release",
+    "set_fp32_model_state_dict": "megaopt.models.fp32",
     "to_float8": "megaopt.float8",
 }
 MODULES = ("checkpoint",)

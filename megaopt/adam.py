@@ -8,8 +8,12 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from megaopt.checks import NOT_NEGATIVE, one_of
-from megaopt.choices import (
+from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.formats import MOMENTS
+from megaopt.kernels.rules import RULES, Rule
+from megaopt.optimizer import FusedOptimizer
+from megaopt.options.checks import NOT_NEGATIVE, one_of
+from megaopt.options.choices import (
     Backend,
     Contract,
     ExternalWrite,
@@ -18,15 +22,11 @@ from megaopt.choices import (
     Rounding,
     StepCounts,
 )
-from megaopt.host_state import StateDevice
-from megaopt.kernels.contracts import CONTRACTS
-from megaopt.kernels.formats import MOMENTS
-from megaopt.kernels.rules import RULES, Rule
-from megaopt.masters import MasterWeights
-from megaopt.optimizer import FusedOptimizer
-from megaopt.options import FLAGS, VARIANTS, Numbers, Options
-from megaopt.torch_names import check_arguments
-from megaopt.torch_state import torch_state_dict
+from megaopt.options.names import check_arguments
+from megaopt.options.options import FLAGS, VARIANTS, Numbers, Options
+from megaopt.options.placement import StateDevice
+from megaopt.saving.torch_state import torch_state_dict
+from megaopt.state.masters import MasterWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class FusedAdam(FusedOptimizer):
             or {"masters": "cpu"} that part alone. None: beside the weights. A group may say
             another. State tensors are then on the CPU, but for scales; before code of yours reads
             or writes one, wait: torch.cuda.synchronize(). Methods of the optimizer wait by
-            themselves. External masters are pinned tensors (megaopt.masters.pinned) where
+            themselves. External masters are pinned tensors (megaopt.state.masters.pinned) where
             masters are on the CPU. States of weights on the CPU are there anyway. The card has to
             map host memory, else RuntimeError.
         step_counts: whose steps an update counts, in bias corrections and random bits. "group": all

@@ -9,9 +9,21 @@ from typing import Any, ClassVar, NoReturn, get_args
 
 import torch
 
-from megaopt.batches import Batches
-from megaopt.checks import NOT_NEGATIVE, one_of, refuse
-from megaopt.choices import (
+from megaopt.galore_checks import (
+    check_matrix,
+    check_not_flattened,
+    check_of_all,
+    check_refresh,
+    check_split,
+)
+from megaopt.kernels.formats import MASTERS, Format
+from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
+from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.optimizer import FusedOptimizer
+from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse
+from megaopt.options.choices import (
     Backend,
     ExternalWrite,
     LowRankKernel,
@@ -21,26 +33,14 @@ from megaopt.choices import (
     Refresh,
     Rounding,
 )
-from megaopt.galore_checks import (
-    check_matrix,
-    check_not_flattened,
-    check_of_all,
-    check_refresh,
-    check_split,
-)
-from megaopt.galore_state import from_galore_torch
-from megaopt.kernels.formats import MASTERS, Format
-from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
-from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
-from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.kernels.step.watch import Grads
-from megaopt.low_rank_batch import AUTO, LAUNCHED, why_not_kernel
-from megaopt.masters import MasterWeights
-from megaopt.optimizer import FusedOptimizer
-from megaopt.options import FLAGS, Numbers, Options
-from megaopt.owned import Owned
-from megaopt.torch_names import check_arguments
+from megaopt.options.names import check_arguments
+from megaopt.options.options import FLAGS, Numbers, Options
+from megaopt.saving.galore import from_galore_torch
+from megaopt.state.masters import MasterWeights
+from megaopt.state.owned import Owned
+from megaopt.state.watch import Grads
+from megaopt.step.batches import Batches
+from megaopt.step.low_rank import AUTO, LAUNCHED, why_not_kernel
 
 PROJ_TYPES = get_args(ProjType)
 KERNELS = get_args(LowRankKernel)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from megaopt.checks import refuse, same
 from megaopt.kernels.lowrank.spec import LEFT, LowRank
 from megaopt.kernels.step.table import is_capturing
-from megaopt.owned import Owned
+from megaopt.options.checks import refuse, same
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
+from megaopt.state.owned import Owned
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
 """What FullyShardedDataParallel says of its flat parameters, and of views into them."""

@@ -8,14 +8,14 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from megaopt.checks import NOT_NEGATIVE, one_of
-from megaopt.choices import Backend, ExternalWrite, Nonfinite, Rounding
-from megaopt.host_state import StateDevice
 from megaopt.kernels.rules import RULES, Rule
-from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options import Numbers, Options
-from megaopt.torch_names import check_arguments
+from megaopt.options.checks import NOT_NEGATIVE, one_of
+from megaopt.options.choices import Backend, ExternalWrite, Nonfinite, Rounding
+from megaopt.options.names import check_arguments
+from megaopt.options.options import Numbers, Options
+from megaopt.options.placement import StateDevice
+from megaopt.state.masters import MasterWeights
 
 
 @dataclass(frozen=True, kw_only=True)

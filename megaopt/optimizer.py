@@ -8,12 +8,26 @@ from typing import Any
 
 import torch
 
-from megaopt import state_dict as state_dicts
-from megaopt.batches import Batches
-from megaopt.capture import check_capture, check_captured_batches
-from megaopt.checked_numbers import CheckedNumbers
-from megaopt.checks import one_of, refuse
-from megaopt.collect import (
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.table import is_capturing
+from megaopt.options.checks import one_of, refuse
+from megaopt.options.groups import States, check_new_group, entries_of, new_group
+from megaopt.options.options import Options
+from megaopt.options.placement import Homes, taken_from
+from megaopt.params.dtensor import locals_of
+from megaopt.saving import state_dict as state_dicts
+from megaopt.state.access import set_scaled, unscaled
+from megaopt.state.masters import MasterWeights
+from megaopt.state.numbers import CheckedNumbers
+from megaopt.state.owned import Owned
+from megaopt.state.ownership import commit, refreshed
+from megaopt.state.tensors import MASTER, picklable
+from megaopt.state.watch import Grads, grads_of
+from megaopt.state.writes import ExternalWrites
+from megaopt.step.batches import Batches
+from megaopt.step.capture import check_capture, check_captured_batches
+from megaopt.step.collect import (
     StepRun,
     collect,
     completed_states,
@@ -21,24 +35,10 @@ from megaopt.collect import (
     resolve_grads,
     writes_grads,
 )
-from megaopt.consensus import Consensus
-from megaopt.float8.batch import gather_amaxes
-from megaopt.groups import States, check_new_group, entries_of, new_group
-from megaopt.host_state import Homes, taken_from
-from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.preparation import Request
-from megaopt.kernels.step.table import is_capturing
-from megaopt.kernels.step.watch import Grads, grads_of
-from megaopt.masters import MasterWeights
-from megaopt.options import Options
-from megaopt.owned import Owned
-from megaopt.ownership import commit, refreshed
-from megaopt.params.dtensor import locals_of
-from megaopt.preparations import Preparations, is_skipped, requested
-from megaopt.probing import is_asked_by_torch, is_probe
-from megaopt.state import MASTER, picklable
-from megaopt.state_access import set_scaled, unscaled
-from megaopt.writes import ExternalWrites
+from megaopt.step.float8 import gather_amaxes
+from megaopt.step.preparations import Preparations, is_skipped, requested
+from megaopt.step.ranks.consensus import Consensus
+from megaopt.step.ranks.probing import is_asked_by_torch, is_probe
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -80,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._preparations, self._consensus = Preparations(), Consensus()
         self._writes, self._numbers = ExternalWrites(), CheckedNumbers()
         self._was_stepped = False
-        self._release: Any = None  # a megaopt.gradient_release.GradientRelease
+        self._release: Any = None  # a megaopt.models.release.GradientRelease
 
     @property
     def rule(self) -> Rule:
@@ -225,7 +225,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _makes_states_for_a_checkpoint(self, owned: Owned, request: Request) -> bool:
         """Makes the states, and steps nothing, if torch.distributed.checkpoint asks for that.
 
-        It does so by a first step with lr=0 and gradients of 0 (megaopt.probing).
+        It does so by a first step with lr=0 and gradients of 0 (megaopt.step.ranks.probing).
         """
         was_stepped, self._was_stepped = self._was_stepped, True
         if was_stepped or not request.is_empty:

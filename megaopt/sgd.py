@@ -8,14 +8,14 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from megaopt.checks import NOT_NEGATIVE, Range, number, one_of, refuse
-from megaopt.choices import Backend, ExternalWrite, Nonfinite, Rounding, StepCounts
-from megaopt.host_state import StateDevice
 from megaopt.kernels.rules import RULES, Rule
-from megaopt.masters import MasterWeights
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options import FLAGS, Numbers, Options
-from megaopt.torch_names import check_arguments
+from megaopt.options.checks import NOT_NEGATIVE, Range, number, one_of, refuse
+from megaopt.options.choices import Backend, ExternalWrite, Nonfinite, Rounding, StepCounts
+from megaopt.options.names import check_arguments
+from megaopt.options.options import FLAGS, Numbers, Options
+from megaopt.options.placement import StateDevice
+from megaopt.state.masters import MasterWeights
 
 MOMENTUM = Range("a number >= 0 and < 1", lambda value: 0 <= value < 1)
 DAMPENING = Range("a number >= 0 and <= 1", lambda value: 0 <= value <= 1)

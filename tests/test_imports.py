@@ -66,8 +66,10 @@ def test_an_arrow_to_the_commands_is_found(tool, copy):
 
 def test_an_arrow_from_the_kernels_is_found(tool, copy):
     with (copy / "kernels/calling.py").open("a") as file:
-        file.write("\nimport megaopt.saved\n")
-    assert "against the order: megaopt.kernels.calling imports megaopt.saved" in tool.faults(copy)
+        file.write("\nimport megaopt.saving.parse\n")
+    assert "against the order: megaopt.kernels.calling imports megaopt.saving.parse" in tool.faults(
+        copy
+    )
 
 
 def test_a_circle_is_found_and_types_make_none(tool, copy):
@@ -99,8 +101,8 @@ def test_another_drawing_is_found(tool, copy):
     "line", ["isinstance(param, Float8Shard)", "is_dtensor(param)"], ids=["isinstance", "function"]
 )
 def test_a_question_for_a_parameters_kind_is_found(tool, copy, line):
-    with (copy / "megaopt/saved.py").open("a") as file:
+    with (copy / "megaopt/saving/parse.py").open("a") as file:
         file.write(f"\n\ndef f(param):\n    return {line}\n")
     (fault,) = tool.faults(copy)
-    assert fault.startswith("asks for a parameter's kind: megaopt.saved, line")
+    assert fault.startswith("asks for a parameter's kind: megaopt.saving.parse, line")
     assert fault.endswith(line)

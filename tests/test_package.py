@@ -13,11 +13,11 @@ from typing import get_args
 import pytest
 
 import megaopt
-from megaopt import choices
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8 import RECIPES
 from megaopt.kernels.lowrank.operands import PRECISIONS
+from megaopt.options import choices
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,7 +79,7 @@ def test_every_name_of_the_api_page_is_there_after_import_megaopt() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     names = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
     assert {
-        "megaopt.checkpoint",
+        "megaopt.commands.checkpoint",
         *(f"megaopt.{name}" for name in megaopt.__all__ if name[0] != "_"),
     } == set(names)
     for name in names:

@@ -22,7 +22,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # it counts from before megaopt is imported
 
 from megaopt.commands.environment import describe  # noqa: E402
-from megaopt.source import describe_source, portable  # noqa: E402
+from megaopt.commands.source import describe_source, portable  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 WAIT = 40_000_000

@@ -18,8 +18,8 @@ import torch
 
 from megaopt import FusedAdam
 from megaopt.commands import environment
+from megaopt.commands.source import describe_source
 from megaopt.kernels.host_memory import ALIGNMENT, HostMemory, held_bytes
-from megaopt.source import describe_source
 
 SIDE, PIECE = 4096, 2**28
 MASTER: dict[str, Any] = {"dtype": torch.float32}

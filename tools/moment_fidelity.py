@@ -35,7 +35,7 @@ from followed_moments import (
 )
 
 from megaopt.commands.environment import describe
-from megaopt.source import describe_source, portable
+from megaopt.commands.source import describe_source, portable
 
 SIZES = (1e-12, 1e-5, 1e4)
 BETAS2 = (0.95, 0.99, 0.999, 0.9999)

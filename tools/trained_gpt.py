@@ -23,9 +23,9 @@ import torch
 
 from megaopt.commands.config import ModelConfig
 from megaopt.commands.environment import describe
+from megaopt.commands.source import describe_source, portable
 from megaopt.commands.training.model import GPT, build_model
 from megaopt.optimizer import FusedOptimizer
-from megaopt.source import describe_source, portable
 
 MODEL = ModelConfig(layers=9, heads=8, width=512, context=512, vocabulary_size=256)
 BATCH, STEPS, WARMUP, PEAK, LAST = 16, 1500, 100, 1e-3, 1e-5

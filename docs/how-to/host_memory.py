@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megaopt import FusedAdam, checkpoint, release_gradients
+from megaopt import FusedAdam, release_gradients
+from megaopt.commands import checkpoint
 
 STEPS, SAVED, BATCH = 6, 3, 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megaopt.checks import one_of
 from megaopt.integration.megatron.checks import check_arguments
 from megaopt.integration.megatron.choices import Choices
+from megaopt.options.checks import one_of
 
 __all__ = ["SUPPORTED", "get_megatron_optimizer", "plugged_in"]
 

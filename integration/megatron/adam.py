@@ -11,7 +11,7 @@ import torch
 import megaopt
 from megaopt.kernels.rules.base import Rule
 from megaopt.optimizer import FusedOptimizer
-from megaopt.state import MASTER
+from megaopt.state.tensors import MASTER
 
 State = dict[str, Any]
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megaopt.state import MASTER
+from megaopt.state.tensors import MASTER
 
 ADAM = ("exp_avg", "exp_avg_sq")
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megaopt.adam import AdamOptions
-from megaopt.checks import refuse
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8
+from megaopt.options.checks import refuse
 
 REQUIRED = {
     "optimizer": (

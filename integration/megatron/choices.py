@@ -10,8 +10,6 @@ import torch
 
 import megaopt.integration.transformer_engine_weights  # noqa: F401  fp8 tensors become known
 from megaopt.adam import AdamOptions
-from megaopt.checks import one_of
-from megaopt.choices import Backend, Contract
 from megaopt.integration.megatron.adam import ShardAdam, ShardLion, Shards, ShardSGD
 from megaopt.integration.megatron.checks import (
     check_graph,
@@ -22,6 +20,8 @@ from megaopt.integration.megatron.checks import (
 )
 from megaopt.integration.megatron.float8 import is_fp8
 from megaopt.kernels.rules.adam_numbers import MOMENTS
+from megaopt.options.checks import one_of
+from megaopt.options.choices import Backend, Contract
 from megaopt.params import view_of
 
 MODES = ("main_shards", "precision_aware")

@@ -12,7 +12,7 @@ from megaopt.integration.megatron.float8 import absent_shards, is_mxfp8, own_sha
 from megaopt.integration.megatron.gradients import Gradients
 from megaopt.integration.megatron.numbers import numbers_of
 from megaopt.params import view_of
-from megaopt.state import MASTER
+from megaopt.state.tensors import MASTER
 
 
 class Sharded(Gradients):

@@ -27,10 +27,10 @@ from megaopt.kernels.step.table import (
     DeviceTable,
     Geometry,
     chunk_rows,
+    note_row,
     to_device,
     two_phase_chunk_rows,
 )
-from megaopt.kernels.step.watch import note_row
 
 # Programs at work at a time on an H200: 132 processors, at most 16 of 4 warps each.
 LAG = 2112

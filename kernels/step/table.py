@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -256,3 +256,11 @@ def two_phase_chunk_rows(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
     keys = numpy.concatenate([order, ends + (lag - 0.5)])
     merged = numpy.concatenate([amaxes, steps], axis=1)
     return numpy.ascontiguousarray(merged[:, numpy.argsort(keys, kind="stable")])
+
+
+def note_row(row: numpy.ndarray, tensors: Iterable[torch.Tensor]) -> bool:
+    """Notes the tensors' addresses in an int64 row; whether any is another than before."""
+    now = list(map(torch.Tensor.data_ptr, tensors))
+    moved: bool = now != row.tolist()
+    row[:] = now
+    return moved

@@ -23,7 +23,7 @@ from megaopt.commands.promises.trial import Place, Tensors, differ, train
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
-from megaopt.kernels.step import native
+from megaopt.state import native
 
 if TYPE_CHECKING:
     from megaopt.commands.promises.table import Outcome

@@ -34,9 +34,9 @@ DEBUG = "MEGAOPT_DEBUG"
 """The environment variable that asks for the traceback of whatever ends a command."""
 
 USERS_ERRORS = {
-    "megaopt.source": "SourceError",
+    "megaopt.commands.source": "SourceError",
     "megaopt.commands.toml_tables": "ConfigError",
-    "megaopt.checkpoint": "CheckpointError",
+    "megaopt.commands.checkpoint": "CheckpointError",
     "megaopt.commands.training.text": "CorpusError",
     "megaopt.commands.regression.processes": "RankError",
     "megaopt.commands.regression.single": "ResumeError",

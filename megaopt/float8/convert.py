@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from megaopt.choices import Recipe
 from megaopt.float8.operations import is_float8
 from megaopt.float8.weight import Float8Weight, named_recipe
 from megaopt.kernels.float8 import Float8Recipe
+from megaopt.options.choices import Recipe
 
 Filter = Callable[[str, nn.Linear], bool]
 Module = TypeVar("Module", bound=nn.Module)

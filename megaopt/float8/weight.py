@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megaopt.float8.operations import call, dispatch
+from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.float8 import (
     RECIPES,
     Float8Recipe,
@@ -17,7 +18,6 @@ from megaopt.kernels.float8 import (
     quantize_reference,
 )
 from megaopt.kernels.quantizers.scale import amax_reference, scale_from_amax_reference
-from megaopt.overwriting import overwrite
 
 TENSORS = ("data8", "scale_inv", "scale", "amax_history")
 """What a Float8Weight is made of; the last two None but for delayed scaling."""

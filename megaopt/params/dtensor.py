@@ -15,7 +15,7 @@ import torch
 
 from megaopt.kernels.formats import Format
 from megaopt.kernels.step.draws import Place
-from megaopt.options import Options
+from megaopt.options.options import Options
 from megaopt.params.view import PLAIN, SCALE, STEP, ParamView
 
 

@@ -15,9 +15,9 @@ from megaopt.kernels.formats.float8_drawn import FLOAT8
 from megaopt.kernels.quantizers.scale import multiplied
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.step.batch import Cast, Extent, Formats
-from megaopt.options import Options
+from megaopt.options.options import Options
+from megaopt.params.codes import decoded_joined
 from megaopt.params.view import ParamView
-from megaopt.pieces import decoded_joined
 
 
 class Float8View(ParamView):

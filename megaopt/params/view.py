@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megaopt.host_state import SCALE as SCALE
-from megaopt.host_state import STEP as STEP
-from megaopt.host_state import Home
 from megaopt.kernels.formats import Format
 from megaopt.kernels.lowrank.spec import LowRank
 from megaopt.kernels.step.batch import Cast, Extent, Formats
 from megaopt.kernels.step.draws import Place
-from megaopt.options import Options, check_weight
-from megaopt.pieces import decoded_joined, encode_joined
+from megaopt.options.options import Options, check_weight
+from megaopt.options.placement import SCALE as SCALE
+from megaopt.options.placement import STEP as STEP
+from megaopt.options.placement import Home
+from megaopt.params.codes import decoded_joined, encode_joined
 
 FEWEST_IN_ROWS, FEWEST_IN_A_ROW = 4096, 65536
 """Elements from which moments are kept in blocks: of norms and biases, which take little memory and

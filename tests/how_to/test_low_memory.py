@@ -3,7 +3,8 @@ import torch
 from how_to import everything, script
 from runs import assert_same
 
-from megaopt import FusedAdam, checkpoint
+from megaopt import FusedAdam
+from megaopt.commands import checkpoint
 from megaopt.integration.flashoptim import FlashAdamW
 
 

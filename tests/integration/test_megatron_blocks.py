@@ -249,9 +249,9 @@ FAULTS = {
         ("MainShards",),
     ),
     "the scale of the neighbour": (
-        "megaopt.state",
+        "megaopt.state.tensors",
         ("view.state_shape(name), view.first_of(name)", "view.state_shape(name), 0"),
-        "megaopt.state_access",
+        "megaopt.state.access",
         ("get_unscaled",),
     ),
 }  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megaopt import FusedAdam
-from megaopt.kernels.step import native
+from megaopt.state import native
 
 # Compiled in a moment: what becomes of a build does not depend on what is built.
 SMALL = """
@@ -35,7 +35,7 @@ exec c++ "$@"
 """
 WAIT = """
 import json, os, sys, pathlib
-from megaopt.kernels.step import native
+from megaopt.state import native
 extension = native.Extension(*map(pathlib.Path, sys.argv[1:]))
 module = extension.wait()
 with open(f"{sys.argv[1]}.{os.getpid()}.said", "w") as file:

@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from megaopt.kernels.step import native
-from megaopt.kernels.step.watch import Guards, Watch
+from megaopt.state import native
+from megaopt.state.watch import Guards, Watch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = ["first", "second", "second_scale"]

@@ -32,7 +32,7 @@ from runs import (
 )
 
 from megaopt import FusedAdam, FusedLion, FusedSGD
-from megaopt.kernels.step import native
+from megaopt.state import native
 
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 BLOCKS64 = {"exp_avg_dtype": "block64_e4m3", "exp_avg_sq_dtype": "block64_e5m3"}

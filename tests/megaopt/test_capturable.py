@@ -22,7 +22,8 @@ from runs import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 
-from megaopt import FusedAdam, checkpoint
+from megaopt import FusedAdam
+from megaopt.commands import checkpoint
 
 BACKENDS = ["reference", "triton"]
 SHAPES = [(3, 4), (5,), (0,), (), (7,), (2, 2)]

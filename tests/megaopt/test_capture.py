@@ -18,11 +18,12 @@ from runs import (
     values,
 )
 
-from megaopt import FusedAdam, capture, optimizer
+from megaopt import FusedAdam, optimizer
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step import kernel, preparation, table
 from megaopt.kernels.step.preparation import Request, TritonPreparation
 from megaopt.kernels.step.table import DeviceTable, is_capturing
+from megaopt.step import capture
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (5,)]

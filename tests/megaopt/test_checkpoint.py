@@ -14,7 +14,7 @@ from bits import bits
 from checkpoints import example, full_disk
 from runs import assert_same
 
-from megaopt import checkpoint
+from megaopt.commands import checkpoint
 
 
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:

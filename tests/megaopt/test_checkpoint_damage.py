@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import example, flipped, is_refused
 
-from megaopt import checkpoint
+from megaopt.commands import checkpoint
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import time
 import pytest
 from checkpoints import full_disk
 
-from megaopt.files import replacing, write_json
+from megaopt.commands.files import replacing, write_json
 
 WRITER = """
 import sys
-from megaopt.files import replacing
+from megaopt.commands.files import replacing
 
 with replacing(sys.argv[1]) as file:
     file.write(b"half")

@@ -75,7 +75,7 @@ def test_copies_keep_every_bit_and_share_nothing(recipe):
 
 
 def test_a_checkpoint_of_megaopt_takes_it(tmp_path):
-    from megaopt import checkpoint as checkpoints
+    from megaopt.commands import checkpoint as checkpoints
 
     net = awkward(RECIPES["delayed"])
     checkpoints.save(tmp_path / "c.pt", {"model": net.state_dict()})

@@ -9,7 +9,8 @@ import torch
 from bits import assert_same_bits
 from runs import assert_same, copied, through_a_file
 
-from megaopt import FusedAdam, checkpoint
+from megaopt import FusedAdam
+from megaopt.commands import checkpoint
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight, update_scales
 from megaopt.float8.shard import Float8Shard
 

@@ -16,10 +16,11 @@ from runs import (
     values,
 )
 
-from megaopt import GaLoreAdamW, capture, galore_checks
+from megaopt import GaLoreAdamW, galore_checks
 from megaopt import optimizer as optimizer_module
 from megaopt.kernels.lowrank import kernel
 from megaopt.kernels.step import preparation, table
+from megaopt.step import capture
 
 SHAPES = [(24, 10), (6, 30), (9,)]
 GAP = 3

@@ -36,7 +36,7 @@ from megaopt import (
     to_float8,
 )
 from megaopt.kernels.host_memory import CUDA, HostMemoryError, free_bytes, held_bytes, pinned_by
-from megaopt.masters import pinned
+from megaopt.state.masters import pinned
 
 ALL, MOMENTS, MASTERS = "cpu", {"moments": "cpu"}, {"masters": torch.device("cpu")}
 SHAPES = [(64, 64), (), (0,), (5,)]

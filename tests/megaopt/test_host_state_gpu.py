@@ -21,7 +21,7 @@ from megaopt import FusedAdam, FusedLion, FusedSGD, release_gradients
 from megaopt.float8 import to_float8
 from megaopt.kernels.float8 import Float8Recipe
 from megaopt.kernels.host_memory import CUDA, HostMemory, HostMemoryError, held_bytes
-from megaopt.masters import pinned
+from megaopt.state.masters import pinned
 
 pytestmark = pytest.mark.gpu
 

@@ -17,14 +17,14 @@ from typing import ClassVar
 
 import torch
 
-from megaopt.checks import DECAY, NOT_NEGATIVE
+from megaopt.options.checks import DECAY, NOT_NEGATIVE
 from megaopt.kernels.formats import MOMENTS, Format
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import round_row
 from megaopt.kernels.rules.loading import number
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options import Numbers, Options
+from megaopt.options.options import Numbers, Options
 
 
 # --- the rule

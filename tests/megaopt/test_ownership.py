@@ -23,7 +23,7 @@ from runs import (
 
 from megaopt import FusedAdam, to_float8
 from megaopt.kernels.float8 import RECIPES
-from megaopt.kernels.step import native
+from megaopt.state import native
 
 SHAPES = [(3, 40), (), (0,), (50,)]
 KINDS = {"fp32": MASTER, "fp16": FP16_MASTER, "remainders": REMAINDERS}

@@ -27,7 +27,7 @@ from runs import (
 
 from megaopt import FusedAdam, GaLoreAdamW, get_fp32_model_state_dict
 from megaopt.float8 import RECIPES, Float8Weight
-from megaopt.kernels.step import native
+from megaopt.state import native
 
 SHAPES = [(3, 40), (), (0,), (50,)]
 KINDS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megaopt
-from megaopt.source import SourceError, describe_source, portable
+from megaopt.commands.source import SourceError, describe_source, portable
 
 ROOT = Path(__file__).parents[2]
 CACHES = shutil.ignore_patterns("__pycache__")
@@ -20,7 +20,7 @@ STAGES = """
 import json, os, subprocess, sys
 from pathlib import Path
 import megaopt
-from megaopt.source import SourceError, describe_source
+from megaopt.commands.source import SourceError, describe_source
 
 place = Path(megaopt.__file__).parent
 assert place.is_relative_to(sys.argv[1]), place

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megaopt import FusedAdam, FusedSGD
 from megaopt.kernels.formats import BESIDE, MASTERS, MOMENTS, Format
-from megaopt.state_formats import sized_contract, text_of
+from megaopt.saving.formats import sized_contract, text_of
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

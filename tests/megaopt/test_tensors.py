@@ -21,8 +21,8 @@ from runs import (
 )
 
 from megaopt import FusedAdam
-from megaopt.kernels.step import native
 from megaopt.kernels.step.table import INTERPRETER
+from megaopt.state import native
 
 BLOCK = INTERPRETER.block * INTERPRETER.iterations
 BACKENDS = ["reference", "triton"]

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megaopt import FusedAdam, agreement
+from megaopt import FusedAdam
+from megaopt.step.ranks import vote as agreement
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 MASTERS = {**HYPER, "dtype": FP32}

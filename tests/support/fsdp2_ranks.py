@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import megaopt
 from megaopt import FusedAdam
-from megaopt.kernels.step import native
 from megaopt.kernels.step.reference import ReferencePlan
 from megaopt.params import view_of
+from megaopt.state import native
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""

@@ -21,13 +21,14 @@ from triton.runtime import driver
 
 import megaopt
 import megaopt.integration.transformer_engine
-from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW, owned
+from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
 from megaopt.float8 import RECIPES
 from megaopt.float8.shard import Float8Shard
 from megaopt.kernels import backends
 from megaopt.kernels.norm import launch
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.state import owned
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 232448

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megaopt import checkpoint
+from megaopt.commands import checkpoint
 
 ELEMENTS = 1 << 18
 

@@ -9,8 +9,8 @@ from fake_pinning import FakePinning
 from megatron_gpt import Trainer, hash_of, megatron
 from torch.profiler import ProfilerActivity, profile
 
-from megaopt import pieces
 from megaopt.kernels.host_memory import pinned_by
+from megaopt.state import codes as pieces
 
 KIND = "dp_reshardable"
 

@@ -16,7 +16,7 @@ from megaopt.commands.bench.instance import build
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.sets import HOST, TensorSet
-from megaopt.kernels.step import native
+from megaopt.state import native
 
 __all__ = ["COUNTS", "HostFigures", "host_record", "host_table", "measure_host"]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megaopt.commands.bench.modes import Mode
 from megaopt.commands.bench.results import Result, ratios
-from megaopt.source import Source
+from megaopt.commands.source import Source
 
 __all__ = ["print_table", "record_of", "table_of"]
 

@@ -24,6 +24,7 @@ from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.report import print_table
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console
+from megaopt.commands.files import write_json
 from megaopt.commands.galore.cases import (
     Result,
     operations,
@@ -33,12 +34,11 @@ from megaopt.commands.galore.cases import (
 from megaopt.commands.galore.errors import WEIGHTS, Setup, measure_errors
 from megaopt.commands.galore.picture import draw
 from megaopt.commands.regression.outputs import make_folder
+from megaopt.commands.source import describe_source, portable
 from megaopt.commands.toml_tables import ConfigError
-from megaopt.files import write_json
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.lowrank.operands import BF16, IEEE
 from megaopt.kernels.lowrank.products import product
-from megaopt.source import describe_source, portable
 
 __all__ = ["main", "run"]
 

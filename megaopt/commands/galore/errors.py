@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from megaopt.checks import one_of, refuse
 from megaopt.commands.galore.plain import derived_update_error, plain_step
 from megaopt.galore import PROJ_TYPES, GaLoreAdamW, side_of
 from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LowRank
-from megaopt.low_rank_batch import why_not_kernel
+from megaopt.options.checks import one_of, refuse
+from megaopt.step.low_rank import why_not_kernel
 
 __all__ = ["KERNELS", "WEIGHTS", "Finding", "Setup", "check_setup", "compared", "measure_errors"]
 

@@ -18,7 +18,7 @@ from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.parity import examine_parity
 from megaopt.commands.promises import checks
 from megaopt.kernels.backends import BACKENDS
-from megaopt.writes import MissingMastersWarning
+from megaopt.state.writes import MissingMastersWarning
 
 __all__ = ["PROMISES", "Outcome", "Promise", "examine_promises", "why_not"]
 

@@ -13,8 +13,8 @@ from megaopt.commands.config import RunConfig
 from megaopt.commands.regression.compare import Difference
 from megaopt.commands.regression.lockstep import Regression, Trial
 from megaopt.commands.regression.megatron.config import MegatronRun
+from megaopt.commands.source import Source
 from megaopt.commands.training.text import Corpus
-from megaopt.source import Source
 
 VERSIONS = ("megaopt", "python", "torch", "triton", "cuda_runtime", "cuda_driver")
 

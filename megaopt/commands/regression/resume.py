@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megaopt import checkpoint
+from megaopt.commands import checkpoint
 from megaopt.commands.bits import Snapshot, pack, unpack
 from megaopt.commands.config import ConfigError, RunConfig, Variant
 from megaopt.commands.regression.outputs import about_file

@@ -139,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(megaopt, config, monkeypatc
     def save(path, payload):
         full()
 
-    monkeypatch.setattr("megaopt.checkpoint.save", save)
+    monkeypatch.setattr("megaopt.commands.checkpoint.save", save)
     status, out, err = megaopt("train", config, option, "kept")
     assert (status, err) == (2, "megaopt: kept: No space left on device\n")
     assert "fused: loss " in out

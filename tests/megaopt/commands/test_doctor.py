@@ -17,7 +17,7 @@ from megaopt.commands.golden.record import packaged
 from megaopt.commands.promises import trial
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
-from megaopt.kernels.step import native
+from megaopt.state import native
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

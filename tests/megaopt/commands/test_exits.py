@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from megaopt.checkpoint import CheckpointError
 from megaopt.commands import cli, doctor, exits
+from megaopt.commands.checkpoint import CheckpointError
 from megaopt.commands.regression.processes import RankError
 from megaopt.commands.regression.single import ResumeError
+from megaopt.commands.source import SourceError
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.text import CorpusError
-from megaopt.source import SourceError
 
 HINT = "(please report it; MEGAOPT_DEBUG=1 shows the traceback)"
 

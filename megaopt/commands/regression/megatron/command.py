@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megaopt.commands.console import make_console
+from megaopt.commands.files import write_json
 from megaopt.commands.regression.megatron.config import MegatronRun, read_megatron_run
 from megaopt.commands.regression.megatron.picture import draw_times
 from megaopt.commands.regression.megatron.plan import Trial
@@ -18,10 +19,9 @@ from megaopt.commands.regression.megatron.record import build_record, measured, 
 from megaopt.commands.regression.megatron.regression import Outcome, Regression
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import draw_losses
+from megaopt.commands.source import Source, describe_source
 from megaopt.commands.training.determinism import choose_device
 from megaopt.commands.training.text import Corpus, load_corpus
-from megaopt.files import write_json
-from megaopt.source import Source, describe_source
 
 FAILED = 2
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))

@@ -13,8 +13,8 @@ from megaopt.commands.regression.megatron.regression import Outcome, Regression,
 from megaopt.commands.regression.megatron.result import Result
 from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
 from megaopt.commands.regression.record import made_with, recorded
+from megaopt.commands.source import Source
 from megaopt.commands.training.text import Corpus
-from megaopt.source import Source
 
 PACKAGES = ("megatron-core", "transformer_engine", "apex")
 

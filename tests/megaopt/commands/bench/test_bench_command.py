@@ -17,9 +17,9 @@ from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.results import Result
 from megaopt.commands.bench.sets import HOST, SETS
+from megaopt.commands.source import describe_source
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
-from megaopt.source import describe_source
 
 CPU = torch.device("cpu")
 

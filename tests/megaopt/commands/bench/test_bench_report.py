@@ -23,7 +23,7 @@ from megaopt.commands.bench.picture import OURS, PEER, _rows, draw
 from megaopt.commands.bench.report import print_table, record_of, table_of
 from megaopt.commands.bench.results import Ratio, Result, ratios
 from megaopt.commands.bench.sets import SETS
-from megaopt.files import write_json
+from megaopt.commands.files import write_json
 
 FIGURES = Figures(
     tensors=1,

@@ -21,7 +21,7 @@ from megaopt.kernels.formats import (
     FormatTable,
 )
 from megaopt.kernels.rules import RULES
-from megaopt.options import NONFINITE, ROUNDINGS
+from megaopt.options.options import NONFINITE, ROUNDINGS
 
 EVERY = [case for cases in CASES.values() for case in cases]
 MASTER_DTYPES = {

@@ -13,8 +13,8 @@ from megaopt.commands.regression.megatron.plan import plan_trials
 from megaopt.commands.regression.megatron.rank import Task
 from megaopt.commands.regression.megatron.regression import is_installed, require_parts
 from megaopt.commands.regression.processes import RankError
+from megaopt.commands.source import describe_source
 from megaopt.commands.training.text import load_corpus
-from megaopt.source import describe_source
 
 needs_megatron = pytest.mark.skipif(
     not (is_installed("megatron.core") and is_installed("psutil")),

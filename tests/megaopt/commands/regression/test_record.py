@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megaopt.commands.regression.command import regress
+from megaopt.commands.source import SourceError, describe_source
 from megaopt.commands.training.text import load_corpus
-from megaopt.source import SourceError, describe_source
 
 FORMS = {
     "reference": ("unfused", {"backend": "reference"}),

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megaopt.checkpoint import CheckpointError, save
+from megaopt.commands.checkpoint import CheckpointError, save
 from megaopt.commands.config import ConfigError, read_config
 from megaopt.commands.regression.compare import find_mismatch
 from megaopt.commands.regression.resume import load_result, load_trainer, save_result, save_trainer

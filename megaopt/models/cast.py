@@ -1,0 +1,268 @@
+"""Models whose parameters become 16-bit, but for the modules that are kept in fp32."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from megaopt.models.fp32 import set_value
+from megaopt.options.checks import is_dense, one_of, refuse, shown
+from megaopt.params import view_of
+from megaopt.state.access import check_master
+from megaopt.state.owned import owned_of
+from megaopt.state.tensors import MASTER, State
+
+if TYPE_CHECKING:
+    from megaopt.optimizer import FusedOptimizer
+    from megaopt.state.owned import Owned
+
+Keep = Callable[[str, nn.Module], bool] | type[nn.Module] | str | Iterable[type[nn.Module] | str]
+
+SHORT = (torch.bfloat16, torch.float16)
+CAST = (torch.float64, torch.float32, *SHORT)
+"""What is cast; codes of 8 bits are numbers only beside their scales, and stay."""
+
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that are never called."""
+
+
+def is_norm(name: str, module: nn.Module) -> bool:
+    """Whether a module normalizes: one of torch.nn's, or one whose class is called *Norm.
+
+    The latter (LlamaRMSNorm, say) only without modules of its own: a PreNorm holds a whole block.
+    """
+    called = type(module).__name__.lower().endswith("norm")
+    return isinstance(module, NORMS) or (called and not any(module.children()))
+
+
+def cast_model(
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep: Keep = is_norm,
+    *,
+    recast: bool = True,
+    optimizer: FusedOptimizer | None = None,
+) -> nn.Module:
+    """Casts parameters and buffers to 16 bits, in place, but for the modules that are kept.
+
+    As `model.to(dtype)` does it: parameters stay the same objects, so that optimizers that hold
+    them go on; gradients are cast with them. Tied parameters and buffers stay tied; what a kept
+    module shares with others is kept. Integers, complex numbers and fp8 weights stay as they are.
+
+    Without `optimizer` the bits that dtype does not hold are lost: a master that is made later
+    starts from the rounded weight. With it they go into the masters, all of them where masters are
+    fp32 or remainders of 16 bits, the 24 bits of "remainder8" and so on otherwise.
+
+    Args:
+        model: of any dtypes.
+        dtype: torch.bfloat16 or torch.float16.
+        keep: which modules stay as they are, with all modules in them: a function of a module's
+            name ("" is the model) and the module; a class, a name with * and ? as in fnmatch, or
+            several of these. By default normalization layers (`is_norm`); () keeps none.
+        recast: kept modules get 16-bit inputs as fp32, and give fp32 outputs as dtype, by forward
+            hooks. False leaves that to autocast, or to the modules themselves.
+        optimizer: owns parameters of the model, and keeps masters (master_weights=True, or
+            dtype=torch.float32), whether any are made yet or not. It is made before the cast: with
+            exact remainders, which need no fp32 copy, by master_weight_dtype="remainder16".
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: dtype or keep is not allowed, or a name in it is no module's; the optimizer has
+            none of the parameters, no masters, a list of the caller's, or masters in a format that
+            weights of dtype cannot have. Nothing has changed then.
+    """
+    one_of("dtype", dtype, SHORT)
+    one_of("recast", recast, (True, False))
+    kept = _kept_modules(model, keep)
+    fixed = _tensors_of(model, kept)
+    values = {} if optimizer is None else _values(model, dtype, fixed, optimizer)
+    own: Any = model  # torch's method has no types
+    own._apply(_Cast(dtype, fixed))
+    if optimizer is not None:
+        _make_masters(optimizer, values)
+    for module in _outermost(kept) if recast else ():
+        compute_in_fp32(module, dtype)
+    return model
+
+
+class _Cast:
+    """What Module._apply calls with each parameter, gradient and buffer."""
+
+    def __init__(self, dtype: torch.dtype, fixed: Mapping[int, torch.Tensor]) -> None:
+        self._dtype, self._fixed = dtype, fixed
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._fixed or not _is_cast(tensor, self._dtype):
+            return tensor
+        if isinstance(tensor, nn.Parameter):  # the same object again, where it is tied
+            return tensor.to(self._dtype)
+        # held with what it became, so that no other tensor gets its id
+        made = self._buffers.setdefault(id(tensor), (tensor, tensor.to(self._dtype)))
+        return made[1]
+
+
+def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype in CAST and tensor.dtype != dtype
+
+
+# --- what is kept
+
+
+def _kept_modules(model: nn.Module, keep: Keep) -> dict[str, nn.Module]:
+    """By name, with the modules in them."""
+    chosen = _chooser(model, keep)
+    named = list(model.named_modules(remove_duplicate=False))
+    tops = [name for name, module in named if chosen(name, module)]
+    return {name: module for name, module in named if any(_is_in(name, top) for top in tops)}
+
+
+def _is_in(name: str, top: str) -> bool:
+    return top in ("", name) or name.startswith(f"{top}.")
+
+
+def _chooser(model: nn.Module, keep: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(keep, nn.Module):
+        refuse("keep", "a function, or classes and names of modules", keep)
+    if callable(keep) and not inspect.isclass(keep):
+        chooser: Callable[[str, nn.Module], bool] = keep
+        return chooser
+    is_one = isinstance(keep, str) or inspect.isclass(keep)
+    entries = (keep,) if is_one else tuple(keep) if isinstance(keep, Iterable) else (keep,)
+    classes = tuple(each for each in entries if inspect.isclass(each))
+    patterns = [each for each in entries if isinstance(each, str)]
+    if len(classes) + len(patterns) != len(entries):
+        refuse("keep", "a function, or classes and names of modules", keep)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"keep must name modules of the model, got {shown(pattern)}")
+    return lambda name, module: (
+        isinstance(module, classes) or any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
+
+
+def _tensors_of(model: nn.Module, kept: Mapping[str, nn.Module]) -> dict[int, torch.Tensor]:
+    """Parameters, gradients and buffers that stay as they are, by id."""
+    own = [tensor for module in kept.values() for tensor in _direct(module)]
+    own += [param for param in model.parameters() if view_of(param).weight is not None]
+    grads = [tensor.grad for tensor in own if tensor.is_leaf and tensor.grad is not None]
+    return {id(tensor): tensor for tensor in (*own, *grads)}
+
+
+def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+# --- masters
+
+
+def _values(
+    model: nn.Module,
+    dtype: torch.dtype,
+    fixed: Mapping[int, torch.Tensor],
+    optimizer: FusedOptimizer,
+) -> dict[torch.Tensor, torch.Tensor]:
+    """The fp32 values of the optimizer's parameters that are cast; the tensors of fp32 weights."""
+    owned = owned_of(optimizer)
+    mine = set(owned.params)
+    found = [param for param in model.parameters() if param in mine]
+    if not found:
+        raise ValueError("optimizer must have parameters of the model, got one that has none")
+    cast = [p for p in found if id(p) not in fixed and _is_cast(p, dtype)]
+    _check_masters(owned, dtype, cast, optimizer.state)
+    return {param: _value(optimizer, param) for param in cast}
+
+
+def _value(optimizer: FusedOptimizer, param: torch.Tensor) -> torch.Tensor:
+    if optimizer.state.get(param, {}).get(MASTER) is None:
+        return param.detach()
+    return optimizer.get_unscaled_state(param, MASTER)
+
+
+@torch.no_grad()
+def _make_masters(optimizer: FusedOptimizer, values: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Gives masters, and weights as their casts, the values, of which none outlives its master."""
+    owned = owned_of(optimizer)
+    for param in list(values):
+        set_value(optimizer, owned, view_of(param), values.pop(param))
+
+
+def _check_masters(
+    owned: Owned, dtype: torch.dtype, params: Iterable[torch.Tensor], state: Mapping[Any, State]
+) -> None:
+    if owned.has_external_masters:
+        raise ValueError(
+            "optimizer must make its masters itself, got one with a list of master_weights"
+        )
+    form = owned.options.master_format(dtype, owned.wants_masters)
+    if not form.present:
+        raise ValueError(
+            "optimizer must keep masters (master_weights=True, or dtype=torch.float32), got one "
+            "without: leave it out to round the weights"
+        )
+    if form.requires_weight not in (None, dtype):
+        raise ValueError(
+            f"dtype must be {form.requires_weight} for masters stored as {form.name}, got {dtype}"
+        )
+    for param in params:
+        view, label = owned.view(param), owned.labels[owned.index(param)]
+        check_master(state.get(param, {}), form, view, label)
+        if form.scaled and view.is_sharded:
+            raise ValueError(
+                f"{label}: a DTensor's master must have no scale, got "
+                f"master_weight_dtype={owned.options.master_weight_dtype}"
+            )
+
+
+# --- kept modules among others
+
+
+def _outermost(kept: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Those that others call, once each."""
+    called = {name: m for name, m in kept.items() if not isinstance(m, CONTAINERS)}
+    tops = [n for n in called if not any(n != top and _is_in(n, top) for top in called)]
+    return list({id(called[name]): called[name] for name in tops}.values())
+
+
+def compute_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """From now on the module gets 16-bit inputs as fp32, and gives fp32 outputs as dtype.
+
+    Args:
+        module: its parameters are fp32.
+        dtype: of the outputs; None: they stay fp32.
+    """
+    module.register_forward_pre_hook(_inputs_in_fp32, with_kwargs=True)
+    if dtype is not None:
+        module.register_forward_hook(functools.partial(_outputs_as, dtype))
+
+
+def _inputs_in_fp32(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if is_dense(tensor) and tensor.dtype in SHORT else tensor
+
+    return tree_map_only(torch.Tensor, widened, (args, kwargs))
+
+
+def _outputs_as(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+    return tree_map_only(torch.Tensor, narrowed, output)

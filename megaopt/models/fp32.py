@@ -1,0 +1,225 @@
+"""State dicts of models whose weights have all the bits that the optimizer's masters have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megaopt.options.checks import is_dense, listed, one_of, refuse
+from megaopt.params import ParamView
+from megaopt.params.dtensor import check_sharding, local_of
+from megaopt.state.access import check_master
+from megaopt.state.memory import check_writable
+from megaopt.state.owned import Owned, owned_of
+from megaopt.state.tensors import MASTER, State, get_unscaled
+
+if TYPE_CHECKING:
+    from megaopt.optimizer import FusedOptimizer
+
+EXACT = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of which fp32 holds every number."""
+
+
+@torch.no_grad()
+def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str, Any]:
+    """model.state_dict(), with fp32 values in the place of the optimizer's weights.
+
+    They are the masters' values, in whatever format these are, as the next step starts from them:
+    a weight that somebody else has written sets its master first, as on_external_write says. A
+    weight without a master gives its own value; one that became fp32 since the last step
+    (model.float()) that of the master it had. Of DTensors the values are DTensors of the
+    parameter's mesh and placements. Buffers, and parameters of others, are what model.state_dict()
+    has. Tied names have the same tensor.
+
+    As in model.state_dict(), tensors may be the model's or the optimizer's own (fp32 masters are):
+    clone what is to outlive the next step.
+
+    Args:
+        model: has parameters of the optimizer; in model.state_dict() these are under their names.
+        optimizer: of this package. It may have no state yet.
+
+    Raises:
+        ValueError: the model has no parameter of the optimizer, or its state dict lacks one.
+        RuntimeError: a weight was written, and on_external_write is "error".
+    """
+    owned = owned_of(optimizer)
+    found = model.state_dict(keep_vars=True)
+    places = _places(model, found, owned)
+    optimizer._writes.take_over(owned, optimizer.state)
+    external = owned.external_masters()
+    owned.homes.wait()
+    values: dict[int, torch.Tensor] = {}
+    for name, value in found.items():
+        place = places.get(name)
+        if place is not None:
+            if place not in values:
+                values[place] = _value(optimizer, owned, place, external[place])
+            found[name] = values[place]
+        elif isinstance(value, torch.Tensor):
+            found[name] = value.detach()
+    return found
+
+
+def _value(
+    optimizer: FusedOptimizer, owned: Owned, place: int, external: torch.Tensor | None
+) -> torch.Tensor:
+    """The fp32 value of a weight: of its master, made or yet to be made, or its own."""
+    view = owned.views[place]
+    formats = owned.formats(view)
+    is_made = optimizer.state.get(view.param, {}).get(MASTER) is not None
+    if is_made or not formats.master.present:
+        return optimizer.get_unscaled_state(view.param, MASTER)
+    if external is None:
+        return view.wrap(view.initial_value(formats))
+    state = {MASTER: local_of(external)}
+    return view.wrap(get_unscaled(state, MASTER, formats.master, view))
+
+
+def _places(model: nn.Module, found: Mapping[str, Any], owned: Owned) -> dict[str, int]:
+    """The places among the optimizer's parameters of those that a state dict has, by name."""
+    places = {id(param): place for place, param in enumerate(owned.params)}
+    own = {name: places[id(value)] for name, value in found.items() if id(value) in places}
+    wanted = [(n, places[id(p)]) for n, p in model.named_parameters() if id(p) in places]
+    if not wanted:
+        raise ValueError("model must have parameters of the optimizer, got one that has none")
+    missing = [name for name, place in wanted if place not in own.values()]
+    if missing:
+        raise ValueError(
+            f"model.state_dict() must have the optimizer's parameters, got none for "
+            f"{listed(missing)}: a hook leaves them out, or copies them"
+        )
+    return own
+
+
+# --- set
+
+
+@torch.no_grad()
+def set_fp32_model_state_dict(
+    model: nn.Module,
+    optimizer: FusedOptimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+) -> None:
+    """Takes a state dict over into weights and masters at once: the inverse of get.
+
+    A master keeps of an fp32 value what its format holds: fp32 masters and remainders
+    (store_param_remainders) all of it. Weights become its casts, to nearest; those without a master
+    keep no more than that. Moments and step counts stay. Everything else goes through
+    model.load_state_dict.
+
+    Args:
+        model: as for get_fp32_model_state_dict.
+        optimizer: of this package. It may have no state yet: masters are made.
+        state_dict: by the names of model.state_dict(). Values of weights are of their shape, fp32,
+            bf16 or fp16, on any device; DTensors for DTensors, of their mesh and placements. Of
+            tied names one is enough.
+        strict: every name has to be there, and no others; False takes what is there.
+
+    Raises:
+        ValueError: names, shapes, dtypes or placements are not allowed, tied names have different
+            values, or a weight cannot be set (a rank's part of an fp8 weight). Nothing has changed
+            then.
+    """
+    one_of("strict", strict, (True, False))
+    if not isinstance(state_dict, Mapping):
+        refuse("state_dict", "a dict of tensors by name", state_dict)
+    owned, own = owned_of(optimizer), model.state_dict(keep_vars=True)
+    places = _places(model, own, owned)
+    if strict:
+        _check_names(own, state_dict)
+    values = _values_by_place(owned, optimizer.state, places, state_dict)
+    rest = {name: v for name, v in state_dict.items() if name in own and name not in places}
+    for name, value in rest.items():
+        _check_like(name, value, own[name])
+    model.load_state_dict(rest, strict=False)
+    for place, value in values.items():
+        set_value(optimizer, owned, owned.views[place], value)
+
+
+def _check_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    tensors = {name: id(v) for name, v in own.items() if isinstance(v, torch.Tensor)}
+    known = {tensor for name, tensor in tensors.items() if name in given}
+    missing = [name for name in own if name not in given and tensors.get(name) not in known]
+    unexpected = [name for name in given if name not in own]
+    if missing or unexpected:
+        lacks = f"lacks {listed(missing)}" if missing else ""
+        has = f"has {listed(unexpected)}" if unexpected else ""
+        raise ValueError(
+            "state_dict must have the names of model.state_dict(), got one that "
+            f"{' and '.join(filter(None, (lacks, has)))}; strict=False takes what fits"
+        )
+
+
+def _values_by_place(
+    owned: Owned, state: Mapping[Any, State], places: Mapping[str, int], given: Mapping[str, Any]
+) -> dict[int, torch.Tensor]:
+    """The value of each of the optimizer's weights; checked, and what it goes into."""
+    owned.external_masters()
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, place in places.items():
+        if name not in given:
+            continue
+        value = given[name]
+        _check_value(name, value, owned, place)
+        _check_target(owned, state, place)
+        first, other = found.setdefault(place, (name, value))
+        if not _same_bits(other, value):
+            raise ValueError(
+                f"state_dict[{name!r}] must be state_dict[{first!r}], as these names are tied, got "
+                "another"
+            )
+    return {place: value for place, (_, value) in found.items()}
+
+
+def _check_value(name: str, value: Any, owned: Owned, place: int) -> None:
+    where, view = f"state_dict[{name!r}]", owned.views[place]
+    shape = tuple(view.param.shape)
+    fits = is_dense(value) and not value.is_meta and value.dtype in EXACT
+    if not fits or tuple(value.shape) != shape:
+        refuse(where, f"{', '.join(map(str, EXACT))} of shape {shape}", value)
+    check_sharding(value, view.param, where)
+
+
+def _check_target(owned: Owned, state: Mapping[Any, State], place: int) -> None:
+    view, label = owned.views[place], owned.labels[place]
+    owned.check_param(view.param, label)
+    check_master(state.get(view.param, {}), owned.formats(view).master, view, label)
+    if view.weight is None:
+        check_writable(view.local, label)
+    elif view.extent.shared or view.weight.columnwise is not None:
+        raise ValueError(f"{label} must be a whole fp8 weight without columnwise data, got another")
+
+
+def _check_like(name: str, value: Any, own: Any) -> None:
+    if not isinstance(own, torch.Tensor):
+        return  # extra state: its module knows
+    if not is_dense(value) or value.shape != own.shape:
+        refuse(f"state_dict[{name!r}]", f"a tensor of shape {tuple(own.shape)}", value)
+    check_sharding(value, own, f"state_dict[{name!r}]")
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    one, other = local_of(one).float(), local_of(other).float()
+    return torch.equal(one.view(torch.int32), other.to(one.device).view(torch.int32))
+
+
+def set_value(
+    optimizer: FusedOptimizer, owned: Owned, view: ParamView, value: torch.Tensor
+) -> None:
+    """Weight and master become an fp32 value; value: of the parameter's shape and placements."""
+    formats = owned.formats(view)
+    # joined masters, and none, set the weight themselves
+    if formats.master.present and not formats.master.joined:
+        own = local_of(value).to(view.local.device, torch.float32)
+        if view.weight is not None:
+            view.weight.quantize_(own)
+        else:
+            view.local.copy_(formats.weight.encode_by_hand(own))
+    optimizer.set_scaled_state(view.param, MASTER, value)

@@ -1,0 +1,332 @@
+"""Each parameter is stepped as soon as its gradient is there, and the gradient freed.
+
+A parameter has a step of its own: the optimizer's, over a group of this parameter alone, with its
+batches kept from step to step. Numbers, states and masters are the optimizer's own objects.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megaopt.models.side_stream import SideStream
+from megaopt.optimizer import FusedOptimizer
+from megaopt.options.checks import refuse, shown
+from megaopt.options.groups import States, given_numbers
+from megaopt.params import view_of
+from megaopt.params.dtensor import local_of
+from megaopt.state.memory import Named, check_memory
+from megaopt.state.owned import Owned, owned_of
+from megaopt.state.ownership import Versions
+from megaopt.state.tensors import written_tensors
+from megaopt.state.writes import ExternalWrites
+
+WHILE = "while gradients are released"
+
+
+def release_gradients(
+    model_or_params: nn.Module | Iterable[torch.Tensor], optimizer: FusedOptimizer
+) -> GradientRelease:
+    """Steps each parameter within the backward pass, as soon as its gradient is accumulated.
+
+    The gradient is freed at once: few gradients are alive at a time. The bits are those of
+    `optimizer.step()` after the backward pass. That call stays where it is, once after each
+    backward pass: it counts the step, and steps parameters that were not chosen here. So
+    schedulers, groups and state dicts work as always; zero_grad has nothing to do. Hooks of the
+    optimizer's step run with that call.
+
+    DTensors (FSDP2's) are stepped shard by shard. Of plain parameters that DistributedDataParallel
+    sums up over ranks, the gradient would be that of one rank: a model that it wraps is refused;
+    parameters do not tell.
+
+    Where states are in host memory, steps go to a stream of their own, while the backward pass goes
+    on; what comes after the backward pass waits for them.
+
+    Between backward pass and `optimizer.step()` weights are of this step and counts of the last:
+    take state dicts after `optimizer.step()`. What looks at `.grad` in between finds none:
+    torch.nn.utils.clip_grad_norm_ clips nothing, and zero_grad takes no backward pass back.
+
+    Args:
+        model_or_params: a model, of which the optimizer's parameters are meant; or some of the
+            optimizer's parameters. Frozen ones (requires_grad=False) are left out.
+        optimizer: of this package.
+
+    Returns:
+        What ends it: `remove()`.
+
+    Raises:
+        ValueError: what is chosen has no parameter of the optimizer, or one that is not its own, or
+            an fp8 weight that other ranks share; the model is wrapped in DistributedDataParallel or
+            FullyShardedDataParallel; the optimizer's gradients are released already; nonfinite is
+            not "propagate", capturable or use_decoupled_grad is True. In `optimizer.step()`:
+            clip_norm or clip_coefficient is given, or a GradScaler steps.
+        RuntimeError: in the backward pass, a second gradient comes before `optimizer.step()`.
+    """
+    chosen = _chosen(model_or_params, optimizer)
+    _check_options(optimizer)
+    owned = optimizer._owned
+    for param in chosen:
+        label = owned.labels[owned.index(param)]
+        owned.check_param(param, label)
+        if view_of(param).group is not None:
+            raise ValueError(
+                f"{label} must not be an fp8 weight that other ranks share, {WHILE}: they meet "
+                "once a step, for all such weights"
+            )
+    _check_together(owned, optimizer)
+    return GradientRelease(chosen, optimizer)
+
+
+@dataclass
+class _Spot:
+    """Where a parameter is among the optimizer's."""
+
+    group: int
+    place: int
+    entry: int | None
+    """Its master's place in the caller's list."""
+    number: int
+    """For its random bits."""
+    name: str
+
+
+class GradientRelease:
+    """What `release_gradients` gives; `remove()` ends it."""
+
+    def __init__(self, params: Iterable[torch.Tensor], optimizer: FusedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # which holds this
+        self._known: tuple[Any, Any] = (None, None)
+        """Groups and masters of the optimizer when its parameters were looked up."""
+        self._numbers: list[Any] = []
+        """The groups' param_numbers then, where something draws; how many masters were listed."""
+        self._spots: dict[torch.Tensor, _Spot] = {}
+        self._alone: dict[torch.Tensor, FusedOptimizer] = {}
+        self._counts: dict[torch.Tensor, int] = {}
+        """The group's step count at which each parameter was stepped last."""
+        self._side = SideStream()
+        hook = _hook(weakref.ref(self))
+        given: list[Any] = list(params)  # torch's method has no types
+        self._handles = [param.register_post_accumulate_grad_hook(hook) for param in given]
+        optimizer._release = self
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients are released."""
+        return bool(self._handles)
+
+    def remove(self) -> None:
+        """From the next backward pass on, gradients stay, and `optimizer.step()` takes them.
+
+        May be called at any time, also twice: after a backward pass `optimizer.step()` still
+        counts it.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._alone.clear()
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer._release is self:
+            optimizer._release = None
+
+    def check_step(self, clip_norm: Any, clip_coefficient: Any) -> None:
+        """Raises ValueError for what `optimizer.step()` is asked for too late."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for name, value in {"clip_norm": clip_norm, "clip_coefficient": clip_coefficient}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be None {WHILE}, got {shown(value)}: the weights were stepped "
+                    "before the norm of all gradients could be known"
+                )
+        for name in ("grad_scale", "found_inf"):
+            if getattr(optimizer, name, None) is not None:
+                raise ValueError(
+                    f"{name} must not be set {WHILE}, got {shown(getattr(optimizer, name))}: the "
+                    "weights have taken the scaled gradients already; train without a GradScaler, "
+                    "or remove() the release"
+                )
+        _check_options(optimizer, is_new=False)
+        self._side.join()
+
+    def step(self, param: torch.Tensor) -> None:
+        """Steps one parameter, which has its gradient, and frees this."""
+        optimizer = self._optimizer()
+        if optimizer is None or param.grad is None:
+            return
+        optimizer._numbers.check(optimizer._owned)  # with the names of its groups
+        spot = self._spot(optimizer, param)
+        count = optimizer.param_groups[spot.group]["step"]
+        if self._counts.get(param) == count:
+            raise RuntimeError(
+                f"parameter {spot.name!r} must get one gradient between two calls of "
+                f"optimizer.step() {WHILE}, got a second: several micro-batches need their sum, "
+                "and a missing optimizer.step() counts no step"
+            )
+        with self._beside(optimizer, param):
+            FusedOptimizer.step(self._own(optimizer, param, spot))
+        optimizer._writes.versions.note(param)
+        self._counts[param] = count
+        param.grad = None
+
+    def _beside(
+        self, optimizer: FusedOptimizer, param: torch.Tensor
+    ) -> AbstractContextManager[None]:
+        """States in host memory, which the bus takes its time for, on a stream of their own."""
+        if param.device.type != "cuda" or optimizer._homes.of(param) is None:
+            return nullcontext()
+        return self._side.after(local_of(param.grad))
+
+    def _spot(self, optimizer: FusedOptimizer, param: torch.Tensor) -> _Spot:
+        """Where the parameter is now; a load makes new groups."""
+        now, spot = (optimizer.param_groups, optimizer._master_weights), self._spots.get(param)
+        numbers = given_numbers(now[0]) if optimizer.options.draws else []
+        numbers.append(len(now[1]) if isinstance(now[1], list) else None)
+        is_known = all(map(operator.is_, now, self._known)) and numbers == self._numbers
+        if is_known and spot is not None and _is_at(now[0], spot, param):
+            return spot
+        owned = optimizer._owned
+        owned.check_places()
+        self._known, self._numbers, self._spots = now, numbers, _spots(owned)
+        self._alone.clear()
+        self._counts.clear()
+        if param not in self._spots:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} must be the optimizer's {WHILE}, got "
+                "one that is in no group any more: remove() the release first"
+            )
+        return self._spots[param]
+
+    def _own(self, optimizer: FusedOptimizer, param: torch.Tensor, spot: _Spot) -> FusedOptimizer:
+        """The optimizer of the parameter alone, with the numbers and the state of now."""
+        own = self._alone.get(param)
+        if own is None:
+            own = self._alone[param] = _over_one(optimizer, param, spot)
+        group = optimizer.param_groups[spot.group]
+        named = {"param_numbers": [spot.number], "param_names": [spot.name]}
+        own.param_groups = [{**group, "params": [param], **named}]
+        if isinstance(own._master_weights, list):  # whose entry may have been replaced
+            own._master_weights[:] = _master_of(optimizer, spot)
+        if own.state.get(param) is not optimizer.state[param]:
+            own.state[param] = optimizer.state[param]
+        return own
+
+
+def _hook(release: weakref.ref[GradientRelease]) -> Callable[[torch.Tensor], None]:
+    """What autograd calls with a parameter; it keeps nothing alive."""
+
+    def step(param: torch.Tensor) -> None:
+        own = release()
+        if own is not None:
+            own.step(param)
+
+    return step
+
+
+def _over_one(optimizer: FusedOptimizer, param: torch.Tensor, spot: _Spot) -> FusedOptimizer:
+    """An optimizer of the same kind, options and masters, without groups and states."""
+    own: FusedOptimizer = object.__new__(type(optimizer))
+    vars(own).update(vars(optimizer))
+    own._forget()
+    own._was_stepped = True  # no step of it asks which states there would be
+    own.state = States(dict)
+    own._writes = ExternalWrites(optimizer._writes.said)
+    own._writes.versions = Versions([param], (), optimizer._writes.versions)
+    if isinstance(optimizer._master_weights, (list, tuple)):
+        own._master_weights = _master_of(optimizer, spot)
+    return own
+
+
+def _master_of(optimizer: FusedOptimizer, spot: _Spot) -> list[torch.Tensor | None]:
+    """A parameter's entry of the caller's list; empty where it has none."""
+    masters: Any = optimizer._master_weights
+    return [] if spot.entry is None else [masters[spot.entry]]
+
+
+def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
+    found, index, entries = {}, 0, owned.master_entries()
+    for number, group in enumerate(owned.groups):
+        names = group.get("param_names") or [None] * len(group["params"])
+        for place, param in enumerate(group["params"]):
+            name = names[place] or f"{place} of group {number}"
+            found[param] = _Spot(number, place, entries.get(index), owned.numbers[index], name)
+            index += 1
+    return found
+
+
+def _is_at(groups: list[dict[str, Any]], spot: _Spot, param: torch.Tensor) -> bool:
+    params = groups[spot.group]["params"] if spot.group < len(groups) else ()
+    return spot.place < len(params) and params[spot.place] is param
+
+
+# --- what is refused
+
+
+def _chosen(chosen: Any, optimizer: FusedOptimizer) -> list[torch.Tensor]:
+    """The parameters that are meant, once each; frozen ones have no gradients."""
+    owned = owned_of(optimizer)
+    if isinstance(chosen, nn.Module):
+        _check_wrappers(chosen)
+        mine = set(owned.params)
+        params: list[torch.Tensor] = [param for param in chosen.parameters() if param in mine]
+    elif isinstance(chosen, torch.Tensor) or not isinstance(chosen, Iterable):
+        refuse("model_or_params", "a model or a list of parameters", chosen)
+    else:
+        params = list(dict.fromkeys(chosen))
+        for param in params:
+            owned.index(param)
+    found = [param for param in params if param.requires_grad]
+    if not found:
+        raise ValueError(
+            "model_or_params must have parameters of the optimizer that get gradients, got none"
+        )
+    return found
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    # where nobody has imported it there is none
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    kinds = (DistributedDataParallel, *filter(None, [getattr(sharding, FSDP1, None)]))
+    for module in model.modules():
+        if isinstance(module, kinds):
+            raise ValueError(
+                f"model must not be wrapped in {type(module).__name__} {WHILE}: its gradients are "
+                "those of one rank when they are accumulated; FSDP2's fully_shard works"
+            )
+
+
+FSDP1 = "FullyShardedDataParallel"
+
+
+def _check_options(optimizer: FusedOptimizer, is_new: bool = True) -> None:
+    if is_new and optimizer._release is not None:
+        raise ValueError(
+            "optimizer must keep its gradients, got one whose gradients are released already: "
+            "remove() what release_gradients gave first"
+        )
+    nonfinite, capturable = optimizer.options.nonfinite, optimizer.options.capturable
+    decoupled = optimizer.use_decoupled_grad
+    for name, wanted, value, reason in (
+        ("nonfinite", "propagate", nonfinite, "a step cannot be left out when half of it is done"),
+        ("capturable", False, capturable, "the host counts such steps"),
+        ("use_decoupled_grad", False, decoupled, "autograd accumulates into p.grad"),
+    ):
+        if value != wanted:
+            raise ValueError(f"{name} must be {wanted!r} {WHILE}, got {value!r}: {reason}")
+
+
+def _check_together(owned: Owned, optimizer: FusedOptimizer) -> None:
+    """What a step checks of all parameters together."""
+    owned.check_places()
+    written: list[Named] = []
+    for view, label in zip(owned.views, owned.labels, strict=True):
+        written += written_tensors(view, optimizer.state.get(view.param, {}), label)
+    check_memory(written)

@@ -1,0 +1,1 @@
+"""The options that the constructors take, checked."""

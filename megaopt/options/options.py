@@ -1,0 +1,497 @@
+"""What an optimizer was asked for, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, get_args
+
+import torch
+
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
+from megaopt.kernels.formats import (
+    MASTERS,
+    MOMENTS,
+    NONE,
+    STOCHASTIC_FLOAT8,
+    STOCHASTIC_WEIGHTS,
+    WEIGHTS,
+    Format,
+)
+from megaopt.kernels.lowrank.spec import LowRank
+from megaopt.options.checks import (
+    COUNT,
+    DECAY,
+    Range,
+    has_shared_elements,
+    is_dense,
+    listed,
+    number,
+    one_of,
+    refuse,
+    same,
+    shown,
+)
+from megaopt.options.choices import ExternalWrite, MakesStates, Nonfinite, Rounding, StepCounts
+from megaopt.options.placement import STATE_DEVICE, Placement, placement_of
+
+NONFINITE = get_args(Nonfinite)
+
+EXTERNAL_WRITES = get_args(ExternalWrite)
+
+SQUARED = "_sq_dtype"
+"""How the options of moments end that are never negative."""
+
+ROUNDINGS = get_args(Rounding)
+
+STEP_COUNTS = get_args(StepCounts)
+
+MAKES_STATES = get_args(MakesStates)
+
+BESIDE = "kahan_beside"
+"""Key of groups whose weights have compensations, and in a state dict the weights' dtypes: a
+compensation, always bf16, is of no use beside another weight than its own."""
+
+FORMATS = "state_formats"
+"""Key of all groups: the formats of moments and masters by name, as in "exp_avg=float32,
+master=remainder16". A load compares them: dtypes do not tell all formats apart."""
+
+BLOCKS, IN_ROWS = "blocks", "in rows"
+"""In FORMATS: no block of a moment goes from a parameter's row into the next. Not in older ones."""
+
+FLAGS = (True, False)
+
+VARIANTS = ("amsgrad", "maximize")
+"""Options that torch's groups name too."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a group of an optimizer says in numbers, beside its step count."""
+
+    ranges: Mapping[str, Range]
+    """By name; lr is the first."""
+    has_betas: bool = False
+    """There is a pair of decays, in [0, 1), under the key betas."""
+    flags: tuple[str, ...] = ()
+    """What is True or False."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All keys."""
+        return (*self.names_but_step, "step")
+
+    @cached_property
+    def names_but_step(self) -> tuple[str, ...]:
+        """All keys but the step count's."""
+        lr, *others = self.ranges
+        betas = ("betas",) if self.has_betas else ()
+        return (lr, *betas, *others, *self.flags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The choices that hold for all groups of an optimizer, as FusedAdam documents them.
+
+    A subclass for each optimizer adds its own, among them `<moment>_dtype` for each moment.
+    """
+
+    NUMBERS: ClassVar[Numbers]
+    COUNTS_STEPS: ClassVar[bool] = True
+    """Another library's optimizer of this kind counts steps; otherwise a state means that it took
+    at least one."""
+    OF_ALL: ClassVar[tuple[str, ...]] = ()
+    """Options that a group may not have with another value, and keys that none may have, also where
+    they are put into a group after its construction."""
+    MARKS: ClassVar[tuple[str, ...]] = ("contract",)
+    """Options that every group and every state dict names: they say what the bits of a state mean.
+
+    They are keys of the groups from the start, as torchtitan and torch.distributed.checkpoint read
+    from a flattened state dict only what the optimizer's own groups have.
+    """
+    OFFLOADS: ClassVar[bool] = True
+    """States may be in host memory."""
+    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "contract": ("ieee",),
+        "backend": ("auto", *BACKENDS),
+        "dtype": (None, torch.float32),
+        "weight_rounding": ROUNDINGS,
+        "nonfinite": NONFINITE,
+        "direct_cast": (None, *FLAGS),
+        "round_scaled_grads": FLAGS,
+        "on_external_write": EXTERNAL_WRITES,
+        "write_unscaled_grads": FLAGS,
+        "store_param_remainders": FLAGS,
+        "capturable": FLAGS,
+        "maximize": FLAGS,
+        "step_counts": (None, *STEP_COUNTS),
+        "makes_states": (None, *MAKES_STATES),
+    }
+    """What each option may be."""
+
+    dtype: torch.dtype | None = None
+    master_weight_dtype: torch.dtype | str = torch.float32
+    store_param_remainders: bool = False
+    weight_rounding: str = "nearest"
+    seed: int = 0
+    contract: str = "ieee"
+    backend: str = "auto"
+    capturable: bool = False
+    nonfinite: str = "propagate"
+    direct_cast: bool | None = None
+    round_scaled_grads: bool = False
+    on_external_write: str = "refresh"
+    write_unscaled_grads: bool = False
+    maximize: bool = False
+    state_device: Any = None
+    step_counts: str | None = None
+    makes_states: str | None = None
+
+    def __post_init__(self) -> None:
+        """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
+        moments = self._moments
+        for name in moments:
+            if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
+                object.__setattr__(self, name, torch.float8_e4m3fn)
+        for name, allowed in self.CHOICES.items():
+            one_of(name, getattr(self, name), allowed)
+        one_of("master_weight_dtype", self.master_weight_dtype, kinds_of_masters())
+        for name in moments:
+            key = getattr(self, name)
+            if not (isinstance(key, (str, torch.dtype)) and key in MOMENTS):
+                one_of(name, key, MOMENTS.allowed)
+        for name in moments:
+            self._check_moment(name)
+        check_seed(self.seed)
+        placement_of(self.state_device)
+        self._check_draws()
+        self._check_blocks()
+        if self.capturable and self.nonfinite == "error":
+            raise ValueError(
+                "nonfinite='error' is not allowed with capturable=True: nothing waits for the "
+                "gradients then; 'propagate' or 'skip'"
+            )
+        if self.dtype is not None and self.master_weight_dtype != self.dtype:
+            raise ValueError(
+                f"master_weight_dtype must be {self.dtype}, as dtype={self.dtype} asks for, got "
+                f"{self.master_weight_dtype}; for masters in that leave dtype out and pass "
+                "master_weights=True"
+            )
+        if self.store_param_remainders and self.master_weight_dtype != torch.float32:
+            raise ValueError(
+                "master_weight_dtype must be torch.float32 with store_param_remainders=True, whose "
+                "remainders keep exact fp32 masters (master_weight_dtype='remainder16' alone asks "
+                f"for the same), got {shown(self.master_weight_dtype)}"
+            )
+
+    def _check_moment(self, name: str) -> None:
+        if self.contract == "torch" and self._is_scaled(getattr(self, name)):
+            keys = [key for key in MOMENTS.allowed if isinstance(key, torch.dtype)]
+            allowed = [str(key) for key in keys if not self._is_scaled(key)]
+            raise ValueError(
+                f"{name} must be one of {', '.join(allowed)} with contract='torch', got "
+                f"{getattr(self, name)}: torch's optimizers keep no scales"
+            )
+
+    def _is_scaled(self, key: torch.dtype | str) -> bool:
+        """Whether moments of this kind have a scale, also under contract torch."""
+        return MOMENTS[key].scaled and not (self.contract == "torch" and key == torch.float16)
+
+    def _check_draws(self) -> None:
+        if self.contract == "torch" and self.draws:
+            raise ValueError(
+                "contract='torch' must round to nearest, as torch's optimizers do, got "
+                f"{', '.join(self._drawing)}; contract='ieee' rounds stochastically too"
+            )
+
+    def _check_blocks(self) -> None:
+        """Raises ValueError for moments in blocks that go with nothing else that was asked for."""
+        formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
+        blocks = {name: form for name, form in formats.items() if form.block}
+        if not blocks:
+            return
+        listing = ", ".join(f"{name}={form.name!r}" for name, form in blocks.items())
+        for name, form in blocks.items():
+            unsigned = name.endswith(SQUARED)
+            if form.unsigned != unsigned:
+                fit = [f.name for f in MOMENTS.values() if f.block and f.unsigned == unsigned]
+                reason = "is never negative" if unsigned else "has a sign"
+                raise ValueError(
+                    f"{name} must be one of {', '.join(fit)} among those in blocks, as that moment "
+                    f"{reason}, got {form.name!r}"
+                )
+        if self.contract == "torch":
+            raise ValueError(
+                f"{listing} must not be given with contract='torch': torch's optimizers keep no "
+                "moments in blocks"
+            )
+        if len({form.block for form in blocks.values()}) > 1:
+            raise ValueError(f"moments in blocks must have blocks of one size, got {listing}")
+        scaled = [f"{name}={form.name!r}" for name, form in formats.items() if form.scaled]
+        if MASTERS[self.master_weight_dtype].scaled:
+            scaled.append(f"master_weight_dtype={self.master_weight_dtype}")
+        if scaled:
+            raise ValueError(
+                f"{listing} must not be given beside {', '.join(scaled)}: a scale for the whole "
+                "tensor takes two passes over it, moments in blocks are stored in one"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """Which parts of states are in host memory."""
+        return placement_of(self.state_device)
+
+    @property
+    def counts_apart(self) -> bool:
+        """Whether each parameter has a step count of its own."""
+        return self.whose_counts == "parameter"
+
+    @property
+    def whose_counts(self) -> str:
+        """The step_counts in force: as asked, or `usual_counts`."""
+        return self.step_counts or self.usual_counts
+
+    @property
+    def usual_counts(self) -> str:
+        """The step_counts of a contract where nobody asked: torch counts for each parameter."""
+        return "parameter" if self.contract == "torch" else "group"
+
+    def makes_state(self, param: torch.Tensor) -> bool:
+        """Whether a step makes the state of a parameter that has no gradient in it."""
+        return self.makes_states == "all" or (
+            self.makes_states == "trainable" and param.requires_grad
+        )
+
+    @property
+    def _moments(self) -> list[str]:
+        """The options that are dtypes of moments."""
+        names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
+        return [name for name in names if name != "master_weight_dtype"]
+
+    @property
+    def _drawing(self) -> list[str]:
+        """What asks for random bits."""
+        formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
+        formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
+        found = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
+        is_drawn = self.weight_rounding == "stochastic"
+        return [*found, *(["weight_rounding='stochastic'"] if is_drawn else [])]
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether something is rounded stochastically; then groups have a seed."""
+        return bool(self._drawing)
+
+    @cached_property
+    def names_but_step(self) -> tuple[str, ...]:
+        """The keys that every group has, but the step count's."""
+        return (*self.NUMBERS.names_but_step, *(("seed",) if self.draws else ()))
+
+    def low_rank(self, param: torch.Tensor, group: Mapping[str, Any]) -> LowRank | None:
+        """How the gradient of a parameter in a group is projected; None: not at all."""
+        return None
+
+    def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
+        """For numbers of a group that do not go together: a subclass raises ValueError."""
+
+    def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
+        """For a group of a state dict that lacks something: a subclass raises ValueError."""
+
+    @property
+    def group_keys(self) -> dict[str, Any]:
+        """What every group has beside its numbers, at first."""
+        is_kahan = self.master_weight_dtype in BESIDE_WEIGHTS[torch.float16]
+        beside = {BESIDE: ""} if is_kahan else {}
+        drawn = {"seed": self.seed} if self.draws else {}
+        return {"step": 0, **self.marks, FORMATS: self.formats_mark, **drawn, **beside}
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What every group and every state dict names."""
+        return {name: getattr(self, name) for name in self.MARKS}
+
+    @cached_property
+    def format_names(self) -> dict[str, str]:
+        """Of moments and masters, by slot."""
+        names = [name.removesuffix("_dtype") for name in self._moments]
+        found = {name: self.moment_format(name).name for name in names}
+        return {**found, "master": MASTERS[self._master_key].name}
+
+    @property
+    def formats_mark(self) -> str:
+        """The value of FORMATS; which parameters keep blocks, too, where there are any."""
+        blocks = any(self.moment_format(n.removesuffix("_dtype")).block for n in self._moments)
+        names = {**self.format_names, **({BLOCKS: IN_ROWS} if blocks else {})}
+        return ", ".join(f"{slot}={name}" for slot, name in names.items())
+
+    def moment_format(self, moment: str) -> Format:
+        """How a moment is stored: under contract torch fp16 has no scale, as torch keeps it.
+
+        One in blocks only where the parameter keeps blocks (megaopt.state.tensors.moment_format).
+        """
+        dtype = getattr(self, f"{moment}_dtype")
+        plain = MOMENTS[dtype].scaled and not self._is_scaled(dtype)
+        return WEIGHTS[dtype] if plain else MOMENTS[dtype]
+
+    def weight_format(self, own: Format) -> Format:
+        """How a weight is stored whose format to nearest is `own`."""
+        if self.weight_rounding != "stochastic":
+            return own
+        drawn = {
+            form.dtype: form for form in (*STOCHASTIC_WEIGHTS.values(), *STOCHASTIC_FLOAT8.values())
+        }
+        return drawn.get(own.dtype, own)
+
+    @property
+    def _master_key(self) -> torch.dtype | str:
+        return torch.int16 if self.store_param_remainders else self.master_weight_dtype
+
+    def master_format(
+        self, weight_dtype: torch.dtype, wanted: bool, codes: torch.dtype | None = None
+    ) -> Format:
+        """How the master of a weight of this dtype is stored; NONE where it has none.
+
+        codes: the fp8 dtype in which the weight is kept; weight_dtype is what it is to everybody.
+        """
+        if not wanted or (weight_dtype == torch.float32 and codes is None):
+            return NONE
+        key = self._master_key
+        return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]
+
+
+def kinds_of_masters() -> list[torch.dtype | str]:
+    """What master_weight_dtype may be: dtypes, and the names of masters beside their weights."""
+    joined = [name for name, form in MASTERS.items() if form.joined]
+    inner = {form.name for forms in BESIDE_WEIGHTS.values() for form in forms.values()}
+    named = [name for name in joined if name not in inner]
+    return [torch.float32, torch.float16, *named]
+
+
+def check_group(
+    group: Mapping[str, Any], options: Options, where: str, lr_is_needed: bool = True
+) -> None:
+    """Raises ValueError where a group's hyper-parameter is missing, out of range or NaN.
+
+    lr_is_needed: it may not be None, as it may before the first step.
+    """
+    numbers = options.NUMBERS
+    names = (*options.names_but_step, "step")
+    missing = [name for name in names if name not in group]
+    if missing:
+        raise ValueError(f"{where} must have {', '.join(missing)}, got {listed(group)}")
+    if group["lr"] is None and not lr_is_needed:
+        group = {**group, "lr": 0.0}
+    for name, allowed in numbers.ranges.items():
+        number(f"{where}: {name}", group[name], allowed)
+    if numbers.has_betas:
+        _check_betas(group["betas"], where)
+    for name in numbers.flags:
+        one_of(f"{where}: {name}", group[name], FLAGS)
+    step = group["step"]
+    if not isinstance(step, int):
+        refuse(f"{where}: step", COUNT.allowed, step)
+    number(f"{where}: step", step, COUNT)
+    if options.draws:
+        check_seed(group["seed"], f"{where}: seed")
+        _check_param_numbers(group, where)
+    options.check_numbers(group, where)
+
+
+def _check_param_numbers(group: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError unless they are a number of 32 bits for each parameter, or not given."""
+    numbers = group.get("param_numbers")
+    if numbers is None:
+        return
+    count = len(group.get("params", ()))
+    is_list = isinstance(numbers, (list, tuple)) and len(numbers) == count
+    if not is_list or not all(map(is_param_number, numbers)):
+        allowed = f"a list of {count} whole numbers from 0 to 2**32 - 1"
+        refuse(f"{where}: param_numbers", allowed, numbers)
+
+
+PARAM_NUMBER = "a whole number from 0 to 2**32 - 1"
+
+
+def is_param_number(value: Any) -> bool:
+    """Whether it can tell a parameter's random bits from those of others."""
+    return type(value) is int and 0 <= value < 2**32
+
+
+def check_seed(seed: Any, name: str = "seed") -> None:
+    """Raises ValueError unless it is the key of a random generator."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        refuse(name, "a whole number from 0 to 2**64 - 1", seed)
+
+
+def _check_betas(betas: Any, where: str) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        refuse(f"{where}: betas", "two numbers", betas)
+    for index, beta in enumerate(betas):
+        number(f"{where}: betas[{index}]", beta, DECAY)
+
+
+def check_variant(group: Mapping[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError where a group asks for another variant than the optimizer's."""
+    for name in VARIANTS:
+        own = getattr(options, name, False)
+        if group.get(name, own) is not None:
+            one_of(f"{where}: {name}", group.get(name, own), (own,))
+
+
+def check_group_options(group: Mapping[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError where a new group asks for what is one choice for all groups."""
+    check_variant(group, options, where)
+    for name in ("master_weights", "use_decoupled_grad"):
+        if name in group:
+            raise ValueError(
+                f"{where}: {name} is not allowed in a group: it is an argument of the optimizer"
+            )
+    # torch's groups all name capturable, which moves no number
+    for name in {field.name for field in fields(options)} - {"capturable", "seed", STATE_DEVICE}:
+        own = getattr(options, name)
+        if name in group and not same(group[name], own):
+            raise ValueError(
+                f"{where}: {name} must be {own!r}, the optimizer's own argument, which holds for "
+                f"all groups, got {shown(group[name])}"
+            )
+
+
+def check_weight(
+    weight: torch.Tensor,
+    where: str,
+    options: Options,
+    masters: bool,
+    codes: torch.dtype | None = None,
+) -> None:
+    """Raises ValueError for a parameter that this optimizer cannot own.
+
+    codes: the fp8 dtype in which it is kept; it has no memory of its own to look at then.
+    """
+    if not is_dense(weight):
+        layout = "nested" if weight.is_nested else weight.layout
+        raise ValueError(f"{where}: layout {layout} is not allowed: torch.strided")
+    if has_shared_elements(weight):
+        raise ValueError(
+            f"{where}: strides {weight.stride()} of shape {tuple(weight.shape)} are not allowed: "
+            "each element in memory of its own"
+        )
+    if weight.dtype not in WEIGHTS:
+        raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {WEIGHTS}")
+    master = options.master_format(weight.dtype, masters, codes)
+    if master.requires_weight in (None, codes or weight.dtype):
+        return
+    asked = "store_param_remainders=True"
+    if not options.store_param_remainders:
+        asked = f"master_weight_dtype={options.master_weight_dtype!r}"
+    if codes is not None:
+        raise ValueError(
+            f"{where}: {asked} is not allowed for fp8 weights: such a master is what its 16-bit "
+            "weight does not hold; torch.float32, torch.float16, 'remainder8' or "
+            "'remainder8_stochastic'"
+        )
+    raise ValueError(
+        f"{where}: {asked} is not allowed for {weight.dtype} weights: "
+        f"{master.requires_weight} (whose bits are a master's upper half), or torch.float32"
+    )

@@ -1,0 +1,138 @@
+"""Where states are: beside the weights, or in host memory that the step reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaopt.kernels.host_memory import HostMemory, pinning
+from megaopt.options.checks import refuse
+
+STATE_DEVICE = "state_device"
+"""The option, and the key of a group that says something else than the optimizer."""
+MASTER = "master_param"
+"""Under which name a state has its master."""
+SCALE = "_scale"
+"""How the names of scales end in a parameter's state."""
+STEP = "step"
+"""What a state calls its parameter's step count, where parameters have their own."""
+
+
+StateDevice = str | torch.device | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which parts of a state are in host memory. Scales never are: a byte for many elements."""
+
+    moments: bool = False
+    masters: bool = False
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a state's tensor of this name is there."""
+        return self.masters if name == MASTER else self.moments and not str(name).endswith(SCALE)
+
+    def __bool__(self) -> bool:
+        return self.moments or self.masters
+
+
+def placement_of(value: Any, where: str = STATE_DEVICE) -> Placement:
+    """What state_device asks for; raises ValueError for what is not allowed."""
+    parts = value if isinstance(value, Mapping) else {"moments": value, "masters": value}
+    known = all(isinstance(each, str) and each in ("moments", "masters") for each in parts)
+    if not known or not all(each is None or _is_cpu(each) for each in parts.values()):
+        refuse(where, "None, 'cpu', or a dict of 'moments' and 'masters' with these", value)
+    return Placement(**{name: each is not None for name, each in parts.items()})
+
+
+def taken_from(group: dict[str, Any], options: Any, where: str) -> Placement | None:
+    """What a new group says, which it says no more then: a load would look for it in groups."""
+    if STATE_DEVICE not in group:
+        return None
+    asked = group.pop(STATE_DEVICE)
+    if not options.OFFLOADS and asked is not None:
+        refuse(f"{where}: {STATE_DEVICE}", "None: this optimizer's states are on the card", asked)
+    return placement_of(asked, f"{where}: {STATE_DEVICE}")
+
+
+def _is_cpu(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cpu"
+    return isinstance(value, str) and value == "cpu"
+
+
+class Home:
+    """Where the state of one parameter is: in part in host memory.
+
+    Args:
+        placement: which part.
+        memory: makes it.
+    """
+
+    def __init__(self, placement: Placement, memory: HostMemory) -> None:
+        self.placement, self.memory = placement, memory
+
+    def check(self, tensor: torch.Tensor, where: str) -> None:
+        """Raises ValueError for a tensor that the step's launch cannot reach."""
+        if tensor.numel() and not self.memory.by.is_pinned(tensor):
+            raise ValueError(
+                f"{where} must be in pinned memory with state_device='cpu', got a tensor in other "
+                "memory; load_state_dict and set_scaled_state copy into pinned memory, and "
+                "megaopt.state.masters.pinned makes masters of yours"
+            )
+
+
+class Homes:
+    """Where an optimizer's states are, by parameter.
+
+    Args:
+        default: of parameters whose group says nothing.
+    """
+
+    def __init__(self, default: Placement) -> None:
+        self.default, self.by = default, pinning()
+        self.groups: dict[torch.Tensor, Placement] = {}
+        """What groups said of their parameters."""
+        self._memories: dict[torch.device, HostMemory] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without memory."""
+        return {"default": self.default, "groups": self.groups}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["default"])  # type: ignore[misc]  # as new
+        self.groups = state["groups"]
+
+    def put(self, params: Iterable[torch.Tensor], placement: Placement | None) -> None:
+        """What a group says of its parameters; None: nothing."""
+        for param in params:
+            self.groups.pop(param, None)
+            if placement is not None:
+                self.groups[param] = placement
+
+    def placement(self, param: torch.Tensor) -> Placement:
+        """Which parts of a parameter's state are asked to be in host memory."""
+        return self.groups.get(param, self.default)
+
+    def of(self, param: torch.Tensor) -> Home | None:
+        """None where the state is beside the weight; that of weights on the CPU is on the CPU."""
+        placement, device = self.placement(param), param.device
+        if not placement or not self.by.serves(device):
+            return None
+        if device not in self._memories:
+            self._memories[device] = HostMemory(device, self.by)
+        return Home(placement, self._memories[device])
+
+    def why_not(self, param: torch.Tensor) -> str | None:
+        """Why a parameter's state cannot be where it was asked to be; None where it can."""
+        if not self.placement(param) or not self.by.serves(param.device):
+            return None
+        return self.by.why_not(param.device)
+
+    def wait(self) -> None:
+        """Before the host reads or writes states: until no kernel does so any more."""
+        for device in self._memories:
+            self.by.wait(device)

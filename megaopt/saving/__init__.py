@@ -1,0 +1,1 @@
+"""State dicts: made, read, translated."""

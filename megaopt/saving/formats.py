@@ -1,0 +1,234 @@
+"""Codes in a state dict are read in the format in which they were saved, or refused."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
+from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, Format
+from megaopt.options.checks import refuse
+from megaopt.options.options import BESIDE, BLOCKS, FORMATS, VARIANTS
+from megaopt.params import ParamView
+from megaopt.params.codes import decoded_blocks
+from megaopt.params.view import FEWEST_IN_ROWS, SCALE, STEP
+from megaopt.state.owned import Owned
+from megaopt.state.tensors import MASTER, state_name
+
+MASTERS_KEPT = "masters"
+"""In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
+
+COUNTS, MAXIMIZE = "step_counts", "maximize"
+"""In the same: whether states have step counts; the sign of updates. Not in older ones."""
+
+FROZEN = "frozen"
+"""In the same, for torch.distributed.checkpoint: the places in the group of frozen parameters whose
+states are to be kept. Not in older ones, nor where there are none."""
+
+ROOM, LENGTHS = 64, 4093
+"""Of a contract as bytes: room for its name; and how many lengths there are."""
+
+
+def check_formats(
+    mark: Any, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+) -> None:
+    """Raises ValueError for a moment or master whose codes are other values in our format.
+
+    mark: a group's FORMATS. None in older state dicts: dtypes and shapes are all there is then.
+    state: of one parameter, as saved.
+    """
+    formats, saved = owned.formats(view), _names_of(mark, where)
+    for slot, own in owned.options.format_names.items():
+        name, theirs, held = state_name(slot), saved.get(slot, own), formats.by_slot.get(slot)
+        if theirs == own or held is None or not held.present or state.get(name) is None:
+            continue  # the rule has no such moment (SGD without momentum), or there is no master
+        form = _format_of(theirs, slot, view)
+        if form is None or not held.reads_as(form):
+            refuse(f"{where}: the format of {name!r} in the state dict", repr(own), theirs)
+
+
+def mark_of(owned: Owned) -> str:
+    """What a state dict's groups say under FORMATS: formats, and what else a load compares."""
+    options = owned.options
+    said = {
+        MASTERS_KEPT: owned.wants_masters,
+        MAXIMIZE: options.maximize,
+        COUNTS: options.whose_counts,
+    }
+    return ", ".join((options.formats_mark, *(f"{name}={value}" for name, value in said.items())))
+
+
+def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
+    """The contract's name as uint8 of shape (length,), the length that of the state's meaning.
+
+    Before it writes anything, torch.distributed.checkpoint.load compares the sizes of tensors, but
+    neither their dtypes nor text: so it refuses other formats while the state is as it was. Lengths
+    of different formats are seldom the same (1 of 4,093), and other planners may pass over them:
+    the load itself compares texts then.
+    """
+    length = ROOM + zlib.crc32(_meaning_of(owned).encode()) % LENGTHS
+    text = owned.options.contract.encode().ljust(length, b"\0")
+    return torch.tensor([*text], dtype=torch.uint8).to(device)
+
+
+def text_of(value: Any) -> Any:
+    """The text of bytes in a tensor; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
+        return value
+    return bytes(value.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _meaning_of(owned: Owned) -> str:
+    """What a state's numbers mean; a load takes no state of another meaning."""
+    options, moments = owned.options, owned.rule.moments
+    found = {name: _first_like(options.moment_format(name), MOMENTS) for name in moments}
+    keys = {(view.param.dtype, view.code_dtype) for view in owned.views}
+    if any(options.master_format(dtype, True, code).present for dtype, code in keys):
+        own = MASTERS[options.format_names["master"]]
+        found["master"] = _first_like(own, MASTERS) if owned.wants_masters else NONE.name
+    meaning = [found, options.marks, [getattr(options, name, False) for name in VARIANTS]]
+    # lengths of the default are those of older checkpoints
+    counts = [options.whose_counts] if options.whose_counts != options.usual_counts else []
+    return repr([*meaning, *counts])
+
+
+def _first_like(form: Format, table: Mapping[Any, Format]) -> str:
+    """The first format that reads the same values, whichever way it rounds."""
+    return next((own.name for own in table.values() if own.reads_as(form)), form.name)
+
+
+def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
+    """Raises ValueError where only one side has masters beside such a weight.
+
+    torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
+    """
+    saved, own = _names_of(mark, where).get(MASTERS_KEPT), str(owned.wants_masters)
+    is_float8 = view.code_dtype
+    if saved in (None, own):
+        return
+    if owned.options.master_format(view.param.dtype, True, is_float8).present:
+        refuse(f"{where}: {MASTERS_KEPT} of the state dict", f"this optimizer's, {own}", saved)
+
+
+def beside_of(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
+    """What a group of a state dict says under BESIDE, if anything."""
+    if BESIDE not in owned.options.group_keys:
+        return {}
+    short = (torch.bfloat16, torch.float16)
+    return {BESIDE: ", ".join(sorted({_dtype_of(p) for p in params if p.dtype in short}))}
+
+
+def check_beside(
+    group: Mapping[str, Any], state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+) -> None:
+    """Raises ValueError for a compensation that was saved beside a weight of another dtype."""
+    beside, own = group.get(BESIDE), _dtype_of(view.param)
+    if beside in (None, "") or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
+        return
+    if not isinstance(beside, str) or own not in beside.split(", "):
+        refuse(f"{where}: {BESIDE!r} of the state dict", f"{own!r}, its dtype", beside)
+
+
+def _dtype_of(param: torch.Tensor) -> str:
+    return str(param.dtype).removeprefix("torch.")
+
+
+def check_sign(mark: Any, owned: Owned, where: str) -> None:
+    """Raises ValueError for a state of gradients of the other sign."""
+    saved, own = _names_of(mark, where).get(MAXIMIZE), str(owned.options.maximize)
+    if saved not in (None, own):
+        refuse(f"{where}: {MAXIMIZE} of the state dict", f"this optimizer's, {own}", saved)
+
+
+def check_count(mark: Any, state: Mapping[str, Any], any_has: bool, where: str) -> None:
+    """Raises ValueError for a state whose step count was lost, or comes from somewhere else.
+
+    torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
+
+    mark: a group's FORMATS. state: of one parameter, as saved. any_has: some state has a count.
+    """
+    counts, has = _names_of(mark, where).get(COUNTS), STEP in state
+    if not has and (counts == "parameter" or any_has):
+        who = "other states have" if any_has else f"{COUNTS}='parameter' keeps with each"
+        raise ValueError(f"{where}: the state dict has no {STEP!r}, which {who}")
+    if has and counts == "group":
+        raise ValueError(
+            f"{where}: {STEP!r} in the state dict; allowed where it was saved under "
+            f"{COUNTS}='parameter', got {COUNTS}='group'"
+        )
+
+
+def frozen_of(group: Mapping[str, Any]) -> list[int]:
+    """What a group of a state dict says under FROZEN."""
+    mark = group.get(FORMATS)
+    places = _names_of(mark, "").get(FROZEN, "") if isinstance(mark, str) else ""
+    return [int(place) for place in places.split() if place.isdecimal()]
+
+
+def in_our_blocks(
+    mark: Any, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+) -> dict[str, Any]:
+    """The state as the rule of today has it, by which moments are kept in blocks or fp32.
+
+    Older versions decided otherwise for plain tensors and for DTensors, and mark nothing. Values
+    stay as they are. Raises ValueError where torch.distributed.checkpoint may have cast codes.
+
+    mark: a group's FORMATS. state: of one parameter, as saved: this rank's tensors.
+    """
+    formats, found, saved = owned.formats(view), dict(state), _names_of(mark, where)
+    if BLOCKS in saved:
+        return found
+    for name, held in zip(formats.moment_names, formats.moments, strict=True):
+        asked = MOMENTS.get(saved.get(name)) or owned.options.moment_format(name)
+        if asked.block and not held.block and _had_blocks(asked, view):
+            _take_out_of_blocks(found, name, asked, view, where)
+    return found
+
+
+def _take_out_of_blocks(
+    state: dict[str, Any], name: str, form: Format, view: ParamView, where: str
+) -> None:
+    """Puts fp32 values in the place of an older version's codes and scales; others stay."""
+    code, scale, shape = state.get(name), state.get(name + SCALE), view.state_shape(name)
+    if code is None:
+        return
+    if not isinstance(code, torch.Tensor) or not isinstance(scale, torch.Tensor):
+        raise ValueError(
+            f"{where}: {name!r} of the state dict must be {form.name!r} with scales, as an older "
+            "version kept it in plain tensors, got none: load what optimizer.state_dict() gave "
+            "there, not through torch.distributed.checkpoint"
+        )
+    found = (code.dtype, tuple(code.shape), scale.dtype, scale.numel())
+    count = -(-math.prod(shape) // form.block)
+    if found == (form.dtype, form.stored_shape(shape), torch.uint8, count):
+        state[name] = decoded_blocks(form, code, state.pop(name + SCALE), shape, 0)
+
+
+def _had_blocks(form: Format, view: ParamView) -> bool:
+    """Whether an older version kept a plain tensor's moments in blocks, where none are now."""
+    shape = view.whole_state_shape("")
+    return math.prod(shape) >= FEWEST_IN_ROWS and form.packed == 1 and len(shape) > 1
+
+
+def _names_of(mark: Any, where: str) -> dict[str, str]:
+    """The formats' names by slot."""
+    if mark is None:
+        return {}
+    parts = [each.split("=", 1) for each in mark.split(", ")] if isinstance(mark, str) else [[]]
+    if not all(len(part) == 2 for part in parts):
+        refuse(f"{where}: {FORMATS!r} of the state dict", "as in 'exp_avg=float32, ...'", mark)
+    return {part[0]: part[1] for part in parts}
+
+
+def _format_of(name: str, slot: str, view: ParamView) -> Format | None:
+    """The format that this parameter had under an option of this name; None if there is none."""
+    if slot != "master":
+        form = MOMENTS.get(name)
+        keeps = form is None or not form.block or view.keeps_blocks(form)
+        return form if keeps else MOMENTS[torch.float32]
+    beside = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
+    return beside.get(name) or MASTERS.get(name)

@@ -1,0 +1,131 @@
+"""The containers of a state dict, checked before anything in them is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaopt.options.checks import listed, refuse, shown
+
+NOT_MADE = "not_made"
+"""Key of a state dict: of each parameter that lacks any, the names of the state it has not yet.
+
+It stands beside "state" and "param_groups", so that whoever puts these two together anew drops it.
+"""
+
+WRITTEN = "written"
+"""Key of a state dict, beside the same: the parameters whose weights were written since the last
+step, so that their masters are to take the values. It is there where there are such."""
+
+Key = Hashable
+"""What a state dict calls a parameter: its place, or whatever a hook or a framework made of it."""
+
+
+@dataclass
+class Saved:
+    """A state dict whose containers are what they must be."""
+
+    states: dict[Key, dict[str, Any]]
+    """Without parameters that have none."""
+    groups: list[dict[str, Any]]
+    order: list[Key]
+    """Of all parameters, in group order."""
+    not_made: dict[Key, list[str]] | None
+    """None in a state dict that does not say it: another optimizer's, or one taken apart."""
+    written: list[Key]
+    """Parameters whose weights were written since the last step."""
+
+
+def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
+    """The parts of a state dict; raises ValueError where one is missing or of another kind.
+
+    Args:
+        state_dict: whatever was given for one.
+        sizes: how many parameters each of the optimizer's groups has.
+    """
+    if not isinstance(state_dict, Mapping):
+        refuse("the state dict", "a dict of 'state' and 'param_groups'", state_dict)
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"the state dict has no {key!r}: found {listed(state_dict)}")
+    groups = _groups(state_dict["param_groups"])
+    found = [len(group["params"]) for group in groups]
+    if found != sizes:
+        raise ValueError(
+            f"the state dict has groups of {found} parameters: allowed are this optimizer's, "
+            f"{sizes}"
+        )
+    order = [key for group in groups for key in group["params"]]
+    _check_keys(order)
+    not_made = state_dict.get(NOT_MADE)
+    return Saved(
+        states=_states(state_dict["state"], set(order)),
+        groups=groups,
+        order=order,
+        not_made=None if not_made is None else _names_by_key(not_made),
+        written=_written(state_dict.get(WRITTEN, []), order),
+    )
+
+
+def _groups(groups: Any) -> list[dict[str, Any]]:
+    if not isinstance(groups, (list, tuple)):
+        refuse("'param_groups' of the state dict", "a list of dicts", groups)
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            refuse(f"group {index} of the state dict", "a dict", group)
+        if not isinstance(group.get("params"), (list, tuple)):
+            refuse(
+                f"group {index}: 'params' of the state dict", "a list of keys", group.get("params")
+            )
+    return [dict(group) for group in groups]
+
+
+def _check_keys(order: list[Any]) -> None:
+    """Raises ValueError where a key stands twice, or one of whole numbers in a row is missing."""
+    for key in order:
+        if not isinstance(key, (int, str)):
+            refuse("'params' of the state dict", "whole numbers or names", key)
+    if len(set(order)) != len(order):
+        refuse("'params' of the state dict", "a key of its own for each parameter", order)
+    numbers = sorted(key for key in order if isinstance(key, int))
+    if numbers and numbers[-1] - numbers[0] >= len(numbers):
+        refuse("'params' of the state dict", "whole numbers without a gap", order)
+
+
+def _states(states: Any, known: set[Key]) -> dict[Key, dict[str, Any]]:
+    if not isinstance(states, Mapping):
+        refuse("'state' of the state dict", "a dict by parameter", states)
+    found = {}
+    for key, state in states.items():
+        if key not in known:
+            raise ValueError(
+                f"state {shown(key)} of the state dict belongs to no parameter of its groups"
+            )
+        if not isinstance(state, Mapping):
+            refuse(f"state {shown(key)} of the state dict", "a dict by name", state)
+        # unflattened by torch.distributed.checkpoint, what was None comes back as {}
+        own = {name: value for name, value in state.items() if not _is_empty(value)}
+        if own:  # otherwise someone looked: optimizer.state makes an entry for whom it lacks
+            found[key] = own
+    return found
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def _names_by_key(not_made: Any) -> dict[Key, list[str]]:
+    if not isinstance(not_made, Mapping):
+        refuse(f"{NOT_MADE!r} of the state dict", "a dict of names by parameter", not_made)
+    for key, names in not_made.items():
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            refuse(f"{NOT_MADE!r}[{shown(key)}] of the state dict", "a list of names", names)
+    return dict(not_made)
+
+
+def _written(keys: Any, order: list[Key]) -> list[Key]:
+    known = isinstance(keys, (list, tuple)) and all(isinstance(key, (int, str)) for key in keys)
+    if not known or not set(keys) <= set(order):
+        refuse(f"{WRITTEN!r} of the state dict", "a list of keys of its parameters", keys)
+    return list(keys)

@@ -1,0 +1,489 @@
+"""State dicts: ours, exact to the bit, and those of TransformerEngine and torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megaopt.float8.overwriting import overwrite
+from megaopt.kernels.formats import Format
+from megaopt.kernels.step.batch import Formats
+from megaopt.options.checks import (
+    COUNT,
+    NOT_NEGATIVE,
+    is_dense,
+    listed,
+    number,
+    refuse,
+    same,
+    shown,
+)
+from megaopt.options.groups import States, check_names
+from megaopt.options.options import (
+    BESIDE,
+    FORMATS,
+    VARIANTS,
+    Options,
+    check_group,
+    check_seed,
+    check_variant,
+)
+from megaopt.params import ParamView
+from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
+from megaopt.params.view import SCALE, STEP
+from megaopt.saving.formats import (
+    beside_of,
+    check_beside,
+    check_count,
+    check_formats,
+    check_masters,
+    check_sign,
+    in_our_blocks,
+    mark_of,
+    sized_contract,
+    text_of,
+)
+from megaopt.saving.frozen import check_frozen, marked_frozen
+from megaopt.saving.parse import NOT_MADE, WRITTEN, Key, Saved, taken_apart
+from megaopt.state.owned import Owned
+from megaopt.state.ownership import Versions
+from megaopt.state.tensors import MASTER, State, encoded, shape_of, state_name
+from megaopt.step.counts import first_count, new_count
+
+if TYPE_CHECKING:
+    from megaopt.optimizer import FusedOptimizer
+
+# Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
+# torch's and TransformerEngine's groups: implementation choices that move no number.
+IGNORED = ("foreach", "fused", "capturable", "differentiable")
+# what only some kinds of optimizer have, and these in every group
+TELLING = ("betas", "eps", "momentum")
+
+
+def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
+    """See FusedOptimizer.load_state_dict; without its hooks."""
+    owned = optimizer._owned
+    loaded = read(state_dict, owned)
+    check_frozen(state_dict["param_groups"], owned, optimizer.state)
+    if owned.options.capturable:
+        numbers = owned.device_numbers(loaded.groups)
+        loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
+    pairs = pairs_of_masters(loaded, owned)
+    optimizer._batches = None
+    optimizer._consensus.forget()
+    new = {"state": States(dict, loaded.states), "param_groups": loaded.groups}
+    overwrite(pairs, lambda: vars(optimizer).update(new))
+    optimizer._writes.reset(owned.params, loaded.written)
+
+
+@dataclass
+class Loaded:
+    """A state dict, checked and converted, ready to be taken over."""
+
+    states: dict[torch.Tensor, State]
+    groups: list[dict[str, Any]]
+    written: list[int]
+    """Places of parameters whose weights were written before the state dict was made."""
+
+
+def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) -> dict[str, Any]:
+    """Adds to a state dict what a load compares; leaves out masters that are none.
+
+    torch.distributed.checkpoint flattens tensors and numbers, but no None.
+
+    Args:
+        packed: as torch.optim.Optimizer gives it.
+        owned: the optimizer's.
+        versions: of the weights, as the last step left them.
+        sized: contracts are tensors, whose sizes torch compares before it loads.
+    """
+    owned.homes.wait()
+    state = {
+        # counts are copied: parameters share theirs, and a load of a checkpoint writes into each
+        key: {
+            n: v.clone() if n == STEP else v
+            for n, v in {**first_count(owned, own), **own}.items()
+            if v is not None and own
+        }
+        for key, own in packed["state"].items()
+    }
+    keys = [key for group in packed["param_groups"] for key in group["params"]]
+    not_made = {}
+    for key, view in zip(keys, owned.views, strict=True):
+        own, names = packed["state"].get(key, {}), (*owned.rule.moments, MASTER, *view.kept)
+        if not all(name in own for name in names):
+            not_made[key] = [name for name in names if name not in own]
+    marks, frozen = owned.options.marks, [""] * len(owned.groups)
+    if sized:
+        marks["contract"] = sized_contract(owned, _device_of(state, owned))
+        frozen = marked_frozen(owned, _by_param(packed["state"], keys, owned))
+    groups = [
+        {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(own["params"], owned)}
+        for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
+    ]
+    written = [keys[place] for place in versions.moved_anywhere()]
+    marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
+    return {**marked, WRITTEN: written} if written else marked
+
+
+def _device_of(state: dict[Any, State], owned: Owned) -> torch.device:
+    """Where the state's tensors are: torch wants all tensors of a full state dict on one device."""
+    tensors = (t for own in state.values() for n, t in own.items() if n != STEP)
+    return next((t.device for t in tensors if isinstance(t, torch.Tensor)), owned.device)
+
+
+def _by_param(
+    states: Mapping[Key, State], keys: Sequence[Key], owned: Owned
+) -> dict[torch.Tensor, State]:
+    """States of a packed state dict under their parameters."""
+    pairs = zip(owned.params, keys, strict=True)
+    return {param: states[key] for param, key in pairs if key in states}
+
+
+def read(
+    state_dict: Any,
+    owned: Owned,
+) -> Loaded:
+    """Checks and converts a state dict for an optimizer, which it leaves as it is.
+
+    Raises:
+        ValueError: see FusedAdam.load_state_dict.
+    """
+    owned.homes.wait()
+    saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
+    options = owned.options
+    for group in saved.groups:
+        group.update({name: text_of(group[name]) for name in ("contract",) if name in group})
+    ours = all("contract" in group for group in saved.groups)
+    groups = [
+        _group(own, owned.groups[index], options, _step(saved, options, index), index)
+        for index, own in enumerate(saved.groups)
+    ]
+    owned = owned.with_groups(groups)  # whose numbers decide the shapes of states
+    made = [place for place, key in enumerate(saved.order) if key in saved.states]
+    with owned.room({}, made):
+        states = _states(saved, owned, ours)
+    place_of = {key: place for place, key in enumerate(saved.order)}
+    return Loaded(states, groups, [place_of[key] for key in saved.written])
+
+
+def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]:
+    """What the states become."""
+    take = _ours if ours else _foreign
+    states: dict[torch.Tensor, State] = {}
+    places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
+    any_counts = any(STEP in state for state in saved.states.values())
+    for key, view, where, group in places:
+        state, formats_mark = saved.states.get(key), None
+        if ours:
+            formats_mark = saved.groups[group].get(FORMATS)
+            check_sign(formats_mark, owned, where)
+        if state is None and saved.not_made is not None:
+            _check_not_made(key, saved.not_made, owned, where)
+        if state is not None:
+            for name in (*owned.rule.moments, MASTER):
+                check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
+            not_made = (saved.not_made or {}).get(key, [])
+            if ours:
+                check_beside(saved.groups[group], state, owned, view, where)
+                check_formats(formats_mark, state, owned, view, where)
+            # older versions gave none to states that are not complete
+            check_count(formats_mark, state, any_counts and not not_made, where)
+            own = locals_of(state)
+            count = own.pop(STEP, None)
+            if ours:
+                own = in_our_blocks(formats_mark, own, owned, view, where)
+            made = take(own, owned, view, where, not_made)
+            if ours and MASTER not in not_made:
+                check_masters(formats_mark, owned, view, where)
+            states[view.param] = view.wrap_state(made)
+            if owned.options.counts_apart:
+                own_count = owned.groups[group]["step"] if count is None else count
+                states[view.param][STEP] = new_count(owned, int(own_count))
+    return states
+
+
+def pairs_of_masters(loaded: Loaded, owned: Owned) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The caller's masters, and what is to be written into each; states get the caller's."""
+    pairs = []
+    for param, master in zip(owned.params, owned.external_masters(), strict=True):
+        state = loaded.states.get(param, {})
+        if master is not None and state.get(MASTER) is not None:
+            pairs.append((local_of(master), local_of(state[MASTER])))
+            state[MASTER] = master
+    return pairs
+
+
+def _check_not_made(key: Key, not_made: dict[Key, list[str]], owned: Owned, where: str) -> None:
+    """Raises ValueError for a parameter whose state was made, and is not in the state dict."""
+    lost = [name for name in owned.rule.moments if name not in not_made.get(key, [])]
+    if lost:
+        raise ValueError(
+            f"{where}: the state dict must have its {' and '.join(lost)}, got no state; only "
+            f"parameters in its {NOT_MADE!r} may have none"
+        )
+
+
+def _step(saved: Saved, options: Options, index: int) -> int:
+    """The step count of a group, which torch keeps with every parameter.
+
+    Where parameters have their own: the group's, or the largest of theirs. Raises ValueError where
+    there are several otherwise, and where states have none.
+    """
+    group, where = saved.groups[index], f"group {index}"
+    states = [saved.states[key] for key in group["params"] if key in saved.states]
+    given = [own["step"] for own in (*states, group) if "step" in own]
+    steps = {int(number(f"{where}: step", step, COUNT)) for step in given}
+    if options.counts_apart and steps:
+        return int(group.get("step", max(steps)))
+    if len(steps) > 1:
+        raise ValueError(
+            f"{where}: its parameters have step counts {sorted(steps)}; allowed is one "
+            "for all, which this optimizer keeps with the group; step_counts='parameter' keeps one "
+            "with each"
+        )
+    if states and not steps and not options.COUNTS_STEPS:
+        return 1  # all that matters is that it is not the first
+    if states and not steps:
+        raise ValueError(f"{where} of the state dict must have a step count, got none")
+    return steps.pop() if steps else 0
+
+
+def _group(
+    saved: dict[str, Any], own: dict[str, Any], options: Options, step: int, index: int
+) -> dict[str, Any]:
+    """The group after the load: what was saved, over what was there; checked."""
+    where = f"group {index}"
+    _check_numbers(saved, options, where)
+    check_variant(saved, options, f"{where} of the state dict")
+    _check_marks(saved, options, where)
+    options.check_saved(saved, where)
+    marks = {*options.MARKS, *VARIANTS, "decoupled_weight_decay"}
+    left_out = {
+        *marks,
+        *IGNORED,
+        BESIDE,
+        FORMATS,
+        "params",
+        "param_names",
+        *_own_numbers(saved, own, options, where),
+    }
+    kept = {key: value for key, value in saved.items() if key not in left_out}
+    group = {**own, **kept, **_names(saved, own, where), "step": step}
+    if isinstance(saved.get("step"), torch.Tensor):  # capturable: numbers, until the load is over
+        group["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
+    check_group(group, options, where, lr_is_needed=options.capturable)
+    if "contract" in saved and "seed" in saved:  # kept where nothing draws, for who draws again
+        check_seed(saved["seed"], f"{where}: seed")
+    copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in kept}
+    return {**group, **copies}
+
+
+def _check_numbers(saved: dict[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError for a group that another kind of optimizer saved, by what it lacks."""
+    wanted = [n for n in TELLING if n in options.NUMBERS.names and n not in saved]
+    if wanted and "contract" not in saved:
+        raise ValueError(
+            f"{where} of the state dict has no {listed(wanted)}, and so is another kind of "
+            f"optimizer's: found {listed(saved)}"
+        )
+
+
+def _check_marks(saved: dict[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError where the bits of the saved state mean something else here."""
+    marks = {name: saved[name] for name in options.MARKS if name in saved}
+    if "decoupled_weight_decay" in saved and "adam_w_mode" in options.MARKS:
+        marks["adam_w_mode"] = saved["decoupled_weight_decay"]
+    for name, value in marks.items():
+        if not same(value, getattr(options, name)):
+            raise ValueError(
+                f"{where}: the state dict was saved under {name}={shown(value)}; allowed is this "
+                f"optimizer's, {getattr(options, name)!r}"
+            )
+
+
+def _own_numbers(
+    saved: dict[str, Any], own: dict[str, Any], options: Options, where: str
+) -> list[str]:
+    """The key param_numbers where this optimizer's stay, not those of the state dict.
+
+    Where keys are names, a framework has found each parameter by its own, and left the list in the
+    order of the parameters that were saved. Raises ValueError where there are none to stay.
+    """
+    if "param_numbers" not in saved or not _goes_by_names(saved):
+        return []
+    given = saved["param_numbers"]
+    if not isinstance(given, (list, tuple, type(None))):
+        refuse(f"{where}: param_numbers of the state dict", "a list of numbers, or None", given)
+    if options.draws and given and not own.get("param_numbers"):
+        raise ValueError(
+            f"{where}: param_numbers must be given to this optimizer, as the state dict, which "
+            "goes by names, has them, got none"
+        )
+    return ["param_numbers"]
+
+
+def _goes_by_names(saved: dict[str, Any]) -> bool:
+    return any(isinstance(key, str) for key in saved["params"])
+
+
+def _names(saved: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
+    """The names that a group gets, if any.
+
+    Raises ValueError where parameters found by their place have other names. Where keys are names,
+    a framework has found each parameter by its own, and the list may be of other ranks.
+    """
+    names, known = saved.get("param_names"), own.get("param_names")
+    if names is None or _goes_by_names(saved):
+        return {}
+    check_names(names, len(saved["params"]), f"{where} of the state dict")
+    if known is not None and [*names] != [*known]:
+        raise ValueError(
+            f"{where}: param_names of the state dict must be this optimizer's, {shown(known)}, got "
+            f"{shown(names)}; without param_names parameters are taken by their place"
+        )
+    return {"param_names": [*names]}
+
+
+def _copied(value: Any, where: str) -> Any:
+    try:
+        return deepcopy(value)
+    except Exception as error:
+        raise ValueError(
+            f"{where} of the state dict must be what copy.deepcopy copies, got {shown(value)}: "
+            f"{type(error).__name__}"
+        ) from None
+
+
+def _ours(
+    saved: State,
+    owned: Owned,
+    view: ParamView,
+    where: str,
+    not_made: Sequence[str],
+) -> State:
+    """A copy of a state of ours on the parameter's device, which must be in our formats."""
+    formats = owned.formats(view)
+    names = {state_name(slot): slot for slot in (*formats.state_slots, "master")}
+    unknown = [name for name in saved if name not in (*names, *view.kept)]
+    if unknown:
+        raise ValueError(
+            f"{where}: {listed(unknown)} in the state dict; allowed: "
+            f"{', '.join((*names, *view.kept))}"
+        )
+    state = _kept(saved, view, where, not_made)
+    for name, slot in names.items():
+        if slot not in formats.slots:
+            if saved.get(name) is not None:
+                refuse(f"{where}: {name!r} of the state dict", "None", saved[name])
+            state[name] = None
+        elif name in saved:
+            state[name] = _code(saved[name], formats, slot, view, f"{where}: {name!r}")
+        elif name.removesuffix(SCALE) not in not_made:
+            raise ValueError(f"{where}: the state dict has no {name!r}")
+    return state
+
+
+def _kept(saved: State, view: ParamView, where: str, may_lack: Sequence[str]) -> State:
+    """Copies of what a state has beside moments and master, as fp32.
+
+    Raises ValueError for what it lacks: moments of one projection mean nothing under another.
+    """
+    state: State = {}
+    for name, shape in view.kept.items():
+        if name in saved:
+            state[name] = _kept_value(saved[name], name, shape, view, where)
+        elif name not in may_lack:
+            raise ValueError(f"{where}: the state dict has no {name!r}")
+    return state
+
+
+def _kept_value(
+    value: Any, name: str, shape: tuple[int, ...], view: ParamView, where: str
+) -> torch.Tensor:
+    where = f"{where}: {name!r} of the state dict"
+    fits = _is_readable(value) and value.is_floating_point() and tuple(value.shape) == shape
+    if not fits:
+        refuse(where, f"real numbers of shape {shape}", value)
+    copy = _copy(value, view, name).float()
+    if name == PROJECTION and not bool(copy.isfinite().all()):
+        refuse(where, "finite numbers", value)
+    if name == CAPTURED_ENERGY and not 0 <= float(copy) <= 1:
+        refuse(where, "a number from 0 to 1", value)
+    return copy
+
+
+def _code(saved: Any, formats: Formats, slot: str, view: ParamView, where: str) -> torch.Tensor:
+    dtype, shape = formats.dtype(slot), shape_of(slot, formats, view)
+    shapes = [shape, (math.prod(shape),)] if slot.endswith(SCALE) else [shape]  # of older ones
+    if not _is_readable(saved) or saved.dtype != dtype or tuple(saved.shape) not in shapes:
+        refuse(f"{where} of the state dict", f"{dtype} of shape {shape}", saved)
+    return _copy(saved.reshape(shape), view, state_name(slot))
+
+
+def _foreign(
+    saved: State,
+    owned: Owned,
+    view: ParamView,
+    where: str,
+    not_made: Sequence[str],
+) -> State:
+    """Another optimizer's state, its values stored in our formats."""
+    formats = owned.formats(view)
+    names = {state_name(slot): slot for slot in (*formats.moment_names, "master")}
+    scales = [name + SCALE for name in names if name + SCALE in saved]
+    if scales:
+        raise ValueError(
+            f"{where}: {', '.join(scales)} in the state dict; allowed in groups with a 'contract'"
+        )
+    if PROJECTION in saved and PROJECTION not in view.kept:
+        raise ValueError(
+            f"{where}: {PROJECTION!r} in the state dict; allowed where a gradient is projected: "
+            "moments of a projected gradient are not those of the gradient"
+        )
+    state = _kept(saved, view, where, (CAPTURED_ENERGY, *not_made))
+    for name, slot in names.items():
+        form = formats.by_slot[slot]
+        if name == MASTER and not form.present:
+            state[name] = None  # TransformerEngine keeps a dead one for fp32 weights
+        elif saved.get(name) is not None:
+            _convert(state, name, saved[name], form, view, where)
+        elif name != MASTER and name not in not_made:
+            refuse(f"{where}: {name!r} of the state dict", "a tensor", saved.get(name))
+        # otherwise made at the next step
+    return state
+
+
+def _convert(
+    state: State, name: str, value: Any, form: Format, view: ParamView, where: str
+) -> None:
+    """Stores another optimizer's value in our format."""
+    shape = view.state_shape(name)
+    where = f"{where}: {name!r} of the state dict"
+    if not _is_readable(value) or tuple(value.shape) != shape:
+        refuse(where, f"a tensor of shape {shape}", value)
+    if form.joined and form.dtype is not None and form.dtype.is_floating_point:
+        refuse(where, f"none beside masters in the format {form.name!r}", value)
+    if value.dtype == form.dtype and not form.has_scale:
+        state[name] = _copy(value, view, name)
+    elif form.joined or not value.is_floating_point():
+        refuse(where, str(form.dtype), value)
+    else:
+        new, _ = encoded(name, value.detach(), form, view)
+        state.update({key: view.keep(key, tensor) for key, tensor in new.items()})
+
+
+def _copy(value: torch.Tensor, view: ParamView, name: str) -> torch.Tensor:
+    return view.empty_state(name, tuple(value.shape), value.dtype).copy_(value.detach())
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether it is a tensor with elements to copy, and its dtype says all about them."""
+    return is_dense(value) and not value.is_meta and not is_traceable_wrapper_subclass(value)

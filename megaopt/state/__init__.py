@@ -1,0 +1,1 @@
+"""A parameter's state: its tensors, its master, who may write them."""

@@ -1,0 +1,165 @@
+"""The fp32 values of states, whatever their format: read, and set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megaopt.float8.overwriting import overwrite
+from megaopt.kernels.formats import Format
+from megaopt.options.checks import is_dense, one_of, refuse, same
+from megaopt.params import ParamView
+from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.float8 import Float8View
+from megaopt.params.view import SCALE
+from megaopt.state.memory import check_writable
+from megaopt.state.owned import Owned
+from megaopt.state.ownership import widened
+from megaopt.state.tensors import MASTER, State, encoded, get_unscaled, state_name
+
+
+def _slot(owned: Owned, name: str) -> str:
+    slots = {state_name(slot): slot for slot in (*owned.rule.moments, "master")}
+    one_of("state_name", name, slots)
+    return slots[name]
+
+
+def unscaled(
+    owned: Owned, state: Mapping[Any, State], param: torch.Tensor, name: str
+) -> torch.Tensor:
+    """See FusedOptimizer.get_unscaled_state."""
+    owned.homes.wait()
+    view = owned.view(param)
+    own: State = state.get(param, {})
+    if name.endswith(SCALE) and name in own:
+        scale: torch.Tensor = own[name]
+        return scale
+    formats = owned.formats(view)
+    form = formats.by_slot[_slot(owned, name)]
+    if name == MASTER and not form.present:
+        wide = widened(view.local, locals_of(own))  # as the next step takes it
+        value = view.value(formats) if wide is None else wide
+    elif own.get(name) is None:
+        label = owned.labels[owned.index(view.param)]
+        raise ValueError(f"{label}: state {name!r} must be there, got none: {_made_by(owned)}")
+    else:
+        value = get_unscaled(locals_of(own), name, form, view)
+    known = [each for each in own.values() if local_of(each) is value]
+    return known[0] if known else view.wrap(value)
+
+
+def _made_by(owned: Owned) -> str:
+    """What makes a state, for an error message."""
+    which = {"all": "any step", "trainable": "any step, where the parameter requires gradients,"}
+    step = which.get(owned.options.makes_states or "", "the first step with a gradient")
+    return f"{step} makes it, or initialize_state"
+
+
+def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torch.Tensor) -> None:
+    """See FusedOptimizer.set_scaled_state."""
+    own, local = state.get(view.param, {}), view.local
+    owned.homes.wait()
+    if any(same(name, each) for each in own if each.endswith(SCALE)):
+        _store(state, view, own, {name: _one_number(value, name, local)})
+        return
+    formats, slot = owned.formats(view), _slot(owned, name)
+    _check_value(value, view, name)
+    check_sharding(value, view.param, name)
+    value = local_of(value.detach())
+    if name == MASTER and not formats.master.present:
+        _set_weight(owned, state, view, value.to(local.device, torch.float32).reshape(local.shape))
+        return
+    if name == MASTER and formats.master.joined and view.weight is not None:
+        _set_codes(owned, view, value)
+    if name == MASTER and own.get(MASTER) is None and owned.has_external_masters:
+        own = {**own, MASTER: owned.external_masters()[owned.index(view.param)]}
+    _store(state, view, own, *encoded(name, value, formats.by_slot[slot], view))
+
+
+def _store(
+    state: Any, view: ParamView, own: State, new: State, weight: torch.Tensor | None = None
+) -> None:
+    """Writes new tensors over those of a state, or adds them, and the weight: all or none."""
+    stored, pairs = locals_of(own), []
+    if weight is not None:
+        check_writable(view.local, "the parameter")
+        pairs.append((view.local, weight.to(view.local.device)))
+    for name, tensor in new.items():
+        if stored.get(name) is None:
+            stored[name] = view.keep(name, tensor)
+        else:
+            wanted = (tensor.dtype, tuple(tensor.shape), view.state_device(name))
+            _check_like(stored[name], wanted, f"state {name!r}")
+            pairs.append((stored[name], tensor.to(wanted[2])))
+    completed = view.wrap_state(stored, list(own.values()))
+    overwrite(pairs, lambda: state[view.param].update(completed))
+
+
+def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) -> None:
+    """The weight becomes an fp32 value of its shard's shape, where that is no master's."""
+    if view.weight is None:
+        check_writable(view.local, "the parameter")
+        code = owned.formats(view).weight.encode_by_hand(value).clone()
+        overwrite([(view.local, code)], lambda: state[view.param].update({MASTER: None}))
+        return
+    _set_codes(owned, view, value)
+    state[view.param][MASTER] = None
+
+
+def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
+    """A whole fp8 weight becomes an fp32 value; raises ValueError for a rank's part of one."""
+    if view.extent.shared:
+        raise ValueError(
+            f"{owned.labels[owned.index(view.param)]}: {MASTER!r} is not allowed for a "
+            "Float8Shard without an fp32 master: its codes go by the values of all ranks; "
+            "quantize_ sets the whole weight"
+        )
+    formats = owned.formats(view)
+    exact = formats.cast is not None and formats.cast.exact
+    view.weight.quantize_(value, torch.float32 if exact else None)
+    if isinstance(view, Float8View) and formats.master.joined:
+        view.round_as_pairs(value)
+
+
+def _is_real(value: torch.Tensor) -> bool:
+    """Whether it has elements to read, and none is complex."""
+    return is_dense(value) and not value.is_meta and not value.is_complex()
+
+
+def _one_number(value: torch.Tensor, name: str, local: torch.Tensor) -> torch.Tensor:
+    """A new fp32 tensor of shape (1,) beside a shard; raises ValueError for what is no number."""
+    if not _is_real(value) or value.numel() != 1:
+        refuse(name, "one real number", value)
+    return value.detach().to(local.device, torch.float32, copy=True).reshape(1)
+
+
+def _check_value(value: torch.Tensor, view: ParamView, name: str) -> None:
+    """Raises ValueError for a tensor that is no fp32 value of so many elements."""
+    shape = torch.Size(view.whole_state_shape(name))
+    # a plain parameter's may have any shape of as many elements
+    fits = _is_real(value) and (
+        value.shape == shape or (not view.is_sharded and value.numel() == shape.numel())
+    )
+    if not fits:
+        refuse(name, f"real numbers of the parameter's shape, {tuple(shape)}", value)
+
+
+def check_master(own: State, form: Format, view: ParamView, label: str) -> None:
+    """Raises ValueError where a state has a master that a value in this format cannot go into."""
+    stored = locals_of(own)
+    kinds = {MASTER: (form.dtype, view.local.shape), MASTER + SCALE: (torch.float32, (1,))}
+    for name, (dtype, shape) in kinds.items():
+        if dtype is not None and stored.get(name) is not None:
+            wanted = (dtype, tuple(shape), view.state_device(name))
+            _check_like(stored[name], wanted, f"{label}: state {name!r}")
+
+
+def _check_like(
+    own: Any, wanted: tuple[torch.dtype, tuple[int, ...], torch.device], where: str
+) -> None:
+    """Raises ValueError unless a state's tensor takes content of this dtype and shape there."""
+    if not is_dense(own) or (own.dtype, tuple(own.shape), own.device) != wanted:
+        refuse(where, f"{wanted[0]} of shape {wanted[1]} on {wanted[2]}", own)
+    check_writable(own, where)

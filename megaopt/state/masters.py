@@ -1,0 +1,163 @@
+"""The external master weights: a list that the caller owns, an entry for each parameter.
+
+Or, as Megatron chains its groups of 16-bit parameters, an entry for each parameter that has a
+master: of 16 bits, or in fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megaopt.kernels.host_memory import HostMemory
+from megaopt.kernels.step.batch import Formats
+from megaopt.options.checks import is_dense, refuse
+from megaopt.options.options import Options
+from megaopt.options.placement import MASTER
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import check_sharding, local_of
+from megaopt.state.memory import Named, check_memory, check_writable
+
+MasterWeights = bool | list[torch.Tensor | None] | None
+
+
+def check_master_weights(
+    masters: MasterWeights, views: Sequence[ParamView], labels: Sequence[str], options: Options
+) -> None:
+    """Raises ValueError unless `masters` can serve the parameters, which are in group order."""
+    if masters is False and options.dtype is not None:
+        raise ValueError(
+            f"master_weights=False is not allowed with dtype={options.dtype}: it asks for masters"
+        )
+    if masters is None or isinstance(masters, bool):
+        return
+    if not isinstance(masters, (list, tuple)):
+        raise ValueError(
+            f"master_weights={type(masters).__name__} is not allowed: a bool, None, or a list with "
+            "one tensor for each parameter that is not fp32, in group order, or one for each "
+            "parameter (None for an fp32 weight)"
+        )
+    if options.master_weight_dtype != torch.float32:
+        raise ValueError(
+            "a list of master_weights is not allowed with master_weight_dtype="
+            f"{options.master_weight_dtype}: torch.float32, whose values need nothing beside them"
+        )
+    chosen = places_of(masters, views, options)
+    if chosen is None:
+        kept = sum(_has_master(view, options) for view in views)
+        raise ValueError(
+            f"master_weights must have one entry for each of the {len(views)} parameters, or for "
+            f"each of the {kept} that are not fp32, in group order, got {len(masters)} entries"
+        )
+    own = []
+    for index, (master, place) in enumerate(zip(masters, chosen, strict=True)):
+        where = f"master_weights[{index}] for {labels[place]}"
+        _check_master(master, views[place], where, options)
+        if master is not None:
+            own.append(Named(where, "the master", local_of(master)))
+    check_memory(own)
+
+
+def _has_master(view: ParamView, options: Options) -> bool:
+    return options.master_format(view.param.dtype, True, view.code_dtype).present
+
+
+def places_of(
+    masters: Sequence[torch.Tensor | None], views: Sequence[ParamView], options: Options
+) -> list[int] | None:
+    """The parameter's place that each entry is for; None where the list fits in neither way."""
+    if len(masters) == len(views):
+        return list(range(len(views)))
+    kept = [place for place, view in enumerate(views) if _has_master(view, options)]
+    return kept if len(masters) == len(kept) else None
+
+
+def of_each(
+    masters: Sequence[torch.Tensor | None], views: Sequence[ParamView], options: Options
+) -> list[torch.Tensor | None]:
+    """The master of each parameter, of a list that was checked; None for fp32 weights."""
+    found: list[torch.Tensor | None] = [None] * len(views)
+    for place, master in zip(places_of(masters, views, options) or (), masters, strict=True):
+        found[place] = master if _has_master(views[place], options) else None
+    return found
+
+
+def check_cast(view: ParamView, master: torch.Tensor, formats: Formats, where: str) -> None:
+    """Raises ValueError unless a weight is what a caller's master is rounded to.
+
+    By one unit in the weight's last place it may differ, as masters may have been rounded to it in
+    other ways: ties away from zero, or stochastically. Weights in fp8 are not looked at, nor
+    what lies beside a weight, which has no value of its own.
+    """
+    if formats.cast is not None or formats.master.joined:
+        return
+    weight = view.local.detach()
+    cast = formats.weight.encode_by_hand(local_of(master).to(weight.device))
+    far = (_order(weight) - _order(cast)).abs() > 1
+    count = int((far & ~(weight.isnan() & cast.isnan())).sum())
+    if count:
+        raise ValueError(
+            f"{where}: the entry of master_weights must have the values that the weight is rounded "
+            f"from, got one that is another in {count} of {weight.numel()} elements; for weights "
+            "that were written since, copy them into it"
+        )
+
+
+def _order(code: torch.Tensor) -> torch.Tensor:
+    """Whole numbers in the order of 16-bit numbers, neighbours one apart."""
+    bits = code.view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def _check_master(
+    master: torch.Tensor | None, view: ParamView, where: str, options: Options
+) -> None:
+    param = view.param
+    dtype = options.master_format(param.dtype, True, view.code_dtype).dtype
+    if dtype is None:
+        if master is not None and not is_own_master(master, param):
+            raise ValueError(f"{where}: an fp32 weight is its own master: None is allowed")
+        return
+    if not isinstance(master, torch.Tensor) or master.is_nested:
+        refuse(where, f"a tensor of dtype {dtype}", master)
+    own = {"dtype": dtype, "layout": torch.strided, "device": view.state_device(MASTER)}
+    for name in ("shape", "dtype", "device", "layout"):
+        wanted = own.get(name, getattr(param, name))
+        if getattr(master, name) != wanted:
+            raise ValueError(f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}")
+    check_sharding(master, param, where)
+    check_writable(local_of(master), where)
+    if view.home is not None and MASTER in view.home.placement:
+        view.home.check(local_of(master), where)
+
+
+def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy in pinned host memory, which the step of weights on `device` can read and write.
+
+    For a list of master_weights where state_device has the masters on the CPU.
+
+    Args:
+        tensor: of any dtype, dense, on any device; of a DTensor this rank's shard is copied.
+        device: of the weights.
+
+    Raises:
+        HostMemoryError (a RuntimeError): the memory cannot be pinned.
+    """
+    view = view_of(tensor)
+    with torch.no_grad():
+        shape, dtype = tuple(view.local.shape), view.local.dtype
+        made = HostMemory(torch.device(device)).empty(shape, dtype)
+        return view.wrap(made.copy_(view.local.detach()))
+
+
+def is_own_master(master: object, param: torch.Tensor) -> bool:
+    """Whether the entry for an fp32 weight is that weight, or a view of the very same memory."""
+    return (
+        isinstance(master, torch.Tensor)
+        and is_dense(local_of(master))
+        and master.dtype == param.dtype
+        and master.shape == param.shape
+        and master.device == param.device
+        and local_of(master).data_ptr() == local_of(param).data_ptr()
+    )

@@ -1,0 +1,353 @@
+"""What an optimizer was given, as it is now: groups, options, rule, masters; and its checks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megaopt.kernels.backends import default_backend, why_not
+from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.host_memory import HostMemory
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.draws import Place
+from megaopt.options.checks import refuse
+from megaopt.options.options import (
+    PARAM_NUMBER,
+    Options,
+    check_group,
+    is_param_number,
+)
+from megaopt.options.placement import Homes
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import local_of
+from megaopt.params.low_rank import low_rank_view
+from megaopt.state.device_numbers import check_device_numbers, on_device
+from megaopt.state.masters import MasterWeights, check_master_weights, of_each, places_of
+from megaopt.state.tensors import MASTER, formats_of, host_bytes
+
+Group = dict[str, Any]
+
+
+class Owned:
+    """An optimizer's parameters and what holds for them; made anew whenever it is asked for.
+
+    Args:
+        groups: the optimizer's.
+        options: the optimizer's.
+        rule: the update rule.
+        masters: as `master_weights` was assigned.
+        homes: of the states.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        options: Options,
+        rule: Rule,
+        masters: MasterWeights,
+        homes: Homes,
+    ) -> None:
+        self.groups, self.options, self.masters, self.homes = groups, options, masters, homes
+        self.rule = rule.drawing if options.draws else rule
+
+    def with_groups(self, groups: Sequence[Group]) -> Owned:
+        """The same with other groups, of the same parameters."""
+        return Owned(groups, self.options, self.rule, self.masters, self.homes)
+
+    # --- parameters, in group order
+
+    @cached_property
+    def params(self) -> list[torch.Tensor]:
+        """All parameters; ValueError where somebody put something else into a group."""
+        found = [param for group in self.groups for param in group["params"]]
+        for place, param in enumerate(found):
+            if not isinstance(param, torch.Tensor):
+                refuse(self.labels[place], "a tensor", param)
+        return found
+
+    def checked(self) -> Owned:
+        """Itself; ValueError where somebody put something else than parameters into a group."""
+        _ = self.params
+        return self
+
+    @cached_property
+    def views(self) -> list[ParamView]:
+        """Of all parameters."""
+        groups = map(self.groups.__getitem__, self.group_numbers)
+        return [self._view(param, own) for param, own in zip(self.params, groups, strict=True)]
+
+    def view(self, param: torch.Tensor) -> ParamView:
+        """Of one parameter, also of one that is in no group any more."""
+        # only these are looked through: whoever asks for all parameters asks one by one
+        ranked = [group for group in self.groups if group.get("rank") is not None]
+        own = next((group for group in ranked if any(param is p for p in group["params"])), {})
+        return self._view(param, own)
+
+    def _view(self, param: torch.Tensor, group: Group) -> ParamView:
+        low_rank = self.options.low_rank(param, group)
+        if low_rank is not None:
+            return low_rank_view(param, low_rank)
+        view = view_of(param)
+        view.home = self.homes.of(param)
+        return view
+
+    @property
+    def shared_views(self) -> list[ParamView]:
+        """Of the parameters of which other ranks hold parts; also where others are not allowed."""
+        found = []
+        for param in self.params:
+            with contextlib.suppress(ValueError):
+                found.append(view_of(param))
+        return [view for view in found if view.split is not None or view.group is not None]
+
+    @cached_property
+    def group_numbers(self) -> list[int]:
+        """The group of each parameter."""
+        return [index for index, group in enumerate(self.groups) for _ in group["params"]]
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """What errors call each parameter."""
+        counts = [len(group["params"]) for group in self.groups]
+        return [self.label(group, i) for group, count in enumerate(counts) for i in range(count)]
+
+    def label(self, group: int, index: int) -> str:
+        """What errors call a parameter of a group."""
+        names: Any = self.groups[group].get("param_names")
+        is_named = isinstance(names, (list, tuple)) and index < len(names)
+        return f"parameter {names[index]!r}" if is_named else f"parameter {index} of group {group}"
+
+    def index(self, param: Any) -> int:
+        """A parameter's place; raises ValueError for another tensor."""
+        for index, own in enumerate(self.params):
+            if own is param:
+                return index
+        refuse("param", "a parameter of this optimizer", param)
+
+    # --- formats and masters
+
+    @property
+    def wants_masters(self) -> bool:
+        """Whether weights that are not fp32 have masters."""
+        asked = self.masters is not None and self.masters is not False
+        return self.options.dtype is not None or asked
+
+    def formats(self, view: ParamView, grad_dtype: torch.dtype = torch.float32) -> Formats:
+        """The formats of a parameter's buffers."""
+        return formats_of(view, grad_dtype, self.rule.moments, self.options, self.wants_masters)
+
+    @property
+    def has_external_masters(self) -> bool:
+        """Whether the caller gave a list of masters."""
+        return not (self.masters is None or isinstance(self.masters, bool))
+
+    def external_masters(self) -> list[torch.Tensor | None]:
+        """The caller's master of each parameter; None where there is none.
+
+        Raises ValueError where the list does not fit the parameters any more.
+        """
+        masters = self.masters
+        if masters is None or isinstance(masters, bool):
+            return [None] * len(self.params)
+        check_master_weights(masters, self.views, self.labels, self.options)
+        return of_each(masters, self.views, self.options)
+
+    def master_entries(self) -> dict[int, int]:
+        """The place in the caller's list of each parameter's entry; empty without a list.
+
+        Raises ValueError where the list does not fit the parameters any more.
+        """
+        masters = self.masters
+        if masters is None or isinstance(masters, bool):
+            return {}
+        check_master_weights(masters, self.views, self.labels, self.options)
+        places = places_of(masters, self.views, self.options) or []
+        return {place: entry for entry, place in enumerate(places)}
+
+    def check_masters(self) -> None:
+        """Raises ValueError unless masters and parameters fit."""
+        check_master_weights(self.masters, self.views, self.labels, self.options)
+        if self.options.weight_rounding == "stochastic" and self.wants_masters:
+            raise ValueError(
+                "weight_rounding='stochastic' is for weights without masters: leave it out, or "
+                "pass master_weights=False and no dtype"
+            )
+        kind = self.options.master_weight_dtype
+        if isinstance(kind, str) and not self.wants_masters:
+            raise ValueError(
+                f"master_weight_dtype={kind!r} needs masters to keep: pass master_weights=True"
+            )
+        remainders, params = self.options.store_param_remainders, self.params
+        if remainders and not self.wants_masters:
+            raise ValueError(
+                "store_param_remainders=True needs masters to keep: pass master_weights=True or "
+                "dtype=torch.float32"
+            )
+        for view, label in zip(self.views, self.labels, strict=True):
+            view.check(label, self.options, self.rule.moments, self.wants_masters)
+        if remainders and params and all(param.dtype != torch.bfloat16 for param in params):
+            raise ValueError(
+                "store_param_remainders=True needs torch.bfloat16 weights; none of the "
+                f"{len(params)} parameters is"
+            )
+
+    def rows(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
+        """The scalars of groups for the update after their last one."""
+        return [self.rule.row({**group, "step": int(group["step"]) + 1}) for group in groups]
+
+    # --- host memory
+
+    @contextlib.contextmanager
+    def room(self, state: Mapping[Any, Any], places: Sequence[int]) -> Iterator[None]:
+        """Host memory for what the states of some parameters lack: one allocation a device.
+
+        Raises HostMemoryError where it cannot be pinned.
+        """
+        sizes: dict[HostMemory, int] = {}
+        for place in places:
+            view = self.views[place]
+            if view.home is not None:
+                own, memory = state.get(view.param, {}), view.home.memory
+                size = host_bytes(view, own, self.formats(view), self.has_external_masters)
+                sizes[memory] = sizes.get(memory, 0) + size
+        with contextlib.ExitStack() as stack:
+            for memory, size in sizes.items():
+                stack.enter_context(memory.room(size))
+            yield
+
+    def keep_at_home(self, state: Mapping[Any, Any]) -> None:
+        """Puts into pinned memory what a copy of the optimizer, or pickle, made elsewhere."""
+        places = [i for i, view in enumerate(self.views) if view.home and state.get(view.param)]
+        with self.room({}, places):
+            for view in map(self.views.__getitem__, places):
+                own = state[view.param]
+                new = {
+                    name: view.keep(name, local_of(value))
+                    for name, value in own.items()
+                    if isinstance(value, torch.Tensor) and name in view.home.placement  # type: ignore[union-attr]
+                    if name != MASTER or not self.has_external_masters
+                }
+                own.update(view.wrap_state(new))
+
+    # --- random bits
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Of each parameter, for its random bits: its group's, or that of its view."""
+        given = [each for group in self.groups for each in self._given_numbers(group)]
+        pairs = enumerate(zip(self.views, given, strict=True))
+        return [view.number(i) if own is None else own for i, (view, own) in pairs]
+
+    def _given_numbers(self, group: Group) -> list[int | None]:
+        return group.get("param_numbers") or [None] * len(group["params"])
+
+    def place(self, index: int) -> Place:
+        """Where a parameter's local elements lie among all, for its random bits."""
+        return self.views[index].place(self.numbers[index])
+
+    def check_places(self) -> None:
+        """Raises ValueError where two parameters would draw the same random bits.
+
+        Also for a parameter's number of its own that is none.
+        """
+        if not self.options.draws:
+            return
+        for number, label in zip(self.numbers, self.labels, strict=True):
+            if not is_param_number(number):
+                refuse(f"{label}: megaopt_number", PARAM_NUMBER, number)
+        seen: dict[int, list[tuple[int, int, str]]] = {}
+        for index, (view, label) in enumerate(zip(self.views, self.labels, strict=True)):
+            place, numel = self.place(index), view.local.numel()
+            if numel:
+                part = (place.first, place.last(numel), label)
+                seen.setdefault(place.number, []).append(part)
+        for number, parts in seen.items():
+            parts.sort()
+            for (_, end, one), (start, _, other) in itertools.pairwise(parts):
+                if start <= end:
+                    raise ValueError(
+                        f"{other}: number {number}, by which random bits are drawn, must be its "
+                        f"own, got that of {one}, at elements that both have; param_numbers of a "
+                        "group sets others"
+                    )
+
+    # --- devices
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Of the first parameter; the CPU without parameters."""
+        first = next((group["params"][0] for group in self.groups if group["params"]), None)
+        if not (first is None or isinstance(first, torch.Tensor)):
+            return self.params[0].device  # which says what is wrong
+        return torch.device("cpu") if first is None else first.device
+
+    def backend(self, device: torch.device) -> str:
+        """The backend's name for a device."""
+        backend = self.options.backend
+        return default_backend(device) if backend == "auto" else backend
+
+    def check_one_device(self, reason: str = "capturable=True") -> None:
+        """Raises ValueError where parameters are on several, which `reason` does not allow."""
+        devices = {param.device for param in self.params}
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
+                f"{reason}: one device"
+            )
+
+    # --- checks
+
+    def check_groups(self) -> None:
+        """Raises ValueError for a number of a group that the coming step cannot use."""
+        device = self.device
+        for index, group in enumerate(self.groups):
+            where = f"group {index}"
+            if self.options.capturable:
+                check_device_numbers(group, device, where)
+                group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
+            check_group(group, self.options, where)
+
+    def device_numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[Group]:
+        """What capturable=True puts on the device in each group; the groups stay as they are."""
+        self.check_one_device()
+        return [on_device(group, self.device, f"group {i}") for i, group in enumerate(groups)]
+
+    def check_param(self, param: torch.Tensor, label: str) -> None:
+        """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
+        try:
+            view = view_of(param)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+        view.check(label, self.options, self.rule.moments, self.wants_masters)
+        reason = self.homes.why_not(param)
+        if reason is not None:
+            raise RuntimeError(
+                f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "
+                "state_device=None keeps states beside the weights"
+            )
+        contract = CONTRACTS[self.options.contract]
+        reason = why_not(self.backend(param.device), contract, param.device)
+        if reason is None:
+            return
+        asked = "contract" if contract.needs_gpu else "backend"
+        everywhere = "backend='reference'"
+        if contract.needs_gpu:
+            everywhere = "megaopt.FusedAdam with contract='ieee'"
+        raise RuntimeError(
+            f"{asked}={getattr(self.options, asked)!r} does not work for {label} on "
+            f"{param.device}: {reason}; {everywhere} works everywhere"
+        )
+
+
+def owned_of(optimizer: Any) -> Owned:
+    """What an optimizer owns; raises ValueError for one that is not of this package."""
+    own = getattr(optimizer, "_owned", None)
+    if not isinstance(own, Owned):
+        refuse("optimizer", "an optimizer of megaopt", optimizer)
+    return own

@@ -1,0 +1,304 @@
+"""Masters and weights stay one thing: a weight that somebody else wrote sets its master.
+
+torch counts a tensor's version up at every operation in place, those of load_state_dict, fill_ and
+clamp_ included. The optimizer notes the counters after each of its steps and looks at them before
+the next. `p.data = new` counts nothing, and is known by the address. FusedAdam.refresh_masters says
+which writes are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.formats import MASTERS, WEIGHTS, Format
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.reference import store_scaled
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import locals_of
+from megaopt.params.view import SCALE
+from megaopt.state.tensors import MASTER, State
+from megaopt.state.watch import finder_for, is_plain_class
+
+# A scale of fp8 codes is known by its inverse alone, which is rounded, and so is the inverse's own
+# reciprocal: each by at most half an ulp, 2**-24 of it. Together they are less than 2**-22 off.
+SCALE_ERROR = 2.0**-22
+
+Spot = tuple[int, torch.dtype]
+"""Where a weight lies, and its dtype."""
+
+
+class Versions:
+    """The version counters of the parameters that a step writes, as they were after the last one.
+
+    And where the weights lay.
+
+    Args:
+        params: all parameters of the optimizer.
+        stepped: places, among these, of those that the coming steps write.
+        before: what this one takes the place of. Counters that it does not know are taken as they
+            are now.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        stepped: Iterable[int] = (),
+        before: Versions | None = None,
+    ) -> None:
+        self._params, self._stepped = params, list(stepped)
+        self._known = {} if before is None else before._noted()
+        views = [view_of(param) for param in params]
+        own = [(tensor, place) for place in self._stepped for tensor in views[place].counted]
+        self._tensors = [tensor for tensor, _ in own]
+        self._places = [place for _, place in own]
+        everything = [tensor for view in views for tensor in view.counted]
+        self._known = {tensor: self._known.get(tensor, tensor._version) for tensor in everything}
+        row = [self._known[tensor] for tensor in self._tensors]
+        self._row = numpy.array(row, dtype=numpy.int64)
+        self._rows = {tensor: index for index, tensor in enumerate(self._tensors)}
+        self._find = finder_for(params)
+        self._module: Any = None
+        spots = {} if before is None else before._spots
+        self._spots: dict[torch.Tensor, Spot | None] = {
+            view.param: spots.get(view.param, _spot(view)) for view in views
+        }
+        self._seen: list[bytes] | None = None
+
+    def _noted(self) -> dict[torch.Tensor, int]:
+        return {**self._known, **dict(zip(self._tensors, self._row.tolist(), strict=True))}
+
+    def moved(self, addresses: list[bytes]) -> list[int]:
+        """Places of the stepped parameters that somebody has written or replaced since.
+
+        addresses: of the weights, the very ones only where none was replaced.
+        """
+        self._module = self._module or self._find()
+        if self._module is not None:
+            found = self._module.moved_versions(self._tensors, self._row)
+        else:
+            now = numpy.array([tensor._version for tensor in self._tensors], dtype=numpy.int64)
+            found = numpy.flatnonzero(now != self._row).tolist()
+        places = {self._places[index] for index in found} if found else set()
+        if addresses != self._seen:
+            places |= {i for i in self._stepped if self._is_replaced(view_of(self._params[i]))}
+        return sorted(places)
+
+    def moved_anywhere(self) -> list[int]:
+        """Places of all parameters that somebody has written or replaced since."""
+        noted = self._noted()
+        return [
+            place
+            for place, view in enumerate(map(view_of, self._params))
+            if any(noted.get(each, each._version) != each._version for each in view.counted)
+            or self._is_replaced(view)
+        ]
+
+    def _is_replaced(self, view: ParamView) -> bool:
+        """Whether the weight lies elsewhere, and is of the same dtype: model.half() is no write."""
+        now, before = _spot(view), self._spots.get(view.param)
+        return bool(now and before and now[0] != before[0] and now[1] == before[1])
+
+    def arrived(self, addresses: list[bytes]) -> None:
+        """Masters go with the stepped weights where these lie now."""
+        if addresses != self._seen:
+            params = [self._params[place] for place in self._stepped]
+            self._spots.update({param: _spot(view_of(param)) for param in params})
+            self._seen = addresses
+
+    def forget(self, param: torch.Tensor) -> None:
+        """The weight may have been written."""
+        for tensor in view_of(param).counted:
+            self._known[tensor] = -1
+
+    def note(self, param: torch.Tensor) -> None:
+        """Weight and master are as they should be now, whatever was written."""
+        view = view_of(param)
+        self._spots[param] = _spot(view)
+        for tensor in view.counted:
+            self._known[tensor] = tensor._version
+            if tensor in self._rows:
+                self._row[self._rows[tensor]] = tensor._version
+
+    def count_up(self) -> None:
+        """After a step: counts all versions up, which kernels do not, and notes them."""
+        if self._module is not None:
+            self._module.count_versions_up(self._tensors, self._row)
+            return
+        torch.autograd.graph.increment_version(self._tensors)
+        self._row[:] = [tensor._version for tensor in self._tensors]
+
+
+def _spot(view: ParamView) -> Spot | None:
+    """Where a weight lies; None where nobody says what writes it."""
+    if not view.counted:
+        return None
+    own = view.codes
+    is_memory = is_plain_class(type(own)) and own.layout == torch.strided
+    return (own.data_ptr(), own.dtype) if is_memory else None
+
+
+# --- which elements were written
+
+
+def _is_between(weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Whether each weight lies between two casts; NaN lies at NaN."""
+    nan = weight.isnan() & low.isnan() & high.isnan()
+    return ((torch.minimum(low, high) <= weight) & (weight <= torch.maximum(low, high))) | nan
+
+
+def _neighbours(code: torch.Tensor) -> list[torch.Tensor]:
+    """The fp16 numbers below and above each."""
+    bits = code.view(torch.int16).int()
+    order = torch.where(bits < 0, -(bits & 0x7FFF), bits)
+    infinity = 0x7C00
+    moved = [(order + by).clamp(-infinity, infinity) for by in (-1, 1)]
+    patterns = [torch.where(each < 0, -each | 0x8000, each) for each in moved]
+    found = [each.to(torch.int16).view(torch.float16) for each in patterns]
+    return [torch.where(code.isnan(), code, each) for each in found]
+
+
+def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats) -> Any:
+    """The least and largest weights that the step may have stored beside a master.
+
+    An fp32 master has one cast. A scaled fp16 master was rounded from the value that the weight was
+    cast from: that value lies between the neighbours of the code, and casts keep the order.
+    """
+    codes = _neighbours(master) if scale is not None else [master] * 2
+    values = [form.master.decode_reference(code, scale) for code in codes]
+    return [form.weight.decode_reference(form.weight.encode_reference(value)) for value in values]
+
+
+def _float8_casts(value: torch.Tensor, view: Any, form: Formats) -> Any:
+    """The same of fp8 codes under the scales that they have now."""
+    assert form.cast is not None
+    recipe, scale = form.cast.recipe, 1 / view.scale_inv()
+    rounding = form.cast.rounding
+    rounded = rounding.decode_reference(rounding.encode_reference(value))
+    scales = (scale * (1 - SCALE_ERROR), scale * (1 + SCALE_ERROR))
+    codes = [recipe.format.encode_reference(rounded * each) for each in scales]
+    return [recipe.format.decode_reference(code) for code in codes]
+
+
+def _unscaled_codes(view: ParamView) -> torch.Tensor:
+    decoded: torch.Tensor = view.weight.recipe.format.decode_reference(view.codes)
+    return decoded.view(view.param.shape)
+
+
+def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
+    """bool, the weight's shape: where the weight is not a cast of its master any more.
+
+    What lies beside its weight has no value of its own: the master moves with the weight, and only
+    a weight that no value together with this code gives (0 with a negative remainder, say, which
+    would be read as NaN) is known to be written.
+    """
+    weight, master, scale = view.local, state[MASTER], state.get(MASTER + SCALE)
+    if formats.master.joined:
+        own = weight.detach() if view.weight is None else view.codes.view(master.shape)
+        return ~_belongs(own, master, formats.master)
+    if formats.cast is None:
+        own = formats.weight.decode_reference(weight.detach())
+        return ~_is_between(own, *_plain_casts(master, scale, formats))
+    value = formats.master.decode_reference(master, scale)
+    return ~_is_between(_unscaled_codes(view), *_float8_casts(value, view, formats))
+
+
+def _belongs(weight: torch.Tensor, code: torch.Tensor, form: Format) -> torch.Tensor:
+    """Whether a weight and the code beside it are what a value is stored as; bool."""
+    again, _ = form.encode_by_hand(form.decode_reference(weight, code))
+    bits = {1: torch.uint8, 2: torch.int16}[weight.dtype.itemsize]
+    same: torch.Tensor = again.view(bits) == weight.view(bits)
+    return same
+
+
+def refresh(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
+    """Gives the master the value of each element that was written; the others keep their bits.
+
+    A scaled fp16 master has a scale by its largest number: where that is another now, all its codes
+    are rounded anew, as at every step.
+
+    Returns:
+        Whether there was any, a bool tensor of shape () on the weight's device.
+    """
+    written = written_elements(view, state, formats)
+    master, found, own = state[MASTER], written.any(), view.value(formats)
+    if formats.master.joined and view.weight is not None:
+        master.masked_fill_(written, 0)
+    elif formats.master.joined:
+        master.copy_(torch.where(written, formats.master.encode_by_hand(own)[1], master))
+    elif not formats.master.scaled:
+        master.copy_(torch.where(written, own, master))
+    elif own.numel() and bool(found):
+        scale = state[MASTER + SCALE]
+        value = torch.where(written, own, formats.master.decode_reference(master, scale))
+        store_scaled(master, scale, value, formats.master)
+    return found
+
+
+def refreshed(
+    view: ParamView, state: Mapping[str, Any], formats: Formats, only_look: bool = False
+) -> torch.Tensor | bool:
+    """Gives one parameter's master the written values; whether any element had been written.
+
+    only_look: the master stays as it is.
+    """
+    known = isinstance(state.get(MASTER), torch.Tensor)
+    if not (known and formats.master.present):
+        return False
+    own = state[MASTER]
+    master = own.to(view.local.device)  # from host memory
+    state = {**state, MASTER: master}
+    if only_look:
+        return written_elements(view, state, formats).any()
+    found = refresh(view, state, formats)
+    if master is not own:
+        own.copy_(master, non_blocking=True)  # before whatever the device does next
+    return found
+
+
+# --- a model that became fp32
+
+
+def commit(state: Any, completed: Mapping[torch.Tensor, State]) -> None:
+    """Takes over completed states; a weight that became fp32 takes its master's value.
+
+    Args:
+        state: the optimizer's.
+        completed: by parameter.
+    """
+    own = {param: view_of(param).local for param in completed}
+    values = {p: widened(own[p], locals_of(state.get(p, {}))) for p in completed}
+    for param, made in completed.items():
+        value = values[param]
+        if made.get(MASTER) is None and value is not None:
+            own[param].copy_(value)
+        state[param].update(made)
+
+
+def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | None:
+    """The values of an fp32 weight that was a cast of its master: of model.float(), say.
+
+    Elements that no 16-bit cast of the master gives were written by somebody else, and stay. None
+    where there is no master left.
+    """
+    master = state.get(MASTER)
+    if weight.dtype != torch.float32 or not isinstance(master, torch.Tensor):
+        return None
+    value, master = weight.detach(), master.to(weight.device)
+    form = MASTERS[master.dtype]
+    if form.joined:
+        for each in MASTERS.values():
+            if each.joined and each.dtype == master.dtype and not each.draws:
+                upper = weight.detach().to(each.requires_weight)
+                fits = (upper == weight) & _belongs(upper, master, each)
+                value = torch.where(fits, each.decode_reference(upper, master), value)
+        return value
+    scale = state.get(MASTER + SCALE)
+    for dtype in (torch.float16, torch.bfloat16):
+        formats = Formats(WEIGHTS[dtype], WEIGHTS[dtype], form, (), ())
+        fits = _is_between(weight.detach(), *_plain_casts(master, scale, formats))
+        value = torch.where(fits, form.decode_reference(master, scale), value)
+    return value

@@ -1,0 +1,266 @@
+"""A parameter's optimizer state: which tensors it has, how they are made, their fp32 values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
+from megaopt.kernels.host_memory import padded
+from megaopt.kernels.step.batch import Cast, Formats
+from megaopt.kernels.step.reference import decoded, store_scaled
+from megaopt.options.options import Options
+from megaopt.options.placement import MASTER as MASTER
+from megaopt.params import ParamView
+from megaopt.params.codes import decoded_blocks, encode_blocks, signless
+from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.view import SCALE, STEP
+from megaopt.state.masters import check_cast
+from megaopt.state.memory import Named
+
+State = dict[str, Any]
+
+
+def state_name(slot: str) -> str:
+    """Under which name a parameter's state holds the tensor of a slot: moments under their own."""
+    return {"master": MASTER, "master" + SCALE: MASTER + SCALE}.get(slot, slot)
+
+
+def formats_of(
+    view: ParamView,
+    grad_dtype: torch.dtype,
+    moments: tuple[str, ...],
+    options: Options,
+    masters: bool,
+) -> Formats:
+    """The formats of a parameter's buffers under these options; moments: their names."""
+    cast, dtype = view.cast(options.direct_cast), view.param.dtype
+    master = options.master_format(dtype, masters, view.code_dtype)
+    weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
+    if not master.present:
+        weight = options.weight_format(weight)
+    kept = tuple(moment_format(view, options, moment) for moment in moments)
+    if cast is not None:
+        exact = weight.draws or master.joined
+        cast = replace(cast, exact=exact, rows_hold_blocks=_rows_hold_blocks(view, cast, kept))
+    return Formats(
+        GRADS[grad_dtype],
+        weight,
+        master,
+        kept,
+        moments,
+        cast,
+        # of fp32 it is no other kernel
+        options.round_scaled_grads and grad_dtype != torch.float32,
+        options.write_unscaled_grads,
+        options.maximize,
+        view.low_rank,
+    )
+
+
+def _rows_hold_blocks(view: ParamView, cast: Cast, moments: tuple[Format, ...]) -> bool:
+    """Whether moments in blocks, if there are any, can be stored by tiles of the weight."""
+    columns, blocks = cast.quantizer.columns, [form for form in moments if form.block]
+    if not columns or view.extent.shared:
+        return False
+    fits = [form.packed == 1 and form.block % columns == 0 for form in blocks]
+    return all(fits) and all(view.extent.columns % form.block == 0 for form in blocks)
+
+
+def moment_format(view: ParamView, options: Options, moment: str) -> Format:
+    """How a parameter's moment is stored."""
+    form = options.moment_format(moment)
+    return form if not form.block or view.keeps_blocks(form) else MOMENTS[torch.float32]
+
+
+def complete(
+    state: State,
+    view: ParamView,
+    formats: Formats,
+    external: torch.Tensor | None,
+) -> None:
+    """Adds to `state` what is missing: zeros, and the master, external or made here.
+
+    A master made here starts as the weight's own value, which every format holds exactly or, fp16
+    with a scale, to its precision; that of fp8 as what the weight was made from, if that is kept.
+    """
+    weight = view.local
+    for name, form in zip(formats.moment_names, formats.moments, strict=True):
+        if name not in state:
+            shape = shape_of(name, formats, view)
+            assert form.dtype is not None
+            state[name] = view.empty_state(name, shape, form.dtype).zero_()
+        if form.has_scale and name + SCALE not in state:
+            state[name + SCALE] = _new_scale(form, view)
+    for name, shape in view.kept.items():
+        if state.get(name) is None:
+            state[name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+    if external is not None:
+        state[MASTER] = external
+    elif not formats.master.present:
+        state[MASTER] = None
+    elif state.get(MASTER) is None:
+        # the weight stays as it is, beside a joined master too
+        new, _ = encoded(MASTER, view.initial_value(formats), formats.master, view)
+        state.update({name: view.keep(name, tensor) for name, tensor in new.items()})
+
+
+def host_bytes(view: ParamView, state: State, formats: Formats, is_external: bool) -> int:
+    """How much host memory `complete` takes for a parameter; is_external: has its master."""
+    if view.home is None:
+        return 0
+    names = {state_name(slot): slot for slot in formats.state_slots}
+    made = [name for name in names if name in view.home.placement and state.get(name) is None]
+    if is_external and MASTER in made:
+        made.remove(MASTER)
+    sizes = [math.prod(shape_of(names[n], formats, view)) for n in made]
+    dtypes = [formats.dtype(names[n]) for n in made]
+    return sum(padded(n * dtype.itemsize) for n, dtype in zip(sizes, dtypes, strict=True))
+
+
+def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torch.Tensor:
+    """The fp32 value of a state tensor: the tensor itself where it is stored as fp32."""
+    code, scale = state[name], state.get(name + SCALE)
+    if form.joined:
+        return view.joined_value(form, code)
+    if form.block:
+        assert scale is not None
+        return decoded_blocks(form, code, scale, view.state_shape(name), view.first_of(name))
+    return decoded(form, code, None if scale is None else scale.to(code.device))
+
+
+def encoded(
+    name: str, value: torch.Tensor, form: Format, view: ParamView
+) -> tuple[State, torch.Tensor | None]:
+    """New state tensors that hold an fp32 value in its format, by name.
+
+    On the weight's device; where the state is in host memory, wherever the value is: `keep` puts
+    them there. Also what the weight becomes with a joined master, as only together they say the
+    value; None otherwise.
+    """
+    is_apart = view.home is not None and name in view.home.placement
+    device = value.device if is_apart else view.local.device
+    value = value.to(device, torch.float32).reshape(view.state_shape(name))
+    shape = form.stored_shape(value.shape)
+    code = torch.empty(shape, dtype=form.dtype, device=device)
+    if form.joined:
+        return {name: code}, view.join(form, value, code)
+    if not form.has_scale:
+        return {name: code.copy_(form.encode_by_hand(value))}, None
+    scale = _new_scale(form, view)
+    if form.block:
+        encode_blocks(code, scale, value, form, view.first_of(name))
+    elif value.numel():
+        near = scale.to(device)
+        store_scaled(code, near, signless(value, form), form)
+        scale.copy_(near)
+    return {name: code, name + SCALE: scale}, None
+
+
+def _new_scale(form: Format, view: ParamView) -> torch.Tensor:
+    """The scale of a tensor, or of its blocks, that is all 0: 1, the smallest byte there is."""
+    dtype = torch.uint8 if form.block else torch.float32
+    return torch.ones(_scale_shape(form, view), dtype=dtype, device=view.local.device)
+
+
+def _scale_shape(form: Format, view: ParamView) -> tuple[int, ...]:
+    return view.block_scales_shape(form.block) if form.block else (1,)
+
+
+def completed_state(
+    view: ParamView, own: State, formats: Formats, external: torch.Tensor | None, label: str
+) -> State:
+    """What a parameter's state becomes; the state itself stays as it is.
+
+    Raises ValueError where a tensor of it is not what the formats ask for.
+    """
+    names = {slot: state_name(slot) for slot in formats.state_slots}
+    for name in names.values():
+        check_sharding(own.get(name), view.param, f"{label}: state {name!r}")
+    if external is not None and own.get(MASTER) is None:
+        check_cast(view, external, formats, label)
+    state = locals_of(own)
+    # a step within inference mode makes no such tensors
+    with torch.inference_mode(False), torch.no_grad():
+        complete(state, view, formats, local_of(external))
+    check_state(state, formats, view, names, label)
+    return view.wrap_state(state, [*own.values(), external])
+
+
+def written_tensors(view: ParamView, state: State, where: str) -> list[Named]:
+    """The tensors of a parameter that a step writes: weight or codes, and the state's."""
+    tensors = {
+        "weight": view.codes,
+        **{f"state {name!r}": local_of(v) for name, v in state.items() if name != STEP},
+    }
+    own = tensors.items()
+    return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]
+
+
+def shape_of(slot: str, formats: Formats, view: ParamView) -> tuple[int, ...]:
+    """Of a slot's tensor in the state of a parameter."""
+    if slot.endswith(SCALE):
+        return _scale_shape(formats.by_slot[slot.removesuffix(SCALE)], view)
+    return formats.by_slot[slot].stored_shape(view.state_shape(state_name(slot)))
+
+
+def check_state(
+    state: dict[str, Any], formats: Formats, view: ParamView, names: dict[str, str], where: str
+) -> None:
+    """Raises ValueError where a state tensor is not what the formats ask for."""
+    for slot in formats.state_slots:
+        name, label = names[slot], f"{where}: state {names[slot]!r}"
+        wanted = (formats.dtype(slot), shape_of(slot, formats, view), view.state_device(name))
+        check_state_tensor(state[name], wanted, label)
+        if view.home is not None and name in view.home.placement:
+            view.home.check(state[name], label)
+    for name in view.kept.keys() & state.keys():
+        wanted = (torch.float32, view.kept[name], view.local.device)
+        check_state_tensor(state[name], wanted, f"{where}: state {name!r}")
+
+
+def check_state_tensor(
+    tensor: object, wanted: tuple[torch.dtype, tuple[int, ...], torch.device], where: str
+) -> None:
+    """Raises ValueError unless it is a tensor of this dtype and shape on this device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{where} is {tensor!r}; allowed: a torch.Tensor")
+    found = (tensor.dtype, tuple(tensor.shape), tensor.device)
+    if found != wanted:
+        raise ValueError(
+            f"{where} is {found[0]} of shape {found[1]} on {found[2]}; "
+            f"allowed: {wanted[0]} of shape {wanted[1]} on {wanted[2]}"
+        )
+
+
+# --- pickled
+
+
+def picklable(state: State) -> State:
+    """The state with fp8 codes as pickle can write them; what is unpickled is tensors again."""
+    return {name: _Codes(value) if _is_float8(value) else value for name, value in state.items()}
+
+
+def _is_float8(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype.is_floating_point
+        and value.dtype.itemsize == 1
+    )
+
+
+class _Codes:
+    """Stands for fp8 codes, whose storages plain pickle cannot write."""
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _view, (self.codes.view(torch.uint8), self.codes.dtype)
+
+
+def _view(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return codes.view(dtype)

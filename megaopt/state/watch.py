@@ -1,0 +1,231 @@
+"""What tensors were when last looked at: they move, and may turn into others, from step to step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from megaopt.kernels.step.table import note_row
+from megaopt.state import native
+
+GRAD, WEIGHT = 0, 1
+"""Their places among a batch's tensors; weights may be wrappers of fp8 codes."""
+
+Grads = Sequence[torch.Tensor | None]
+"""The gradient of each parameter, None where it has none."""
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What the tensors of a batch have to be still: guards, as torch.compile has them.
+
+    Something else needs another kernel, other tables, or an error message.
+    """
+
+    positions: list[int]
+    """Places of the batch's parameters among all."""
+    names: list[str]
+    """Which tensors of a parameter's state take part."""
+    dtypes: list[torch.dtype]
+    """Of the gradients, of the weights, and of each of the state's tensors."""
+    scales: list[list[torch.Size] | None]
+    """For each of these the shapes of scales or packed codes, by parameter; None: it has its
+    parameter's shape."""
+    shapes: list[torch.Size]
+    """Of each parameter."""
+    devices: list[torch.device]
+    """One for each dtype: states may be in host memory."""
+    contiguous: bool
+    """Whether all have to be contiguous."""
+    addresses: list[numpy.ndarray]
+    """int64 rows, one for each dtype, to note addresses in; empty where nobody reads them."""
+
+
+class Seen(NamedTuple):
+    """What a look found where everything fits."""
+
+    moved: list[bool]
+    """For each batch whether an address is not the one of the last look."""
+    grads: Grads
+    """To hold until they have been read: a property may have made them for this step alone."""
+
+
+class Gradients(Sequence[Any]):
+    """The .grad of parameters, fetched when asked for: most steps need no Python objects for it."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._params[place].grad
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+@dataclass
+class Watch:
+    """Looks at all tensors of an optimizer, step after step; remembers nothing but addresses.
+
+    Everything is looked at each time: `param.data = ...` gives a parameter another layout, or
+    another dtype, at the same address, and groups and states are anyone's to edit.
+    """
+
+    params: tuple[torch.Tensor, ...]
+    sizes: list[int]
+    """How many of the parameters each group has."""
+    states: tuple[Mapping[str, Any] | None, ...]
+    """Each parameter's state, None for those that had no gradient."""
+    keys: tuple[object, ...]
+    """The keys of the optimizer's whole state, in its order."""
+    values: tuple[object, ...]
+    batches: list[Guards]
+    find: Callable[[], Any]
+    """Gives the extension once it is there; None until then, while the twin in Python serves."""
+
+    def __post_init__(self) -> None:
+        self._module: Any = None
+        self._guards: list[Any] = []
+        self._gradients = Gradients(self.params)
+        # the extension reads past what a subclass may do
+        self._is_plain = all(type(state) in (dict, type(None)) for state in self.states)
+
+    def _found(self) -> Any:
+        """The extension; the twin notes the same addresses, so that one may follow the other."""
+        if self._module is None and self._is_plain:
+            module = self.find()
+            if module is not None:
+                fields = [vars(guards).values() for guards in self.batches]
+                self._guards = [module.Guards(*each) for each in fields]
+                self._module = module
+        return self._module
+
+    def look(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
+    ) -> Seen | None:
+        """Notes where the tensors of this step lie.
+
+        Args:
+            param_groups: the optimizer's, as they are now.
+            state: the optimizer's, as it is now.
+            decoupled: whether gradients are in decoupled_grad.
+
+        Returns:
+            None if anything is not what it was but for its address. Then the batches have to be
+            made anew: some addresses are noted, others are not.
+        """
+        try:  # contextlib.suppress takes half a microsecond
+            return self._looked(param_groups, state, decoupled)
+        except RuntimeError:  # a nested tensor has no shape
+            return None
+
+    def _looked(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
+    ) -> Seen | None:
+        module = self._module or self._found()
+        if module is not None:
+            was = (self.params, self.sizes, self.states, self.keys, self.values)
+            found = module.look(self._guards, *was, param_groups, state, decoupled)
+            if found is None:
+                return None
+            moved, grads = found
+            return Seen(moved, self._gradients if grads is None else grads)
+        # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._look(param_groups, state, decoupled)
+
+    def _look(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
+    ) -> Seen | None:
+        if not self._is_the_same(param_groups, state):
+            return None
+        grads = grads_of(self.params, decoupled)
+        if [grad is None for grad in grads] != [state is None for state in self.states]:
+            return None
+        tensors = [self._tensors(guards, grads) for guards in self.batches]
+        if not all(map(fit, self.batches, tensors)):
+            return None
+        return Seen(list(map(note, self.batches, tensors)), grads)
+
+    def _is_the_same(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
+    ) -> bool:
+        """Whether the groups have the very same parameters, and these the very same states."""
+        return (
+            [len(group["params"]) for group in param_groups] == self.sizes
+            and same_objects([p for group in param_groups for p in group["params"]], self.params)
+            and same_objects(state.keys(), self.keys)
+            and same_objects(state.values(), self.values)
+        )
+
+    def _tensors(self, guards: Guards, grads: Grads) -> list[list[Any]]:
+        """Gradients, weights, and what the states have by each of the names."""
+        places = guards.positions
+        states: list[Any] = [self.states[place] for place in places]
+        own = [[of[place] for place in places] for of in (grads, self.params)]
+        return own + [[state.get(name) for state in states] for name in guards.names]
+
+
+def same_objects(some: Collection[object], others: Collection[object]) -> bool:
+    """Whether two collections hold the very same objects in one order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
+    """Whether all tensors of a batch are what is guards."""
+    columns = zip(slots, guards.dtypes, guards.scales, guards.devices, strict=True)
+    for slot, (tensors, dtype, scales, device) in enumerate(columns):
+        kinds = {*map(type, tensors)}
+        if not all(issubclass(kind, torch.Tensor) for kind in kinds):
+            return False
+        if slot != WEIGHT and not all(map(is_plain_class, kinds)):
+            return False
+        if slot == GRAD and any(map(has_pending_sign, tensors)):
+            return False
+        shapes = guards.shapes if scales is None else scales
+        if [tensor.shape for tensor in tensors] != shapes:
+            return False
+        one = (dtype, device, torch.strided)
+        if any((each.dtype, each.device, each.layout) != one for each in tensors):
+            return False
+        if guards.contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
+            return False
+    return True
+
+
+def is_plain_class(kind: type) -> bool:
+    """Whether tensors of this class have memory of their own; wrappers have not."""
+    own: Any = kind
+    return own.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def has_pending_sign(tensor: torch.Tensor) -> bool:
+    """Whether the elements are not what the memory says: negation is pending, or all are 0."""
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
+def note(guards: Guards, slots: Sequence[list[torch.Tensor]]) -> bool:
+    """Notes the addresses of a batch; whether any is another than before."""
+    if not guards.addresses:
+        return False
+    moved = [note_row(*pair) for pair in zip(guards.addresses, slots, strict=True)]
+    return any(moved)
+
+
+def finder_for(params: Sequence[torch.Tensor]) -> Callable[[], Any]:
+    """What gives the extension once it is there, and has it built where that is worth it."""
+    on_gpu = any(param.device.type == "cuda" for param in params)
+    return partial(native.get, on_gpu or len(params) >= native.WORTH_BUILDING)
+
+
+def grads_of(params: Iterable[torch.Tensor], decoupled: bool) -> list[torch.Tensor | None]:
+    """Each parameter's gradient, from .decoupled_grad or .grad."""
+    if decoupled:
+        return [getattr(param, "decoupled_grad", None) for param in params]
+    return [param.grad for param in params]

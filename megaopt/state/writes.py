@@ -1,0 +1,107 @@
+"""Writes to weights that the optimizer did not do, and 16-bit weights without masters."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megaopt.params.dtensor import locals_of
+from megaopt.state.owned import Owned
+from megaopt.state.ownership import Versions, refreshed
+
+
+class MissingMastersWarning(UserWarning):
+    """16-bit weights are stepped without fp32 masters, and nobody asked for that."""
+
+
+class ExternalWrites:
+    """Notices weights that were written between steps, and warns once of what that means.
+
+    Args:
+        said: the warnings that were given, to share with others.
+    """
+
+    def __init__(self, said: set[str] | None = None) -> None:
+        self.versions = Versions([])
+        self.said: set[str] = set() if said is None else said
+
+    def reset(self, params: Iterable[torch.Tensor], written: Iterable[int] = ()) -> None:
+        """Weights and masters are as they should be now, but at the places of written ones."""
+        own = list(params)
+        self.versions = Versions(own)
+        for place in written:
+            self.versions.forget(own[place])
+
+    def watch(self, owned: Owned, places: list[int]) -> None:
+        """From now on looks at the parameters at these places, which steps write."""
+        self.versions = Versions(owned.params, places, self.versions)
+
+    def take_over(
+        self, owned: Owned, state: Mapping[Any, Any], addresses: list[bytes] | None = None
+    ) -> None:
+        """What others wrote into weights since the last step becomes their masters' value.
+
+        addresses: of the weights that a step writes; None: of all parameters.
+        Raises RuntimeError instead with on_external_write="error".
+        """
+        seen = self.versions
+        if owned.options.on_external_write != "ignore":
+            places = seen.moved_anywhere() if addresses is None else seen.moved(addresses)
+            self._take_over(owned, state, places)
+        if addresses is not None:
+            seen.arrived(addresses)
+
+    def _take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
+        policy = owned.options.on_external_write
+        for place in places:
+            view, label = owned.views[place], owned.labels[place]
+            own = locals_of(state.get(view.param, {}))
+            with torch.no_grad():
+                found = refreshed(view, own, owned.formats(view), only_look=policy == "error")
+            if policy == "error" and bool(found):
+                raise RuntimeError(
+                    f"{label} must not be written between steps with "
+                    "on_external_write='error', got elements that are no cast of their master; "
+                    "refresh_masters() takes them over"
+                )
+            if not ("written" in self.said or owned.options.capturable) and bool(found):
+                self.said.add("written")
+                warn_caller(
+                    f"{label} was written outside the optimizer: its master takes the "
+                    "written values. on_external_write='error' refuses such writes, 'ignore' puts "
+                    "the old values back"
+                )
+
+    def warn_without_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
+        """Once, where nobody said whether 16-bit weights are to have masters."""
+        asked = owned.options.dtype is not None or owned.masters is not None
+        drawn = owned.options.weight_rounding == "stochastic"  # then no update is lost
+        if asked or drawn or "no masters" in self.said:
+            return
+        labels = dict(zip(owned.params, owned.labels, strict=True))
+        short = [labels[p] for p in params if p.dtype in (torch.bfloat16, torch.float16)]
+        if short:
+            self.said.add("no masters")
+            warn_caller(
+                f"{len(short)} parameters ({short[0]} the first) are 16-bit and have no fp32 "
+                "master: updates smaller than half a unit in a weight's last place are lost, and "
+                "at common learning rates weights stand still. Pass dtype=torch.float32 for fp32 "
+                "masters, weight_rounding='stochastic' to lose none in the mean, or "
+                "master_weights=False to train without",
+                MissingMastersWarning,
+            )
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line that called into this package, past torch's wrappers of step()."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "megaopt",
+        "torch",
+    ):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

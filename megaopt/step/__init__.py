@@ -1,0 +1,1 @@
+"""What a step does, from the groups to the launch."""

@@ -1,0 +1,117 @@
+"""Step counts of parameters, each with its own as torch's optimizers count: state[p]["step"]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaopt.options.placement import STEP
+
+if TYPE_CHECKING:
+    from megaopt.state.owned import Owned
+
+Count = dict[str, Any]
+"""Under "step" a number that goes up by one in place, as a group's does."""
+
+
+@dataclass
+class StepRows:
+    """Which row of scalars each parameter takes: its group's, or one for another count.
+
+    Parameters of one row share the tensor of their count: a step counts rows, not parameters.
+    """
+
+    by_place: dict[int, int] = field(default_factory=dict)
+    """The rows of parameters that do not take their group's."""
+    apart: list[tuple[int, Count]] = field(default_factory=list)
+    """The group and the count of each row behind those of the groups."""
+    with_group: list[tuple[int, Count]] = field(default_factory=list)
+    """The count of parameters that take their group's row; none on the device, where it is the
+    group's own tensor."""
+
+    def row(self, place: int, group: int) -> int:
+        """The row of a parameter of a group."""
+        return self.by_place.get(place, group)
+
+    @property
+    def counted(self) -> list[Count]:
+        """What goes up with a step that the host counts."""
+        return [count for _, count in (*self.apart, *self.with_group)]
+
+    def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A group with a count of its own for each row behind those of the groups."""
+        return [{**groups[index], **count} for index, count in self.apart]
+
+    def fit(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the groups' counts are still those of the parameters that take their rows."""
+        return all(groups[index]["step"] == int(count["step"]) for index, count in self.with_group)
+
+
+def new_count(owned: Owned, value: int = 0) -> torch.Tensor:
+    """int32, on the CPU, of shape (); with capturable=True as a group's, on the device, (1,)."""
+    on_device = owned.options.capturable
+    shape, device = ((1,), owned.device) if on_device else ((), torch.device("cpu"))
+    with torch.inference_mode(False):
+        return torch.full(shape, value, dtype=torch.int32, device=device)
+
+
+def first_count(owned: Owned, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What a state lacks: the count 0 where parameters have counts of their own."""
+    return {STEP: new_count(owned)} if owned.options.counts_apart and STEP not in state else {}
+
+
+def rows_of(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[int]) -> StepRows:
+    """The rows of the parameters at these places, whose states are complete.
+
+    With capturable=True the host waits for the counts.
+    """
+    rows, chosen = StepRows(), list(places)
+    if not owned.options.counts_apart:
+        return rows
+    _leave_groups(owned, state, set(chosen))
+    of_groups = [int(group["step"]) for group in owned.groups]
+    shared: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+    own = [state[owned.params[place]] for place in chosen]
+    for place, each, count in zip(chosen, own, _numbers(own), strict=True):
+        group = owned.group_numbers[place]
+        if (group, count) not in shared:
+            shared[group, count] = _new_row(owned, rows, group, count, of_groups[group])
+        row, each[STEP] = shared[group, count]
+        if row != group:
+            rows.by_place[place] = row
+    return rows
+
+
+def _new_row(
+    owned: Owned, rows: StepRows, group: int, count: int, of_group: int
+) -> tuple[int, torch.Tensor]:
+    """A row's number, and the tensor of its count."""
+    is_with_group, on_device = count == of_group, owned.options.capturable
+    if is_with_group and on_device:
+        return group, owned.groups[group]["step"]
+    tensor = new_count(owned, count)
+    kept = (group, {"step": tensor if on_device else tensor.numpy()})
+    if is_with_group:
+        rows.with_group.append(kept)
+        return group, tensor
+    rows.apart.append(kept)
+    return len(owned.groups) + len(rows.apart) - 1, tensor
+
+
+def _leave_groups(owned: Owned, state: Mapping[Any, dict[str, Any]], stepped: set[int]) -> None:
+    """Parameters that rest keep their count, where the group's own tensor goes on."""
+    counts = {id(group["step"]) for group in owned.groups}
+    for place, param in enumerate(owned.params):
+        own = state.get(param, {})
+        if place not in stepped and id(own.get(STEP)) in counts:
+            with torch.inference_mode(False):
+                own[STEP] = own[STEP].clone()
+
+
+def _numbers(states: Sequence[Mapping[str, Any]]) -> list[int]:
+    counts = [state[STEP].reshape(()) for state in states]
+    found: list[int] = torch.stack(counts).tolist() if counts else []
+    return found

@@ -1,0 +1,81 @@
+"""Gradients: which a step can read, and which it may write."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megaopt.kernels.formats import GRADS
+from megaopt.options.checks import has_shared_elements, is_dense
+from megaopt.params.dtensor import check_sharding, local_of
+from megaopt.state.watch import is_plain_class
+
+
+def check_written_grads(grads: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
+    """Raises ValueError where unscaled gradients could not take the place of the scaled ones."""
+    owners: dict[int, str] = {}
+    for grad, where in zip(grads, labels, strict=True):
+        if grad is None or grad.numel() == 0:
+            continue
+        wanted = f"{where}: with write_unscaled_grads=True the gradient must"
+        if has_shared_elements(grad):
+            raise ValueError(
+                f"{wanted} have memory of its own for each element, got strides {grad.stride()} "
+                f"of shape {tuple(grad.shape)}"
+            )
+        if grad.is_inference():
+            raise ValueError(f"{wanted} be no inference tensor, got one")
+        owner = owners.setdefault(grad.data_ptr(), where)
+        if owner is not where:
+            raise ValueError(f"{wanted} be in memory of its own, got that of {owner}'s")
+
+
+def resolved(grad: Any) -> Any:
+    """A gradient that was waited for, and has no sign pending; anything else as it is."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None and isinstance(grad, collectives.AsyncCollectiveTensor):
+        grad = grad.wait()
+    if type(grad) is not torch.Tensor or grad.layout != torch.strided:
+        return grad
+    return grad.clone() if grad._is_zerotensor() else grad.resolve_neg()
+
+
+def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
+    """Raises ValueError for a gradient that the step cannot read."""
+    if not isinstance(grad, torch.Tensor):
+        raise ValueError(f"{where}: {grad!r} as gradient is not allowed: a torch.Tensor")
+    if not is_dense(grad):
+        layout = "nested" if grad.is_nested else grad.layout
+        raise ValueError(f"{where}: a gradient of layout {layout} is not allowed: torch.strided")
+    if grad.dtype not in GRADS:
+        raise ValueError(f"{where}: a gradient of dtype {grad.dtype} is not allowed: {GRADS}")
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"{where}: a gradient of shape {tuple(grad.shape)} is not allowed: the parameter's, "
+            f"{tuple(param.shape)}"
+        )
+    if grad.device != param.device:
+        raise ValueError(
+            f"{where}: a gradient on {grad.device} is not allowed: the parameter's, {param.device}"
+        )
+
+
+def check_plain(grad: torch.Tensor, where: str) -> None:
+    """Raises ValueError for a gradient without memory of its own: a wrapper of other tensors."""
+    if not is_plain_class(type(grad)):
+        raise ValueError(
+            f"{where}: a gradient must be a plain torch.Tensor (or a DTensor of one), got "
+            f"{type(grad).__name__}"
+        )
+
+
+def check_readable(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
+    """Raises ValueError for a gradient that the step of a parameter cannot read."""
+    check_sharding(grad, param, f"{where}: as a gradient")
+    check_grad(grad, param, where)
+    check_plain(local_of(grad), where)
+    if local_of(param) is not param:  # a shard has its own shape
+        check_grad(local_of(grad), local_of(param), where)

@@ -38,8 +38,6 @@ from megaopt.options.options import FLAGS, Numbers, Options
 from megaopt.saving.galore import from_galore_torch
 from megaopt.state.masters import MasterWeights
 from megaopt.state.owned import Owned
-from megaopt.state.watch import Grads
-from megaopt.step.batches import Batches
 from megaopt.step.low_rank import AUTO, LAUNCHED, why_not_kernel
 
 PROJ_TYPES = get_args(ProjType)
@@ -354,13 +352,14 @@ class GaLoreAdamW(FusedOptimizer):
         """
         owned = self._owned
         check_refresh(owned, steps)
-        self._numbers.check(owned)
-        batches, grads = self._gather(owned)
-        counts = self._counts() if steps is None else [steps] * len(self.param_groups)
+        stepper, groups = self.stepper, self.param_groups
+        stepper.check_numbers(groups)
+        batches, seen = stepper.gather(groups, self.state, self.use_decoupled_grad, self._check)
+        counts = self._counts() if steps is None else [steps] * len(groups)
         for batch in batches.projected:
-            batch.stage_inputs(grads)
+            batch.feed(seen.grads)
             try:
-                batch.refresh(self.param_groups, counts)
+                batch.projections.refresh(groups, counts)
             except BaseException:
                 batch.take_back()
                 raise
@@ -377,10 +376,10 @@ class GaLoreAdamW(FusedOptimizer):
         if self._given is not None:
             self._given.update(map(id, self.param_groups[-1]["params"]))
 
-    def _sort(self, owned: Owned, grads: Grads) -> Batches:
+    def _check(self, owned: Owned, places: Iterable[int]) -> None:
         if self._given is not None:
             check_not_flattened(owned.groups, self._given)
-        return super()._sort(owned, grads)
+        super()._check(owned, places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As FusedAdam's; state dicts of galore_torch's AdamW load too, projections included."""

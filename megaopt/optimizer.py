@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.preparation import Request
-from megaopt.kernels.step.table import is_capturing
 from megaopt.options.checks import one_of, refuse
 from megaopt.options.groups import States, check_new_group, entries_of, new_group
 from megaopt.options.options import Options
@@ -19,26 +18,12 @@ from megaopt.params.dtensor import locals_of
 from megaopt.saving import state_dict as state_dicts
 from megaopt.state.access import set_scaled, unscaled
 from megaopt.state.masters import MasterWeights
-from megaopt.state.numbers import CheckedNumbers
 from megaopt.state.owned import Owned
-from megaopt.state.ownership import commit, refreshed
+from megaopt.state.ownership import refreshed
 from megaopt.state.tensors import MASTER, picklable
-from megaopt.state.watch import Grads, grads_of
-from megaopt.state.writes import ExternalWrites
-from megaopt.step.batches import Batches
-from megaopt.step.capture import check_capture, check_captured_batches
-from megaopt.step.collect import (
-    StepRun,
-    collect,
-    completed_states,
-    make_batches,
-    resolve_grads,
-    writes_grads,
-)
-from megaopt.step.float8 import gather_amaxes
-from megaopt.step.preparations import Preparations, is_skipped, requested
-from megaopt.step.ranks.consensus import Consensus
-from megaopt.step.ranks.probing import is_asked_by_torch, is_probe
+from megaopt.step.ranks.probing import is_asked_by_torch
+from megaopt.step.request import Asked
+from megaopt.step.stepper import Stepper
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -63,24 +48,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         master_weights: MasterWeights,
     ) -> None:
         self.options = options
-        self._master_weights: MasterWeights = None
-        self._homes = Homes(options.placement)
-        self._forget()
+        self.stepper = Stepper(options, self.rule, None, Homes(options.placement))
         self._is_being_made = True
         super().__init__(entries_of("params", params), {**defaults, **options.group_keys})
         self._is_being_made = False
         self.state = States(dict)
         self.master_weights = master_weights
         self._owned.check_places()  # once: it looks at all parameters
-
-    def _forget(self) -> None:
-        """Lets go of everything that is made again when it is needed."""
-        self._batches: Batches | None = None
-        self._captured: list[Batches] = []  # CUDA graphs read their tables
-        self._preparations, self._consensus = Preparations(), Consensus()
-        self._writes, self._numbers = ExternalWrites(), CheckedNumbers()
-        self._was_stepped = False
-        self._release: Any = None  # a megaopt.models.release.GradientRelease
 
     @property
     def rule(self) -> Rule:
@@ -89,8 +63,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _owned(self) -> Owned:
-        masters = self._master_weights
-        return Owned(self.param_groups, self.options, self.rule, masters, self._homes)
+        return self.stepper.owned(self.param_groups)
+
+    def _check(self, owned: Owned, places: Iterable[int]) -> None:
+        """Raises for parameters that the optimizer cannot own, before a step changes anything."""
+        for place in places:
+            self._check_param(owned.params[place], owned.labels[place])
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
@@ -138,136 +116,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 then nothing has changed either, except that a first step has made the state.
             RuntimeError: a CUDA graph captures what it cannot repeat.
         """
-        if self._release is not None:
-            self._release.check_step(clip_norm, clip_coefficient)
-        self._hear()
         loss = None if closure is None else torch.enable_grad()(closure)()
-        run = self._collect(clip_norm, clip_coefficient)
-        if run is not None:
-            request = self._consensus.reach(run, self._waits, self._preparations)
-            try:
-                self._take(run, request)
-            except BaseException:
-                run.batches.take_back()
-                self._writes.versions.count_up()
-                raise
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        given = (clip_norm, clip_coefficient, grad_scale, found_inf, self.use_decoupled_grad)
+        self.stepper.step(self.param_groups, self.state, Asked(*given), self._check)
         return loss
-
-    def _collect(self, clip_norm: float | None, coefficient: torch.Tensor | None) -> StepRun | None:
-        """Checks everything, and finds what there is to step; None if only states were made."""
-        owned, skips_nonfinite = self._owned, self._skips_nonfinite
-        try:
-            request = requested(self, skips_nonfinite, clip_norm, coefficient)
-            if clip_norm is not None:
-                owned.check_one_device(f"clip_norm={clip_norm!r}")
-            # before anything that waits for a device, which would break a capture
-            check_capture(owned.device, self.options.capturable, owned.backend)
-            if self._makes_states_for_a_checkpoint(owned, request):
-                return None
-            run = StepRun(owned, request, self._rows(owned), *self._gather(owned))
-            run.add_rows()
-            writes = writes_grads(run)
-            self._writes.take_over(owned, self.state, run.batches.weights_at())
-            for batch in run.batches.fed:
-                batch.stage_inputs(run.grads, writes)
-            run.make_ready()
-        except Exception:
-            measures = clip_norm is not None or skips_nonfinite
-            self._consensus.share_error(owned, measures, self._waits)
-            raise
-        return run
-
-    def _take(self, run: StepRun, request: Request | None) -> None:
-        """The step itself, unless it is left out; ranks that have met raise together."""
-        consensus, batches = self._consensus, run.batches
-        with consensus.whole(run):
-            if request is None or not self._prepare(run, request):
-                batches.abandon()
-                return
-            if any(is_capturing(device) for device in run.prepared):
-                self._captured.append(batches)
-            run.launch()
-            gathered = gather_amaxes(batches.quantized)
-            if not gathered:
-                run.finish()
-        if gathered:
-            with consensus.whole(run):
-                consensus.exchange(gathered)
-                run.finish()
-        run.count()
-        self._writes.versions.count_up()
-
-    def _prepare(self, run: StepRun, request: Request) -> bool:
-        """Makes scalars and controls; whether there is a step."""
-        groups = run.counted_groups if self.options.capturable else None
-        run.batches.keep_counts(groups or ())
-        run.prepared = self._preparations.make(run.owned, groups, run.batches, request)
-        looks = run.rows is not None and request.skip_nonfinite
-        return not (looks and is_skipped(run.prepared, self.options.nonfinite))
-
-    def _hear(self) -> None:
-        """Raises what ranks found in the last step; the host then takes its count back."""
-        counted = self._batches.counts.counted if self._batches else []
-        self._consensus.hear([*self.param_groups, *counted], self.options.capturable)
-
-    @property
-    def _skips_nonfinite(self) -> bool:
-        # a GradScaler looks for infinities in p.grad alone
-        unseen = getattr(self, "found_inf", None) is not None and self.use_decoupled_grad
-        return self.options.nonfinite != "propagate" or unseen
-
-    @property
-    def _waits(self) -> bool:
-        """Whether the host waits to know if there is a step, as it does on all ranks or on none."""
-        is_skippable = isinstance(getattr(self, "found_inf", None), torch.Tensor)
-        return (is_skippable or self._skips_nonfinite) and not self.options.capturable
-
-    def _makes_states_for_a_checkpoint(self, owned: Owned, request: Request) -> bool:
-        """Makes the states, and steps nothing, if torch.distributed.checkpoint asks for that.
-
-        It does so by a first step with lr=0 and gradients of 0 (megaopt.step.ranks.probing).
-        """
-        was_stepped, self._was_stepped = self._was_stepped, True
-        if was_stepped or not request.is_empty:
-            return False
-        if not is_probe(owned, self.state, self.use_decoupled_grad):
-            return False
-        if self.use_decoupled_grad:
-            self.initialize_states()
-        else:
-            self._gather(owned)
-        return True
-
-    def _rows(self, owned: Owned) -> list[tuple[float, ...]] | None:
-        """The groups' scalars for the coming step, None where they are made on the device."""
-        self._numbers.check(owned)
-        return None if self.options.capturable else owned.rows(self.param_groups)
-
-    def _gather(self, owned: Owned) -> tuple[Batches, Grads]:
-        """The batches of this step: those of the last one where everything is as it was."""
-        now = (self.param_groups, self.state, self.use_decoupled_grad)
-        batches, self._batches = self._batches, None  # only batches that fit may stay
-        grads = None if batches is None else batches.look(*now)
-        found = grads is None and resolve_grads(owned.params, self.use_decoupled_grad)
-        if found and batches is not None:
-            grads = batches.look(*now)
-        check_captured_batches(owned.device, batches, grads is not None)
-        if grads is None:
-            batches = self._sort(owned, grads_of(owned.params, self.use_decoupled_grad))
-            grads = batches.look(*now)
-        if batches is None or grads is None:
-            raise RuntimeError("batches made from the tensors at hand do not fit them")
-        self._batches = batches
-        return batches, grads
-
-    def _sort(self, owned: Owned, grads: Grads) -> Batches:
-        """Checks everything, completes the states, and makes the batches anew."""
-        found = collect(owned, self.state, grads, self._check_param)
-        self._writes.warn_without_masters(owned, found.states)
-        commit(self.state, found.states)  # now that nothing was refused
-        batches = make_batches(owned, self.state, found)
-        self._writes.watch(owned, found.places)
-        return batches
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""
@@ -291,7 +144,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises RuntimeError before the first norm, and with parameters on several devices.
         """
-        return self._preparations.norm
+        return self.stepper.norm
 
     # --- groups and masters
 
@@ -305,7 +158,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             placement = taken_from(group, self.options, f"group {index}")
             super().add_param_group(group)
-            self._homes.put(group["params"], placement)
+            self.stepper.homes.put(group["params"], placement)
             check_new_group(group, self.options, f"group {index}")
             for place, param in enumerate(group["params"]):
                 self._check_param(param, self._owned.label(index, place))
@@ -334,14 +187,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         list of another length, or an entry of wrong shape, dtype or device. Weights are compared
         with entries where they had no master before.
         """
-        return self._master_weights
+        return self.stepper.masters
 
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
-        Owned(self.param_groups, self.options, self.rule, masters, self._homes).check_masters()
-        self._batches = None
-        self._master_weights = masters
-        self._writes.reset(self._owned.params)
+        owned = self._owned
+        Owned(owned.groups, self.options, owned.rule, masters, owned.homes).check_masters()
+        self.stepper.masters = masters
+        self.stepper.reset(owned.params)
 
     def refresh_masters(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Gives masters the values of weights that were written outside the optimizer.
@@ -380,12 +233,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         owned = self._owned
         index = owned.index(param)
-        self._check_param(param, owned.labels[index])
         master = owned.formats(owned.views[index]).master
         own = {self.options.store_param_remainders, master.joined}
         where = f"{owned.labels[index]}, whose master is stored as {master.name}"
         one_of(f"store_param_remainders for {where},", store_param_remainders, (None, *own))
-        commit(self.state, completed_states(owned, self.state, [index]))
+        self.stepper.make_states(self.param_groups, self.state, [index], self._check)
 
     @torch.no_grad()
     def initialize_states(self) -> None:
@@ -393,10 +245,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError, and RuntimeError, as the first step would; then no state has changed.
         """
-        owned = self._owned
-        for param, label in zip(owned.params, owned.labels, strict=True):
-            self._check_param(param, label)
-        commit(self.state, completed_states(owned, self.state, range(len(owned.params))))
+        places = range(len(self._owned.params))
+        self.stepper.make_states(self.param_groups, self.state, places, self._check)
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
@@ -430,7 +280,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             owned.index(param)
         set_scaled(owned, self.state, owned.view(param), state_name, unscaled_state)
         if state_name == MASTER:
-            self._writes.versions.note(param)
+            self.stepper.writes.versions.note(param)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
@@ -442,10 +292,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         tensor whose size goes by the formats: load compares sizes before it writes into the state.
         Raises ValueError where ranks differed in the last step, which then left it out.
         """
-        self._hear()
+        self.stepper.hear(self.param_groups)
         owned = self._owned.checked()
         packed, sized = super().state_dict(), is_asked_by_torch()
-        return state_dicts.mark(packed, owned, self._writes.versions, sized)
+        return state_dicts.mark(packed, owned, self.stepper.writes.versions, sized)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -469,7 +319,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        state_dicts.load(self, state_dict)
+        owned = self._owned
+        loaded = state_dicts.load(state_dict, owned, self.state)
+        new = {"state": loaded.states, "param_groups": loaded.groups}
+        overwrite(loaded.masters, lambda: vars(self).update(new))
+        self.stepper.reset(owned.params, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -479,21 +333,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         What comes back goes on with the same bits; but pickle keeps no Float8Weight's initial
         value, so that a master that the first step makes afterwards starts from the codes.
         """
-        self._homes.wait()
+        self.stepper.homes.wait()
         return {
             **super().__getstate__(),
             "state": defaultdict(dict, {p: picklable(own) for p, own in self.state.items()}),
             "options": self.options,
-            "_master_weights": self._master_weights,
-            "_homes": self._homes,
+            "_masters": self.master_weights,
+            "_homes": self.stepper.homes,
             "use_decoupled_grad": self.use_decoupled_grad,
-            "_written": self._writes.versions.moved_anywhere(),
+            "_written": self.stepper.writes.versions.moved_anywhere(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up what __getstate__ gave."""
         super().__setstate__(state)
-        self._forget()
+        own = vars(self)
+        masters, homes, written = (own.pop(f"_{n}") for n in ("masters", "homes", "written"))
+        self.stepper = Stepper(self.options, self.rule, masters, homes)
         self.state = States(dict, self.state)
         self._owned.keep_at_home(self.state)
-        self._writes.reset(self._owned.params, vars(self).pop("_written", ()))
+        self.stepper.reset(self._owned.params, written)

@@ -48,7 +48,8 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
     owned = owned_of(optimizer)
     found = model.state_dict(keep_vars=True)
     places = _places(model, found, owned)
-    optimizer._writes.take_over(owned, optimizer.state)
+    writes = optimizer.stepper.writes
+    writes.take_over(owned, optimizer.state, writes.versions.moved_anywhere())
     external = owned.external_masters()
     owned.homes.wait()
     values: dict[int, torch.Tensor] = {}

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaopt.models.side_stream import SideStream
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import refuse, shown
-from megaopt.options.groups import States, given_numbers
+from megaopt.options.groups import given_numbers
 from megaopt.params import view_of
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import Named, check_memory
@@ -29,8 +29,12 @@ from megaopt.state.owned import Owned, owned_of
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import written_tensors
 from megaopt.state.writes import ExternalWrites
+from megaopt.step.request import Asked
+from megaopt.step.stepper import Stepper
 
 WHILE = "while gradients are released"
+RELEASED: weakref.WeakKeyDictionary[FusedOptimizer, GradientRelease] = weakref.WeakKeyDictionary()
+"""Which optimizers release gradients; an optimizer's copy does not."""
 
 
 def release_gradients(
@@ -109,14 +113,15 @@ class GradientRelease:
         self._numbers: list[Any] = []
         """The groups' param_numbers then, where something draws; how many masters were listed."""
         self._spots: dict[torch.Tensor, _Spot] = {}
-        self._alone: dict[torch.Tensor, FusedOptimizer] = {}
+        self._alone: dict[torch.Tensor, Stepper] = {}
         self._counts: dict[torch.Tensor, int] = {}
         """The group's step count at which each parameter was stepped last."""
         self._side = SideStream()
         hook = _hook(weakref.ref(self))
         given: list[Any] = list(params)  # torch's method has no types
         self._handles = [param.register_post_accumulate_grad_hook(hook) for param in given]
-        optimizer._release = self
+        self._handles.append(optimizer.register_step_pre_hook(_check_step))
+        RELEASED[optimizer] = self
 
     @property
     def active(self) -> bool:
@@ -134,27 +139,11 @@ class GradientRelease:
         self._handles = []
         self._alone.clear()
         optimizer = self._optimizer()
-        if optimizer is not None and optimizer._release is self:
-            optimizer._release = None
+        if optimizer is not None and RELEASED.get(optimizer) is self:
+            del RELEASED[optimizer]
 
-    def check_step(self, clip_norm: Any, clip_coefficient: Any) -> None:
-        """Raises ValueError for what `optimizer.step()` is asked for too late."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        for name, value in {"clip_norm": clip_norm, "clip_coefficient": clip_coefficient}.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} must be None {WHILE}, got {shown(value)}: the weights were stepped "
-                    "before the norm of all gradients could be known"
-                )
-        for name in ("grad_scale", "found_inf"):
-            if getattr(optimizer, name, None) is not None:
-                raise ValueError(
-                    f"{name} must not be set {WHILE}, got {shown(getattr(optimizer, name))}: the "
-                    "weights have taken the scaled gradients already; train without a GradScaler, "
-                    "or remove() the release"
-                )
-        _check_options(optimizer, is_new=False)
+    def join(self) -> None:
+        """What comes next on this stream comes after all steps."""
         self._side.join()
 
     def step(self, param: torch.Tensor) -> None:
@@ -162,7 +151,7 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is None or param.grad is None:
             return
-        optimizer._numbers.check(optimizer._owned)  # with the names of its groups
+        optimizer.stepper.check_numbers(optimizer.param_groups)  # with the names of its groups
         spot = self._spot(optimizer, param)
         count = optimizer.param_groups[spot.group]["step"]
         if self._counts.get(param) == count:
@@ -172,8 +161,9 @@ class GradientRelease:
                 "and a missing optimizer.step() counts no step"
             )
         with self._beside(optimizer, param):
-            FusedOptimizer.step(self._own(optimizer, param, spot))
-        optimizer._writes.versions.note(param)
+            stepper, group = self._own(optimizer, param, spot)
+            stepper.step([group], {param: optimizer.state[param]}, Asked(), optimizer._check)
+        optimizer.stepper.writes.versions.note(param)
         self._counts[param] = count
         param.grad = None
 
@@ -181,13 +171,13 @@ class GradientRelease:
         self, optimizer: FusedOptimizer, param: torch.Tensor
     ) -> AbstractContextManager[None]:
         """States in host memory, which the bus takes its time for, on a stream of their own."""
-        if param.device.type != "cuda" or optimizer._homes.of(param) is None:
+        if param.device.type != "cuda" or optimizer.stepper.homes.of(param) is None:
             return nullcontext()
         return self._side.after(local_of(param.grad))
 
     def _spot(self, optimizer: FusedOptimizer, param: torch.Tensor) -> _Spot:
         """Where the parameter is now; a load makes new groups."""
-        now, spot = (optimizer.param_groups, optimizer._master_weights), self._spots.get(param)
+        now, spot = (optimizer.param_groups, optimizer.master_weights), self._spots.get(param)
         numbers = given_numbers(now[0]) if optimizer.options.draws else []
         numbers.append(len(now[1]) if isinstance(now[1], list) else None)
         is_known = all(map(operator.is_, now, self._known)) and numbers == self._numbers
@@ -205,19 +195,43 @@ class GradientRelease:
             )
         return self._spots[param]
 
-    def _own(self, optimizer: FusedOptimizer, param: torch.Tensor, spot: _Spot) -> FusedOptimizer:
-        """The optimizer of the parameter alone, with the numbers and the state of now."""
+    def _own(
+        self, optimizer: FusedOptimizer, param: torch.Tensor, spot: _Spot
+    ) -> tuple[Stepper, dict[str, Any]]:
+        """What steps the parameter alone, and its group with the numbers of now."""
+        whole, masters = optimizer.stepper, optimizer.master_weights
+        listed = isinstance(masters, (list, tuple))
         own = self._alone.get(param)
         if own is None:
-            own = self._alone[param] = _over_one(optimizer, param, spot)
+            own = Stepper(whole.options, whole.rule, [] if listed else masters, whole.homes)
+            own.writes = ExternalWrites(whole.writes.said)
+            own.writes.versions = Versions([param], (), whole.writes.versions)
+            own.was_stepped = True  # no step of it asks which states there would be
+            self._alone[param] = own
+        if isinstance(masters, (list, tuple)):  # whose entry may have been replaced
+            own.masters[:] = [] if spot.entry is None else [masters[spot.entry]]  # type: ignore
         group = optimizer.param_groups[spot.group]
         named = {"param_numbers": [spot.number], "param_names": [spot.name]}
-        own.param_groups = [{**group, "params": [param], **named}]
-        if isinstance(own._master_weights, list):  # whose entry may have been replaced
-            own._master_weights[:] = _master_of(optimizer, spot)
-        if own.state.get(param) is not optimizer.state[param]:
-            own.state[param] = optimizer.state[param]
-        return own
+        return own, {**group, "params": [param], **named}
+
+
+def _check_step(optimizer: FusedOptimizer, _: Any, arguments: dict[str, Any]) -> None:
+    """Before `optimizer.step()`: raises ValueError for what it is asked for too late."""
+    for name in ("clip_norm", "clip_coefficient"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{name} must be None {WHILE}, got {shown(arguments[name])}: the weights were "
+                "stepped before the norm of all gradients could be known"
+            )
+    for name in ("grad_scale", "found_inf"):
+        if getattr(optimizer, name, None) is not None:
+            raise ValueError(
+                f"{name} must not be set {WHILE}, got {shown(getattr(optimizer, name))}: the "
+                "weights have taken the scaled gradients already; train without a GradScaler, "
+                "or remove() the release"
+            )
+    _check_options(optimizer, is_new=False)
+    RELEASED[optimizer].join()
 
 
 def _hook(release: weakref.ref[GradientRelease]) -> Callable[[torch.Tensor], None]:
@@ -229,26 +243,6 @@ def _hook(release: weakref.ref[GradientRelease]) -> Callable[[torch.Tensor], Non
             own.step(param)
 
     return step
-
-
-def _over_one(optimizer: FusedOptimizer, param: torch.Tensor, spot: _Spot) -> FusedOptimizer:
-    """An optimizer of the same kind, options and masters, without groups and states."""
-    own: FusedOptimizer = object.__new__(type(optimizer))
-    vars(own).update(vars(optimizer))
-    own._forget()
-    own._was_stepped = True  # no step of it asks which states there would be
-    own.state = States(dict)
-    own._writes = ExternalWrites(optimizer._writes.said)
-    own._writes.versions = Versions([param], (), optimizer._writes.versions)
-    if isinstance(optimizer._master_weights, (list, tuple)):
-        own._master_weights = _master_of(optimizer, spot)
-    return own
-
-
-def _master_of(optimizer: FusedOptimizer, spot: _Spot) -> list[torch.Tensor | None]:
-    """A parameter's entry of the caller's list; empty where it has none."""
-    masters: Any = optimizer._master_weights
-    return [] if spot.entry is None else [masters[spot.entry]]
 
 
 def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
@@ -307,7 +301,7 @@ FSDP1 = "FullyShardedDataParallel"
 
 
 def _check_options(optimizer: FusedOptimizer, is_new: bool = True) -> None:
-    if is_new and optimizer._release is not None:
+    if is_new and optimizer in RELEASED:
         raise ValueError(
             "optimizer must keep its gradients, got one whose gradients are released already: "
             "remove() what release_gradients gave first"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.formats import Format
 from megaopt.kernels.step.batch import Formats
 from megaopt.options.checks import (
@@ -57,9 +56,6 @@ from megaopt.state.ownership import Versions
 from megaopt.state.tensors import MASTER, State, encoded, shape_of, state_name
 from megaopt.step.counts import first_count, new_count
 
-if TYPE_CHECKING:
-    from megaopt.optimizer import FusedOptimizer
-
 # Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
@@ -67,20 +63,16 @@ IGNORED = ("foreach", "fused", "capturable", "differentiable")
 TELLING = ("betas", "eps", "momentum")
 
 
-def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
-    """See FusedOptimizer.load_state_dict; without its hooks."""
-    owned = optimizer._owned
+def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
+    """What an optimizer takes over of a state dict; see FusedOptimizer.load_state_dict."""
     loaded = read(state_dict, owned)
-    check_frozen(state_dict["param_groups"], owned, optimizer.state)
+    check_frozen(state_dict["param_groups"], owned, state)
     if owned.options.capturable:
         numbers = owned.device_numbers(loaded.groups)
         loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
-    pairs = pairs_of_masters(loaded, owned)
-    optimizer._batches = None
-    optimizer._consensus.forget()
-    new = {"state": States(dict, loaded.states), "param_groups": loaded.groups}
-    overwrite(pairs, lambda: vars(optimizer).update(new))
-    optimizer._writes.reset(owned.params, loaded.written)
+    loaded.masters = pairs_of_masters(loaded, owned)
+    loaded.states = States(dict, loaded.states)
+    return loaded
 
 
 @dataclass
@@ -91,6 +83,8 @@ class Loaded:
     groups: list[dict[str, Any]]
     written: list[int]
     """Places of parameters whose weights were written before the state dict was made."""
+    masters: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """The caller's masters, and what is written into them."""
 
 
 def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) -> dict[str, Any]:

@@ -199,7 +199,7 @@ class Looker {
     values_.resize(slots_ * KEPT);
   }
 
-  bool moved = false;
+  bool moved = false, elsewhere = false;  // any tensor; a weight
 
   // false where something does not fit
   bool look() {
@@ -288,7 +288,9 @@ class Looker {
     if (rows_[slot][place] == address(tensor)) return;
     // for a tensor that lies elsewhere than noted everything that torch itself would check
     const auto now = reinterpret_cast<std::int64_t>(tensor.mutable_data_ptr());
-    moved = moved || rows_[slot][place] != now;
+    if (rows_[slot][place] == now) return;
+    moved = true;
+    elsewhere = elsewhere || slot == 1;
     rows_[slot][place] = now;
   }
 
@@ -300,13 +302,31 @@ class Looker {
   std::vector<const at::Tensor*> tensors_;
 };
 
-// For each batch whether an address moved, and the gradients that are Python objects; None where the
-// batches have to be made anew. states has an entry for each parameter: None for those that had no
-// gradient.
+const c10::TensorImpl& impl_at(const py::list& tensors, std::size_t place) {
+  const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), place));
+  return *tensor.unsafeGetTensorImpl();
+}
+
+// Places of the tensors whose version is not the one noted.
+std::vector<std::size_t> written_of(const py::list& tensors, const Addresses& noted) {
+  TORCH_CHECK(noted.size() == static_cast<py::ssize_t>(tensors.size()));
+  std::vector<std::size_t> written;
+  const std::int64_t* const row = noted.data();
+  for (std::size_t place = 0; place < tensors.size(); ++place) {
+    if (impl_at(tensors, place).version_counter().current_version() != row[place]) {
+      written.push_back(place);
+    }
+  }
+  return written;
+}
+
+// Seen in watch.py, the gradients only if they are Python objects; None where the batches have to be
+// made anew. states has an entry for each parameter: None for those that had no gradient.
 std::optional<py::tuple> look(const std::vector<Guards*>& batches, const py::tuple& params,
                               const std::vector<std::int64_t>& sizes, const py::tuple& states,
                               const py::tuple& keys, const py::tuple& values,
-                              const py::object& groups, const py::object& state, bool decoupled) {
+                              const py::object& groups, const py::object& state, bool decoupled,
+                              const py::list& counted, const Addresses& noted) {
   TORCH_CHECK(states.size() == params.size() && keys.size() == values.size());
   if (!PyDict_Check(state.ptr()) || !same_params(groups, params, sizes)) return std::nullopt;
   if (!same_items(py::reinterpret_borrow<py::dict>(state), keys, values)) return std::nullopt;
@@ -318,29 +338,14 @@ std::optional<py::tuple> look(const std::vector<Guards*>& batches, const py::tup
     if (grad == nullptr || grad->defined()) return std::nullopt;
   }
   std::vector<bool> moved;
+  bool elsewhere = false;
   for (Guards* batch : batches) {
     Looker looker(*batch, things);
     if (!looker.look()) return std::nullopt;
     moved.push_back(looker.moved);
+    elsewhere = elsewhere || looker.elsewhere;
   }
-  return py::make_tuple(moved, grads);
-}
-
-const c10::TensorImpl& impl_at(const py::list& tensors, std::size_t place) {
-  const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), place));
-  return *tensor.unsafeGetTensorImpl();
-}
-
-// Places of the tensors whose version is not the one noted.
-std::vector<std::size_t> moved_versions(const py::list& tensors, const Addresses& noted) {
-  std::vector<std::size_t> moved;
-  const std::int64_t* const row = noted.data();
-  for (std::size_t place = 0; place < tensors.size(); ++place) {
-    if (impl_at(tensors, place).version_counter().current_version() != row[place]) {
-      moved.push_back(place);
-    }
-  }
-  return moved;
+  return py::make_tuple(moved, elsewhere, written_of(counted, noted), grads);
 }
 
 // Counts each tensor's version up, and notes it.
@@ -361,6 +366,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                     std::vector<std::optional<Sizes>>, Sizes, std::vector<at::Device>, bool,
                     std::vector<Addresses>>());
   module.def("look", &look);
-  module.def("moved_versions", &moved_versions);
   module.def("count_versions_up", &count_versions_up);
 }

@@ -1,60 +1,67 @@
-"""The groups' numbers at the last check: most steps find the very same objects."""
+"""The groups' numbers: checked where they are others than at the last step, and made into rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megaopt.kernels.rules import Rule
 from megaopt.options.checks import LAST_STEP
 from megaopt.options.groups import given_numbers
-from megaopt.state.owned import Owned
+from megaopt.options.options import Options
 
 FIXED = (float, int, bool, str, type(None))
 """Types whose objects keep their value."""
+Row = tuple[float, ...]
 
 
-class CheckedNumbers:
-    """Checks all groups, unless that would find what the last check found.
+class Numbers:
+    """The scalars that a step takes from the groups.
 
-    A check takes some 20 us a group, this 1 us.
+    A check takes some 20 us a group; where a step finds the very objects of the last one, 1 us.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options, rule: Rule) -> None:
+        self.options, self.rule = options, rule
+        self._names = (*options.names_but_step, *options.OF_ALL)
         self._seen: list[list[Any]] = []
         self._given: list[Any] = []
         """The groups' param_numbers, where something draws."""
 
-    def check(self, owned: Owned) -> None:
-        """Raises ValueError for a number of a group that the coming step cannot use."""
-        if not self._are_those_checked(owned):
-            owned.check_groups()
-            self._note(owned)
+    def rows(
+        self, groups: Sequence[Mapping[str, Any]], check: Callable[[], None]
+    ) -> list[Row] | None:
+        """The rule's scalars of each group for the coming step; None with capturable=True.
 
-    def _are_those_checked(self, owned: Owned) -> bool:
-        """Whether the groups have the objects that were noted, and step counts in range."""
-        seen = self._seen
-        if len(seen) != len(owned.groups):
-            return False
-        names = _noted(owned)
-        for group, values in zip(owned.groups, seen, strict=True):
+        check: raises ValueError for a number that the step cannot use.
+        """
+        seen, rows = self._seen, []
+        if self.options.capturable or len(seen) != len(groups):
+            return self._checked(groups, check)
+        for group, values in zip(groups, seen, strict=True):
             step = group.get("step")
             if type(step) is not int or not 0 <= step <= LAST_STEP:
-                return False
-            for name, value in zip(names, values, strict=True):
+                return self._checked(groups, check)
+            for name, value in zip(self._names, values, strict=True):
                 if group.get(name) is not value:
-                    return False
-        return not owned.options.draws or given_numbers(owned.groups) == self._given
+                    return self._checked(groups, check)
+            rows.append(self.rule.row({**group, "step": step + 1}))
+        if self.options.draws and given_numbers(groups) != self._given:
+            return self._checked(groups, check)
+        return rows
 
-    def _note(self, owned: Owned) -> None:
-        """Keeps the objects that were just checked; none where one could change its value."""
-        names = _noted(owned)
-        seen = [[group.get(name) for name in names] for group in owned.groups]
+    def _checked(
+        self, groups: Sequence[Mapping[str, Any]], check: Callable[[], None]
+    ) -> list[Row] | None:
+        """The same after a check; keeps the objects that were checked, if none can change."""
+        check()
+        if self.options.capturable:
+            return None
+        seen = [[group.get(name) for name in self._names] for group in groups]
         is_fixed = all(_is_fixed(value) for values in seen for value in values)
-        self._given = given_numbers(owned.groups) if owned.options.draws else []
-        self._seen = seen if is_fixed and not owned.options.capturable else []
-
-
-def _noted(owned: Owned) -> tuple[str, ...]:
-    return (*owned.options.names_but_step, *owned.options.OF_ALL)
+        self._given = given_numbers(groups) if self.options.draws else []
+        self._seen = seen if is_fixed else []
+        return [self.rule.row({**group, "step": int(group["step"]) + 1}) for group in groups]
 
 
 def _is_fixed(value: Any) -> bool:

@@ -21,7 +21,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.params.view import SCALE
 from megaopt.state.tensors import MASTER, State
-from megaopt.state.watch import finder_for, is_plain_class
+from megaopt.state.watch import is_plain_class
 
 # A scale of fp8 codes is known by its inverse alone, which is rounded, and so is the inverse's own
 # reciprocal: each by at most half an ulp, 2**-24 of it. Together they are less than 2**-22 off.
@@ -60,30 +60,26 @@ class Versions:
         row = [self._known[tensor] for tensor in self._tensors]
         self._row = numpy.array(row, dtype=numpy.int64)
         self._rows = {tensor: index for index, tensor in enumerate(self._tensors)}
-        self._find = finder_for(params)
-        self._module: Any = None
         spots = {} if before is None else before._spots
         self._spots: dict[torch.Tensor, Spot | None] = {
             view.param: spots.get(view.param, _spot(view)) for view in views
         }
-        self._seen: list[bytes] | None = None
 
     def _noted(self) -> dict[torch.Tensor, int]:
         return {**self._known, **dict(zip(self._tensors, self._row.tolist(), strict=True))}
 
-    def moved(self, addresses: list[bytes]) -> list[int]:
+    @property
+    def counted(self) -> tuple[list[torch.Tensor], numpy.ndarray]:
+        """The tensors whose counters count writes to stepped weights, and the versions noted."""
+        return self._tensors, self._row
+
+    def moved(self, written: Sequence[int], elsewhere: bool) -> list[int]:
         """Places of the stepped parameters that somebody has written or replaced since.
 
-        addresses: of the weights, the very ones only where none was replaced.
+        written: which of the counted tensors; elsewhere: whether a weight lies elsewhere.
         """
-        self._module = self._module or self._find()
-        if self._module is not None:
-            found = self._module.moved_versions(self._tensors, self._row)
-        else:
-            now = numpy.array([tensor._version for tensor in self._tensors], dtype=numpy.int64)
-            found = numpy.flatnonzero(now != self._row).tolist()
-        places = {self._places[index] for index in found} if found else set()
-        if addresses != self._seen:
+        places = {self._places[index] for index in written}
+        if elsewhere:
             places |= {i for i in self._stepped if self._is_replaced(view_of(self._params[i]))}
         return sorted(places)
 
@@ -102,12 +98,10 @@ class Versions:
         now, before = _spot(view), self._spots.get(view.param)
         return bool(now and before and now[0] != before[0] and now[1] == before[1])
 
-    def arrived(self, addresses: list[bytes]) -> None:
+    def arrived(self) -> None:
         """Masters go with the stepped weights where these lie now."""
-        if addresses != self._seen:
-            params = [self._params[place] for place in self._stepped]
-            self._spots.update({param: _spot(view_of(param)) for param in params})
-            self._seen = addresses
+        params = [self._params[place] for place in self._stepped]
+        self._spots.update({param: _spot(view_of(param)) for param in params})
 
     def forget(self, param: torch.Tensor) -> None:
         """The weight may have been written."""
@@ -122,14 +116,6 @@ class Versions:
             self._known[tensor] = tensor._version
             if tensor in self._rows:
                 self._row[self._rows[tensor]] = tensor._version
-
-    def count_up(self) -> None:
-        """After a step: counts all versions up, which kernels do not, and notes them."""
-        if self._module is not None:
-            self._module.count_versions_up(self._tensors, self._row)
-            return
-        torch.autograd.graph.increment_version(self._tensors)
-        self._row[:] = [tensor._version for tensor in self._tensors]
 
 
 def _spot(view: ParamView) -> Spot | None:

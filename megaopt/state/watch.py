@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from megaopt.kernels.step.table import note_row
 from megaopt.state import native
 
 GRAD, WEIGHT = 0, 1
@@ -52,6 +50,10 @@ class Seen(NamedTuple):
 
     moved: list[bool]
     """For each batch whether an address is not the one of the last look."""
+    elsewhere: bool
+    """Whether the address of a weight is another."""
+    written: list[int]
+    """Which of the counted tensors have another version than the one that was noted."""
     grads: Grads
     """To hold until they have been read: a property may have made them for this step alone."""
 
@@ -88,23 +90,26 @@ class Watch:
     batches: list[Guards]
     find: Callable[[], Any]
     """Gives the extension once it is there; None until then, while the twin in Python serves."""
+    awaits: bool = True
+    """Whether somebody builds the extension: each step asks for it until it is there."""
+    counted: list[torch.Tensor] = field(default_factory=list)
+    """Tensors whose version counters are compared."""
+    noted: numpy.ndarray = field(default_factory=lambda: numpy.zeros(0, dtype=numpy.int64))
+    """Their versions, int64."""
 
     def __post_init__(self) -> None:
-        self._module: Any = None
         self._guards: list[Any] = []
         self._gradients = Gradients(self.params)
         # the extension reads past what a subclass may do
         self._is_plain = all(type(state) in (dict, type(None)) for state in self.states)
+        self._ask()
 
-    def _found(self) -> Any:
-        """The extension; the twin notes the same addresses, so that one may follow the other."""
-        if self._module is None and self._is_plain:
-            module = self.find()
-            if module is not None:
-                fields = [vars(guards).values() for guards in self.batches]
-                self._guards = [module.Guards(*each) for each in fields]
-                self._module = module
-        return self._module
+    def _ask(self) -> None:
+        """Goes over to the extension where it is there; it notes what its twin does."""
+        self.module = self.find() if self._is_plain else None
+        if self.module is not None:
+            fields = [vars(guards).values() for guards in self.batches]
+            self._guards = [self.module.Guards(*each) for each in fields]
 
     def look(
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
@@ -120,56 +125,64 @@ class Watch:
             None if anything is not what it was but for its address. Then the batches have to be
             made anew: some addresses are noted, others are not.
         """
+        if self.awaits and self.module is None:
+            self._ask()
         try:  # contextlib.suppress takes half a microsecond
-            return self._looked(param_groups, state, decoupled)
+            if self.module is None:
+                # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
+                with torch._C.DisableTorchFunctionSubclass():
+                    return self._look(param_groups, state, decoupled)
+            was = (self.params, self.sizes, self.states, self.keys, self.values)
+            now = (param_groups, state, decoupled, self.counted, self.noted)
+            found = self.module.look(self._guards, *was, *now)
         except RuntimeError:  # a nested tensor has no shape
             return None
+        if found is None:
+            return None
+        moved, elsewhere, written, grads = found
+        return Seen(moved, elsewhere, written, self._gradients if grads is None else grads)
 
-    def _looked(
-        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
-    ) -> Seen | None:
-        module = self._module or self._found()
-        if module is not None:
-            was = (self.params, self.sizes, self.states, self.keys, self.values)
-            found = module.look(self._guards, *was, param_groups, state, decoupled)
-            if found is None:
-                return None
-            moved, grads = found
-            return Seen(moved, self._gradients if grads is None else grads)
-        # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._look(param_groups, state, decoupled)
+    def count_up(self) -> None:
+        """After a step: counts all versions up, which kernels do not, and notes them."""
+        if self.module is not None:
+            self.module.count_versions_up(self.counted, self.noted)
+            return
+        torch.autograd.graph.increment_version(self.counted)
+        self.noted[:] = [tensor._version for tensor in self.counted]
 
     def _look(
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
     ) -> Seen | None:
-        if not self._is_the_same(param_groups, state):
+        """The extension's twin."""
+        if [len(group["params"]) for group in param_groups] != self.sizes or not (
+            same_objects([p for group in param_groups for p in group["params"]], self.params)
+            and same_objects(state.keys(), self.keys)
+            and same_objects(state.values(), self.values)
+        ):
             return None
         grads = grads_of(self.params, decoupled)
         if [grad is None for grad in grads] != [state is None for state in self.states]:
             return None
-        tensors = [self._tensors(guards, grads) for guards in self.batches]
-        if not all(map(fit, self.batches, tensors)):
-            return None
-        return Seen(list(map(note, self.batches, tensors)), grads)
-
-    def _is_the_same(
-        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
-    ) -> bool:
-        """Whether the groups have the very same parameters, and these the very same states."""
-        return (
-            [len(group["params"]) for group in param_groups] == self.sizes
-            and same_objects([p for group in param_groups for p in group["params"]], self.params)
-            and same_objects(state.keys(), self.keys)
-            and same_objects(state.values(), self.values)
-        )
-
-    def _tensors(self, guards: Guards, grads: Grads) -> list[list[Any]]:
-        """Gradients, weights, and what the states have by each of the names."""
-        places = guards.positions
-        states: list[Any] = [self.states[place] for place in places]
-        own = [[of[place] for place in places] for of in (grads, self.params)]
-        return own + [[state.get(name) for state in states] for name in guards.names]
+        moved, elsewhere = [], False
+        found = []
+        for guards in self.batches:
+            states: list[Any] = [self.states[place] for place in guards.positions]
+            own = [[of[place] for place in guards.positions] for of in (grads, self.params)]
+            own += [[state.get(name) for state in states] for name in guards.names]
+            if not fit(guards, own):
+                return None
+            found.append(own)
+        for guards, own in zip(self.batches, found, strict=True):
+            has_moved = False
+            for slot, (row, tensors) in enumerate(zip(guards.addresses, own, strict=False)):
+                now = list(map(torch.Tensor.data_ptr, tensors))
+                if now != row.tolist():
+                    row[:], has_moved = now, True
+                    elsewhere |= slot == WEIGHT
+            moved.append(has_moved)
+        noted = enumerate(zip(self.counted, self.noted.tolist(), strict=True))
+        written = [place for place, (each, version) in noted if each._version != version]
+        return Seen(moved, elsewhere, written, grads)
 
 
 def same_objects(some: Collection[object], others: Collection[object]) -> bool:
@@ -181,12 +194,13 @@ def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
     """Whether all tensors of a batch are what is guards."""
     columns = zip(slots, guards.dtypes, guards.scales, guards.devices, strict=True)
     for slot, (tensors, dtype, scales, device) in enumerate(columns):
-        kinds = {*map(type, tensors)}
-        if not all(issubclass(kind, torch.Tensor) for kind in kinds):
-            return False
-        if slot != WEIGHT and not all(map(is_plain_class, kinds)):
-            return False
-        if slot == GRAD and any(map(has_pending_sign, tensors)):
+        for kind in {*map(type, tensors)}:
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                continue
+            if not issubclass(kind, torch.Tensor) or not (slot == WEIGHT or is_plain_class(kind)):
+                return False
+        # the elements are not what the memory says: negation is pending, or all are 0
+        if slot == GRAD and any(each.is_neg() or each._is_zerotensor() for each in tensors):
             return False
         shapes = guards.shapes if scales is None else scales
         if [tensor.shape for tensor in tensors] != shapes:
@@ -205,23 +219,10 @@ def is_plain_class(kind: type) -> bool:
     return own.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def has_pending_sign(tensor: torch.Tensor) -> bool:
-    """Whether the elements are not what the memory says: negation is pending, or all are 0."""
-    return tensor.is_neg() or tensor._is_zerotensor()
-
-
-def note(guards: Guards, slots: Sequence[list[torch.Tensor]]) -> bool:
-    """Notes the addresses of a batch; whether any is another than before."""
-    if not guards.addresses:
-        return False
-    moved = [note_row(*pair) for pair in zip(guards.addresses, slots, strict=True)]
-    return any(moved)
-
-
-def finder_for(params: Sequence[torch.Tensor]) -> Callable[[], Any]:
-    """What gives the extension once it is there, and has it built where that is worth it."""
+def is_worth_building(params: Sequence[torch.Tensor]) -> bool:
+    """Whether steps of these parameters save the time that it takes to build the extension."""
     on_gpu = any(param.device.type == "cuda" for param in params)
-    return partial(native.get, on_gpu or len(params) >= native.WORTH_BUILDING)
+    return on_gpu or len(params) >= native.WORTH_BUILDING
 
 
 def grads_of(params: Iterable[torch.Tensor], decoupled: bool) -> list[torch.Tensor | None]:

@@ -40,23 +40,14 @@ class ExternalWrites:
         """From now on looks at the parameters at these places, which steps write."""
         self.versions = Versions(owned.params, places, self.versions)
 
-    def take_over(
-        self, owned: Owned, state: Mapping[Any, Any], addresses: list[bytes] | None = None
-    ) -> None:
-        """What others wrote into weights since the last step becomes their masters' value.
+    def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
+        """What others wrote into the weights at these places becomes their masters' value.
 
-        addresses: of the weights that a step writes; None: of all parameters.
         Raises RuntimeError instead with on_external_write="error".
         """
-        seen = self.versions
-        if owned.options.on_external_write != "ignore":
-            places = seen.moved_anywhere() if addresses is None else seen.moved(addresses)
-            self._take_over(owned, state, places)
-        if addresses is not None:
-            seen.arrived(addresses)
-
-    def _take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
         policy = owned.options.on_external_write
+        if policy == "ignore":
+            return
         for place in places:
             view, label = owned.views[place], owned.labels[place]
             own = locals_of(state.get(view.param, {}))

@@ -7,7 +7,12 @@ from collections.abc import Callable
 import torch
 
 from megaopt.kernels.step.table import is_capturing
-from megaopt.step.batches import Batches
+from megaopt.step.batch import Batches
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether a graph may capture steps on a device."""
+    return device.type == "cuda"
 
 
 def check_capture(
@@ -52,7 +57,7 @@ def check_captured_batches(device: torch.device, last: Batches | None, fit: bool
             "take one step like this one before the capture; only the gradients' addresses may "
             "differ"
         )
-    if any(batch.staged for batch in last.batches):
+    if any(batch.source.staged for batch in last.batches):
         raise RuntimeError(
             "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
             "only contiguous ones are allowed in a capture"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,84 +11,26 @@ import torch
 from megaopt.float8.convert import REPLACED
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.preparation import Request
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import check_memory
 from megaopt.state.owned import Owned
+from megaopt.state.ownership import Versions
 from megaopt.state.tensors import State, completed_state, state_name, written_tensors
 from megaopt.state.watch import Grads, grads_of
-from megaopt.step.batches import Batch, Batches
+from megaopt.step.batch import Batch, Batches
 from megaopt.step.counts import StepRows, first_count, rows_of
-from megaopt.step.float8 import Float8Batch, plan_formats
-from megaopt.step.gradients import check_readable, check_written_grads, resolved
-from megaopt.step.low_rank import low_rank_batch
-from megaopt.step.preparations import Prepared
+from megaopt.step.float8 import Float8, plan_formats
+from megaopt.step.gradients import check_readable, resolved
+from megaopt.step.low_rank import projections_of
 from megaopt.step.ranks.float8 import Agreement
-from megaopt.step.sharded import ShardedBatch
+from megaopt.step.source import Source
 
 Kind = tuple[torch.device, Formats, bool, Any]
 """What the parameters of a batch have in common: device, formats, whether copies are stepped, and
 what their views say."""
-CheckParam = Callable[[torch.Tensor, str], None]
-
-
-@dataclass
-class StepRun:
-    """One step on its way."""
-
-    owned: Owned
-    """Of the optimizer that steps."""
-    request: Request
-    """What gradients go through first, and when nothing is stepped."""
-    rows: list[tuple[float, ...]] | None
-    """The groups' scalars; None where they are made on the device."""
-    batches: Batches
-    grads: Grads
-    """Of each parameter."""
-    prepared: Prepared = field(default_factory=dict)
-    ready: list[Any] = field(default_factory=list)
-    """For each batch the groups' scalars as its plan takes them."""
-
-    @property
-    def counted_groups(self) -> list[dict[str, Any]]:
-        """The groups, and one for each count of parameters that is not their group's."""
-        return [*self.owned.groups, *self.batches.counts.groups(self.owned.groups)]
-
-    def make_ready(self) -> None:
-        """Takes the memory of all launches, so that none of them fails for it after another."""
-        self.ready = [batch.plan.ready(self.rows) for batch in self.batches.batches]
-
-    def launch(self) -> None:
-        """Steps all batches."""
-        self.batches.refresh(self.owned.groups, self.counts, self.prepared)
-        for batch, rows in zip(self.batches.batches, self.ready, strict=True):
-            scalars, controls = self.prepared[batch.device]
-            batch.plan.step(rows if scalars is None else scalars, controls)
-
-    def finish(self) -> None:
-        """Weights become fp8 where they are kept so; all results go where they belong."""
-        for quantized in self.batches.quantized:
-            quantized.quantize()
-        for fed in self.batches.fed:
-            fed.copy_results()
-
-    def count(self) -> None:
-        """The step is whole."""
-        self.batches.forget()
-        if self.rows is not None:
-            for each in (*self.owned.groups, *self.batches.counts.counted):  # also empty groups
-                each["step"] += 1
-
-    def add_rows(self) -> None:
-        """Puts the scalars of those counts behind the groups'."""
-        if self.rows is not None:
-            self.rows += self.owned.rows(self.batches.counts.groups(self.owned.groups))
-
-    @property
-    def counts(self) -> list[int] | None:
-        """How many steps each group has taken; None where that is on the device."""
-        return None if self.rows is None else [group["step"] for group in self.owned.groups]
+Check = Callable[[Owned, Iterable[int]], None]
+"""Raises for parameters, by their places, that the caller cannot step."""
 
 
 @dataclass
@@ -106,14 +48,16 @@ class Collected:
         return sorted(place for places in self.kinds.values() for place in places)
 
 
-def collect(owned: Owned, state: Mapping[Any, State], grads: Grads, check: CheckParam) -> Collected:
+def collect(
+    owned: Owned, state: Mapping[Any, State], grads: Grads, check: Check | None
+) -> Collected:
     """Checks parameters, gradients and states, and sorts what is stepped.
 
     Args:
         owned: the optimizer's.
         state: the optimizer's; it stays as it is.
         grads: of each parameter, None where it has none.
-        check: raises where the optimizer cannot own a parameter.
+        check: called with the parameters that have a gradient; None: there is nothing to check.
 
     Raises:
         ValueError: something is not allowed.
@@ -168,15 +112,17 @@ def completed_states(
     return made
 
 
-def _check_gradients(owned: Owned, grads: Grads, check: CheckParam) -> None:
-    for view, grad, label in zip(owned.views, grads, owned.labels, strict=True):
+def _check_gradients(owned: Owned, grads: Grads, check: Check | None) -> None:
+    for view, label in zip(owned.views, owned.labels, strict=True):
         if REPLACED in vars(view.param):
             raise RuntimeError(
                 f"{label} must be a weight of the model, got one that to_float8 has replaced, "
                 f"{getattr(view.param, REPLACED)!r}: make the optimizer after to_float8"
             )
+    if check is not None:
+        check(owned, [place for place, grad in enumerate(grads) if grad is not None])
+    for view, grad, label in zip(owned.views, grads, owned.labels, strict=True):
         if grad is not None:
-            check(view.param, label)
             view.check_shared(label)
             check_readable(grad, view.param, label)
 
@@ -192,7 +138,9 @@ def _is_staged(
     return not all(local_of(each).is_contiguous() for each in (view.param, grad, *stored))
 
 
-def make_batches(owned: Owned, state: Mapping[Any, State], found: Collected) -> Batches:
+def make_batches(
+    owned: Owned, state: Mapping[Any, State], found: Collected, versions: Versions
+) -> Batches:
     """The batches of what was collected; the states are complete."""
     counts = rows_of(owned, state, found.places)
     batches = [_batch(owned, state, kind, places, counts) for kind, places in found.kinds.items()]
@@ -200,40 +148,38 @@ def make_batches(owned: Owned, state: Mapping[Any, State], found: Collected) -> 
     agreement = Agreement(owned.views, formats)
     shared = agreement if agreement.signatures else None
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
-    return Batches(batches, owned.groups, state, shared, counts, masters)
+    return Batches(batches, owned.groups, state, versions, shared, counts, masters)
 
 
 def _batch(
-    owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int], counts: StepRows
-) -> Batch:
-    made, home = _batch_of(owned, state, kind, places, counts), owned.views[places[0]].home
-    if home is not None:
-        slots = kind[1].state_slots
-        made.apart = [slot for slot in slots if state_name(slot) in home.placement]
-    return made
-
-
-def _batch_of(
-    owned: Owned, state: Mapping[Any, State], kind: Kind, places: Sequence[int], counts: StepRows
+    owned: Owned, state: Mapping[Any, State], kind: Kind, places: list[int], counts: StepRows
 ) -> Batch:
     device, formats, staged, _ = kind
     views = [owned.views[place] for place in places]
-    params = [view.param for view in views]
+    params, states = [view.param for view in views], [state[view.param] for view in views]
+    source = Source(formats, places, params, states, any(v.is_sharded for v in views), staged)
+    batch = _batch_of(owned, source, counts, BACKENDS[owned.backend(device)])
+    if views[0].home is not None:
+        slots = formats.state_slots
+        batch.apart = [slot for slot in slots if state_name(slot) in views[0].home.placement]
+    return batch
+
+
+def _batch_of(owned: Owned, source: Source, counts: StepRows, backend: Any) -> Batch:
+    formats, places = source.formats, source.positions
+    if formats.low_rank is not None:
+        projections = projections_of(owned, formats, places, source.states)
+        return Batch(source, projections.plan, projections=projections)
+    views = [owned.views[place] for place in places]
     numels = [view.local.numel() for view in views]
     rows = [counts.row(place, owned.group_numbers[place]) for place in places]
     spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
-    backend = BACKENDS[owned.backend(device)]
-    own = (list(places), params, [state[param] for param in params], staged)
-    if formats.low_rank is not None:
-        return low_rank_batch(owned, formats, *own)
-    if formats.cast is not None:
-        extents = [view.extent for view in views]
-        planned = plan_formats(formats, views[0], backend.steps_codes)
-        plan: Any = backend.plan(planned, owned.rule, numels, rows, device, extents, spots)
-        return Float8Batch(formats, plan, *own)
-    plan = backend.plan(formats, owned.rule, numels, rows, device, None, spots)
-    batch = ShardedBatch if any(view.is_sharded for view in views) else Batch
-    return batch(formats, plan, *own)
+    own: Any = (owned.rule, numels, rows, views[0].param.device)
+    if formats.cast is None:
+        return Batch(source, backend.plan(formats, *own, None, spots))
+    planned = plan_formats(formats, views[0], backend.steps_codes)
+    plan = backend.plan(planned, *own, [view.extent for view in views], spots)
+    return Batch(source, plan, Float8(formats, places, source.params, source.states))
 
 
 def resolve_grads(params: Iterable[torch.Tensor], decoupled: bool) -> bool:
@@ -248,11 +194,3 @@ def resolve_grads(params: Iterable[torch.Tensor], decoupled: bool) -> bool:
             setattr(param, "decoupled_grad" if decoupled else "grad", plain)
             found = True
     return found
-
-
-def writes_grads(run: StepRun) -> bool:
-    """Whether a step stores unscaled gradients, which then have to be fit for it."""
-    writes = run.owned.options.write_unscaled_grads and run.request.grad_scale is not None
-    if writes:
-        check_written_grads([local_of(grad) for grad in run.grads], run.owned.labels)
-    return writes

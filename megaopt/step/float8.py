@@ -1,24 +1,21 @@
-"""fp8 weights in a step: their buffers, the cast, delayed scales."""
+"""fp8 weights in a step: the tensors behind them, what a cast reads and writes, their scales."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.quantizers.launch import CastPlan
-from megaopt.kernels.quantizers.reference import CastReferencePlan
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.state.tensors import MASTER, State
-from megaopt.state.watch import Grads, Guards
-from megaopt.step.batches import Batch, copy_back
-from megaopt.step.float8_parts import Parts
+from megaopt.state.watch import Guards
 from megaopt.step.ranks.float8 import Gathered, gathered
 
 
@@ -40,110 +37,144 @@ def plan_formats(formats: Formats, view: ParamView, steps_codes: bool) -> Format
     return formats if steps_codes and formats.in_place and not waits else formats.with_values()
 
 
-@dataclass
-class Float8Batch(Batch):
+class Float8:
     """The fp8 weights, or parts of them, of one device, combination of formats and group of ranks.
 
     The kernels step masters. A weight without one is dequantized into an fp32 master that lasts for
-    the step (4 bytes a parameter of scratch).
+    the step (4 bytes a parameter of scratch). Views of the weights are made once, not in each step.
+
+    Args:
+        formats: of weights and states.
+        positions: the places of the parameters among all.
+        params: fp8 weights, or parts of them.
+        states: theirs.
     """
 
-    plan: CastPlan | CastReferencePlan
-    _amaxes: torch.Tensor = field(init=False)
-    _own_amaxes: list[torch.Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._parts = Parts(self.params)
-        views = [view_of(param) for param in self.params]
-        self._numbers = [view.number(i) for view, i in zip(views, self.positions, strict=True)]
+    def __init__(
+        self,
+        formats: Formats,
+        positions: Sequence[int],
+        params: Sequence[torch.Tensor],
+        states: Sequence[State],
+    ) -> None:
+        self._formats, self._params, self._states = formats, params, states
+        views = [view_of(param) for param in params]
+        self._numbers = [view.number(i) for view, i in zip(views, positions, strict=True)]
         self.group: dist.ProcessGroup | None = views[0].group
         """The ranks that share the weights; None where there are no others."""
         self._are_foreign: bool = views[0].weight.is_foreign
         """Another library moves their scales."""
-        cast = self.formats.cast
+        cast = formats.cast
         self._keep_scales = cast is not None and cast.quantizer.keeps_scale
+        self._readers: list[Callable[[], Sequence[Any]]] = []
+        self._seen: list[Any] = []
+        self._addresses: list[int] = []
+        self._weights: list[Any] = []
+        self.codes: list[torch.Tensor] = []
+        self._amaxes = torch.zeros(0)
+        self._own_amaxes: list[torch.Tensor] = []
 
-    @property
-    def addresses(self) -> list[Any]:
-        """None: the plan is given tensors, which are not those of the parameters."""
-        return []
+    # --- before a step
 
-    def _weights(self) -> list[torch.Tensor]:
-        """Their codes; `stage_inputs` comes after this look at the tensors behind them."""
+    def look(self) -> list[torch.Tensor]:
+        """The codes, found anew if any tensor behind the weights is another, or lies elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._parts.look()
-        return self._parts.codes
+            now = [tensor for reader in self._readers for tensor in reader()]
+            same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
+            if not self._readers or not same or _addresses(now) != self._addresses:
+                found: list[Any] = [view_of(param) for param in self._params]
+                self._weights = [view.weight for view in found]
+                self.codes = [view.codes for view in found]
+                self._readers = [view.reader() for view in found]
+                self._seen = [tensor for reader in self._readers for tensor in reader()]
+                self._addresses = _addresses(self._seen)
+        return self.codes
 
-    def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
-        """Before a step: gathers the tensors behind the weights, and amaxes that are 0."""
-        # of what is a subclass to others only shape, gradient and the like are wanted here
-        with torch._C.DisableTorchFunctionSubclass():
-            own = super().buffers(grads)
-        own["weight"] = self._parts.codes
-        self._keep(own, writes_grads)
-        if self.plan.many_calls:
-            self.undo.keep(self._written_beside())
-        self._written_grads = own["grad"] if writes_grads else []
-        self._copies = {
-            slot: [self._input(tensor) for tensor in tensors] for slot, tensors in own.items()
-        }
-        if self.plan.formats is not self.formats:
-            if self.formats.master.present:
-                self._copies["weight_remainder"] = self._copies["master"]
-            self._copies["master"] = self._values(own["weight"])
-        self.plan.look({**self._copies, **self._beside()})
+    def guards(self, plain: Guards) -> Guards:
+        """As of plain weights; the parameters have no memory to look at."""
+        dtypes = list(plain.dtypes[: 2 + len(plain.names)])
+        dtypes[1] = self._params[0].dtype
+        return replace(plain, dtypes=dtypes, contiguous=False)
 
-    def _values(self, codes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def inputs(self, plan: Any, copies: Buffers) -> Buffers:
+        """What the plan is given: room for values, scales, and amaxes that are 0.
+
+        copies: the batch's tensors; "weight_remainder" and "master" may become others.
+        """
+        if plan.formats is not self._formats:
+            if self._formats.master.present:
+                copies["weight_remainder"] = copies["master"]
+            copies["master"] = self._values(plan, copies["weight"])
+        return {**copies, **self._beside()}
+
+    def _values(self, plan: Any, codes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """For each weight room for fp32 values that last for the step, or these values; flat."""
-        if self.plan.fills:
+        if plan.fills:
             sizes = [own.numel() for own in codes]
-            values = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
+            values = torch.empty(sum(sizes), dtype=torch.float32, device=codes[0].device)
             return list(torch.split(values, sizes))
-        return list(map(self._value, self.params, self.states))
+        return list(map(self._value, self._params, self._states))
 
-    def _value(self, param: torch.Tensor, state: State) -> torch.Tensor:
+    def _value(self, param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
         """The fp32 value of a weight without an fp32 master, flat."""
-        view, form = view_of(param), self.formats.master
+        view, form = view_of(param), self._formats.master
         if not form.present:
-            return view.value(self.formats).flatten()
-        return view.joined_value(form, locals_of(state)[MASTER].to(self.device)).flatten()
+            return view.value(self._formats).flatten()
+        return view.joined_value(form, locals_of(state)[MASTER].to(param.device)).flatten()
 
-    def _written_beside(self) -> Iterator[torch.Tensor]:
+    def written_beside(self) -> Iterator[torch.Tensor]:
         """Yields the tensors of the whole weights that a step writes beside their codes."""
-        parts = self._parts
-        for columns in (weight.columnwise for weight in parts.weights):
+        for columns in (weight.columnwise for weight in self._weights):
             yield from columns or ()
-        yield from parts.attributes("scale_inv")
+        yield from self._attributes("scale_inv")
         if self._keep_scales:
-            yield from parts.attributes("scale")
-            yield from parts.attributes("latest_amax" if self._are_foreign else "amax_history")
+            yield from self._attributes("scale")
+            yield from self._attributes("latest_amax" if self._are_foreign else "amax_history")
+
+    def _attributes(self, name: str) -> list[Any]:
+        """One of each weight's."""
+        return [getattr(weight, name) for weight in self._weights]
 
     def _beside(self) -> Buffers:
         """Scales and amaxes of the whole weights."""
-        parts = self._parts
         if not self._own_amaxes:
-            sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in parts.weights]
+            sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in self._weights]
+            device = self._params[0].device
             with torch.inference_mode(False):  # later steps write it
-                self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
+                self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
                 self._own_amaxes = list(torch.split(self._amaxes, sizes))
         self._amaxes.zero_()
-        columns = [weight.columnwise for weight in parts.weights]
+        columns = self._attributes("columnwise")
         outputs: Buffers = {}
         if columns[0] is not None:
             outputs["weight_columns"] = [codes for codes, _ in columns]
             outputs["weight_columns_scale_inv"] = [inv for _, inv in columns]
         if self._keep_scales and not self._are_foreign:
-            outputs["weight_amax_history"] = parts.attributes("amax_history")
+            outputs["weight_amax_history"] = self._attributes("amax_history")
         return {
             **outputs,
-            "weight_scale": parts.attributes("scale"),
-            "weight_scale_inv": parts.attributes("scale_inv"),
+            "weight_scale": self._attributes("scale"),
+            "weight_scale_inv": self._attributes("scale_inv"),
             "weight_amax": self._own_amaxes,
         }
+
+    # --- after it
 
     def amaxes(self) -> list[tuple[int, torch.Tensor]]:
         """The parameters' numbers, and their weights' amaxes, which a step has raised."""
         return list(zip(self._numbers, self._own_amaxes, strict=True))
+
+    def quantize(self, plan: Any) -> None:
+        """After a step, and after the ranks have put amaxes together: the weights become fp8."""
+        plan.cast()
+        if self._keep_scales and self._are_foreign:
+            latest = self._attributes("latest_amax")
+            torch._foreach_maximum_(latest, list[Any](self._own_amaxes))
+        elif self._keep_scales:
+            plan.move_scales()
+        for weight in self._weights:  # whoever keeps something made of the old codes is told
+            weight.codes_changed()
+        torch.autograd.graph.increment_version([weight.owner for weight in self._weights])
 
     def why_not_captured(self) -> str | None:
         """None where a CUDA graph can repeat the step of these weights, else the reason."""
@@ -153,39 +184,16 @@ class Float8Batch(Batch):
             return "another library's fp8 weights are told of new codes by the host"
         return None
 
-    def quantize(self) -> None:
-        """After a step, and after the ranks have put amaxes together: the weights become fp8."""
-        self.plan.cast()
-        if self._keep_scales and self._are_foreign:
-            latest = self._parts.attributes("latest_amax")
-            torch._foreach_maximum_(latest, list[Any](self._own_amaxes))
-        elif self._keep_scales:
-            self.plan.move_scales()
-        self._parts.changed()
 
-    def copy_results(self) -> None:
-        """After a step: the results are copied back to staged tensors."""
-        copies = self._leave_grads()
-        if "weight_remainder" in copies:
-            copies["master"] = copies["weight_remainder"]
-        for slot in self.formats.state_slots:
-            copy_back(self._own_states(slot), copies[slot])
-
-    def guards(self) -> Guards:
-        """As of plain weights; the parameters have no memory to look at."""
-        guards = super().guards()
-        dtypes = list(guards.dtypes[: 2 + len(self.names)])
-        dtypes[1] = self.params[0].dtype
-        return replace(guards, dtypes=dtypes, contiguous=False)
+def _addresses(tensors: Sequence[Any]) -> list[int]:
+    plain = torch.Tensor
+    return [each.data_ptr() for each in tensors if type(each) is plain]
 
 
-def gather_amaxes(batches: Sequence[Any]) -> list[Gathered]:
-    """Between steps and casts: the amaxes that are to become the largest of all ranks.
-
-    batches: of fp8 weights.
-    """
+def gather_amaxes(weights: Sequence[Float8]) -> list[Gathered]:
+    """Between steps and casts: the amaxes that are to become the largest of all ranks."""
     shared: dict[dist.ProcessGroup, list[tuple[int, torch.Tensor]]] = {}
-    for batch in batches:
-        if batch.group is not None:
-            shared.setdefault(batch.group, []).extend(batch.amaxes())
+    for each in weights:
+        if each.group is not None:
+            shared.setdefault(each.group, []).extend(each.amaxes())
     return gathered(shared)

@@ -1,8 +1,8 @@
-"""The batch of matrices that are stepped through a projection of their gradients."""
+"""The projections through which matrices are stepped: kept in their states, made anew in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,8 @@ from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.state.owned import Owned
-from megaopt.state.tensors import MASTER, check_state_tensor, state_name
-from megaopt.state.watch import Grads
-from megaopt.step.batches import Batch
+from megaopt.state.tensors import check_state_tensor
 from megaopt.step.ranks.rows import parts_of
-from megaopt.step.sharded import ShardedBatch
 
 LAUNCHED = ("hybrid", "grouped")
 """Kernels that are Triton's."""
@@ -47,28 +44,32 @@ def why_not_kernel(kernel: str, device: torch.device) -> str | None:
 
 
 @dataclass
-class LowRankBatch(Batch):
-    """Matrices of one device, combination of formats, side and rank."""
+class Projections:
+    """Of matrices of one device, combination of formats, side and rank."""
 
     plan: LowRankPlan
-    group_numbers: list[int] = field(default_factory=list)
+    states: list[dict[str, Any]]
+    device: torch.device
+    group_numbers: list[int]
     """The group of each matrix."""
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int]
     """Of each parameter, which say when its turn to be refreshed is."""
-    views: list[ParamView] = field(default_factory=list)
+    views: list[ParamView]
     """Of each parameter."""
-    labels: list[str] = field(default_factory=list)
+    labels: list[str]
     """What errors call each parameter."""
-    stagger: bool = True
+    stagger: bool
     _made: list[bool] = field(default_factory=list)
     """Which projections a gradient has made; looked up before the first step."""
     _parts: list[Parts] = field(default_factory=list)
     _had: list[set[str]] = field(default_factory=list)
     """Of each state, what of KEPT was there before the step on its way, if that is many calls."""
 
-    def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
-        """As of other batches; raises ValueError for a projection that is not what it must be."""
-        super().stage_inputs(grads, writes_grads)
+    def begin(self) -> Iterator[torch.Tensor]:
+        """Before a step: yields what it may write, of a plan of many calls.
+
+        Raises ValueError for a projection that is not what it must be.
+        """
         for view, state, label in zip(self.views, self.states, self.labels, strict=True):
             if state.get(PROJECTION) is not None:
                 wanted = (torch.float32, view.kept[PROJECTION], self.device)
@@ -79,16 +80,15 @@ class LowRankBatch(Batch):
                 {name for name in KEPT if state.get(name) is not None} for state in self.states
             ]
             for state, had in zip(self.states, self._had, strict=True):
-                self.undo.keep(local_of(state[name]) for name in had)
+                yield from (local_of(state[name]) for name in had)
 
     def take_back(self) -> None:
-        """Puts everything back as it was before a step that failed, and removes new projections."""
+        """After a step that failed: removes projections that it has made."""
         for state, had in zip(self.states, self._had, strict=False):
             for name in KEPT:
                 if name not in had:
                     state.pop(name, None)
         self._made = []
-        super().take_back()
 
     def why_not_captured(self) -> str | None:
         """None for kernels whose projections are all there."""
@@ -175,17 +175,6 @@ class LowRankBatch(Batch):
         gap, count = group["update_proj_gap"], counts[self.group_numbers[index]]
         return bool(count % gap == (self.numbers[index] % gap if self.stagger else 0))
 
-    def _own_shapes(self, slot: str) -> list[torch.Size] | None:
-        """Of all that has not the parameter's shape."""
-        if state_name(slot) == MASTER:
-            return None
-        return [each.shape for each in self._tensors(slot)]
-
-
-@dataclass
-class ShardedLowRankBatch(LowRankBatch, ShardedBatch):
-    """Such matrices of which some are DTensors."""
-
 
 def _put(state: dict[str, Any], name: str, value: torch.Tensor, view: ParamView) -> None:
     """Over the state's own tensor, which others may hold; or as a new one."""
@@ -195,32 +184,29 @@ def _put(state: dict[str, Any], name: str, value: torch.Tensor, view: ParamView)
         local_of(state[name]).copy_(value)
 
 
-def low_rank_batch(
-    owned: Owned,
-    formats: Formats,
-    places: list[int],
-    params: list[torch.Tensor],
-    states: list[dict[str, Any]],
-    staged: bool,
-) -> LowRankBatch:
-    """The batch of parameters at these places, with their states, by the optimizer's options."""
+def projections_of(
+    owned: Owned, formats: Formats, places: list[int], states: list[dict[str, Any]]
+) -> Projections:
+    """The plan of the matrices at these places, by the optimizer's options, and its projections."""
     options: Any = owned.options
     views = [owned.views[place] for place in places]
     groups = [owned.group_numbers[place] for place in places]
     spots = [owned.place(place) for place in places]
+    device = views[0].param.device
     plan: LowRankPlan
-    kernel = options.low_rank_kernel(owned.backend(params[0].device), formats.master)
+    kernel = options.low_rank_kernel(owned.backend(device), formats.master)
     precision = options.precision
     if kernel in LAUNCHED:
         shapes = [view.local.shape for view in views]
-        own = (formats, options.refresh, shapes, groups, params[0].device, spots)
+        own = (formats, options.refresh, shapes, groups, device, spots)
         plan = LaunchedPlan(*own, grouped=kernel == "grouped", precision=precision)
     else:
         twin = (formats, options.refresh, groups, spots, precision)
         plan = LowRankReferencePlan(*twin, compiled=kernel == "compiled")
-    kind = ShardedLowRankBatch if any(view.is_sharded for view in views) else LowRankBatch
-    return kind(
-        *(formats, plan, places, params, states, staged),
+    return Projections(
+        plan,
+        states,
+        device,
         group_numbers=groups,
         numbers=[owned.numbers[place] for place in places],
         views=views,

@@ -1,8 +1,8 @@
-"""What a step asks of its gradients, and what is made of that on each device."""
+"""Makes the scalars and controls of a step on each device, and the norm of its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,70 +10,12 @@ import torch
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
-from megaopt.options.checks import NUMBERS, POSITIVE, is_dense, number, refuse
 from megaopt.state.owned import Owned
-from megaopt.step.batches import Batch, Batches
+from megaopt.step.batch import Batch, Batches
 from megaopt.step.ranks.shards import measured
 
 Prepared = dict[torch.device, tuple[Any, Any]]
 """For each device the scalars, if they are made there, and the controls."""
-
-
-def requested(
-    optimizer: Any,
-    skips_nonfinite: bool,
-    clip_norm: float | None,
-    coefficient: torch.Tensor | None,
-) -> Request:
-    """What a step's arguments, a GradScaler's attributes and the options ask for.
-
-    Args:
-        optimizer: GradScaler sets `grad_scale` and `found_inf` on it.
-        skips_nonfinite: whether an infinity or NaN among the gradients leaves the step out.
-        clip_norm: as `step` takes it.
-        coefficient: as `step` takes it.
-    """
-    _check_clipping(clip_norm, coefficient)
-    found_inf = getattr(optimizer, "found_inf", None)
-    grad_scale = getattr(optimizer, "grad_scale", None)
-    _check_scaler(grad_scale, found_inf)
-    return Request(
-        grad_scale=grad_scale,
-        # a GradScaler that saw no gradient sets the number 0
-        found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
-        coefficient=coefficient,
-        clip_norm=None if clip_norm is None else float(clip_norm),
-        skip_nonfinite=skips_nonfinite,
-    )
-
-
-def _check_clipping(clip_norm: Any, coefficient: Any) -> None:
-    """Raises ValueError for a step's arguments that are not allowed."""
-    if clip_norm is not None:
-        if isinstance(clip_norm, torch.Tensor):
-            refuse("clip_norm", "a number of the host; clip_coefficient may be a tensor", clip_norm)
-        number("clip_norm", clip_norm, POSITIVE)
-    if coefficient is None:
-        return
-    if not _is_one(coefficient, {torch.float32}):
-        refuse("clip_coefficient", "one element of torch.float32", coefficient)
-    if clip_norm is not None:
-        raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
-
-
-def _check_scaler(grad_scale: Any, found_inf: Any) -> None:
-    """Raises ValueError for attributes that no GradScaler sets."""
-    if grad_scale is not None and not _is_one(grad_scale, NUMBERS):
-        refuse("grad_scale", "None or a tensor of one number, as a GradScaler sets it", grad_scale)
-    if found_inf is None or _is_one(found_inf, {*NUMBERS, torch.bool}):
-        return
-    if not (isinstance(found_inf, (int, float)) and found_inf == 0):
-        refuse("found_inf", "None, 0 or a tensor of one number", found_inf)
-
-
-def _is_one(value: Any, dtypes: Collection[torch.dtype]) -> bool:
-    """Whether it is a tensor of one element, of one of these dtypes, that has a value."""
-    return is_dense(value) and not value.is_meta and value.dtype in dtypes and value.numel() == 1
 
 
 class Preparations:

@@ -18,12 +18,12 @@ from runs import (
     values,
 )
 
-from megaopt import FusedAdam, optimizer
+from megaopt import FusedAdam
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step import kernel, preparation, table
 from megaopt.kernels.step.preparation import Request, TritonPreparation
 from megaopt.kernels.step.table import DeviceTable, is_capturing
-from megaopt.step import capture
+from megaopt.step import capture, stepper
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (5,)]
@@ -32,9 +32,10 @@ SHAPES = [(3, 4), (5,)]
 @pytest.fixture
 def capturing(monkeypatch):
     """Calling it makes every device one on which a graph is being captured, or none."""
+    monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (capture, optimizer, table, preparation):
+        for module in (capture, stepper, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

@@ -17,10 +17,9 @@ from runs import (
 )
 
 from megaopt import GaLoreAdamW, galore_checks
-from megaopt import optimizer as optimizer_module
 from megaopt.kernels.lowrank import kernel
 from megaopt.kernels.step import preparation, table
-from megaopt.step import capture
+from megaopt.step import capture, stepper
 
 SHAPES = [(24, 10), (6, 30), (9,)]
 GAP = 3
@@ -198,9 +197,10 @@ def test_a_refresh_refuses_what_a_step_refuses():
 @pytest.fixture
 def capturing(monkeypatch):
     """Calling it makes every device one on which a graph is being captured, or none."""
+    monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (capture, galore_checks, optimizer_module, table, preparation):
+        for module in (capture, galore_checks, stepper, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

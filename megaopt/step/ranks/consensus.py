@@ -14,9 +14,6 @@ import torch.distributed as dist
 from megaopt.kernels.step.preparation import Request
 from megaopt.kernels.step.table import is_capturing
 from megaopt.state.owned import Owned
-from megaopt.step.batches import Batches
-from megaopt.step.collect import StepRun
-from megaopt.step.preparations import Preparations
 from megaopt.step.ranks import vote as agreement
 from megaopt.step.ranks.float8 import Agreement, Gathered, all_reduce_max, in_order
 from megaopt.step.ranks.shards import Meeting, withdraw
@@ -58,7 +55,7 @@ class Consensus:
                 withdraw(views)
             Agreement(views, {}).withdraw(waits, self._amax_counts)
 
-    def reach(self, run: StepRun, waits: bool, own: Preparations) -> Request | None:
+    def reach(self, run: Any, waits: bool, own: Any) -> Request | None:
         """The request as all ranks see it; None where the host knows that there is no step.
 
         Args:
@@ -77,7 +74,7 @@ class Consensus:
             self._leave(run, waits)
             raise
 
-    def _reached(self, run: StepRun, waits: bool, own: Preparations) -> Request | None:
+    def _reached(self, run: Any, waits: bool, own: Any) -> Request | None:
         batches, request = run.batches, run.request
         was_given = request.found_inf is not None
         if batches.agreement is not None:
@@ -96,7 +93,7 @@ class Consensus:
             return request
         return None if bool(request.found_inf) else replace(request, found_inf=None)
 
-    def _leave(self, run: StepRun, waits: bool) -> None:
+    def _leave(self, run: Any, waits: bool) -> None:
         """Meets the ranks where they are, for one that raises an error among the others."""
         batches = run.batches
         if run.request.needs_norm:
@@ -109,7 +106,7 @@ class Consensus:
         self._vote(run, failed=True)
 
     @contextlib.contextmanager
-    def whole(self, run: StepRun) -> Iterator[None]:
+    def whole(self, run: Any) -> Iterator[None]:
         """After ranks have met, on CPUs: where one of them fails within, all of them raise.
 
         On GPUs, where that would have the host wait, nobody asks: all memory that a step takes
@@ -128,7 +125,7 @@ class Consensus:
                 "has taken it, and the other's error says why"
             )
 
-    def _vote(self, run: StepRun, failed: bool) -> bool:
+    def _vote(self, run: Any, failed: bool) -> bool:
         """Whether one of the ranks that met failed."""
         own, meets = run.batches.agreement, run.request.needs_norm
         found = [] if own is None else [(own.device, in_order(own.signatures))]
@@ -159,10 +156,10 @@ class Consensus:
     def _flags(
         self,
         owned: Owned,
-        batches: Batches,
+        batches: Any,
         request: Request,
         device: torch.device,
-        own: Preparations,
+        own: Any,
     ) -> torch.Tensor:
         """int64: whether found_inf is set; whether an infinity or NaN is to be skipped here."""
         flags = torch.zeros(2, dtype=torch.int64, device=device)

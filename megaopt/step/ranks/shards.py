@@ -24,7 +24,6 @@ from megaopt.kernels.step.table import DeviceTable, is_capturing
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import local_of
 from megaopt.params.view import PLAIN
-from megaopt.step.batches import Batch, Batches
 from megaopt.step.ranks import vote as agreement
 from megaopt.step.ranks.vote import Notice, RanksDiffer, digest_of
 
@@ -114,7 +113,7 @@ class SumOverRanks:
         bins.add_(self._bins)
 
 
-def sums_of(views: Sequence[ParamView], batches: Sequence[Batch] = ()) -> list[SumOverRanks]:
+def sums_of(views: Sequence[ParamView], batches: Sequence[Any] = ()) -> list[SumOverRanks]:
     """One sum for each way in which DTensors are split, in one order on all ranks.
 
     Those of the most ranks come first, so that as many as possible raise together.
@@ -159,7 +158,7 @@ class Meeting:
     """
 
     def __init__(
-        self, views: Sequence[ParamView], labels: Sequence[str], batches: Sequence[Batch]
+        self, views: Sequence[ParamView], labels: Sequence[str], batches: Sequence[Any]
     ) -> None:
         check_not_flattened(views, labels)
         self.sums = sums_of(views, batches)
@@ -277,7 +276,7 @@ def refusal(params: int, formats: Sequence[Formats]) -> str:
     )
 
 
-def measured(batches: Batches, device: torch.device) -> list[Measured]:
+def measured(batches: Any, device: torch.device) -> list[Measured]:
     """What the norm of all gradients on a device is measured of, after the ranks met."""
     own = [each for each in batches.batches if each.device == device]
     whole = [batch.plan for batch in own if view_of(batch.params[0]).split is None]

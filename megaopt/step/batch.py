@@ -1,0 +1,280 @@
+"""What a step works on: batches, each of a source of tensors and a plan; kept while they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.backends import Plan
+from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.options.groups import given_numbers, shaping_numbers
+from megaopt.state import native
+from megaopt.state.ownership import Versions
+from megaopt.state.watch import Grads, Guards, Seen, Watch, is_worth_building, same_objects
+from megaopt.step.counts import StepRows
+from megaopt.step.float8 import Float8
+from megaopt.step.low_rank import Projections
+from megaopt.step.source import Source
+
+
+class Undo:
+    """Copies of what a step of many calls is about to write: it is whole, or it never was."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copies tensors before they are written."""
+        self._kept += [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Puts back what was kept, which takes no memory."""
+        for tensor, before in self._kept:
+            tensor.detach().copy_(before)
+        self._kept = []
+
+    def forget(self) -> None:
+        """Lets the copies go."""
+        self._kept = []
+
+
+@dataclass
+class Batch:
+    """The parameters of one device and one combination of formats, and how they are stepped."""
+
+    source: Source
+    plan: Plan
+    float8: Float8 | None = None
+    """What is done beside the plan's step where weights are fp8 codes."""
+    projections: Projections | None = None
+    """What is done before it where matrices are stepped through projections."""
+    apart: list[str] = field(default_factory=list)
+    """Slots whose tensors are in host memory, while the weights are on a card."""
+    undo: Undo = field(default_factory=Undo)
+    """Copies of what the step on its way writes, as it was before."""
+    _copies: Buffers = field(default_factory=dict)
+    _written_grads: list[torch.Tensor] = field(default_factory=list)
+    """The gradients that the step stores unscaled."""
+    _host_addresses: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        source = self.source
+        self.formats: Formats = source.formats
+        self.device = source.params[0].device
+        plain = not (source.sharded or source.staged or self.float8 is not None)
+        rows = self.plan.addresses if plain else {}
+        self.addresses = [rows[slot] for slot in source.formats.slots] if rows else []
+        """The plan's rows of addresses, by slot; empty where it is given tensors instead."""
+        self.copies = source.staged or self.float8 is not None
+        """The step is given copies of tensors that are not contiguous, and copies results back."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Places of the parameters among all."""
+        return self.source.positions
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The parameters."""
+        return self.source.params
+
+    def guards(self) -> Guards:
+        """What the watch compares; the parameters of fp8 weights have no memory to look at."""
+        if self.float8 is not None:
+            return self.float8.guards(self.source.guards())
+        count = len(self.source.params)
+        rows = [numpy.zeros(count, dtype=numpy.int64) for _ in self.formats.slots]
+        return self.source.guards(self.addresses or rows)
+
+    def host_memory_moved(self) -> bool:
+        """Whether a state in host memory is elsewhere than before: it may not be pinned there."""
+        now = [[each.data_ptr() for each in self.source.tensors(slot)] for slot in self.apart]
+        before, self._host_addresses = self._host_addresses, now
+        return before not in ([], now)
+
+    # --- a step of a plan without addresses
+
+    def feed(self, grads: Grads, writes_grads: bool = False) -> None:
+        """Before a step gives the plan its tensors, copies of those that are not contiguous.
+
+        writes_grads: the step stores gradients unscaled.
+        """
+        own = self.source.buffers(grads)
+        if self.float8 is not None:
+            own["weight"] = self.float8.codes
+        if self.plan.many_calls:
+            self.undo.keep(t for slot in own if slot != "grad" or writes_grads for t in own[slot])
+            if self.float8 is not None:
+                self.undo.keep(self.float8.written_beside())
+        if self.copies:
+            self._written_grads = own["grad"] if writes_grads else []
+            own = {slot: [self._input(each) for each in own[slot]] for slot in own}
+            self._copies = own
+        if self.float8 is not None:
+            own = self.float8.inputs(self.plan, own)
+        self.plan.look(own)
+        if self.projections is not None:
+            self.undo.keep(self.projections.begin())
+
+    def _input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the plan is given: addresses of host memory serve kernels, and not torch."""
+        return (tensor if self.plan.addresses else tensor.to(self.device)).contiguous()
+
+    def copy_results(self) -> None:
+        """After a step: the results are copied back to staged tensors."""
+        copies, grads = self._copies, self._written_grads
+        self._copies, self._written_grads = {}, []
+        if grads:
+            copy_back(grads, copies["grad"])
+        if "weight_remainder" in copies:
+            copies["master"] = copies["weight_remainder"]
+        own = () if self.float8 else ("weight",)
+        for slot in (*own, *self.formats.state_slots):
+            copy_back(self.source.tensors(slot), copies[slot])
+
+    def abandon(self) -> None:
+        """Lets go of all copies where nothing was stepped; then there is no `copy_results`."""
+        self._copies, self._written_grads = {}, []
+        self.undo.forget()
+
+    def take_back(self) -> None:
+        """Puts everything back as it was before a step that failed; no `copy_results` follows."""
+        if self.projections is not None:
+            self.projections.take_back()
+        self.undo.restore()
+        self.abandon()
+
+    def why_not_captured(self) -> str | None:
+        """None where a CUDA graph can repeat the step of contiguous tensors, else the reason."""
+        for own in (self.float8, self.projections):
+            reason = None if own is None else own.why_not_captured()
+            if reason is not None:
+                return reason
+        return None
+
+
+class Batches:
+    """All batches of an optimizer, and the watch over what they were made from.
+
+    Args:
+        batches: of the parameters that have a gradient.
+        param_groups: the optimizer's.
+        state: the optimizer's, complete for these parameters.
+        versions: of the weights that the batches step.
+        agreement: with the ranks that share some of all its parameters; None without such.
+        counts: which rows of scalars the parameters take.
+        masters: the caller's list; None without one.
+    """
+
+    def __init__(
+        self,
+        batches: list[Batch],
+        param_groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Any, dict[str, Any]],
+        versions: Versions,
+        agreement: Any = None,
+        counts: StepRows | None = None,
+        masters: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        self.batches, self.agreement = batches, agreement
+        self._masters, self._entries = masters, None if masters is None else list(masters)
+        self.counts = StepRows() if counts is None else counts
+        self.counted = self.counts.counted
+        """What goes up with a step that the host counts, beside the groups' own counts."""
+        params = tuple(param for group in param_groups for param in group["params"])
+        self.meeting: Any = None
+        """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
+        self.quantized = [batch for batch in batches if batch.float8 is not None]
+        self.projected = [batch for batch in batches if batch.projections is not None]
+        self.fed = [batch for batch in batches if not batch.addresses]
+        """Those whose plans are given tensors in every step."""
+        self.undo = Undo()
+        """Copies of the counts on the device, as they were before the step on its way."""
+        with torch.inference_mode(False):
+            self.vote = torch.zeros(1, dtype=torch.int64, device="cpu")
+        """For ranks to say whether one of them failed: a rank without memory has it already."""
+        self._shaping = shaping_numbers(param_groups)
+        self._draws = any(batch.formats.draws for batch in batches)
+        self._given = given_numbers(param_groups) if self._draws else []
+        self._watched = [batch for batch in batches if not batch.source.sharded]
+        self._sharded = [batch for batch in batches if batch.source.sharded]
+        self._apart = [batch for batch in batches if batch.apart]
+        stepped = {position for batch in batches for position in batch.positions}
+        worth = is_worth_building(params)
+        counted, noted = versions.counted
+        self.watch = Watch(
+            params=params,
+            sizes=[len(group["params"]) for group in param_groups],
+            states=tuple(state[p] if i in stepped else None for i, p in enumerate(params)),
+            keys=tuple(state.keys()),
+            values=tuple(state.values()),
+            batches=[batch.guards() for batch in self._watched],
+            find=partial(native.get, worth),
+            awaits=worth,
+            counted=counted,
+            noted=noted,
+        )
+
+    def look(
+        self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
+    ) -> Seen | None:
+        """What is there for a step with these batches, or None if they do not fit it."""
+        if self._shaping and shaping_numbers(param_groups) != self._shaping:
+            return None
+        if self._draws and given_numbers(param_groups) != self._given:
+            return None
+        if self._masters is not None and not same_objects(self._masters, self._entries or ()):
+            return None
+        if self.counts.with_group and not self.counts.fit(param_groups):
+            return None
+        seen = self.watch.look(param_groups, state, decoupled)
+        if seen is None:
+            return None
+        elsewhere = seen.elsewhere
+        for batch in self._sharded:
+            if not batch.source.fits(seen.grads):
+                return None
+            elsewhere |= batch.source.elsewhere(batch.source.shards)
+        for batch in self.quantized:
+            assert batch.float8 is not None
+            elsewhere |= batch.source.elsewhere(batch.float8.look())
+        for batch, moved in zip(self._watched, seen.moved, strict=True):
+            batch.plan.stale = batch.plan.stale or moved
+        moved_apart = [batch.host_memory_moved() for batch in self._apart]  # all are noted
+        if any(moved_apart):
+            return None
+        return seen if elsewhere == seen.elsewhere else seen._replace(elsewhere=elsewhere)
+
+    def keep_counts(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Copies the counts on the device, where the host's calls count."""
+        if any(batch.plan.many_calls for batch in self.fed):
+            self.undo.keep(group["step"] for group in groups)
+
+    def abandon(self) -> None:
+        """Nothing is stepped after all."""
+        for batch in self.fed:
+            batch.abandon()
+        self.undo.forget()
+
+    def take_back(self) -> None:
+        """Puts back what many calls wrote in a step that failed on its way."""
+        for batch in self.fed:
+            batch.take_back()
+        self.undo.restore()
+
+    def forget(self) -> None:
+        """A step is whole: nothing is taken back any more."""
+        for undo in (self.undo, *(batch.undo for batch in self.fed)):
+            undo.forget()
+
+
+def copy_back(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Stores what became of contiguous copies; a contiguous tensor is its own copy."""
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)

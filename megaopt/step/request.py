@@ -1,0 +1,87 @@
+"""What a step wants: asked once, in one value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+
+from megaopt.kernels.step.preparation import Request
+from megaopt.options.checks import NUMBERS, POSITIVE, is_dense, number, refuse
+from megaopt.options.options import Options
+
+NOTHING = Request()
+"""Gradients are taken as they are, in every case."""
+
+
+class Asked(NamedTuple):
+    """The arguments of a step, and what a GradScaler sets on an optimizer; not checked yet."""
+
+    clip_norm: Any = None
+    clip_coefficient: Any = None
+    grad_scale: Any = None
+    found_inf: Any = None
+    decoupled: bool = False
+    """Gradients are in decoupled_grad."""
+
+    def skips_nonfinite(self, options: Options) -> bool:
+        """Whether an infinity or NaN among the gradients leaves the step out."""
+        # a GradScaler looks for infinities in p.grad alone
+        unseen = self.found_inf is not None and self.decoupled
+        return options.nonfinite != "propagate" or unseen
+
+    def waits(self, options: Options) -> bool:
+        """Whether the host waits to know if there is a step, as on all ranks or on none."""
+        is_skippable = isinstance(self.found_inf, torch.Tensor) or self.skips_nonfinite(options)
+        return is_skippable and not options.capturable
+
+
+def request_of(asked: Asked, options: Options) -> Request:
+    """The request; NOTHING where nothing is asked.
+
+    Raises ValueError for what is not allowed.
+    """
+    clip_norm, coefficient, grad_scale, found_inf, _ = asked
+    given = (clip_norm, coefficient, grad_scale, found_inf)
+    if options.nonfinite == "propagate" and all(each is None for each in given):
+        return NOTHING
+    _check_clipping(clip_norm, coefficient)
+    _check_scaler(grad_scale, found_inf)
+    return Request(
+        grad_scale=grad_scale,
+        # a GradScaler that saw no gradient sets the number 0
+        found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
+        coefficient=coefficient,
+        clip_norm=None if clip_norm is None else float(clip_norm),
+        skip_nonfinite=asked.skips_nonfinite(options),
+    )
+
+
+def _check_clipping(clip_norm: Any, coefficient: Any) -> None:
+    """Raises ValueError for a step's arguments that are not allowed."""
+    if clip_norm is not None:
+        if isinstance(clip_norm, torch.Tensor):
+            refuse("clip_norm", "a number of the host; clip_coefficient may be a tensor", clip_norm)
+        number("clip_norm", clip_norm, POSITIVE)
+    if coefficient is None:
+        return
+    if not _is_one(coefficient, {torch.float32}):
+        refuse("clip_coefficient", "one element of torch.float32", coefficient)
+    if clip_norm is not None:
+        raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
+
+
+def _check_scaler(grad_scale: Any, found_inf: Any) -> None:
+    """Raises ValueError for attributes that no GradScaler sets."""
+    if grad_scale is not None and not _is_one(grad_scale, NUMBERS):
+        refuse("grad_scale", "None or a tensor of one number, as a GradScaler sets it", grad_scale)
+    if found_inf is None or _is_one(found_inf, {*NUMBERS, torch.bool}):
+        return
+    if not (isinstance(found_inf, (int, float)) and found_inf == 0):
+        refuse("found_inf", "None, 0 or a tensor of one number", found_inf)
+
+
+def _is_one(value: Any, dtypes: Collection[torch.dtype]) -> bool:
+    """Whether it is a tensor of one element, of one of these dtypes, that has a value."""
+    return is_dense(value) and not value.is_meta and value.dtype in dtypes and value.numel() == 1

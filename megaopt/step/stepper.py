@@ -1,0 +1,387 @@
+"""Steps a list of parameters with a rule and formats; knows no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.table import is_capturing
+from megaopt.options.options import Options
+from megaopt.options.placement import Homes
+from megaopt.params.dtensor import local_of
+from megaopt.state.masters import MasterWeights
+from megaopt.state.numbers import Numbers, Row
+from megaopt.state.owned import Group, Owned
+from megaopt.state.ownership import commit
+from megaopt.state.watch import Grads, Seen, grads_of
+from megaopt.state.writes import ExternalWrites
+from megaopt.step.batch import Batches
+from megaopt.step.capture import can_capture, check_capture, check_captured_batches
+from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
+from megaopt.step.float8 import gather_amaxes
+from megaopt.step.gradients import check_written_grads
+from megaopt.step.preparations import Preparations, Prepared, is_skipped
+from megaopt.step.ranks.consensus import Consensus
+from megaopt.step.ranks.probing import is_probe
+from megaopt.step.request import NOTHING, Asked, request_of
+
+States = Any
+"""By parameter its state; a defaultdict, as torch.optim.Optimizer has it."""
+
+
+class Run:
+    """One step on its way."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        groups: Sequence[Group],
+        request: Request,
+        rows: list[Row] | None,
+        batches: Batches,
+        grads: Grads,
+    ) -> None:
+        self._stepper, self.groups, self.request = stepper, groups, request
+        self.rows, self.batches, self.grads = rows, batches, grads
+        self.ready: list[Any] = []
+        """For each batch the rows of scalars as its plan takes them."""
+        self.prepared: Prepared = {}
+        """By device; nothing where scalars are the host's and gradients are taken as they are."""
+        self.gathered: list[Any] = []
+        """Amaxes that ranks put together."""
+        self.is_left_out = False
+
+    @cached_property
+    def owned(self) -> Owned:
+        """What is stepped."""
+        return self._stepper.owned(self.groups)
+
+
+Stage = Callable[[Run], None]
+
+
+class Stepper:
+    """Steps parameters in groups, with their states, as options say.
+
+    What it is given in each step may be edited and replaced between steps: it looks at everything,
+    and makes its batches anew where something is not what it was. A step is a list of stages, which
+    is made with the batches.
+
+    Args:
+        options: of all groups.
+        rule: the update rule.
+        masters: as `master_weights` was given.
+        homes: of states in host memory.
+        said: the warnings that were given, to share with others.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        rule: Rule,
+        masters: MasterWeights,
+        homes: Homes,
+        said: set[str] | None = None,
+    ) -> None:
+        self.options, self.masters, self.homes = options, masters, homes
+        self.rule = rule.drawing if options.draws else rule
+        self.writes = ExternalWrites(said)
+        self.was_stepped = False
+        """Whether no step asks any more which states there would be."""
+        self._preparations, self._consensus = Preparations(), Consensus()
+        self._numbers = Numbers(options, self.rule)
+        self._batches: Batches | None = None
+        self._captured: list[Batches] = []  # CUDA graphs read their tables
+        self._stages: dict[bool, list[tuple[bool, list[Stage]]]] = {}
+        self._is_shared = False
+        """Other ranks hold parts of the same parameters."""
+        self._is_elsewhere = True
+        """A weight lies elsewhere than its master knows."""
+        self._can_capture: bool | None = None
+        """Whether a CUDA graph may capture a step; None: not known yet."""
+        self._waits = False
+        """Whether the host waits to know if there is a step."""
+
+    def owned(self, groups: Sequence[Group]) -> Owned:
+        """What there is to step now."""
+        return Owned(groups, self.options, self.rule, self.masters, self.homes)
+
+    def reset(self, params: Iterable[torch.Tensor], written: Iterable[int] = ()) -> None:
+        """Weights, masters or states are others: all is made anew, and compared from now on.
+
+        written: places of parameters that were written since the last step.
+        """
+        self._batches, self._is_elsewhere = None, True
+        self._consensus.forget()
+        self.writes.reset(params, written)
+
+    def hear(self, groups: Sequence[Group]) -> None:
+        """Raises ValueError where ranks differed in the last step; its count is taken back."""
+        counted = self._batches.counted if self._batches else []
+        self._consensus.hear([*groups, *counted], self.options.capturable)
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """See FusedOptimizer.grad_norm."""
+        return self._preparations.norm
+
+    def check_numbers(self, groups: Sequence[Group]) -> None:
+        """Raises ValueError for a number of a group that a step cannot use."""
+        self._numbers.rows(groups, self.owned(groups).check_groups)
+
+    # --- the step
+
+    def step(
+        self, groups: Sequence[Group], state: States, asked: Asked, check: Check | None = None
+    ) -> None:
+        """One update of every parameter that has a gradient; see FusedOptimizer.step.
+
+        Args:
+            groups: as an optimizer's param_groups.
+            state: as an optimizer's state; it is completed.
+            asked: what the step wants.
+            check: called before anything changes, where parameters are stepped for the first time.
+        """
+        if self._is_shared:
+            self.hear(groups)
+        run = self._begin(groups, state, asked, check)
+        if run is None:
+            return
+        batches = run.batches
+        try:
+            for votes, stages in self._stages[run.request is not NOTHING]:
+                with self._consensus.whole(run) if votes else nullcontext():
+                    for stage in stages:
+                        if run.is_left_out:
+                            return batches.abandon()
+                        stage(run)
+        except BaseException:
+            batches.take_back()
+            batches.watch.count_up()
+            raise
+        batches.forget()
+        if run.rows is not None:
+            for each in (*groups, *batches.counted):  # also empty groups
+                each["step"] += 1
+        batches.watch.count_up()
+
+    def _begin(
+        self, groups: Sequence[Group], state: States, asked: Asked, check: Check | None
+    ) -> Run | None:
+        """Checks everything, and takes the memory of launches; None if only states were made.
+
+        Where this fails, other ranks are told, which would wait for this one.
+        """
+        try:
+            request = request_of(asked, self.options)
+            if self._can_capture is not False:
+                # before anything that waits for a device, which would break a capture
+                owned = self.owned(groups)
+                check_capture(owned.device, self.options.capturable, owned.backend)
+            if not self.was_stepped and self._makes_states(groups, state, request, asked, check):
+                return None
+            rows = self._numbers.rows(groups, lambda: self.owned(groups).check_groups())
+            batches, seen = self.gather(groups, state, asked.decoupled, check)
+            run = Run(self, groups, request, rows, batches, seen.grads)
+            if request.clip_norm is not None:
+                run.owned.check_one_device(f"clip_norm={request.clip_norm!r}")
+            if seen.written or self._is_elsewhere:
+                places = self.writes.versions.moved(seen.written, self._is_elsewhere)
+                self.writes.take_over(run.owned, state, places)
+                self.writes.versions.arrived()
+                self._is_elsewhere = False
+            if rows is not None and batches.counts.apart:
+                rows += run.owned.rows(batches.counts.groups(groups))
+            writes = self.options.write_unscaled_grads and request.grad_scale is not None
+            if writes:
+                grads = [local_of(grad) for grad in seen.grads]
+                check_written_grads(grads, run.owned.labels)
+            for batch in batches.fed:
+                batch.feed(seen.grads, writes)
+            # all memory is taken before the first launch: none fails for it after another
+            run.ready = [batch.plan.ready(rows) for batch in batches.batches]
+        except Exception:
+            self._consensus.share_error(
+                self.owned(groups),
+                asked.clip_norm is not None or asked.skips_nonfinite(self.options),
+                asked.waits(self.options),
+            )
+            raise
+        self._waits = request is not NOTHING and asked.waits(self.options)
+        return run
+
+    # --- what there is to step
+
+    def gather(
+        self, groups: Sequence[Group], state: States, decoupled: bool, check: Check | None = None
+    ) -> tuple[Batches, Seen]:
+        """The batches of this step: those of the last one where everything is as it was."""
+        batches, self._batches = self._batches, None  # only batches that fit may stay
+        seen = None if batches is None else batches.look(groups, state, decoupled)
+        if seen is None or self._can_capture:
+            batches, seen = self._gathered(batches, seen, groups, state, decoupled, check)
+        assert batches is not None
+        self._is_elsewhere |= seen.elsewhere
+        self._batches = batches
+        return batches, seen
+
+    def _gathered(
+        self,
+        batches: Batches | None,
+        seen: Seen | None,
+        groups: Sequence[Group],
+        state: States,
+        decoupled: bool,
+        check: Check | None,
+    ) -> tuple[Batches | None, Seen]:
+        """The batches, made anew where they do not fit; refused where a graph captures that."""
+        owned = self.owned(groups)
+        if seen is None and resolve_grads(owned.params, decoupled) and batches is not None:
+            seen = batches.look(groups, state, decoupled)
+        check_captured_batches(owned.device, batches, seen is not None)
+        if seen is None:
+            batches = self._sort(owned, state, grads_of(owned.params, decoupled), check)
+            seen = batches.look(groups, state, decoupled)
+        if seen is None:
+            raise RuntimeError("batches made from the tensors at hand do not fit them")
+        return batches, seen
+
+    def _sort(self, owned: Owned, state: States, grads: Grads, check: Check | None) -> Batches:
+        """Checks everything, completes the states, and makes batches and stages anew."""
+        found = collect(owned, state, grads, check)
+        self.writes.warn_without_masters(owned, found.states)
+        commit(state, found.states)  # now that nothing was refused
+        self.writes.watch(owned, found.places)
+        batches = make_batches(owned, state, found, self.writes.versions)
+        is_split = any(view.split is not None for view in owned.views)
+        self._is_shared = is_split or batches.agreement is not None
+        self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
+        self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
+        return batches
+
+    def _arranged(self, batches: Batches, asks: bool) -> list[tuple[bool, list[Stage]]]:
+        """The stages of a step: what it does not need is not among them.
+
+        Args:
+            batches: what is stepped.
+            asks: whether the step wants something of its gradients.
+
+        Returns:
+            Lists of stages, and for each whether ranks vote that all of them have come through.
+        """
+        is_prepared = asks or self._is_shared or self.options.capturable
+        float8 = [batch.float8 for batch in batches.quantized if batch.float8 is not None]
+        is_exchanged = any(each.group is not None for each in float8)
+        first: list[Stage | bool] = [
+            is_prepared and self._prepare,
+            bool(batches.projected) and refresh,
+            launch,
+            is_exchanged and gather,
+        ]
+        last: list[Stage | bool] = [
+            is_exchanged and self._exchange,
+            bool(float8) and quantize,
+            any(batch.copies for batch in batches.batches) and copy_results,
+        ]
+        parts = [first, last] if is_exchanged else [[*first, *last]]
+        found = [(self._is_shared, [each for each in part if callable(each)]) for part in parts]
+        return [(False, [self._meet]), *found] if asks or self._is_shared else found
+
+    def make_states(
+        self, groups: Sequence[Group], state: States, places: Iterable[int], check: Check | None
+    ) -> None:
+        """Makes the states of parameters complete, whether they have gradients or not."""
+        owned, chosen = self.owned(groups), list(places)
+        if check is not None:
+            check(owned, chosen)
+        commit(state, completed_states(owned, state, chosen))
+
+    def _makes_states(
+        self,
+        groups: Sequence[Group],
+        state: States,
+        request: Request,
+        asked: Asked,
+        check: Check | None,
+    ) -> bool:
+        """Makes the states, and steps nothing, if torch.distributed.checkpoint asks for that.
+
+        It does so by a first step with lr=0 and gradients of 0 (megaopt.step.ranks.probing).
+        """
+        self.was_stepped = True
+        owned = self.owned(groups)
+        if request is not NOTHING or not is_probe(owned, state, asked.decoupled):
+            return False
+        if asked.decoupled:
+            self.make_states(groups, state, range(len(owned.params)), check)
+        else:
+            self.gather(groups, state, asked.decoupled, check)
+        return True
+
+    # --- stages that keep something from step to step
+
+    def _meet(self, run: Run) -> None:
+        """The request becomes that of all ranks; the host may know then that there is no step."""
+        request = self._consensus.reach(run, self._waits, self._preparations)
+        run.is_left_out = request is None
+        run.request = request or run.request
+
+    def _prepare(self, run: Run) -> None:
+        """Makes scalars and controls; the host may see then that there is no step."""
+        batches, groups = run.batches, None
+        if self.options.capturable:
+            groups = [*run.groups, *batches.counts.groups(run.groups)]
+            batches.keep_counts(groups)
+        run.prepared = self._preparations.make(run.owned, groups, batches, run.request)
+        if run.rows is not None and run.request.skip_nonfinite:
+            run.is_left_out = is_skipped(run.prepared, self.options.nonfinite)
+        if self._can_capture and any(map(is_capturing, run.prepared)):
+            self._captured.append(batches)
+
+    def _exchange(self, run: Run) -> None:
+        """Amaxes of fp8 weights become the largest of all ranks."""
+        self._consensus.exchange(run.gathered)
+
+
+# --- stages
+
+
+def refresh(run: Run) -> None:
+    """Makes projections anew of this step's gradients, as each batch says."""
+    counts = None if run.rows is None else [group["step"] for group in run.groups]
+    for batch in run.batches.projected:
+        assert batch.projections is not None
+        controls = run.prepared.get(batch.device, (None, None))[1]
+        batch.projections.refresh(run.groups, counts, controls)
+
+
+def launch(run: Run) -> None:
+    """Steps all batches."""
+    for batch, rows in zip(run.batches.batches, run.ready, strict=True):
+        scalars, controls = run.prepared.get(batch.device, (None, None))
+        batch.plan.step(rows if scalars is None else scalars, controls)
+
+
+def gather(run: Run) -> None:
+    """Puts together the amaxes that ranks exchange."""
+    run.gathered = gather_amaxes([b.float8 for b in run.batches.quantized if b.float8 is not None])
+
+
+def quantize(run: Run) -> None:
+    """Weights become fp8 where they are kept so."""
+    for batch in run.batches.quantized:
+        assert batch.float8 is not None
+        batch.float8.quantize(batch.plan)
+
+
+def copy_results(run: Run) -> None:
+    """All results go where they belong."""
+    for batch in run.batches.batches:
+        if batch.copies:
+            batch.copy_results()

@@ -8,6 +8,7 @@ twins compute, below a plan's `step` and `accumulate`, does not count, nor do co
 functions outside the package. A switch is a call from a function in one file to one in another.
 """
 
+import os
 import sys
 from pathlib import Path
 from types import FrameType
@@ -105,6 +106,7 @@ def way_of(optimizer: Any, arguments: dict[str, Any]) -> Way:
 def main() -> None:
     """Prints a line for each kind of step."""
     torch.manual_seed(0)
+    os.environ["MEGAOPT_NATIVE"] = "0"  # wherever it is built, the twin counts
     print(f"{'':20} {'functions':>9} {'files':>5} {'switches':>8} {'calls':>5}")
     for name, (optimizer, arguments) in kinds().items():
         way = way_of(optimizer, arguments)

@@ -128,13 +128,13 @@ class Watch:
         if self.awaits and self.module is None:
             self._ask()
         try:  # contextlib.suppress takes half a microsecond
-            if self.module is None:
-                # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
-                with torch._C.DisableTorchFunctionSubclass():
+            # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
+            with torch._C.DisableTorchFunctionSubclass():
+                if self.module is None:
                     return self._look(param_groups, state, decoupled)
-            was = (self.params, self.sizes, self.states, self.keys, self.values)
-            now = (param_groups, state, decoupled, self.counted, self.noted)
-            found = self.module.look(self._guards, *was, *now)
+                was = (self.params, self.sizes, self.states, self.keys, self.values)
+                now = (param_groups, state, decoupled, self.counted, self.noted)
+                found = self.module.look(self._guards, *was, *now)
         except RuntimeError:  # a nested tensor has no shape
             return None
         if found is None:
@@ -147,8 +147,9 @@ class Watch:
         if self.module is not None:
             self.module.count_versions_up(self.counted, self.noted)
             return
-        torch.autograd.graph.increment_version(self.counted)
-        self.noted[:] = [tensor._version for tensor in self.counted]
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version(self.counted)
+            self.noted[:] = [tensor._version for tensor in self.counted]
 
     def _look(
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool

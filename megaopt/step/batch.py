@@ -113,17 +113,15 @@ class Batch:
                 self.undo.keep(self.float8.written_beside())
         if self.copies:
             self._written_grads = own["grad"] if writes_grads else []
-            own = {slot: [self._input(each) for each in own[slot]] for slot in own}
+            # addresses of host memory serve kernels, and not torch
+            device = None if self.plan.addresses else self.device
+            own = {slot: [t.to(device).contiguous() for t in own[slot]] for slot in own}
             self._copies = own
         if self.float8 is not None:
             own = self.float8.inputs(self.plan, own)
         self.plan.look(own)
         if self.projections is not None:
             self.undo.keep(self.projections.begin())
-
-    def _input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the plan is given: addresses of host memory serve kernels, and not torch."""
-        return (tensor if self.plan.addresses else tensor.to(self.device)).contiguous()
 
     def copy_results(self) -> None:
         """After a step: the results are copied back to staged tensors."""

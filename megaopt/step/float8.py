@@ -105,7 +105,23 @@ class Float8:
             if self._formats.master.present:
                 copies["weight_remainder"] = copies["master"]
             copies["master"] = self._values(plan, copies["weight"])
-        return {**copies, **self._beside()}
+        if not self._own_amaxes:
+            sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in self._weights]
+            device = self._params[0].device
+            with torch.inference_mode(False):  # later steps write it
+                self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+                self._own_amaxes = list(torch.split(self._amaxes, sizes))
+        self._amaxes.zero_()
+        columns, beside = self._attributes("columnwise"), copies.copy()
+        if columns[0] is not None:
+            beside["weight_columns"] = [codes for codes, _ in columns]
+            beside["weight_columns_scale_inv"] = [inv for _, inv in columns]
+        if self._keep_scales and not self._are_foreign:
+            beside["weight_amax_history"] = self._attributes("amax_history")
+        beside["weight_scale"] = self._attributes("scale")
+        beside["weight_scale_inv"] = self._attributes("scale_inv")
+        beside["weight_amax"] = self._own_amaxes
+        return beside
 
     def _values(self, plan: Any, codes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """For each weight room for fp32 values that last for the step, or these values; flat."""
@@ -134,29 +150,6 @@ class Float8:
     def _attributes(self, name: str) -> list[Any]:
         """One of each weight's."""
         return [getattr(weight, name) for weight in self._weights]
-
-    def _beside(self) -> Buffers:
-        """Scales and amaxes of the whole weights."""
-        if not self._own_amaxes:
-            sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in self._weights]
-            device = self._params[0].device
-            with torch.inference_mode(False):  # later steps write it
-                self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-                self._own_amaxes = list(torch.split(self._amaxes, sizes))
-        self._amaxes.zero_()
-        columns = self._attributes("columnwise")
-        outputs: Buffers = {}
-        if columns[0] is not None:
-            outputs["weight_columns"] = [codes for codes, _ in columns]
-            outputs["weight_columns_scale_inv"] = [inv for _, inv in columns]
-        if self._keep_scales and not self._are_foreign:
-            outputs["weight_amax_history"] = self._attributes("amax_history")
-        return {
-            **outputs,
-            "weight_scale": self._attributes("scale"),
-            "weight_scale_inv": self._attributes("scale_inv"),
-            "weight_amax": self._own_amaxes,
-        }
 
     # --- after it
 

@@ -65,22 +65,31 @@ class Projections:
     _had: list[set[str]] = field(default_factory=list)
     """Of each state, what of KEPT was there before the step on its way, if that is many calls."""
 
+    def __post_init__(self) -> None:
+        self._sharded = any(view.is_sharded for view in self.views)
+        shapes = [view.kept[PROJECTION] for view in self.views]
+        self._wanted = [(torch.float32, shape, self.device) for shape in shapes]
+        """What each projection must be."""
+
     def begin(self) -> Iterator[torch.Tensor]:
         """Before a step: yields what it may write, of a plan of many calls.
 
         Raises ValueError for a projection that is not what it must be.
         """
-        for view, state, label in zip(self.views, self.states, self.labels, strict=True):
-            if state.get(PROJECTION) is not None:
-                wanted = (torch.float32, view.kept[PROJECTION], self.device)
-                where = f"{label}: state {PROJECTION!r}"
-                check_state_tensor(local_of(state[PROJECTION]), wanted, where)
+        for state, wanted, label in zip(self.states, self._wanted, self.labels, strict=True):
+            own = state.get(PROJECTION)
+            own = local_of(own) if self._sharded else own
+            is_tensor = isinstance(own, torch.Tensor)
+            found = (own.dtype, tuple(own.shape), own.device) if is_tensor else None
+            if own is not None and found != wanted:
+                check_state_tensor(own, wanted, f"{label}: state {PROJECTION!r}")
         if self.plan.many_calls:
             self._had = [
                 {name for name in KEPT if state.get(name) is not None} for state in self.states
             ]
             for state, had in zip(self.states, self._had, strict=True):
-                yield from (local_of(state[name]) for name in had)
+                kept = [state[name] for name in had]
+                yield from map(local_of, kept) if self._sharded else kept
 
     def take_back(self) -> None:
         """After a step that failed: removes projections that it has made."""
@@ -117,17 +126,24 @@ class Projections:
         leave zeros. While one is not there the host waits to know.
         """
         known = self._projections()
-        able = self._able([index for index, own in enumerate(known) if own is None], controls)
+        self._parts = self._parts or [parts_of(view) for view in self.views]
+        missing = [index for index, own in enumerate(known) if own is None]
+        able = self._able(missing, controls) if missing else ()
         for index, own in enumerate(known):
-            group = groups[self.group_numbers[index]]
-            is_due = counts is not None and self._is_due(group, counts, index)
+            number = self.group_numbers[index]
+            gap = groups[number]["update_proj_gap"]
+            turn = self.numbers[index] % gap if self.stagger else 0
+            is_due = counts is not None and counts[number] % gap == turn
             if index in able or (own is not None and is_due):
-                self._make(index, own, group["seed"])
-        self.plan.projections = [local_of(s[PROJECTION]).contiguous() for s in self.states]
+                self._make(index, own, groups[number]["seed"])
+        made = [state[PROJECTION] for state in self.states]
+        made = list(map(local_of, made)) if self._sharded else made
+        self.plan.projections = [own.contiguous() for own in made]
 
     def _projections(self) -> list[torch.Tensor | None]:
         """Of each matrix; None where no gradient has made it yet: zeros, or nothing there."""
-        found = [local_of(state.get(PROJECTION)) for state in self.states]
+        found = [state.get(PROJECTION) for state in self.states]
+        found = list(map(local_of, found)) if self._sharded else found
         if not self._made:  # the host waits here, once
             flags = [
                 torch.zeros((), dtype=torch.bool, device=self.device) if own is None else own.any()
@@ -138,50 +154,39 @@ class Projections:
 
     def _able(self, missing: list[int], controls: torch.Tensor | None) -> set[int]:
         """Those whose gradients make a first projection; the others have zeros in its place."""
-        if not missing:
-            return set()
         skip = None if controls is None else controls[SKIP]
-        says = [self.plan.says(index, self._parts_of(index), skip) for index in missing]
+        says = [self.plan.says(index, self._parts[index], skip) for index in missing]
         for index in missing:
             state, view = self.states[index], self.views[index]
-            for name, shape in view.kept.items():
-                if state.get(name) is None:
-                    _put(
-                        state,
-                        name,
-                        torch.zeros(shape, dtype=torch.float32, device=self.device),
-                        view,
-                    )
+            lacks = {name: shape for name, shape in view.kept.items() if state.get(name) is None}
+            zeros = {
+                name: torch.zeros(shape, dtype=torch.float32, device=self.device)
+                for name, shape in lacks.items()
+            }
+            _put(state, zeros, view)
             self._made[index] = False
         pairs = zip(missing, torch.stack(says).tolist(), strict=True)  # the host waits here
         return {index for index, is_able in pairs if is_able}
 
-    def _parts_of(self, index: int) -> Parts:
-        self._parts = self._parts or [parts_of(view) for view in self.views]
-        return self._parts[index]
-
     def _make(self, index: int, known: torch.Tensor | None, seed: int) -> None:
         state, view = self.states[index], self.views[index]
-        projection, energy = self.plan.refreshed(index, known, seed, self._parts_of(index))
+        projection, energy = self.plan.refreshed(index, known, seed, self._parts[index])
         own = state.get(CAPTURED_ENERGY)
         # a gradient that says nothing leaves it as it is, as it does the projection
-        energy = torch.where(energy > 0, energy, 0.0 if own is None else local_of(own))
-        _put(state, PROJECTION, projection, view)
-        _put(state, CAPTURED_ENERGY, energy, view)
+        own = local_of(own) if self._sharded else own
+        energy = torch.where(energy > 0, energy, 0.0 if own is None else own)
+        _put(state, {PROJECTION: projection, CAPTURED_ENERGY: energy}, view)
         self._made[index] = True
 
-    def _is_due(self, group: Mapping[str, Any], counts: Sequence[int], index: int) -> bool:
-        """Whether it is a parameter's turn, in the step that comes after so many of its group."""
-        gap, count = group["update_proj_gap"], counts[self.group_numbers[index]]
-        return bool(count % gap == (self.numbers[index] % gap if self.stagger else 0))
 
-
-def _put(state: dict[str, Any], name: str, value: torch.Tensor, view: ParamView) -> None:
-    """Over the state's own tensor, which others may hold; or as a new one."""
-    if state.get(name) is None:
-        state.update(view.wrap_state({name: value}))
-    else:
-        local_of(state[name]).copy_(value)
+def _put(state: dict[str, Any], values: Mapping[str, torch.Tensor], view: ParamView) -> None:
+    """Over the state's own tensors, which others may hold; or as new ones."""
+    for name, value in values.items():
+        own = state.get(name)
+        if own is None:
+            state.update(view.wrap_state({name: value}))
+        else:
+            (local_of(own) if view.is_sharded else own).copy_(value)
 
 
 def projections_of(

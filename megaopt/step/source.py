@@ -57,9 +57,9 @@ class Source:
 
     def tensors(self, slot: str) -> list[torch.Tensor]:
         """Where a slot's results go: weights, or tensors of the states; of DTensors the shards."""
-        if slot == "weight":
-            return list(map(local_of, self.params))
-        return [local_of(state[self.names[slot]]) for state in self.states]
+        name = self.names.get(slot)
+        own = self.params if name is None else [state[name] for state in self.states]
+        return list(map(local_of, own)) if self.sharded else own
 
     # --- what must be as it was
 

@@ -61,6 +61,8 @@ class Optimizer:
             values=tuple(self.state.values()),
             batches=[guards],
             find=lambda: module,
+            counted=self.params[:4],
+            noted=numpy.array([param._version for param in self.params[:4]], dtype=numpy.int64),
         )
 
     def look(self):
@@ -108,6 +110,31 @@ def test_moved_tensors_are_noticed_and_their_addresses_noted(module, decoupled, 
     assert optimizer.look().moved == [True]
     assert optimizer.rows.tolist() == optimizer.addresses()
     assert optimizer.look().moved == [False]
+
+
+@each_slot
+def test_a_weight_that_lies_elsewhere_is_told_from_other_tensors(module, slot):
+    optimizer = looked(module)
+    assert not optimizer.look().elsewhere
+    kept = optimizer.get(slot)
+    optimizer.put(slot, kept.clone())
+    assert optimizer.look().elsewhere == (slot == "weight")
+    assert not optimizer.look().elsewhere
+
+
+def test_written_weights_are_named_until_they_are_noted(module):
+    optimizer = looked(module)
+    assert optimizer.look().written == []
+    with torch.no_grad():
+        optimizer.params[3].zero_()
+        optimizer.params[1].zero_()
+    for _ in range(2):
+        assert optimizer.look().written == [1, 3]
+    before = [param._version for param in optimizer.params]
+    optimizer.watch.count_up()
+    assert optimizer.look().written == []
+    counted = [param._version for param in optimizer.params]
+    assert [now - was for now, was in zip(counted, before, strict=True)] == [1, 1, 1, 1, 0]
 
 
 @each_slot

@@ -186,11 +186,11 @@ class Stepper:
                 check_capture(owned.device, self.options.capturable, owned.backend)
             if not self.was_stepped and self._makes_states(groups, state, request, asked, check):
                 return None
+            if request.clip_norm is not None:
+                self.owned(groups).check_one_device(f"clip_norm={request.clip_norm!r}")
             rows = self._numbers.rows(groups, lambda: self.owned(groups).check_groups())
             batches, seen = self.gather(groups, state, asked.decoupled, check)
             run = Run(self, groups, request, rows, batches, seen.grads)
-            if request.clip_norm is not None:
-                run.owned.check_one_device(f"clip_norm={request.clip_norm!r}")
             if seen.written or self._is_elsewhere:
                 places = self.writes.versions.moved(seen.written, self._is_elsewhere)
                 self.writes.take_over(run.owned, state, places)

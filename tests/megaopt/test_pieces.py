@@ -6,7 +6,7 @@ from bits import assert_same_bits
 
 from megaopt.kernels.formats import MASTERS, MOMENTS
 from megaopt.kernels.step.reference import decoded, store_blocks
-from megaopt.state import codes as pieces
+from megaopt.params import codes as pieces
 
 FORMS = [name for name, form in MOMENTS.items() if form.block and not form.draws]
 JOINED = [name for name, form in MASTERS.items() if form.joined]

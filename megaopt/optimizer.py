@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
 from megaopt.params.dtensor import locals_of
 from megaopt.saving import state_dict as state_dicts
+from megaopt.saving.frozen import is_asked_by_torch
 from megaopt.state.access import set_scaled, unscaled
 from megaopt.state.masters import MasterWeights
 from megaopt.state.numbers import CheckedNumbers
@@ -35,10 +39,9 @@ from megaopt.step.collect import (
     resolve_grads,
     writes_grads,
 )
-from megaopt.step.float8 import gather_amaxes
 from megaopt.step.preparations import Preparations, is_skipped, requested
-from megaopt.step.ranks.consensus import Consensus
-from megaopt.step.ranks.probing import is_asked_by_torch, is_probe
+from megaopt.step.ranks.meeting import Meeting, meeting_of
+from megaopt.step.ranks.probing import is_probe
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -77,7 +80,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Lets go of everything that is made again when it is needed."""
         self._batches: Batches | None = None
         self._captured: list[Batches] = []  # CUDA graphs read their tables
-        self._preparations, self._consensus = Preparations(), Consensus()
+        self._preparations = Preparations()
+        self._meeting: Meeting | None = None  # of the last batches
         self._writes, self._numbers = ExternalWrites(), CheckedNumbers()
         self._was_stepped = False
         self._release: Any = None  # a megaopt.models.release.GradientRelease
@@ -144,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         run = self._collect(clip_norm, clip_coefficient)
         if run is not None:
-            request = self._consensus.reach(run, self._waits, self._preparations)
+            request = self._agreed(run)
             try:
                 self._take(run, request)
             except BaseException:
@@ -172,27 +176,40 @@ class FusedOptimizer(torch.optim.Optimizer):
                 batch.stage_inputs(run.grads, writes)
             run.make_ready()
         except Exception:
-            measures = clip_norm is not None or skips_nonfinite
-            self._consensus.share_error(owned, measures, self._waits)
+            others = meeting_of(owned.shared_views, last=self._meeting)
+            if others is not None:
+                others.withdraw(clip_norm is not None or skips_nonfinite, self._waits)
             raise
         return run
 
+    def _agreed(self, run: StepRun) -> Request | None:
+        """The request as all ranks see it; None where the host knows that there is no step."""
+        request = run.request
+        if run.meeting is not None:
+            look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
+            return run.meeting.meet(request, self._waits, look)
+        if request.found_inf is None or not self._waits:
+            return request
+        return None if bool(request.found_inf) else replace(request, found_inf=None)
+
     def _take(self, run: StepRun, request: Request | None) -> None:
         """The step itself, unless it is left out; ranks that have met raise together."""
-        consensus, batches = self._consensus, run.batches
-        with consensus.whole(run):
+        meeting, batches, gathered = run.meeting, run.batches, None
+        whole = nullcontext if meeting is None else meeting.whole
+        with whole():
             if request is None or not self._prepare(run, request):
                 batches.abandon()
                 return
             if any(is_capturing(device) for device in run.prepared):
                 self._captured.append(batches)
             run.launch()
-            gathered = gather_amaxes(batches.quantized)
+            if meeting is not None:
+                gathered = meeting.gather(batches.quantized)
             if not gathered:
                 run.finish()
-        if gathered:
-            with consensus.whole(run):
-                consensus.exchange(gathered)
+        if meeting is not None and gathered:
+            with whole():
+                meeting.exchange(gathered)
                 run.finish()
         run.count()
         self._writes.versions.count_up()
@@ -207,8 +224,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _hear(self) -> None:
         """Raises what ranks found in the last step; the host then takes its count back."""
-        counted = self._batches.counts.counted if self._batches else []
-        self._consensus.hear([*self.param_groups, *counted], self.options.capturable)
+        if self._meeting is not None:
+            counted = self._batches.counts.counted if self._batches else []
+            on_host = not self.options.capturable
+            self._meeting.hear([*self.param_groups, *counted] if on_host else [])
 
     @property
     def _skips_nonfinite(self) -> bool:
@@ -230,7 +249,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         was_stepped, self._was_stepped = self._was_stepped, True
         if was_stepped or not request.is_empty:
             return False
-        if not is_probe(owned, self.state, self.use_decoupled_grad):
+        if not is_probe(owned.views, owned.groups, self.state, self.use_decoupled_grad):
             return False
         if self.use_decoupled_grad:
             self.initialize_states()
@@ -265,7 +284,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         found = collect(owned, self.state, grads, self._check_param)
         self._writes.warn_without_masters(owned, found.states)
         commit(self.state, found.states)  # now that nothing was refused
-        batches = make_batches(owned, self.state, found)
+        batches = make_batches(owned, self.state, found, self._meeting)
+        self._meeting = batches.meeting
         self._writes.watch(owned, found.places)
         return batches
 

@@ -77,7 +77,7 @@ def load(optimizer: FusedOptimizer, state_dict: Any) -> None:
         loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
     pairs = pairs_of_masters(loaded, owned)
     optimizer._batches = None
-    optimizer._consensus.forget()
+    optimizer._meeting = None
     new = {"state": States(dict, loaded.states), "param_groups": loaded.groups}
     overwrite(pairs, lambda: vars(optimizer).update(new))
     optimizer._writes.reset(owned.params, loaded.written)

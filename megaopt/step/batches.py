@@ -16,7 +16,7 @@ from megaopt.options.groups import given_numbers, shaping_numbers
 from megaopt.state.tensors import state_name
 from megaopt.state.watch import WEIGHT, Grads, Guards, Watch, finder_for, same_objects
 from megaopt.step.counts import StepRows
-from megaopt.step.ranks.float8 import Agreement
+from megaopt.step.ranks.meeting import Meeting
 
 
 class Undo:
@@ -227,7 +227,7 @@ class Batches:
         batches: of the parameters that have a gradient.
         param_groups: the optimizer's.
         state: the optimizer's, complete for these parameters.
-        agreement: with the ranks that share some of all its parameters; None without such.
+        meeting: with the ranks that hold other parts of its parameters; None without such.
         counts: which rows of scalars the parameters take.
         masters: the caller's list; None without one.
     """
@@ -237,16 +237,14 @@ class Batches:
         batches: list[Batch],
         param_groups: Sequence[Mapping[str, Any]],
         state: Mapping[Any, dict[str, Any]],
-        agreement: Agreement | None = None,
+        meeting: Meeting | None = None,
         counts: StepRows | None = None,
         masters: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        self.batches, self.agreement = batches, agreement
+        self.batches, self.meeting = batches, meeting
         self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
         params = tuple(param for group in param_groups for param in group["params"])
-        self.meeting: Any = None
-        """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
         self.quantized = [batch for batch in batches if batch.quantizes]
         """Those whose weights become fp8 after the step."""
         self.projected = [batch for batch in batches if batch.formats.low_rank is not None]
@@ -255,9 +253,6 @@ class Batches:
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()
         """Copies of the counts on the device, as they were before the step on its way."""
-        with torch.inference_mode(False):
-            self.vote = torch.zeros(1, dtype=torch.int64, device="cpu")
-        """For ranks to say whether one of them failed: a rank without memory has it already."""
         self._shaping = shaping_numbers(param_groups)
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []

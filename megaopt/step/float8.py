@@ -19,7 +19,6 @@ from megaopt.state.tensors import MASTER, State
 from megaopt.state.watch import Grads, Guards
 from megaopt.step.batches import Batch, copy_back
 from megaopt.step.float8_parts import Parts
-from megaopt.step.ranks.float8 import Gathered, gathered
 
 
 def plan_formats(formats: Formats, view: ParamView, steps_codes: bool) -> Formats:
@@ -177,15 +176,3 @@ class Float8Batch(Batch):
         dtypes = list(guards.dtypes[: 2 + len(self.names)])
         dtypes[1] = self.params[0].dtype
         return replace(guards, dtypes=dtypes, contiguous=False)
-
-
-def gather_amaxes(batches: Sequence[Any]) -> list[Gathered]:
-    """Between steps and casts: the amaxes that are to become the largest of all ranks.
-
-    batches: of fp8 weights.
-    """
-    shared: dict[dist.ProcessGroup, list[tuple[int, torch.Tensor]]] = {}
-    for batch in batches:
-        if batch.group is not None:
-            shared.setdefault(batch.group, []).extend(batch.amaxes())
-    return gathered(shared)

@@ -14,7 +14,7 @@ MODES = {
     "capturable": ({"capturable": True}, CLIP),
 }
 WORLDS = [2, 3]
-OTHERS = r"ValueError: ranks that hold shards of the same DTensors must step the same .* rank {}, "
+OTHERS = r"ValueError: ranks that hold parts of the same parameters must step the same .* rank {}, "
 OWN = {
     "gradient_of_float64": r"ValueError: parameter 1 of group 0: a gradient of dtype",
     "bad_lr": r"ValueError: group 0: lr must be a",

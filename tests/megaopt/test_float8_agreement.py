@@ -11,7 +11,7 @@ MODES = {
     "skip": {"nonfinite": "skip"},
     "capturable": {"capturable": True},
 }
-OTHERS = r"ValueError: ranks that share fp8 weights must step the same .* rank {}, "
+OTHERS = r"ValueError: ranks that hold parts of the same parameters must step the same .* rank {}, "
 OWN = {
     "gradient_of_float64": r"ValueError: parameter 0 of group 0: a gradient of dtype",
     "bad_lr": r"ValueError: group 0: lr must be a",

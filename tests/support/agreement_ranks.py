@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedAdam
-from megaopt.step.ranks import vote as agreement
+from megaopt.step.ranks import meeting
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 MASTERS = {**HYPER, "dtype": FP32}
@@ -51,7 +51,7 @@ def outcome(optimizer, action, look=own):
 def without_waiting(is_gpu=True):
     """As on a GPU, where a rank that has not changed does not wait to see what others did."""
     read = mock.Mock(return_value=False)
-    return mock.patch.object(agreement, "is_read_at_once", read) if is_gpu else nullcontext()
+    return mock.patch.object(meeting, "is_read_at_once", read) if is_gpu else nullcontext()
 
 
 def split(whole, *placements):

@@ -20,7 +20,7 @@ from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
 from megaopt.params.dtensor import locals_of
 from megaopt.saving import state_dict as state_dicts
-from megaopt.saving.frozen import is_asked_by_torch
+from megaopt.saving.probing import is_asked_by_torch, is_probe
 from megaopt.state.access import set_scaled, unscaled
 from megaopt.state.masters import MasterWeights
 from megaopt.state.numbers import CheckedNumbers
@@ -41,7 +41,6 @@ from megaopt.step.collect import (
 )
 from megaopt.step.preparations import Preparations, is_skipped, requested
 from megaopt.step.ranks.meeting import Meeting, meeting_of
-from megaopt.step.ranks.probing import is_probe
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -244,12 +243,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _makes_states_for_a_checkpoint(self, owned: Owned, request: Request) -> bool:
         """Makes the states, and steps nothing, if torch.distributed.checkpoint asks for that.
 
-        It does so by a first step with lr=0 and gradients of 0 (megaopt.step.ranks.probing).
+        It does so by a first step with lr=0 and gradients of 0 (megaopt.saving.probing).
         """
         was_stepped, self._was_stepped = self._was_stepped, True
         if was_stepped or not request.is_empty:
             return False
-        if not is_probe(owned.views, owned.groups, self.state, self.use_decoupled_grad):
+        if not is_probe(owned, self.state, self.use_decoupled_grad):
             return False
         if self.use_decoupled_grad:
             self.initialize_states()

@@ -5,48 +5,18 @@ torch.distributed.checkpoint saves such states, and leaves them out when it load
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 
 from megaopt.params.dtensor import local_of
 from megaopt.saving.formats import FROZEN, frozen_of
+from megaopt.saving.probing import is_asked_by_torch, loads_frozen, on_any_rank
 from megaopt.state.owned import Owned
 from megaopt.step.collect import completed_states
-from megaopt.step.ranks.probing import on_any_rank
 
 States = Mapping[Any, Mapping[str, Any]]
-ASKS = "torch.distributed.checkpoint.state_dict"
-"""The module of get_optimizer_state_dict, which says nowhere else that it asks."""
-
-
-def is_asked_by_torch() -> bool:
-    """Whether get_optimizer_state_dict, or the like, is among the callers."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != ASKS:
-        frame = frame.f_back
-    return frame is not None
-
-
-@functools.cache
-def loads_frozen() -> bool:
-    """Whether set_optimizer_state_dict of this torch loads the state of a frozen parameter.
-
-    Until 2.13 it does not, and its full_state_dict puts the optimizer's own in the place.
-    """
-    from torch.distributed.checkpoint import state_dict  # whoever asks has imported it
-
-    model = torch.nn.Linear(1, 1, bias=False, device="cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.state[model.weight]["momentum_buffer"] = torch.ones((1, 1), device="cpu")
-    model.requires_grad_(False)
-    saved = state_dict.get_optimizer_state_dict(model, optimizer)
-    state_dict.set_optimizer_state_dict(model, optimizer, saved)
-    return "momentum_buffer" in optimizer.state.get(model.weight, {})
 
 
 def marked_frozen(owned: Owned, state: States) -> list[str]:

@@ -7,7 +7,7 @@ states; also one that is about to raise an error which the others do not have.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,21 @@ from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.preparation import Measured, Request
 from megaopt.kernels.step.table import is_capturing
 from megaopt.params import ParamView
-from megaopt.step.ranks.peers import FOUND_INF, NONFINITE, WORDS, Notice, Peers, digest_of
+from megaopt.step.ranks.peers import (
+    FOUND_INF,
+    NONFINITE,
+    REFUSED,
+    WORDS,
+    Notice,
+    Peers,
+    digest_of,
+    largest,
+)
 
-LooksForInfinities = Callable[[torch.device], torch.Tensor]
+Look = Callable[[torch.device], torch.Tensor]
 """Gives int64 [1] on a device: whether an infinity or NaN is among this rank's gradients."""
 Gathered = list[tuple[dist.ProcessGroup, list[torch.Tensor], torch.Tensor]]
-"""For each group of ranks the amaxes of their fp8 weights, and the memory to exchange them in."""
+"""For each group of ranks the amaxes of their fp8 weights, and memory to exchange them in."""
 
 
 def is_read_at_once(device: torch.device) -> bool:
@@ -31,51 +40,39 @@ def is_read_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def meeting_of(
-    views: Sequence[ParamView],
-    labels: Sequence[str] = (),
-    batches: Sequence[Any] = (),
-    last: Meeting | None = None,
-) -> Meeting | None:
-    """With the ranks that hold other parts of an optimizer's parameters; None if there are none.
+class Meeting:
+    """What ranks that hold parts of the same parameters do together in each step.
 
     Args:
-        views: of all parameters, those without a gradient included.
-        labels: what errors call them; none are needed to `withdraw`.
-        batches: of the parameters that have a gradient; each holds those of one split.
-        last: of the steps before, whose answer may not have been heard yet.
+        peers: those of DTensors, which meet only for a norm, then those of fp8 weights.
+        whole: the batches of what no norm over ranks is of.
+        unmeasured: the error for a step that measures gradients; None where it may.
+        refusal: the error where ranks do not step the same.
+        last: of the batches before, whose answer may not have been heard yet.
     """
-    meeting = Meeting(views, labels, batches, last)
-    return meeting if meeting.is_held(measures=True) else None
-
-
-class Meeting:
-    """What ranks do together in each step of the same batches; `meeting_of` makes it."""
 
     def __init__(
         self,
-        views: Sequence[ParamView],
-        labels: Sequence[str],
-        batches: Sequence[Any],
+        peers: Sequence[Peers],
+        whole: Sequence[Any],
+        unmeasured: str | None,
+        refusal: str,
         last: Meeting | None,
     ) -> None:
-        self._peers = _peers_of(views, labels, batches)
-        self._flattened = _flattened(views, labels)
-        self._whole = [each for each in batches if views[each.positions[0]].split is None]
+        self._peers, self._whole, self._unmeasured = peers, whole, unmeasured
         self._now: list[Peers] = []  # in this step
-        self._met = 0
+        self._met = 0  # of these
         self._were_alike = False
-        self._unheard = [] if last is None else last._unheard
-        self._amax_counts = {} if last is None else last._amax_counts  # of the last exchange
+        self._device = peers[-1].device if peers else torch.device("cpu")
+        self._notice = Notice(self._device, refusal)
+        self._unheard: list[Notice] = [] if last is None else last._unheard
+        self._amax_counts: dict[Any, int] = {} if last is None else last._amax_counts
         with torch.inference_mode(False):
             self._vote = torch.zeros(1, dtype=torch.int64, device="cpu")
-        if self._peers:
-            refusal = _refusal(len(views), [each.formats for each in batches for _ in each.params])
-            self._notice = Notice(self._peers[-1].device, refusal)
 
     def is_held(self, measures: bool) -> bool:
         """Whether ranks meet in a step that measures its gradients, or in one that does not."""
-        return bool(self._of(measures)) or (measures and self._flattened is not None)
+        return bool(self._of(measures)) or (measures and self._unmeasured is not None)
 
     def _of(self, measures: bool) -> list[Peers]:
         return [each for each in self._peers if measures or not each.measures]
@@ -85,7 +82,7 @@ class Meeting:
         whole = [each.plan for each in self._whole if each.device == device]
         return [*whole, *(p for p in self._peers if p.measures and p.device == device)]
 
-    def meet(self, request: Request, waits: bool, look: LooksForInfinities) -> Request | None:
+    def meet(self, request: Request, waits: bool, look: Look) -> Request | None:
         """Compares what ranks are going to step, and measures the gradients of all.
 
         The answer is read at once on CPUs, where nothing has to be waited for, by a rank whose
@@ -95,7 +92,7 @@ class Meeting:
         Args:
             request: this rank's.
             waits: whether the host waits to know if there is a step, as on all ranks or on none.
-            look: for gradients of which ranks measure no norm together.
+            look: for gradients of which no norm over ranks is measured.
 
         Returns:
             The request as all ranks see it; None where the host knows that there is no step.
@@ -104,19 +101,19 @@ class Meeting:
             ValueError: ranks do not step the same, or one has raised an error, on all ranks; or a
                 parameter is FSDP1's in a step that measures.
         """
-        if request.needs_norm and self._flattened is not None:
-            raise ValueError(self._flattened)
+        if request.needs_norm and self._unmeasured is not None:
+            raise ValueError(self._unmeasured)
         self._now, self._met = self._of(request.needs_norm), 0
         at_once = all(is_read_at_once(each.device) for each in self._now)
         reads = at_once or waits or not self._were_alike
         reads = reads and not any(is_capturing(each.device) for each in self._now)
         try:
             heard = self._heard(request, reads, look)
-            differ, found_inf = heard[:FOUND_INF].amax(), heard.amax()
+            differ, skip = heard[:FOUND_INF].amax(), heard.amax()
             if not reads:
                 self._notice.post(differ)
                 self._unheard = [self._notice]
-            refused, skipped = reads and bool(differ), waits and bool(heard[FOUND_INF])
+            refused, is_over = reads and bool(differ), waits and bool(heard[FOUND_INF])
         except Exception:
             self._leave(waits)
             raise
@@ -125,20 +122,20 @@ class Meeting:
             raise ValueError(self._notice.message)
         self._were_alike = self._were_alike or reads
         if waits:
-            return None if skipped else replace(request, found_inf=heard[NONFINITE])
+            return None if is_over else replace(request, found_inf=heard[NONFINITE])
         if at_once and not request.is_skippable:
             return request
-        return replace(request, found_inf=found_inf)  # always: a graph may be captured next
+        return replace(request, found_inf=skip)  # in one form always: a graph may be captured next
 
-    def _heard(self, request: Request, reads: bool, look: LooksForInfinities) -> torch.Tensor:
-        """What ranks say, each meeting passing on what was heard in those before."""
+    def _heard(self, request: Request, reads: bool, look: Look) -> torch.Tensor:
+        """What all ranks say: each meeting passes on what was heard in those before."""
         heard = torch.zeros(WORDS, dtype=torch.int64, device=self._now[0].device)
         if request.found_inf is not None:
             heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
         if request.skip_nonfinite and not all(each.measures for each in self._now):
             heard[NONFINITE:].copy_(look(heard.device))
         for each in self._now:
-            each.write((request.clip_norm, request.skip_nonfinite), heard)
+            each.write(digest_of((each.alike, request.clip_norm, request.skip_nonfinite)), heard)
             self._met += 1
             each.meet()
             heard = each.heard()
@@ -158,12 +155,12 @@ class Meeting:
             self._leave(waits)
 
     def _leave(self, waits: bool) -> None:
-        """Meets the ranks that wait for this one, which raises an error, wherever they are."""
+        """Meets the ranks, wherever they wait for this one, which raises an error."""
         if self._met == len(self._now):
             self._has_failed(True)
             return
         for each in self._now[self._met :]:
-            each.refuse()
+            each.write(REFUSED)
             each.meet()
             if each.measures and bool(each.heard()[0]):
                 return  # who reads that comes no further
@@ -171,11 +168,9 @@ class Meeting:
 
     def _stand_in(self, waits: bool) -> None:
         """Exchanges amaxes with ranks that have not read, and leave the step out later on."""
-        device = self._peers[-1].device
-        if not waits and not is_read_at_once(device):
-            for group, count in self._amax_counts.items():
-                none = torch.zeros(count, dtype=torch.float32, device=device)
-                dist.all_reduce(none, dist.ReduceOp.MAX, group=group)
+        for group, count in self._amax_counts.items():
+            if not waits and not is_read_at_once(self._device):
+                largest(torch.zeros(count, dtype=torch.float32, device=self._device), [group])
 
     def hear(self, counts: Iterable[dict[str, Any]]) -> None:
         """Raises ValueError for what ranks found in the last step, for which the host did not wait.
@@ -194,9 +189,7 @@ class Meeting:
         """After ranks have met, on CPUs: where one of them fails within, all of them raise.
 
         On GPUs, where that would have the host wait, nobody asks: all memory that a step takes
-        there is taken before.
-
-        Raises ValueError where another rank failed.
+        there is taken before. Raises ValueError where another rank failed.
         """
         try:
             yield
@@ -213,8 +206,7 @@ class Meeting:
         """Whether this rank failed, or another of those that have met."""
         vote = self._vote.fill_(own)  # a rank without memory has it already
         for each in self._now:
-            for group in each.groups if is_read_at_once(each.device) else ():
-                dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
+            largest(vote, each.groups if is_read_at_once(each.device) else ())
         return bool(vote)
 
     def gather(self, batches: Sequence[Any]) -> Gathered:
@@ -230,47 +222,61 @@ class Meeting:
     def exchange(self, gathered: Gathered) -> None:
         """Between step and casts: amaxes become the largest of all ranks."""
         for group, own, together in gathered:
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-            torch._foreach_copy_(own, list(torch.split(together, list(map(len, own)))))
+            parts = torch.split(largest(together, [group]), list(map(len, own)))
+            torch._foreach_copy_(own, list(parts))
         self._amax_counts = {group: len(together) for group, _, together in gathered}
 
 
-def _peers_of(
-    views: Sequence[ParamView], labels: Sequence[str], batches: Sequence[Any]
-) -> list[Peers]:
-    """The ranks of each split of DTensors, the most first; then those that share fp8 weights.
+def meeting_of(
+    views: Sequence[ParamView],
+    labels: Sequence[str] = (),
+    batches: Sequence[Any] = (),
+    last: Meeting | None = None,
+) -> Meeting | None:
+    """With the ranks that hold other parts of an optimizer's parameters; None if there are none.
 
-    Each message of the former tells of all parameters: as many as possible raise together. Ranks of
-    another group may know nothing of a group's fp8 weights: what a smaller one, which may lie
-    within a larger, has heard is passed on.
+    DTensors' ranks meet first, the most at first: each message tells of all parameters, so that as
+    many as possible raise together. A message about fp8 weights tells of those that the ranks
+    share; of groups that lie one within the other the smaller is first, and what its ranks heard is
+    passed on.
+
+    Args:
+        views: of all parameters, those without a gradient included.
+        labels: what errors call them; none are needed to `withdraw`.
+        batches: of the parameters that have a gradient; each holds those of one split.
+        last: of the batches before.
     """
-    formats = {place: each.formats for each in batches for place in each.positions}
     found: dict[Any, list[int]] = {}
     for place, view in enumerate(views):
         if view.split is not None or view.group:
-            found.setdefault((view.param.device, view.split, view.group), []).append(place)
-    splits, shares, kinds = [], [], {}
+            device = None if view.split is None else view.param.device
+            found.setdefault((device, view.split, view.group), []).append(place)
+    unmeasured = _unmeasured(views, labels)
+    if not found and unmeasured is None:
+        return None
+    formats = {place: each.formats for each in batches for place in each.positions}
+    described = [_described(view, formats.get(place)) for place, view in enumerate(views)]
+    everything = digest_of([*zip(labels, described, strict=False)])
+    splits, shares = [], []
     for (device, split, group), places in found.items():
         if split is None:
             places.sort(key=lambda place: views[place].number(place))
-            own = [_described(views[place], formats[place]) for place in places if place in formats]
-            shares.append(Peers(device, [group], digest_of(own)))
-            continue
-        mesh, dims = split
-        plans = [each.plan for each in batches if each.positions[0] in places]
-        splits.append(Peers(device, [mesh.get_group(dim) for dim in dims], 0, plans))
-        # a submesh has other ranks elsewhere
-        names = mesh.device_type, mesh.mesh_dim_names
-        kinds[splits[-1]] = (device.type, *names, tuple(mesh.shape), dims)
+            own = digest_of([described[place] for place in places if place in formats])
+            shares.append(Peers(views[places[0]].param.device, [group], own))
+        else:
+            mesh, dims = split
+            plans = [each.plan for each in batches if each.positions[0] in places]
+            # a submesh has other ranks elsewhere
+            kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), dims)
+            groups = [mesh.get_group(dim) for dim in dims]
+            splits.append(Peers(device, groups, everything, plans, kind))
     splits.sort(key=lambda each: -each.size)
-    shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
-    named = [
-        (v, label, formats.get(i)) for i, (v, label) in enumerate(zip(views, labels, strict=False))
-    ]
-    alike = digest_of([(label, *_described(v, own)) for v, label, own in named]) if splits else 0
     for each in splits:
-        each.alike, each.meetings = alike, digest_of([kinds[split] for split in splits])
-    return [*splits, *shares]
+        each.meetings = digest_of([split.kind for split in splits])
+    shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
+    whole = [each for each in batches if views[each.positions[0]].split is None]
+    refusal = _refusal(len(views), formats) if found else ""
+    return Meeting([*splits, *shares], whole, unmeasured, refusal, last)
 
 
 def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
@@ -280,9 +286,9 @@ def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
     return view.whole_shape, view.param.dtype, view.sharding, weight, kept
 
 
-def _refusal(params: int, formats: Sequence[Formats]) -> str:
+def _refusal(params: int, formats: Mapping[int, Formats]) -> str:
     """The message for ranks that do not step the same; of this rank what it steps."""
-    masters = sum(each.master.present for each in formats)
+    masters = sum(each.master.present for each in formats.values())
     return (
         "ranks that hold parts of the same parameters must step the same (order, groups, names, "
         "shapes, dtypes, placements and recipes of the parameters, also where a rank's part is "
@@ -292,8 +298,8 @@ def _refusal(params: int, formats: Sequence[Formats]) -> str:
     )
 
 
-def _flattened(views: Sequence[ParamView], labels: Sequence[str]) -> str | None:
-    """The error for FSDP1's flat parameters, of which each rank has its own norm, if any is one."""
+def _unmeasured(views: Sequence[ParamView], labels: Sequence[str]) -> str | None:
+    """The error for FSDP1's flat parameters, of which each rank has its own norm; None without."""
     is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
     for view, label in () if is_alone else zip(views, labels, strict=False):
         if getattr(view.param, "_fsdp_flattened", False):

@@ -1,0 +1,108 @@
+"""How torch.distributed.checkpoint asks an optimizer which states it would have.
+
+It gives every parameter a gradient of 0, sets lr to 0, and steps; then it takes the state dict, and
+loads into the states.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from megaopt.params import ParamView
+from megaopt.params.dtensor import local_of
+from megaopt.params.view import PLAIN
+from megaopt.state.owned import Owned
+from megaopt.state.watch import grads_of
+from megaopt.step.ranks.peers import largest
+
+ASKS = "torch.distributed.checkpoint.state_dict"
+"""The module of get_optimizer_state_dict, which says nowhere else that it asks."""
+
+
+def is_asked_by_torch() -> bool:
+    """Whether get_optimizer_state_dict, or the like, is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != ASKS:
+        frame = frame.f_back
+    return frame is not None
+
+
+@functools.cache
+def loads_frozen() -> bool:
+    """Whether set_optimizer_state_dict of this torch loads the state of a frozen parameter.
+
+    Until 2.13 it does not, and its full_state_dict puts the optimizer's own in the place.
+    """
+    from torch.distributed.checkpoint import state_dict  # whoever asks has imported it
+
+    model = torch.nn.Linear(1, 1, bias=False, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones((1, 1), device="cpu")
+    model.requires_grad_(False)
+    saved = state_dict.get_optimizer_state_dict(model, optimizer)
+    state_dict.set_optimizer_state_dict(model, optimizer, saved)
+    return "momentum_buffer" in optimizer.state.get(model.weight, {})
+
+
+def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
+    """Whether an optimizer's first step is such a question, on all ranks.
+
+    Only with DTensors, as ranks that do not know of one another have to agree. All ranks meet at a
+    first step with lr=0, whatever is in the state of one.
+
+    Args:
+        owned: the optimizer's.
+        state: the optimizer's.
+        decoupled: whether it reads decoupled_grad.
+    """
+    if not any(view.is_sharded for view in owned.views):
+        return False
+    if any(group["lr"] is None or float(group["lr"]) for group in owned.groups):
+        return False
+    found = torch.tensor([not _is_asked(owned, state, decoupled)], dtype=torch.int64, device="cpu")
+    for mesh in _meshes(owned.views):
+        found = _largest(found, mesh)
+    return not bool(found)
+
+
+def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
+    """Whether there is no state, and p.grad is 0 wherever there could be a gradient.
+
+    torch.distributed.checkpoint gives p.grad, whatever the optimizer reads.
+    """
+    given = [param.grad for param in owned.params if param.requires_grad]
+    if any(state.values()) or not given or any(grad is None for grad in given):
+        return False
+    own = grads_of(owned.params, decoupled=True) if decoupled else []
+    return all(grad is None for grad in own) and all(map(_is_zero, given))
+
+
+def _is_zero(grad: Any) -> bool:
+    """Whether a gradient can be read, and this rank's part of it is 0."""
+    local = local_of(grad)
+    return type(local) in PLAIN and local.layout == torch.strided and not bool(local.any())
+
+
+def on_any_rank(flags: Sequence[bool], views: Sequence[ParamView]) -> list[bool]:
+    """For each parameter whether its flag is set on any rank of its mesh; waits for the answer."""
+    found = torch.tensor(flags, dtype=torch.int64, device="cpu")
+    for mesh in _meshes(views):
+        own = [i for i, v in enumerate(views) if v.is_sharded and v.param.device_mesh == mesh]
+        found[own] = _largest(found[own], mesh).cpu()
+    return [bool(flag) for flag in found.tolist()]
+
+
+def _meshes(views: Sequence[ParamView]) -> list[Any]:
+    return list(dict.fromkeys(view.param.device_mesh for view in views if view.is_sharded))
+
+
+def _largest(numbers: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Of all ranks of a mesh, on its device."""
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    return largest(numbers.to(mesh.device_type), groups)

@@ -19,7 +19,7 @@ from megaopt.params.dtensor import local_of
 from megaopt.params.view import PLAIN
 from megaopt.state.owned import Owned
 from megaopt.state.watch import grads_of
-from megaopt.step.ranks.peers import largest
+from megaopt.step.ranks.peers import reduced
 
 ASKS = "torch.distributed.checkpoint.state_dict"
 """The module of get_optimizer_state_dict, which says nowhere else that it asks."""
@@ -105,4 +105,4 @@ def _meshes(views: Sequence[ParamView]) -> list[Any]:
 def _largest(numbers: torch.Tensor, mesh: Any) -> torch.Tensor:
     """Of all ranks of a mesh, on its device."""
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-    return largest(numbers.to(mesh.device_type), groups)
+    return reduced(numbers.to(mesh.device_type), groups)

@@ -18,26 +18,12 @@ from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.preparation import Measured, Request
 from megaopt.kernels.step.table import is_capturing
 from megaopt.params import ParamView
-from megaopt.step.ranks.peers import (
-    FOUND_INF,
-    NONFINITE,
-    REFUSED,
-    WORDS,
-    Notice,
-    Peers,
-    digest_of,
-    largest,
-)
+from megaopt.step.ranks.peers import FOUND_INF, NONFINITE, WORDS, Notice, Peers, digest_of, reduced
 
 Look = Callable[[torch.device], torch.Tensor]
 """Gives int64 [1] on a device: whether an infinity or NaN is among this rank's gradients."""
 Gathered = list[tuple[dist.ProcessGroup, list[torch.Tensor], torch.Tensor]]
 """For each group of ranks the amaxes of their fp8 weights, and memory to exchange them in."""
-
-
-def is_read_at_once(device: torch.device) -> bool:
-    """Whether a tensor on the device can be read without waiting for work that is queued there."""
-    return device.type == "cpu"
 
 
 class Meeting:
@@ -63,8 +49,7 @@ class Meeting:
         self._now: list[Peers] = []  # in this step
         self._met = 0  # of these
         self._were_alike = False
-        self._device = peers[-1].device if peers else torch.device("cpu")
-        self._notice = Notice(self._device, refusal)
+        self._notice = Notice(peers[-1].device if peers else torch.device("cpu"), refusal)
         self._unheard: list[Notice] = [] if last is None else last._unheard
         self._amax_counts: dict[Any, int] = {} if last is None else last._amax_counts
         with torch.inference_mode(False):
@@ -85,26 +70,23 @@ class Meeting:
     def meet(self, request: Request, waits: bool, look: Look) -> Request | None:
         """Compares what ranks are going to step, and measures the gradients of all.
 
-        The answer is read at once on CPUs, where nothing has to be waited for, by a rank whose
-        batches are new, and where the host waits anyway. Otherwise the step is left out on the
-        device where ranks differ, and the host hears of it before the next one.
+        The host reads the answer on CPUs, where it waits for nothing, on a rank whose batches are
+        new, and where it waits anyway. Otherwise the device leaves the step out where ranks differ,
+        and the host hears of it before the next one.
 
         Args:
             request: this rank's.
             waits: whether the host waits to know if there is a step, as on all ranks or on none.
             look: for gradients of which no norm over ranks is measured.
 
-        Returns:
-            The request as all ranks see it; None where the host knows that there is no step.
-
-        Raises:
-            ValueError: ranks do not step the same, or one has raised an error, on all ranks; or a
-                parameter is FSDP1's in a step that measures.
+        Returns None where the host knows that there is no step, else the request of all ranks.
+        Raises ValueError where ranks do not step the same or one raises an error, on all of them,
+        and for a parameter of FSDP1's in a step that measures.
         """
         if request.needs_norm and self._unmeasured is not None:
             raise ValueError(self._unmeasured)
         self._now, self._met = self._of(request.needs_norm), 0
-        at_once = all(is_read_at_once(each.device) for each in self._now)
+        at_once = all(each.is_read_at_once for each in self._now)
         reads = at_once or waits or not self._were_alike
         reads = reads and not any(is_capturing(each.device) for each in self._now)
         try:
@@ -135,7 +117,7 @@ class Meeting:
         if request.skip_nonfinite and not all(each.measures for each in self._now):
             heard[NONFINITE:].copy_(look(heard.device))
         for each in self._now:
-            each.write(digest_of((each.alike, request.clip_norm, request.skip_nonfinite)), heard)
+            each.write((request.clip_norm, request.skip_nonfinite), heard)
             self._met += 1
             each.meet()
             heard = each.heard()
@@ -160,7 +142,7 @@ class Meeting:
             self._has_failed(True)
             return
         for each in self._now[self._met :]:
-            each.write(REFUSED)
+            each.write()
             each.meet()
             if each.measures and bool(each.heard()[0]):
                 return  # who reads that comes no further
@@ -168,9 +150,10 @@ class Meeting:
 
     def _stand_in(self, waits: bool) -> None:
         """Exchanges amaxes with ranks that have not read, and leave the step out later on."""
+        peers = self._peers[-1]
         for group, count in self._amax_counts.items():
-            if not waits and not is_read_at_once(self._device):
-                largest(torch.zeros(count, dtype=torch.float32, device=self._device), [group])
+            if not waits and not peers.is_read_at_once:
+                reduced(torch.zeros(count, dtype=torch.float32, device=peers.device), [group])
 
     def hear(self, counts: Iterable[dict[str, Any]]) -> None:
         """Raises ValueError for what ranks found in the last step, for which the host did not wait.
@@ -206,7 +189,7 @@ class Meeting:
         """Whether this rank failed, or another of those that have met."""
         vote = self._vote.fill_(own)  # a rank without memory has it already
         for each in self._now:
-            largest(vote, each.groups if is_read_at_once(each.device) else ())
+            reduced(vote, each.groups if each.is_read_at_once else ())
         return bool(vote)
 
     def gather(self, batches: Sequence[Any]) -> Gathered:
@@ -222,7 +205,7 @@ class Meeting:
     def exchange(self, gathered: Gathered) -> None:
         """Between step and casts: amaxes become the largest of all ranks."""
         for group, own, together in gathered:
-            parts = torch.split(largest(together, [group]), list(map(len, own)))
+            parts = torch.split(reduced(together, [group]), list(map(len, own)))
             torch._foreach_copy_(own, list(parts))
         self._amax_counts = {group: len(together) for group, _, together in gathered}
 
@@ -265,10 +248,9 @@ def meeting_of(
             shares.append(Peers(views[places[0]].param.device, [group], own))
         else:
             mesh, dims = split
-            plans = [each.plan for each in batches if each.positions[0] in places]
-            # a submesh has other ranks elsewhere
-            kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), dims)
             groups = [mesh.get_group(dim) for dim in dims]
+            plans = [each.plan for each in batches if each.positions[0] in places]
+            kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), dims)
             splits.append(Peers(device, groups, everything, plans, kind))
     splits.sort(key=lambda each: -each.size)
     for each in splits:

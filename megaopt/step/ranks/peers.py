@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 import numpy
 import torch
@@ -35,17 +36,13 @@ REFUSED = digest_of("this rank raises an error")
 """The second word of a rank that does not step."""
 
 
-def largest(own: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """The largest of all ranks of the groups, in place."""
-    for group in groups:
-        dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
-    return own
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
-def added_up(own: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """The sum over all ranks of the groups, the dimensions of one mesh; in place."""
+def reduced(own: torch.Tensor, groups: Iterable[Any], op: Any = MAX) -> torch.Tensor:
+    """The largest of all ranks of the groups, one after the other, or the sum; in place."""
     for group in groups:
-        dist.all_reduce(own, dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(own, op, group=group)
     return own
 
 
@@ -85,13 +82,19 @@ class Peers:
             own = self._message = torch.cat([bins.flatten(), bins.new_zeros(WORDS)])
             self._bins, self._words = own[:-WORDS].view(bins.shape), own[-WORDS:]
 
-    def write(self, digest: int, heard: torch.Tensor | None = None) -> None:
-        """Writes this rank's message.
+    @property
+    def is_read_at_once(self) -> bool:
+        """Whether a message can be read without waiting for work that is queued on the device."""
+        return self.device.type == "cpu"
+
+    def write(self, asked: object = None, heard: torch.Tensor | None = None) -> None:
+        """Writes this rank's message: that it raises an error, unless something was heard.
 
         Args:
-            digest: of all that the ranks must have alike in this step.
-            heard: in the meeting before, to be passed on; None for a rank that raises an error.
+            asked: what the ranks must have alike in this step.
+            heard: in the meeting before, to be passed on.
         """
+        digest = REFUSED if heard is None else digest_of((self.alike, asked))
         own = numpy.array([self.meetings, digest, 0, 0], dtype=numpy.int64)
         # numpy's product is modulo 2**64, as the sum is
         words, self._alike = self._sent.update(numpy.stack([own, own * self.size]))
@@ -104,7 +107,7 @@ class Peers:
 
     def meet(self) -> None:
         """Adds up the messages of all ranks."""
-        added_up(self._message, self.groups)
+        reduced(self._message, self.groups, SUM)
 
     def heard(self) -> torch.Tensor:
         """int64 [WORDS], 0 or 1: which digests are others, and what is set, on any rank."""

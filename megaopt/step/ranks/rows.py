@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megaopt.kernels.lowrank.parts import WHOLE, Parts
 from megaopt.params import ParamView
-from megaopt.step.ranks.peers import added_up, largest
+from megaopt.step.ranks.peers import SUM, reduced
 
 MAGNITUDE = 0x7FFFFFFF
 """The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN
@@ -44,11 +44,11 @@ class RowsOnRanks:
 
     def largest(self, own: torch.Tensor) -> torch.Tensor:
         """Of all ranks' magnitudes, fp32 of shape ()."""
-        return largest(own.view(torch.int32) & MAGNITUDE, self._groups).view(torch.float32)
+        return reduced(own.view(torch.int32) & MAGNITUDE, self._groups).view(torch.float32)
 
     def add_up(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, fp64; in place."""
-        return added_up(own, self._groups)
+        return reduced(own, self._groups, SUM)
 
     def alike(self, own: torch.Tensor) -> torch.Tensor:
         """The projection of the first of the ranks that have copies of the same rows; in place."""

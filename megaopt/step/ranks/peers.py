@@ -34,8 +34,6 @@ def digest_of(what: object) -> int:
 
 REFUSED = digest_of("this rank raises an error")
 """The second word of a rank that does not step."""
-
-
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
@@ -111,7 +109,8 @@ class Peers:
 
     def heard(self) -> torch.Tensor:
         """int64 [WORDS], 0 or 1: which digests are others, and what is set, on any rank."""
-        return (self._words != self._alike).long()
+        apart: torch.Tensor = self._words != self._alike
+        return apart.long()
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the squares of all ranks' gradients to the bins."""

@@ -80,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._batches: Batches | None = None
         self._captured: list[Batches] = []  # CUDA graphs read their tables
         self._preparations = Preparations()
-        self._meeting: Meeting | None = None  # of the last batches
+        self._meeting: Meeting | None = None  # of the last step
         self._writes, self._numbers = ExternalWrites(), CheckedNumbers()
         self._was_stepped = False
         self._release: Any = None  # a megaopt.models.release.GradientRelease
@@ -174,12 +174,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             for batch in run.batches.fed:
                 batch.stage_inputs(run.grads, writes)
             run.make_ready()
+            run.meeting = self._meeting = self._meeting_of(run)
         except Exception:
-            others = meeting_of(owned.shared_views, last=self._meeting)
+            measures = clip_norm is not None or skips_nonfinite
+            others = meeting_of(owned.shared_views, measures=measures, last=self._meeting)
             if others is not None:
-                others.withdraw(clip_norm is not None or skips_nonfinite, self._waits)
+                others.withdraw(self._waits)
             raise
         return run
+
+    def _meeting_of(self, run: StepRun) -> Meeting | None:
+        """With the other ranks; None where none are met in this step."""
+        own, measures, batches = run.owned, run.request.needs_norm, run.batches
+        if measures not in batches.meetings:
+            given = (own.views, own.labels, batches.batches, measures, self._meeting)
+            batches.meetings[measures] = meeting_of(*given)
+        return batches.meetings[measures]
 
     def _agreed(self, run: StepRun) -> Request | None:
         """The request as all ranks see it; None where the host knows that there is no step."""
@@ -283,8 +293,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         found = collect(owned, self.state, grads, self._check_param)
         self._writes.warn_without_masters(owned, found.states)
         commit(self.state, found.states)  # now that nothing was refused
-        batches = make_batches(owned, self.state, found, self._meeting)
-        self._meeting = batches.meeting
+        batches = make_batches(owned, self.state, found)
         self._writes.watch(owned, found.places)
         return batches
 

@@ -227,7 +227,6 @@ class Batches:
         batches: of the parameters that have a gradient.
         param_groups: the optimizer's.
         state: the optimizer's, complete for these parameters.
-        meeting: with the ranks that hold other parts of its parameters; None without such.
         counts: which rows of scalars the parameters take.
         masters: the caller's list; None without one.
     """
@@ -237,11 +236,12 @@ class Batches:
         batches: list[Batch],
         param_groups: Sequence[Mapping[str, Any]],
         state: Mapping[Any, dict[str, Any]],
-        meeting: Meeting | None = None,
         counts: StepRows | None = None,
         masters: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        self.batches, self.meeting = batches, meeting
+        self.batches = batches
+        self.meetings: dict[bool, Meeting | None] = {}
+        """With other ranks, if there are any, in steps that measure gradients, and in others."""
         self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
         params = tuple(param for group in param_groups for param in group["params"])

@@ -24,7 +24,7 @@ from megaopt.step.float8 import Float8Batch, plan_formats
 from megaopt.step.gradients import check_readable, check_written_grads, resolved
 from megaopt.step.low_rank import low_rank_batch
 from megaopt.step.preparations import Prepared
-from megaopt.step.ranks.meeting import Meeting, meeting_of
+from megaopt.step.ranks.meeting import Meeting
 from megaopt.step.sharded import ShardedBatch
 
 Kind = tuple[torch.device, Formats, bool, Any]
@@ -46,15 +46,11 @@ class StepRun:
     batches: Batches
     grads: Grads
     """Of each parameter."""
+    meeting: Meeting | None = None
+    """With the other ranks; None where none are met in this step."""
     prepared: Prepared = field(default_factory=dict)
     ready: list[Any] = field(default_factory=list)
     """For each batch the groups' scalars as its plan takes them."""
-
-    @property
-    def meeting(self) -> Meeting | None:
-        """With the other ranks; None where none are met in this step."""
-        own = self.batches.meeting
-        return own if own is not None and own.is_held(self.request.needs_norm) else None
 
     @property
     def counted_groups(self) -> list[dict[str, Any]]:
@@ -198,15 +194,12 @@ def _is_staged(
     return not all(local_of(each).is_contiguous() for each in (view.param, grad, *stored))
 
 
-def make_batches(
-    owned: Owned, state: Mapping[Any, State], found: Collected, last: Meeting | None = None
-) -> Batches:
-    """The batches of what was collected; the states are complete. last: the meeting before."""
+def make_batches(owned: Owned, state: Mapping[Any, State], found: Collected) -> Batches:
+    """The batches of what was collected; the states are complete."""
     counts = rows_of(owned, state, found.places)
     batches = [_batch(owned, state, kind, places, counts) for kind, places in found.kinds.items()]
-    meeting = meeting_of(owned.views, owned.labels, batches, last)
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
-    return Batches(batches, owned.groups, state, meeting, counts, masters)
+    return Batches(batches, owned.groups, state, counts, masters)
 
 
 def _batch(

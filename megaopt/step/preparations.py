@@ -145,8 +145,9 @@ class Preparations:
 
 def _measured(batches: Batches, device: torch.device) -> Sequence[Measured]:
     """What the norm of all gradients on a device is measured of."""
-    if batches.meeting is not None:
-        return batches.meeting.measured(device)
+    meeting = batches.meetings.get(True)
+    if meeting is not None:
+        return meeting.measured(device)
     return [batch.plan for batch in batches.batches if batch.device == device]
 
 

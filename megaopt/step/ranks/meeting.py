@@ -30,37 +30,23 @@ class Meeting:
     """What ranks that hold parts of the same parameters do together in each step.
 
     Args:
-        peers: those of DTensors, which meet only for a norm, then those of fp8 weights.
+        peers: those of DTensors, which measure a norm, then those of fp8 weights.
         whole: the batches of what no norm over ranks is of.
-        unmeasured: the error for a step that measures gradients; None where it may.
         refusal: the error where ranks do not step the same.
-        last: of the batches before, whose answer may not have been heard yet.
+        last: the meeting before, whose answer may not have been heard yet.
     """
 
     def __init__(
-        self,
-        peers: Sequence[Peers],
-        whole: Sequence[Any],
-        unmeasured: str | None,
-        refusal: str,
-        last: Meeting | None,
+        self, peers: Sequence[Peers], whole: Sequence[Any], refusal: str, last: Meeting | None
     ) -> None:
-        self._peers, self._whole, self._unmeasured = peers, whole, unmeasured
-        self._now: list[Peers] = []  # in this step
-        self._met = 0  # of these
+        self._peers, self._whole = peers, whole
+        self._met = 0  # in this step
         self._were_alike = False
-        self._notice = Notice(peers[-1].device if peers else torch.device("cpu"), refusal)
+        self._notice = Notice(peers[-1].device, refusal)
         self._unheard: list[Notice] = [] if last is None else last._unheard
         self._amax_counts: dict[Any, int] = {} if last is None else last._amax_counts
         with torch.inference_mode(False):
             self._vote = torch.zeros(1, dtype=torch.int64, device="cpu")
-
-    def is_held(self, measures: bool) -> bool:
-        """Whether ranks meet in a step that measures its gradients, or in one that does not."""
-        return bool(self._of(measures)) or (measures and self._unmeasured is not None)
-
-    def _of(self, measures: bool) -> list[Peers]:
-        return [each for each in self._peers if measures or not each.measures]
 
     def measured(self, device: torch.device) -> list[Measured]:
         """What the norm of all gradients on a device is measured of, after the ranks met."""
@@ -80,15 +66,12 @@ class Meeting:
             look: for gradients of which no norm over ranks is measured.
 
         Returns None where the host knows that there is no step, else the request of all ranks.
-        Raises ValueError where ranks do not step the same or one raises an error, on all of them,
-        and for a parameter of FSDP1's in a step that measures.
+        Raises ValueError where ranks do not step the same or one raises an error, on all of them.
         """
-        if request.needs_norm and self._unmeasured is not None:
-            raise ValueError(self._unmeasured)
-        self._now, self._met = self._of(request.needs_norm), 0
-        at_once = all(each.is_read_at_once for each in self._now)
+        self._met = 0
+        at_once = all(each.is_read_at_once for each in self._peers)
         reads = at_once or waits or not self._were_alike
-        reads = reads and not any(is_capturing(each.device) for each in self._now)
+        reads = reads and not any(is_capturing(each.device) for each in self._peers)
         try:
             heard = self._heard(request, reads, look)
             differ, skip = heard[:FOUND_INF].amax(), heard.amax()
@@ -111,12 +94,12 @@ class Meeting:
 
     def _heard(self, request: Request, reads: bool, look: Look) -> torch.Tensor:
         """What all ranks say: each meeting passes on what was heard in those before."""
-        heard = torch.zeros(WORDS, dtype=torch.int64, device=self._now[0].device)
+        heard = torch.zeros(WORDS, dtype=torch.int64, device=self._peers[0].device)
         if request.found_inf is not None:
             heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
-        if request.skip_nonfinite and not all(each.measures for each in self._now):
+        if request.skip_nonfinite and not all(each.measures for each in self._peers):
             heard[NONFINITE:].copy_(look(heard.device))
-        for each in self._now:
+        for each in self._peers:
             each.write((request.clip_norm, request.skip_nonfinite), heard)
             self._met += 1
             each.meet()
@@ -125,23 +108,21 @@ class Meeting:
                 break  # the next meeting might never end
         return heard
 
-    def withdraw(self, measures: bool, waits: bool) -> None:
+    def withdraw(self, waits: bool) -> None:
         """Meets the ranks in place of `meet` where this one raises an error: all will.
 
-        Args:
-            measures: whether the step was to measure its gradients.
-            waits: as for `meet`.
+        waits: as for `meet`.
         """
-        self._now, self._met = self._of(measures), 0
-        if self._now and not any(is_capturing(each.device) for each in self._now):
+        if not any(is_capturing(each.device) for each in self._peers):
+            self._met = 0
             self._leave(waits)
 
     def _leave(self, waits: bool) -> None:
         """Meets the ranks, wherever they wait for this one, which raises an error."""
-        if self._met == len(self._now):
+        if self._met == len(self._peers):
             self._has_failed(True)
             return
-        for each in self._now[self._met :]:
+        for each in self._peers[self._met :]:
             each.write()
             each.meet()
             if each.measures and bool(each.heard()[0]):
@@ -188,14 +169,14 @@ class Meeting:
     def _has_failed(self, own: bool) -> bool:
         """Whether this rank failed, or another of those that have met."""
         vote = self._vote.fill_(own)  # a rank without memory has it already
-        for each in self._now:
+        for each in self._peers:
             reduced(vote, each.groups if each.is_read_at_once else ())
         return bool(vote)
 
     def gather(self, batches: Sequence[Any]) -> Gathered:
         """Takes the memory in which ranks exchange the amaxes of the batches' fp8 weights."""
         gathered = []
-        for group in [each.groups[0] for each in self._of(measures=False)]:
+        for group in [each.groups[0] for each in self._peers if not each.measures]:
             # by number, not by batch: gradients of another dtype make other batches
             pairs = [pair for each in batches if each.group == group for pair in each.amaxes()]
             if own := [amax for _, amax in sorted(pairs, key=lambda pair: pair[0])]:
@@ -214,9 +195,12 @@ def meeting_of(
     views: Sequence[ParamView],
     labels: Sequence[str] = (),
     batches: Sequence[Any] = (),
+    measures: bool = False,
     last: Meeting | None = None,
 ) -> Meeting | None:
     """With the ranks that hold other parts of an optimizer's parameters; None if there are none.
+
+    Ranks of DTensors meet only in steps that measure their gradients.
 
     DTensors' ranks meet first, the most at first: each message tells of all parameters, so that as
     many as possible raise together. A message about fp8 weights tells of those that the ranks
@@ -227,15 +211,19 @@ def meeting_of(
         views: of all parameters, those without a gradient included.
         labels: what errors call them; none are needed to `withdraw`.
         batches: of the parameters that have a gradient; each holds those of one split.
-        last: of the batches before.
+        measures: whether the step measures its gradients.
+        last: the meeting before, of these batches or others.
+
+    Raises ValueError for a parameter of FSDP1's in a step that measures.
     """
+    if measures:
+        _check_not_flattened(views, labels)
     found: dict[Any, list[int]] = {}
     for place, view in enumerate(views):
-        if view.split is not None or view.group:
+        if view.group or (measures and view.split is not None):
             device = None if view.split is None else view.param.device
             found.setdefault((device, view.split, view.group), []).append(place)
-    unmeasured = _unmeasured(views, labels)
-    if not found and unmeasured is None:
+    if not found:
         return None
     formats = {place: each.formats for each in batches for place in each.positions}
     described = [_described(view, formats.get(place)) for place, view in enumerate(views)]
@@ -257,8 +245,7 @@ def meeting_of(
         each.meetings = digest_of([split.kind for split in splits])
     shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
     whole = [each for each in batches if views[each.positions[0]].split is None]
-    refusal = _refusal(len(views), formats) if found else ""
-    return Meeting([*splits, *shares], whole, unmeasured, refusal, last)
+    return Meeting([*splits, *shares], whole, _refusal(len(views), formats), last)
 
 
 def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
@@ -280,15 +267,15 @@ def _refusal(params: int, formats: Mapping[int, Formats]) -> str:
     )
 
 
-def _unmeasured(views: Sequence[ParamView], labels: Sequence[str]) -> str | None:
-    """The error for FSDP1's flat parameters, of which each rank has its own norm; None without."""
-    is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-    for view, label in () if is_alone else zip(views, labels, strict=False):
+def _check_not_flattened(views: Sequence[ParamView], labels: Sequence[str]) -> None:
+    """Raises ValueError for FSDP1's flat parameters, of which each rank has its own norm."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for view, label in zip(views, labels, strict=False):
         if getattr(view.param, "_fsdp_flattened", False):
-            return (
+            raise ValueError(
                 f"{label} must not be FullyShardedDataParallel's (FSDP1) in a step that measures "
                 "the gradients (clip_norm, nonfinite other than 'propagate'): each rank would see "
                 "its own part alone, got one; FSDP2 (fully_shard) adds up over ranks, or pass "
                 "clip_coefficient, found from a norm of all ranks"
             )
-    return None

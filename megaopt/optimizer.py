@@ -21,7 +21,7 @@ from megaopt.state.masters import MasterWeights
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
 from megaopt.state.tensors import MASTER, picklable
-from megaopt.step.ranks.probing import is_asked_by_torch
+from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
 from megaopt.step.stepper import Stepper
 

@@ -14,8 +14,7 @@ from megaopt.params.dtensor import local_of
 from megaopt.saving.formats import FROZEN, frozen_of
 from megaopt.state.owned import Owned
 from megaopt.step.collect import completed_states
-from megaopt.step.ranks.probing import is_asked_by_torch, loads_frozen
-from megaopt.step.ranks.shards import each_on_any_rank
+from megaopt.step.probing import is_asked_by_torch, loads_frozen, on_any_rank
 
 States = Mapping[Any, Mapping[str, Any]]
 
@@ -81,7 +80,7 @@ def _with_news(owned: Owned, state: States, places: Iterable[int]) -> list[int]:
     params = owned.params
     chosen = [i for i in places if not params[i].requires_grad and state.get(params[i])]
     flags = [not _is_new(owned, state[params[place]], place) for place in chosen]
-    found = each_on_any_rank(flags, [owned.views[place] for place in chosen])
+    found = on_any_rank(flags, [owned.views[place] for place in chosen])
     return [place for place, has in zip(chosen, found, strict=True) if has]
 
 

@@ -19,6 +19,7 @@ from megaopt.state.watch import Grads, Guards, Seen, Watch, is_worth_building, s
 from megaopt.step.counts import StepRows
 from megaopt.step.float8 import Float8
 from megaopt.step.low_rank import Projections
+from megaopt.step.ranks.meeting import Meeting
 from megaopt.step.source import Source
 
 
@@ -164,7 +165,6 @@ class Batches:
         param_groups: the optimizer's.
         state: the optimizer's, complete for these parameters.
         versions: of the weights that the batches step.
-        agreement: with the ranks that share some of all its parameters; None without such.
         counts: which rows of scalars the parameters take.
         masters: the caller's list; None without one.
     """
@@ -175,27 +175,23 @@ class Batches:
         param_groups: Sequence[Mapping[str, Any]],
         state: Mapping[Any, dict[str, Any]],
         versions: Versions,
-        agreement: Any = None,
         counts: StepRows | None = None,
         masters: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        self.batches, self.agreement = batches, agreement
+        self.batches = batches
+        self.meetings: dict[bool, Meeting | None] = {}
+        """With other ranks, if there are any, in steps that measure gradients, and in others."""
         self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
         self.counted = self.counts.counted
         """What goes up with a step that the host counts, beside the groups' own counts."""
         params = tuple(param for group in param_groups for param in group["params"])
-        self.meeting: Any = None
-        """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
         self.quantized = [batch for batch in batches if batch.float8 is not None]
         self.projected = [batch for batch in batches if batch.projections is not None]
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()
         """Copies of the counts on the device, as they were before the step on its way."""
-        with torch.inference_mode(False):
-            self.vote = torch.zeros(1, dtype=torch.int64, device="cpu")
-        """For ranks to say whether one of them failed: a rank without memory has it already."""
         self._shaping = shaping_numbers(param_groups)
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []

@@ -23,7 +23,6 @@ from megaopt.step.counts import StepRows, first_count, rows_of
 from megaopt.step.float8 import Float8, plan_formats
 from megaopt.step.gradients import check_readable, resolved
 from megaopt.step.low_rank import projections_of
-from megaopt.step.ranks.float8 import Agreement
 from megaopt.step.source import Source
 
 Kind = tuple[torch.device, Formats, bool, Any]
@@ -144,11 +143,8 @@ def make_batches(
     """The batches of what was collected; the states are complete."""
     counts = rows_of(owned, state, found.places)
     batches = [_batch(owned, state, kind, places, counts) for kind, places in found.kinds.items()]
-    formats = {place: kind[1] for kind, places in found.kinds.items() for place in places}
-    agreement = Agreement(owned.views, formats)
-    shared = agreement if agreement.signatures else None
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
-    return Batches(batches, owned.groups, state, versions, shared, counts, masters)
+    return Batches(batches, owned.groups, state, versions, counts, masters)
 
 
 def _batch(

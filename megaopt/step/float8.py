@@ -16,7 +16,6 @@ from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.state.tensors import MASTER, State
 from megaopt.state.watch import Guards
-from megaopt.step.ranks.float8 import Gathered, gathered
 
 
 def plan_formats(formats: Formats, view: ParamView, steps_codes: bool) -> Formats:
@@ -181,12 +180,3 @@ class Float8:
 def _addresses(tensors: Sequence[Any]) -> list[int]:
     plain = torch.Tensor
     return [each.data_ptr() for each in tensors if type(each) is plain]
-
-
-def gather_amaxes(weights: Sequence[Float8]) -> list[Gathered]:
-    """Between steps and casts: the amaxes that are to become the largest of all ranks."""
-    shared: dict[dist.ProcessGroup, list[tuple[int, torch.Tensor]]] = {}
-    for each in weights:
-        if each.group is not None:
-            shared.setdefault(each.group, []).extend(each.amaxes())
-    return gathered(shared)

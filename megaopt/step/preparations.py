@@ -9,10 +9,9 @@ import torch
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.step.controls import SKIP
-from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.preparation import Measured, Request
 from megaopt.state.owned import Owned
 from megaopt.step.batch import Batch, Batches
-from megaopt.step.ranks.shards import measured
 
 Prepared = dict[torch.device, tuple[Any, Any]]
 """For each device the scalars, if they are made there, and the controls."""
@@ -55,7 +54,7 @@ class Preparations:
         if groups is None and asked.is_empty:
             return dict.fromkeys(devices, (None, None))
         for device in devices:
-            plans = measured(batches, device) if asked.needs_norm else []
+            plans = _measured(batches, device) if asked.needs_norm else []
             prepared[device] = self.on(device, owned).make(groups, asked.on(device), plans)
         return prepared
 
@@ -84,6 +83,14 @@ class Preparations:
             )
         norm: torch.Tensor = found[0].norm
         return norm
+
+
+def _measured(batches: Batches, device: torch.device) -> Sequence[Measured]:
+    """What the norm of all gradients on a device is measured of."""
+    meeting = batches.meetings.get(True)
+    if meeting is not None:
+        return meeting.measured(device)
+    return [batch.plan for batch in batches.batches if batch.device == device]
 
 
 def is_skipped(prepared: Prepared, nonfinite: str) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,11 +25,10 @@ from megaopt.state.writes import ExternalWrites
 from megaopt.step.batch import Batches
 from megaopt.step.capture import can_capture, check_capture, check_captured_batches
 from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
-from megaopt.step.float8 import gather_amaxes
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.preparations import Preparations, Prepared, is_skipped
-from megaopt.step.ranks.consensus import Consensus
-from megaopt.step.ranks.probing import is_probe
+from megaopt.step.probing import is_probe
+from megaopt.step.ranks.meeting import Meeting, meeting_of
 from megaopt.step.request import NOTHING, Asked, request_of
 
 States = Any
@@ -53,8 +53,12 @@ class Run:
         """For each batch the rows of scalars as its plan takes them."""
         self.prepared: Prepared = {}
         """By device; nothing where scalars are the host's and gradients are taken as they are."""
-        self.gathered: list[Any] = []
+        self.meeting: Meeting | None = None
+        """With the other ranks; None where none are met in this step."""
+        self.gathered: Any = ()
         """Amaxes that ranks put together."""
+        self.waits = False
+        """The host waits to know if there is a step, as on all ranks or on none."""
         self.is_left_out = False
 
     @cached_property
@@ -94,7 +98,8 @@ class Stepper:
         self.writes = ExternalWrites(said)
         self.was_stepped = False
         """Whether no step asks any more which states there would be."""
-        self._preparations, self._consensus = Preparations(), Consensus()
+        self._preparations = Preparations()
+        self._meeting: Meeting | None = None  # of the last step
         self._numbers = Numbers(options, self.rule)
         self._batches: Batches | None = None
         self._captured: list[Batches] = []  # CUDA graphs read their tables
@@ -105,8 +110,6 @@ class Stepper:
         """A weight lies elsewhere than its master knows."""
         self._can_capture: bool | None = None
         """Whether a CUDA graph may capture a step; None: not known yet."""
-        self._waits = False
-        """Whether the host waits to know if there is a step."""
 
     def owned(self, groups: Sequence[Group]) -> Owned:
         """What there is to step now."""
@@ -117,14 +120,14 @@ class Stepper:
 
         written: places of parameters that were written since the last step.
         """
-        self._batches, self._is_elsewhere = None, True
-        self._consensus.forget()
+        self._batches, self._is_elsewhere, self._meeting = None, True, None
         self.writes.reset(params, written)
 
     def hear(self, groups: Sequence[Group]) -> None:
         """Raises ValueError where ranks differed in the last step; its count is taken back."""
-        counted = self._batches.counted if self._batches else []
-        self._consensus.hear([*groups, *counted], self.options.capturable)
+        if self._meeting is not None:
+            counted = self._batches.counted if self._batches else []
+            self._meeting.hear([] if self.options.capturable else [*groups, *counted])
 
     @property
     def norm(self) -> torch.Tensor:
@@ -148,7 +151,7 @@ class Stepper:
             asked: what the step wants.
             check: called before anything changes, where parameters are stepped for the first time.
         """
-        if self._is_shared:
+        if self._meeting is not None:
             self.hear(groups)
         run = self._begin(groups, state, asked, check)
         if run is None:
@@ -156,7 +159,8 @@ class Stepper:
         batches = run.batches
         try:
             for votes, stages in self._stages[run.request is not NOTHING]:
-                with self._consensus.whole(run) if votes else nullcontext():
+                meeting = run.meeting if votes else None
+                with nullcontext() if meeting is None else meeting.whole():
                     for stage in stages:
                         if run.is_left_out:
                             return batches.abandon()
@@ -206,15 +210,26 @@ class Stepper:
                 batch.feed(seen.grads, writes)
             # all memory is taken before the first launch: none fails for it after another
             run.ready = [batch.plan.ready(rows) for batch in batches.batches]
+            if request is not NOTHING or self._is_shared:
+                run.waits = asked.waits(self.options)
+                run.meeting = self._meeting = self._meeting_for(run)
         except Exception:
-            self._consensus.share_error(
-                self.owned(groups),
-                asked.clip_norm is not None or asked.skips_nonfinite(self.options),
-                asked.waits(self.options),
-            )
+            measures = asked.clip_norm is not None or asked.skips_nonfinite(self.options)
+            views = self.owned(groups).shared_views
+            others = meeting_of(views, measures=measures, last=self._meeting)
+            if others is not None:
+                others.withdraw(asked.waits(self.options))
             raise
-        self._waits = request is not NOTHING and asked.waits(self.options)
         return run
+
+    def _meeting_for(self, run: Run) -> Meeting | None:
+        """With the ranks that hold other parts of the parameters; kept, as CUDA graphs read it."""
+        measures, batches = run.request.needs_norm, run.batches
+        if measures not in batches.meetings:
+            views, labels = run.owned.views, run.owned.labels
+            given = (views, labels, batches.batches, measures, self._meeting)
+            batches.meetings[measures] = meeting_of(*given)
+        return batches.meetings[measures]
 
     # --- what there is to step
 
@@ -259,8 +274,7 @@ class Stepper:
         commit(state, found.states)  # now that nothing was refused
         self.writes.watch(owned, found.places)
         batches = make_batches(owned, state, found, self.writes.versions)
-        is_split = any(view.split is not None for view in owned.views)
-        self._is_shared = is_split or batches.agreement is not None
+        self._is_shared = any(v.split is not None or v.group is not None for v in owned.views)
         self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
         return batches
@@ -282,10 +296,10 @@ class Stepper:
             is_prepared and self._prepare,
             bool(batches.projected) and refresh,
             launch,
-            is_exchanged and gather,
+            is_exchanged and gather_amaxes,
         ]
         last: list[Stage | bool] = [
-            is_exchanged and self._exchange,
+            is_exchanged and exchange,
             bool(float8) and quantize,
             any(batch.copies for batch in batches.batches) and copy_results,
         ]
@@ -312,7 +326,7 @@ class Stepper:
     ) -> bool:
         """Makes the states, and steps nothing, if torch.distributed.checkpoint asks for that.
 
-        It does so by a first step with lr=0 and gradients of 0 (megaopt.step.ranks.probing).
+        It does so by a first step with lr=0 and gradients of 0 (megaopt.step.probing).
         """
         self.was_stepped = True
         owned = self.owned(groups)
@@ -328,9 +342,16 @@ class Stepper:
 
     def _meet(self, run: Run) -> None:
         """The request becomes that of all ranks; the host may know then that there is no step."""
-        request = self._consensus.reach(run, self._waits, self._preparations)
-        run.is_left_out = request is None
-        run.request = request or run.request
+        request, found = run.request, None
+        if run.meeting is not None:
+            look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
+            found = run.meeting.meet(request, run.waits, look)
+        elif request.found_inf is None or not run.waits:
+            found = request
+        elif not bool(request.found_inf):
+            found = replace(request, found_inf=None)
+        run.is_left_out = found is None
+        run.request = found or request
 
     def _prepare(self, run: Run) -> None:
         """Makes scalars and controls; the host may see then that there is no step."""
@@ -343,10 +364,6 @@ class Stepper:
             run.is_left_out = is_skipped(run.prepared, self.options.nonfinite)
         if self._can_capture and any(map(is_capturing, run.prepared)):
             self._captured.append(batches)
-
-    def _exchange(self, run: Run) -> None:
-        """Amaxes of fp8 weights become the largest of all ranks."""
-        self._consensus.exchange(run.gathered)
 
 
 # --- stages
@@ -368,9 +385,16 @@ def launch(run: Run) -> None:
         batch.plan.step(rows if scalars is None else scalars, controls)
 
 
-def gather(run: Run) -> None:
+def gather_amaxes(run: Run) -> None:
     """Puts together the amaxes that ranks exchange."""
-    run.gathered = gather_amaxes([b.float8 for b in run.batches.quantized if b.float8 is not None])
+    assert run.meeting is not None
+    run.gathered = run.meeting.gather([batch.float8 for batch in run.batches.quantized])
+
+
+def exchange(run: Run) -> None:
+    """Amaxes of fp8 weights become the largest of all ranks."""
+    assert run.meeting is not None
+    run.meeting.exchange(run.gathered)
 
 
 def quantize(run: Run) -> None:

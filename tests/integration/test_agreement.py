@@ -1,9 +1,12 @@
-"""Ranks that hold shards of the same DTensors all step, or all raise: none waits for ever."""
+"""Ranks that hold parts of the same parameters all step, or all raise: none waits for ever."""
 
 import re
 
 import agreement_ranks as attacks
+import float8_agreement_ranks as float8
 import pytest
+from agreement_ranks import DTENSORS
+from float8_agreement_ranks import BOTH, SHARDS
 from runs import assert_same
 
 CLIP = {"clip_norm": 1.0}
@@ -13,16 +16,16 @@ MODES = {
     "error": ({"nonfinite": "error"}, {}),
     "capturable": ({"capturable": True}, CLIP),
 }
-WORLDS = [2, 3]
-OTHERS = r"ValueError: ranks that hold shards of the same DTensors must step the same .* rank {}, "
+SKIP = {"nonfinite": "skip"}
+OTHERS = r"ValueError: ranks that hold parts of the same parameters must step .* rank {}, "
 OWN = {
-    "gradient_of_float64": r"ValueError: parameter 1 of group 0: a gradient of dtype",
+    "gradient_of_float64": r"ValueError: parameter \d of group 0: a gradient of dtype",
     "bad_lr": r"ValueError: group 0: lr must be a",
 }
 """What the rank says that had an error anyway."""
 
 modes = pytest.mark.parametrize(("options", "step"), MODES.values(), ids=MODES)
-worlds = pytest.mark.parametrize("world", WORLDS)
+worlds = pytest.mark.parametrize("world", [2, 3])
 
 
 def assert_refused(found, name=None):
@@ -35,10 +38,16 @@ def assert_refused(found, name=None):
         assert_same(after[1][: len(before[1])], before[1], f"rank {rank}")
 
 
-@pytest.mark.parametrize("name", attacks.BUILT)
+@pytest.mark.parametrize("name", DTENSORS.built)
 @worlds
 def test_optimizers_that_are_not_alike(on_ranks, world, name):
-    assert_refused(on_ranks(world, attacks.built, name, {}, CLIP))
+    assert_refused(on_ranks(world, attacks.built, DTENSORS, name, {}, CLIP))
+
+
+@pytest.mark.parametrize("name", SHARDS.built)
+@worlds
+def test_optimizers_of_fp8_weights_that_are_not_alike(on_ranks, world, name):
+    assert_refused(on_ranks(world, attacks.built, SHARDS, name, {}, {}))
 
 
 def test_a_rank_that_is_the_mean_of_the_others_raises_too(on_ranks):
@@ -47,18 +56,35 @@ def test_a_rank_that_is_the_mean_of_the_others_raises_too(on_ranks):
 
 @modes
 def test_another_order_is_refused_wherever_there_is_a_norm(on_ranks, options, step):
-    assert_refused(on_ranks(2, attacks.built, "other_order", options, step))
+    assert_refused(on_ranks(2, attacks.built, DTENSORS, "other_order", options, step))
 
 
-@pytest.mark.parametrize("name", attacks.BETWEEN)
+@pytest.mark.parametrize("name", DTENSORS.between)
 @modes
 def test_one_rank_changes_between_steps(on_ranks, options, step, name):
-    assert_refused(on_ranks(3, attacks.between, name, options, step), name)
+    assert_refused(on_ranks(3, attacks.between, DTENSORS, name, options, step), name)
+
+
+@pytest.mark.parametrize("name", SHARDS.between)
+@pytest.mark.parametrize("options", [{}, SKIP, {"capturable": True}], ids=str)
+def test_one_rank_changes_fp8_weights_between_steps(on_ranks, options, name):
+    assert_refused(on_ranks(3, attacks.between, SHARDS, name, options, {}), name)
+
+
+@pytest.mark.parametrize("name", BOTH.between)
+def test_ranks_meet_once_for_dtensors_and_once_for_fp8_weights(on_ranks, name):
+    assert_refused(on_ranks(2, attacks.between, BOTH, name, SKIP, {}), name)
 
 
 def test_kernels_are_asked_too(on_ranks):
     for name in ("no_gradient", "gradient_of_float64"):
-        assert_refused(on_ranks(2, attacks.between, name, {"backend": "triton"}, CLIP), name)
+        found = on_ranks(2, attacks.between, DTENSORS, name, {"backend": "triton"}, CLIP)
+        assert_refused(found, name)
+
+
+@pytest.mark.parametrize("innermost_first", [False, True])
+def test_ranks_of_an_outer_group_hear_of_an_inner_one(on_ranks, innermost_first):
+    assert_refused(on_ranks(3, float8.inner_group, innermost_first))
 
 
 def test_another_clip_norm(on_ranks):
@@ -87,25 +113,45 @@ def test_ranks_that_do_not_all_meet_in_the_first_sum(on_ranks, name):
 # --- as on a GPU: who has not changed does not wait
 
 
-@pytest.mark.parametrize("by", ["step", "state_dict"])
-@pytest.mark.parametrize("name", attacks.BETWEEN)
-def test_the_others_leave_the_step_out_and_raise_in_the_next(on_ranks, name, by):
-    *others, odd = on_ranks(3, attacks.heard_later, name, {}, CLIP, by)
-    assert re.match(OWN.get(name, OTHERS).format(2), odd[0][0])
+def assert_heard_later(found, name, options):
+    """The others left the step out, and raise in what comes next."""
+    *others, odd = found
+    assert re.match(OWN.get(name, OTHERS).format(len(others)), odd[0][0])
     assert_same(odd[0][2][::2], odd[0][1][::2])
+    counted = 0 if options.get("capturable") else 1  # the host's count, until it hears
     for rank, ((message, before, after), (later, _, last)) in enumerate(others):
         assert message == ""
         assert_same(after[:2], before[:2])
+        assert [n - counted for n in after[2]] == before[2]
         assert re.match(OTHERS.format(rank), later), later
-        assert_same(last, before)  # the step count too
+        assert_same(last, before)
+
+
+@pytest.mark.parametrize("by", ["step", "state_dict"])
+@pytest.mark.parametrize("name", DTENSORS.between)
+def test_the_others_leave_the_step_out_and_raise_in_the_next(on_ranks, name, by):
+    found = on_ranks(3, attacks.heard_later, DTENSORS, name, {}, CLIP, by)
+    assert_heard_later(found, name, {})
+
+
+@pytest.mark.parametrize("name", SHARDS.between)
+@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["host", "capturable"])
+def test_the_others_leave_the_step_of_fp8_weights_out(on_ranks, options, name):
+    found = on_ranks(3, attacks.heard_later, SHARDS, name, options, {}, "step")
+    assert_heard_later(found, name, options)
 
 
 def test_the_device_counts_no_step_that_is_left_out(on_ranks):
-    *others, _ = on_ranks(2, attacks.heard_later, "no_gradient", {"capturable": True}, CLIP, "step")
-    for (message, before, after), (later, *_) in others:
-        assert message == ""
-        assert_same(after, before)
-        assert re.match(OTHERS.format(0), later)
+    options = {"capturable": True}
+    found = on_ranks(2, attacks.heard_later, DTENSORS, "no_gradient", options, CLIP, "step")
+    assert_heard_later(found, "no_gradient", options)
+
+
+@pytest.mark.parametrize("name", ["no_gradient", "of_a_shard", "bad_lr"])
+def test_the_others_leave_the_step_of_dtensors_and_fp8_weights_out(on_ranks, name):
+    options = {**SKIP, "capturable": True}
+    found = on_ranks(2, attacks.heard_later, BOTH, name, options, {}, "step")
+    assert_heard_later(found, name, options)
 
 
 @modes
@@ -133,3 +179,10 @@ def test_torch_asks_for_the_states_at_which_one_rank_has_looked(on_ranks):
         assert message == ""
         assert_same(after[::2], before[::2])
         assert names == [["exp_avg", "exp_avg_sq"]] * 5
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["alike", "one_looks_at_its_state"])
+def test_a_first_step_of_fp8_weights_with_lr_0_is_a_step(on_ranks, looks):
+    for message, _, after in on_ranks(3, float8.warm_up, looks):
+        assert message == ""
+        assert after[2] == [1]

@@ -207,7 +207,7 @@ def test_a_rank_that_raises_before_a_refresh_keeps_none_waiting(on_ranks, what):
 
 def test_ranks_that_project_differently_refuse_to_step(on_ranks):
     for message in on_ranks(2, galore_ranks.of_another_rank):
-        assert "ranks that hold shards of the same DTensors must step the same" in message
+        assert "ranks that hold parts of the same parameters must step the same" in message
 
 
 # --- states

@@ -12,4 +12,4 @@ def test_a_rank_that_fails_before_ranks_meet_makes_all_raise(on_ranks, ranks):
     assert all(raised == "Planted: planted" for raised in first)
     for found in others:
         assert len(found) == len(first)
-        assert all(raised.startswith("ValueError: ranks that hold shards") for raised in found)
+        assert all(raised.startswith("ValueError: ranks that hold parts") for raised in found)

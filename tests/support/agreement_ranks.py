@@ -1,6 +1,7 @@
 """One rank does something else than the others: what each of them says, and what it has then."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedAdam
-from megaopt.step.ranks import vote as agreement
+from megaopt.float8.shard import Float8Shard
+from megaopt.step.ranks.peers import Peers
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 MASTERS = {**HYPER, "dtype": FP32}
@@ -24,34 +26,45 @@ def is_odd_one():
     return dist.get_rank() == dist.get_world_size() - 1
 
 
+class Kind(NamedTuple):
+    """Parameters of which ranks hold parts: what is done to them."""
+
+    made: Callable
+    give: Callable
+    """Gradients of a step's number."""
+    built: dict[str, Callable]
+    """What one rank makes in their place, and the options of its optimizer."""
+    between: dict[str, Callable]
+    """What one rank does to its optimizer before a later step."""
+
+
+def local(value):
+    if isinstance(value, Float8Shard):
+        return value.weight.tensors()
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def own(optimizer):
     """Weights, states and step counts of this rank alone: no rank has to answer another."""
-    local = [
-        param.detach().to_local() if hasattr(param, "to_local") else param.detach()
-        for param in params_of(optimizer)
-    ]
-    states = [
-        {n: t.to_local() if hasattr(t, "to_local") else t for n, t in state.items()}
-        for state in optimizer.state.values()
-    ]
+    weights = [local(param) for param in params_of(optimizer)]
+    states = [{n: local(t) for n, t in state.items()} for state in optimizer.state.values()]
     steps = [int(group["step"]) for group in optimizer.param_groups]
-    return copied([local, states, steps])
+    return copied([weights, states, steps])
 
 
-def outcome(optimizer, action, look=own):
+def outcome(optimizer, action):
     """What an action raises, "" for nothing, and what was there before and after it."""
-    before, message = look(optimizer), ""
+    before, message = own(optimizer), ""
     try:
         action()
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-    return message, before, look(optimizer)
+    return message, before, own(optimizer)
 
 
-def without_waiting(is_gpu=True):
+def without_waiting():
     """As on a GPU, where a rank that has not changed does not wait to see what others did."""
-    read = mock.Mock(return_value=False)
-    return mock.patch.object(agreement, "is_read_at_once", read) if is_gpu else nullcontext()
+    return mock.patch.object(Peers, "is_read_at_once", False)
 
 
 def split(whole, *placements):
@@ -59,8 +72,7 @@ def split(whole, *placements):
     return torch.nn.Parameter(made)
 
 
-def give_all(optimizer, step):
-    params = params_of(optimizer)
+def give_all(params, step):
     shapes = [tuple(param.shape) for param in params]
     grads = gradients(step, shapes)
     give(params, [g.to(p.dtype) for g, p in zip(grads, params, strict=True)])
@@ -137,18 +149,10 @@ BUILT = (
 BUILT = {make.__name__: make for make in BUILT}
 
 
-def built(name, options, step):
-    """The first step, of optimizers that were not built alike."""
-    params, own_options = BUILT[name]() if is_odd_one() else (parameters(), MASTERS)
-    optimizer = FusedAdam(params, **{**own_options, **options})
-    give_all(optimizer, 0)
-    return outcome(optimizer, lambda: optimizer.step(**step))
-
-
 def each_another():
     """One parameter on the first rank, two on the second, three on the third."""
     optimizer = FusedAdam(parameters()[: dist.get_rank() + 1], **MASTERS)
-    give_all(optimizer, 0)
+    give_all(params_of(optimizer), 0)
     return outcome(optimizer, lambda: optimizer.step(clip_norm=1.0))
 
 
@@ -185,27 +189,38 @@ BETWEEN = (no_gradient, no_gradients, another_group, gradient_of_float64, bad_lr
 BETWEEN = {change.__name__: change for change in BETWEEN}
 
 
-def between(name, options, step):
-    """The second step, before which one rank changed something."""
-    optimizer = FusedAdam(parameters(), **{**MASTERS, **options})
-    give_all(optimizer, 0)
-    optimizer.step(**step)
-    give_all(optimizer, 1)
-    if is_odd_one():
-        BETWEEN[name](optimizer)
+DTENSORS = Kind(parameters, give_all, BUILT, BETWEEN)
+
+
+def built(kind, name, options, step):
+    """The first step, of optimizers that were not built alike."""
+    params, own_options = kind.built[name]() if is_odd_one() else (kind.made(), MASTERS)
+    optimizer = FusedAdam(params, **{**own_options, **options})
+    kind.give(params_of(optimizer), 0)
     return outcome(optimizer, lambda: optimizer.step(**step))
 
 
-def heard_later(name, options, step, by):
+def between(kind, name, options, step):
+    """The second step, before which one rank changed something."""
+    optimizer = FusedAdam(kind.made(), **{**MASTERS, **options})
+    kind.give(params_of(optimizer), 0)
+    optimizer.step(**step)
+    kind.give(params_of(optimizer), 1)
+    if is_odd_one():
+        kind.between[name](optimizer)
+    return outcome(optimizer, lambda: optimizer.step(**step))
+
+
+def heard_later(kind, name, options, step, by):
     """As `between` on a GPU: after the step comes another, or a look at the state."""
-    optimizer = FusedAdam(parameters(), **{**MASTERS, **options})
+    optimizer = FusedAdam(kind.made(), **{**MASTERS, **options})
     with without_waiting():
         for number in range(2):
-            give_all(optimizer, number)
+            kind.give(params_of(optimizer), number)
             optimizer.step(**step)
-        give_all(optimizer, 2)
+        kind.give(params_of(optimizer), 2)
         if is_odd_one():
-            BETWEEN[name](optimizer)
+            kind.between[name](optimizer)
         found = outcome(optimizer, lambda: optimizer.step(**step))
         if is_odd_one():
             return found, ("", *[own(optimizer)] * 2)
@@ -218,7 +233,7 @@ def as_on_a_gpu(options, step):
     optimizer, norms = FusedAdam(parameters(), **{**MASTERS, **options}), []
     with without_waiting():
         for number in range(3):
-            give_all(optimizer, number)
+            give_all(params_of(optimizer), number)
             optimizer.step(**step)
             norms.append(optimizer.grad_norm.clone())
     return snapshot(optimizer), norms
@@ -244,16 +259,16 @@ def two_meshes(name):
 
 def another_clip_norm():
     optimizer = FusedAdam(parameters(), **MASTERS)
-    give_all(optimizer, 0)
+    give_all(params_of(optimizer), 0)
     return outcome(optimizer, lambda: optimizer.step(clip_norm=2.0 if is_odd_one() else 1.0))
 
 
 def overflow_on_one(options, step):
     """found_inf that one rank alone has set, as no GradScaler would."""
     optimizer = FusedAdam(parameters(), **{**MASTERS, **options})
-    give_all(optimizer, 0)
+    give_all(params_of(optimizer), 0)
     optimizer.step(**step)
-    give_all(optimizer, 1)
+    give_all(params_of(optimizer), 1)
     optimizer.grad_scale = torch.ones(())
     optimizer.found_inf = torch.tensor(float(is_odd_one()))
     return outcome(optimizer, lambda: optimizer.step(**step))
@@ -278,7 +293,7 @@ def warm_up(name, zeros):
     optimizer = FusedAdam(parameters(FP32), **HYPER)
     found = []
     for step, lr in enumerate((0.0, 0.5)):
-        give_all(optimizer, step)
+        give_all(params_of(optimizer), step)
         for param in params_of(optimizer):
             if zeros and lr == 0.0:
                 param.grad.to_local().zero_()

@@ -1,22 +1,27 @@
-"""fp8 weights that ranks share, of which one rank does something else: what each of them says."""
+"""fp8 weights that ranks share, alone and beside DTensors: what one rank does to them."""
 
 import torch
 import torch.distributed as dist
-from agreement_ranks import is_odd_one, outcome, without_waiting
-from float8_ranks import HYPER, gradients, initial_weights, shards_of
-from runs import FP32, params_of
+from agreement_ranks import (
+    DTENSORS,
+    HYPER,
+    MASTERS,
+    Kind,
+    is_odd_one,
+    outcome,
+)
+from float8_ranks import gradients, initial_weights, shards_of
+from runs import params_of
 
 from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Weight
 from megaopt.float8.shard import Float8Shard
 
-MASTERS = {**HYPER, "dtype": FP32}
 
-
-def give(optimizer, step):
+def give(shards, step):
     """A gradient for every shard: the part of its weight's, by the weight's shape."""
     grads = {grad.shape: grad for grad in gradients(step)}
-    for shard in params_of(optimizer):
+    for shard in shards:
         whole = grads.get(shard.weight.shape, torch.ones(shard.weight.shape).bfloat16())
         shard.grad = whole.flatten()[shard.start : shard.start + shard.numel()]
 
@@ -24,19 +29,6 @@ def give(optimizer, step):
 def shards(recipe="current", group=None):
     weights = initial_weights(RECIPES[recipe])
     return shards_of(weights, dist.get_world_size(), dist.get_rank(), group)
-
-
-def weights_of(optimizer):
-    """Bytes of weights and of states, and step counts."""
-    parts = [
-        {name: tensor.clone() for name, tensor in shard.weight.tensors().items()}
-        for shard in params_of(optimizer)
-    ]
-    states = [
-        {name: None if t is None else t.clone() for name, t in state.items()}
-        for state in optimizer.state.values()
-    ]
-    return [parts, states, [int(group["step"]) for group in optimizer.param_groups]]
 
 
 # --- built otherwise
@@ -71,13 +63,6 @@ BUILT = (other_order, one_less, one_more, another_recipe, no_masters, bf16_momen
 BUILT = {make.__name__: make for make in BUILT}
 
 
-def built(name, options, step):
-    own, own_options = BUILT[name]() if is_odd_one() else (shards(), MASTERS)
-    optimizer = FusedAdam(own, **{**own_options, **options})
-    give(optimizer, 0)
-    return outcome(optimizer, lambda: optimizer.step(**step), weights_of)
-
-
 # --- changed between steps
 
 
@@ -104,30 +89,24 @@ BETWEEN = (no_gradient, no_gradients, gradient_of_float64, bad_lr)
 BETWEEN = {change.__name__: change for change in BETWEEN}
 
 
-def between(name, options, step):
-    optimizer = FusedAdam(shards(), **{**MASTERS, **options})
-    give(optimizer, 0)
-    optimizer.step(**step)
-    give(optimizer, 1)
-    if is_odd_one():
-        BETWEEN[name](optimizer)
-    return outcome(optimizer, lambda: optimizer.step(**step), weights_of)
+SHARDS = Kind(shards, give, BUILT, BETWEEN)
 
 
-def heard_later(name, options, step):
-    """As `between` on a GPU, where only the rank that changed waits; then another step."""
-    optimizer = FusedAdam(shards(), **{**MASTERS, **options})
-    with without_waiting():
-        for number in range(2):
-            give(optimizer, number)
-            optimizer.step(**step)
-        give(optimizer, 2)
-        if is_odd_one():
-            BETWEEN[name](optimizer)
-        found = outcome(optimizer, lambda: optimizer.step(**step), weights_of)
-        if is_odd_one():
-            return found, ("", *[weights_of(optimizer)] * 2)
-        return found, outcome(optimizer, lambda: optimizer.step(**step), weights_of)
+def both():
+    return [*DTENSORS.made(), *shards()]
+
+
+def give_both(params, step):
+    count = len(DTENSORS.made())
+    DTENSORS.give(params[:count], step)
+    give(params[count:], step)
+
+
+def no_gradient_of_a_shard(optimizer):
+    params_of(optimizer)[-1].grad = None
+
+
+BOTH = Kind(both, give_both, {}, {**DTENSORS.between, "of_a_shard": no_gradient_of_a_shard})
 
 
 def warm_up(look):
@@ -135,8 +114,8 @@ def warm_up(look):
     optimizer = FusedAdam(shards(), **{**MASTERS, "lr": 0.0})
     if look and is_odd_one():
         assert optimizer.state[params_of(optimizer)[0]] == {}
-    give(optimizer, 0)
-    return outcome(optimizer, optimizer.step, weights_of)
+    give(params_of(optimizer), 0)
+    return outcome(optimizer, optimizer.step)
 
 
 def inner_group(innermost_first):
@@ -150,8 +129,8 @@ def inner_group(innermost_first):
         bounds = [(0, 4097), (4097, 26000)][place]
         own.insert(0 if innermost_first else 1, Float8Shard(weights[0], *bounds, inner))
     optimizer = FusedAdam(own, **MASTERS)
-    give(optimizer, 0)
+    give(params_of(optimizer), 0)
     if is_odd_one():
         for shard in own:
             shard.grad = None if shard.weight is weights[0] else shard.grad
-    return outcome(optimizer, optimizer.step, weights_of)
+    return outcome(optimizer, optimizer.step)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megaopt.kernels.lowrank.parts import WHOLE, Parts
 from megaopt.params import ParamView
+from megaopt.step.ranks.peers import SUM, reduced
 
 MAGNITUDE = 0x7FFFFFFF
 """The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN
@@ -43,16 +44,11 @@ class RowsOnRanks:
 
     def largest(self, own: torch.Tensor) -> torch.Tensor:
         """Of all ranks' magnitudes, fp32 of shape ()."""
-        bits = own.view(torch.int32) & MAGNITUDE
-        for group in self._groups:
-            dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-        return bits.view(torch.float32)
+        return reduced(own.view(torch.int32) & MAGNITUDE, self._groups).view(torch.float32)
 
     def add_up(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, fp64; in place."""
-        for group in self._groups:
-            dist.all_reduce(own, dist.ReduceOp.SUM, group=group)
-        return own
+        return reduced(own, self._groups, SUM)
 
     def alike(self, own: torch.Tensor) -> torch.Tensor:
         """The projection of the first of the ranks that have copies of the same rows; in place."""

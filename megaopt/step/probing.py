@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
+from megaopt.params import ParamView
+from megaopt.params.dtensor import local_of
+from megaopt.params.view import PLAIN
 from megaopt.state.owned import Owned
 from megaopt.state.watch import grads_of
-from megaopt.step.ranks.shards import is_zero, on_any_rank
+from megaopt.step.ranks.peers import reduced
 
 ASKS = "torch.distributed.checkpoint.state_dict"
 """The module of get_optimizer_state_dict, which says nowhere else that it asks."""
@@ -62,7 +65,10 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
         return False
     if any(group["lr"] is None or float(group["lr"]) for group in owned.groups):
         return False
-    return not on_any_rank(not _is_asked(owned, state, decoupled), owned.views)
+    found = torch.tensor([not _is_asked(owned, state, decoupled)], dtype=torch.int64, device="cpu")
+    for mesh in _meshes(owned.views):
+        found = _largest(found, mesh)
+    return not bool(found)
 
 
 def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
@@ -74,4 +80,29 @@ def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
     if any(state.values()) or not given or any(grad is None for grad in given):
         return False
     own = grads_of(owned.params, decoupled=True) if decoupled else []
-    return all(grad is None for grad in own) and all(map(is_zero, given))
+    return all(grad is None for grad in own) and all(map(_is_zero, given))
+
+
+def _is_zero(grad: Any) -> bool:
+    """Whether a gradient can be read, and this rank's part of it is 0."""
+    local = local_of(grad)
+    return type(local) in PLAIN and local.layout == torch.strided and not bool(local.any())
+
+
+def on_any_rank(flags: Sequence[bool], views: Sequence[ParamView]) -> list[bool]:
+    """For each parameter whether its flag is set on any rank of its mesh; waits for the answer."""
+    found = torch.tensor(flags, dtype=torch.int64, device="cpu")
+    for mesh in _meshes(views):
+        own = [i for i, v in enumerate(views) if v.is_sharded and v.param.device_mesh == mesh]
+        found[own] = _largest(found[own], mesh).cpu()
+    return [bool(flag) for flag in found.tolist()]
+
+
+def _meshes(views: Sequence[ParamView]) -> list[Any]:
+    return list(dict.fromkeys(view.param.device_mesh for view in views if view.is_sharded))
+
+
+def _largest(numbers: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Of all ranks of a mesh, on its device."""
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    return reduced(numbers.to(mesh.device_type), groups)

@@ -1,0 +1,281 @@
+"""One vote among ranks in a step: whether all take it, and what they measure together.
+
+Every rank has the same meetings in the same order, whatever it finds in its own gradients and
+states; also one that is about to raise an error which the others do not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.preparation import Measured, Request
+from megaopt.kernels.step.table import is_capturing
+from megaopt.params import ParamView
+from megaopt.step.ranks.peers import FOUND_INF, NONFINITE, WORDS, Notice, Peers, digest_of, reduced
+
+Look = Callable[[torch.device], torch.Tensor]
+"""Gives int64 [1] on a device: whether an infinity or NaN is among this rank's gradients."""
+Gathered = list[tuple[dist.ProcessGroup, list[torch.Tensor], torch.Tensor]]
+"""For each group of ranks the amaxes of their fp8 weights, and memory to exchange them in."""
+
+
+class Meeting:
+    """What ranks that hold parts of the same parameters do together in each step.
+
+    Args:
+        peers: those of DTensors, which measure a norm, then those of fp8 weights.
+        whole: the batches of what no norm over ranks is of.
+        refusal: the error where ranks do not step the same.
+        last: the meeting before, whose answer may not have been heard yet.
+    """
+
+    def __init__(
+        self, peers: Sequence[Peers], whole: Sequence[Any], refusal: str, last: Meeting | None
+    ) -> None:
+        self._peers, self._whole = peers, whole
+        self._met = 0  # in this step
+        self._were_alike = False
+        self._notice = Notice(peers[-1].device, refusal)
+        self._unheard: list[Notice] = [] if last is None else last._unheard
+        self._amax_counts: dict[Any, int] = {} if last is None else last._amax_counts
+        with torch.inference_mode(False):
+            self._vote = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    def measured(self, device: torch.device) -> list[Measured]:
+        """What the norm of all gradients on a device is measured of, after the ranks met."""
+        whole = [each.plan for each in self._whole if each.device == device]
+        return [*whole, *(p for p in self._peers if p.measures and p.device == device)]
+
+    def meet(self, request: Request, waits: bool, look: Look) -> Request | None:
+        """Compares what ranks are going to step, and measures the gradients of all.
+
+        The host reads the answer on CPUs, where it waits for nothing, on a rank whose batches are
+        new, and where it waits anyway. Otherwise the device leaves the step out where ranks differ,
+        and the host hears of it before the next one.
+
+        Args:
+            request: this rank's.
+            waits: whether the host waits to know if there is a step, as on all ranks or on none.
+            look: for gradients of which no norm over ranks is measured.
+
+        Returns None where the host knows that there is no step, else the request of all ranks.
+        Raises ValueError where ranks do not step the same or one raises an error, on all of them.
+        """
+        self._met = 0
+        at_once = all(each.is_read_at_once for each in self._peers)
+        reads = at_once or waits or not self._were_alike
+        reads = reads and not any(is_capturing(each.device) for each in self._peers)
+        try:
+            heard = self._heard(request, reads, look)
+            differ, skip = heard[:FOUND_INF].amax(), heard.amax()
+            if not reads:
+                self._notice.post(differ)
+                self._unheard = [self._notice]
+            refused, is_over = reads and bool(differ), waits and bool(heard[FOUND_INF])
+        except Exception:
+            self._leave(waits)
+            raise
+        if refused:
+            self._stand_in(waits)
+            raise ValueError(self._notice.message)
+        self._were_alike = self._were_alike or reads
+        if waits:
+            return None if is_over else replace(request, found_inf=heard[NONFINITE])
+        if at_once and not request.is_skippable:
+            return request
+        return replace(request, found_inf=skip)  # in one form always: a graph may be captured next
+
+    def _heard(self, request: Request, reads: bool, look: Look) -> torch.Tensor:
+        """What all ranks say: each meeting passes on what was heard in those before."""
+        heard = torch.zeros(WORDS, dtype=torch.int64, device=self._peers[0].device)
+        if request.found_inf is not None:
+            heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
+        if request.skip_nonfinite and not all(each.measures for each in self._peers):
+            heard[NONFINITE:].copy_(look(heard.device))
+        for each in self._peers:
+            each.write((request.clip_norm, request.skip_nonfinite), heard)
+            self._met += 1
+            each.meet()
+            heard = each.heard()
+            if reads and each.measures and bool(heard[0]):
+                break  # the next meeting might never end
+        return heard
+
+    def withdraw(self, waits: bool) -> None:
+        """Meets the ranks in place of `meet` where this one raises an error: all will.
+
+        waits: as for `meet`.
+        """
+        if not any(is_capturing(each.device) for each in self._peers):
+            self._met = 0
+            self._leave(waits)
+
+    def _leave(self, waits: bool) -> None:
+        """Meets the ranks, wherever they wait for this one, which raises an error."""
+        if self._met == len(self._peers):
+            self._has_failed(True)
+            return
+        for each in self._peers[self._met :]:
+            each.write()
+            each.meet()
+            if each.measures and bool(each.heard()[0]):
+                return  # who reads that comes no further
+        self._stand_in(waits)
+
+    def _stand_in(self, waits: bool) -> None:
+        """Exchanges amaxes with ranks that have not read, and leave the step out later on."""
+        peers = self._peers[-1]
+        for group, count in self._amax_counts.items():
+            if not waits and not peers.is_read_at_once:
+                reduced(torch.zeros(count, dtype=torch.float32, device=peers.device), [group])
+
+    def hear(self, counts: Iterable[dict[str, Any]]) -> None:
+        """Raises ValueError for what ranks found in the last step, for which the host did not wait.
+
+        counts: those under "step" that the host raised for that step, which was left out.
+        """
+        unheard, self._unheard = self._unheard, []
+        for notice in unheard:
+            if notice.is_set():
+                for each in counts:
+                    each["step"] -= 1
+                raise ValueError(notice.message)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """After ranks have met, on CPUs: where one of them fails within, all of them raise.
+
+        On GPUs, where that would have the host wait, nobody asks: all memory that a step takes
+        there is taken before. Raises ValueError where another rank failed.
+        """
+        try:
+            yield
+        except Exception:
+            self._has_failed(True)
+            raise
+        if self._has_failed(False):
+            raise ValueError(
+                "another rank that steps the same parameters failed in this step: none of them "
+                "has taken it, and the other's error says why"
+            )
+
+    def _has_failed(self, own: bool) -> bool:
+        """Whether this rank failed, or another of those that have met."""
+        vote = self._vote.fill_(own)  # a rank without memory has it already
+        for each in self._peers:
+            reduced(vote, each.groups if each.is_read_at_once else ())
+        return bool(vote)
+
+    def gather(self, batches: Sequence[Any]) -> Gathered:
+        """Takes the memory in which ranks exchange the amaxes of the batches' fp8 weights."""
+        gathered = []
+        for group in [each.groups[0] for each in self._peers if not each.measures]:
+            # by number, not by batch: gradients of another dtype make other batches
+            pairs = [pair for each in batches if each.group == group for pair in each.amaxes()]
+            if own := [amax for _, amax in sorted(pairs, key=lambda pair: pair[0])]:
+                gathered.append((group, own, torch.cat(own)))
+        return gathered
+
+    def exchange(self, gathered: Gathered) -> None:
+        """Between step and casts: amaxes become the largest of all ranks."""
+        for group, own, together in gathered:
+            parts = torch.split(reduced(together, [group]), list(map(len, own)))
+            torch._foreach_copy_(own, list(parts))
+        self._amax_counts = {group: len(together) for group, _, together in gathered}
+
+
+def meeting_of(
+    views: Sequence[ParamView],
+    labels: Sequence[str] = (),
+    batches: Sequence[Any] = (),
+    measures: bool = False,
+    last: Meeting | None = None,
+) -> Meeting | None:
+    """With the ranks that hold other parts of an optimizer's parameters; None if there are none.
+
+    Ranks of DTensors meet only in steps that measure their gradients.
+
+    DTensors' ranks meet first, the most at first: each message tells of all parameters, so that as
+    many as possible raise together. A message about fp8 weights tells of those that the ranks
+    share; of groups that lie one within the other the smaller is first, and what its ranks heard is
+    passed on.
+
+    Args:
+        views: of all parameters, those without a gradient included.
+        labels: what errors call them; none are needed to `withdraw`.
+        batches: of the parameters that have a gradient; each holds those of one split.
+        measures: whether the step measures its gradients.
+        last: the meeting before, of these batches or others.
+
+    Raises ValueError for a parameter of FSDP1's in a step that measures.
+    """
+    if measures:
+        _check_not_flattened(views, labels)
+    found: dict[Any, list[int]] = {}
+    for place, view in enumerate(views):
+        if view.group or (measures and view.split is not None):
+            device = None if view.split is None else view.param.device
+            found.setdefault((device, view.split, view.group), []).append(place)
+    if not found:
+        return None
+    formats = {place: each.formats for each in batches for place in each.positions}
+    described = [_described(view, formats.get(place)) for place, view in enumerate(views)]
+    everything = digest_of([*zip(labels, described, strict=False)])
+    splits, shares = [], []
+    for (device, split, group), places in found.items():
+        if split is None:
+            places.sort(key=lambda place: views[place].number(place))
+            own = digest_of([described[place] for place in places if place in formats])
+            shares.append(Peers(views[places[0]].param.device, [group], own))
+        else:
+            mesh, dims = split
+            groups = [mesh.get_group(dim) for dim in dims]
+            plans = [each.plan for each in batches if each.positions[0] in places]
+            kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), dims)
+            splits.append(Peers(device, groups, everything, plans, kind))
+    splits.sort(key=lambda each: -each.size)
+    for each in splits:
+        each.meetings = digest_of([split.kind for split in splits])
+    shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
+    whole = [each for each in batches if views[each.positions[0]].split is None]
+    return Meeting([*splits, *shares], whole, _refusal(len(views), formats), last)
+
+
+def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
+    """What ranks must have alike of a parameter; own: its formats, if it has a gradient."""
+    kept = own and (own.master.name, *(each.name for each in own.moments), own.low_rank)
+    weight = None if view.weight is None else (view.weight.recipe, view.weight.dtype)
+    return view.whole_shape, view.param.dtype, view.sharding, weight, kept
+
+
+def _refusal(params: int, formats: Mapping[int, Formats]) -> str:
+    """The message for ranks that do not step the same; of this rank what it steps."""
+    masters = sum(each.master.present for each in formats.values())
+    return (
+        "ranks that hold parts of the same parameters must step the same (order, groups, names, "
+        "shapes, dtypes, placements and recipes of the parameters, also where a rank's part is "
+        "empty; which have a gradient, formats of masters and moments, clip_norm, nonfinite), got "
+        f"{params} parameters, {len(formats)} gradients and {masters} masters on rank "
+        f"{dist.get_rank()}, and something else, or an error, on another"
+    )
+
+
+def _check_not_flattened(views: Sequence[ParamView], labels: Sequence[str]) -> None:
+    """Raises ValueError for FSDP1's flat parameters, of which each rank has its own norm."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for view, label in zip(views, labels, strict=False):
+        if getattr(view.param, "_fsdp_flattened", False):
+            raise ValueError(
+                f"{label} must not be FullyShardedDataParallel's (FSDP1) in a step that measures "
+                "the gradients (clip_norm, nonfinite other than 'propagate'): each rank would see "
+                "its own part alone, got one; FSDP2 (fully_shard) adds up over ranks, or pass "
+                "clip_coefficient, found from a norm of all ranks"
+            )

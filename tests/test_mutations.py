@@ -35,7 +35,7 @@ from step_cases import (
 )
 
 from megaopt import kernels
-from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2
+from megaopt.kernels.formats import FLOAT8_E4M3
 from megaopt.kernels.formats.base import Format
 from megaopt.kernels.quantizers import scale as true_scale
 from megaopt.kernels.rules import RULES
@@ -423,13 +423,12 @@ def assert_encodes_all(form, device):
     assert_encodes(form, *ties(form), device)
 
 
-@pytest.mark.parametrize("form", [FLOAT8_E4M3, FLOAT8_E5M2], ids=lambda form: form.name)
 @pytest.mark.parametrize("change", FLOAT8_MUTANTS.values(), ids=FLOAT8_MUTANTS)
-def test_the_check_notices_a_mutant_of_fp8(change, form, tmp_path, device):
-    assert_encodes_all(form, device)
+def test_the_check_notices_a_mutant_of_fp8(change, tmp_path, device):
+    assert_encodes_all(FLOAT8_E4M3, device)
     module = mutant(SOURCES / "formats" / "float8.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        assert_encodes_all(getattr(module, form.name.upper()), device)
+        assert_encodes_all(module.FLOAT8_E4M3, device)
 
 
 def assert_scales_all(module, device):

@@ -11,7 +11,7 @@ from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
 from megaopt.commands.golden.record import packaged
 from megaopt.float8 import RECIPES
 from megaopt.kernels.contracts import CONTRACTS
-from megaopt.kernels.float8.recipe import ALGORITHMS, FLOAT8
+from megaopt.kernels.float8.recipe import ALGORITHMS
 from megaopt.kernels.formats import (
     GRADS,
     MASTERS,
@@ -109,10 +109,6 @@ WANTED = {
     "rounding of weights": (
         lambda: itertools.product(ROUNDINGS, STOCHASTIC_WEIGHTS.allowed),
         lambda: {(case.options.get("weight_rounding", "nearest"), case.weight) for case in PLAIN},
-    ),
-    "scaling and dtype of fp8 weights": (
-        lambda: itertools.product(RECIPES, FLOAT8),
-        lambda: {(case.recipe.scaling, case.recipe.dtype) for case in IN_FP8},
     ),
     "scaling and master of fp8 weights": (
         lambda: itertools.product(

@@ -73,13 +73,6 @@ def decode_scaled_e4m3(code, scale):
     return decode_e4m3(code, scale) * scale
 
 
-def encode_reference(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest number of an fp8 dtype, ties to even; too large ones saturate, NaN is 0x7F."""
-    largest = torch.finfo(dtype).max  # beyond, torch's own cast differs by version
-    code = value.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    return torch.where(value.isnan(), 0x7F, code).view(dtype)
-
-
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """The value, shape of `code`, fp32; times the scale where there is one."""
     value = code.float()
@@ -89,7 +82,9 @@ def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> t
 
 def encode_e4m3_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest e4m3fn, ties to even; beyond 448, infinities too, 448; NaN is 0x7F."""
-    return encode_reference(value, torch.float8_e4m3fn)
+    # beyond 448 torch's own cast differs by version
+    code = value.clamp(-CODE_MAX, CODE_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(value.isnan(), 0x7F, code).view(torch.float8_e4m3fn)
 
 
 def encode_scaled_e4m3_reference(

@@ -153,7 +153,7 @@ def test_every_row_of_every_table_has_a_case(what):
         (WEIGHTS, torch.float64, ["gradient and weight", "weight and master"]),
         (MASTERS, torch.float64, ["weight and master", "master and exp_avg"]),
         (MOMENTS, torch.int8, ["exp_avg and exp_avg_sq", "master and exp_avg_sq"]),
-        (RECIPES, "block_64x64", ["scaling and dtype of fp8 weights", "direct_cast"]),
+        (RECIPES, "block_64x64", ["scaling and master of fp8 weights", "direct_cast"]),
     ],
     ids=["rule", "contract", "gradient", "weight", "master", "moment", "recipe"],
 )

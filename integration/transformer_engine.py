@@ -28,11 +28,11 @@ class FusedAdam(megaopt.FusedAdam):
     _scale_inv.
 
     fp8 weights are its own tensors (integration/transformer_engine_weights.py), cast
-    from fp32 as its optimizer casts them. Four things differ on purpose: transposes are marked
+    from fp32 as its optimizer casts them. Three things differ on purpose: transposes are marked
     stale, which TransformerEngine's fused fp8 step forgets, so that its backward pass goes on with
-    the old ones; weights without masters are updated, which it leaves out in silence; a group may
-    mix e4m3 and e5m2; and masters start from the values that
-    fp8_model_init(preserve_high_precision_init_val=True) kept, where it did.
+    the old ones; weights without masters are updated, which it leaves out in silence; and masters
+    start from the values that fp8_model_init(preserve_high_precision_init_val=True) kept, where it
+    did.
 
     The first step makes the state of every parameter, with a gradient or without.
 

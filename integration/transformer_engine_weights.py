@@ -29,7 +29,6 @@ BY_ROWS = attrgetter("_rowwise_data", "_rowwise_scale_inv")
 BOTH_WAYS = attrgetter(
     "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"
 )
-DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
 def transformer_engine_weight(tensor: torch.Tensor) -> ForeignWeight | None:
@@ -56,7 +55,9 @@ def _codes(tensor: Any, name: str) -> torch.Tensor:
         raise _refuse(tensor, f"with {name}=None", "its codes row by row, columnwise beside them")
     if not data.is_contiguous():
         raise _refuse(tensor, f"with {name} of strides {data.stride()}", "contiguous")
-    codes: torch.Tensor = data.view(DTYPES[tensor._fp8_dtype.name])
+    if tensor._fp8_dtype.name != "kFloat8E4M3":
+        raise _refuse(tensor, f"of {tensor._fp8_dtype.name}", "kFloat8E4M3, as in all its recipes")
+    codes: torch.Tensor = data.view(torch.float8_e4m3fn)
     return codes
 
 
@@ -74,10 +75,9 @@ def _forget_initial(tensor: Any) -> None:
 
 def _per_tensor(tensor: Any) -> ForeignWeight:
     quantizer, kind = tensor._quantizer, type(tensor._quantizer).__name__
-    dtype = DTYPES[tensor._fp8_dtype.name]
     scale = amax = None
     if kind == "Float8Quantizer":
-        recipe = Float8Recipe("delayed", dtype)
+        recipe = Float8Recipe("delayed")
         scale, amax = quantizer.scale.view(1), quantizer.amax.view(1)
     elif kind == "Float8CurrentScalingQuantizer":
         if quantizer.with_amax_reduction or getattr(tensor, "amax_reduction_group", None):
@@ -86,7 +86,6 @@ def _per_tensor(tensor: Any) -> ForeignWeight:
             )
         recipe = Float8Recipe(
             "current",
-            dtype,
             power_of_two_scales=quantizer.force_pow_2_scales,
             amax_epsilon=round_to_fp32(quantizer.amax_epsilon),
         )
@@ -115,7 +114,6 @@ def _blocks(tensor: Any) -> ForeignWeight:
     quantizer = tensor._quantizer
     recipe = Float8Recipe(
         "block_128x128",
-        DTYPES[tensor._fp8_dtype.name],
         power_of_two_scales=quantizer.force_pow_2_scales,
         amax_epsilon=round_to_fp32(quantizer.amax_epsilon),
     )
@@ -139,7 +137,7 @@ def _mxfp8(tensor: Any) -> ForeignWeight:
         )
     if getattr(tensor._quantizer, "with_2d_quantization", False):
         raise _refuse(tensor, "with blocks of 32 x 32", "with_2d_quantization=False")
-    recipe = Float8Recipe("mxfp8", DTYPES[tensor._fp8_dtype.name])
+    recipe = Float8Recipe("mxfp8")
     codes = _codes(tensor, "_rowwise_data")
     columnwise = None
     if tensor._columnwise_data is not None:

@@ -40,7 +40,7 @@ HOMES = {
     "set_fp32_model_state_dict": "megaopt.models.fp32",
     "to_float8": "megaopt.float8",
 }
-MODULES = ("checkpoint",)
+MODULES = {"checkpoint": "megaopt.commands.checkpoint"}
 """Modules that docs/api.md has whole."""
 
 
@@ -54,5 +54,5 @@ def __getattr__(name: str) -> Any:
     if name in HOMES:
         return getattr(import_module(HOMES[name]), name)
     if name in MODULES:
-        return import_module(f"{__name__}.{name}")
+        return import_module(MODULES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ from step_cases import (
 )
 
 from megaopt import kernels
-from megaopt.kernels.formats import FLOAT8_E4M3, FLOAT8_E5M2
+from megaopt.kernels.formats import FLOAT8_E4M3
 from megaopt.kernels.formats.base import Format
 from megaopt.kernels.quantizers import scale as true_scale
 from megaopt.kernels.rules import RULES
@@ -166,9 +166,9 @@ FORMAT_MUTANTS = {
 
 FLOAT8_MUTANTS = {
     "kernel: truncation": (
-        "power = (tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000) + (DROPPED << 23)\n",
-        "power = (tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000) + (DROPPED << 23)\n"
-        "    magnitude = tl.where(magnitude < SMALLEST_NORMAL, magnitude, (magnitude >> DROPPED)"
+        "power = (tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000) + (DROPPED << 23)\n",
+        "power = (tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000) + (DROPPED << 23)\n"
+        "    magnitude = tl.where(magnitude < E4M3_NORMAL, magnitude, (magnitude >> DROPPED)"
         " << DROPPED)\n",
     ),
     "kernel: ties away": (
@@ -176,29 +176,29 @@ FLOAT8_MUTANTS = {
         "total = (magnitude | 1).to(tl.float32, bitcast=True)",
     ),
     "kernel: no subnormal codes": (
-        "tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000",
+        "tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000",
         "magnitude & 0x7F800000",
     ),
     "kernel: subnormals end one binade too early": (
-        "tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000",
-        "tl.maximum(magnitude, SMALLEST_NORMAL - 0x800000) & 0x7F800000",
+        "tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000",
+        "tl.maximum(magnitude, E4M3_NORMAL - 0x800000) & 0x7F800000",
     ),
     "kernel: nothing saturates": (
-        "tl.minimum(bits & 0x7FFFFFFF, LARGEST)",
+        "tl.minimum(bits & 0x7FFFFFFF, E4M3_LARGEST)",
         "(bits & 0x7FFFFFFF)",
     ),
     "kernel: no sign": (" | ((bits >> 24) & 0x80)", ""),
     "twin: nothing saturates": (
-        "value.clamp(-largest, largest).to(dtype)",
-        "torch.where(value.abs() > largest, torch.nan, value).to(dtype)",
+        "value.clamp(-CODE_MAX, CODE_MAX).to(",
+        "torch.where(value.abs() > CODE_MAX, torch.nan, value).to(",
     ),
     "twin: NaN as torch casts it": (
         "torch.where(value.isnan(), 0x7F, code)",
         "torch.where(value.isnan() & (value > 0), 0x7F, code)",
     ),
     "twin: rounded to bf16 first": (
-        "value.clamp(-largest, largest).to(dtype)",
-        "value.clamp(-largest, largest).bfloat16().to(dtype)",
+        "value.clamp(-CODE_MAX, CODE_MAX).to(",
+        "value.clamp(-CODE_MAX, CODE_MAX).bfloat16().to(",
     ),
 }
 
@@ -423,13 +423,12 @@ def assert_encodes_all(form, device):
     assert_encodes(form, *ties(form), device)
 
 
-@pytest.mark.parametrize("form", [FLOAT8_E4M3, FLOAT8_E5M2], ids=lambda form: form.name)
 @pytest.mark.parametrize("change", FLOAT8_MUTANTS.values(), ids=FLOAT8_MUTANTS)
-def test_the_check_notices_a_mutant_of_fp8(change, form, tmp_path, device):
-    assert_encodes_all(form, device)
+def test_the_check_notices_a_mutant_of_fp8(change, tmp_path, device):
+    assert_encodes_all(FLOAT8_E4M3, device)
     module = mutant(SOURCES / "formats" / "float8.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        assert_encodes_all(getattr(module, form.name.upper()), device)
+        assert_encodes_all(module.FLOAT8_E4M3, device)
 
 
 def assert_scales_all(module, device):
@@ -440,8 +439,7 @@ def assert_scales_all(module, device):
 
 
 def assert_e8m0_all(module, device):
-    for code_max in (448.0, 57344.0):
-        assert_e8m0(module, hard_amaxes(code_max), code_max, device)
+    assert_e8m0(module, hard_amaxes(448.0), 448.0, device)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_every_name_of_the_api_page_is_there_after_import_megaopt() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     names = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
     assert {
-        "megaopt.commands.checkpoint",
+        "megaopt.checkpoint",
         *(f"megaopt.{name}" for name in megaopt.__all__ if name[0] != "_"),
     } == set(names)
     for name in names:

@@ -3,12 +3,11 @@
 import json
 import re
 import shutil
-import statistics
 import subprocess
 
 import pytest
 import torch
-from record_pages import FOLDER, PAGE, REPOSITORY, assert_says, needs, read, rows_of, text_of, tool
+from record_pages import FOLDER, PAGE, REPOSITORY, assert_says, read, rows_of, tables_of, tool
 
 import megaopt
 from megaopt.float8 import Float8Weight
@@ -98,7 +97,7 @@ def test_the_steps_beside_other_libraries_are_the_records():
 def test_the_recipes_beside_other_libraries_are_the_records():
     found = cases("h200-bench-fp8-B.json")
     rows = rows_of(PAGE, "| recipe | TransformerEngine |")
-    recipes = ["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
+    recipes = ["delayed", "current", "block_128x128", "mxfp8"]
     for row, recipe in zip(rows, recipes, strict=True):
         te = f"B/te:fp8-{recipe}"
         case, peer = found.get(te), found.get(f"B/transformerengine-fp8-{recipe}")
@@ -194,10 +193,45 @@ def test_megatrons_steps_are_the_records():
         assert variants[name]["identical"] is True
 
 
+def held(case):
+    return case["held_bytes"] / case["elements"]
+
+
+def of_bench(*keys):
+    return lambda case: [case[key] for key in keys]
+
+
+SPEED = of_bench("step_ms", "percent_of_copy")
+MOVED = of_bench("bytes_per_parameter", "step_ms", "percent_of_copy")
+BLOCKS = "h200-bench-blocks-B.json"
+# heading, record, the column of the first figure, the figures
+CASES = [
+    ("| case | what | bytes a parameter |", "h200-bench-rounded.json", 2, MOVED),
+    (
+        "| case | what | moved | held |",
+        BLOCKS,
+        2,
+        lambda case: [case["bytes_per_parameter"], held(case), *SPEED(case)],
+    ),
+    ("| on one tensor | what |", "h200-bench-blocks.json", 2, SPEED),
+]
+
+
+@pytest.mark.parametrize(
+    ("heading", "name", "column", "figures"), CASES, ids=lambda each: str(each)
+)
+def test_the_tables_of_cases_are_the_records(heading, name, column, figures):
+    found, rows = cases(name), rows_of(PAGE, heading)
+    assert rows
+    for row in rows:
+        case = found[row[0]]
+        assert_says(row[column:], *figures(case))
+        assert case.get("equal", "ours" not in case) in (True, None)
+
+
 def test_the_table_of_the_hosts_share_is_the_record():
     found = read("h200-bench-host.json")["host"]["cases"]
-    rows = rows_of("docs/benchmarks/README.md", "| tensors | ours | torch |")
-    for row, case in zip(rows, found, strict=True):
+    for row, case in zip(rows_of(PAGE, "| tensors | ours | torch |"), found, strict=True):
         times = [case[name] for name in ("ours_ms", "torch_ms", "ours_moved_ms", "torch_moved_ms")]
         own, peer, moved, peer_moved = times
         assert_says(
@@ -205,50 +239,46 @@ def test_the_table_of_the_hosts_share_is_the_record():
         )
 
 
-def test_the_table_of_what_is_rounded_stochastically_is_the_record():
-    found = cases("h200-bench-rounded.json")
-    for row in rows_of("docs/benchmarks/README.md", "| case | what | bytes a parameter |"):
-        case = found[row[0]]
-        keys = ("bytes_per_parameter", "step_ms", "percent_of_copy")
-        assert_says(row[2:], *(case[key] for key in keys))
-        assert case.get("equal", "ours" not in case) is True
-
-
-def test_the_tables_of_fp8_weights_without_masters_are_the_records():
+def test_the_table_of_fp8_weights_without_masters_is_the_record():
     found = cases("h200-bench-fp8-alone.json")
-    rows = rows_of("docs/benchmarks/README.md", "| case | bytes a parameter | held |")
-    assert [row[0] for row in rows] == [*found]
+    rows = rows_of(PAGE, "| case | bytes a parameter | held |")
+    assert len(rows) > 10
     for row in rows:
         case, base = found[row[0]], found.get("-".join(row[0].split("-")[:2]))
-        held = case["held_bytes"] / case["elements"]
-        numbers = [case["bytes_per_parameter"], held, case["step_ms"], case["percent_of_copy"]]
+        numbers = [case["bytes_per_parameter"], held(case), *SPEED(case)]
         if row[5]:
             numbers.append(base["step_ms"] / case["step_ms"])
         assert_says([each for each in row[1:] if each], *numbers)
         assert case["equal"] is True
-    seeds = read("h200-fp8-gpt.json")["seeds"]
-    rows = rows_of("docs/benchmarks/README.md", "| weights, masters, moments | seed 0 |")
-    assert [row[0] for row in rows] == [*seeds["0"]]
-    for row in rows:
-        losses = [own[row[0]]["held_out"] for own in seeds.values() if row[0] in own]
-        assert_says([each for each in row[1:] if each], *losses)
 
 
-def test_the_table_of_masters_is_the_record():
-    seeds = read("h200-masters.json")["seeds"]
-    rows = rows_of("docs/benchmarks/README.md", "| master and moments |")
-    assert [row[0] for row in rows] == [*seeds["0"]]
-    for row in rows:
-        assert_says(row[1:], *(own[row[0]]["held_out"] for own in seeds.values()))
+LOSSES = [
+    ("| weights, masters, moments | seed 0 |", "h200-fp8-gpt.json"),
+    ("| master and moments |", "h200-masters.json"),
+    *(
+        ("| optimizer | seed", f"h200-{name}.json")
+        for name in (
+            *("moments-gpt", "moments-gpt-seeds", "galore-gpt-30M", "galore-gpt-60M"),
+            *("galore-gpt-30M-subspace", "galore-gpt-60M-subspace"),
+        )
+    ),
+]
 
 
-def test_the_table_of_steps_before_and_after_is_the_records():
-    before, after = (cases(f"h200-bench-step-{when}.json") for when in ("before", "after"))
-    rows = rows_of("docs/benchmarks/README.md", "| case | before: device |")
-    assert [row[0] for row in rows] == list(after)
-    for row in rows:
-        pair = (before[row[0]], after[row[0]])
-        assert_says(row[1:], *(each[key] for each in pair for key in ("step_ms", "wall_ms")))
+@pytest.mark.parametrize(("heading", "name"), LOSSES)
+def test_the_tables_of_held_out_losses_are_the_records(heading, name):
+    """A row a kind, a column a seed; several tables may begin alike: one has to be the record's."""
+    seeds = read(name)["seeds"]
+    kinds = list(seeds["0"] if "0" in seeds else next(iter(seeds.values())))
+    losses = [[own[kind]["held_out"] for own in seeds.values() if kind in own] for kind in kinds]
+    shown = [
+        [[cell for cell in row if cell] for row in rows]
+        for rows in tables_of(PAGE, heading)
+        if [row[0] for row in rows] == kinds
+    ]
+    shown = [[row[1:] for row in rows] for rows in shown]
+    expected = [[f"{loss:.4f}" for loss in own] for own in losses]
+    assert expected in shown
 
 
 def test_the_count_of_the_gpu_suite_is_the_records():
@@ -257,65 +287,6 @@ def test_the_count_of_the_gpu_suite_is_the_records():
     for page in ("docs/benchmarks/README.md", "docs/reliability.md"):
         assert text in (REPOSITORY / page).read_text(encoding="utf-8")
     assert found.keys() == {"passed", "skipped"}
-
-
-# --- moments in blocks
-
-MOMENTS_IN_BLOCKS = ("h200-bench-blocks-B.json",)
-
-
-@needs(*MOMENTS_IN_BLOCKS)
-def test_the_table_of_moments_in_blocks_is_the_records():
-    found = {name: case for each in MOMENTS_IN_BLOCKS for name, case in cases(each).items()}
-    rows = rows_of(PAGE, "| case | what | moved | held |")
-    assert [row[0] for row in rows] == list(found)
-    for row, case in zip(rows, found.values(), strict=True):
-        held = case["held_bytes"] / case["elements"]
-        moved = case["bytes_per_parameter"]
-        assert row[1] == case["description"]
-        assert_says(row[2:], moved, held, case["step_ms"], case["percent_of_copy"])
-        assert case.get("equal", "ours" not in case) in (True, None)
-
-
-def test_the_table_of_one_tensor_is_the_record():
-    found = cases("h200-bench-blocks.json")
-    rows = rows_of(PAGE, "| on one tensor | what |")
-    for row in rows:
-        case = found[row[0]]
-        assert row[1] == case["description"]
-        assert_says(row[2:], case["step_ms"], case["percent_of_copy"])
-    measured = {name for name, case in found.items() if "step_ms" in case}
-    assert {name for name in measured if name.startswith("A/")} <= {row[0] for row in rows}
-
-
-@pytest.mark.parametrize("name", ["h200-moments-gpt.json", "h200-moments-gpt-seeds.json"])
-def test_the_tables_of_a_gpt_with_moments_in_blocks_are_the_records(name, monkeypatch):
-    table = tool("trained_gpt", monkeypatch).table(read(name))
-    assert table in (REPOSITORY / PAGE).read_text(encoding="utf-8")
-
-
-def test_what_8_bits_cost_beside_fp32_masters_is_the_records():
-    """In nine seeds: the mean of what they end higher by, and fp32's own standard deviation."""
-    pairs = [
-        (runs["fp32"]["held_out"], runs["fp32, 8-bit moments"]["held_out"])
-        for name in ("h200-moments-gpt.json", "h200-moments-gpt-seeds.json")
-        for runs in read(name)["seeds"].values()
-    ]
-    exact, eight = zip(*pairs, strict=True)
-    higher = [b - a for a, b in pairs]
-    text = (
-        f"in each of nine seeds, by {statistics.mean(higher):.3f} in the mean, where fp32's own "
-        f"losses have a standard deviation of {statistics.stdev(exact):.3f}"
-    )
-    assert len(pairs) == 9
-    assert min(higher) > 0
-    assert text in text_of(PAGE)
-    assert sum(value > max(exact) for value in eight) == 5  # as the page says
-
-
-def test_the_table_of_moments_beside_exact_ones_is_the_record(monkeypatch):
-    table = tool("moment_fidelity", monkeypatch).table(read("h200-moments.json"))
-    assert table in (REPOSITORY / PAGE).read_text(encoding="utf-8")
 
 
 def moments_of(stated):
@@ -373,15 +344,93 @@ def test_the_bytes_held_of_the_page_are_those_of_the_tensors():
         assert_says(row[1:5], *each, sum(each))
 
 
+# --- whole iterations, states in host memory, GaLore
+
+ITERATIONS = [
+    *(f"h200x2-megatron_gpt_{name}_2gpu.json" for name in ("graph", "fp8_iterations", "pipeline")),
+    *("h200-megatron_gpt_1gpu.json", "h200-megatron_gpt_fp8_1gpu.json"),
+]
+OTHERS = [f"h200x2-megatron_gpt_{name}_2gpu.json" for name in ("tensor", "1b_memory", "offload")]
+
+
+@pytest.mark.parametrize("name", [*ITERATIONS, *OTHERS])
+def test_every_run_has_its_baselines_bits(name):
+    assert read(name)["identical"] is True
+
+
+def test_the_table_of_iterations_is_the_records():
+    named = [(found, each) for found in map(read, ITERATIONS) for each in found["times"]]
+    for row, (record, name) in zip(rows_of(PAGE, "| weights, layout |"), named, strict=True):
+        times = record["times"][name]
+        for cells, part in ((row[3:5], "optimizer"), (row[5:7], "step")):
+            own = times[f"{part}_milliseconds"]
+            beside = [] if name == "stock_te" else [own["of_baseline"]]
+            assert_says(cells, own["median"], own["least"], own["most"], *beside)
+        assert_says(row[2:3], times["runs"])
+
+
+def test_the_tables_of_states_in_host_memory_are_the_records():
+    record = read("h200-host-state.json")
+    rows = rows_of(PAGE, "| states in host memory |")
+    for row, (name, case) in zip(rows, record["cases"].items(), strict=True):
+        assert row[0] == name
+        times = [1e3 * case[key] for key in ("step_s", "copy_s")]
+        rates = [case[key] for key in ("step_over_copies", "gb_per_s_each_way", "first_step_s")]
+        assert_says(row[1:], case["bytes_each_way"] / 1e9, *times, *rates)
+    ours = record["beside"]["megaopt"]["iteration_s"]
+    rows = rows_of(PAGE, "| 1.3e8 parameters in fp32,")
+    for row, (name, found) in zip(rows, record["beside"].items(), strict=True):
+        assert row[0] == name
+        assert_says(row[1:], 1e3 * found["iteration_s"], found["iteration_s"] / ours)
+    kinds = ["stock_te", "main_shards", "main_shards_offload", "precision_aware_offload"]
+    kinds += ["remainders_8_bit", "remainders_8_bit_offload"]
+    found = [read(name)["variants"] for name in OTHERS[1:]]
+    named = [each[kind] for each in found for kind in kinds if kind in each]
+    for row, variant in zip(rows_of(PAGE, "| parameters a rank | step |"), named, strict=True):
+        own = variant["measured"]
+        sizes = [own[key] / 2**30 for key in ("state_bytes", "peak_bytes")]
+        times = [own[key] for key in ("optimizer_milliseconds", "step_milliseconds")]
+        assert_says(row[2:6], *sizes, *times)
+
+
+def test_the_tables_of_galore_are_the_record():
+    record = read("h200-galore-whole.json")
+    llama, refresh = record["llama"], record["refresh"]
+    state, small, full = (
+        record["state"][name] / 1e9 for name in ("bytes", "without_masters", "fused_adams")
+    )
+    scratch = [record[key] for key in ("workspace", "scratch of a step with refreshes")]
+    expected = [
+        [llama[f"{kernel}_ms"] for kernel in ("grouped", "hybrid", "auto")],
+        *([llama["floor_ms"]], [record["fused_adam"]["ms"]]),
+        *([100 * refresh["amortised"]], [refresh["worst"]]),
+        [record["first step, all bases cold"]["ms"]],
+        *([state, small], [full, full - (state - small)]),
+        *([100 * each["part_of_weights"]] for each in scratch),
+    ]
+    rows = rows_of(PAGE, f"| Llama-7B's {llama['matrices']} matrices |")
+    for row, values in zip(rows, expected, strict=True):
+        assert_says(row[1:], *values)
+    single = [case for name, case in record.items() if " of 4096x" in name]
+    for row, case in zip(rows_of(PAGE, "| matrices | rank | products |"), single, strict=True):
+        times = [case[key] for key in ("floor_ms", "grouped_ms", "hybrid_ms")]
+        assert_says(row[3:], *times, min(times[1:]) / times[0])
+    names = ("floor", "galore_torch", "hybrid", "grouped", "torch", "compiled")
+    for row in rows_of(PAGE, "| weights and products |"):
+        case = record["galore_torch " + row[0].replace(",", "")]
+        times = [case[f"{name}_ms"] for name in names]
+        assert_says(row[1:], *times, case["galore_torch_ms"] / case["auto_ms"])
+
+
 # --- the first page
 
 CHOICES = [
     ("h200-bench.json", "te:bf16", "transformerengine-bf16", 14),
     ("h200-bench.json", "te:bf16-remainders", "transformerengine-bf16-remainders", 12),
-    (*MOMENTS_IN_BLOCKS, "bf16-remainders-blocks", "flashoptim-8bit-32bit-master", None),
-    (*MOMENTS_IN_BLOCKS, "remainder8_stochastic-blocks", "flashoptim-8bit", None),
-    (*MOMENTS_IN_BLOCKS, "blocks", "bitsandbytes-8bit", None),
-    (*MOMENTS_IN_BLOCKS, "blocks-4bit", "torchao-4bit", None),
+    (BLOCKS, "bf16-remainders-blocks", "flashoptim-8bit-32bit-master", None),
+    (BLOCKS, "remainder8_stochastic-blocks", "flashoptim-8bit", None),
+    (BLOCKS, "blocks", "bitsandbytes-8bit", None),
+    (BLOCKS, "blocks-4bit", "torchao-4bit", None),
 ]
 """Record, our case, the usual choice's, and the bytes held where the record is older than those."""
 

@@ -30,7 +30,6 @@ DRAWING = re.compile(r"^megaopt\.?\w* +(?:-->|what )")
 """A line of a list of folders or of a drawing."""
 ELSEWHERE = {
     r"\.\.\.": "not whole: other arguments go in",
-    r"\b(CONFIG|NAME|RECORD)\b(?!=)": "a stand-in for a file's name",
     r" bench\b|test-gpu|-m gpu": "needs a GPU",
     r"--M=4096": "needs a GPU: on Triton's interpreter it takes too long",
     r"gpt_124m": "needs a GPU",

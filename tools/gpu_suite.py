@@ -3,15 +3,18 @@
 python tools/gpu_suite.py RECORD [options of pytest]
 """
 
+import json
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from device_figures import Record
+from megaopt.commands.environment import describe
+from megaopt.commands.source import describe_source
 
 COMMAND = ("pytest", "-m", "gpu and not slow", "-p", "no:benchmark", "-q", "-rsf")
 COMMAND += ("-n", "16", "--dist", "load", "--maxschedchunk", "2", "--durations", "40")
@@ -20,12 +23,13 @@ LIBRARIES = ("transformer_engine", "apex", "flashoptim", "torchao", "bitsandbyte
 
 def main(out: Path, options: list[str]) -> int:
     """Runs the tests and writes the record; returns pytest's own status."""
-    report, record = out.with_suffix(".xml"), Record(out)
+    report, start = out.with_suffix(".xml"), time.perf_counter()
     command = [*COMMAND, *options, "tests"]
+    record = {"source": describe_source(), "environment": describe(), "command": " ".join(command)}
     status = subprocess.run([*command, "--junitxml", str(report)], check=False).returncode
-    record.found |= {"command": " ".join(command), "libraries": {n: version(n) for n in LIBRARIES}}
-    record.found |= outcomes(report)
-    record.say("seconds", whole=round(record.seconds(), 1))
+    record |= {"libraries": {name: version(name) for name in LIBRARIES}, **outcomes(report)}
+    record["seconds"] = round(time.perf_counter() - start, 1)
+    out.write_text(json.dumps(record, indent=1), encoding="utf-8")
     return status
 
 

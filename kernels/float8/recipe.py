@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from megaopt.kernels.formats.base import Format, scale_shape
-from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2
+from megaopt.kernels.formats.float8 import FLOAT8_E4M3
 from megaopt.kernels.quantizers import QUANTIZERS, Quantizer
 from megaopt.kernels.rules.base import round_to_fp32
 
-FLOAT8 = {form.dtype: form for form in (FLOAT8_E4M3, FLOAT8_E5M2)}
+FLOAT8 = {form.dtype: form for form in (FLOAT8_E4M3,)}
 """The formats of codes, by dtype."""
 
 ALGORITHMS = ("max", "most_recent")
@@ -30,10 +30,10 @@ class Float8Recipe:
 
     scaling: str
     """"delayed": a scale per tensor, from the amaxes of earlier steps. "current": per tensor, from
-    the values' own amax. "block_128x128", "block_1x128": per block, from its amax. "mxfp8": per 32
-    in a row, a power of two that is kept as its exponent (E8M0)."""
+    the values' own amax. "block_128x128": per block, from its amax. "mxfp8": per 32 in a row, a
+    power of two that is kept as its exponent (E8M0)."""
     dtype: torch.dtype = torch.float8_e4m3fn
-    """Of the codes: torch.float8_e4m3fn or torch.float8_e5m2."""
+    """Of the codes: torch.float8_e4m3fn, that of TransformerEngine's weights in all its recipes."""
     margin: int = 0
     """delayed: the scale is 2**margin times smaller than it could be."""
     amax_history_len: int = 1024

@@ -10,12 +10,8 @@ from megaopt.kernels.formats.base import Format, FormatTable, scale_shape
 from megaopt.kernels.formats.bfloat16 import BFLOAT16, BFLOAT16_STOCHASTIC
 from megaopt.kernels.formats.block4 import BLOCKS_OF_4_BITS
 from megaopt.kernels.formats.block8 import BLOCKS
-from megaopt.kernels.formats.float8 import FLOAT8_E4M3, FLOAT8_E5M2, SCALED_FLOAT8_E4M3
-from megaopt.kernels.formats.float8_drawn import (
-    FLOAT8_E4M3_STOCHASTIC,
-    FLOAT8_E5M2_STOCHASTIC,
-    PAIRS,
-)
+from megaopt.kernels.formats.float8 import FLOAT8_E4M3, SCALED_FLOAT8_E4M3
+from megaopt.kernels.formats.float8_drawn import FLOAT8_E4M3_STOCHASTIC, PAIRS
 from megaopt.kernels.formats.float16 import FLOAT16, FLOAT16_STOCHASTIC, SCALED_FLOAT16
 from megaopt.kernels.formats.float32 import FLOAT32, decode, decode_reference, encode
 from megaopt.kernels.formats.float32 import encode_reference as _encode_reference
@@ -36,7 +32,7 @@ GRADS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)
 WEIGHTS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)
 STOCHASTIC_WEIGHTS = FormatTable(BFLOAT16_STOCHASTIC, FLOAT16_STOCHASTIC)
 """Of weights without a master that are rounded so."""
-STOCHASTIC_FLOAT8 = FormatTable(FLOAT8_E4M3_STOCHASTIC, FLOAT8_E5M2_STOCHASTIC)
+STOCHASTIC_FLOAT8 = FormatTable(FLOAT8_E4M3_STOCHASTIC)
 """The same of codes with scales."""
 MASTERS = FormatTable(
     FLOAT32,
@@ -70,7 +66,6 @@ BESIDE: dict[torch.dtype, dict[Any, Format]] = {
 __all__ = [
     "BESIDE",
     "FLOAT8_E4M3",
-    "FLOAT8_E5M2",
     "GRADS",
     "MASTERS",
     "MOMENTS",

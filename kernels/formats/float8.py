@@ -1,4 +1,4 @@
-"""fp8, e4m3fn and e5m2: plain, and e4m3fn with a scale per tensor.
+"""fp8, e4m3fn: plain, and with a scale per tensor.
 
 A code is rounded by an fp32 addition and integers: Triton's interpreter casts to fp8 inexactly, and
 the GPU's own instruction is out of reach there. Encoding saturates, infinities included, as the
@@ -12,16 +12,13 @@ import torch
 from megaopt.kernels.formats.base import Format
 from megaopt.kernels.optional_triton import helper, tl
 
-# The code 0x7F is a NaN in both formats; e4m3fn has this one and 0xFF alone, e5m2 also 0x7D, 0x7E.
+# The code of NaN; 0xFF is read as one too.
 NAN_CODE: tl.constexpr = tl.constexpr(0x7F)
 # As what it is read, in fp32.
 NAN: tl.constexpr = tl.constexpr(0x7FC00000)
-# By format, the fp32 patterns of its smallest normal and its largest number: 2**-6 and 448,
-# 2**-14 and 57344.
+# The fp32 patterns of the smallest normal and the largest number: 2**-6 and 448.
 E4M3_NORMAL: tl.constexpr = tl.constexpr(0x3C800000)
 E4M3_LARGEST: tl.constexpr = tl.constexpr(0x43E00000)
-E5M2_NORMAL: tl.constexpr = tl.constexpr(0x38800000)
-E5M2_LARGEST: tl.constexpr = tl.constexpr(0x47600000)
 # Between the exponents' biases of fp32 and e4m3fn: 127 - 7.
 E4M3_UNBIAS: tl.constexpr = tl.constexpr(2.0**120)
 
@@ -32,25 +29,23 @@ CODE_MAX = 448.0
 
 
 @helper
-def nearest(
-    value, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, LARGEST: tl.constexpr
-):
+def nearest(value):
     """The code nearest to a number, ties to even, as int32; what it gives for NaN says nothing."""
     bits = value.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, LARGEST)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, E4M3_LARGEST)
     # the power of two whose last place is the code's there, in normal and subnormal binades alike:
     # added to it, the magnitude is rounded to whole codes, which then stand in its lowest bits
-    DROPPED: tl.constexpr = 23 - MANTISSA_BITS
-    power = (tl.maximum(magnitude, SMALLEST_NORMAL) & 0x7F800000) + (DROPPED << 23)
+    DROPPED: tl.constexpr = 20
+    power = (tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000) + (DROPPED << 23)
     total = magnitude.to(tl.float32, bitcast=True) + power.to(tl.float32, bitcast=True)
     # and the binade's own codes: none for the lowest two, which share their last place
-    binade = (power >> DROPPED) - ((SMALLEST_NORMAL + (DROPPED << 23)) >> DROPPED)
+    binade = (power >> DROPPED) - ((E4M3_NORMAL + (DROPPED << 23)) >> DROPPED)
     return (total.to(tl.int32, bitcast=True) - power + binade) | ((bits >> 24) & 0x80)
 
 
 @helper
 def encode_e4m3(value, inverse):
-    code = nearest(value, 3, E4M3_NORMAL, E4M3_LARGEST)
+    code = nearest(value)
     return tl.where(value == value, code, NAN_CODE).to(tl.int8)
 
 
@@ -66,23 +61,9 @@ def decode_e4m3(code, scale):
 
 
 @helper
-def encode_e5m2(value, inverse):
-    code = nearest(value, 2, E5M2_NORMAL, E5M2_LARGEST)
-    return tl.where(value == value, code, NAN_CODE).to(tl.int8)
-
-
-@helper
-def decode_e5m2(code, scale):
-    # the upper byte of an fp16
-    value = (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    bits = tl.where(value == value, value.to(tl.int32, bitcast=True), NAN)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@helper
 def encode_scaled_e4m3(value, inverse):
     # an infinity would saturate to a number, and a moment that has overflowed go unnoticed
-    code = nearest(value * inverse, 3, E4M3_NORMAL, E4M3_LARGEST)
+    code = nearest(value * inverse)
     finite = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
     return tl.where(finite, code, NAN_CODE).to(tl.int8)
 
@@ -90,13 +71,6 @@ def encode_scaled_e4m3(value, inverse):
 @helper
 def decode_scaled_e4m3(code, scale):
     return decode_e4m3(code, scale) * scale
-
-
-def encode_reference(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest number of an fp8 dtype, ties to even; too large ones saturate, NaN is 0x7F."""
-    largest = torch.finfo(dtype).max  # beyond, torch's own cast differs by version
-    code = value.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    return torch.where(value.isnan(), 0x7F, code).view(dtype)
 
 
 def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -108,12 +82,9 @@ def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> t
 
 def encode_e4m3_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest e4m3fn, ties to even; beyond 448, infinities too, 448; NaN is 0x7F."""
-    return encode_reference(value, torch.float8_e4m3fn)
-
-
-def encode_e5m2_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest e5m2, ties to even; beyond 57344, infinities too, 57344; NaN is 0x7F."""
-    return encode_reference(value, torch.float8_e5m2)
+    # beyond 448 torch's own cast differs by version
+    code = value.clamp(-CODE_MAX, CODE_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(value.isnan(), 0x7F, code).view(torch.float8_e4m3fn)
 
 
 def encode_scaled_e4m3_reference(
@@ -132,15 +103,6 @@ FLOAT8_E4M3 = Format(
     encode_e4m3,
     decode_reference,
     encode_e4m3_reference,
-)
-FLOAT8_E5M2 = Format(
-    "float8_e5m2",
-    torch.float8_e5m2,
-    tl.int8,
-    decode_e5m2,
-    encode_e5m2,
-    decode_reference,
-    encode_e5m2_reference,
 )
 SCALED_FLOAT8_E4M3 = Format(
     "scaled_float8_e4m3",

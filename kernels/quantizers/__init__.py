@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megaopt.kernels.quantizers.base import Left, Quantizer, Store
-from megaopt.kernels.quantizers.blocks import BLOCK_1X128, BLOCK_128X128
+from megaopt.kernels.quantizers.blocks import BLOCK_128X128
 from megaopt.kernels.quantizers.current import CURRENT
 from megaopt.kernels.quantizers.delayed import DELAYED
 from megaopt.kernels.quantizers.mxfp8 import MXFP8
 
-QUANTIZERS = {each.name: each for each in (DELAYED, CURRENT, BLOCK_128X128, BLOCK_1X128, MXFP8)}
+QUANTIZERS = {each.name: each for each in (DELAYED, CURRENT, BLOCK_128X128, MXFP8)}
 """By name, which is Float8Recipe's `scaling`."""
 
 __all__ = ["QUANTIZERS", "Left", "Quantizer", "Store"]

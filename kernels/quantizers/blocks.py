@@ -1,4 +1,4 @@
-"""Blocks: a scale for 128 x 128 elements, or for 128 in a row, from their own amax."""
+"""Blocks: a scale for 128 x 128 elements, from their own amax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from megaopt.kernels.quantizers.tiles import (
     piece_words,
     step_piece,
     store_of_tiles,
-    tile_in_lines,
     tile_is_whole,
 )
 from megaopt.kernels.step.blocks import load_block
@@ -67,15 +66,10 @@ def tile_as_one(
 
 # On an H200, percent of copy on set B for 27 bytes a parameter, by elements of a piece in the step
 # and again in the cast, warps, and registers at most (fewer let more programs work at a time):
-# 128 x 128: 512 512 4 -: 72.9; 512 2048 4 -: 78.9; 512 2048 4 96: 82.5; 1024 4096 8 -: 80.9;
+# 512 512 4 -: 72.9; 512 2048 4 -: 78.9; 512 2048 4 96: 82.5; 1024 4096 8 -: 80.9;
 # 1024 4096 8 80: 86.3; 1024 4096 8 64: 83.8; 1024 8192 8 64: 83.9; 2048 4096 8 -: 63.3
-# 1 x 128: 512 4 -: 81.1; 1024 4 -: 83.9; 512 4 96: 87.6; 512 4 80: 90.5; 512 4 64: 89.7
 SQUARES = store_of_tiles(
     "block_128x128", tile_as_one, PIECE=1024, PIECE_AGAIN=4096, num_warps=8, maxnreg=80
 )
-LINES = store_of_tiles(
-    "block_1x128", tile_in_lines, True, PIECE=512, PIECE_AGAIN=512, num_warps=4, maxnreg=80
-)
 SCALES = (scale_of_amax, scales_of_amax_reference)
 BLOCK_128X128 = Quantizer("block_128x128", OPTIONS, SQUARES, *SCALES, 128, 128)
-BLOCK_1X128 = Quantizer("block_1x128", OPTIONS, LINES, *SCALES, 1, 128)

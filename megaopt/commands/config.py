@@ -86,7 +86,7 @@ class OptimizerConfig(Table):
         return self.learning_rate * step / self.warmup_steps
 
 
-Recipe = Literal["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
+Recipe = Literal["delayed", "current", "block_128x128", "mxfp8"]
 """Names in megaopt.float8.RECIPES, which is not imported to read a file."""
 
 

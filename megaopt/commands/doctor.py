@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -66,9 +65,8 @@ def main(check: bool = False) -> int:
         0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
     """
     console = make_console()
-    with without_dynamo():
-        findings = [finding for device in devices() for finding in examine(device)]
-        strange = other_than_recorded()
+    findings = [finding for device in devices() for finding in examine(device)]
+    strange = other_than_recorded()
     outcomes = promises() if check else []
     verdict, healthy = judge(findings, outcomes, strange)
     console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
@@ -81,25 +79,6 @@ def main(check: bool = False) -> int:
     if check:
         console.print(_promises_table(outcomes))
     return exits.DONE if healthy else exits.DIFFERENT
-
-
-@contextmanager
-def without_dynamo() -> Iterator[None]:
-    """Without torch._dynamo, whose import takes seconds: nothing is compiled here.
-
-    torch imports it at the first call of a method that it keeps out of compiled code, unless the
-    method has been wrapped already (torch/_compile.py).
-    """
-    key, methods = "__dynamo_disable", vars(torch.optim.Optimizer).values()
-    plain = [m.__wrapped__ for m in methods if hasattr(m, "__wrapped__")]
-    changed = [each for each in plain if key not in vars(each)]
-    for each in changed:
-        vars(each)[key] = each
-    try:
-        yield
-    finally:
-        for each in changed:
-            vars(each).pop(key, None)
 
 
 def host_memory() -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaopt.kernels.float8 import RECIPES, Float8Recipe, dequantize_reference, quantize_reference
+from megaopt.kernels.float8 import RECIPES, dequantize_reference, quantize_reference
 
 INPUT = RECIPES["current"]
 """How the input of a scaled product is quantized: e4m3fn, per tensor, from its own amax."""
@@ -118,7 +118,7 @@ def _scaled_product(
     codes: Tensor, scale_inv: Tensor, weight: Any, bias: Tensor | None, input: Tensor
 ) -> Tensor | None:
     """The product in fp8, in the input's dtype; None where torch._scaled_mm does not work."""
-    if not _multiplies_fp8(input, weight.data8, weight.recipe):
+    if not _multiplies_fp8(input, weight.data8):
         return None
     product: Tensor = torch._scaled_mm(
         codes.reshape(-1, codes.shape[-1]),
@@ -131,12 +131,11 @@ def _scaled_product(
     return product.reshape(*input.shape[:-1], weight.shape[0])
 
 
-def _multiplies_fp8(input: Tensor, data8: Tensor, recipe: Float8Recipe) -> bool:
+def _multiplies_fp8(input: Tensor, data8: Tensor) -> bool:
     return (
         input.is_cuda
         and torch.version.hip is None
         and torch.cuda.get_device_capability(input.device) >= (8, 9)
-        and recipe.dtype == torch.float8_e4m3fn
         and input.dtype == torch.bfloat16
         and input.numel() > 0
         and all(size % 16 == 0 for size in data8.shape)

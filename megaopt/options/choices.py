@@ -43,7 +43,7 @@ MakesStates = Literal["stepped", "trainable", "all"]
 """Whose state a step makes: of parameters with a gradient; also of others that may get one
 (requires_grad); of frozen ones too."""
 
-Recipe = Literal["delayed", "current", "block_128x128", "block_1x128", "mxfp8"]
+Recipe = Literal["delayed", "current", "block_128x128", "mxfp8"]
 """How weights become fp8: the names of megaopt.kernels.float8.RECIPES."""
 
 ProjType = Literal["std", "reverse_std", "right", "left", "auto"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megaopt.kernels.float8 import dequantize_reference
 from megaopt.kernels.formats import Format
-from megaopt.kernels.formats.float8_drawn import FLOAT8
+from megaopt.kernels.formats.float8_drawn import encode_pair_reference, remainder_of
 from megaopt.kernels.quantizers.scale import multiplied
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.step.batch import Cast, Extent, Formats
@@ -99,7 +99,7 @@ class Float8View(ParamView):
         """Stores in `code` what brings the codes, which stay, nearest to fp32 values; None."""
         scaled = value * (1.0 / self.scale_inv())
         own = self.codes.view(self.param.shape)
-        code.copy_(FLOAT8[own.dtype].remainder_of(own, scaled))
+        code.copy_(remainder_of(own, scaled))
         return None
 
     def round_as_pairs(self, value: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class Float8View(ParamView):
 
         To nearest in two roundings, ties away from zero, where the weight's own are to even.
         """
-        code, _ = FLOAT8[self.codes.dtype].encode_pair(value * (1.0 / self.scale_inv()))
+        code, _ = encode_pair_reference(value * (1.0 / self.scale_inv()))
         self.codes.copy_(code.view(-1))
 
     def initial_value(self, formats: Formats) -> torch.Tensor:

@@ -140,7 +140,7 @@ SHAPES = ((384, 256), (160, 416), (32, 32), (128, 1024))
 def quantizers(te):
     import transformer_engine_torch as tex
 
-    e4m3, e5m2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
+    e4m3 = tex.DType.kFloat8E4M3
 
     def current(dtype, **options):
         return te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"), **options)
@@ -155,22 +155,18 @@ def quantizers(te):
 
     return {
         "delayed": lambda: delayed(e4m3),
-        "delayed, e5m2": lambda: delayed(e5m2),
         "current": lambda: current(e4m3),
-        "current, e5m2": lambda: current(e5m2),
         "current, powers of two": lambda: current(
             e4m3, force_pow_2_scales=True, amax_epsilon=2.0**-6
         ),
         "blocks": lambda: blocks(e4m3),
-        "blocks, e5m2": lambda: blocks(e5m2),
         "blocks, any scale": lambda: blocks(e4m3, force_pow_2_scales=False, amax_epsilon=2.0**-4),
         "mxfp8": lambda: te.MXFP8Quantizer(e4m3),
     }
 
 
 NAMES = (
-    "delayed", "delayed, e5m2", "current", "current, e5m2", "current, powers of two",
-    "blocks", "blocks, e5m2", "blocks, any scale", "mxfp8",
+    "delayed", "current", "current, powers of two", "blocks", "blocks, any scale", "mxfp8",
 )  # fmt: skip
 
 

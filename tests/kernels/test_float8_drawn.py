@@ -7,17 +7,17 @@ import torch
 from bits import assert_same_bits
 
 from megaopt.kernels.formats import BESIDE, STOCHASTIC_FLOAT8
-from megaopt.kernels.formats.float8_drawn import FLOAT8
+from megaopt.kernels.formats.float8_drawn import remainder_of
 from megaopt.kernels.optional_triton import jit, tl
 
-KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+E4M3 = torch.float8_e4m3fn
 BLOCK = 1 << 14
 
 
-def hard_values(kind):
+def hard_values():
     """All numbers of 16 bits, what lies beside them and between, and what is no number."""
-    wide = oracle.numbers(kind, 15 - oracle.EXPONENT_BITS[kind])[::37]
-    wide = np.concatenate([wide, oracle.numbers(kind, 7 - oracle.EXPONENT_BITS[kind])])
+    wide = oracle.numbers(15 - oracle.EXPONENT_BITS)[::37]
+    wide = np.concatenate([wide, oracle.numbers(7 - oracle.EXPONENT_BITS)])
     middle = (wide[1:] + wide[:-1]) / 2
     own = np.concatenate([wide, middle]).astype(np.float32)
     beside = [np.nextafter(own, np.float32(side)) for side in (0, np.inf)]
@@ -69,11 +69,10 @@ def random_bits(count, how):
 
 
 @pytest.mark.parametrize("how", [0, 1, 0x7FFF, 0x8000, 0xFFFF, "random"], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_codes_are_drawn_as_the_oracle_draws_them(kind, how, device):
-    form, value = STOCHASTIC_FLOAT8[KINDS[kind]], hard_values(kind)
+def test_codes_are_drawn_as_the_oracle_draws_them(how, device):
+    form, value = STOCHASTIC_FLOAT8[E4M3], hard_values()
     bits = random_bits(len(value), how)
-    expected = torch.from_numpy(oracle.encode(value.numpy(), bits.numpy(), kind))
+    expected = torch.from_numpy(oracle.encode(value.numpy(), bits.numpy()))
     twin = form.encode_reference(value, None, bits)
     assert_same_bits(twin.view(torch.uint8), expected, "twin")
     code, _, again = by_kernel(form, value, bits, device)
@@ -82,13 +81,12 @@ def test_codes_are_drawn_as_the_oracle_draws_them(kind, how, device):
 
 
 @pytest.mark.parametrize("how", [None, 0, 0xF, 0x10, 0x8000, 0xFFFF, "random"], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_pairs_are_made_as_the_oracle_makes_them(kind, how, device):
+def test_pairs_are_made_as_the_oracle_makes_them(how, device):
     name = "remainder8" if how is None else "remainder8_stochastic"
-    form, value = BESIDE[KINDS[kind]][name], hard_values(kind)
+    form, value = BESIDE[E4M3][name], hard_values()
     bits = random_bits(len(value), 0 if how is None else how)
     own = None if how is None else bits.numpy()
-    expected = [torch.from_numpy(each) for each in oracle.encode_pair(value.numpy(), own, kind)]
+    expected = [torch.from_numpy(each) for each in oracle.encode_pair(value.numpy(), own)]
     twin = form.encode_reference(value, *(() if how is None else (bits,)))
     code, rest, again = by_kernel(form, value, bits, device)
     for found, where in ((twin, "twin"), ((code, rest), "kernel")):
@@ -97,46 +95,43 @@ def test_pairs_are_made_as_the_oracle_makes_them(kind, how, device):
     assert_same_bits(again, form.decode_reference(*twin), "decoded")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_pair_is_read_as_its_number(kind, device):
+def test_every_pair_is_read_as_its_number(device):
     """Pairs that no encoding makes too: a 0 beside a negative remainder is 0, and no NaN."""
-    form = BESIDE[KINDS[kind]]["remainder8"]
+    form = BESIDE[E4M3]["remainder8"]
     codes = torch.arange(256).repeat_interleave(256).to(torch.uint8)
     rest = torch.arange(-128, 128).repeat(256).to(torch.int8)
-    found = form.decode_reference(codes.view(KINDS[kind]), rest)
-    usable = (codes & 0x7F) <= oracle.LARGEST[kind]
-    expected = oracle.decode_pair(codes.numpy(), rest.numpy().astype(np.int64), kind)
+    found = form.decode_reference(codes.view(E4M3), rest)
+    usable = (codes & 0x7F) <= oracle.LARGEST
+    expected = oracle.decode_pair(codes.numpy(), rest.numpy().astype(np.int64))
     assert_same_bits(found[usable], torch.from_numpy(expected).float()[usable])
-    plain = STOCHASTIC_FLOAT8[KINDS[kind]].decode_reference(codes.view(KINDS[kind]))
+    plain = STOCHASTIC_FLOAT8[E4M3].decode_reference(codes.view(E4M3))
     assert_same_bits(found[~usable], plain[~usable])  # infinities and NaN
     wide = (codes & 0x7F).int() * 256 + rest
-    kept = usable & (wide >= 0) & (wide <= oracle.LARGEST[kind] * 256)
+    kept = usable & (wide >= 0) & (wide <= oracle.LARGEST * 256)
     again = form.encode_reference(found[kept])
     assert_same_bits(again[0].view(torch.uint8), codes[kept])
     assert_same_bits(again[1], rest[kept])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_remainder_brings_a_code_as_near_as_it_can(kind):
+def test_a_remainder_brings_a_code_as_near_as_it_can():
     """Beside a code that stays: the value where the pair reaches it, else the pair's last."""
-    form, twins = BESIDE[KINDS[kind]]["remainder8"], FLOAT8[KINDS[kind]]
-    value = hard_values(kind)
+    form = BESIDE[E4M3]["remainder8"]
+    value = hard_values()
     code, rest = form.encode_reference(value)
-    assert_same_bits(twins.remainder_of(code, value), rest)
+    assert_same_bits(remainder_of(code, value), rest)
     number = value[~value.isnan()]
-    far = torch.full(number.shape, 2.0).to(KINDS[kind])
-    found = twins.remainder_of(far, number)
+    far = torch.full(number.shape, 2.0).to(E4M3)
+    found = remainder_of(far, number)
     expected = torch.where(number < 2.0, -128, 127).to(torch.int8)
     beyond = (number < 1.7) | (number > 2.4)  # half of a last place away, and more
     assert_same_bits(found[beyond], expected[beyond])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_mean_is_the_value(kind):
+def test_the_mean_is_the_value():
     """Over all random bits, exactly: how often the code above comes, of 2**16."""
-    form = STOCHASTIC_FLOAT8[KINDS[kind]]
+    form = STOCHASTIC_FLOAT8[E4M3]
     bits = torch.arange(1 << 16, dtype=torch.int32)
-    table = torch.from_numpy(oracle.numbers(kind, 7 - oracle.EXPONENT_BITS[kind])).float()
+    table = torch.from_numpy(oracle.numbers(7 - oracle.EXPONENT_BITS)).float()
     for place in (1, 5, 8, 40, 77, 100):
         low, high = table[place].double(), table[place + 1].double()
         for share in (0, 1, 0x8000, 0xFFFF):

@@ -33,8 +33,7 @@ def single_kernel(
 
 # a margin, which makes code_max smaller, never goes with powers of two
 @pytest.mark.parametrize(
-    ("code_max", "power_of_two"),
-    [(448.0, False), (57344.0, False), (448.0 / 2**7, False), (448.0, True), (57344.0, True)],
+    ("code_max", "power_of_two"), [(448.0, False), (448.0 / 2**7, False), (448.0, True)]
 )
 def test_scale_at_every_edge(code_max, power_of_two, device):
     amax = torch.cat([EDGES, every_power_of_two(), random_amaxes(3000)])
@@ -109,9 +108,8 @@ def test_reciprocals_are_the_nearest_of_the_exact_ones():
         assert inverse == nearest_fp32(1 / Fraction(number)), number
 
 
-@pytest.mark.parametrize("code_max", [448.0, 57344.0])
-def test_e8m0_at_every_edge(code_max, device):
-    assert_e8m0(true_scale, hard_amaxes(code_max), code_max, device)
+def test_e8m0_at_every_edge(device):
+    assert_e8m0(true_scale, hard_amaxes(448.0), 448.0, device)
 
 
 def test_e8m0_of_known_amaxes():

@@ -21,7 +21,6 @@ from hypothesis.extra.numpy import arrays
 
 from megaopt.kernels.formats import (
     FLOAT8_E4M3,
-    FLOAT8_E5M2,
     MASTERS,
     MOMENTS,
     STOCHASTIC_WEIGHTS,
@@ -32,7 +31,7 @@ from megaopt.kernels.step.reference import scale_reference
 REMAINDER16 = MASTERS[torch.int16]
 JOINED = [form for form in MASTERS.values() if form.joined]
 SCALED = MOMENTS[torch.float16]
-FLOAT8 = [FLOAT8_E4M3, FLOAT8_E5M2]
+FLOAT8 = [FLOAT8_E4M3]
 SCALED_FLOAT8 = MOMENTS[torch.float8_e4m3fn]
 
 # Around every tie of a conversion that drops 16 bits (bf16) or 13 (fp16): both neighbours of each.

@@ -1,18 +1,15 @@
 """8-bit moments in blocks over many steps, beside averages in fp64 of the same gradients.
 
-The gradients and what is read are those of tools/followed_moments.py: every scenario has blocks of
-32 sizes from 1e-12 to 1e4, and spreads that are log-normal within a block.
+The gradients and what is read are those of tests/support/followed_moments.py: every scenario has
+blocks of 32 sizes from 1e-12 to 1e4, and spreads that are log-normal within a block.
 """
 
-import importlib.util
-from pathlib import Path
-
+import followed_moments as tool
 import pytest
 import torch
 
 from megaopt import FusedAdam
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "followed_moments.py"
 SIZES = torch.logspace(-12, 4, 32).tolist()
 STOCHASTIC = ("block_e4m3", "block_e5m3")
 NEAREST = ("block_e4m3_nearest", "block_e5m3_nearest")
@@ -25,15 +22,7 @@ MEAN = 0.02
 """How far the mean of exp_avg_sq / fp64's may be from 1, everywhere."""
 
 
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("followed_moments", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def follow(tool, scenarios, betas, rows, steps, dtypes=STOCHASTIC):
+def follow(scenarios, betas, rows, steps, dtypes=STOCHASTIC):
     """What FusedAdam's moments and updates are, divided by fp64's; eps is next to nothing."""
     gradients = tool.Gradients(scenarios, SIZES, rows, steps)
     options = {"exp_avg_dtype": dtypes[0], "exp_avg_sq_dtype": dtypes[1], "seed": 5}
@@ -51,7 +40,7 @@ def follow(tool, scenarios, betas, rows, steps, dtypes=STOCHASTIC):
     return found
 
 
-def missed(tool, found, scenarios, names):
+def missed(found, scenarios, names):
     """The bars of exp_avg_sq that are missed, in words."""
     misses = []
     for name in names:
@@ -68,7 +57,7 @@ def missed(tool, found, scenarios, names):
     return misses
 
 
-def errors(tool, found, scenarios):
+def errors(found, scenarios):
     """The relative error of the updates in the last 200 steps, by scenario."""
     error = (found["errors"].sum((1, 2)) / found["exact"].sum((1, 2))).sqrt()
     return dict(zip(scenarios, error.tolist(), strict=True))
@@ -81,7 +70,7 @@ CELLS = [pytest.param(0.95, 1, 400, id="0.95")] + [
 
 
 @pytest.mark.parametrize(("beta2", "rows", "steps"), CELLS)
-def test_moments_in_blocks_follow_fp64(tool, beta2, rows, steps):
+def test_moments_in_blocks_follow_fp64(beta2, rows, steps):
     """8,192 coordinates a scenario in the long ones, half as many in the short one.
 
     The update's bar is of gradients that do not change their size: while they fall tenfold its
@@ -92,13 +81,13 @@ def test_moments_in_blocks_follow_fp64(tool, beta2, rows, steps):
     error of exp_avg_sq, 10% of the root, stays for longer than the 200 steps that are compared.
     """
     scenarios = tool.MOMENT_SCENARIOS
-    found = follow(tool, scenarios, (0.9, beta2), rows, steps)
+    found = follow(scenarios, (0.9, beta2), rows, steps)
     names = ["stationary", "spike", "drop, 2.5", "half: gone, 2.5", "half: the others"]
     names += ["1,000x smaller"]
     if (1 - beta2) * steps / 2 >= 10:
         names.append("drop")
-    assert missed(tool, found, scenarios, names) == []
-    relative = errors(tool, found, scenarios)
+    assert missed(found, scenarios, names) == []
+    relative = errors(found, scenarios)
     relative.pop("drop")
     assert max(relative.values()) < 0.15, relative
     rms = (found["squares"] / found["exact"]).sqrt()[scenarios.index("1,000x smaller")]
@@ -107,16 +96,16 @@ def test_moments_in_blocks_follow_fp64(tool, beta2, rows, steps):
 
 
 @pytest.mark.slow
-def test_exp_avg_sq_to_nearest_misses_the_bars(tool):
+def test_exp_avg_sq_to_nearest_misses_the_bars():
     """With scales that are powers of two nothing moves the codes: they stand still."""
     scenarios = ("stationary", "drop")
-    found = follow(tool, scenarios, (0.9, 0.95), 1, 400, NEAREST)
-    misses = missed(tool, found, scenarios, ["stationary", "drop, 2.5"])
+    found = follow(scenarios, (0.9, 0.95), 1, 400, NEAREST)
+    misses = missed(found, scenarios, ["stationary", "drop, 2.5"])
     assert [miss.rpartition(" ")[0] for miss in misses if "median" in miss] == [
         "stationary: median root",
         "drop, 2.5: median root",
     ]
-    assert errors(tool, found, scenarios)["stationary"] > 0.15
+    assert errors(found, scenarios)["stationary"] > 0.15
 
 
 @pytest.mark.parametrize(
@@ -127,16 +116,16 @@ def test_exp_avg_sq_to_nearest_misses_the_bars(tool):
         for beta1 in (0.9, 0.95, 0.99)
     ],
 )
-def test_exp_avg_follows_a_gradient_that_halves(tool, beta1, rows, steps):
-    found = follow(tool, tool.HALVED, (beta1, 0.99), rows, steps)
+def test_exp_avg_follows_a_gradient_that_halves(beta1, rows, steps):
+    found = follow(tool.HALVED, (beta1, 0.99), rows, steps)
     for name, ratio in zip(tool.HALVED, found["exp_avg"], strict=True):
         assert abs(tool.spread(ratio)[1] - 1) < 0.02, name
 
 
 @pytest.mark.slow
-def test_exp_avg_to_nearest_stays_too_large(tool):
+def test_exp_avg_to_nearest_stays_too_large():
     """By 41%: half a last place is more than what a step takes away."""
-    found = follow(tool, tool.HALVED[:1], (0.9, 0.99), 1, 200, NEAREST)
+    found = follow(tool.HALVED[:1], (0.9, 0.99), 1, 200, NEAREST)
     assert tool.spread(found["exp_avg"])[1] > 1.3
 
 
@@ -174,12 +163,12 @@ FOUR_NEAREST = ("block32_e3m0_nearest", "block32_e4m0_nearest")
         for beta2 in (0.99, 0.999)
     ],
 )
-def test_moments_of_4_bits_follow_fp64(tool, beta2, steps):
+def test_moments_of_4_bits_follow_fp64(beta2, steps):
     """The root's median within 10%, the update's rms within 0.8 to 1.3; torchao's 4 bits: 0.26.
 
     The floor of exp_avg_sq raises the smallest coordinates, and with them the mean, by a fifth.
     """
-    found = follow(tool, ("stationary",), (0.9, beta2), 1, steps, FOUR)
+    found = follow(("stationary",), (0.9, beta2), 1, steps, FOUR)
     low, median, high = tool.spread(found["exp_avg_sq"].sqrt())
     assert abs(median - 1) < 0.10
     assert low > 0.45
@@ -189,16 +178,16 @@ def test_moments_of_4_bits_follow_fp64(tool, beta2, steps):
     assert 0.8 < tool.spread(rms)[1] < 1.3
 
 
-def test_exp_avg_sq_of_4_bits_to_nearest_misses_the_bars(tool):
+def test_exp_avg_sq_of_4_bits_to_nearest_misses_the_bars():
     """Gradients become ten times smaller; it stands still."""
-    found = follow(tool, ("drop",), (0.9, 0.95), 1, 250, FOUR_NEAREST)
+    found = follow(("drop",), (0.9, 0.95), 1, 250, FOUR_NEAREST)
     assert tool.spread(found["exp_avg_sq"].sqrt())[1] > 3
 
 
 @pytest.mark.parametrize("beta1", [0.9, pytest.param(0.95, marks=pytest.mark.slow)])
-def test_exp_avg_of_4_bits_follows_a_gradient_that_halves(tool, beta1):
+def test_exp_avg_of_4_bits_follows_a_gradient_that_halves(beta1):
     """In the mean over the coordinates, of which the blocks' largest lose up to a quarter."""
-    found = follow(tool, tool.HALVED, (beta1, 0.99), 1, 200, FOUR)
+    found = follow(tool.HALVED, (beta1, 0.99), 1, 200, FOUR)
     for name, ratio in zip(tool.HALVED, found["exp_avg"], strict=True):
         assert abs(float(ratio.mean()) - 1) < 0.10, name
 

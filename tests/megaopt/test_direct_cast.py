@@ -8,7 +8,7 @@ from megaopt import FusedAdam
 from megaopt.float8 import Float8Recipe, Float8Weight
 from megaopt.kernels.float8 import quantize_reference
 
-SCALINGS = ("delayed", "current", "block_128x128", "block_1x128", "mxfp8")
+SCALINGS = ("delayed", "current", "block_128x128", "mxfp8")
 
 
 def stepped(recipe, direct_cast):

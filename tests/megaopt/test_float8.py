@@ -130,7 +130,7 @@ def test_autocast(dtype):
 
 def test_checkpointed_activations():
     plain = model()
-    float8 = megaopt.to_float8(copy.deepcopy(plain), "block_1x128")
+    float8 = megaopt.to_float8(copy.deepcopy(plain), "block_128x128")
     cast, x = cast_model(plain, float8), torch.randn(5, 48).bfloat16()
     expected = gradients(cast, x)
     own = x.detach().requires_grad_()

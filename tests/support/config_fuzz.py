@@ -45,7 +45,7 @@ EXTREMES = {
     "warmup_steps": ("0", "1", "2147483647", "2147483648"),
     "bias_correction": ("true", "false"),
     "adam_w_mode": ("true", "false"),
-    "recipes": ('["delayed"]', '["current"]', '["block_128x128", "mxfp8"]', '["block_1x128"]'),
+    "recipes": ('["delayed"]', '["current"]', '["block_128x128", "mxfp8"]'),
     "scaled_matmul": ("true", "false"),
     "name": ('"-x"', '"."', '".."', '"--help"', '"unfused"'),
     "contract": ('"ieee"', '"te"', '"torch"'),

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 from oracle import F32, divide, float8_codes, multiply
 
-MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-CODES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-BLOCKS = {"block_128x128": (128, 128), "block_1x128": (1, 128), "mxfp8": (1, 32)}
+MAX = 448.0
+CODES = ml_dtypes.float8_e4m3fn
+BLOCKS = {"block_128x128": (128, 128), "mxfp8": (1, 32)}
 
 
 def scale_of(amax, code_max, epsilon=0.0, power_of_two=False, otherwise=1.0):
@@ -53,7 +53,7 @@ def rounded(values, dtype):
         return values.astype(dtype).astype(F32)
 
 
-def quantize(values, scaling, kind, *, dtype=None, scale=None, epsilon=0.0, power_of_two=False):
+def quantize(values, scaling, *, dtype=None, scale=None, epsilon=0.0, power_of_two=False):
     """Codes (uint8), scales, their inverses, amaxes; values are rounded to `dtype` first."""
     values = values if dtype is None else rounded(values, dtype)
     rows, columns = values.shape
@@ -66,21 +66,21 @@ def quantize(values, scaling, kind, *, dtype=None, scale=None, epsilon=0.0, powe
         place = np.s_[i * tall : (i + 1) * tall, j * wide : (j + 1) * wide]
         amaxes[i, j] = amax_of(values[place])
         if scaling == "mxfp8":
-            inverses[i, j] = e8m0_of(amaxes[i, j], MAX[kind])
+            inverses[i, j] = e8m0_of(amaxes[i, j], MAX)
             scales[i, j] = F32(2.0 ** (127 - int(inverses[i, j])))
         else:
-            found = scale_of(amaxes[i, j], MAX[kind], epsilon, power_of_two)
+            found = scale_of(amaxes[i, j], MAX, epsilon, power_of_two)
             scales[i, j] = found if scale is None else scale
             inverses[i, j] = divide(F32(1), scales[i, j])
-        codes[place] = float8_codes(multiply(values[place], scales[i, j]), CODES[kind])
+        codes[place] = float8_codes(multiply(values[place], scales[i, j]), CODES)
     if scaling not in BLOCKS:
         scales, inverses, amaxes = (array.reshape(1) for array in (scales, inverses, amaxes))
     return codes, scales, inverses, amaxes
 
 
-def dequantize(codes, inverses, scaling, kind):
+def dequantize(codes, inverses, scaling):
     """fp32, not yet rounded to the weight's dtype; NaNs are one."""
-    values = codes.view(CODES[kind]).astype(F32)
+    values = codes.view(CODES).astype(F32)
     if scaling == "mxfp8":
         inverses = (2.0 ** (inverses.astype(np.float64) - 127)).astype(F32)
     out = np.zeros(codes.shape, F32)

@@ -1,15 +1,24 @@
-"""tools/galore_torch_peer.py for tests."""
+"""galore_torch's AdamW, without what its package imports and AdamW does not need."""
 
-import importlib.util
-from pathlib import Path
+import importlib
+import sys
+import types
+from importlib.util import find_spec
 
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "tools" / "galore_torch_peer.py"
-_spec = importlib.util.spec_from_file_location("galore_torch_peer", PATH)
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
-adamw = _module.adamw
-needs_galore_torch = pytest.mark.skipif(
-    _module.why_not() is not None, reason=_module.why_not() or ""
-)
+_missing = [
+    name
+    for name in ("galore_torch", "transformers")
+    if name not in sys.modules and find_spec(name) is None
+]
+needs_galore_torch = pytest.mark.skipif(bool(_missing), reason=f"needs {', '.join(_missing)}")
+
+
+def adamw():
+    """The module galore_torch.adamw; the package's own __init__ wants bitsandbytes."""
+    if "galore_torch" not in sys.modules:
+        package, spec = types.ModuleType("galore_torch"), find_spec("galore_torch")
+        package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+        sys.modules["galore_torch"] = package
+    return importlib.import_module("galore_torch.adamw")

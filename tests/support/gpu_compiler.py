@@ -139,7 +139,7 @@ def main():
     for contract in ("te", "torch"):
         step(f"unscaled {contract}, written", plain(), contract=contract, **scaled, **WRITTEN)
     step("fp16 moments, unscaled, written", plain(), **scaled, **WRITTEN, **fp16)
-    step("blocks, unscaled, written", float8("block_1x128"), **scaled, **WRITTEN)
+    step("blocks, unscaled, written", float8("mxfp8"), **scaled, **WRITTEN)
     step("remainders", plain(), store_param_remainders=True, **masters)
     step("fp16 moments", plain(), **masters, **fp16)
     for name, recipe in RECIPES.items():

@@ -18,7 +18,6 @@ import philox_oracle
 F32 = np.float32
 FLOAT8 = {
     "float8_e4m3": ml_dtypes.float8_e4m3fn,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
     "scaled_float8_e4m3": ml_dtypes.float8_e4m3fn,
 }
 NAN = np.uint32(0x7FC00000).view(F32)

@@ -5,8 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "docs" / "benchmarks"
 PAGE = "docs/benchmarks/README.md"
@@ -18,17 +16,16 @@ def read(name):
     return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
-def text_of(page):
-    """A page's text, wherever its lines break."""
-    return " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
+def tables_of(page, heading):
+    """The rows' cells of each table that begins with this heading."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    tables = [part.split("\n\n")[0].splitlines()[2:] for part in text.split(f"\n{heading}")[1:]]
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in t] for t in tables]
 
 
 def rows_of(page, heading):
-    """The cells of the rows of the table that begins with this heading."""
-    text = (REPOSITORY / page).read_text(encoding="utf-8")
-    table = text.split(f"\n{heading}")[1].split("\n\n")[0]
-    lines = [line for line in table.splitlines() if line.startswith("|")][1:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    """The cells of the rows of the first of them."""
+    return tables_of(page, heading)[0]
 
 
 def assert_says(row, *values):
@@ -38,12 +35,6 @@ def assert_says(row, *values):
     for number, value in zip(numbers, values, strict=True):
         places = len(number.partition(".")[2])
         assert f"{value:,.{places}f}" == f"{float(number.replace(',', '')):,.{places}f}", row
-
-
-def needs(*names):
-    """Skips until the records are there."""
-    missing = [name for name in names if not (FOLDER / name).exists()]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 def tool(name, monkeypatch):

@@ -77,8 +77,7 @@ def fake(weight: Float8Weight, columnwise=True):
         recipe.scaling, Float8BlockwiseQTensor
     )
     made = cls(weight.shape, weight.dtype)
-    e4m3 = recipe.dtype == torch.float8_e4m3fn
-    made._fp8_dtype = types.SimpleNamespace(name="kFloat8E4M3" if e4m3 else "kFloat8E5M2")
+    made._fp8_dtype = types.SimpleNamespace(name="kFloat8E4M3")
     codes = weight.data8.view(torch.uint8).clone()
     options = {
         "force_pow_2_scales": bool(recipe.power_of_two_scales),

@@ -225,7 +225,6 @@ MODES = {
         ),
         _float8("current", 31, "transformerengine-fp8-current"),
         _float8("block_128x128", 27, "transformerengine-fp8-block_128x128"),
-        _float8("block_1x128", 27),
         _float8("mxfp8", 27),
         *map(_float8_alone, RECIPES),
         _modes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -76,14 +76,12 @@ MASTERS: dict[str, dict[str, Any]] = {
 }
 FLOAT8: dict[str, Float8Recipe] = {
     **RECIPES,
-    **{f"{name}_e5m2": replace(r, dtype=torch.float8_e5m2) for name, r in RECIPES.items()},
     "current_direct": Float8Recipe("current", direct=True),
     "current_powers": Float8Recipe("current", power_of_two_scales=True, amax_epsilon=0.5),
     "delayed_short": Float8Recipe("delayed", amax_history_len=2),
     "delayed_recent": Float8Recipe("delayed", margin=1, amax_compute_algo="most_recent"),
-    "block_1x128_any": Float8Recipe("block_1x128", power_of_two_scales=False, amax_epsilon=2.0**-6),
 }
-"""The recipes by name, in both dtypes, and such with options."""
+"""The recipes by name, and such with options."""
 
 VARIATIONS = {
     "fp32-grad": "gradients in fp32, in decoupled_grad",

@@ -59,7 +59,6 @@ ROUNDED = (
     "bf16-weight/kahan-stochastic-master/fp32-fp32/nonfinite",
     "fp16-weight/kahan-master/fp16-fp16",
     "fp16-weight/kahan-stochastic-master/fp32-stochastic/clip",
-    "block_1x128-weight/fp32-master/stochastic-stochastic",
     "current-weight/fp32-master/stochastic-fp32",
 )
 
@@ -127,12 +126,10 @@ OPTIONS = (
 
 FLOAT8 = (
     *(f"{recipe}-weight/fp32-master/fp32-fp32" for recipe in RECIPES),
-    *(f"{recipe}_e5m2-weight/fp32-master/fp32-fp32" for recipe in RECIPES),
     *(f"{recipe}-weight/no-master/fp32-fp32" for recipe in RECIPES),
     *(f"{recipe}-weight/fp16-master/fp32-bf16" for recipe in RECIPES),
     *(f"{recipe}-weight/fp32-master/fp8-fp16" for recipe in RECIPES),
     *(f"{recipe}-weight/fp32-master/fp32-fp32/nonfinite" for recipe in RECIPES),
-    "current_e5m2-weight/fp32-master/fp32-fp32/nonfinite",
     *(f"{recipe}-weight/fp32-master/fp32-fp32/direct-cast" for recipe in RECIPES),
     "delayed-weight/fp32-master/fp32-fp32/resume",
     "mxfp8-weight/fp32-master/fp32-fp32/resume",
@@ -141,12 +138,10 @@ FLOAT8 = (
     "current_powers-weight/fp32-master/fp32-fp32",
     "delayed_short-weight/fp32-master/bf16-bf16",
     "delayed_recent-weight/fp32-master/fp32-fp32",
-    "block_1x128_any-weight/fp32-master/fp32-fp32",
     "current-weight/fp32-master/fp32-fp32/fp32-values",
     "mxfp8-weight/fp32-master/fp32-fp32/fp16-values",
     "block_128x128-weight/fp32-master/fp32-fp32/fp32-grad",
     "block_128x128-weight/fp32-master/fp32-fp32/external-masters",
-    "block_1x128-weight/fp32-master/fp32-fp32/external-write",
     "delayed-weight/fp32-master/fp32-fp32/capturable/overflow",
     "current-weight/fp32-master/fp32-fp32/clip",
     "mxfp8-weight/no-master/fp32-fp32/clip/round-scaled-grads",
@@ -207,7 +202,6 @@ LION = (
     "fp16-weight/fp16-master/fp16/clip",
     "bf16-weight/no-master/fp32/resume",
     "delayed-weight/fp32-master/fp32",
-    "block_1x128-weight/fp32-master/fp8",
     "bf16-weight/no-master-stochastic/stochastic",
 )
 MOMENTUM = (

@@ -15,7 +15,7 @@ from torch.nn import functional
 CODE = torch.float8_e4m3fn
 CODE_MAX = 448.0
 HISTORY = 1024
-BLOCKS = {"block_128x128": (128, 128), "block_1x128": (1, 128), "mxfp8": (1, 32)}
+BLOCKS = {"block_128x128": (128, 128), "mxfp8": (1, 32)}
 NAN_CODE = 0x7F
 EXPONENT_BIAS = 127
 

@@ -77,7 +77,7 @@ def test_the_learning_rate_rises_and_then_stays(tmp_path):
 KEYS = "batch_size, cpu_threads, device, float8, galore, model, optimizer, seed, steps, variant"
 FUSED_KEYS = "backend, baseline, contract, kind, layout, masters, name, ranks, resume_after"
 KINDS = "'unfused', 'peer', 'fused', 'galore'"
-RECIPE_NAMES = "'delayed', 'current', 'block_128x128', 'block_1x128', 'mxfp8'"
+RECIPE_NAMES = "'delayed', 'current', 'block_128x128', 'mxfp8'"
 TO_MOST = "a whole number from 1 to 2**31-1"
 NUMBER = "a number from 0 to 3.4e38"
 WITH_RANKS = "for a variant with ranks"

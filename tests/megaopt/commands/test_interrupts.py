@@ -161,20 +161,19 @@ def test_an_interrupt_while_modules_are_imported(start):
 
 @pytest.mark.slow
 @pytest.mark.thirds
-@pytest.mark.parametrize("group", [True, False])
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("later", [0.0, 0.3, 3.0])
-def test_every_part_of_a_run_may_be_interrupted(start, name, group, later):
+@pytest.mark.parametrize("later", [0.0, 2.0])
+def test_every_part_of_a_run_may_be_interrupted(start, name, later):
     command = start(name)
     command.wait_for(MOMENTS[name][1])
     time.sleep(later)
-    command.interrupt(group)
+    command.interrupt(group=True)
     assert_interrupted(command)
 
 
 @pytest.mark.slow
 @pytest.mark.thirds
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_moment_will_do(start, seed):
     rng = random.Random(seed)
     command = start(rng.choice(("plain", "ranks", "resumed")))
@@ -187,11 +186,10 @@ def test_any_moment_will_do(start, seed):
 @pytest.mark.slow
 @pytest.mark.thirds
 @pytest.mark.parametrize("arguments", [("doctor",), ("doctor", "--check"), ("bench",)])
-@pytest.mark.parametrize("later", [0.0, 2.0, 4.0])
-def test_other_commands_may_be_interrupted(start, arguments, later):
+def test_other_commands_may_be_interrupted(start, arguments):
     command = start("plain", *arguments)
     command.wait_for(imports_torch)
-    time.sleep(later)
+    time.sleep(2)
     if command.process.poll() is None:
         command.interrupt(group=True)
     status, err, left = command.end()

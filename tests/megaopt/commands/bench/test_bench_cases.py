@@ -31,7 +31,6 @@ BYTES = {
     "fp8-delayed": 27,
     "fp8-current": 31,
     "fp8-block_128x128": 27,
-    "fp8-block_1x128": 27,
     "fp8-mxfp8": 27,
     **{f"fp8-{name}-stochastic-8bit": 8 for name in RECIPES},
     **{f"fp8-{name}-remainder8-8bit": 10 for name in RECIPES},
@@ -68,7 +67,6 @@ SCALES = {  # bytes of the scales of MATRICES' blocks; the second has one block,
     "fp8-delayed": 0,
     "fp8-current": 0,
     "fp8-block_128x128": 4 * 2 * 3,
-    "fp8-block_1x128": 4 * (256 * 3 + 128),
     "fp8-mxfp8": 256 * 12 + 128 * 4,
 }
 
@@ -159,7 +157,7 @@ def test_modes_of_other_contracts_are_left_out_or_named_after_them(
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
     # no call of TransformerEngine's casts masters to these, and nobody keeps what the others keep
-    alone = {"fp8-block_1x128", "fp8-mxfp8", "stochastic", "lion", "sgd"}
+    alone = {"fp8-mxfp8", "stochastic", "lion", "sgd"}
     alone |= {"remainder8_stochastic", "kahan_stochastic"}
     alone |= {name for name in BYTES if name.startswith("fp8-") and name.endswith("-8bit")}
     assert bool(mode.against) == (mode.name not in alone)

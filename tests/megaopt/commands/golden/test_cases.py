@@ -11,7 +11,7 @@ from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
 from megaopt.commands.golden.record import packaged
 from megaopt.float8 import RECIPES
 from megaopt.kernels.contracts import CONTRACTS
-from megaopt.kernels.float8.recipe import ALGORITHMS, FLOAT8
+from megaopt.kernels.float8.recipe import ALGORITHMS
 from megaopt.kernels.formats import (
     GRADS,
     MASTERS,
@@ -110,10 +110,6 @@ WANTED = {
         lambda: itertools.product(ROUNDINGS, STOCHASTIC_WEIGHTS.allowed),
         lambda: {(case.options.get("weight_rounding", "nearest"), case.weight) for case in PLAIN},
     ),
-    "scaling and dtype of fp8 weights": (
-        lambda: itertools.product(RECIPES, FLOAT8),
-        lambda: {(case.recipe.scaling, case.recipe.dtype) for case in IN_FP8},
-    ),
     "scaling and master of fp8 weights": (
         lambda: itertools.product(
             RECIPES, [form for form in by_dtype(MASTERS) if form != torch.int16]
@@ -157,7 +153,7 @@ def test_every_row_of_every_table_has_a_case(what):
         (WEIGHTS, torch.float64, ["gradient and weight", "weight and master"]),
         (MASTERS, torch.float64, ["weight and master", "master and exp_avg"]),
         (MOMENTS, torch.int8, ["exp_avg and exp_avg_sq", "master and exp_avg_sq"]),
-        (RECIPES, "block_64x64", ["scaling and dtype of fp8 weights", "direct_cast"]),
+        (RECIPES, "block_64x64", ["scaling and master of fp8 weights", "direct_cast"]),
     ],
     ids=["rule", "contract", "gradient", "weight", "master", "moment", "recipe"],
 )

@@ -119,7 +119,7 @@ def test_ranks_and_resumed_runs_equal_the_baseline(build):
         "ranks_2": {"backend": "reference", "ranks": 2},
         "ranks_3": {"backend": "reference", "ranks": 3},
     }
-    regression = build(["delayed", "block_1x128"], **forms)
+    regression = build(["delayed", "block_128x128"], **forms)
     trials = run(regression)
     assert regression.first_difference() is None
     for trial in trials.values():

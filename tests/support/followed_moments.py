@@ -1,7 +1,6 @@
 """Moments of an optimizer beside exact ones, over many steps with the same gradients.
 
-What tools/moment_fidelity.py measures, and what tests/megaopt/test_block_fidelity.py asks of our
-8-bit moments in blocks.
+What tests/megaopt/test_block_fidelity.py asks of moments in blocks.
 """
 
 from __future__ import annotations

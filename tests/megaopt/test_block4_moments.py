@@ -1,20 +1,12 @@
 """Moments of 4 bits on the public interface: which have them, what is kept, what is refused."""
 
 import copy
-from functools import partial
 from itertools import pairwise
 
 import block_oracle
 import pytest
 import torch
 from bits import assert_same_bits
-from block_runs import (
-    WAYS,
-    assert_capturable_moves_no_bit,
-    assert_goes_on_elsewhere,
-    assert_same_steps,
-    loaded,
-)
 from runs import (
     BF16,
     FP32,
@@ -51,11 +43,6 @@ KINDS = {
     "sgd": (FusedSGD, {"momentum": 0.9, "nesterov": True, "momentum_buffer_dtype": "block32_e3m0"}),
 }
 HYPER = {"lr": 2e-3, "weight_decay": 0.1}
-each_kind = pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=[] if k in ("adam", "sgd") else pytest.mark.slow)
-     for k in KINDS],
-)  # fmt: skip
 
 
 def made(kind, params=None, **more):
@@ -113,19 +100,6 @@ def test_a_parameter_has_a_byte_and_a_sixteenth_of_moments():
 
 
 # --- steps
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k == "adam" else [pytest.mark.slow]) for k in KINDS]
-)
-@pytest.mark.parametrize("capturable", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_kernel_and_twin_take_the_same_steps(kind, capturable):
-    assert_same_steps(partial(made, kind), capturable, steps=2)
-
-
-@each_kind
-def test_capturable_moves_no_bit(kind):
-    assert_capturable_moves_no_bit(partial(made, kind))
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -206,31 +180,6 @@ def test_parts_that_start_within_a_block_step():
 
 
 # --- what is kept
-
-
-@pytest.mark.parametrize("way", WAYS)
-@each_kind
-def test_what_goes_on_elsewhere_is_what_goes_on_here(kind, way):
-    assert_goes_on_elsewhere(partial(made, kind), way)
-
-
-@each_kind
-def test_values_that_are_read_and_set_again_stay(kind):
-    """Into another optimizer too: fp32 checkpoints of the moments lose nothing."""
-    optimizer = made(kind)
-    train(optimizer, 3)
-    other = loaded(optimizer, partial(made, kind), copy.deepcopy)
-    for own, theirs in zip(params_of(optimizer), params_of(other), strict=True):
-        for name in optimizer.rule.moments:
-            value = optimizer.get_unscaled_state(own, name)
-            other.set_scaled_state(theirs, name, torch.full_like(value, 2.0))
-            assert bool((other.get_unscaled_state(theirs, name) > 0).all())
-            other.set_scaled_state(theirs, name, value.clone())
-            assert torch.equal(other.get_unscaled_state(theirs, name), value)
-    train(optimizer, 2, first=3)
-    train(other, 2, first=3)
-    for own, theirs in zip(params_of(optimizer), params_of(other), strict=True):
-        assert torch.equal(theirs, own)
 
 
 def test_values_that_are_read_are_the_oracles():

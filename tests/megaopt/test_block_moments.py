@@ -1,7 +1,6 @@
 """Moments in blocks on the public interface: which have them, what is kept, what goes with them."""
 
 import copy
-from functools import partial
 from itertools import pairwise
 
 import block_oracle
@@ -9,20 +8,12 @@ import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
-from block_runs import (
-    WAYS,
-    assert_capturable_moves_no_bit,
-    assert_goes_on_elsewhere,
-    assert_same_steps,
-    loaded,
-)
 from runs import (
     BF16,
     FP32,
     MASTER,
     REMAINDERS,
     assert_same,
-    assert_same_run,
     parameters,
     params_of,
     snapshot,
@@ -32,7 +23,6 @@ from runs import (
 )
 
 from megaopt import FusedAdam, FusedLion, FusedSGD
-from megaopt.state import native
 
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 BLOCKS64 = {"exp_avg_dtype": "block64_e4m3", "exp_avg_sq_dtype": "block64_e5m3"}
@@ -51,10 +41,7 @@ KINDS = {
     "lion": (FusedLion, {"exp_avg_dtype": "block_e4m3", **MASTER}),
     "sgd": (FusedSGD, {"momentum": 0.9, "nesterov": True, "momentum_buffer_dtype": "block64_e4m3"}),
 }
-QUICK = ("adam", "adam, masters")
-"""On the interpreter."""
 HYPER = {"lr": 2e-3, "weight_decay": 0.1}
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def made(kind, params=None, **more):
@@ -116,19 +103,6 @@ def test_small_parameters_step_as_with_fp32_moments():
 # --- backends
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k in QUICK else [pytest.mark.slow]) for k in KINDS]
-)
-@pytest.mark.parametrize("capturable", [False, True])
-def test_kernel_and_twin_take_the_same_steps(kind, capturable):
-    assert_same_steps(partial(made, kind), capturable, steps=3)
-
-
-@each_kind
-def test_capturable_moves_no_bit(kind):
-    assert_capturable_moves_no_bit(partial(made, kind))
-
-
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_parameters_that_are_not_contiguous(backend):
     """Blocks follow the elements row by row, wherever they lie."""
@@ -173,37 +147,6 @@ def test_parts_of_a_parameter_are_the_whole():
 
 
 # --- what is kept
-
-
-@pytest.mark.parametrize("way", WAYS)
-@each_kind
-def test_what_goes_on_elsewhere_is_what_goes_on_here(kind, way):
-    assert_goes_on_elsewhere(partial(made, kind), way)
-
-
-@each_kind
-def test_values_that_are_read_and_set_again_stay(kind):
-    """Into another optimizer too: fp32 checkpoints of the moments lose nothing."""
-    optimizer = made(kind)
-    train(optimizer, 3)
-    other = loaded(optimizer, partial(made, kind), copy.deepcopy)
-    for own, theirs in zip(params_of(optimizer), params_of(other), strict=True):
-        for name in optimizer.rule.moments:
-            value = optimizer.get_unscaled_state(own, name)
-            assert value.dtype == FP32
-            other.set_scaled_state(theirs, name, torch.full_like(value, 3.0))
-            assert bool((other.get_unscaled_state(theirs, name) == 3).all())
-            other.set_scaled_state(theirs, name, value.clone())
-            assert torch.equal(other.get_unscaled_state(theirs, name), value)
-    train(optimizer, 2, first=3)
-    train(other, 2, first=3)
-    for own, theirs in zip(params_of(optimizer), params_of(other), strict=True):
-        assert torch.equal(theirs, own)
-        for name in optimizer.rule.moments:
-            found, expected = (
-                o.get_unscaled_state(p, name) for o, p in ((other, theirs), (optimizer, own))
-            )
-            assert torch.equal(found, expected), name
 
 
 def test_values_that_are_read_are_the_oracles():
@@ -256,35 +199,6 @@ def test_groups_say_what_the_optimizer_does():
     assert [group["contract"] for group in optimizer.param_groups] == ["ieee"]
     nearest = FusedAdam(parameters(SHAPES), **NEAREST)
     assert "seed" not in nearest.param_groups[0]  # nothing draws
-
-
-@pytest.mark.parametrize("moved", ["exp_avg_scale", "exp_avg_sq_scale"])
-@pytest.mark.parametrize("way", ["another tensor", "another storage"])
-@pytest.mark.parametrize("looks", ["python", "native"])
-def test_tensors_that_move_between_steps_are_found(moved, way, looks, monkeypatch):
-    """What lies where they were is no longer read, nor written."""
-    if looks == "native" and native.build()[0] is None:
-        pytest.skip(f"the extension cannot be built here: {native.build()[1]}")
-    if looks == "python":
-        monkeypatch.setenv(native.SWITCH, "0")
-    found, expected = made("adam", backend="triton"), made("adam", backend="reference")
-    train(expected, 4)
-    train(found, 2)
-    left = []
-    for param in params_of(found)[:2]:
-        old = found.state[param][moved]
-        fresh = old.clone()
-        if way == "another tensor":
-            found.state[param][moved] = fresh
-        else:
-            kept = torch.empty(0, dtype=torch.uint8).set_(old.untyped_storage())
-            old.data = fresh
-            old = kept
-        old.fill_(77)
-        left.append(old)
-    train(found, 2, first=2)
-    assert_same_run(found, expected)
-    assert all(bool((old == 77).all()) for old in left)
 
 
 # --- refusals

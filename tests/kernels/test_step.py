@@ -200,7 +200,7 @@ def test_geometry_changes_no_bit(formats, index, device):
     """Several chunks, blocks that go unmasked and such that do not; beside the oracle."""
     geometry, counts, places = GEOMETRIES[index], [257], None
     if formats.block:
-        geometry, counts = OF_BLOCKS[index], [5000, 2048, 700]
+        geometry, counts = OF_BLOCKS[index], [2600, 2048, 700]
         places = [Place(0), Place(1, 48), Place(2, 128 * 5 + 6)]
     found = buffers(formats, counts, device, places=places)
     expected = on_the_cpu(found)

@@ -2,12 +2,13 @@
 
 import contextlib
 import copy
+import dataclasses
 import io
 import pickle
 
 import pytest
 import torch
-from kinds import IN_BLOCKS, KINDS, made, on_the_host, params_for, with_weights_of
+from kinds import IN_BLOCKS, KINDS, PLAIN, made, on_the_host, params_for, with_weights_of
 from runs import (
     MASTER,
     assert_same,
@@ -21,8 +22,11 @@ from runs import (
     train,
     values,
 )
+from step_cases import oracle_step
 
 from megaopt import FusedAdam, release_gradients
+from megaopt.kernels.step.draws import Place
+from megaopt.params import view_of
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 both_modes = pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
@@ -47,6 +51,43 @@ def test_kernel_and_twin_take_the_same_steps(kind, capturable):
             optimizer.step(clip_norm=1.0 if step else None)
     assert_same_numbers(kernel, twin)
     assert_same(kernel.grad_norm, twin.grad_norm)
+
+
+# --- the operations
+
+
+def buffers_of(optimizer, param):
+    """A parameter's tensors by the names of the step's slots, copied, and their formats."""
+    formats = optimizer._owned.formats(view_of(param), param.dtype)
+    formats = dataclasses.replace(formats, maximize=optimizer.options.maximize)
+    own = {"grad": param.grad, "weight": param.detach()}
+    for name, tensor in optimizer.state[param].items():
+        own[name.replace("master_param", "master")] = tensor
+    return {slot: [own[slot].clone().view(-1)] for slot in formats.slots}, formats
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *IN_BLOCKS])
+def test_steps_are_those_of_the_written_operations(kind):
+    """docs/numbers.md's lists, in numpy: an oracle that shares no code, from the first step on.
+
+    Of gradients that have subnormals, infinities and NaN too; random bits go by the seed, the
+    parameter's number, the element's place and the step.
+    """
+    optimizer = made(kind)
+    optimizer.initialize_states()
+    group, truth = optimizer.param_groups[0], {}
+    for step in (1, 2, 3):
+        give_gradients(params_of(optimizer), step)
+        for number, param in enumerate(params_of(optimizer)):
+            if step == 2 and param.dim() == 2:
+                param.grad[0, :4] = torch.tensor([torch.inf, torch.nan, 1e-40, -torch.inf])
+            found, formats = buffers_of(optimizer, param)
+            truth[number] = {**truth.get(number, found), "grad": found["grad"]}
+            numbers = {**group, "step": step}
+            oracle_step(truth[number], formats, optimizer.rule, numbers, [Place(number)])
+        optimizer.step()
+        for number, param in enumerate(params_of(optimizer)):
+            assert_same(buffers_of(optimizer, param)[0], truth[number])
 
 
 # --- a run goes on

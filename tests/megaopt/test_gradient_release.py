@@ -9,7 +9,7 @@ import fsdp2_models
 import pytest
 import torch
 from bits import assert_same_bits
-from runs import BF16, FORMATS, FP32, MASTER, assert_same, assert_same_run, snapshot, values
+from runs import BF16, FP32, MASTER, assert_same, assert_same_run, snapshot, values
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -22,8 +22,6 @@ STOCHASTIC = {
     "exp_avg_sq_dtype": "bfloat16_stochastic",
     "seed": 7,
 }
-WEIGHTS_ALONE = {"weight_rounding": "stochastic", "master_weights": False}
-SMALLEST = {**FORMATS, "stochastic": STOCHASTIC, "weights_alone": WEIGHTS_ALONE}
 
 
 class Net(nn.Module):
@@ -74,8 +72,9 @@ def iterate(model, optimizer, steps, first=0):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("options", SMALLEST.values(), ids=SMALLEST)
+@pytest.mark.parametrize("options", [MASTER, STOCHASTIC], ids=["masters", "stochastic"])
 def test_the_bits_are_the_plain_steps(options):
+    """Of weights that are used twice, or not always; all kinds: test_every_kind.py."""
     plain, expected, model, found, _ = pair(**options)
     for optimizer, own in ((expected, plain), (found, model)):
         iterate(own, optimizer, 5)

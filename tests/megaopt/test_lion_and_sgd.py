@@ -2,18 +2,14 @@
 
 import copy
 
-import oracle
 import pytest
 import torch
-from bits import assert_same_bits
 from runs import (
-    BF16,
     FP32,
     assert_same,
     parameters,
     snapshot,
     train,
-    values,
 )
 
 from megaopt import FusedAdam, FusedLion, FusedSGD
@@ -39,29 +35,6 @@ HYPER = {"lr": 2.0**-4, "weight_decay": 0.25}
 def made(kind, **more):
     optimizer, options = KINDS[kind]
     return optimizer(parameters(), **{**HYPER, **options, **more})
-
-
-@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@each_kind
-def test_steps_are_those_of_the_written_operations(kind, backend, maximize):
-    """From the first step on, by an oracle in numpy that shares no code."""
-    optimizer, options = KINDS[kind]
-    param = torch.nn.Parameter(values((9,), 0, BF16))
-    found = optimizer([param], dtype=FP32, backend=backend, maximize=maximize, **HYPER, **options)
-    group, names = found.param_groups[0], found.rule.moments
-    master = values((9,), 0, BF16).float().numpy()
-    moments = [torch.zeros(9).numpy() for _ in names]
-    for step in (1, 2, 3):
-        grad = values((9,), step, BF16)
-        param.grad = grad.clone()
-        found.step()
-        given = (-grad if maximize else grad).float().numpy()
-        master, moments = oracle.update(kind, master, moments, given, {**group, "step": step})
-        expected = {"master_param": master, **dict(zip(names, moments, strict=True))}
-        for name, value in expected.items():
-            assert_same_bits(found.state[param][name], torch.from_numpy(value), name)
-        assert_same_bits(param.detach(), torch.from_numpy(master).to(BF16), "weight")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SGD_KINDS if kind.startswith("sgd_")] + ["sgd"])

@@ -142,7 +142,7 @@ def assert_all_pairs_uncorrelated(one, other, what):
         assert_uncorrelated(first, second, f"{what}: {name} and {second_name}")
 
 
-SIZES = [10**6, pytest.param(10**7, marks=pytest.mark.slow)]
+SIZES = [10**6, pytest.param(10**7, marks=pytest.mark.exhaustive)]
 every_size = pytest.mark.parametrize("count", SIZES)
 
 

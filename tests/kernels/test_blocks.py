@@ -186,7 +186,8 @@ def test_the_kernel_stores_what_was_read_as_it_was(form, device):
     [(1, 0), (127, 5), (128, 127), (129, 0), (5000, 5), (5000, 127)],
 )
 @each_of(EVERY)
-@pytest.mark.halved
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_random_values_are_stored_as_the_oracle_stores_them(form, count, lead, device):
     if form.packed == 2:
         count, lead = count + count % 2, lead - lead % 2

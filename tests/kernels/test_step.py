@@ -176,7 +176,8 @@ def take_steps(take, formats, rule, device):
     + [(rule, with_rule(CURATED[1], rule)) for rule in EVERY_RULE if rule is not ADAMW],
     ids=lambda value: value.name if value in EVERY_RULE else name_of(value),
 )
-@pytest.mark.halved
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_many_steps(rule, formats, device):
     """Errors would compound: nothing is synchronised in between. The run is repeated: equal too."""
     first, second = (take_steps(triton_step, formats, rule, device) for _ in range(2))
@@ -195,7 +196,8 @@ OF_BLOCKS = [Geometry(128, 1), Geometry(256, 3, span=1), Geometry(1024, 2), Geom
 
 @pytest.mark.parametrize("index", range(4))
 @each_of([*CURATED[::3], *FEW_BLOCKED])
-@pytest.mark.halved
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_geometry_changes_no_bit(formats, index, device):
     """Several chunks, blocks that go unmasked and such that do not; beside the oracle."""
     geometry, counts, places = GEOMETRIES[index], [257], None
@@ -210,6 +212,8 @@ def test_geometry_changes_no_bit(formats, index, device):
 
 
 @each_of(UNSCALED)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_unaligned_views_change_no_bit(formats, device):
     """Each slot one element further off alignment, so that no two share a path by chance."""
     expected = buffers(formats, [600], device)
@@ -241,7 +245,8 @@ def cut(whole, formats, firsts):
     + [(rule, with_rule(CURATED[-2], rule)) for rule in EVERY_RULE if rule is not ADAMW],
     ids=lambda value: value.name if value in EVERY_RULE else name_of(value),
 )
-@pytest.mark.halved
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_pieces_of_a_tensor_are_the_whole(rule, formats, step, device):
     """Random bits too, where the pieces say which elements of the parameter they are."""
     whole = buffers(formats, [900], device)
@@ -268,7 +273,8 @@ def test_every_tensor_takes_its_own_groups_numbers(step, device):
 
 @pytest.mark.parametrize("first", [0, 38], ids=["whole", "within a block"])
 @each_of([*CURATED, *FEW_BLOCKED])
-@pytest.mark.halved
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_nothing_is_written_beside_the_tensors(formats, first, device):
     """Guard bands of a known pattern around every buffer, scales too."""
     places, bases = [Place(0, first)], {}
@@ -319,7 +325,8 @@ def values_of(formats, tensors, slot, first):
 
 @pytest.mark.parametrize("first", [1, 64 + 5, 128 * 2 + 100])
 @each_of(OF_8_BITS)
-@pytest.mark.halved
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_parts_cut_within_a_block_differ_in_its_smallest_values_alone(formats, first, device):
     """After a step from 0, where all parts start alike.
 

@@ -13,7 +13,6 @@ from runs import (
     parameters,
     params_of,
     snapshot,
-    through_a_file,
     train,
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
@@ -196,18 +195,9 @@ def test_without_parameters_steps_are_counted(backend):
 
 
 @pytest.mark.parametrize(("backend", "backend_after"), [BACKENDS, BACKENDS[::-1]])
-@pytest.mark.parametrize(
-    "through",
-    [
-        pytest.param(lambda value: value, id="as it is", marks=pytest.mark.slow),
-        pytest.param(copy.deepcopy, id="copied", marks=pytest.mark.slow),
-        pytest.param(through_a_file, id="a file"),
-    ],
-)
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("name", ["remainders", "fp16_master_bf16_fp16"])
-@pytest.mark.halved
-def test_resumed_is_straight(name, before, after, through, backend, backend_after):
+def test_resumed_is_straight(name, before, after, backend, backend_after):
     options = FORMATS[name]
     source = made(options, before, backend=backend)
     train(source, 3)
@@ -217,8 +207,7 @@ def test_resumed_is_straight(name, before, after, through, backend, backend_afte
     resumed = made(options, after, backend=backend_after)
     for param, weight in zip(params_of(resumed), weights, strict=True):
         param.data.copy_(weight)
-    saved = through(source.state_dict())
-    resumed.load_state_dict(saved)
+    resumed.load_state_dict(source.state_dict())
     kinds = [(type(group["lr"]), type(group["step"])) for group in resumed.param_groups]
     assert kinds == [(torch.Tensor, torch.Tensor) if after else (float, int)] * 3
     train(source, 1, first=3)  # which must not reach what was loaded

@@ -84,7 +84,8 @@ def assert_clips(options, clip_norm, grads, **others):
 @both_modes
 @both_backends
 @every_format
-@pytest.mark.halved
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_a_clipped_step_is_a_plain_one_with_clipped_gradients(options, backend, capturable):
     assert_clips(options, 0.3, grads_of(1), backend=backend, capturable=capturable)
 
@@ -170,6 +171,8 @@ def split_up(tensor, sizes):
     "options", [{}, MASTER, REMAINDERS, FORMATS["bf16_moments"]], ids=["no", "fp32", "16", "bf16"]
 )
 @pytest.mark.parametrize("cut", [[300], [1, 299], [128, 129, 43], [299, 0, 1]], ids=str)
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_the_cutting_of_parameters_shows_in_no_bit(cut, options, backend):
     """One tensor, its pieces, in reversed order and in a group each."""
     weight, grads = values((300,), 5).to(BF16), [values((300,), step) for step in range(2)]
@@ -285,6 +288,8 @@ BAD = {
 @both_modes
 @pytest.mark.parametrize("steps", [0, 1], ids=["at_the_first_step", "later"])
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_bad_arguments_change_nothing(arguments, message, steps, capturable):
     optimizer = made(capturable=capturable)
     for step in range(steps):
@@ -325,6 +330,8 @@ KINDS = list(itertools.product(ROUNDED, [BF16, FP16, FP32]))
     ("name", "dtype"),
     [pytest.param(*kind, marks=[pytest.mark.slow] * (i % 2)) for i, kind in enumerate(KINDS)],
 )
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_scaled_gradients_rounded_to_their_dtype(name, dtype, backend, capturable):
     """As torch's in-place products leave them, of which a plain step makes the same."""
     scale, coefficient = torch.tensor(3.0), torch.tensor(0.37)

@@ -38,7 +38,8 @@ def assert_same_numbers(found, expected):
 
 @each_kind
 @both_modes
-@pytest.mark.halved
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_kernel_and_twin_take_the_same_steps(kind, capturable):
     """Clipped and not, with lr and step on the device and not."""
     kernel = made(kind, backend="triton", capturable=capturable)
@@ -123,6 +124,7 @@ WAYS = {
 @each_kind
 @both_modes
 @pytest.mark.sample(4)
+@pytest.mark.thirds
 def test_a_run_goes_on_elsewhere_as_here(kind, way, done, capturable):
     """Before the first step and after some; the two share no memory."""
     optimizer = made(kind, capturable=capturable)
@@ -179,6 +181,8 @@ def scaler(optimizer, scale, found_inf):
 
 @each_kind
 @both_modes
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_a_power_of_two_as_loss_scale_moves_no_bit(kind, capturable):
     """The norm is that of the unscaled gradients."""
     scaled, plain = (made(kind, capturable=capturable) for _ in range(2))

@@ -139,6 +139,8 @@ def assert_runs_equal(recipe, options, backend, device, dtype=BF16, steps=3, **a
 
 
 @on_both("recipe", EVERY, [f"{name}-e4m3fn" for name in RECIPES])
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_every_recipe(recipe, backend, device):
     assert_runs_equal(recipe, MASTERS, backend, device)
 
@@ -166,6 +168,8 @@ QUICK = ["block_128x128-fp16_masters", "block_128x128-fp8_moments_alone", "mxfp8
 
 
 @on_both("case", FORMATS, QUICK)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_every_format_of_masters_and_moments(case, backend, device):
     assert_runs_equal(*case, backend, device)
 

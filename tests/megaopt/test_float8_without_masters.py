@@ -168,6 +168,8 @@ EVERY = [
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize(("name", "kind", "kept", "moments"), EVERY)
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_steps_are_the_oracles(name, kind, kept, moments, backend, device):
     if backend == "reference":
         device = "cpu"

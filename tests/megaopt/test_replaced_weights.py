@@ -126,6 +126,8 @@ def test_another_dtype_goes_on_from_its_masters():
 
 @each_backend
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_fp8_weights(backend, recipe):
     def run(on_external_write):
         weight = Float8Weight.from_values(values((64, 64), 3, BF16), RECIPES[recipe])

@@ -8,10 +8,8 @@ import weakref
 import pytest
 import torch
 from bits import assert_same_bits
-from norm_oracle import norm_of
 from runs import (
     BF16,
-    FORMATS,
     FP32,
     MASTER,
     assert_same,
@@ -132,23 +130,6 @@ def test_with_capturable_a_step_that_found_inf_leaves_out_is_measured(backend):
 
 
 @both_backends
-@both_modes
-@pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
-def test_scaled_and_clipped(name, backend, capturable):
-    """The norm is that of the unscaled gradients; an overflow skips whatever the norm is."""
-    options, scaler = FORMATS[name], scaler_of()
-    found = made(options, capturable=capturable, backend=backend)
-    expected = made(options, capturable=capturable, backend="reference")
-    for step, bad in ((0, None), (1, math.inf), (1, None), (2, math.nan), (2, None)):
-        scaled_step(scaler, found, step, bad, clip_norm=0.5)
-        if bad is None:
-            plain_step(expected, step, clip_norm=0.5)
-            grads = [param.grad for param in params_of(expected)]
-            assert_same_bits(found.grad_norm, norm_of(grads), "unscaled")
-    assert_same_run(found, expected)
-
-
-@both_backends
 def test_a_scale_that_is_no_power_of_two(backend):
     """Unscaling is one product with the correctly rounded reciprocal."""
     found, expected = made({}, FP32, backend=backend), made({}, FP32, backend="reference")
@@ -231,7 +212,8 @@ def put(optimizer, place, bad):
 @both_modes
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.halved
+@pytest.mark.sample(4)
+@pytest.mark.thirds
 def test_skip_leaves_the_step_out(place, bad, capturable, backend):
     found = made(nonfinite="skip", capturable=capturable, backend=backend)
     expected = made(capturable=capturable, backend="reference")
@@ -252,7 +234,8 @@ def test_skip_leaves_the_step_out(place, bad, capturable, backend):
 @pytest.mark.parametrize("steps", [0, 2], ids=["at_the_first_step", "later"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.halved
+@pytest.mark.sample(4)
+@pytest.mark.thirds
 def test_error_raises_before_anything_changed(place, bad, steps, backend):
     found = made(nonfinite="error", backend=backend)
     expected = made(backend="reference")

@@ -76,6 +76,8 @@ def test_fp32_states_are_not_rounded_through_the_weights_dtype(backend, weight):
     ],
     ids=str,
 )
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_the_moments_dtypes_are_chosen_independently(backend, weight, first, second):
     optimizer, param = one(
         FP16_MASTER, dtype=weight, backend=backend, exp_avg_dtype=first, exp_avg_sq_dtype=second
@@ -291,7 +293,8 @@ def set_element(optimizer, param, name, value):
     ids=lambda value: str(value),
 )
 @all_formats
-@pytest.mark.halved
+@pytest.mark.sample(4)
+@pytest.mark.thirds
 def test_nan_reaches_the_weight_and_nothing_else(backend, options, where, bad):
     """Its neighbours get what they get without it, also where they share a scale.
 

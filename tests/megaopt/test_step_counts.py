@@ -80,6 +80,8 @@ CASES = {
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_a_parameter_is_stepped_as_by_an_optimizer_of_its_own(case, capturable, backend):
     kind, dtype, options = CASES[case]
     if dtype == torch.bfloat16 and "dtype" not in options:

@@ -21,10 +21,8 @@ from runs import (
 )
 
 from megaopt import FusedAdam
-from megaopt.kernels.step.table import INTERPRETER
 from megaopt.state import native
 
-BLOCK = INTERPRETER.block * INTERPRETER.iterations
 BACKENDS = ["reference", "triton"]
 UNSCALED = {n: o for n, o in FORMATS.items() if not SCALED & {*o.values()}}
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
@@ -84,22 +82,6 @@ def test_one_tensor_is_the_same_as_its_pieces(backend, options, cuts):
             assert pieces == [None] * len(cuts)
         else:
             assert_same_bits(torch.cat(pieces), whole, name)
-
-
-@pytest.mark.parametrize("numel", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1])
-@pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
-def test_tensors_around_the_size_of_a_block(numel, name):
-    expected, expected_state = run_flat(numel, FORMATS[name], steps=2)
-    guarded = torch.full((numel + 2,), 7.0, dtype=BF16)
-    guarded[1:-1] = values((numel,), 0, BF16)
-    param = torch.nn.Parameter(guarded[1:-1])
-    optimizer = FusedAdam([param], backend="triton", **HYPER, **FORMATS[name])
-    for step in range(2):
-        param.grad = values((numel,), step + 1, BF16)
-        optimizer.step()
-    assert_same_bits(guarded[1:-1], expected, "weights")
-    assert_same(optimizer.state[param], expected_state)
-    assert guarded[[0, -1]].tolist() == [7.0, 7.0]
 
 
 @both_backends
@@ -191,6 +173,8 @@ SPREAD = {
 @both_backends
 @pytest.mark.parametrize("which", ["weight", "grad", "master", "states", "all"])
 @pytest.mark.parametrize("spread", SPREAD.values(), ids=SPREAD)
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_layouts_move_no_bit(backend, which, spread):
     """Non-contiguous and unaligned weights, gradients, masters and moments."""
     plain = torch.nn.Parameter(values((3, 4), 0, BF16))
@@ -304,6 +288,8 @@ MOVES = [
 @both_looks
 @both_backends
 @pytest.mark.parametrize("move", MOVES, ids=[move.__name__ for move in MOVES])
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_tensors_that_move_between_steps(backend, move):
     moving = FusedAdam(parameters([(4, 4), (3,)]), backend=backend, **MASTER)
     still = FusedAdam(parameters([(4, 4), (3,)]), backend="reference", **MASTER)

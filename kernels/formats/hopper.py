@@ -3,7 +3,7 @@
 In steps of 10 bytes a parameter arithmetic takes longer than memory. Of the plain functions
 (block8.py, bfloat16.py) the compiler makes code that handles an element at a time; these handle two
 or four in a register. Values and codes are those of the plain functions in every bit
-(tests/kernels/test_block8.py and test_words.py, on a GPU).
+(tests/kernels/test_blocks.py and test_words.py, on a GPU).
 """
 
 from __future__ import annotations

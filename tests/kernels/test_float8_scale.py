@@ -1,7 +1,5 @@
 """The scales of fp8 weights: twin, kernel and oracle, at every edge."""
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
@@ -89,23 +87,6 @@ def keep_old(amax, code_max, epsilon, otherwise, POWER: tl.constexpr):
 
 def run_reciprocal(scale, device, arguments):
     return run(scale_kernel, scale, device, (torch.float32, torch.float32), *arguments)
-
-
-def nearest_fp32(exact):
-    """The fp32 number nearest to a positive fraction, ties to even, with whole numbers only."""
-    exponent = -149
-    while exact / Fraction(2) ** exponent >= 2**24:
-        exponent += 1
-    return float(round(exact / Fraction(2) ** exponent) * Fraction(2) ** exponent)
-
-
-def test_reciprocals_are_the_nearest_of_the_exact_ones():
-    """Fractions: nothing of floating point."""
-    scale = torch.cat([random_amaxes(1000), every_power_of_two()[1:], EDGES[1:-2]])
-    scale = scale[scale >= 2.0**-126]
-    found = true_scale.reciprocal_reference(scale)
-    for number, inverse in zip(scale.tolist(), found.tolist(), strict=True):
-        assert inverse == nearest_fp32(1 / Fraction(number)), number
 
 
 def test_e8m0_at_every_edge(device):

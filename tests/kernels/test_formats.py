@@ -9,15 +9,10 @@ from encoding_cases import (
     by_kernel,
     by_twin,
     decode_kernel,
-    join_kernel,
     kernel_codes,
     oracle_codes,
     run,
-    split_kernel,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from megaopt.kernels.formats import (
     FLOAT8_E4M3,
@@ -93,17 +88,6 @@ def test_split_is_lossless_and_rounds_ties_away(device):
     assert weight.isnan().equal(EDGES.isnan())
 
 
-def test_split_kernel_is_the_twin(device):
-    weight, code = (torch.zeros(len(EDGES), dtype=torch.int16, device=device) for _ in range(2))
-    run(split_kernel, EDGES.to(device), weight, code, form=REMAINDER16)
-    expected = REMAINDER16.encode_reference(EDGES)
-    assert_same_bits(weight.view(torch.bfloat16), expected[0], "weight")
-    assert_same_bits(code, expected[1], "remainder")
-    value = torch.zeros(len(EDGES), device=device)
-    run(join_kernel, weight, code, value, form=REMAINDER16)
-    assert_same_bits(value, EDGES, "joined again")
-
-
 @pytest.mark.parametrize(
     "pattern", [0x7FC00000, 0x7FFFFFFF, 0xFFC00001, 0x7F800001, 0xFF800001], ids=hex
 )
@@ -122,30 +106,6 @@ def test_any_nan_stays_one(form, pattern, device):
         assert bool(form.decode_reference(*twin).isnan().all())
     for found, expected in zip(by_kernel(form, value, device, bits), twin, strict=True):
         assert_same_bits(found, expected)
-
-
-@given(arrays(np.uint32, 64, elements=st.integers(0, 2**32 - 1)))
-def test_split_of_any_pattern(patterns):
-    value = torch.from_numpy(oracle.canonical(patterns.view(np.float32)))
-    weight, code = REMAINDER16.encode_reference(value)
-    assert_same_bits(REMAINDER16.decode_reference(weight, code), value)
-
-
-def test_weight_beside_a_remainder_is_the_nearest_with_ties_away():
-    """Patterns order like magnitudes: the nearest is at most half of 2**16 away, above on a tie."""
-    values = EDGES[~EDGES.isnan()]
-    weight = REMAINDER16.encode_reference(values)[0].view(torch.int16).long() & 0x7FFF
-    distance = (weight << 16) - (values.view(torch.int32).long() & 0x7FFFFFFF)
-    assert int(distance.min()) > -0x8000
-    assert int(distance.max()) == 0x8000
-
-
-def test_nearest_even_cannot_be_split():
-    """Why remainders round ties away: two masters would need the same 32 bits."""
-    even = 0x3F80
-    patterns = torch.arange((even << 16) - 0x8000, (even << 16) + 0x8001)
-    masters = patterns.to(torch.int32).view(torch.float32)
-    assert int((masters.bfloat16().view(torch.int16) == even).sum()) == 2**16 + 1
 
 
 SCALES = [

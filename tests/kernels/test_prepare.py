@@ -202,13 +202,6 @@ def test_anything_but_zero_skips(name, found, device):
     assert bool(controls[SKIP]) is (found != 0)
 
 
-@pytest.mark.parametrize("name", PREPARATIONS)
-@pytest.mark.parametrize("value", [0.25, 1.0, 7.0, 0.0, -1.0, math.inf, math.nan])
-def test_a_coefficient_is_taken_as_it_is(name, value, device):
-    _, _, controls = made(name, Request(coefficient=number([value], device)), device=device)
-    assert_same_bits(controls[COEFFICIENT].cpu(), number(value))
-
-
 # norm, clip_norm
 CLIPPED = [
     ([3.0, 4.0], 1.0),
@@ -248,17 +241,6 @@ def test_the_coefficient_is_clip_grad_norms(name, values, clip_norm, scale, devi
     found = controls[COEFFICIENT].cpu()
     assert_same_bits(found.nan_to_num(-1), torch.tensor(coefficient).nan_to_num(-1))
     assert controls[SKIP] == 0
-
-
-@pytest.mark.parametrize("name", PREPARATIONS)
-def test_the_coefficient_is_torchs(name):
-    """torch.nn.utils.clip_grad_norm_ where both norms are exact."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    for values, clip_norm in (([3.0, 4.0], 0.7), ([3.0, 4.0], 80.0), ([0.0, 0.0], 1.0)):
-        param.grad = torch.tensor(values)
-        torch.nn.utils.clip_grad_norm_([param], clip_norm)
-        _, _, controls = made(name, Request(clip_norm=clip_norm), [Gradients(values)])
-        assert_same_bits(torch.tensor(values) * controls[COEFFICIENT], param.grad)
 
 
 @pytest.mark.parametrize("name", PREPARATIONS)

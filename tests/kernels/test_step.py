@@ -1,79 +1,131 @@
-"""The step: kernel = twin = oracle, in every bit, over formats, layouts, rules and hard values."""
+"""The step: kernel = twin = oracle, in every bit, over rules, formats, layouts and hard values."""
 
-import itertools
+import dataclasses
 
 import pytest
 import torch
+from bits import assert_same_bits
 from step_cases import (
     CURATED,
-    DRAWING,
+    EVERY_RULE,
     GROUP,
     IEEE_RULES,
-    NEWER,
-    NO_BLOCKS,
+    IN_BLOCKS,
     assert_all_agree,
+    assert_hard_tensors_agree,
     assert_same_buffers,
+    block_combinations,
     buffers,
+    company,
     copied,
     name_of,
+    one_in,
     oracle_step,
     reference_step,
-    sampled_combinations,
     triton_step,
+    with_rule,
 )
 
-from megaopt.kernels.formats import GRADS, MASTERS, STOCHASTIC_WEIGHTS, WEIGHTS, FormatTable
+from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, STOCHASTIC_WEIGHTS, WEIGHTS
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.table import Geometry
 
 SMALL = Geometry(64, 2)
 ADAMW = RULES["adamw", "ieee"]
+BLOCKED = [formats for own in IN_BLOCKS.values() for formats in own]
+FEW_BLOCKED = [own[index] for own in IN_BLOCKS.values() for index in (0, 4)]
+"""Of each size of blocks without a master, and with one."""
+UNSCALED = [*(formats for formats in CURATED if not formats.scaled), *FEW_BLOCKED]
+each_rule = pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
+both_ways = pytest.mark.parametrize("step", [triton_step, reference_step], ids=["kernel", "twin"])
 
 
-@pytest.mark.parametrize("rule", IEEE_RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("formats", sampled_combinations(4))
-def test_twin_is_the_oracle(formats, rule):
-    found = buffers(formats, [1, 700], "cpu")
-    expected = copied(found)
-    reference_step(found, formats, rule, GROUP)
-    oracle_step(expected, formats, rule, GROUP)
-    assert_same_buffers(found, expected)
+def each_of(formats):
+    return pytest.mark.parametrize("formats", formats, ids=name_of)
 
 
-@pytest.mark.parametrize("formats", sampled_combinations(7))
-def test_kernel_is_the_twin_in_every_combination(formats, device):
-    found = buffers(formats, [1, 65], device)
-    expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
-    triton_step(found, formats, ADAMW, GROUP, SMALL)
-    reference_step(expected, formats, ADAMW, GROUP)
-    assert_same_buffers(found, expected)
+def on_the_cpu(tensors):
+    return {slot: [tensor.cpu() for tensor in each] for slot, each in copied(tensors).items()}
 
 
-def pairs_of_rules():
-    """AdamW with every row; L2, which changes what moments see, with those that draw nothing."""
-    for rule, formats in itertools.product(IEEE_RULES, CURATED):
-        marks = [pytest.mark.slow] if rule is not ADAMW and formats in NEWER else []
-        yield pytest.param(rule, formats, marks=marks, id=f"{rule.name}-{name_of(formats)}")
+# --- rules and formats
 
 
-@pytest.mark.parametrize(("rule", "formats"), list(pairs_of_rules()))
-def test_kernel_is_the_twin(formats, rule, device):
-    found = buffers(formats, [1, 127, 128, 129, 0, 300], device)
-    expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
-    triton_step(found, formats, rule, GROUP, SMALL)
-    reference_step(expected, formats, rule, GROUP)
-    assert_same_buffers(found, expected)
+TABLES = {
+    "grad": GRADS,
+    "weight": {**WEIGHTS, **STOCHASTIC_WEIGHTS},
+    "master": MASTERS,
+    **dict.fromkeys(ADAMW.moments, MOMENTS),
+}
 
 
-@pytest.mark.sample(5)
+def test_each_format_is_among_the_curated_ones():
+    """And of each size of blocks each format of moments, weight and gradient."""
+    for slot, table in TABLES.items():
+        names = {formats.by_slot[slot].name for formats in (*CURATED, *BLOCKED)}
+        signs = {"exp_avg": False, "exp_avg_sq": True}
+        known = [f for f in table.values() if not f.block or f.unsigned == signs[slot]]
+        assert names >= {form.name for form in known}
+    assert {len(rule.moments) for rule in EVERY_RULE} == {0, 1, 2, 3}
+
+
+@each_of(CURATED)
+def test_every_format_agrees(formats, device):
+    assert_hard_tensors_agree(formats, ADAMW, device)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.thirds
+@each_of(BLOCKED)
+def test_every_format_beside_blocks_agrees(formats, device):
+    assert_hard_tensors_agree(formats, ADAMW, device)
+
+
+@each_rule
+def test_every_rule_agrees(rule, device):
+    for place, formats in enumerate([*CURATED[::9], *FEW_BLOCKED[::2]]):
+        formats = dataclasses.replace(with_rule(formats, rule), maximize=place % 2 == 0)
+        assert_hard_tensors_agree(formats, rule, device)
+
+
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@each_rule
+def test_twin_is_the_oracle(rule, maximize):
+    for formats in (*CURATED, *BLOCKED[::5]):
+        formats = dataclasses.replace(with_rule(formats, rule), maximize=maximize)
+        found = buffers(formats, [2, 700], "cpu")
+        expected = copied(found)
+        reference_step(found, formats, rule, GROUP)
+        oracle_step(expected, formats, rule, GROUP)
+        assert_same_buffers(found, expected)
+
+
+@pytest.mark.parametrize(
+    "remainder", [0, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in range(1, 7))]
+)
+def test_each_two_formats_of_any_two_slots_agree(remainder, device):
+    for formats in one_in(7, remainder):
+        assert_all_agree(formats, ADAMW, GROUP, [1, 65], device, SMALL)
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in (10, 20, 30))]
+)
+@pytest.mark.slow
+def test_some_combinations_beside_blocks_agree(first, device):
+    for formats in list(block_combinations(IN_BLOCKS))[first::40]:
+        assert_hard_tensors_agree(formats, ADAMW, device)
+
+
+@pytest.mark.sample(8)
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", IEEE_RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("formats", CURATED, ids=name_of)
+@each_rule
+@each_of(CURATED)
 def test_compiled_kernel_is_the_twin(formats, rule, device):
+    formats = with_rule(formats, rule)
     found = buffers(formats, [1, 4095, 4096, 4097, 0, 100_000], device)
-    expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
-    on_gpu = copied(found)
+    expected, on_gpu = on_the_cpu(found), copied(found)
     triton_step(found, formats, rule, GROUP)
     reference_step(expected, formats, rule, GROUP)
     reference_step(on_gpu, formats, rule, GROUP)
@@ -101,131 +153,223 @@ def test_hyperparameters(changes, rule, device):
     assert_all_agree(CURATED[0], rule, {**GROUP, **changes}, [500], device)
 
 
-# each format of every slot in few combinations, and fp16 weights beside fp32 masters
-EACH_FORMAT = [
-    formats
-    for formats in CURATED
-    if name_of(formats)
-    in {
-        "float32-float32-none-scaled_float8_e4m3-float32",
-        "float32-bfloat16-remainder16-bfloat16-scaled_float8_e4m3",
-        "bfloat16-bfloat16-float32-float32-float32",
-        "bfloat16-bfloat16-scaled_float16-bfloat16-scaled_float16",
-        "float16-float16-scaled_float16-scaled_float16-bfloat16",
-        "float16-float16-float32-bfloat16-float32",
-    }
-    or formats in NEWER
-]
-TABLES = {
-    "grad": GRADS,
-    "weight": {**WEIGHTS, **STOCHASTIC_WEIGHTS},
-    "master": MASTERS,
-    # those in blocks are in test_block_steps.py
-    **dict.fromkeys(ADAMW.moments, FormatTable(*NO_BLOCKS)),
-}
-
-
-@pytest.mark.parametrize("slot", TABLES)
-def test_each_format_is_among_them(slot):
-    names = {formats.by_slot[slot].name for formats in EACH_FORMAT}
-    assert names == {form.name for form in TABLES[slot].values()}
-
-
-def run_steps(take, formats, rule, device):
-    """Seven steps with new gradients; the buffers after each of them."""
-    tensors = buffers(formats, [200], device)
-    for step in range(1, 8):
+def take_steps(take, formats, rule, device):
+    """Five steps with new gradients, of which one has NaN, infinities and zeros."""
+    places = [Place(0), Place(1, 78)] if formats.block else None
+    tensors = buffers(formats, [700, 300], device, places=places)
+    for step in range(1, 6):
         generator = torch.Generator().manual_seed(step)
-        grad = torch.randn(200, generator=generator).to(formats.dtype("grad"))
-        tensors["grad"][0].copy_(grad)
-        take(tensors, formats, rule, {**GROUP, "step": step})
-        yield copied(tensors)
+        for tensor in tensors["grad"]:
+            grad = torch.randn(len(tensor), generator=generator)
+            if step == 3:
+                grad[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+                grad[200:500] = 0.0
+            tensor.copy_(grad)
+        take(tensors, formats, rule, {**GROUP, "step": step}, places=places)
+    return tensors
 
 
-# a format does not know the rule: both rules on one of them
+# a format does not know the rule: all rules on one of them
 @pytest.mark.parametrize(
     ("rule", "formats"),
-    [(ADAMW, formats) for formats in EACH_FORMAT]
-    + [(rule, CURATED[0]) for rule in IEEE_RULES if rule is not ADAMW],
-    ids=lambda value: value.name if value in IEEE_RULES else name_of(value),
+    [(ADAMW, formats) for formats in (*CURATED, *FEW_BLOCKED)]
+    + [(rule, with_rule(CURATED[1], rule)) for rule in EVERY_RULE if rule is not ADAMW],
+    ids=lambda value: value.name if value in EVERY_RULE else name_of(value),
 )
-@pytest.mark.halved
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_many_steps(rule, formats, device):
     """Errors would compound: nothing is synchronised in between. The run is repeated: equal too."""
-    first, second = (run_steps(triton_step, formats, rule, device) for _ in range(2))
-    expected = run_steps(oracle_step, formats, rule, "cpu")
-    for found, again, truth in zip(first, second, expected, strict=True):
-        assert_same_buffers(found, truth)
-        assert_same_buffers(again, found)
+    first, second = (take_steps(triton_step, formats, rule, device) for _ in range(2))
+    assert_same_buffers(first, second)
+    twin, expected = (take_steps(t, formats, rule, "cpu") for t in (reference_step, oracle_step))
+    assert_same_buffers(twin, expected)
+    assert_same_buffers(first, expected)
+
+
+# --- layouts
 
 
 GEOMETRIES = [Geometry(32, 1), Geometry(64, 3), Geometry(256, 1), Geometry(16, 16)]
+OF_BLOCKS = [Geometry(128, 1), Geometry(256, 3, span=1), Geometry(1024, 2), Geometry(2048, 1, 8)]
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-# of those that draw: beside the weight, in all slots, and with scales
-@pytest.mark.parametrize(
-    "formats", [*(f for f in EACH_FORMAT if f not in NEWER), *DRAWING[:3]], ids=name_of
-)
-@pytest.mark.halved
-def test_geometry_changes_no_bit(formats, geometry, device):
-    found = buffers(formats, [257], device)
-    expected = copied(found)
-    triton_step(found, formats, ADAMW, GROUP, geometry)
-    triton_step(expected, formats, ADAMW, GROUP, Geometry(1024, 1))
+@pytest.mark.parametrize("index", range(4))
+@each_of([*CURATED[::3], *FEW_BLOCKED])
+@pytest.mark.sample(3)
+@pytest.mark.thirds
+def test_geometry_changes_no_bit(formats, index, device):
+    """Several chunks, blocks that go unmasked and such that do not; beside the oracle."""
+    geometry, counts, places = GEOMETRIES[index], [257], None
+    if formats.block:
+        geometry, counts = OF_BLOCKS[index], [2600, 2048, 700]
+        places = [Place(0), Place(1, 48), Place(2, 128 * 5 + 6)]
+    found = buffers(formats, counts, device, places=places)
+    expected = on_the_cpu(found)
+    triton_step(found, formats, ADAMW, GROUP, geometry, places=places)
+    oracle_step(expected, formats, ADAMW, GROUP, places)
     assert_same_buffers(found, expected)
 
 
-@pytest.mark.parametrize("formats", [f for f in CURATED if not f.scaled], ids=name_of)
+@each_of(UNSCALED)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_unaligned_views_change_no_bit(formats, device):
     """Each slot one element further off alignment, so that no two share a path by chance."""
-    expected = buffers(formats, [200], device)
+    expected = buffers(formats, [600], device)
     found = {}
-    for shift, (slot, tensors) in enumerate(expected.items()):
-        base = torch.zeros(300, dtype=tensors[0].dtype, device=device)
-        found[slot] = [base[shift + 1 : shift + 201].copy_(tensors[0])]
+    for shift, (slot, (tensor,)) in enumerate(expected.items(), 1):
+        base = torch.zeros(len(tensor) + 100, dtype=tensor.dtype, device=device)
+        found[slot] = [base[shift : shift + len(tensor)].copy_(tensor)]
     assert any(each[0].data_ptr() % 16 for each in found.values())
-    triton_step(found, formats, ADAMW, GROUP, SMALL)
-    triton_step(expected, formats, ADAMW, GROUP, SMALL)
+    for tensors in (found, expected):
+        triton_step(tensors, formats, ADAMW, GROUP, company(formats)[2])
     assert_same_buffers(found, expected)
 
 
-@pytest.mark.parametrize("formats", [f for f in CURATED if not f.scaled], ids=name_of)
-def test_pieces_of_a_tensor_are_the_whole(formats, device):
+def cut(whole, formats, firsts):
+    """Parts of one parameter from these elements on, each with scales of all blocks it is in."""
+    ends, parts = [*firsts[1:], len(whole["weight"][0])], {}
+    for slot, (tensor,) in whole.items():
+        is_scale = slot.endswith("_scale")
+        unit = formats.block if is_scale else formats.by_slot[slot].packed
+        pairs = zip(firsts, ends, strict=True)
+        parts[slot] = [tensor[a // unit : -(-b // unit)].clone() for a, b in pairs]
+    return parts, [Place(0, first) for first in firsts]
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("rule", "formats"),
+    [(ADAMW, formats) for formats in UNSCALED]
+    + [(rule, with_rule(CURATED[-2], rule)) for rule in EVERY_RULE if rule is not ADAMW],
+    ids=lambda value: value.name if value in EVERY_RULE else name_of(value),
+)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
+def test_pieces_of_a_tensor_are_the_whole(rule, formats, step, device):
     """Random bits too, where the pieces say which elements of the parameter they are."""
-    whole = buffers(formats, [300], device)
-    pieces = {slot: list(each[0].clone().split([1, 129, 170])) for slot, each in whole.items()}
-    triton_step(whole, formats, ADAMW, GROUP, SMALL)
-    places = [Place(0, first) for first in (0, 1, 130)]
-    triton_step(pieces, formats, ADAMW, GROUP, SMALL, places=places)
+    whole = buffers(formats, [900], device)
+    block = formats.block
+    pieces, places = cut(whole, formats, [0, block, 4 * block] if block else [0, 1, 130])
+    step(whole, formats, rule, GROUP, places=[Place(0)])
+    step(pieces, formats, rule, GROUP, places=places)
     joined = {slot: [torch.cat(each)] for slot, each in pieces.items()}
     assert_same_buffers(joined, whole)
 
 
-@pytest.mark.parametrize("backend", [triton_step, reference_step], ids=["triton", "reference"])
-def test_every_tensor_takes_its_own_groups_numbers(backend, device):
+@both_ways
+def test_every_tensor_takes_its_own_groups_numbers(step, device):
     formats = CURATED[0]
     groups = [GROUP, {**GROUP, "lr": 0.1, "step": 9}, {**GROUP, "weight_decay": 0.7}]
     found = buffers(formats, [70, 0, 200, 5], device)
     expected = copied(found)
-    backend(found, formats, ADAMW, groups, groups=[2, 0, 1, 0])
+    step(found, formats, ADAMW, groups, groups=[2, 0, 1, 0])
     for index, group in ((0, 2), (2, 1), (3, 0)):
         alone = {slot: [each[index]] for slot, each in expected.items()}
-        backend(alone, formats, ADAMW, groups[group])
+        step(alone, formats, ADAMW, groups[group])
     assert_same_buffers(found, expected)
 
 
-@pytest.mark.parametrize("formats", CURATED, ids=name_of)
-def test_nothing_is_written_beside_the_tensors(formats, device):
-    """Guard bands of a known pattern around every buffer."""
-    inner = buffers(formats, [131], device)
-    bases = {}
-    for slot, each in inner.items():
+@pytest.mark.parametrize("first", [0, 38], ids=["whole", "within a block"])
+@each_of([*CURATED, *FEW_BLOCKED])
+@pytest.mark.sample(3)
+@pytest.mark.thirds
+def test_nothing_is_written_beside_the_tensors(formats, first, device):
+    """Guard bands of a known pattern around every buffer, scales too."""
+    places, bases = [Place(0, first)], {}
+    inner = buffers(formats, [300], device, places=places)
+    for slot, (tensor,) in inner.items():
         # as bytes: torch compares no fp8
-        bases[slot] = torch.full((each[0].nbytes + 64,), 77, dtype=torch.uint8, device=device)
-        bases[slot][32:-32] = each[0].view(torch.uint8)
-    views = {slot: [base[32:-32].view(inner[slot][0].dtype)] for slot, base in bases.items()}
-    triton_step(views, formats, ADAMW, GROUP, SMALL)
+        bases[slot] = torch.full((tensor.nbytes + 256,), 77, dtype=torch.uint8, device=device)
+        bases[slot][128:-128] = tensor.view(torch.uint8)
+    views = {slot: [base[128:-128].view(inner[slot][0].dtype)] for slot, base in bases.items()}
+    triton_step(views, formats, ADAMW, GROUP, company(formats)[2], places=places)
     for slot, base in bases.items():
-        assert bool((base[:32] == 77).all()), slot
-        assert bool((base[-32:] == 77).all()), slot
+        assert bool((base[:128] == 77).all()), slot
+        assert bool((base[-128:] == 77).all()), slot
+
+
+# --- parts that are cut within a block
+
+
+def fresh(formats, count, device):
+    """Moments of 0 and gradients within some octaves of one another, as those of a layer."""
+    tensors = buffers(formats, [count], device)
+    generator = torch.Generator().manual_seed(1)
+    octaves = torch.randint(-25, 3, (count,), generator=generator).float()
+    tensors["grad"][0].copy_(torch.randn(count, generator=generator) * torch.exp2(octaves))
+    tensors["weight"][0].copy_(torch.randn(count, generator=generator))
+    for slot, (tensor,) in tensors.items():
+        if slot.startswith("exp_avg"):
+            tensor.fill_(1 if slot.endswith("_scale") else 0)
+    return tensors
+
+
+OF_8_BITS = [
+    formats
+    for formats in block_combinations([128, 64])
+    if formats.grad.name == "bfloat16" and formats.weight.name == "bfloat16"
+    if formats.master.name == "float32" and all(form.block for form in formats.moments)
+]
+
+
+def values_of(formats, tensors, slot, first):
+    form = formats.by_slot[slot]
+    code = tensors[slot][0]
+    factor = torch.exp2(tensors[f"{slot}_scale"][0].double() - 127).float()
+    lead = first % form.block
+    factor = factor.repeat_interleave(form.block)[lead : lead + len(code)]
+    return form.decode_reference(code.cpu(), factor.cpu())
+
+
+@pytest.mark.parametrize("first", [1, 64 + 5, 128 * 2 + 100])
+@each_of(OF_8_BITS)
+@pytest.mark.sample(3)
+@pytest.mark.thirds
+def test_parts_cut_within_a_block_differ_in_its_smallest_values_alone(formats, first, device):
+    """After a step from 0, where all parts start alike.
+
+    Each part's window is at most the whole block's: 2**(s - 127) < amax with that one's s. A code
+    has 3 bits of mantissa for normal numbers, which a finer window leaves where they are: the same
+    draw, in units of the same last place, gives the same value. Subnormal in the whole's window are
+    values below 8 units: of e4m3 8 * 2**-16 * 2**(s - 127), less than 2**-13 of amax, of e5m3
+    8 * 2**-32, less than 2**-29. What is up to there may round up to just that, so <=.
+    """
+    whole = fresh(formats, 700, device)
+    parts, places = cut(whole, formats, [0, first])
+    triton_step(whole, formats, ADAMW, {**GROUP, "step": 1}, places=[Place(0)])
+    triton_step(parts, formats, ADAMW, {**GROUP, "step": 1}, places=places)
+    begin = first // formats.block * formats.block
+    inside = slice(begin, begin + formats.block)
+    outside = torch.ones(700, dtype=torch.bool)
+    outside[inside] = False
+    for slot, bound in (("exp_avg", 2.0**-13), ("exp_avg_sq", 2.0**-29)):
+        expected = values_of(formats, whole, slot, 0)
+        own = [{name: [each[i]] for name, each in parts.items()} for i in (0, 1)]
+        pair = (values_of(formats, own[i], slot, begins) for i, begins in enumerate((0, first)))
+        found = torch.cat(list(pair))
+        assert_same_bits(found[outside], expected[outside], slot)
+        amax = expected[inside].abs().max()
+        differs = found[inside] != expected[inside]
+        largest = torch.maximum(found[inside].abs(), expected[inside].abs())
+        assert bool((largest[differs] <= bound * amax).all()), slot
+    for slot in ("weight", "master"):  # the step takes the moments before they are stored
+        assert_same_bits(torch.cat(parts[slot]), whole[slot][0], slot)
+
+
+def test_the_bound_is_reached(device):
+    """Some values below it do differ: a finer window keeps more of their bits."""
+    formats = next(f for f in OF_8_BITS if f.block == 128 and not f.draws)
+    whole = fresh(formats, 128, device)
+    numbers = torch.linspace(1.0, 1.9, 64, device=device)
+    whole["grad"][0][:64], whole["grad"][0][64:] = numbers, numbers * 2.0**-14
+    parts, places = cut(whole, formats, [0, 64])
+    for tensors, own in ((whole, [Place(0)]), (parts, places)):
+        triton_step(tensors, formats, ADAMW, {**GROUP, "step": 1}, places=own)
+    second = {slot: [each[1]] for slot, each in parts.items()}
+    found, expected = (
+        values_of(formats, second, "exp_avg", 64),
+        values_of(formats, whole, "exp_avg", 0),
+    )
+    assert int((found != expected[64:]).sum()) > 32

@@ -3,12 +3,10 @@
 import inspect
 from itertools import chain
 
-import numpy
-import oracle
 import pytest
 import torch
 from bits import assert_same_bits
-from runs import BF16, FORMATS, FP16, FP32, assert_same, assert_same_run, parameters, train, values
+from runs import BF16, FORMATS, FP32, assert_same, assert_same_run, parameters, train
 
 from megaopt import FusedAdam
 
@@ -81,14 +79,6 @@ def test_the_requests_assignment_after_construction():
     plain = FusedAdam(parameters([(3,), (4,), (5,)]), dtype=torch.float32)
     train(plain, 2)
     assert_same([*params], plain.param_groups[0]["params"])
-
-
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-def test_construction_allocates_no_state(options):
-    optimizer = FusedAdam(parameters(), **options)
-    assert len(optimizer.state) == 0
-    assert optimizer.state_dict()["state"] == {}
-    assert optimizer.param_groups[0]["step"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.10's
@@ -202,76 +192,6 @@ def test_the_constructor_has_the_face_of_the_design():
         for face in (names["FusedAdam"], FusedAdam)
     )
     assert found == expected
-
-
-def test_positional_arguments_are_those_of_torchs_adamw():
-    count = len(["params", "lr", "betas", "eps", "weight_decay", "amsgrad"])
-    theirs = [*inspect.signature(torch.optim.AdamW).parameters][:count]
-    assert [*inspect.signature(FusedAdam).parameters][:count] == theirs
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_without_masters_the_weights_alone_are_updated(dtype):
-    optimizer = FusedAdam(parameters([(5,)], dtype))
-    train(optimizer, 2)
-    (state,) = optimizer.state.values()
-    assert state["master_param"] is None
-    assert {*state} == {"exp_avg", "exp_avg_sq", "master_param"}
-
-
-def test_groups_have_their_own_hyper_parameters():
-    """Each of two groups steps as an optimizer of its own, L2 and decoupled alike."""
-    choices = [
-        {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.25},
-        {"lr": 0.1, "bias_correction": False},
-    ]
-    for mode in (True, False):
-        first, second = parameters([(5,)]), parameters([(5,)])
-        together = FusedAdam(
-            [{"params": first, **choices[0]}, {"params": second, **choices[1]}],
-            dtype=FP32,
-            adam_w_mode=mode,
-        )
-        alone = [FusedAdam(parameters([(5,)]), dtype=FP32, adam_w_mode=mode, **c) for c in choices]
-        for step in range(3):
-            for optimizer in (together, *alone):
-                for group in optimizer.param_groups:
-                    group["params"][0].grad = torch.full((5,), 0.5 + step, dtype=BF16)
-                optimizer.step()
-        assert_same_bits(first[0].detach(), alone[0].param_groups[0]["params"][0].detach())
-        assert_same_bits(second[0].detach(), alone[1].param_groups[0]["params"][0].detach())
-        assert not torch.equal(first[0], second[0])
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("correction", [True, False], ids=["corrected", "uncorrected"])
-@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
-def test_steps_are_those_of_the_written_list(backend, decoupled, correction):
-    """From the first step on, counted from 1: an oracle in numpy that shares no code."""
-    hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.25}
-    group = {**hyper, "bias_correction": correction}
-    param = torch.nn.Parameter(values((9,), 0, BF16))
-    optimizer = FusedAdam([param], dtype=FP32, adam_w_mode=decoupled, backend=backend, **group)
-    master, first, second = values((9,), 0, BF16).float().numpy(), *numpy.zeros((2, 9), "float32")
-    for step in (1, 2, 3):
-        param.grad = values((9,), step, BF16)
-        optimizer.step()
-        master, first, second = oracle.adam(
-            master, first, second, param.grad.float().numpy(), {**group, "step": step}, decoupled
-        )
-        expected = {"exp_avg": first, "exp_avg_sq": second, "master_param": master}
-        for name, value in expected.items():
-            assert_same_bits(optimizer.state[param][name], torch.from_numpy(value), name)
-        assert_same_bits(param.detach(), torch.from_numpy(master).to(BF16), "weight")
-
-
-def test_l2_and_decoupled_decay_differ():
-    decoupled, l2 = (
-        FusedAdam(parameters([(5,)]), weight_decay=0.1, adam_w_mode=mode) for mode in (True, False)
-    )
-    train(decoupled, 1)
-    train(l2, 1)
-    assert not torch.equal(*(next(iter(o.state.values()))["exp_avg"] for o in (decoupled, l2)))
 
 
 def test_an_inert_step_leaves_every_weight():

@@ -7,7 +7,6 @@ from runs import (
     BF16,
     FP32,
     MASTER,
-    REMAINDERS,
     assert_same_run,
     parameters,
     train,
@@ -41,16 +40,6 @@ def test_a_group_that_is_empty_on_this_rank_counts_and_its_count_is_used():
     alone[0].grad = late[0].grad
     expected.step()
     assert_same_bits(late[0].detach(), alone[0].detach())
-
-
-def test_the_step_count_of_the_group_is_what_corrects_the_bias():
-    """Megatron writes it on load, and synchronizes it over chained optimizers."""
-    optimizer, fresh = FusedAdam(parameters([(3,)])), FusedAdam(parameters([(3,)]))
-    optimizer.param_groups[0]["step"] = 7
-    train(optimizer, 1)
-    train(fresh, 1)
-    assert optimizer.param_groups[0]["step"] == 8
-    assert not torch.equal(*(o.param_groups[0]["params"][0] for o in (optimizer, fresh)))
 
 
 @pytest.mark.parametrize("when", ["at_construction", "later"])
@@ -126,23 +115,6 @@ def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned():
     assert_same_bits(loss.detach(), expected)
     assert calls == [True]
     assert_same_run(optimizer, plain)
-
-
-def test_megatrons_checkpoint_by_unscaled_states():
-    """distrib_optimizer copies get_unscaled_state of every key, and loads by set_scaled_state."""
-    source, target = (FusedAdam(parameters([(3, 4), (5,)]), **REMAINDERS) for _ in range(2))
-    train(source, 2)
-    for ours, theirs in zip(*(o.param_groups[0]["params"] for o in (target, source)), strict=True):
-        for name in ("exp_avg", "exp_avg_sq", "master_param"):
-            buffer = torch.empty(theirs.shape)
-            buffer.copy_(source.get_unscaled_state(theirs, name))
-            target.set_scaled_state(ours, name, buffer)
-        target.set_scaled_state(ours, "padding", False)
-    target.param_groups[0]["step"] = source.param_groups[0]["step"]
-    assert_same_run(target, source)
-    train(source, 1, first=2)
-    train(target, 1, first=2)
-    assert_same_run(target, source)
 
 
 def test_the_attributes_that_megatron_fsdp_writes():

@@ -112,7 +112,7 @@ def test_exp_avg_sq_to_nearest_misses_the_bars():
     ("beta1", "rows", "steps"),
     [pytest.param(0.9, 1, 200, id="0.9")]
     + [
-        pytest.param(beta1, 2, 1500, id=f"{beta1}, 1,500 steps", marks=pytest.mark.slow)
+        pytest.param(beta1, 2, 1500, id=f"{beta1}, 1,500 steps", marks=pytest.mark.exhaustive)
         for beta1 in (0.9, 0.95, 0.99)
     ],
 )
@@ -159,7 +159,7 @@ FOUR_NEAREST = ("block32_e3m0_nearest", "block32_e4m0_nearest")
     ("beta2", "steps"),
     [pytest.param(0.95, 250, id="0.95")]
     + [
-        pytest.param(beta2, 3000, id=f"{beta2}, 3,000 steps", marks=pytest.mark.slow)
+        pytest.param(beta2, 3000, id=f"{beta2}, 3,000 steps", marks=pytest.mark.exhaustive)
         for beta2 in (0.99, 0.999)
     ],
 )

@@ -130,8 +130,8 @@ def add(generator):
     [
         (construct, 380),
         (add, 120),
-        pytest.param(construct, 9_000, marks=pytest.mark.slow),
-        pytest.param(add, 3_000, marks=pytest.mark.slow),
+        pytest.param(construct, 9_000, marks=pytest.mark.exhaustive),
+        pytest.param(add, 3_000, marks=pytest.mark.exhaustive),
     ],
 )
 def test_calls_of_any_kind(what, count):

@@ -136,12 +136,6 @@ def test_options_are_checked_at_construction(options, message):
 
 
 @pytest.mark.parametrize(("hyper", "message"), HYPER.values(), ids=HYPER)
-def test_hyper_parameters_are_checked_at_construction(hyper, message):
-    with pytest.raises(ValueError, match="group 0: " + message):
-        FusedAdam(parameters(SHAPES), **hyper)
-
-
-@pytest.mark.parametrize(("hyper", "message"), HYPER.values(), ids=HYPER)
 def test_hyper_parameters_of_a_group_are_checked(hyper, message):
     first, second = parameters(SHAPES)
     with pytest.raises(ValueError, match="group 1: " + message):

@@ -60,7 +60,7 @@ def share_of_the_change(param, value, steps, rate=LR * DECAY):
 
 
 @pytest.mark.parametrize(
-    ("count", "steps"), [(4096, 1000), pytest.param(2048, 5000, marks=pytest.mark.slow)]
+    ("count", "steps"), [(4096, 1000), pytest.param(2048, 5000, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize(("dtype", "options"), FOLLOWS.values(), ids=FOLLOWS)
 def test_masters_follow_a_decay_of_a_millionth(dtype, options, count, steps):
@@ -89,7 +89,7 @@ def test_weights_alone_follow_it_too(count, steps, bound):
         assert abs(share_of_the_change(param, value, steps, 10 * LR * DECAY) - 1) < bound
 
 
-@pytest.mark.parametrize("steps", [50, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [50, pytest.param(5000, marks=pytest.mark.exhaustive)])
 def test_weights_to_nearest_stand_still(steps):
     """Without a master, and with 24 bits: a millionth is below half their last places."""
     params = [start(2048, BF16), start(2048, FP16)]
@@ -127,8 +127,8 @@ def test_24_bits_to_nearest_move_too_far_or_not_at_all():
 
 @pytest.mark.parametrize(
     ("dtype", "steps"),
-    [(BF16, 1500), pytest.param(BF16, 5000, marks=pytest.mark.slow),
-     pytest.param(FP16, 5000, marks=pytest.mark.slow)],
+    [(BF16, 1500), pytest.param(BF16, 5000, marks=pytest.mark.exhaustive),
+     pytest.param(FP16, 5000, marks=pytest.mark.exhaustive)],
     ids=str,
 )  # fmt: skip
 def test_kahan_to_nearest_stands_still_once_the_compensation_is_large(dtype, steps):
@@ -189,13 +189,13 @@ def test_stochastic_exp_avg_sq_follows_for_some_time():
         assert_near(ratio, beta2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stochastic_exp_avg_sq_follows_over_5000_steps():
     for beta2, ratio in roots("bfloat16_stochastic", 5000, BETAS2).items():
         assert_near(ratio, beta2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_exp_avg_sq_to_nearest_does_not():
     """What a step takes away is below half a last place: after the drop it stays too large."""
     found = roots(BF16, 5000, (0.95, 0.999))

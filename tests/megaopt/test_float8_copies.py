@@ -74,15 +74,6 @@ def test_copies_keep_every_bit_and_share_nothing(recipe):
             assert_same_parts(parts(own), before)
 
 
-def test_a_checkpoint_of_megaopt_takes_it(tmp_path):
-    from megaopt.commands import checkpoint as checkpoints
-
-    net = awkward(RECIPES["delayed"])
-    checkpoints.save(tmp_path / "c.pt", {"model": net.state_dict()})
-    found = checkpoints.load(tmp_path / "c.pt")["model"]["0.weight"]
-    assert_same_parts(parts(found), parts(net[0].weight))
-
-
 def test_a_file_is_read_in_a_process_that_has_only_imported_the_package(tmp_path):
     net = awkward(RECIPES["mxfp8"])
     torch.save(net.state_dict(), tmp_path / "s.pt")

@@ -8,9 +8,8 @@ import torch
 from bits import assert_same_bits
 from float8_oracle import BLOCKS, MAX, amax_of, e8m0_of, scale_of
 from oracle import F32, divide, multiply
-from runs import assert_same, copied, through_a_file
 
-from megaopt import FusedAdam, FusedLion, FusedSGD, release_gradients
+from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Weight
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -161,6 +160,8 @@ EVERY = [
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize(("name", "kept", "moments"), EVERY)
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_steps_are_the_oracles(name, kept, moments, backend, device):
     if backend == "reference":
         device = "cpu"
@@ -208,75 +209,10 @@ def test_a_decay_of_1e_4_moves_weights_at_its_exact_rate(name, kept):
     assert 0.99 < (start - end) / (start * (1 - (1 - 1e-4) ** 150)) < 1.01
 
 
-def everything(weights, optimizer):
-    states = [{n: t for n, t in optimizer.state[w].items() if t is not None} for w in weights]
-    return copied([[w.tensors() for w in weights], states])
-
-
 def train(weights, optimizer, steps):
     for step in steps:
         give(weights, step)
         optimizer.step()
-
-
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_a_run_goes_on_from_a_file(name, kept):
-    own = {**HYPER, **KEPT[kept], **BLOCK_MOMENTS}
-    weights = weights_of(RECIPES[name])
-    optimizer = FusedAdam(weights, **own)
-    train(weights, optimizer, range(3))
-    saved = through_a_file({"model": [w.detach() for w in weights], "own": optimizer.state_dict()})
-    train(weights, optimizer, range(3, 5))
-    others = [torch.nn.Parameter(each) for each in saved["model"]]
-    resumed = FusedAdam(others, **own)
-    resumed.load_state_dict(saved["own"])
-    train(others, resumed, range(3, 5))
-    assert_same(everything(others, resumed), everything(weights, optimizer))
-
-
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize(
-    "more", [{"capturable": True}, {"state_device": "cpu"}, {"nonfinite": "skip"}], ids=str
-)
-def test_options_change_no_bit(kept, more):
-    found = []
-    for options in ({}, more):
-        weights = weights_of(RECIPES["current"])
-        optimizer = FusedAdam(weights, **HYPER, **KEPT[kept], **options)
-        train(weights, optimizer, range(3))
-        found.append(everything(weights, optimizer))
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("kept", KEPT)
-def test_gradient_release_has_the_steps_bits(kept):
-    found = []
-    for releases in (False, True):
-        weights = weights_of(RECIPES["delayed"])
-        optimizer = FusedAdam(weights, **HYPER, **KEPT[kept], **BLOCK_MOMENTS)
-        if releases:
-            release_gradients(weights, optimizer)
-        for step in range(3):
-            own = [values(w.shape, 100 + 10 * step + i).float() for i, w in enumerate(weights)]
-            sum((w.float() * g).sum() for w, g in zip(weights, own, strict=True)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(everything(weights, optimizer))
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("kind", [FusedLion, FusedSGD])
-@pytest.mark.parametrize("kept", KEPT)
-def test_other_rules_step_alike_on_both_backends(kind, kept):
-    more = {"momentum": 0.9} if kind is FusedSGD else {}
-    found = []
-    for backend in ("reference", "triton"):
-        weights = weights_of(RECIPES["mxfp8"])
-        optimizer = kind(weights, lr=1e-2, backend=backend, **more, **KEPT[kept])
-        train(weights, optimizer, range(2))
-        found.append(everything(weights, optimizer))
-    assert_same(*found)
 
 
 @pytest.mark.parametrize("kept", ["remainder8", "remainder8_stochastic"])

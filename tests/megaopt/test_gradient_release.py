@@ -9,12 +9,11 @@ import fsdp2_models
 import pytest
 import torch
 from bits import assert_same_bits
-from runs import BF16, FORMATS, FP32, MASTER, assert_same, assert_same_run, snapshot, values
+from runs import BF16, FP32, MASTER, assert_same, assert_same_run, snapshot, values
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-import megaopt
-from megaopt import FusedAdam, FusedLion, FusedSGD, release_gradients
+from megaopt import FusedAdam, release_gradients
 
 STOCHASTIC = {
     "master_weights": True,
@@ -23,8 +22,6 @@ STOCHASTIC = {
     "exp_avg_sq_dtype": "bfloat16_stochastic",
     "seed": 7,
 }
-WEIGHTS_ALONE = {"weight_rounding": "stochastic", "master_weights": False}
-SMALLEST = {**FORMATS, "stochastic": STOCHASTIC, "weights_alone": WEIGHTS_ALONE}
 
 
 class Net(nn.Module):
@@ -75,31 +72,14 @@ def iterate(model, optimizer, steps, first=0):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("options", SMALLEST.values(), ids=SMALLEST)
+@pytest.mark.parametrize("options", [MASTER, STOCHASTIC], ids=["masters", "stochastic"])
 def test_the_bits_are_the_plain_steps(options):
+    """Of weights that are used twice, or not always; all kinds: test_every_kind.py."""
     plain, expected, model, found, _ = pair(**options)
     for optimizer, own in ((expected, plain), (found, model)):
         iterate(own, optimizer, 5)
     assert_same_run(found, expected)
     assert [group["step"] for group in found.param_groups] == [5, 5]
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (FusedLion, {"exp_avg_dtype": "bfloat16_stochastic"}),
-        (FusedSGD, {"momentum": 0.9, "dampening": 0.5}),
-        (FusedSGD, {}),
-        (FusedAdam, STOCHASTIC),
-    ],
-    ids=["lion", "momentum", "sgd", "stochastic adam"],
-)
-def test_other_rules_and_backends(kind, options, backend):
-    plain, expected, model, found, _ = pair(kind, backend=backend, **options)
-    for optimizer, own in ((expected, plain), (found, model)):
-        iterate(own, optimizer, 3)
-    assert_same_run(found, expected)
 
 
 def test_edited_param_numbers_are_those_of_the_next_step():
@@ -350,27 +330,6 @@ def test_parameters_that_share_memory_are_refused():
     params = [nn.Parameter(whole[:3]), nn.Parameter(whole[1:])]
     with pytest.raises(ValueError, match="must have memory of its own"):
         release_gradients(params, FusedAdam(params))
-
-
-def test_fp8_weights():
-    models = [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)]
-    for model in models:
-        for seed, param in enumerate(model.parameters()):
-            param.data = values(param.shape, seed, BF16)
-        megaopt.to_float8(model, "delayed")
-    optimizers = [FusedAdam(model.parameters(), lr=0.01, **MASTER) for model in models]
-    release_gradients(models[1], optimizers[1])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for step in range(3):
-            model(values((4, 16), step, BF16)).float().pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for found, expected in zip(*(model.parameters() for model in reversed(models)), strict=True):
-        assert_same_bits(found.detach(), expected.detach())
-        for name in ("data8", "scale_inv", "scale", "amax_history"):
-            if hasattr(expected, name):
-                assert_same_bits(getattr(found, name), getattr(expected, name), name)
-        assert_same(optimizers[1].state[found], optimizers[0].state[expected])
 
 
 def test_a_parameter_that_left_the_optimizer_is_refused():

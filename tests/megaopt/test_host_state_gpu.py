@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import warnings
 
 import pytest
@@ -157,21 +156,6 @@ def test_weights_that_are_not_contiguous(backend):
     assert_same(*found)
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_the_reference_steps_them_too(name):
-    kind, options = KINDS[name]
-    found = []
-    for backend in ("triton", "reference"):
-        if "contract" in options and backend == "reference":
-            return  # contract te has none
-        optimizer = kind(
-            parameters(shapes=[(96, 128), (5,)]), state_device="cpu", backend=backend, **options
-        )
-        train(optimizer, 2)
-        found.append(everything(optimizer))
-    assert_same(*found)
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block_128x128"])
 def test_fp8_weights_with_states_in_host_memory(recipe):
     found = []
@@ -295,17 +279,6 @@ def test_loads_take_no_memory_on_the_card():
     optimizer.state_dict()
     assert torch.cuda.max_memory_allocated() - before < 2**20
     assert_on_the_host(optimizer)
-
-
-@pytest.mark.parametrize("made", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_go_on(made):
-    optimizer = FusedAdam(parameters(), lr=0.01, state_device="cpu", **REMAINDERS, **BLOCKS)
-    train(optimizer, 2)
-    other = made(optimizer)
-    for each in (optimizer, other):
-        train(each, 2, first=2)
-    assert_same(everything(other), everything(optimizer))
-    assert_on_the_host(other)
 
 
 @pytest.mark.sample(2)

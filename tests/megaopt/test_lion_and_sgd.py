@@ -1,26 +1,15 @@
 """FusedLion and FusedSGD, and AMSGrad and maximize of FusedAdam, as optimizers."""
 
 import copy
-import pickle
 
-import oracle
 import pytest
 import torch
-from bits import assert_same_bits
 from runs import (
-    BF16,
     FP32,
-    MASTER,
-    REMAINDERS,
     assert_same,
-    assert_same_run,
-    give_gradients,
     parameters,
-    params_of,
     snapshot,
-    through_a_file,
     train,
-    values,
 )
 
 from megaopt import FusedAdam, FusedLion, FusedSGD
@@ -41,41 +30,11 @@ KINDS = {
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 HYPER = {"lr": 2.0**-4, "weight_decay": 0.25}
-MASTERS = {"none": {}, "fp32": MASTER, "remainders": {"dtype": FP32, **REMAINDERS}}
 
 
 def made(kind, **more):
     optimizer, options = KINDS[kind]
     return optimizer(parameters(), **{**HYPER, **options, **more})
-
-
-def dtypes_of(optimizer, dtype):
-    """The argument that keeps the moments in a dtype."""
-    names = [name for name in optimizer.rule.moments if name != "max_exp_avg_sq"]
-    return {f"{name}_dtype": dtype for name in names}
-
-
-@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@each_kind
-def test_steps_are_those_of_the_written_operations(kind, backend, maximize):
-    """From the first step on, by an oracle in numpy that shares no code."""
-    optimizer, options = KINDS[kind]
-    param = torch.nn.Parameter(values((9,), 0, BF16))
-    found = optimizer([param], dtype=FP32, backend=backend, maximize=maximize, **HYPER, **options)
-    group, names = found.param_groups[0], found.rule.moments
-    master = values((9,), 0, BF16).float().numpy()
-    moments = [torch.zeros(9).numpy() for _ in names]
-    for step in (1, 2, 3):
-        grad = values((9,), step, BF16)
-        param.grad = grad.clone()
-        found.step()
-        given = (-grad if maximize else grad).float().numpy()
-        master, moments = oracle.update(kind, master, moments, given, {**group, "step": step})
-        expected = {"master_param": master, **dict(zip(names, moments, strict=True))}
-        for name, value in expected.items():
-            assert_same_bits(found.state[param][name], torch.from_numpy(value), name)
-        assert_same_bits(param.detach(), torch.from_numpy(master).to(BF16), "weight")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SGD_KINDS if kind.startswith("sgd_")] + ["sgd"])
@@ -108,47 +67,6 @@ def test_a_step_of_sgd_is_within_one_ulp_of_torchs(kind, before):
     apart = ours.detach().view(torch.int32) - theirs.detach().view(torch.int32)
     assert int(apart.abs().max()) <= 1
     assert not torch.equal(ours.detach(), start)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("masters", MASTERS.values(), ids=MASTERS)
-@each_kind
-def test_a_run_resumes_with_its_bits(kind, masters, dtype):
-    options = {**masters, **dtypes_of(made(kind, **masters), dtype)}
-    straight, before, after = (made(kind, **options) for _ in range(3))
-    train(straight, 4)
-    train(before, 2)
-    for param, other in zip(params_of(after), params_of(before), strict=True):
-        param.data.copy_(other.data)
-    after.load_state_dict(through_a_file(before.state_dict()))
-    again = pickle.loads(pickle.dumps(after))
-    for each in (after, again):
-        train(each, 2, first=2)
-        assert_same_run(each, straight)
-
-
-@each_kind
-def test_capturable_steps_are_eager_ones(kind):
-    eager, capturable = made(kind, **MASTER), made(kind, capturable=True, **MASTER)
-    train(eager, 3)
-    train(capturable, 3)
-    assert_same(snapshot(capturable)["weights"], snapshot(eager)["weights"])
-    assert_same(snapshot(capturable)["states"], snapshot(eager)["states"])
-
-
-@each_kind
-def test_clipping_and_a_grad_scaler_work(kind):
-    clipped, scaled = made(kind, **MASTER), made(kind, **MASTER)
-    for optimizer, scale in ((clipped, 1.0), (scaled, 4.0)):
-        give_gradients(params_of(optimizer), 1)
-        for param in params_of(optimizer):
-            param.grad.mul_(scale)
-        optimizer.grad_scale = torch.full((), scale)
-        optimizer.found_inf = torch.zeros(())
-        optimizer.step(clip_norm=0.5)
-    assert float(clipped.grad_norm) > 0.5
-    assert_same(snapshot(clipped)["weights"], snapshot(scaled)["weights"])
-    assert_same(snapshot(clipped)["states"], snapshot(scaled)["states"])
 
 
 @pytest.mark.parametrize("theirs", [torch.optim.AdamW, torch.optim.Adam])

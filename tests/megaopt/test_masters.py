@@ -7,7 +7,6 @@ from runs import (
     BF16,
     FP16,
     FP32,
-    MASTER,
     REMAINDERS,
     assert_same,
     assert_same_run,
@@ -19,35 +18,9 @@ from runs import (
 
 from megaopt import FusedAdam
 
-BACKENDS = ["reference", "triton"]
-SHAPES = [(3, 4), (), (0,), (5,)]
-
 
 def masters_of(params):
     return [None if p.dtype == FP32 else p.detach().float() for p in params]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("when", ["given", "assigned", "assigned_after_steps"])
-def test_external_masters_give_the_bits_of_own_ones(backend, when):
-    params = parameters(SHAPES)
-    masters = masters_of(params)
-    given = {"master_weights": masters} if when == "given" else MASTER
-    found = FusedAdam(params, backend=backend, **given)
-    expected = FusedAdam(parameters(SHAPES), backend="reference", **MASTER)
-    if when == "assigned_after_steps":
-        train(found, 2)
-        train(expected, 2)
-        masters = [found.state[param]["master_param"].clone() for param in params]
-    if when != "given":
-        found.master_weights = masters
-    addresses = [master.data_ptr() for master in masters]
-    train(found, 2, first=2)
-    train(expected, 2, first=2)
-    assert_same_run(found, expected)
-    assert [master.data_ptr() for master in masters] == addresses
-    for param, master in zip(params, masters, strict=True):
-        assert found.state[param]["master_param"] is master
 
 
 def test_external_masters_hold_more_than_the_weights():
@@ -87,20 +60,6 @@ def test_external_remainders():
     assert optimizer.state[params[0]]["master_param"] is remainders[0]
     assert remainders[0].any()
     assert_same_run(optimizer, plain)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_another_list_takes_the_place_of_the_first(backend):
-    (param,) = parameters([(5,)])
-    first, second = param.detach().float(), values((5,), 7)
-    optimizer = FusedAdam([param], master_weights=[first], backend=backend)
-    train(optimizer, 2)
-    left = first.clone()
-    optimizer.master_weights = [second]
-    train(optimizer, 1, first=2)
-    assert optimizer.state[param]["master_param"] is second
-    assert_same_bits(first, left, "the list that was replaced")
-    assert_same_bits(param.detach(), second.to(BF16))
 
 
 def test_masters_switched_off_and_on():

@@ -183,14 +183,6 @@ def test_an_expanded_state(backend, name):
 
 
 @each_backend
-def test_an_expanded_external_master(backend):
-    params = parameters([(3,), (5,)])
-    masters = [params[0].detach().float(), torch.ones(1).expand(5)]
-    with pytest.raises(ValueError, match="memory of its own"):
-        FusedAdam(params, backend=backend, master_weights=masters)
-
-
-@each_backend
 def test_strides_that_overlap_without_a_zero(backend):
     optimizer = optimizer_of(backend)
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]
@@ -234,16 +226,6 @@ def test_parameters_that_share_a_storage_and_no_element(backend):
     train(expected, 2)
     for param, twin in zip(params, alone, strict=True):
         assert_same_bits(param.detach(), twin.detach())
-
-
-@each_backend
-def test_one_external_master_for_two_parameters(backend):
-    params = parameters([(5,), (5,)])
-    master = torch.ones(5)
-    with pytest.raises(
-        ValueError, match=r"master_weights\[1\] .* must have memory of its own, got"
-    ):
-        FusedAdam(params, backend=backend, master_weights=[master, master])
 
 
 @each_backend

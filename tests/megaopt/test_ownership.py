@@ -17,6 +17,7 @@ from runs import (
     assert_same_run,
     give_gradients,
     parameters,
+    params_of,
     train,
     values,
 )
@@ -26,7 +27,13 @@ from megaopt.kernels.float8 import RECIPES
 from megaopt.state import native
 
 SHAPES = [(3, 40), (), (0,), (50,)]
-KINDS = {"fp32": MASTER, "fp16": FP16_MASTER, "remainders": REMAINDERS}
+KINDS = {
+    "fp32": MASTER,
+    "fp16": FP16_MASTER,
+    "remainders": REMAINDERS,
+    "remainder8": {"master_weights": True, "master_weight_dtype": "remainder8"},
+    "kahan": {"master_weights": True, "master_weight_dtype": "kahan"},
+}
 BACKENDS = ["reference", "triton"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -46,13 +53,16 @@ def optimizer_of(kind="fp32", dtype=BF16, **options):
 
 
 def write(param, how, value):
-    """Writes the first half of the rows in one of the ways that torch counts."""
+    """Writes the first half of the rows; `p.data = new` torch does not count."""
     new = param.detach().clone()
     new[: len(new) // 2] = value
     if how == "load_state_dict":
         module = torch.nn.Module()
         module.weight = param
         module.load_state_dict({"weight": new})
+        return
+    if how == "data":
+        param.data = new
         return
     with torch.no_grad():
         if how == "copy_":
@@ -67,7 +77,7 @@ def write(param, how, value):
 
 
 @each_backend
-@pytest.mark.parametrize("how", ["load_state_dict", "copy_", "fill_", "detach"])
+@pytest.mark.parametrize("how", ["load_state_dict", "copy_", "fill_", "detach", "data"])
 def test_a_written_weight_sets_its_master_where_it_was_written(look, backend, how):
     found, expected = (optimizer_of(backend=backend) for _ in range(2))
     train(found, 3)
@@ -86,23 +96,32 @@ def test_a_written_weight_sets_its_master_where_it_was_written(look, backend, ho
 
 
 @each_backend
+@pytest.mark.parametrize("policy", ["refresh", "error", "ignore"])
+@pytest.mark.parametrize("how", ["in place", "other memory"])
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("fp32", BF16), ("fp32", FP16), ("fp16", BF16), ("fp16", FP16), ("remainders", BF16)],
+    [*((kind, BF16) for kind in KINDS), *((kind, FP16) for kind in ("fp32", "fp16", "kahan"))],
 )
-@pytest.mark.halved
-def test_what_is_written_back_unchanged_loses_no_bit(backend, kind, dtype):
+@pytest.mark.sample(3)
+def test_what_is_written_back_unchanged_loses_no_bit(backend, kind, dtype, how, policy):
     """Of scaled fp16 masters the weight is often no cast of what is stored."""
-    found, expected = (optimizer_of(kind, dtype, backend=backend) for _ in range(2))
+    found, expected = (
+        optimizer_of(kind, dtype, backend=backend, on_external_write=policy) for _ in range(2)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for step in range(12):
+        for step in range(6):
             train(found, 1, first=step)
             train(expected, 1, first=step)
+            kept = [param.data for param in params_of(found)]  # or addresses might come back
             with torch.no_grad():
-                for param in found.param_groups[0]["params"]:
-                    param.clamp_(-6e4, 6e4)
+                for param in params_of(found):
+                    if how == "in place":
+                        param.clamp_(-6e4, 6e4)
+                    else:
+                        param.data = param.data.clone()
     assert_same_run(found, expected)
+    assert len(kept) == 4
 
 
 @each_backend
@@ -178,6 +197,7 @@ def test_external_masters_are_set_too():
 @each_backend
 @each_kind
 @pytest.mark.parametrize("order", ["weights_first", "optimizer_first"])
+@pytest.mark.halved
 def test_a_resume_in_either_order_is_the_straight_run(backend, kind, order):
     straight = optimizer_of(kind, backend=backend)
     train(straight, 3)
@@ -218,11 +238,12 @@ def test_an_optimizer_that_was_copied_notices_writes():
 
 
 @each_backend
-def test_error_refuses_and_changes_nothing(look, backend):
+@pytest.mark.parametrize("how", ["fill_", "data"])
+def test_error_refuses_and_changes_nothing(look, backend, how):
     found = optimizer_of(backend=backend, on_external_write="error")
     train(found, 2)
     params = found.param_groups[0]["params"]
-    write(params[3], "fill_", 0.75)
+    write(params[3], how, 0.75)
     before = [p.detach().clone() for p in params], copy.deepcopy(found.state_dict())
     give_gradients(params, 2)
     for _ in range(2):
@@ -240,11 +261,12 @@ def test_error_refuses_and_changes_nothing(look, backend):
 
 
 @each_backend
-def test_ignore_goes_on_from_the_masters(look, backend):
+@pytest.mark.parametrize("how", ["fill_", "data"])
+def test_ignore_goes_on_from_the_masters(look, backend, how):
     found, expected = (optimizer_of(backend=backend, on_external_write="ignore") for _ in range(2))
     train(found, 2)
     train(expected, 2)
-    write(found.param_groups[0]["params"][0], "fill_", 0.75)
+    write(found.param_groups[0]["params"][0], how, 0.75)
     train(found, 2, first=2)
     train(expected, 2, first=2)
     assert_same_run(found, expected)
@@ -352,14 +374,17 @@ def test_an_fp32_model_goes_on_from_its_masters(backend, kind):
 # --- DTensors
 
 
-@pytest.mark.parametrize("how", ["dtensor", "to_local"])
+@pytest.mark.parametrize("how", ["dtensor", "to_local", "shard"])
 def test_writes_to_shards(on_ranks, how):
+    """DTensors take no other data; FSDP2 puts other shards into them."""
     masters = on_ranks(2, ownership_ranks.written, how)
     assert [len(master) for master in masters] == [3, 2]
     for master in masters:
         assert_same_bits(master, torch.full_like(master, 0.75))
     for message in on_ranks(2, ownership_ranks.written, how, "error"):
         assert message.startswith("parameter 0 of group 0 must not be written between steps")
+    moved = on_ranks(2, ownership_ranks.written, "moved", "error")
+    assert [len(master) for master in moved] == [3, 2]
 
 
 # --- fp8 weights
@@ -440,17 +465,11 @@ def test_16_bit_weights_without_masters_warn_once(dtype):
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", [MASTER, {"master_weights": False}], ids=["masters", "without"])
-def test_who_says_what_is_wanted_is_not_warned(options):
-    optimizer = FusedAdam(parameters(SHAPES), **options)
-    give_gradients(optimizer.param_groups[0]["params"], 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-
-
-def test_fp32_weights_are_not_warned_about():
-    optimizer = FusedAdam(parameters(SHAPES, FP32))
+@pytest.mark.parametrize(
+    ("options", "dtype"), [(MASTER, BF16), ({"master_weights": False}, BF16), ({}, FP32)]
+)
+def test_who_says_what_is_wanted_is_not_warned(options, dtype):
+    optimizer = FusedAdam(parameters(SHAPES, dtype), **options)
     give_gradients(optimizer.param_groups[0]["params"], 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

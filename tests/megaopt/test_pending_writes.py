@@ -42,15 +42,20 @@ WAYS = {
 @pytest.mark.filterwarnings("ignore:.*was written outside the optimizer")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("options", PENDING.values(), ids=PENDING)
-def test_a_write_before_a_copy_counts_after_it(options, way):
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_write_before_a_copy_counts_after_it(replaced, options, way):
     weight = torch.nn.Parameter(torch.randn(300).bfloat16())
     optimizer = made(weight, options)
     grads = [torch.randn(300).bfloat16() for _ in range(3)]
     weight.grad = grads[0]
     optimizer.step()
-    with torch.no_grad():
-        weight.clamp_(-0.5, 0.5)
-        weight[7] = 5.0
+    new = weight.detach().clamp(-0.5, 0.5)
+    new[7] = 5.0
+    if replaced:
+        weight.data = new
+    else:
+        with torch.no_grad():
+            weight.copy_(new)
     found = []
     for own, its in (way(weight, optimizer, options), (weight, optimizer)):
         for grad in grads[1:]:

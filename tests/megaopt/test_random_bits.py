@@ -1,24 +1,18 @@
 """Random bits on the public interface: the same whoever steps an element, and when repeated."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from bits import assert_same_bits
 from runs import (
     BF16,
     FP16,
-    FP32,
     MASTER,
     REMAINDERS,
     assert_same,
-    assert_same_run,
     give_gradients,
     parameters,
     params_of,
     snapshot,
-    through_a_file,
     train,
     values,
 )
@@ -99,111 +93,6 @@ def test_rows_draw_what_the_whole_draws(kind, backend):
         assert_same_bits(found, one.state[whole][name], name)
 
 
-def states_by_number(optimizer, numbers):
-    found = {}
-    for param, number in zip(params_of(optimizer), numbers, strict=True):
-        found[number] = {"weight": param.detach(), **optimizer.state[param]}
-    return {number: found[number] for number in sorted(found)}
-
-
-@each_pair
-def test_the_order_of_launches_moves_no_bit(kind, backend):
-    """Other groups, another order, and gradients of two dtypes: other batches of the same."""
-    shapes = [(3, 4), (70,), (5,), (1,), (33,)]
-    order = [4, 0, 3, 1, 2]
-    params, twins = parameters(shapes), parameters(shapes)
-    expected = made(kind, params, use_decoupled_grad=True, backend="reference")
-    sorted_twins = [twins[number] for number in order]
-    groups = [
-        {"params": sorted_twins[:2], "param_numbers": order[:2]},
-        {"params": sorted_twins[2:], "param_numbers": order[2:]},
-    ]
-    found = made(kind, groups, use_decoupled_grad=True, backend=backend)
-    for step in range(3):
-        for number, (param, twin) in enumerate(zip(params, twins, strict=True)):
-            param.decoupled_grad = values(param.shape, 50 * step + number, BF16)
-            twin.decoupled_grad = param.decoupled_grad.to(FP32 if number % 2 else BF16)
-        expected.step()
-        found.step()
-    assert_same(states_by_number(found, order), states_by_number(expected, range(5)))
-
-
-@each_kind
-def test_other_parameters_move_no_bit(kind):
-    """A parameter that has no gradient, or is new, changes no other's draws."""
-    own, others = parameters(), parameters()
-    alone = made(kind, own)
-    found = made(kind, [*others, torch.nn.Parameter(values((6,), 3, BF16))])
-    train(alone, 3)
-    for step in range(3):
-        give_gradients(others, step)
-        found.step()
-    extra = params_of(found)[-1]
-    assert_same_bits(extra.detach(), values((6,), 3, BF16))
-    assert not any(
-        found.state.get(extra, {}).get(n, torch.zeros(1)).any() for n in found.rule.moments
-    )
-    for one, other in zip(own, others, strict=True):
-        assert_same_bits(one.detach(), other.detach())
-
-
-@pytest.mark.parametrize("done", [1, 3])
-@each_pair
-def test_resumed_runs_draw_on(kind, done, backend):
-    """The seed comes with the state dict."""
-    straight = made(kind, backend="reference")
-    train(straight, 6)
-    first = made(kind, backend="reference")
-    train(first, done)
-    resumed = made(kind, [p.detach().clone() for p in params_of(first)], backend=backend, seed=1)
-    resumed.load_state_dict(through_a_file(first.state_dict()))
-    train(resumed, 6 - done, first=done)
-    assert_same_run(resumed, straight)
-
-
-@pytest.mark.parametrize("capturable", [False, True])
-@each_pair
-def test_a_skipped_step_draws_again(kind, backend, capturable):
-    """found_inf leaves the step count, and so the bits of the next step, as they were."""
-    plain, found = (made(kind, backend=backend, capturable=capturable) for _ in range(2))
-    train(plain, 3)
-    for step, overflow in enumerate((False, True, False, True, True, False)):
-        give_gradients(params_of(found), [0, 0, 1, 0, 0, 2][step])
-        found.grad_scale = torch.tensor(1.0)
-        found.found_inf = torch.tensor(float(overflow))
-        found.step()
-    del found.grad_scale, found.found_inf
-    assert_same_run(found, plain)
-
-
-@pytest.mark.parametrize("capturable", [False, True])
-@each_kind
-def test_a_step_left_out_for_an_infinity_draws_again(kind, capturable):
-    plain, found = (made(kind, nonfinite="skip", capturable=capturable) for _ in range(2))
-    train(plain, 3)
-    for step in (0, 1, None, 2):
-        give_gradients(params_of(found), step or 0)
-        if step is None:
-            params_of(found)[0].grad[0] = torch.inf
-        found.step()
-    assert_same_run(found, plain)
-
-
-def on_the_host(found):
-    for group in found["groups"]:
-        group["lr"], group["step"] = float(group["lr"]), int(group["step"])
-    return found
-
-
-@each_pair
-def test_capturable_draws_the_same(kind, backend):
-    found = made(kind, capturable=True, backend=backend, lr=2.0**-9)
-    expected = made(kind, backend="reference", lr=2.0**-9)
-    train(found, 4)
-    train(expected, 4)
-    assert_same(on_the_host(snapshot(found)), on_the_host(snapshot(expected)))
-
-
 @each_kind
 def test_another_seed_draws_otherwise(kind):
     shapes = [(40, 40)]
@@ -247,23 +136,6 @@ def test_groups_with_other_step_counts(kind, backend):
     assert [group["step"] for group in together.param_groups] == [5, 3]
     expected = [param.detach() for each in alone for param in params_of(each)]
     assert_same([param.detach() for param in params_of(together)], expected)
-
-
-WAYS = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
-}
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@each_kind
-def test_copies_draw_on(kind, way):
-    optimizer = made(kind)
-    train(optimizer, 2)
-    twin = way(optimizer)
-    train(twin, 3, first=2)
-    train(optimizer, 3, first=2)
-    assert_same_run(twin, optimizer)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -1,10 +1,8 @@
 """`p.data = new` between steps: another tensor in a weight's place, which torch does not count."""
 
-import contextlib
 import copy
 import warnings
 
-import ownership_ranks
 import pytest
 import torch
 from bits import assert_same_bits
@@ -16,18 +14,15 @@ from runs import (
     MASTER,
     REMAINDERS,
     assert_same,
-    assert_same_run,
     give_gradients,
     parameters,
     params_of,
-    snapshot,
     train,
     values,
 )
 
-from megaopt import FusedAdam, GaLoreAdamW, get_fp32_model_state_dict
+from megaopt import FusedAdam, GaLoreAdamW
 from megaopt.float8 import RECIPES, Float8Weight
-from megaopt.state import native
 
 SHAPES = [(3, 40), (), (0,), (50,)]
 KINDS = {
@@ -38,15 +33,6 @@ KINDS = {
     "kahan": {"master_weights": True, "master_weight_dtype": "kahan"},
 }
 each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
-
-
-@pytest.fixture(params=["python", "native"])
-def look(request, monkeypatch):
-    """Both ways to look at tensors."""
-    if request.param == "python":
-        monkeypatch.setenv(native.SWITCH, "0")
-    elif native.build()[0] is None:
-        pytest.skip(f"the extension cannot be built here: {native.build()[1]}")
 
 
 def optimizer_of(kind="fp32", dtype=BF16, **options):
@@ -68,9 +54,6 @@ def half_of(param, value):
     return new
 
 
-quiet = contextlib.nullcontext
-
-
 def refused():
     return pytest.raises(RuntimeError, match=r"parameter 1 of group 1 must not be written")
 
@@ -80,74 +63,6 @@ def noticed():
 
 
 # --- what is noticed
-
-
-@each_backend
-@pytest.mark.parametrize("kind", KINDS)
-def test_new_values_in_other_memory_are_a_write(look, backend, kind):
-    found, expected = (optimizer_of(kind, backend=backend) for _ in range(2))
-    for optimizer in (found, expected):
-        train(optimizer, 3)
-    param, twin = params_of(found)[3], params_of(expected)[3]
-    kept = replace(param, half_of(param, 0.75))
-    with torch.no_grad():
-        twin.copy_(half_of(twin, 0.75))
-    assert not torch.equal(kept, param)
-    for optimizer in (found, expected):
-        # a remainder moves with its weight: nobody can know of this write
-        with noticed() if kind in ("fp32", "fp16", "kahan") else quiet():
-            train(optimizer, 1, first=3)
-        train(optimizer, 2, first=4)
-    assert_same_run(found, expected)
-
-
-@each_backend
-@pytest.mark.parametrize("policy", ["refresh", "error", "ignore"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_values_in_other_memory_lose_no_bit(backend, policy, kind):
-    found, expected = (
-        optimizer_of(kind, backend=backend, on_external_write=policy) for _ in range(2)
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(4):
-            train(found, 1, first=step)
-            train(expected, 1, first=step)
-            kept = [replace(param) for param in params_of(found)]
-    assert_same_run(found, expected)
-    assert len(kept) == 4
-
-
-@each_backend
-def test_error_refuses_and_changes_nothing(look, backend):
-    found = optimizer_of(backend=backend, on_external_write="error")
-    train(found, 2)
-    params = params_of(found)
-    old = replace(params[3], half_of(params[3], 0.75))
-    before = snapshot(found)
-    give_gradients(params, 2)
-    for _ in range(2):
-        with refused():
-            found.step()
-    assert_same(snapshot(found), before)
-    replace(params[3], old)
-    found.step()
-    replace(params[3], half_of(params[3], 0.5))
-    found.refresh_masters()
-    found.step()
-    assert [group["step"] for group in found.param_groups] == [4, 4]
-
-
-@each_backend
-def test_ignore_goes_on_from_the_masters(look, backend):
-    found, expected = (optimizer_of(backend=backend, on_external_write="ignore") for _ in range(2))
-    for optimizer in (found, expected):
-        train(optimizer, 2)
-    kept = [replace(param, torch.full_like(param, 0.75)) for param in params_of(found)]
-    for optimizer in (found, expected):
-        train(optimizer, 2, first=2)
-    assert_same_run(found, expected)
-    assert len(kept) == 4
 
 
 @each_backend
@@ -188,51 +103,6 @@ def test_what_a_step_did_not_write_is_noticed_when_one_does(backend):
 # --- between steps
 
 
-def test_fp32_values_of_a_model_are_those_of_its_weights():
-    model = torch.nn.Linear(8, 4, bias=False, dtype=BF16)
-    optimizer = FusedAdam(model.parameters(), lr=1e-2, **MASTER)
-    train(optimizer, 2)
-    kept = replace(model.weight, torch.full((4, 8), 0.75, dtype=BF16))
-    with pytest.warns(UserWarning, match="written outside"):
-        found = get_fp32_model_state_dict(model, optimizer)
-    assert_same_bits(found["weight"], torch.full((4, 8), 0.75))
-    assert kept.shape == (4, 8)
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "load"])
-def test_a_copy_knows_what_was_replaced(way):
-    optimizer = optimizer_of()
-    train(optimizer, 2)
-    param = params_of(optimizer)[3]
-    kept = replace(param, half_of(param, 0.75))
-    if way == "deepcopy":
-        again = copy.deepcopy(optimizer)
-    else:
-        again = optimizer_of()
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for own, other in zip(params_of(again), params_of(optimizer), strict=True):
-            own.data.copy_(other)
-    for each in (again, optimizer):
-        with noticed():
-            train(each, 1, first=2)
-    assert_same_run(again, optimizer)
-    assert len(kept) == 50
-
-
-def test_a_weight_replaced_after_a_load_is_noticed():
-    saved = optimizer_of()
-    train(saved, 2)
-    optimizer = optimizer_of(on_external_write="error")
-    for own, other in zip(params_of(optimizer), params_of(saved), strict=True):
-        own.data.copy_(other)
-    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
-    param = params_of(optimizer)[3]
-    kept = replace(param, half_of(param, 0.75))
-    with refused():
-        train(optimizer, 1, first=2)
-    assert len(kept) == 50
-
-
 def test_another_dtype_goes_on_from_its_masters():
     optimizer, expected = (optimizer_of() for _ in range(2))
     for each in (optimizer, expected):
@@ -256,6 +126,8 @@ def test_another_dtype_goes_on_from_its_masters():
 
 @each_backend
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_fp8_weights(backend, recipe):
     def run(on_external_write):
         weight = Float8Weight.from_values(values((64, 64), 3, BF16), RECIPES[recipe])
@@ -298,15 +170,3 @@ def test_projected_matrices():
     replace(param, torch.zeros_like(kept))
     with pytest.raises(RuntimeError, match="must not be written"):
         train(optimizer, 1, first=2)
-
-
-def test_shards(on_ranks):
-    """DTensors take no other data; FSDP2 puts other shards into them."""
-    masters = on_ranks(2, ownership_ranks.written, "shard")
-    assert [len(master) for master in masters] == [3, 2]
-    for master in masters:
-        assert_same_bits(master, torch.full_like(master, 0.75))
-    for message in on_ranks(2, ownership_ranks.written, "shard", "error"):
-        assert message.startswith("parameter 0 of group 0 must not be written between steps")
-    moved = on_ranks(2, ownership_ranks.written, "moved", "error")
-    assert [len(master) for master in moved] == [3, 2]

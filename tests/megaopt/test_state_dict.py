@@ -1,7 +1,6 @@
 """State dicts: exact in every format, straight as resumed, and those of other optimizers."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from runs import (
     train,
     values,
 )
-from state_dicts import HYPER, all_formats, made
+from state_dicts import all_formats, made
 
 from megaopt import FusedAdam
 
@@ -35,19 +34,6 @@ def copy_weights(source, target):
 
 
 # --- ours
-
-
-@pytest.mark.parametrize("through", [through_a_file, lambda d: d], ids=["file", "memory"])
-@all_formats
-def test_straight_is_the_same_as_resumed(options, through):
-    straight, before, after = made(options), made(options), made(options)
-    train(straight, 5)
-    train(before, 2)
-    copy_weights(before, after)
-    after.load_state_dict(through(before.state_dict()))
-    assert_same_run(after, before)
-    train(after, 3, first=2)
-    assert_same_run(after, straight)
 
 
 @all_formats
@@ -165,48 +151,6 @@ def test_groups_keep_what_users_put_there():
     group = optimizer.param_groups[0]
     assert (group["wd_mult"], group["is_decoupled_lr"]) == (0.5, False)
     assert group["params"][0] is param
-
-
-@all_formats
-def test_deepcopy_with_the_model(options):
-    model = torch.nn.Linear(3, 4).to(BF16)
-    optimizer = FusedAdam(model.parameters(), **options, **HYPER)
-    train(optimizer, 2)
-    other, twin = copy.deepcopy((model, optimizer))
-    assert_same_run(twin, optimizer)
-    train(twin, 2)
-    assert_same_bits(other.weight.detach(), params_of(twin)[0].detach())
-    assert not torch.equal(other.weight, model.weight)
-    train(optimizer, 2)
-    assert_same_run(twin, optimizer)
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_pickle(backend):
-    optimizer = made(REMAINDERS, backend=backend, use_decoupled_grad=True)
-    for param in params_of(optimizer):
-        param.decoupled_grad = values(param.shape, 3)
-    optimizer.step()
-    twin = pickle.loads(pickle.dumps(optimizer))
-    assert_same_run(twin, optimizer)
-    assert twin.options == optimizer.options
-    assert twin.use_decoupled_grad is True
-    for param in (*params_of(optimizer), *params_of(twin)):
-        param.decoupled_grad = values(param.shape, 4)
-    optimizer.step()
-    twin.step()
-    assert_same_run(twin, optimizer)
-
-
-def test_copies_keep_their_external_masters_external():
-    params = parameters([(3,), (4,)])
-    masters = [param.detach().float() for param in params]
-    optimizer = FusedAdam(params, master_weights=masters)
-    train(optimizer, 1)
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        for param, master in zip(params_of(twin), twin.master_weights, strict=True):
-            assert twin.state[param]["master_param"] is master
-        assert twin.master_weights[0] is not masters[0]
 
 
 # --- of parameters whose state is not complete

@@ -89,7 +89,7 @@ CASES = {
     "transformer_engines": (MASTER, transformer_engines(FP32)),
 }
 GPU_CASES = {"contract_torch": (TORCH, ours(TORCH)), "contract_te": (TE, ours(TE))}
-COUNTS = [46, pytest.param(2000, marks=pytest.mark.slow)]
+COUNTS = [46, pytest.param(2000, marks=pytest.mark.exhaustive)]
 """Of each: some 500 in all, and 22,000."""
 
 

@@ -117,7 +117,8 @@ def family(name):
 
 
 @pytest.mark.parametrize(("role", "saved", "own"), every_pair())
-@pytest.mark.halved
+@pytest.mark.sample(4)
+@pytest.mark.thirds
 def test_a_load_keeps_all_values_or_names_both_formats(role, saved, own):
     dtype = ROLES[role][1]
     (model, source), (other, target) = made(role, saved, dtype), made(role, own, dtype)
@@ -194,6 +195,8 @@ def in_text(found):
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
 @pytest.mark.parametrize("way", ["", "an older version", "passes over sizes"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_torchs_checkpoints_cast_no_codes(role, saved, own, flat, way, tmp_path):
     """torch.distributed.checkpoint casts what it reads to the dtypes of the state that is there.
 
@@ -381,6 +384,8 @@ def counted(kind, step_counts, capturable, equal=False):
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "running"])
 @pytest.mark.parametrize("counts", [("parameter", "group"), ("group", "parameter")], ids=str)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.sample(4)
+@pytest.mark.thirds
 def test_torchs_checkpoints_of_other_counts_are_refused(
     kind, capturable, flat, partial, fresh, counts, tmp_path
 ):

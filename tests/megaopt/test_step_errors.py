@@ -40,6 +40,8 @@ GRADS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("steps", [0, 2], ids=["at_the_first_step", "later"])
 @pytest.mark.parametrize(("bad", "message"), GRADS.values(), ids=GRADS)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_gradients_that_cannot_be_read_are_refused(backend, steps, bad, message):
     """Twice: a refusal must not make the next step trust the tensor; then a good step goes on."""
     params, same = parameters(SHAPES), parameters(SHAPES)
@@ -182,6 +184,8 @@ NO_NUMBER = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("value", "shown"), NO_NUMBER.values(), ids=NO_NUMBER)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_numbers_of_the_device_that_are_none_are_refused(value, shown, steps, backend):
     optimizer = FusedAdam(parameters(SHAPES), backend=backend, **MASTER)
     train(optimizer, steps)
@@ -222,6 +226,8 @@ USES = {
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"dtype": None}], ids=str)
 @pytest.mark.parametrize("junk", ["x", None, 3, [torch.ones(2)]], ids=str)
 @pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.sample(4)
+@pytest.mark.thirds
 def test_what_is_no_tensor_among_the_parameters_is_refused(place, junk, options, steps):
     """Put into a group behind torch's back, in a parameter's place or behind them."""
     optimizer = FusedAdam(parameters(SHAPES), **{**MASTER, **options})

@@ -1,16 +1,16 @@
 """torch's global switches change no bit of a step, or the step raises before anything changed."""
 
 import contextlib
-import itertools
+import functools
 
 import pytest
 import torch
 from bits import assert_same_bits
+from kinds import KINDS, params_for
 from runs import assert_same, copied
 
-from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW, release_gradients
-from megaopt.float8 import RECIPES, Float8Weight
-from megaopt.kernels.formats import MASTERS, MOMENTS, WEIGHTS
+from megaopt import FusedAdam, GaLoreAdamW, release_gradients
+from megaopt.float8 import Float8Weight
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [(40, 128), (33, 7), (9,)]
@@ -92,53 +92,9 @@ def plain(dtype=BF16):
     return [torch.nn.Parameter(numbers(shape, i).to(dtype)) for i, shape in enumerate(SHAPES)]
 
 
-def float8(recipe):
-    value = torch.randn(40, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    return [torch.nn.Parameter(Float8Weight.from_values(value, recipe))]
-
-
-def moments(kind, form):
-    if form.block:
-        other = [f.name for f in MOMENTS.values() if f.block == form.block and f.unsigned]
-        signed = [f.name for f in MOMENTS.values() if f.block == form.block and not f.unsigned]
-        pair = (signed[0], other[0]) if form.unsigned else (form.name, other[0])
-    else:
-        pair = (form.name, form.name)
-    if kind is FusedAdam:
-        return {"exp_avg_dtype": pair[0], "exp_avg_sq_dtype": pair[1]}
-    name = "exp_avg_dtype" if kind is FusedLion else "momentum_buffer_dtype"
-    return {name: pair[0]} | ({"momentum": 0.9} if kind is FusedSGD else {})
-
-
-ALONE = {"weight_rounding": "stochastic"}
-PAIRS = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
-NAMED = {form.name for form in MASTERS.values() if form.requires_weight in (None, BF16)}
 CASES = {
-    **{
-        f"{kind.__name__}, {form.name}": (kind, plain, moments(kind, form))
-        for kind, form in itertools.product((FusedAdam, FusedLion, FusedSGD), MOMENTS.values())
-    },
-    **{
-        f"master {key}": (FusedAdam, plain, {"master_weights": True, "master_weight_dtype": key})
-        for key in (FP32, torch.float16, *sorted(NAMED - {"float32", "scaled_float16", "none"}))
-        if not str(key).startswith("kahan_float16")
-    },
-    **{
-        f"weights {dtype}": (FusedAdam, lambda dtype=dtype: plain(dtype), {"master_weights": False})
-        for dtype in (FP32, BF16, torch.float16)
-        if dtype in WEIGHTS
-    },
-    "stochastic": (FusedAdam, plain, ALONE),
-    **{
-        f"{recipe}, {name}": (FusedAdam, lambda recipe=recipe: float8(recipe), options)
-        for recipe in RECIPES
-        for name, options in {
-            "fp32 masters": {"dtype": FP32},
-            "stochastic": ALONE,
-            "remainder8": PAIRS,
-            "to nearest": {"master_weights": False},
-        }.items()
-    },
+    name: (kind, functools.partial(params_for, name), options)
+    for name, (kind, options) in KINDS.items()
 }
 
 
@@ -159,10 +115,16 @@ def run(case, switch=contextlib.nullcontext, steps=2, **arguments):
     return everything(params, optimizer)
 
 
+@functools.cache
+def run_of(name):
+    """Without a switch."""
+    return run(CASES[name])
+
+
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_every_rule_and_format_has_the_same_bits(switch):
     for name, case in CASES.items():
-        assert_same(run(case, SWITCHES[switch]), run(case)), name
+        assert_same(run(case, SWITCHES[switch]), run_of(name), name)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
@@ -212,7 +174,7 @@ def test_released_gradients_within_autocast_are_stepped_as_without(backend):
 
 def test_a_step_within_inference_mode_has_the_same_bits():
     """Its states are made outside of it; weights of before are no inference tensors."""
-    for name in ("FusedAdam, float32", "master remainder16", "mxfp8, stochastic"):
+    for name in ("fp32_masters", "remainders", "fp8 mxfp8, stochastic"):
         assert_same(run(CASES[name], torch.inference_mode), run(CASES[name]))
 
 

@@ -21,10 +21,8 @@ from runs import (
 )
 
 from megaopt import FusedAdam
-from megaopt.kernels.step.table import INTERPRETER
 from megaopt.state import native
 
-BLOCK = INTERPRETER.block * INTERPRETER.iterations
 BACKENDS = ["reference", "triton"]
 UNSCALED = {n: o for n, o in FORMATS.items() if not SCALED & {*o.values()}}
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
@@ -42,10 +40,6 @@ def looks(request, monkeypatch):
 
 
 both_looks = pytest.mark.usefixtures("looks")
-
-
-def grads_of(params):
-    return [None if param.grad is None else param.grad.clone() for param in params]
 
 
 def run_flat(numel, options, steps=3, dtype=BF16):
@@ -88,52 +82,6 @@ def test_one_tensor_is_the_same_as_its_pieces(backend, options, cuts):
             assert pieces == [None] * len(cuts)
         else:
             assert_same_bits(torch.cat(pieces), whole, name)
-
-
-@pytest.mark.parametrize("numel", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1])
-@pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
-def test_tensors_around_the_size_of_a_block(numel, name):
-    expected, expected_state = run_flat(numel, FORMATS[name], steps=2)
-    guarded = torch.full((numel + 2,), 7.0, dtype=BF16)
-    guarded[1:-1] = values((numel,), 0, BF16)
-    param = torch.nn.Parameter(guarded[1:-1])
-    optimizer = FusedAdam([param], backend="triton", **HYPER, **FORMATS[name])
-    for step in range(2):
-        param.grad = values((numel,), step + 1, BF16)
-        optimizer.step()
-    assert_same_bits(guarded[1:-1], expected, "weights")
-    assert_same(optimizer.state[param], expected_state)
-    assert guarded[[0, -1]].tolist() == [7.0, 7.0]
-
-
-@both_backends
-@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-def test_many_tensors_are_the_same_as_each_alone(backend, options):
-    together = FusedAdam(parameters(), backend=backend, **HYPER, **options)
-    train(together, 3)
-    found = snapshot(together)
-    for index in range(len(found["weights"])):
-        own = parameters()[index]
-        alone = FusedAdam([own], backend="reference", **HYPER, **options)
-        for step in range(3):
-            reference = parameters()
-            give_gradients(reference, step)
-            own.grad = reference[index].grad
-            alone.step()
-        assert_same_bits(found["weights"][index], own.detach(), f"weight {index}")
-        assert_same(found["states"][index], alone.state[own], f"state {index}")
-
-
-@both_backends
-def test_one_group_is_the_same_as_many(backend):
-    one = FusedAdam(parameters(), backend=backend, **MASTER)
-    many = FusedAdam([{"params": [p]} for p in parameters()], backend=backend, **MASTER)
-    train(one, 3)
-    train(many, 3)
-    found, expected = snapshot(many), snapshot(one)
-    assert_same(found["weights"], expected["weights"])
-    assert_same(found["states"], expected["states"])
-    assert [group["step"] for group in many.param_groups] == [3] * 4
 
 
 @both_backends
@@ -225,6 +173,8 @@ SPREAD = {
 @both_backends
 @pytest.mark.parametrize("which", ["weight", "grad", "master", "states", "all"])
 @pytest.mark.parametrize("spread", SPREAD.values(), ids=SPREAD)
+@pytest.mark.sample(3)
+@pytest.mark.thirds
 def test_layouts_move_no_bit(backend, which, spread):
     """Non-contiguous and unaligned weights, gradients, masters and moments."""
     plain = torch.nn.Parameter(values((3, 4), 0, BF16))
@@ -338,6 +288,8 @@ MOVES = [
 @both_looks
 @both_backends
 @pytest.mark.parametrize("move", MOVES, ids=[move.__name__ for move in MOVES])
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_tensors_that_move_between_steps(backend, move):
     moving = FusedAdam(parameters([(4, 4), (3,)]), backend=backend, **MASTER)
     still = FusedAdam(parameters([(4, 4), (3,)]), backend="reference", **MASTER)
@@ -388,35 +340,6 @@ def test_a_weight_that_changed_its_shape_is_refused(backend, shape):
         ):
             optimizer.step()
     assert_same(snapshot(optimizer), before)
-
-
-@both_looks
-@both_backends
-def test_a_weight_cast_after_the_first_step_is_served(backend):
-    """module.half() between steps: the masters are fp32 still, the weights another format."""
-    (param,) = parameters([(5,)])
-    optimizer = FusedAdam([param], backend=backend, **MASTER)
-    train(optimizer, 2)
-    master = optimizer.state[param]["master_param"]
-    param.data = param.data.to(FP16)
-    train(optimizer, 1, first=2)
-    assert optimizer.state[param]["master_param"] is master
-    assert_same_bits(param.detach(), master.to(FP16))
-
-
-@both_looks
-@both_backends
-def test_decoupled_gradients_change_their_dtype_between_steps(backend):
-    changing, steady = parameters([(5,)]), parameters([(5,)])
-    found = FusedAdam(changing, backend=backend, use_decoupled_grad=True, **MASTER)
-    expected = FusedAdam(steady, backend="reference", use_decoupled_grad=True, **MASTER)
-    for step, dtype in enumerate([FP32, BF16, BF16, FP32, FP16, FP32]):
-        exact = values((5,), step, BF16)
-        changing[0].decoupled_grad = exact.to(dtype)
-        steady[0].decoupled_grad = exact.to(FP32)
-        found.step()
-        expected.step()
-        assert_same_run(found, expected)
 
 
 @both_looks

@@ -62,6 +62,8 @@ def assert_grads(optimizer, expected, attribute="grad"):
 
 @both_backends
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+@pytest.mark.sample(2)
+@pytest.mark.thirds
 def test_gradients_are_unscaled_and_the_step_is_what_it_was(options, backend):
     """Also where a tensor is worked through twice, for its scales."""
     made = {"backend": backend, **options}

@@ -69,11 +69,15 @@ def copied(value):
 
 
 def snapshot(optimizer):
-    """Weights, states and groups, copied; states by the parameter's place among all."""
+    """Weights, states and groups, copied; states by the parameter's place among all.
+
+    Of fp8 weights the tensors that they are made of.
+    """
     params = params_of(optimizer)
+    weights = [param.tensors() if hasattr(param, "tensors") else param for param in params]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     states = [optimizer.state.get(param) for param in params]
-    found = {"weights": params, "states": states, "groups": groups, "all": len(optimizer.state)}
+    found = {"weights": weights, "states": states, "groups": groups, "all": len(optimizer.state)}
     return copied(found)
 
 

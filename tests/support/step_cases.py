@@ -5,16 +5,16 @@ import itertools
 
 import numpy as np
 import oracle
-import pytest
 import torch
 from bits import INTEGERS, assert_same_bits
 
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE, STOCHASTIC_WEIGHTS, WEIGHTS
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.draws import in_order
+from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import ReferencePlan
+from megaopt.kernels.step.table import Geometry
 
 GROUP = {
     "lr": 3e-3,
@@ -60,18 +60,16 @@ def combinations():
         yield Formats(grad, weight, master, tuple(moments), ADAM)
 
 
-def sampled_combinations(one_in):
-    """Every combination as a parameter of a test; all but one in so many of them are slow.
+def one_in(count, remainder=0):
+    """One in so many of all combinations.
 
-    One in 4 has each of (grad, weight and master, a moment) with some other moment; one in up to 7
-    each two formats of any two slots: the others' places add up to any remainder.
+    One in up to 7 has each two formats of any two slots: the others' places add up to any
+    remainder.
     """
     sizes = [range(len(each)) for each in (GRADS, PAIRS, NO_BLOCKS, NO_BLOCKS)]
-    found = []
     for place, formats in zip(itertools.product(*sizes), combinations(), strict=True):
-        marks = [] if sum(place) % one_in == 0 else [pytest.mark.slow]
-        found.append(pytest.param(formats, marks=marks, id=name_of(formats)))
-    return found
+        if sum(place) % count == remainder:
+            yield formats
 
 
 def name_of(formats):
@@ -114,8 +112,6 @@ CURATED = [
 ]
 assert len(CURATED) == 26
 DRAWING = [formats for formats in CURATED if formats.draws]
-NEWER = [each for each in CURATED if each.draws or "kahan" in each.master.name]
-"""Those that draw random bits, and Kahan's compensation."""
 
 
 def hard_values(count, generator, positive=False):
@@ -142,6 +138,37 @@ def block_combinations(blocks=(128, 64)):
         for grad, (weight, master), *moments in itertools.product(*tables):
             if any(form.block for form in moments):
                 yield Formats(grad, weight, master, tuple(moments), ADAM)
+
+
+def one_of_each_pair(block):
+    """A combination for each weight and master, gradients and moments in turn."""
+    found = {}
+    for formats in block_combinations([block]):
+        found.setdefault((formats.weight.name, formats.master.name), []).append(formats)
+    return [own[(5 * index + 3) % len(own)] for index, own in enumerate(found.values())]
+
+
+IN_BLOCKS = {
+    block: one_of_each_pair(block)
+    for block in sorted({f.block for f in MOMENTS.values() if f.block})
+}
+"""Curated combinations by the size of blocks."""
+
+
+def company(formats):
+    """Sizes and places of tensors that are hard for these formats, and a geometry of many chunks.
+
+    Blocks begin with the tensor or before it, in quads and not, beyond 2**31 elements.
+    """
+    if not formats.block:
+        return [1, 127, 128, 129, 0, 300], None, Geometry(64, 2)
+    counts = [1, 127, 128, 129, 0, 64, 63, 1000]
+    firsts = [0, 128, 5, 1 << 34, 64, 64 + 16, (1 << 31) - 3, 77]
+    if formats.block == 32:  # two elements a byte
+        counts = [2, 30, 32, 34, 0, 64, 62, 1000]
+        firsts = [0, 32, 6, 1 << 34, 16, 64 + 16, (1 << 31) - 2, 78]
+    places = [Place(index + 3, first) for index, first in enumerate(firsts)]
+    return counts, places, Geometry(256, 2)
 
 
 def scales_of_blocks(count, block, first, generator):
@@ -279,42 +306,14 @@ def assert_all_agree(formats, rule, group, counts, device, geometry=None, ties=F
     assert_same_buffers(kernel, truth)
 
 
+def assert_hard_tensors_agree(formats, rule, device, group=GROUP):
+    counts, places, geometry = company(formats)
+    assert_all_agree(formats, rule, group, counts, device, geometry, places=places)
+
+
 def assert_same_buffers(found, expected):
     """Fails unless all tensors of two sets of buffers have the same bits."""
     assert found.keys() == expected.keys()
     for slot in found:
         for index, (one, other) in enumerate(zip(found[slot], expected[slot], strict=True)):
             assert_same_bits(one, other, f"{slot}[{index}]")
-
-
-def assert_geometry_changes_no_bit(formats, rule, geometry, counts, places, device):
-    """Beside the oracle."""
-    found = buffers(formats, counts, device, places=places)
-    expected = {slot: [t.cpu() for t in each] for slot, each in copied(found).items()}
-    triton_step(found, formats, rule, GROUP, geometry, places=places)
-    oracle_step(expected, formats, rule, GROUP, places)
-    assert_same_buffers(found, expected)
-
-
-def assert_nothing_is_written_beside(formats, rule, geometry, place, device):
-    """Guard bands of a known pattern around every buffer, scales too."""
-    inner = buffers(formats, [300], device, places=[place])
-    bases = {}
-    for slot, (tensor,) in inner.items():
-        bases[slot] = torch.full((tensor.nbytes + 256,), 77, dtype=torch.uint8, device=device)
-        bases[slot][128:-128] = tensor.view(torch.uint8)
-    views = {slot: [base[128:-128].view(inner[slot][0].dtype)] for slot, base in bases.items()}
-    triton_step(views, formats, rule, GROUP, geometry, places=[place])
-    for slot, base in bases.items():
-        assert bool((base[:128] == 77).all()), slot
-        assert bool((base[-128:] == 77).all()), slot
-
-
-def assert_some_agree(combinations, rule, counts, places, device):
-    """Those that differ by this rule's moments, each once."""
-    seen = set()
-    for formats in combinations:
-        formats = with_rule(formats, rule)
-        if formats.block and name_of(formats) not in seen:
-            seen.add(name_of(formats))
-            assert_all_agree(formats, rule, GROUP, counts, device, places=places)

@@ -5,7 +5,7 @@ import fsdp2_ranks
 import pytest
 import torch
 from bits import assert_same_bits
-from fsdp2_ranks import build, clipped, snapshot, train, trained
+from fsdp2_ranks import assert_same_on_all, build, clipped, snapshot, train, trained
 from runs import BF16, MASTER, REMAINDERS, assert_same, values
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -44,11 +44,6 @@ LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
 
 all_kinds = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 all_layouts = pytest.mark.parametrize(("world", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
-
-
-def assert_same_on_all(found, expected):
-    for rank, own in enumerate(found):
-        assert_same(own, expected, f"rank {rank}")
 
 
 # shards of columns draw by their elements' places too

@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runs import BF16, FP32, params_of, values
+from runs import BF16, FP32, assert_same, params_of, values
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, reduce_scatter_tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -114,11 +114,16 @@ def train(model, optimizer, steps, first=0, **step):
         optimizer.step(**step)
 
 
-def trained(options, steps, replicas=1, **step):
+def trained(options, steps, replicas=1, shapes=SHAPES, **step):
     """What an optimizer has after some steps; of all ranks the same."""
-    model, optimizer = build(options, replicas)
+    model, optimizer = build(options, replicas, shapes=shapes)
     train(model, optimizer, steps, **step)
     return snapshot(optimizer)
+
+
+def assert_same_on_all(found, expected):
+    for rank, own in enumerate(found):
+        assert_same(own, expected, f"rank {rank}")
 
 
 # --- what belongs to the processes alone
@@ -163,35 +168,41 @@ def content_of(model, optimizer, given):
     }
 
 
-def save(options, steps, folder, flat):
-    model, optimizer = build(options)
+def save(options, steps, folder, flat, shapes=SHAPES):
+    model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, steps)
     dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
 
 
-def load_and_train(options, steps, first, folder, flat):
-    """From a checkpoint of another number of ranks on; all that was made here is overwritten."""
-    model, optimizer = build({**options, "lr": 77.0}, seed=50)
+def load(options, folder, flat, shapes=SHAPES):
+    """Model and optimizer from a checkpoint; all that was made here is overwritten."""
+    model, optimizer = build({**options, "lr": 77.0}, shapes=shapes, seed=50)
     given = options_of(flat)
     content = content_of(model, optimizer, given)
     dcp.load(content, checkpoint_id=folder)
     set_model_state_dict(model, content["model"])
     set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
+    return model, optimizer
+
+
+def load_and_train(options, steps, first, folder, flat, shapes=SHAPES):
+    """From a checkpoint of another number of ranks on: what is loaded, and what it comes to."""
+    model, optimizer = load(options, folder, flat, shapes)
     loaded = snapshot(optimizer)
     train(model, optimizer, steps, first)
     return loaded, snapshot(optimizer)
 
 
-def through_full_state(options, steps, more):
+def through_full_state(options, steps, more, shapes=SHAPES):
     """By way of a whole state on rank 0, into another model and optimizer."""
-    model, optimizer = build(options)
+    model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, steps)
     given = options_of(flat=False, full=True)  # torch itself does not load flat full ones
     weights = get_model_state_dict(model, options=given)
     saved = get_optimizer_state_dict(model, optimizer, options=given)
     if dist.get_rank():
         weights, saved = {}, {}
-    model, optimizer = build({**options, "lr": 77.0}, seed=50)
+    model, optimizer = build({**options, "lr": 77.0}, shapes=shapes, seed=50)
     set_model_state_dict(model, weights, options=given)
     set_optimizer_state_dict(model, optimizer, saved, options=given)
     train(model, optimizer, more, steps)

@@ -39,14 +39,6 @@ def test_an_unknown_name_is_refused_with_those_there_are(tmp_path, monkeypatch, 
     assert all(name in said for name in configs.shipped())
 
 
-def test_an_installed_package_has_its_own_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(configs, "PACKAGE", tmp_path)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "own.toml").touch()
-    assert configs.shipped() == ["own"]
-    assert configs.find_config(Path("own")) == tmp_path / "configs" / "own.toml"
-
-
 def test_regress_takes_the_config_of_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     taken = []

@@ -1,7 +1,6 @@
 """The doctor tries what it reports, and sees a backend that is broken or differs by a bit."""
 
 import copy
-import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,6 @@ from megaopt.commands.golden.record import packaged
 from megaopt.commands.promises import trial
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
-from megaopt.state import native
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -28,31 +26,6 @@ def test_all_that_should_work_here_works(capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     for word in (megaopt.__version__, str(torch.__version__), *BACKENDS, *CONTRACTS):
         assert word in text
-
-
-def test_it_says_whether_steps_use_the_extension(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "devices", list)
-    doctor.main()
-    assert native.status().split(":")[0] in capsys.readouterr().out
-    monkeypatch.setenv("MEGAOPT_NATIVE", "0")
-    doctor.main()
-    assert "off: MEGAOPT_NATIVE=0" in capsys.readouterr().out
-
-
-def test_it_says_what_there_is_for_states_in_host_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "devices", lambda: [torch.device("xpu", 1)])
-    monkeypatch.setattr(doctor, "examine", lambda device: [])
-    doctor.main()
-    text = " ".join(capsys.readouterr().out.split())
-    assert "bytes hold states" in text
-    assert "GiB free to be pinned" in text
-    monkeypatch.undo()
-    assert "xpu:1: device type 'xpu'" in text
-    assert set(doctor.host_memory()) == {"host memory", "states in host memory"}
 
 
 def test_the_first_line_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,14 +53,6 @@ def test_nothing_that_takes_seconds_is_imported() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_torchs_optimizer_stays_as_it_is() -> None:
-    method = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
-    before = dict(vars(method))
-    with doctor.without_dynamo():
-        assert "__dynamo_disable" in vars(method)
-    assert vars(method) == before
-
-
 def test_nothing_is_cut_where_the_output_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,18 +62,6 @@ def test_nothing_is_cut_where_the_output_is_no_terminal(
     assert doctor.main() == 0
     text = capsys.readouterr().out
     assert any(note in line for line in text.splitlines())
-    assert "\N{HORIZONTAL ELLIPSIS}" not in text
-
-
-def test_a_narrow_terminal_folds_and_cuts_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "x" * 500)
-    assert doctor.main() == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines()[1:])) <= 80
-    assert text.count("x") >= 500
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
@@ -128,14 +81,6 @@ def test_other_bits_than_the_records_are_found(
     assert verdict == f"NOT the golden record's bits: {case}"
 
 
-def test_every_backend_and_contract_is_examined() -> None:
-    findings = doctor.examine(CPU)
-    assert {(f.backend, f.contract) for f in findings} == {
-        (backend, contract) for backend in BACKENDS for contract in CONTRACTS
-    }
-    assert any(f.works and f.backend == "reference" for f in findings)
-
-
 def test_backend_that_cannot_work_says_why_and_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,14 +89,6 @@ def test_backend_that_cannot_work_says_why_and_is_no_fault(
     text = capsys.readouterr().out
     assert "not here" in text
     assert "[kernels]" in text
-
-
-@needs_triton
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are compiled")
-def test_kernels_on_a_cpu_say_what_a_program_must_set() -> None:
-    notes = {f.backend: f.note for f in doctor.examine(CPU) if f.contract == "ieee"}
-    assert "must set TRITON_INTERPRET=1 before it imports megaopt" in notes["triton"]
-    assert "TRITON_INTERPRET" not in notes["reference"]
 
 
 def test_contract_that_a_backend_does_not_keep_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,20 +148,6 @@ def test_broken_backend_is_found(
     assert doctor.main() == 1
     verdict = capsys.readouterr().out.splitlines()[0]
     assert verdict.startswith(f"NOT working: triton under {findings[0].contract} on {device}")
-
-
-def test_environment_is_text_or_none_with_the_same_keys_everywhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    described = environment.describe()
-    assert all(isinstance(value, str | None) for value in described.values())
-    assert described["python"] == platform.python_version()
-    assert described["torch"] == str(torch.__version__)
-    assert int(described["cores"]) >= 1
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    without = environment.describe()
-    assert without.keys() == described.keys()
-    assert without["gpu"] is without["compute_capability"] is None
 
 
 @pytest.mark.gpu

@@ -83,21 +83,8 @@ def test_memory_that_is_not_there_is_no_internal_error(ended_by):
         assert err.startswith("megaopt: not enough memory: ")
 
 
-@pytest.mark.parametrize("text", ["", "0"])
-def test_debugging_is_off_without_a_value(ended_by, monkeypatch, text):
-    monkeypatch.setenv("MEGAOPT_DEBUG", text)
-    status, err = ended_by(KeyError("x"))
-    assert status == 2
-    assert "Traceback" not in err
-
-
 def test_an_interrupt_is_130(ended_by):
     assert ended_by(KeyboardInterrupt()) == (130, "megaopt: interrupted\n")
-
-
-@pytest.mark.parametrize("code", [0, 1, 2])
-def test_whoever_leaves_with_a_status_has_it(ended_by, code):
-    assert ended_by(SystemExit(code)) == (code, "")
 
 
 def test_what_a_command_returns_is_the_status(monkeypatch):
@@ -130,12 +117,6 @@ def test_output_that_cannot_be_written_is_told():
 def test_a_reader_that_has_gone_is_no_error_to_tell():
     # `true` reads nothing: its end of the pipe is closed before the first line comes
     assert run_doctor("| true") == (2, "")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-def test_a_closed_stdout_is_no_difference():
-    assert run_doctor(">&-") == (0, "")
 
 
 def test_an_interrupt_within_an_exec_has_our_status(tmp_path):

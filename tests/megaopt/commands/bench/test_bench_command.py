@@ -2,13 +2,11 @@
 
 import json
 import math
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from megaopt.commands import cli
 from megaopt.commands.bench import command
 from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.command import main
@@ -16,18 +14,11 @@ from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.results import Result
-from megaopt.commands.bench.sets import HOST, SETS
+from megaopt.commands.bench.sets import SETS
 from megaopt.commands.source import describe_source
 from megaopt.commands.toml_tables import ConfigError
-from megaopt.kernels.backends import BACKENDS
 
 CPU = torch.device("cpu")
-
-
-def test_the_help_names_the_sets() -> None:
-    assert cli.bench.__doc__ is not None
-    names = cli.bench.__doc__.split("tensors to time: ")[1].split(";")[0]
-    assert names.split(", ") == [*SETS, HOST]
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,38 +28,11 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "out").exists()
 
 
-def test_gpu_without_kernels_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(type(BACKENDS["triton"]), "why_not", lambda *_: "no [kernels] here")
-    with pytest.raises(ConfigError, match=r"bench cannot run here: no \[kernels\] here"):
-        main(tmp_path / "out", (), ())
-
-
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sets=\['Z'\]"):
         main(tmp_path, ("Z",), ())
     with pytest.raises(ConfigError, match=r"only=\['Z'\]"):
         main(tmp_path, (), ("Z",))
-
-
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "why_not", lambda: None)
-    monkeypatch.setattr(command, "_measure_all", not_called)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        main(tmp_path / "file" / "out", ("A",), ("fp32",), peers=False)
-
-
-def test_a_commit_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAOPT_COMMIT", "main")
-    with pytest.raises(ConfigError, match="MEGAOPT_COMMIT must be 40 hex digits"):
-        main(tmp_path / "out", (), ())
-    assert not (tmp_path / "out").exists()
 
 
 def not_called(*_: object) -> None:
@@ -95,31 +59,6 @@ def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyP
     assert (result.figures, result.problem) == (None, "RuntimeError: needs amp_C")
     with pytest.raises(AssertionError):  # the check: ours is not run without it
         command.run(Case(SETS["C"], MODES["bf16"]), CPU, None)
-
-
-@pytest.mark.parametrize("name", ["fp8-current", "transformerengine-fp8-current", "bf16"])
-def test_fp8_weights_are_what_is_measured(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    built = []
-    monkeypatch.setattr(command, "check", lambda *_: Check("reference"))
-    monkeypatch.setattr(command, "build", lambda *_, weight: built.append(weight))
-    monkeypatch.setattr(command, "measure", lambda *_: None)
-    subject = {**MODES, **PEERS}[name]
-    assert command.run(Case(SETS["A"], subject), CPU, None).problem is None
-    assert [weight is None for weight in built] == [name == "bf16"]
-
-
-class Absent(Peer):
-    def why_not(self) -> str | None:
-        return "apex is not installed"
-
-
-def test_peers_that_are_not_installed_are_left_out_and_named() -> None:
-    apex = PEERS["apex-fp32"]
-    absent = Absent(**{field.name: getattr(apex, field.name) for field in fields(apex)})
-    subjects = [MODES["fp32"], absent, PEERS["torch-fused-fp32"]]
-    kept, skipped = command._installed([Case(SETS["A"], subject) for subject in subjects])
-    assert [case.subject.name for case in kept] == ["fp32", "torch-fused-fp32"]
-    assert skipped == {"apex": "apex is not installed"}
 
 
 @pytest.mark.parametrize(("peers", "count"), [(True, 1 + 3), (False, 1)])

@@ -22,13 +22,13 @@ from megaopt.kernels.contracts import CONTRACTS, Contract
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TENSORS = TensorSet(name="s", description="", sizes=(1, 1000, 5000), flat=True)
 MATRICES = TensorSet.of_shapes("m", "", [(130, 256), (96,), (16, 48)])
-IEEE_MODES = {name: mode for name, mode in MODES.items() if mode.contract == "ieee"}
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton
-@pytest.mark.parametrize("mode", IEEE_MODES.values(), ids=IEEE_MODES)
-def test_kernel_passes(mode: Mode) -> None:
+@pytest.mark.parametrize("name", ["bf16-remainders", "fp8-current", "blocks"])
+def test_kernel_passes(name: str) -> None:
+    mode = MODES[name]
     tensors = MATRICES if mode.weight or "blocks" in mode.name else TENSORS
     ((label, one, other),) = equality._beside_reference(mode, tensors, DEVICE)
     assert label == str(mode.weight_dtype)
@@ -51,12 +51,12 @@ def stepped(mode_name: str) -> Instance:
     return instance
 
 
-NAMED = ["bf16", "bf16-remainders", "bf16-moments", "fp16-moments", "fp8-moments", "fp32", "blocks"]
-SCALED = ("fp16-moments", "fp8-moments", "blocks")
-FLOAT8 = [name for name, mode in IEEE_MODES.items() if mode.recipe]
+NAMED = ["bf16-remainders", "fp8-moments", "blocks", "fp8-delayed", "fp8-mxfp8-remainder8-8bit"]
+SCALED = ("fp8-moments", "blocks", "fp8-mxfp8-remainder8-8bit")
+FLOAT8 = [name for name, mode in MODES.items() if mode.recipe]
 
 
-@pytest.mark.parametrize("mode_name", NAMED + FLOAT8)
+@pytest.mark.parametrize("mode_name", NAMED)
 def test_one_flipped_bit_is_named_in_every_tensor(mode_name: str) -> None:
     reference = stepped(mode_name)
     names = list(state_tensors(reference, reference.parameters[1]))
@@ -189,12 +189,6 @@ def test_fp32_gradients_are_compared_too(peer) -> None:
     mode, _ = peer(RoundsGradients)
     found = check(mode, TENSORS, DEVICE)
     assert str(found.difference).startswith("torch.float32 gradients, step 1, tensor 0")
-
-
-def test_without_the_peer_a_contract_on_the_reference_is_compared_with_that(peer) -> None:
-    mode, seen = peer(None, backends=("triton", "reference"))
-    assert check(mode, TENSORS, DEVICE) == Check("reference")
-    assert seen == []
 
 
 def test_without_anything_to_compare_with_it_says_so(peer) -> None:

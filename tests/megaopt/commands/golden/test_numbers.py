@@ -33,29 +33,11 @@ def test_words_are_those_of_splitmix64():
     assert words(1000).tolist() == expected
 
 
-def test_other_seeds_and_orders_give_other_words():
-    drawn = [tuple(words(4, *seeds)) for seeds in ((), (0,), (1,), (0, 1), (1, 0), (0, 0))]
-    assert len(set(drawn)) == len(drawn)
-
-
 @every_dtype
 def test_a_dtype_holds_the_numbers_exactly(dtype):
     bits = patterns(words(20_000, 1), dtype)
     exact = torch.from_numpy(bits.astype(np.uint32).view(np.float32))
     assert_same_bits(tensor_of(bits, dtype).float(), exact)
-
-
-@every_dtype
-def test_nans_and_infinities_keep_their_sign(dtype):
-    bits = np.array([0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000])
-    codes = {
-        torch.float32: [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000],
-        torch.bfloat16: [0x7FC0, 0xFFC0, 0x7F80, 0xFF80],
-        torch.float16: [0x7E00, 0xFE00, 0x7C00, 0xFC00],
-    }[dtype]
-    found = tensor_of(bits, dtype)
-    integers = found.view({4: torch.int32, 2: torch.int16}[found.element_size()]).tolist()
-    assert [code % 2 ** (8 * found.element_size()) for code in integers] == codes
 
 
 @every_dtype

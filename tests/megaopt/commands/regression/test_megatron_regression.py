@@ -5,13 +5,12 @@ import time
 import pytest
 from tiny_runs import tiny_run, variant
 
-from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.command import regress
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.megatron.group import run_group
 from megaopt.commands.regression.megatron.plan import plan_trials
 from megaopt.commands.regression.megatron.rank import Task
-from megaopt.commands.regression.megatron.regression import is_installed, require_parts
+from megaopt.commands.regression.megatron.regression import is_installed
 from megaopt.commands.regression.processes import RankError
 from megaopt.commands.source import describe_source
 from megaopt.commands.training.text import load_corpus
@@ -86,13 +85,6 @@ def test_pipeline_stages_and_times_over_runs(tmp_path):
     other = found["stock"]["measured"]["step_milliseconds"]
     assert spread["of_baseline"] == spread["median"] / other
     assert times["runs"] == 2
-
-
-@needs_megatron
-def test_a_captured_step_needs_a_gpu(write):
-    run = read_megatron_run(write(STOCK + "cuda_graph = true\n"))
-    with pytest.raises(ConfigError, match=r"cuda_graph must be false on the CPU"):
-        require_parts(run, "cpu")
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megaopt import FusedAdam
+from megaopt.commands.regression.megatron.checkpoint import cast_masters
 from megaopt.commands.regression.megatron.state import as_master, memory_of
 
 
@@ -19,14 +22,24 @@ def test_masters_come_back_from_remainders():
     assert torch.equal(as_master(weight.detach(), stored), master)
 
 
-def test_masters_stay_as_they_are():
-    master = torch.randn(8)
-    assert as_master(master.bfloat16(), master) is master
-
-
 @pytest.mark.parametrize("name", ["_data", "_rowwise_data"])
 def test_of_an_fp8_tensor_the_codes_are_compared(name):
     codes = torch.randint(0, 256, (4, 8), dtype=torch.uint8)
     weight = torch.zeros(4, 8)
     setattr(weight, name, codes)
     assert torch.equal(memory_of(weight), codes.view(-1))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_cast_masters_are_gathered_where_no_forward_pass_does(overlaps):
+    calls = []
+    inner = [
+        SimpleNamespace(_copy_main_params_to_model_params=lambda: calls.append("cast"))
+        for _ in range(2)
+    ]
+    chunk = SimpleNamespace(
+        ddp_config=SimpleNamespace(overlap_param_gather=overlaps),
+        start_param_sync=lambda: calls.append("gather"),
+    )
+    cast_masters(chunk, SimpleNamespace(chained_optimizers=inner))
+    assert calls == (["cast", "cast"] if overlaps else ["cast", "cast", "gather"])

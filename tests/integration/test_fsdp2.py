@@ -181,11 +181,6 @@ def test_clip_norm_is_that_of_whole_tensors(on_ranks, world, replicas, beside):
     assert_same_on_all(found, expected)
 
 
-def test_clip_grad_norm_of_torch_before_the_step(on_ranks):
-    found = on_ranks(2, fsdp2_ranks.clipped_by_torch, HYPER, 2)
-    assert_same_on_all(found, trained(HYPER, 2))
-
-
 @pytest.mark.parametrize("place", [0, 1199], ids=["first_rank", "last_rank"])
 def test_an_infinity_on_one_rank_skips_the_step_on_all(on_ranks, place):
     for before, after in on_ranks(2, fsdp2_ranks.one_infinity, HYPER, place):
@@ -252,13 +247,6 @@ def test_plain_and_replicated_parameters_share_the_launch(on_ranks):
     assert_same_on_all(found, [snapshot(optimizer), [1, 1, 1]])
 
 
-def test_the_extension_looks_at_the_others(on_ranks):
-    for reason, found in on_ranks(2, fsdp2_ranks.by_the_extension, KINDS["masters"]):
-        if found is None:
-            pytest.skip(f"the extension cannot be built here: {reason}")
-        assert_same(found, trained(KINDS["masters"], 3))
-
-
 @pytest.mark.parametrize("kind", ["masters", "remainders", "bf16_moments"])
 def test_values_read_and_set(on_ranks, kind):
     model, optimizer = build(KINDS[kind])
@@ -297,10 +285,6 @@ def test_fsdp_over_tensor_parallel(on_ranks, options):
     train(model, optimizer, 3, clip_norm=0.5)
     found = on_ranks(4, fsdp2_models.with_tensor_parallel, options, 3)
     assert_same_on_all(found, [snapshot(optimizer), optimizer.grad_norm])
-
-
-def test_offloaded_parameters_are_stepped_where_they_are(on_ranks):
-    assert_same_on_all(on_ranks(2, fsdp2_models.offloaded, HYPER), trained(HYPER, 2))
 
 
 def test_shards_on_the_cpu_of_a_mesh_of_gpus_stay_there():

@@ -22,7 +22,6 @@ import megaopt
 from megaopt import FusedAdam
 from megaopt.kernels.step.reference import ReferencePlan
 from megaopt.params import view_of
-from megaopt.state import native
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
@@ -272,17 +271,6 @@ def clipped(options, steps, replicas, beside):
     return snapshot(optimizer), norms
 
 
-def clipped_by_torch(options, steps):
-    model, optimizer = build(options)
-    for step in range(steps):
-        give(model.parameters(), gradients(step))
-        # one coefficient for all ranks, a power of two, so that the product is exact
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e30)
-        assert torch.isfinite(norm.full_tensor())
-        optimizer.step()
-    return snapshot(optimizer)
-
-
 def one_infinity(options, place):
     """An infinity in one element of one tensor, which one rank holds."""
     model, optimizer = build({**options, "nonfinite": "skip"})
@@ -373,12 +361,6 @@ def beside_plain_ones(options):
             optimizer.step()
         launches.append(launch.call_count)
     return snapshot(optimizer), launches
-
-
-def by_the_extension(options):
-    """With the look at tensors in C++."""
-    module, reason = native.build()
-    return reason, trained(options, 3) if module is not None else None
 
 
 def read_and_set(options):

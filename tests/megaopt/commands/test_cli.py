@@ -1,6 +1,5 @@
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,22 +24,7 @@ def config(tmp_path):
     return path
 
 
-@pytest.fixture
-def megaopt(capsys, tmp_path, monkeypatch):
-    """Runs the command line in this process: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        status = cli.main([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
-
-    return run
-
-
 def test_an_identical_run_exits_with_0(megaopt, config, tmp_path):
-    resumed = fused("resumed", resume_after=1)
-    config.write_text(small() + resumed, encoding="utf-8")
     status, out, err = megaopt("regress", config)
     assert (status, err) == (0, "")
     assert "identical" in out
@@ -118,12 +102,6 @@ def test_a_run_that_does_not_fit_is_refused_before_it_begins(megaopt, config):
         assert re.search(r"got a run that needs at least \d+\.\d GiB", err)
 
 
-def test_help_exits_with_0(megaopt):
-    status, out, _ = megaopt("--help")
-    assert status == 0
-    assert all(command in out for command in ("regress", "train", "bench", "doctor"))
-
-
 @pytest.mark.parametrize("package", cli.PACKAGES)
 def test_a_missing_package_names_the_extra(megaopt, monkeypatch, package):
     find_spec = importlib.util.find_spec
@@ -132,16 +110,6 @@ def test_a_missing_package_names_the_extra(megaopt, monkeypatch, package):
     status, _, err = megaopt("doctor")
     assert status == 2
     assert f"needs {package}: pip install 'megaopt[cli]'" in err
-
-
-def test_the_interpreter_is_chosen_without_a_gpu_only(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    for gpu, expected in ((True, None), (False, "1")):
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        cli.choose_triton_mode()
-        assert os.environ.get("TRITON_INTERPRET") == expected
-    monkeypatch.delenv("TRITON_INTERPRET")
 
 
 def run_as_a_process(folder, config):

@@ -65,12 +65,6 @@ def test_a_config_is_read(tmp_path):
         config.steps = 3
 
 
-def test_the_learning_rate_rises_and_then_stays(tmp_path):
-    optimizer = read_config(write(tmp_path, GOOD)).optimizer
-    rates = [optimizer.learning_rate_at(step) for step in range(1, 7)]
-    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
 KEYS = "batch_size, cpu_threads, device, float8, galore, model, optimizer, seed, steps, variant"
 KINDS = "'unfused', 'peer', 'fused', 'galore'"
 RECIPE_NAMES = "'delayed', 'current', 'block_128x128', 'block_1x128', 'mxfp8'"

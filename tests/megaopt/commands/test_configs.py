@@ -23,14 +23,6 @@ def test_a_file_of_the_users_own_goes_first(tmp_path, monkeypatch):
     assert configs.find_config(own) == own
 
 
-@pytest.mark.parametrize(
-    "path", ["none.toml", "gpt_tiny.txt", "else/gpt_tiny.toml", "/gpt_tiny.toml"]
-)
-def test_what_is_no_config_stays_as_it_is(tmp_path, monkeypatch, path):
-    monkeypatch.chdir(tmp_path)
-    assert configs.find_config(Path(path)) == Path(path)
-
-
 def test_an_unknown_name_is_refused_with_those_there_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["regress", "gpt_tyni"]) == 2

@@ -11,7 +11,6 @@ from galore_cases import Twin
 from mutants import mutant
 
 from megaopt import kernels
-from megaopt.commands import cli
 from megaopt.commands.bench.instance import bytes_per_step
 from megaopt.commands.bench.measure import Figures
 from megaopt.commands.galore import bench, cases
@@ -36,19 +35,6 @@ RULE = Path(kernels.__path__[0]) / "rules" / "galore.py"
 QUICK = [name for name in KERNELS if name != "compiled"]
 """Compiling takes ten seconds."""
 SMALL = ("--M", 40, "--N", 50, "--rank", 12)
-
-
-@pytest.fixture
-def megaopt(capsys, tmp_path, monkeypatch):
-    """Runs the command line in this process: (status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        status = cli.main([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def beyond(setup, device):
@@ -262,23 +248,6 @@ def bench_on_cpu(monkeypatch):
 
 BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernels", "torch",
          "--precisions", "ieee")  # fmt: skip
-
-
-def test_a_bench_prints_draws_and_records(megaopt, tmp_path, bench_on_cpu):
-    status, out, err = megaopt(*BENCH, "--out", "here")
-    assert (status, err) == (0, "")
-    record = json.loads((tmp_path / "here" / "record.json").read_text())
-    assert len(record["cases"]) == 2 * 2 * 2
-    first = record["cases"][0]
-    assert (first["rows"], first["columns"], first["rank"]) == (30, 10, 2)
-    assert first["bytes"] == first["floor_bytes"] == 300 * 12 + 16 * 60 + 4 * 20
-    assert math.isclose(first["floor_ms"], first["bytes"] / 56_000 * 3.0)
-    assert first["step_ms"] == 2.0
-    (line, *_) = [line for line in out.splitlines() if line.startswith("│ 30 x 10 │ float32")]
-    cells = [cell.strip() for cell in line.split("│")]
-    floor = f"{first['floor_ms']:.3f}"
-    assert cells[3:10] == ["ieee", "2", "torch", "2.000", floor, "12.4%", "0.0"]
-    assert (tmp_path / "here" / "speed.png").stat().st_size > 5000
 
 
 def test_a_case_beyond_its_bounds_has_no_speed(megaopt, tmp_path, bench_on_cpu, monkeypatch):

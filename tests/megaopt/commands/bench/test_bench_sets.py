@@ -45,17 +45,6 @@ def test_llama70b_is_a_64th_of_723_tensors_in_one_buffer() -> None:
     assert [start % 8 != 0 for start in starts] == [index % 2 == 1 for index in range(723)]
 
 
-@pytest.mark.parametrize("tensors", SETS.values(), ids=SETS)
-def test_shrunk_set_is_small_and_of_the_same_kind(tensors: TensorSet) -> None:
-    small = tensors.shrunk(2**16)
-    assert (small.name, small.flat) == (tensors.name, tensors.flat)
-    assert 1 <= len(small.sizes) <= 64
-    assert sum(small.sizes) <= 2**16 + 64
-    assert min(small.sizes) >= 1
-    assert max(small.sizes) <= max(tensors.sizes)
-    assert len(set(small.sizes)) > (len(set(tensors.sizes)) > 1)
-
-
 def instance_of(tensors: TensorSet) -> Instance:
     mode = MODES["bf16"]
     return build(mode.optimizer, tensors, mode.weight_dtype, CPU)

@@ -6,13 +6,11 @@ import re
 import pytest
 import torch
 
-from megaopt.commands import cli
 from megaopt.commands.bits import pack
-from megaopt.commands.config import ConfigError, read_config
+from megaopt.commands.config import read_config
 from megaopt.commands.regression import fake_quantize
 from megaopt.commands.regression.lockstep import Regression
 from megaopt.commands.regression.processes import RankError
-from megaopt.commands.regression.single import train
 from megaopt.commands.regression.workers import Reply, WorkerTrainer
 from megaopt.commands.training.determinism import deterministic
 from megaopt.commands.training.text import batches_of, load_corpus
@@ -176,20 +174,4 @@ def test_a_rank_that_fails_is_told(build, monkeypatch, fault):
     assert regression.workers._processes.all == []
 
 
-def test_ranks_alone_are_refused(write_float8):
-    path = write_float8(["current"], ranks={"backend": "reference", "ranks": 2})
-    with pytest.raises(ConfigError, match=r"`megaopt regress` only, got 'current\.ranks' with 2"):
-        train(path, variant="current.ranks")
-
-
 # --- the command, and the config of the repository
-
-
-def test_a_perturbed_run_fails_in_the_named_step(write_float8, tmp_path, capsys):
-    path = write_float8(["mxfp8", "delayed"], **FORMS)
-    assert cli.main(["regress", str(path), "--perturb", "3", "--out", str(tmp_path)]) == 1
-    found = json.loads((tmp_path / "tiny" / "record.json").read_text())["first_difference"]
-    assert (found["step"], found["variant"], found["baseline"]) == (3, "mxfp8.fp8", "mxfp8.unfused")
-    assert found["tensor"] == "blocks.0.attention.query.weight master_param"
-    assert int(found["bits"], 16) ^ int(found["baseline_bits"], 16) == 1
-    assert "step 3, variant mxfp8.fp8" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from interpreted import interpreted
-from tiny_runs import UNFUSED, fused, tiny_run, variant
+from tiny_runs import UNFUSED, tiny_run, variant
 
 from megaopt.commands.config import ConfigError, read_config
 from megaopt.commands.regression.galore import GaLoreWeights
@@ -95,17 +95,9 @@ REFUSED = {
         GALORE + UNFUSED + galore("first") + galore("again", "unfused"),
         r"again.baseline must be the name of a baseline variant: first, got 'unfused'",
     ),
-    "a fused one's": (
-        GALORE + UNFUSED + galore("first") + fused("f", "first"),
-        r"f.baseline must be the name of a baseline variant: unfused, got 'first'",
-    ),
     "a baseline that stops": (
         GALORE + galore("first", resume_after=1),
         r"resume_after must be left out of a baseline, got 1",
-    ),
-    "a rank of none": (GALORE.replace("4", "0") + TWO, "galore.rank must be"),
-    "fp8 weights": (
-        '\n[float8]\nrecipes = ["current"]\n' + GALORE + TWO, r"first.kind must be 'unfused' or",
     ),
 }  # fmt: skip
 

@@ -61,12 +61,3 @@ def test_shards_add_up_to_the_whole(dtype, cuts, monkeypatch):
     parts = itertools.pairwise(bounds)
     total = sum(int(fingerprint(tensor[a:b], a)) for a, b in parts)
     assert in_digits(total, 64) == in_digits(int(fingerprint(tensor, 0)), 64)
-
-
-def test_what_values_cannot_tell_apart_changes_it():
-    zeros = torch.tensor([0.0, -0.0, float("nan")])
-    other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
-    found = {int(fingerprint(t, 0)) for t in zeros.split(1)}
-    assert len(found) == 3
-    assert int(fingerprint(other_nan, 0)) == int(fingerprint(zeros[2:], 0))
-    assert int(fingerprint(other_nan, 1)) != int(fingerprint(other_nan, 0))

@@ -180,22 +180,6 @@ def test_a_variant_that_fails_is_told_and_the_others_go_on(run, capsys):
     assert "failed: failing" in capsys.readouterr().out
 
 
-def test_nothing_to_perturb_is_refused(write, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"perturb must be a step at which a variant of tiny .*, got 2"
-    ):
-        regress(write(STOCK), tmp_path / "out", 2)
-    with pytest.raises(ValueError, match="perturb must be a step of the run, from 1 to 4, got 9"):
-        regress(write(TWICE), tmp_path / "out", 9)
-
-
-def test_a_package_that_is_missing_is_named(write, tmp_path, monkeypatch):
-    name = "megaopt.commands.regression.megatron.regression.is_installed"
-    monkeypatch.setattr(name, lambda module: module not in ("megatron.core", "psutil"))
-    with pytest.raises(ValueError, match="tiny needs megatron-core, psutil: pip install"):
-        regress(write(STOCK + RESUMED), tmp_path / "out")
-
-
 # --- the processes
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megaopt.commands.checkpoint import CheckpointError, save
+from megaopt.commands.checkpoint import CheckpointError
 from megaopt.commands.config import ConfigError, read_config
 from megaopt.commands.regression.compare import find_mismatch
 from megaopt.commands.regression.resume import load_result, load_trainer, save_trainer
@@ -65,12 +65,3 @@ def test_a_checkpoint_of_another_variant_is_refused(write_run, saved):
     message = refusal(saved, config, "other")
     assert "whose variant.name is 'other', got " in message
     assert message.endswith("whose variant.name is 'whole'")
-
-
-def test_other_files_are_refused(write_run, tmp_path, saved):
-    config = read_config(write_run(whole=REFERENCE))
-    save(tmp_path / "foreign", {"weights": 3})
-    assert "must be a checkpoint of `megaopt train`, got" in refusal(tmp_path / "foreign", config)
-    truncated = tmp_path / "truncated"
-    truncated.write_bytes(saved.read_bytes()[:1000])
-    assert str(truncated) in refusal(truncated, config)

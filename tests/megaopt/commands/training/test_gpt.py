@@ -6,25 +6,12 @@ import torch
 
 from megaopt.commands.config import ConfigError, ModelConfig, read_config
 from megaopt.commands.training import limits
-from megaopt.commands.training.determinism import choose_device, deterministic
+from megaopt.commands.training.determinism import choose_device
 from megaopt.commands.training.limits import count_parameters, least_bytes
 from megaopt.commands.training.model import GPT, build_model
 
 CONFIG = ModelConfig(layers=2, heads=2, width=16, context=12, vocabulary_size=256)
 CPU = torch.device("cpu")
-
-
-def a_batch():
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(256, (2, 3, 12), generator=generator).unbind()
-
-
-def loss_and_gradients(seed):
-    with deterministic(1):
-        model = build_model(CONFIG, seed, CPU)
-        loss = model(*a_batch())
-        loss.backward()
-    return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
 
 def test_a_seed_gives_the_same_bits_and_another_gives_others():
@@ -35,15 +22,6 @@ def test_a_seed_gives_the_same_bits_and_another_gives_others():
     other = build_model(CONFIG, 2, CPU).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["token_embedding.weight"], other["token_embedding.weight"])
-
-
-def test_a_step_gives_the_same_bits_twice():
-    loss, gradients = loss_and_gradients(1)
-    again, gradients_again = loss_and_gradients(1)
-    assert loss.dtype == torch.float32
-    assert torch.equal(loss, again)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
-    assert all(gradient.any() for gradient in gradients)
 
 
 def read_config_of_the_tiny_run(name="gpt_tiny"):

@@ -180,24 +180,6 @@ def test_without_masters_the_numbers_that_the_codes_are_for_are_updated(name):
         assert_same_bits(scale_inv_of(tensor, made.scale_inv), made.scale_inv)
 
 
-def test_tensors_of_two_fp8_dtypes_and_plain_ones_in_a_group():
-    mixed = [
-        fake(weights_of(RECIPES[name])[index])
-        for index, name in enumerate(("delayed", "delayed, e5m2", "blocks"))
-    ]
-    plain = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    optimizer = FusedAdam([*mixed, plain], dtype=torch.float32, **OPTIONS)
-    give(mixed, 0)
-    plain.grad = torch.ones_like(plain)
-    optimizer.step()
-    for tensor, name in zip(mixed, ("delayed", "delayed, e5m2", "blocks"), strict=True):
-        recipe = RECIPES[name]
-        scale = tensor._quantizer.scale.view(1) if "delayed" in name else None
-        master = optimizer.state[tensor]["master_param"]
-        made = quantize_reference(master, recipe, torch.bfloat16, scale)
-        assert_same_bits(codes_of(tensor), made.codes.view(torch.uint8))
-
-
 def _changed(name, value, recipe="blocks"):
     tensor = fake(weights_of(RECIPES[recipe])[0])
     target = (

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from checkpoints import full_disk
 from tiny_runs import UNFUSED, fused, tiny_run
 
 from megaopt.commands import cli
@@ -78,6 +79,29 @@ def test_a_run_is_trained_saved_and_resumed(megaopt, config, tmp_path):
     assert last.startswith("fused: loss ")
     assert last.endswith(" at step 2")
     assert resumed.splitlines()[-1] == last
+
+
+COMMANDS = {
+    "record": (["regress", "small.toml"], "out/small/record.json"),
+    "checkpoint": (["train", "small.toml", "--save", "saved"], "saved"),
+    "result": (["train", "small.toml", "--result", "result"], "result"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "file"), COMMANDS.values(), ids=COMMANDS)
+def test_a_full_disk_is_told_in_a_line(megaopt, config, tmp_path, arguments, file):
+    """And what was there before stays."""
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(b"older")
+    with full_disk(500):
+        status, _, said = megaopt(*arguments)
+    assert status == 2, said
+    # (the test's folder is named whole or as it was asked for)
+    assert said.startswith("megaopt: ")
+    assert said.endswith(f"{file}: File too large\n")
+    assert said.count("\n") == 1
+    assert (tmp_path / file).read_bytes() == b"older"
+    assert not [*tmp_path.rglob(".megaopt-*")]
 
 
 @pytest.mark.parametrize("option", ["--save", "--result"])

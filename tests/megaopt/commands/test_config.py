@@ -5,7 +5,6 @@ import pytest
 
 from megaopt.commands.config import (
     ConfigError,
-    Float8Config,
     FusedVariant,
     UnfusedVariant,
     read_config,
@@ -194,28 +193,6 @@ def test_a_bad_config_is_refused_by_name(tmp_path, old, new, message):
 
 
 FLOAT8 = GOOD.replace("[model]", '[float8]\nrecipes = ["mxfp8", "current"]\n\n[model]')
-
-
-def test_every_variant_runs_once_for_each_recipe(tmp_path):
-    config = read_config(write(tmp_path, FLOAT8))
-    assert config.float8 == Float8Config(recipes=("mxfp8", "current"))
-    assert config.runs == (
-        UnfusedVariant(name="mxfp8.unfused", recipe="mxfp8"),
-        FusedVariant(
-            name="mxfp8.stopped", baseline="mxfp8.unfused", resume_after=5, recipe="mxfp8"
-        ),
-        UnfusedVariant(name="current.unfused", recipe="current"),
-        FusedVariant(
-            name="current.stopped", baseline="current.unfused", resume_after=5, recipe="current"
-        ),
-    )
-    assert config.find_variant("current.stopped") == config.runs[3]
-    with pytest.raises(
-        ConfigError, match=r"variant must be one of mxfp8\.unfused, .*, got 'stopped'"
-    ):
-        config.find_variant("stopped")
-    plain = read_config(write(tmp_path, GOOD))
-    assert plain.runs == plain.variant
 
 
 MISFITS = {

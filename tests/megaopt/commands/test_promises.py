@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megaopt import FusedAdam
-from megaopt.commands import doctor
+from megaopt.commands import doctor, parity
+from megaopt.commands.bench.equality import Check
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.promises import checks, table, trial
 from megaopt.commands.promises.table import NEEDS, PROMISES, Promise, why_not
 from megaopt.commands.regression import fake_quantize
@@ -174,3 +176,26 @@ def test_a_promise_that_does_not_hold_is_status_1(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "weight, element 3" in text
     assert text.splitlines()[0] == "promises that do NOT hold: 'second'"
+
+
+# --- beside the peers
+
+PROMISED = [name for name, mode in MODES.items() if mode.twin is not None]
+
+
+def test_every_promised_mode_is_examined():
+    assert [found.mode for found in parity.examine_parity(MODES)] == PROMISED
+    assert {MODES[name].contract for name in PROMISED} == {"te", "torch"}
+
+
+@pytest.mark.parametrize("difference", [None, "step 1, weight[3]"])
+def test_a_difference_is_told_with_its_mode(monkeypatch, difference):
+    monkeypatch.setattr(parity, "gpu_is_there", lambda: True)
+    monkeypatch.setattr(parity, "check", lambda *_: Check("torch-fused-fp32", difference))
+    told = "torch:fp32 beside torch-fused-fp32: step 1, weight[3]"
+    assert table.parity("torch") == (told if difference else None)
+
+
+def test_a_contract_of_which_nothing_was_compared_is_not_shown_to_hold(monkeypatch):
+    monkeypatch.setattr(parity, "gpu_is_there", lambda: False)
+    assert table.parity("torch") == "torch:fp32 beside torch-fused-fp32: there is no CUDA GPU"

@@ -1,7 +1,6 @@
 """`megaopt bench` as a command: exit statuses, the gate, and, on a GPU, a whole small run."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from megaopt.commands.bench import command
 from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.command import main
 from megaopt.commands.bench.equality import Check, check
-from megaopt.commands.bench.modes import MODES, Mode
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.results import Result
 from megaopt.commands.bench.sets import SETS
@@ -94,39 +93,6 @@ def test_small_run_on_a_gpu(tmp_path: Path) -> None:
     assert "torch-fused-fp32" in {r["peer"] for r in measured["C/fp32"]["times_faster_than"]}
     for name in ("C", "gpt2"):
         assert (tmp_path / f"speed_{name}.png").stat().st_size > 5000
-
-
-FLOAT8 = tuple(name for name, mode in MODES.items() if mode.recipe and mode.contract == "ieee")
-
-
-@pytest.mark.long
-@pytest.mark.sample(4)
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", FLOAT8)
-def test_fp8_weights_are_measured_on_a_gpu(tmp_path: Path, name: str) -> None:
-    assert main(tmp_path, ("gpt2",), (name,), peers=False) == 0
-    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
-    assert case["ours"] == name
-    assert case["equal"] is True
-    matrices = sum(math.prod(shape) for shape in SETS["gpt2"].shapes if len(shape) == 2)
-    counted = _bytes_without_scales_of_weights(MODES[name], matrices, case["elements"] - matrices)
-    recipe = MODES[name].recipe
-    assert recipe is not None
-    if recipe.scaling in ("delayed", "current"):
-        assert case["bytes"] == counted
-    else:  # at most an fp32 for each of 6 blocks in a row of 768, padded to 8, read and written
-        assert counted < case["bytes"] <= counted + 2 * 8 * 4 / 768 * matrices
-
-
-def _bytes_without_scales_of_weights(mode: Mode, matrices: int, others: int) -> float:
-    """Count a step's bytes: norms and biases stay bf16 and keep fp32 moments."""
-    in_blocks = "exp_avg_dtype" in mode.options  # both moments: a byte for each 128, twice
-    scales = matrices / 128 * 2 * 2 if in_blocks else 0
-    gradient, moments, weight = 2, 2 * 2 * 4, 2
-    kept = {None: 2 * 4, False: weight, True: weight + 2 * 1}[mode.options.get("master_weights")]
-    return (
-        mode.bytes_per_parameter * matrices + scales + (gradient + moments + weight + kept) * others
-    )
 
 
 @pytest.mark.sample(4)

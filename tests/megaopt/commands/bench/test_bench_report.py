@@ -1,4 +1,4 @@
-"""The bench's table, record and picture, from given figures."""
+"""The bench's table and record, from given figures, and the host's share of a step."""
 
 import io
 import json
@@ -7,17 +7,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from rich.console import Console
 from torch.autograd import DeviceType
 
-from megaopt.commands.bench.cases import Case
+from megaopt.commands.bench import host
+from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.equality import Check
+from megaopt.commands.bench.host import HostFigures, host_record, host_table, measure_host
 from megaopt.commands.bench.measure import Figures, count_device_work
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.report import print_table, record_of, table_of
 from megaopt.commands.bench.results import Ratio, Result, ratios
-from megaopt.commands.bench.sets import SETS
+from megaopt.commands.bench.sets import HOST, SETS
 from megaopt.commands.files import write_json
 
 FIGURES = Figures(
@@ -141,3 +145,23 @@ def test_table_has_figures_and_no_speed_for_a_failed_case() -> None:
 def test_narrow_terminal_cuts_nothing_off() -> None:
     long = replace(RESULTS[0], case=Case(SETS["llama70b-64"], MODES["bf16-remainders-moments"]))
     assert printed([*RESULTS, long], 80) == printed([*RESULTS, long], 300)
+
+
+def test_both_are_measured_for_each_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "STEPS", 2)
+    found = measure_host(torch.device("cpu"), (2, 5), backend="reference")
+    assert [each.tensors for each in found] == [2, 5]
+    assert select((HOST,), ("bf16",)) == []  # it has no cases of its own
+
+
+def test_table_and_record_say_what_was_measured() -> None:
+    figures = [
+        HostFigures(tensors=4000, ours_ms=0.5, torch_ms=20, ours_moved_ms=2, torch_moved_ms=21)
+    ]
+    console = Console(width=200, record=True)
+    print_table(console, host_table(figures))
+    text = console.export_text()
+    for cell in ("4,000", "0.500", "20.000", "40.00x", "2.000", "21.000", "10.50x"):
+        assert cell in text
+    record = json.loads(json.dumps(host_record(figures)))
+    assert record["cases"][0]["torch_moved_ms"] == 21

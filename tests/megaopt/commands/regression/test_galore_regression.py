@@ -20,7 +20,7 @@ def galore(name, baseline=None, **keys):
 
 
 FORMS = galore("again", "first") + galore("groups", "first", layout="groups")
-RESUMED = galore("between", "first", resume_after=11) + galore("at", "first", resume_after=12)
+BETWEEN, AT = (galore("resumed", "first", resume_after=after) for after in (11, 12))
 
 
 @pytest.fixture
@@ -42,8 +42,12 @@ def run(regression):
     return {trial.variant.name: trial for trial in regression.trials}
 
 
-def test_runs_are_one_for_any_groups_and_resumed(build):
-    trials = run(build(GALORE + galore("first") + FORMS + RESUMED, steps=14))
+@pytest.mark.parametrize(
+    "more", [BETWEEN, pytest.param(AT, marks=pytest.mark.slow)], ids=["between", "at"]
+)
+def test_runs_are_one_for_any_groups_and_resumed(build, more):
+    """Between two refreshes, and at one."""
+    trials = run(build(GALORE + galore("first") + FORMS + more, steps=14))
     for trial in trials.values():
         assert trial.difference is None
         assert trial.sha256 == trials["first"].sha256

@@ -55,7 +55,7 @@ TENSOR_PARALLEL = {
 
 @all_layouts
 @all_kinds
-@pytest.mark.halved
+@pytest.mark.sample(3)
 def test_sharded_steps_are_whole_steps(on_ranks, options, world, replicas):
     found = on_ranks(world, trained, options, 3, replicas)
     assert_same_on_all(found, trained(options, 3))
@@ -69,6 +69,7 @@ OTHER_RULES = {
 }
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("options", OTHER_RULES.values(), ids=OTHER_RULES)
 def test_sharded_steps_of_other_rules_are_whole_steps(on_ranks, options, world):
@@ -93,7 +94,7 @@ def test_state_is_sharded_as_its_parameter(on_ranks, world, replicas):
     "worlds", [(1, 2), (2, 3), (3, 1), (2, 2)], ids=lambda w: f"{w[0]}to{w[1]}"
 )
 @pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "external", "capturable"])
-@pytest.mark.halved
+@pytest.mark.sample(4)
 def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
     options, folder = KINDS[kind], str(tmp_path / "checkpoint")
     on_ranks(worlds[0], fsdp2_ranks.save, options, 2, folder, flat)

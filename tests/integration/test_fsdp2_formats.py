@@ -49,6 +49,7 @@ def on(on_ranks):
         ("masters", "24 bits"),
     ],
 )
+@pytest.mark.sample(4)
 @pytest.mark.thirds
 def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat):
     """Also with what is missing left out: the run goes on with the bits of one that did not try."""
@@ -81,6 +82,7 @@ def test_a_parameter_frozen_on_all_ranks_from_the_first_loads(on, tmp_path):
         assert said == "it loads"
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("worlds", WORLDS[:3], ids=str)
 @pytest.mark.parametrize(
     ("saved", "own"),

@@ -79,6 +79,7 @@ def pair(recipe, backend, **options):
 @pytest.mark.parametrize(
     ("backend", "direct"), [("reference", None), ("triton", None), ("reference", True)]
 )
+@pytest.mark.halved
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_step_is_that_of_a_weight_of_ours(name, backend, direct):
     assert_steps_are_ours(name, backend, dtype=torch.float32, direct_cast=direct)

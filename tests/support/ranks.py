@@ -103,13 +103,14 @@ class Ranks:
     """`world` processes that call functions of modules which they can import.
 
     prepare: what each calls before they meet.
-    fresh: they may have processes of their own.
+    fresh: they are not forked, and may have processes of their own.
     """
 
     def __init__(self, world, folder, prepare=_nothing, fresh=False, patience=PATIENCE):
         # forked from a process that has torch and no threads yet: started in milliseconds
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        if not fresh:
+            context.set_forkserver_preload(PRELOADED)
         self._patience = patience
         self._processes, self._connections = [], []
         for rank in range(world):

@@ -1,14 +1,11 @@
+from contextlib import nullcontext
+
 import pytest
 from fake_pinning import FakePinning
-from how_to import everything, script
+from how_to import everything
 from runs import assert_same
 
 from megaopt.kernels.host_memory import pinned_by
-
-
-@pytest.fixture(scope="module")
-def how_to():
-    return script("host_memory")
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +27,10 @@ def on_cpu(value):
 
 @pytest.mark.parametrize("pinning", [None, FakePinning()], ids=["as it is here", "mapped"])
 def test_the_run_has_the_bits_of_states_on_the_card(how_to, plain, pinning, tmp_path):
-    if pinning is None:
-        _check(how_to, plain, tmp_path)
-        return
-    with pinned_by(pinning):
-        _check(how_to, plain, tmp_path)
-
-
-def _check(how_to, plain, folder):
-    straight = how_to.main(["--folder", str(folder)])
-    assert_same(on_cpu(everything(*straight)), on_cpu(plain))
-    saved = ["--resume", str(folder / "step-3.pt")]
-    for where in ([], ["--on-the-card"]):
-        resumed = how_to.main(["--folder", str(folder / "again"), *saved, *where])
-        assert_same(on_cpu(everything(*resumed)), on_cpu(plain))
+    with pinned_by(pinning) if pinning else nullcontext():
+        straight = how_to.main(["--folder", str(tmp_path)])
+        assert_same(on_cpu(everything(*straight)), on_cpu(plain))
+        saved = ["--resume", str(tmp_path / "step-3.pt")]
+        for where in ([], ["--on-the-card"]):
+            resumed = how_to.main(["--folder", str(tmp_path / "again"), *saved, *where])
+            assert_same(on_cpu(everything(*resumed)), on_cpu(plain))

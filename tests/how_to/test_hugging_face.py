@@ -1,22 +1,10 @@
-import pytest
 import torch
-from how_to import everything, needs, script
+from how_to import everything, needs
 from runs import assert_same
 
 pytestmark = needs("transformers", "accelerate")
 
 OPTIONS = {"betas": (0.9, 0.95), "dtype": torch.float32}
-
-
-@pytest.fixture(scope="module")
-def how_to():
-    return script("hugging_face")
-
-
-@pytest.fixture(scope="module")
-def straight(how_to, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("straight")
-    return how_to.main(["--folder", str(folder)]), folder
 
 
 def groups(trainer, model):

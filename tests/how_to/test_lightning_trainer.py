@@ -1,6 +1,6 @@
 import pytest
 import torch
-from how_to import everything, needs, script
+from how_to import everything, needs
 from runs import assert_same
 
 pytestmark = [
@@ -10,17 +10,6 @@ pytestmark = [
     # the resumed run writes into a folder of its own
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def how_to():
-    return script("lightning_trainer")
-
-
-@pytest.fixture(scope="module")
-def straight(how_to, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("straight")
-    return how_to.main(["--folder", str(folder)]), folder
 
 
 def plain_loop(how_to):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from how_to import needs, script
+from how_to import needs
 from runs import assert_same
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -20,11 +20,6 @@ MASTERS = {"dtype": torch.float32}
 FP16_MOMENTS = {**MASTERS, "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
 RATES = [1 / 3, 2 / 3, 1.0, 1.0, *(0.5 * (1 + math.cos(math.pi * i / 3)) for i in (1, 2, 3))]
 """Of torchtitan's schedule in the script: three steps of warmup, the cosine, and after the end."""
-
-
-@pytest.fixture(scope="module")
-def how_to():
-    return script("torchtitan_container")
 
 
 @pytest.fixture(params=[MASTERS, FP16_MOMENTS], ids=["masters", "fp16_moments"])

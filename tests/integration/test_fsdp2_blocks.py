@@ -3,16 +3,26 @@
 import re
 
 import fsdp2_blocks
+import fsdp2_ranks
 import pytest
 import torch
 from fsdp2_blocks import BLOCKS, SHAPES, trained
+from fsdp2_ranks import assert_same_on_all
 from runs import BF16, MASTER, assert_same
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 BLOCKS64 = {"exp_avg_dtype": "block64_e4m3_nearest", "exp_avg_sq_dtype": "block64_e5m3"}
+BITS4 = {"exp_avg_dtype": "block32_e3m0", "exp_avg_sq_dtype": "block32_e4m0"}
 KINDS = {
     "stochastic": {**BLOCKS, "weights": BF16, "weight_rounding": "stochastic", "seed": 7},
     "blocks of 64": {**BLOCKS64, "weights": BF16, **MASTER},
+    "4 bits": {**BITS4, "weights": BF16, "weight_rounding": "stochastic", "seed": 7},
+    "4 bits, nearest": {
+        **BITS4,
+        "exp_avg_dtype": "block32_e3m0_nearest",
+        "weights": BF16,
+        **MASTER,
+    },
     "lion": {"optimizer": "FusedLion", "exp_avg_dtype": "block_e4m3"},
     "sgd": {
         "optimizer": "FusedSGD",
@@ -26,11 +36,6 @@ KINDS = {
 KINDS = {name: {**HYPER, **options} for name, options in KINDS.items()}
 # ranks and, of these, rows with copies of one another's shards
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
-
-
-def assert_same_on_all(found, expected):
-    for rank, own in enumerate(found):
-        assert_same(own, expected, f"rank {rank}")
 
 
 @pytest.mark.parametrize(("world", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
@@ -47,28 +52,26 @@ def test_clipped_steps_are_whole_steps(on_ranks):
     assert_same_on_all(found, fsdp2_blocks.clipped(options))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_scales_are_sharded_as_their_parameter(on_ranks, world):
-    for rank in on_ranks(world, fsdp2_blocks.kinds_of_state, KINDS["stochastic"]):
+@pytest.mark.parametrize(("kind", "block", "packed"), [("stochastic", 128, 1), ("4 bits", 32, 2)])
+def test_codes_and_scales_are_sharded_as_their_parameter(on_ranks, kind, block, packed):
+    """packed: codes in a byte."""
+    for rank in on_ranks(3, fsdp2_blocks.kinds_of_state, KINDS[kind]):
         assert len(rank) == 4 * (len(SHAPES) - 1) + 2
         for name, is_alike, shape, own, dtype, shard, whole in rank:
             assert is_alike
             if name.endswith("_scale"):
-                elements = 1
-                for size in shape[1:]:
-                    elements *= size
-                assert own == (shape[0], elements // 128)
-                assert shard == (whole[0], elements // 128)
-                assert str(dtype) == "torch.uint8"
+                scales = torch.Size(shape[1:]).numel() // block
+                assert (own, shard) == ((shape[0], scales), (whole[0], scales))
+                assert dtype == torch.uint8
             else:
-                assert (own, shard) == (shape, whole)
+                last = packed if dtype == torch.uint8 else 1
+                assert own == (*shape[:-1], shape[-1] // last)
+                assert shard == (*whole[:-1], whole[-1] // last)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize(
-    "worlds", [(1, 2), (2, 3), (3, 1), (3, 2)], ids=lambda w: f"{w[0]}to{w[1]}"
-)
-@pytest.mark.parametrize("kind", ["stochastic", "blocks of 64"])
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 3), (3, 1)], ids=lambda w: f"{w[0]}to{w[1]}")
+@pytest.mark.parametrize("kind", ["stochastic", "4 bits"])
 @pytest.mark.halved
 @pytest.mark.thirds
 def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
@@ -80,14 +83,15 @@ def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, f
         assert_same(after, trained(options, 4))
 
 
-@pytest.mark.parametrize("kind", ["stochastic", "lion"])
+@pytest.mark.parametrize("kind", ["4 bits", "lion"])
 def test_full_state_dicts(on_ranks, kind):
     found = on_ranks(2, fsdp2_blocks.through_full_state, KINDS[kind], 2, 2)
     assert_same_on_all(found, trained(KINDS[kind], 4))
 
 
-def test_values_that_are_read_and_set_again_stay(on_ranks):
-    for same in on_ranks(3, fsdp2_blocks.read_and_set, KINDS["stochastic"]):
+@pytest.mark.parametrize("kind", ["stochastic", "4 bits"])
+def test_values_that_are_read_and_set_again_stay(on_ranks, kind):
+    for same in on_ranks(3, fsdp2_blocks.read_and_set, KINDS[kind]):
         assert len(same) == 2 * len(SHAPES)
         assert all(same)
 
@@ -102,19 +106,22 @@ COLUMNS = {
     "rows in parts": (4, (33, 256), (0, 0)),
     "rows of three dimensions": (3, (7, 9, 128), (0,)),
 }
-OPTIONS = {
-    "stochastic": {**HYPER, **BLOCKS, "weight_rounding": "stochastic"},
-    "nearest": {
-        **HYPER,
-        "exp_avg_dtype": "block_e4m3_nearest",
-        "exp_avg_sq_dtype": "block_e5m3_nearest",
-    },
+COLUMNS_4_BITS = {
+    "columns of 3, 4 bits": (3, (43, 96), (1,)),
+    "rows and columns, 4 bits": (4, (33, 128), (0, 1)),
+    "columns beside copies, 4 bits": (4, (65, 64), (None, 1)),
 }
+STOCHASTIC = {**HYPER, **BLOCKS, "weight_rounding": "stochastic"}
+CUTS = {name: (*cut, STOCHASTIC) for name, cut in COLUMNS.items()}
+CUTS |= {name: (*cut, {**STOCHASTIC, **BITS4}) for name, cut in COLUMNS_4_BITS.items()}
+CUTS["to nearest"] = (
+    *COLUMNS["rows and columns"],
+    {**HYPER, "exp_avg_dtype": "block_e4m3_nearest", "exp_avg_sq_dtype": "block_e5m3_nearest"},
+)
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("world", "shape", "placements"), COLUMNS.values(), ids=COLUMNS)
+@pytest.mark.parametrize(("world", "shape", "placements", "options"), CUTS.values(), ids=CUTS)
 def test_shards_of_whole_blocks(on_ranks, world, shape, placements, options, backend):
     if backend == "triton" and torch.cuda.is_available():
         pytest.skip("the interpreter is off beside a GPU")
@@ -123,46 +130,46 @@ def test_shards_of_whole_blocks(on_ranks, world, shape, placements, options, bac
 
 
 @pytest.mark.parametrize(
-    ("world", "shape", "placements"),
+    ("world", "shape", "placements", "options"),
     [
-        (2, (40, 384), (1,)),
-        (3, (40, 512), (1,)),
-        (2, (40, 4, 128), (1,)),
-        (2, (40, 2, 256), (2,)),
-        (4, (40, 384), (0, 1)),
+        (2, (40, 384), (1,), BLOCKS),
+        (2, (40, 2, 256), (2,), BLOCKS),
+        (4, (40, 384), (0, 1), BLOCKS),
+        (2, (70000,), (0,), BLOCKS),
+        (2, (64, 96), (1,), BITS4),
+        (2, (40, 4, 64), (1,), BITS4),
     ],
     ids=str,
 )
-def test_columns_that_cut_blocks_are_refused(on_ranks, world, shape, placements):
+def test_shards_that_cut_blocks_are_refused(on_ranks, world, shape, placements, options):
+    moment, block = options["exp_avg_dtype"], 32 if options is BITS4 else 128
     message = (
-        r"parameter 0 of group [01]: exp_avg_dtype='block_e4m3' must find whole blocks of 128 "
+        rf"parameter 0 of group [01]: exp_avg_dtype='{moment}' must find whole blocks of {block} "
         rf"elements in each shard, got placements .*Shard.*of shape {re.escape(str(shape))}"
     )
-    for said in on_ranks(world, fsdp2_blocks.refused, shape, placements, BLOCKS):
+    for said in on_ranks(world, fsdp2_blocks.refused, shape, placements, options):
         assert len(said) == 2
         for each in said:
             assert re.search(message, each), each
 
 
-@pytest.mark.parametrize("shape", [(64, 100), (35, 2, 64), (40, 65), (65536,)], ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_whole_shape_decides_which_moments_are_in_blocks(on_ranks, shape, options):
+@pytest.mark.parametrize(
+    ("shape", "options", "has_blocks"),
+    [
+        ((64, 100), BLOCKS, False),
+        ((35, 2, 64), BLOCKS, True),
+        ((65536,), BLOCKS, True),
+        ((64, 4, 72), BITS4, False),
+    ],
+    ids=str,
+)
+def test_the_whole_shape_decides_which_moments_are_in_blocks(on_ranks, shape, options, has_blocks):
     """Rows that are no whole blocks keep fp32, whole or split over any number of ranks."""
+    options = {**HYPER, **options}
     expected = fsdp2_blocks.placed(shape, (), options)
-    state = expected["states"][0]
-    assert ("exp_avg_scale" in state) == (shape != (64, 100) and shape != (40, 65))
-    for world in (1, 2):
-        found = on_ranks(world, fsdp2_blocks.placed, shape, (0,), options)
-        assert_same_on_all(found, expected)
-
-
-@pytest.mark.parametrize(("world", "numel"), [(2, 70000), (3, 65536)], ids=str)
-def test_one_dimension_whose_shards_cut_blocks_is_refused(on_ranks, world, numel):
-    message = "exp_avg_dtype='block_e4m3' must find whole blocks of 128 elements in each shard"
-    for said in on_ranks(world, fsdp2_blocks.refused, (numel,), (0,), BLOCKS):
-        assert len(said) == 2
-        for each in said:
-            assert message in each, each
+    assert ("exp_avg_scale" in expected["states"][0]) == has_blocks
+    found = on_ranks(2, fsdp2_blocks.placed, shape, (0,), options)
+    assert_same_on_all(found, expected)
 
 
 # --- from one layout to another
@@ -176,12 +183,10 @@ MIXED = [(33, 128), (64, 100), (10,), (5, 8, 128), (9, 500), (65536,)]
 @pytest.mark.parametrize("kind", ["stochastic", "sgd"])
 def test_plain_and_sharded_checkpoints_are_the_same(on_ranks, tmp_path, kind, flat):
     """One process without ranks saves, two load, and the other way; every bit, codes and scales."""
-    options, folder = KINDS[kind], str(tmp_path / "plain")
-    fsdp2_blocks.save(options, 2, folder, flat, MIXED)
-    model, optimizer = fsdp2_blocks.build(options, shapes=MIXED)
-    fsdp2_blocks.train(model, optimizer, 2)
-    expected = fsdp2_blocks.snapshot(optimizer)
-    assert_same_on_all(on_ranks(2, fsdp2_blocks.load, options, folder, flat, MIXED), expected)
-    folder = str(tmp_path / "sharded")
-    on_ranks(2, fsdp2_blocks.save, options, 2, folder, flat, MIXED)
-    assert_same(fsdp2_blocks.load(options, folder, flat, MIXED), expected)
+    options, folder, other = KINDS[kind], str(tmp_path / "plain"), str(tmp_path / "sharded")
+    fsdp2_ranks.save(options, 2, folder, flat, MIXED)
+    load = (fsdp2_ranks.load_and_train, options, 0, 2)
+    expected = [fsdp2_ranks.trained(options, 2, 1, MIXED)] * 2
+    assert_same_on_all(on_ranks(2, *load, folder, flat, MIXED), expected)
+    on_ranks(2, fsdp2_ranks.save, options, 2, other, flat, MIXED)
+    assert_same([*fsdp2_ranks.load_and_train(options, 0, 2, other, flat, MIXED)], expected)

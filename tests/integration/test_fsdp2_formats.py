@@ -2,6 +2,7 @@
 
 import re
 
+import fsdp2_blocks
 import fsdp2_formats
 import pytest
 from fsdp2_blocks import BLOCKS, SHAPES
@@ -48,11 +49,12 @@ def on(on_ranks):
         ("masters", "24 bits"),
     ],
 )
+@pytest.mark.sample(4)
 @pytest.mark.thirds
 def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat):
     """Also with what is missing left out: the run goes on with the bits of one that did not try."""
     folder, options = str(tmp_path / "checkpoint"), KINDS[own]
-    on(worlds[0], fsdp2_formats.save, KINDS[saved], folder, flat)
+    on(worlds[0], fsdp2_blocks.save, KINDS[saved], 2, folder, flat)
     (expected, *_) = on(worlds[1], fsdp2_formats.goes_on, options)
     for partial in (False, True):
         load = (fsdp2_formats.goes_on_after_a_load, options, folder, flat, partial)
@@ -80,6 +82,7 @@ def test_a_parameter_frozen_on_all_ranks_from_the_first_loads(on, tmp_path):
         assert said == "it loads"
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("worlds", WORLDS[:3], ids=str)
 @pytest.mark.parametrize(
     ("saved", "own"),
@@ -93,7 +96,7 @@ def test_a_parameter_frozen_on_all_ranks_from_the_first_loads(on, tmp_path):
 def test_states_are_changed_into_other_formats(on, tmp_path, saved, own, worlds):
     """Read, split anew and stored again: the bits of one process that saved nothing."""
     folder, (saved, own) = str(tmp_path / "checkpoint"), (KINDS[saved], KINDS[own])
-    on(worlds[0], fsdp2_formats.save, saved, folder, True)
+    on(worlds[0], fsdp2_blocks.save, saved, 2, folder, True)
     model, optimizer = fsdp2_formats.build(saved, shapes=SHAPES)
     fsdp2_formats.train(model, optimizer, 2)
     expected = fsdp2_formats.into(own, model, optimizer, 2)

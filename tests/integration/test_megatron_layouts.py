@@ -18,14 +18,12 @@ LAYOUTS = {
     "two instances": (2, {"instances": 2, "overlap": False}),
     "two instances, overlap": (2, {"instances": 2}),
     "two instances of two": (4, {"instances": 2, "overlap": False}),
-    "two instances of two, overlap": (4, {"instances": 2}),
     "shared experts": (2, {"experts": 2, "shared_experts": True}),
     "frozen": (2, {"frozen": "layernorm"}),
     "a frozen stage": (2, {"pipeline": 2, "trained": "embedding", "clip_grad": 0.01}),
     "only experts trained": (2, {"experts": 2, "trained": "experts"}),
     "decoupled lr": (2, {"decoupled_lr": 1e-3}),
     "mtp": (2, {"mtp": True, "clip_grad": 0.02}),
-    "mtp, 16 bits": (2, {"mtp": True, "clip_grad": 0.02, "fp32_grads": False}),
     "mtp over the pipeline": (2, {"mtp": True, "pipeline": 2, "clip_grad": 0.02}),
 }
 

@@ -80,13 +80,41 @@ TE_CASES = {
 }
 
 
+@pytest.fixture
+def te():
+    reason = "TransformerEngine is not installed"
+    return pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
+
+
+def assert_same_steps(peer, theirs, optimizer, ours, dtype=None, attribute="grad"):
+    for step in range(STEPS):
+        for params in (theirs, ours):
+            give_grads(params, step, dtype, attribute)
+        peer.step()
+        optimizer.step()
+        assert_same_state(theirs, ours, peer, optimizer)
+
+
+def assert_same_scaled_steps(sides):
+    """Parameters, optimizer and GradScaler of each; where that is on, the third step overflows."""
+    for step in range(STEPS):
+        for params, optimizer, scaler in sides:
+            give_grads(params, step)
+            if scaler.is_enabled() and step == 2:
+                params[-1].grad[5] = torch.inf
+            scaler.scale(torch.zeros((), device="cuda"))  # as a loss would, it makes the scale
+            scaler.step(optimizer)
+            scaler.update()
+        (theirs, peer, _), (ours, optimizer, _) = sides
+        assert_same_state(theirs, ours, peer, optimizer)
+        assert_same_grads(theirs, ours)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
 @pytest.mark.parametrize("case", TE_CASES.values(), ids=TE_CASES)
-def test_te_is_transformer_engine(case, adam_w_mode, bias_correction):
-    reason = "TransformerEngine is not installed"
-    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
+def test_te_is_transformer_engine(te, case, adam_w_mode, bias_correction):
     from megaopt.integration.transformer_engine import FusedAdam as Ours
 
     dtype, options, grad_dtype = case
@@ -95,16 +123,11 @@ def test_te_is_transformer_engine(case, adam_w_mode, bias_correction):
     peer = te.FusedAdam(theirs, bias_correction=bias_correction, **options)
     optimizer = Ours(ours, bias_correction=bias_correction, **options)
     attribute = "decoupled_grad" if grad_dtype else "grad"
-    for step in range(STEPS):
-        for params in (theirs, ours):
-            give_grads(params, step, grad_dtype, attribute)
-        peer.step()
-        optimizer.step()
-        assert_same_state(theirs, ours, peer, optimizer)
+    assert_same_steps(peer, theirs, optimizer, ours, grad_dtype, attribute)
 
 
 # remainders and scaled states differ there on purpose: docs/numbers.md
-TE_EXTREME_CASES = [
+PLAIN_TE_CASES = [
     "bf16, fp32 masters",
     "fp16, fp32 masters",
     "fp32",
@@ -118,10 +141,8 @@ TE_EXTREME_CASES = [
 @pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
 @pytest.mark.parametrize("betas", EXTREME_BETAS, ids=str)
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
-@pytest.mark.parametrize("case", TE_EXTREME_CASES)
-def test_te_is_transformer_engine_in_extremes(case, adam_w_mode, betas, capturable):
-    reason = "TransformerEngine is not installed"
-    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
+@pytest.mark.parametrize("case", PLAIN_TE_CASES)
+def test_te_is_transformer_engine_in_extremes(te, case, adam_w_mode, betas, capturable):
     from megaopt.integration.transformer_engine import FusedAdam as Ours
 
     dtype, options, _ = TE_CASES[case]
@@ -147,9 +168,7 @@ def test_torch_is_torch_in_extremes(name, dtype, weight_decay, betas, capturable
     assert_same_in_extremes(peer, theirs, optimizer, ours)
 
 
-def test_te_frozen_and_empty_parameters():
-    reason = "TransformerEngine is not installed"
-    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
+def test_te_frozen_and_empty_parameters(te):
     from megaopt.integration.transformer_engine import FusedAdam as Ours
 
     sides = []
@@ -166,32 +185,17 @@ def test_te_frozen_and_empty_parameters():
     assert_same_state(theirs, ours, peer, optimizer)
 
 
-TE_CAPTURABLE_CASES = {
-    "bf16, fp32 masters": (BF16, {"master_weights": True}),
-    "fp16, fp32 masters": (FP16, {"master_weights": True}),
-    "fp32": (FP32, {}),
-    "bf16": (BF16, {}),
-    "fp16": (FP16, {}),
-    "bf16 moments": (
-        BF16,
-        {"master_weights": True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
-    ),
-}
-
-
 @pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 @pytest.mark.parametrize("scale", [None, 3.0, 65536.0])
 @pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
-@pytest.mark.parametrize("case", TE_CAPTURABLE_CASES.values(), ids=TE_CAPTURABLE_CASES)
-def test_te_is_transformer_engine_capturable(case, adam_w_mode, bias_correction, scale):
+@pytest.mark.parametrize("case", PLAIN_TE_CASES)
+def test_te_is_transformer_engine_capturable(te, case, adam_w_mode, bias_correction, scale):
     """With a GradScaler the third step's gradients overflow, and it is skipped."""
-    reason = "TransformerEngine is not installed"
-    te = pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason)
     from megaopt.integration.transformer_engine import FusedAdam as Ours
 
-    dtype, options = case
+    dtype, options, _ = TE_CASES[case]
     if dtype == BF16 and scale is not None:
         pytest.skip("torch's GradScaler does not unscale bf16 gradients")
     options = {**HYPER, **options, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
@@ -201,17 +205,7 @@ def test_te_is_transformer_engine_capturable(case, adam_w_mode, bias_correction,
         optimizer = cls(params, bias_correction=bias_correction, capturable=True, **options)
         scaler = torch.amp.GradScaler("cuda", init_scale=scale or 1.0, enabled=scale is not None)
         sides.append((params, optimizer, scaler))
-    for step in range(STEPS):
-        for params, optimizer, scaler in sides:
-            give_grads(params, step)
-            if scale is not None and step == 2:
-                params[-1].grad[5] = torch.inf
-            scaler.scale(torch.zeros((), device="cuda"))  # as a loss would, it makes the scale
-            scaler.step(optimizer)
-            scaler.update()
-        (theirs, peer, _), (ours, optimizer, _) = sides
-        assert_same_state(theirs, ours, peer, optimizer)
-        assert_same_grads(theirs, ours)
+    assert_same_scaled_steps(sides)
 
 
 def test_capturable_te_bias_corrections_are_the_hosts():
@@ -261,12 +255,7 @@ def test_torch_is_torch(name, dtype, weight_decay, start, capturable):
             "exp_avg": torch.zeros_like(param),
             "exp_avg_sq": torch.zeros_like(param),
         }
-    for step in range(STEPS):
-        for params in (theirs, ours):
-            give_grads(params, step)
-        peer.step()
-        optimizer.step()
-        assert_same_state(theirs, ours, peer, optimizer)
+    assert_same_steps(peer, theirs, optimizer, ours)
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
@@ -307,12 +296,7 @@ def test_torch_is_torch_wherever_its_tensors_lie(dtype, shift):
     peer = torch.optim.Adam(sides[0], fused=True, **options)
     moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     optimizer = FusedAdam(sides[1], contract="torch", adam_w_mode=False, **options, **moments)
-    for step in range(STEPS):
-        for params in sides:
-            give_grads(params, step)
-        peer.step()
-        optimizer.step()
-        assert_same_state(*sides, peer, optimizer)
+    assert_same_steps(peer, sides[0], optimizer, sides[1])
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 65536.0])
@@ -331,17 +315,7 @@ def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
     ):
         params = parameters(dtype)
         sides.append((params, make(params), torch.amp.GradScaler("cuda", init_scale=scale)))
-    for step in range(STEPS):
-        for params, optimizer, scaler in sides:
-            give_grads(params, step)
-            if step == 2:
-                params[-1].grad[5] = torch.inf
-            scaler.scale(torch.zeros((), device="cuda"))
-            scaler.step(optimizer)
-            scaler.update()
-        (theirs, peer, _), (ours, optimizer, _) = sides
-        assert_same_state(theirs, ours, peer, optimizer)
-        assert_same_grads(theirs, ours)
+    assert_same_scaled_steps(sides)
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
@@ -365,13 +339,8 @@ def test_parity_would_notice_another_contract():
     theirs, ours = parameters(FP32), parameters(FP32)
     peer = torch.optim.AdamW(theirs, fused=True, **HYPER)
     optimizer = FusedAdam(ours, contract="ieee", weight_decay=1e-2, **HYPER)
-    for step in range(STEPS):
-        for params in (theirs, ours):
-            give_grads(params, step)
-        peer.step()
-        optimizer.step()
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_state(theirs, ours, peer, optimizer)
+        assert_same_steps(peer, theirs, optimizer, ours)
 
 
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])

@@ -209,26 +209,3 @@ def test_codes_and_scales_are_those_of_quantize_master_weights(te, name, contrac
                 assert_same_bits(value, expected[key], f"step {step}, weight {index}, {key}")
             if "delayed" in name:
                 assert_same_bits(weight._quantizer.amax, other._quantizer.amax)
-
-
-def test_save_load_continue(te):
-    """A state dict with fp8 weights, loaded: the straight run's bits."""
-    make = quantizers(te)["current"]
-    runs = []
-    for resumed in (False, True):
-        weights = [torch.nn.Parameter(empty(make(), shape)) for shape in SHAPES]
-        optimizer = DropIn(weights, **OPTIONS, master_weights=True)
-        for step in range(4):
-            if resumed and step == 2:
-                saved = optimizer.state_dict()
-                optimizer = DropIn(weights, **OPTIONS, master_weights=True)
-                optimizer.load_state_dict(saved)
-            generator = torch.Generator("cuda").manual_seed(step)
-            for weight in weights:
-                grad = torch.randn(weight.shape, device="cuda", generator=generator)
-                weight.grad = grad.bfloat16()
-            optimizer.step()
-        runs.append([buffers_of(weight) for weight in weights])
-    for straight, other in zip(*runs, strict=True):
-        for key, value in straight.items():
-            assert_same_bits(other[key], value, key)

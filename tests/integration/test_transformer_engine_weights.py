@@ -80,6 +80,7 @@ def pair(recipe, backend, **options):
 @pytest.mark.parametrize(
     ("backend", "direct"), [("reference", None), ("triton", None), ("reference", True)]
 )
+@pytest.mark.halved
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_step_is_that_of_a_weight_of_ours(name, backend, direct):
     assert_steps_are_ours(name, backend, dtype=torch.float32, direct_cast=direct)
@@ -179,22 +180,6 @@ def test_without_masters_the_numbers_that_the_codes_are_for_are_updated(name):
         made = quantize_reference(param.detach(), recipe, torch.bfloat16, scale)
         assert_same_bits(codes_of(tensor), made.codes.view(torch.uint8))
         assert_same_bits(scale_inv_of(tensor, made.scale_inv), made.scale_inv)
-
-
-def test_tensors_of_two_recipes_and_plain_ones_in_a_group():
-    names = ("delayed", "current", "blocks")
-    mixed = [fake(weights_of(RECIPES[name])[index]) for index, name in enumerate(names)]
-    plain = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    optimizer = FusedAdam([*mixed, plain], dtype=torch.float32, **OPTIONS)
-    give(mixed, 0)
-    plain.grad = torch.ones_like(plain)
-    optimizer.step()
-    for tensor, name in zip(mixed, names, strict=True):
-        recipe = RECIPES[name]
-        scale = tensor._quantizer.scale.view(1) if "delayed" in name else None
-        master = optimizer.state[tensor]["master_param"]
-        made = quantize_reference(master, recipe, torch.bfloat16, scale)
-        assert_same_bits(codes_of(tensor), made.codes.view(torch.uint8))
 
 
 E5M2 = types.SimpleNamespace(name="kFloat8E5M2")

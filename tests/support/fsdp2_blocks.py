@@ -1,25 +1,12 @@
 """What ranks do with DTensors whose moments are in blocks; without a process group, the whole."""
 
+from functools import partial
+
+import fsdp2_ranks as ranks
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from fsdp2_ranks import (
-    build,
-    content_of,
-    give,
-    gradients,
-    mesh_of,
-    options_of,
-    snapshot,
-    train,
-)
+from fsdp2_ranks import build, give, gradients, mesh_of, snapshot, train
 from runs import BF16, assert_same, values
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -31,10 +18,10 @@ a small one, which keeps fp32."""
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 
 
-def trained(options, steps, replicas=1, **step):
-    model, optimizer = build(options, replicas, shapes=SHAPES)
-    train(model, optimizer, steps, **step)
-    return snapshot(optimizer)
+trained, save, load_and_train, through_full_state = (
+    partial(function, shapes=SHAPES)
+    for function in (ranks.trained, ranks.save, ranks.load_and_train, ranks.through_full_state)
+)
 
 
 def clipped(options):
@@ -54,51 +41,6 @@ def kinds_of_state(options):
                 own = tuple(param.shape), tuple(tensor.shape), tensor.dtype
                 found.append((name, alike, *own, *shards))
     return found
-
-
-def save(options, steps, folder, flat_names, shapes=SHAPES):
-    model, optimizer = build(options, shapes=shapes)
-    train(model, optimizer, steps)
-    dcp.save(content_of(model, optimizer, options_of(flat_names)), checkpoint_id=folder)
-
-
-def load_and_train(options, steps, first, folder, flat_names):
-    model, optimizer = build({**options, "lr": 77.0}, shapes=SHAPES, seed=50)
-    given = options_of(flat_names)
-    content = content_of(model, optimizer, given)
-    dcp.load(content, checkpoint_id=folder)
-    set_model_state_dict(model, content["model"])
-    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
-    loaded = snapshot(optimizer)
-    train(model, optimizer, steps, first)
-    return loaded, snapshot(optimizer)
-
-
-def load(options, folder, flat_names, shapes=SHAPES):
-    """A checkpoint, into a model and optimizer of this layout."""
-    model, optimizer = build({**options, "lr": 77.0}, shapes=shapes, seed=50)
-    given = options_of(flat_names)
-    content = content_of(model, optimizer, given)
-    dcp.load(content, checkpoint_id=folder)
-    set_model_state_dict(model, content["model"])
-    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
-    return snapshot(optimizer)
-
-
-def through_full_state(options, steps, more):
-    """By way of a whole state on rank 0, into another model and optimizer."""
-    model, optimizer = build(options, shapes=SHAPES)
-    train(model, optimizer, steps)
-    given = options_of(flat=False, full=True)
-    weights = get_model_state_dict(model, options=given)
-    saved = get_optimizer_state_dict(model, optimizer, options=given)
-    if dist.get_rank():
-        weights, saved = {}, {}
-    model, optimizer = build({**options, "lr": 77.0}, shapes=SHAPES, seed=50)
-    set_model_state_dict(model, weights, options=given)
-    set_optimizer_state_dict(model, optimizer, saved, options=given)
-    train(model, optimizer, more, steps)
-    return snapshot(optimizer)
 
 
 def read_and_set(options):

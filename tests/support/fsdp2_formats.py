@@ -2,7 +2,7 @@
 
 import torch.distributed.checkpoint as dcp
 from fsdp2_blocks import SHAPES
-from fsdp2_ranks import build, content_of, options_of, snapshot, train
+from fsdp2_ranks import build, content_of, load, options_of, snapshot, train
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -10,12 +10,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-
-
-def save(options, folder, flat):
-    model, optimizer = build(options, shapes=SHAPES)
-    train(model, optimizer, 2)
-    dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
 
 
 def running(options):
@@ -86,11 +80,7 @@ def optimizer_of(model, optimizer, given):
 
 def changed(saved, own, folder, flat, steps):
     """A checkpoint, into an optimizer of its formats, and from that into one of others."""
-    model, optimizer = build({**saved, "lr": 77.0}, shapes=SHAPES, seed=50)
-    content, given = content_of(model, optimizer, options_of(flat)), options_of(flat)
-    dcp.load(content, checkpoint_id=folder)
-    set_model_state_dict(model, content["model"])
-    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
+    model, optimizer = load(saved, folder, flat, SHAPES)
     return into(own, model, optimizer, steps)
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, build, gradients, mesh_of, snapshot, split_like, train, whole
+from fsdp2_ranks import build, gradients, mesh_of, snapshot, split_like, train, whole
 from runs import BF16, FP32, values
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -76,14 +76,6 @@ def losses(replicas, steps, options):
         optimizer.step(clip_norm=0.5)
         optimizer.zero_grad()
     return found, snapshot(optimizer)
-
-
-def offloaded(options):
-    """CPUOffloadPolicy, where the device is a CPU anyway: nothing is copied."""
-    model = fully_shard(Bare(), mesh=mesh_of(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    optimizer = FusedAdam(model.parameters(), **options)
-    train(model, optimizer, 2)
-    return snapshot(optimizer)
 
 
 def _perceptron(dtype=BF16):

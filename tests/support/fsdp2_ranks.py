@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runs import BF16, FP32, params_of, values
+from runs import BF16, FP32, assert_same, params_of, values
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, reduce_scatter_tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +22,6 @@ import megaopt
 from megaopt import FusedAdam
 from megaopt.kernels.step.reference import ReferencePlan
 from megaopt.params import view_of
-from megaopt.state import native
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
@@ -114,11 +113,16 @@ def train(model, optimizer, steps, first=0, **step):
         optimizer.step(**step)
 
 
-def trained(options, steps, replicas=1, **step):
+def trained(options, steps, replicas=1, shapes=SHAPES, **step):
     """What an optimizer has after some steps; of all ranks the same."""
-    model, optimizer = build(options, replicas)
+    model, optimizer = build(options, replicas, shapes=shapes)
     train(model, optimizer, steps, **step)
     return snapshot(optimizer)
+
+
+def assert_same_on_all(found, expected):
+    for rank, own in enumerate(found):
+        assert_same(own, expected, f"rank {rank}")
 
 
 # --- what belongs to the processes alone
@@ -163,35 +167,41 @@ def content_of(model, optimizer, given):
     }
 
 
-def save(options, steps, folder, flat):
-    model, optimizer = build(options)
+def save(options, steps, folder, flat, shapes=SHAPES):
+    model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, steps)
     dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
 
 
-def load_and_train(options, steps, first, folder, flat):
-    """From a checkpoint of another number of ranks on; all that was made here is overwritten."""
-    model, optimizer = build({**options, "lr": 77.0}, seed=50)
+def load(options, folder, flat, shapes=SHAPES):
+    """Model and optimizer from a checkpoint; all that was made here is overwritten."""
+    model, optimizer = build({**options, "lr": 77.0}, shapes=shapes, seed=50)
     given = options_of(flat)
     content = content_of(model, optimizer, given)
     dcp.load(content, checkpoint_id=folder)
     set_model_state_dict(model, content["model"])
     set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
+    return model, optimizer
+
+
+def load_and_train(options, steps, first, folder, flat, shapes=SHAPES):
+    """From a checkpoint of another number of ranks on: what is loaded, and what it comes to."""
+    model, optimizer = load(options, folder, flat, shapes)
     loaded = snapshot(optimizer)
     train(model, optimizer, steps, first)
     return loaded, snapshot(optimizer)
 
 
-def through_full_state(options, steps, more):
+def through_full_state(options, steps, more, shapes=SHAPES):
     """By way of a whole state on rank 0, into another model and optimizer."""
-    model, optimizer = build(options)
+    model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, steps)
     given = options_of(flat=False, full=True)  # torch itself does not load flat full ones
     weights = get_model_state_dict(model, options=given)
     saved = get_optimizer_state_dict(model, optimizer, options=given)
     if dist.get_rank():
         weights, saved = {}, {}
-    model, optimizer = build({**options, "lr": 77.0}, seed=50)
+    model, optimizer = build({**options, "lr": 77.0}, shapes=shapes, seed=50)
     set_model_state_dict(model, weights, options=given)
     set_optimizer_state_dict(model, optimizer, saved, options=given)
     train(model, optimizer, more, steps)
@@ -259,17 +269,6 @@ def clipped(options, steps, replicas, beside):
         optimizer.step(clip_norm=1.0)
         norms.append(optimizer.grad_norm.clone())
     return snapshot(optimizer), norms
-
-
-def clipped_by_torch(options, steps):
-    model, optimizer = build(options)
-    for step in range(steps):
-        give(model.parameters(), gradients(step))
-        # one coefficient for all ranks, a power of two, so that the product is exact
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e30)
-        assert torch.isfinite(norm.full_tensor())
-        optimizer.step()
-    return snapshot(optimizer)
 
 
 def one_infinity(options, place):
@@ -362,12 +361,6 @@ def beside_plain_ones(options):
             optimizer.step()
         launches.append(launch.call_count)
     return snapshot(optimizer), launches
-
-
-def by_the_extension(options):
-    """With the look at tensors in C++."""
-    module, reason = native.build()
-    return reason, trained(options, 3) if module is not None else None
 
 
 def read_and_set(options):

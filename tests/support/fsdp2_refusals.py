@@ -18,14 +18,21 @@ def trained(options=OPTIONS):
     return model, optimizer
 
 
-def refused(action, optimizer):
-    before = snapshot(optimizer)
+def said(action):
+    """What is said of an action that is refused."""
     try:
         action()
     except ValueError as error:
-        assert_same(snapshot(optimizer), before)
         return str(error)
     return "nothing was refused"
+
+
+def refused(action, optimizer):
+    """What is said, where nothing has changed."""
+    before = snapshot(optimizer)
+    message = said(action)
+    assert_same(snapshot(optimizer), before)
+    return message
 
 
 def gradient(placements, kind="grad"):
@@ -67,11 +74,7 @@ def state_of_a_subclass():
     state["exp_avg"] = DTensor.from_local(
         wrapped, mesh_of(), model.p0.placements, run_check=False, shape=(5, 3), stride=(3, 1)
     )
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    return said(optimizer.step)
 
 
 def partial_gradient_of_a_replicated_parameter():
@@ -96,30 +99,17 @@ def dtensor_gradient_of_a_plain_parameter():
 def partial_parameter():
     local = values((4,), 0)
     param = torch.nn.Parameter(DTensor.from_local(local, mesh_of(), [Partial()], run_check=False))
-    try:
-        FusedAdam([param])
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    return said(lambda: FusedAdam([param]))
 
 
 def parameter_of_a_subclass():
     local = TwoTensor(values((4,), 0), values((4,), 0))
     param = DTensor.from_local(local, mesh_of(), [Replicate()], run_check=False)
-    try:
-        FusedAdam([param.requires_grad_()])
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    return said(lambda: FusedAdam([param.requires_grad_()]))
 
 
 def scaled(**options):
-    try:
-        model, optimizer = build({**OPTIONS, **options})
-    except ValueError as error:
-        return str(error)
-    give(model.parameters(), gradients(0, dtype=BF16))
-    return refused(optimizer.step, optimizer)
+    return said(lambda: build({**OPTIONS, **options}))
 
 
 def scaled_exp_avg():
@@ -137,13 +127,8 @@ def scaled_masters():
 def plain_masters():
     model, optimizer = trained({"lr": 0.01, "weights": BF16})
     masters = [param.to_local().float() for param in model.parameters()]
-    masters[0] = param_shaped = torch.zeros(5, 3)
-    assert param_shaped.shape == model.p0.shape
-
-    def assign():
-        optimizer.master_weights = masters
-
-    return refused(assign, optimizer)
+    masters[0] = torch.zeros(5, 3)
+    return refused(lambda: setattr(optimizer, "master_weights", masters), optimizer)
 
 
 def plain_value():
@@ -189,18 +174,5 @@ def flat_parameters():
         param._fsdp_flattened = True
         param.grad = values((6,), 1)
         optimizer = FusedAdam([param])
-        found.append(refused_step(optimizer, arguments) if arguments else stepped(optimizer))
+        found.append(said(lambda step=optimizer.step, given=arguments: step(**given)))
     return found
-
-
-def refused_step(optimizer, arguments):
-    try:
-        optimizer.step(**arguments)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-def stepped(optimizer):
-    optimizer.step()
-    return "nothing was refused"

@@ -75,11 +75,7 @@ def take_steps(trainer, steps):
     for step in range(trainer.done, trainer.done + steps):
         for index, group in enumerate(trainer.optimizer.param_groups):
             group["lr"], group["weight_decay"] = lr_of(step, index), 0.1 * group["wd_mult"]
-        trainer.chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        for place, param in enumerate(params):
-            param.main_grad.copy_(gradient(step, place, param.shape))
-        trainer.optimizer.step()
+        trainer.step_given(gradient(step, n, param.shape) for n, param in enumerate(params))
     trainer.done += steps
 
 
@@ -230,6 +226,3 @@ def with_fault(fault, folder, function, *arguments):
     own.mkdir(parents=True)
     with mutated(*fault, own):
         return function(*arguments)
-
-
-# --- refusals

@@ -4,26 +4,27 @@ import sys
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from megatron_gpt import Case, Trainer, build_model, build_optimizer, hash_of, megatron, seen
+from megatron_gpt import (
+    Case,
+    Trainer,
+    build_model,
+    build_optimizer,
+    hash_of,
+    megatron,
+    random_gradients,
+    seen,
+)
 from megatron_gpt import optimizer_config as make_config
-from ranks import end_at_once
 
 import megaopt
 from megaopt.integration import megatron as ours
-from megaopt.params import view_of
 
 
 def step_given_gradients(case, steps=3):
     """The state after steps whose gradients are the same whatever the number of ranks."""
     trainer = Trainer(case)
     for step in range(steps):
-        trainer.chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        for index, (_, param) in enumerate(trainer.chunk.module.named_parameters()):
-            generator = torch.Generator().manual_seed(100 * step + index)
-            param.main_grad.copy_(torch.randn(param.shape, generator=generator))
-        trainer.optimizer.step()
+        trainer.step_given(random_gradients(step, trainer.chunk.module.parameters()))
     return seen(trainer)
 
 
@@ -32,12 +33,10 @@ def step_with_a_nan(case):
     trainer = Trainer(case)
     norms = []
     for step in range(2):
-        for index, param in enumerate(trainer.chunk.module.parameters()):
-            generator = torch.Generator().manual_seed(100 * step + index)
-            param.main_grad.copy_(torch.randn(param.shape, generator=generator))
-            if step == index == 0:
-                param.main_grad.view(-1)[0] = torch.nan
-        norms.append(trainer.optimizer.step()[1])
+        grads = [*random_gradients(step, trainer.chunk.module.parameters())]
+        if step == 0:
+            grads[0].view(-1)[0] = torch.nan
+        norms.append(trainer.step_given(grads)[1])
     trainer.gather()
     tensors = [param.data for param in trainer.chunk.module.parameters()]
     tensors += [parts[key] for *_, parts in trainer.parts() for key in sorted(parts)]
@@ -86,16 +85,6 @@ def save_groups_never_stepped(case, folder):
         [group["step"] for part in parts for group in part["optimizer"]["param_groups"]]
         for parts in found
     ]
-
-
-def error_without_lr(case):
-    """What a step says where nobody has set what config left out."""
-    trainer = Trainer(case)
-    trainer.backward()
-    try:
-        trainer.optimizer.step()
-    except ValueError as error:
-        return str(error)
 
 
 def edit_main_params(case):
@@ -153,17 +142,6 @@ def load_legacy(case, file, groups):
     return {**seen(trainer), "steps": trainer.train(2)}
 
 
-def die_in_a_save(case, folder, kind, victim):
-    """One rank ends at once when its part is to be written."""
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-    trainer = Trainer(case)
-    trainer.train(3)
-    if dist.get_rank() == victim:
-        TorchDistSaveShardedStrategy.async_save = lambda *_, **__: end_at_once()
-    trainer.save(folder, kind)
-
-
 def move_shards(case):
     """Parameters get new memory, as Megatron's offload_to_cpu gives them, and come back."""
     trainer = Trainer(case)
@@ -202,20 +180,6 @@ def gradients_of(case):
         "changed": not all(map(torch.equal, before, second)),
         "clipped": norm > case.clip_grad,
     }
-
-
-def where_shards_begin(case):
-    """Whether shards are their parameters from their first elements on; how many begin at 0."""
-    trainer = Trainer(case)
-    trainer.train(1)
-    trainer.gather()
-    (optimizer,) = trainer.optimizer.chained_optimizers
-    found = []
-    for model, shard in optimizer.shards.items():
-        first = view_of(shard).first_element
-        part = model.detach().flatten()[first : first + shard.numel()]
-        found.append((torch.equal(part, shard.detach().flatten()), first))
-    return all(is_same for is_same, _ in found), sum(first == 0 for _, first in found), len(found)
 
 
 def norm_of_16_bits(case):
@@ -275,23 +239,6 @@ def what_stays(case):
         "stock": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         "adam": isinstance(optimizer.optimizer, megaopt.FusedAdam),
     }
-
-
-def nested(case):
-    """The optimizers made by each of two blocks, one in the other, and by a call within both."""
-    outer, inner = Case(plug="main_shards", as_context=True), Case(plug="precision_aware")
-    called = Case(plug="main_shards", options={"exp_avg_dtype": torch.bfloat16})
-    Trainer(outer)
-    found = []
-    with ours.plugged_in(mode=outer.plug):
-        found += [build_optimizer(each, build_model(each)[1]) for each in (inner, called)]
-        with ours.plugged_in(mode=inner.plug):
-            factory, chunk = megatron("optimizer"), build_model(inner)[1]
-            found.append(factory.get_megatron_optimizer(make_config(inner), [chunk]))
-        factory, chunk = megatron("optimizer"), build_model(outer)[1]
-        found.append(factory.get_megatron_optimizer(make_config(outer), [chunk]))
-    optimizers = [optimizer for each in found for optimizer in each.chained_optimizers]
-    return [(type(each).__name__, each.fused.options.exp_avg_dtype) for each in optimizers]
 
 
 @contextmanager

@@ -358,6 +358,14 @@ class Trainer:
         self.done += 1
         return loss.hex(), updated, norm if norm is None else float(norm).hex(), zeros
 
+    def step_given(self, grads):
+        """A step of these gradients, the same whatever the number of ranks."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for param, grad in zip(self.chunk.module.parameters(), grads, strict=True):
+            param.main_grad.copy_(grad)
+        return self.optimizer.step()
+
     def train(self, steps):
         return [self.step() for _ in range(steps)]
 
@@ -440,6 +448,13 @@ class Trainer:
         self.chunk.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.done = done
+
+
+def random_gradients(step, params):
+    """The same whatever the number of ranks."""
+    for index, param in enumerate(params):
+        generator = torch.Generator().manual_seed(100 * step + index)
+        yield torch.randn(param.shape, generator=generator)
 
 
 def whole(numel, parts, key):

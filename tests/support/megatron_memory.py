@@ -10,7 +10,7 @@ from megatron_gpt import Trainer, hash_of, megatron
 from torch.profiler import ProfilerActivity, profile
 
 from megaopt.kernels.host_memory import pinned_by
-from megaopt.state import codes as pieces
+from megaopt.params import codes as pieces
 
 KIND = "dp_reshardable"
 

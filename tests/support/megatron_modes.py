@@ -4,16 +4,9 @@ import contextlib
 import dataclasses
 from unittest import mock
 
-import torch
-from megatron_gpt import Trainer, build_model, hash_of, megatron, seen
+from megatron_gpt import Trainer, build_model, hash_of, megatron, random_gradients, seen
 
 import megaopt
-
-
-def grads_of(step, params):
-    for index, param in enumerate(params):
-        generator = torch.Generator().manual_seed(100 * step + index)
-        yield torch.randn(param.shape, generator=generator)
 
 
 def step_given_gradients(case, steps=3):
@@ -22,11 +15,7 @@ def step_given_gradients(case, steps=3):
     for group in trainer.optimizer.param_groups:
         group.update(lr=1e-2, weight_decay=0.1)
     for step in range(steps):
-        trainer.chunk.zero_grad_buffer()
-        params = [param for _, param in trainer.chunk.module.named_parameters()]
-        for param, grad in zip(params, grads_of(step, params), strict=True):
-            param.main_grad.copy_(grad)
-        trainer.optimizer.step()
+        trainer.step_given(random_gradients(step, trainer.chunk.module.parameters()))
     return trainer
 
 
@@ -64,7 +53,7 @@ def alone(case, name):
     settings = {"lr": 1e-2, "weight_decay": 0.1, "master_weights": True}
     optimizer = cls(params, use_decoupled_grad=True, **settings, **more)
     for step in range(3):
-        for param, grad in zip(params, grads_of(step, params), strict=True):
+        for param, grad in zip(params, random_gradients(step, params), strict=True):
             param.decoupled_grad = grad
         optimizer.step()
     return {name: hash_of(p.data) for name, p in chunk.module.named_parameters()}

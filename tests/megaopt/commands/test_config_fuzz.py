@@ -5,13 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from config_fuzz import extreme_run, write_broken
+from config_fuzz import write_broken
 
 from megaopt.commands import cli
 from megaopt.commands.regression import command, single
 from megaopt.commands.regression.megatron import command as megatron_command
 from megaopt.commands.toml_tables import ConfigError
-from megaopt.commands.training import limits
 from megaopt.commands.training.text import Corpus, load_corpus
 
 SOURCES = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
@@ -59,29 +58,6 @@ def refuse(monkeypatch, tmp_path, capsys):
     return refuse
 
 
-@pytest.fixture
-def train(monkeypatch, tmp_path, capsys):
-    """Runs `megaopt train` on an extreme run; the exit status and stderr."""
-    corpus = load_corpus()
-    monkeypatch.setattr(single, "load_corpus", lambda: corpus)
-    # the same everywhere: a large machine would begin with what does not fit here
-    monkeypatch.setattr(limits, "memory_of", lambda device: 2**30)
-
-    def train(seed):
-        path = tmp_path / "run.toml"
-        path.write_text(extreme_run(seed), encoding="utf-8")
-        status = cli.main(["train", str(path)])
-        err = capsys.readouterr().err
-        assert status in (0, 2), (extreme_run(seed), err)
-        assert (status == 0) == (err == ""), (extreme_run(seed), err)
-        assert re.fullmatch(r"megaopt: [^\n]+ must be [^\n]+, got [^\n]+\n|", err) or (
-            "cannot run here: " in err
-        ), (extreme_run(seed), err)
-        return status
-
-    return train
-
-
 def check(refuse, seeds):
     messages = []
     for seed in seeds:
@@ -101,13 +77,3 @@ def test_broken_configs_are_refused(refuse):
 def test_a_thousand_broken_configs_are_refused(refuse):
     messages = check(refuse, range(1000, 2000))
     assert sum(VALID in message for message in messages) < 100
-
-
-def test_extreme_runs_are_trained_or_refused(train):
-    assert {train(seed) for seed in range(20)} == {0, 2}
-
-
-@pytest.mark.slow
-def test_hundreds_of_extreme_runs_are_trained_or_refused(train):
-    statuses = [train(seed) for seed in range(1000, 1500)]
-    assert 100 < statuses.count(0) < 400

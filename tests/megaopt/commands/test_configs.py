@@ -23,28 +23,12 @@ def test_a_file_of_the_users_own_goes_first(tmp_path, monkeypatch):
     assert configs.find_config(own) == own
 
 
-@pytest.mark.parametrize(
-    "path", ["none.toml", "gpt_tiny.txt", "else/gpt_tiny.toml", "/gpt_tiny.toml"]
-)
-def test_what_is_no_config_stays_as_it_is(tmp_path, monkeypatch, path):
-    monkeypatch.chdir(tmp_path)
-    assert configs.find_config(Path(path)) == Path(path)
-
-
 def test_an_unknown_name_is_refused_with_those_there_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["regress", "gpt_tyni"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("megaopt: gpt_tyni: config must be a file or one of gpt_124m, ")
     assert all(name in said for name in configs.shipped())
-
-
-def test_an_installed_package_has_its_own_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(configs, "PACKAGE", tmp_path)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "own.toml").touch()
-    assert configs.shipped() == ["own"]
-    assert configs.find_config(Path("own")) == tmp_path / "configs" / "own.toml"
 
 
 def test_regress_takes_the_config_of_the_package(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from megaopt.commands import cli, doctor, exits
 from megaopt.commands.checkpoint import CheckpointError
@@ -74,36 +73,8 @@ def test_what_no_input_explains_is_called_an_internal_error(ended_by, error, mon
     assert f"internal error: {name}" in err
 
 
-def test_memory_that_is_not_there_is_no_internal_error(ended_by):
-    with pytest.raises(RuntimeError) as refused:
-        torch.empty(2**55, dtype=torch.uint8)
-    for error in (refused.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
-        status, err = ended_by(error)
-        assert status == 2
-        assert err.startswith("megaopt: not enough memory: ")
-
-
-@pytest.mark.parametrize("text", ["", "0"])
-def test_debugging_is_off_without_a_value(ended_by, monkeypatch, text):
-    monkeypatch.setenv("MEGAOPT_DEBUG", text)
-    status, err = ended_by(KeyError("x"))
-    assert status == 2
-    assert "Traceback" not in err
-
-
 def test_an_interrupt_is_130(ended_by):
     assert ended_by(KeyboardInterrupt()) == (130, "megaopt: interrupted\n")
-
-
-@pytest.mark.parametrize("code", [0, 1, 2])
-def test_whoever_leaves_with_a_status_has_it(ended_by, code):
-    assert ended_by(SystemExit(code)) == (code, "")
-
-
-def test_what_a_command_returns_is_the_status(monkeypatch):
-    for status in (exits.DONE, exits.DIFFERENT, exits.REFUSED):
-        monkeypatch.setattr(doctor, "main", lambda check, status=status: status)
-        assert cli.main(["doctor"]) == status
 
 
 # --- as a process, since the interpreter has its say at the end
@@ -126,16 +97,11 @@ def test_output_that_cannot_be_written_is_told():
     assert run_doctor("> /dev/full") == (2, "megaopt: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_a_reader_that_has_gone_is_no_error_to_tell():
     # `true` reads nothing: its end of the pipe is closed before the first line comes
     assert run_doctor("| true") == (2, "")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-def test_a_closed_stdout_is_no_difference():
-    assert run_doctor(">&-") == (0, "")
 
 
 def test_an_interrupt_within_an_exec_has_our_status(tmp_path):

@@ -132,43 +132,32 @@ def imports_torch(command):
 
 
 # a file that is there once what is meant has begun
-MOMENTS = {
-    "plain": ("plain", found("tmp*")),
-    "ranks": ("ranks", found("meeting")),
-    "resumed": ("resumed", found("fused.said")),
-    "megatron": ("megatron", found("stock-rank1.log")),
-}
-needs_megatron = pytest.mark.skipif(
-    not (is_installed("megatron.core") and is_installed("psutil")), reason="needs megatron-core"
-)
-ALL = [pytest.param(name, marks=needs_megatron) if name == "megatron" else name for name in MOMENTS]
+MOMENTS = {"plain": "tmp*", "ranks": "meeting", "resumed": "fused.said"}
+MOMENTS |= {"megatron": "stock-rank1.log"} if is_installed("megatron.core") else {}
+
+
+def interrupt(command, moment, later=0.0, group=False):
+    command.wait_for(moment)
+    time.sleep(later)
+    command.interrupt(group)
+    assert_interrupted(command)
 
 
 def test_an_interrupted_run_leaves_nothing(start):
     """The command alone is interrupted, and ends its ranks; the other kinds of runs are below."""
-    command = start("ranks")
-    command.wait_for(MOMENTS["ranks"][1])
-    command.interrupt(group=False)
-    assert_interrupted(command)
+    interrupt(start("ranks"), found("meeting"))
 
 
 def test_an_interrupt_while_modules_are_imported(start):
-    command = start("plain")
-    command.wait_for(imports_torch)
-    command.interrupt(group=False)
-    assert_interrupted(command)
+    interrupt(start("plain"), imports_torch)
 
 
 @pytest.mark.slow
 @pytest.mark.thirds
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("later", [0.0, 2.0])
-def test_every_part_of_a_run_may_be_interrupted(start, name, later):
-    command = start(name)
-    command.wait_for(MOMENTS[name][1])
-    time.sleep(later)
-    command.interrupt(group=True)
-    assert_interrupted(command)
+@pytest.mark.parametrize(("group", "later"), [(True, 0.3), (False, 3.0)])
+@pytest.mark.parametrize("name", MOMENTS)
+def test_every_part_of_a_run_may_be_interrupted(start, name, group, later):
+    interrupt(start(name), found(MOMENTS[name]), later, group)
 
 
 @pytest.mark.slow
@@ -176,20 +165,19 @@ def test_every_part_of_a_run_may_be_interrupted(start, name, later):
 @pytest.mark.parametrize("seed", range(6))
 def test_any_moment_will_do(start, seed):
     rng = random.Random(seed)
-    command = start(rng.choice(("plain", "ranks", "resumed")))
-    command.wait_for(imports_torch)
-    time.sleep(rng.uniform(0, 8))
-    command.interrupt(group=rng.random() < 0.5)
-    assert_interrupted(command)
+    command = start(("plain", "ranks", "resumed")[seed % 3])
+    interrupt(command, imports_torch, rng.uniform(0, 8), rng.random() < 0.5)
 
 
 @pytest.mark.slow
 @pytest.mark.thirds
-@pytest.mark.parametrize("arguments", [("doctor",), ("doctor", "--check"), ("bench",)])
-def test_other_commands_may_be_interrupted(start, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "later"), [(("doctor",), 2.0), (("doctor", "--check"), 4.0), (("bench",), 0.0)]
+)
+def test_other_commands_may_be_interrupted(start, arguments, later):
     command = start("plain", *arguments)
     command.wait_for(imports_torch)
-    time.sleep(2)
+    time.sleep(later)
     if command.process.poll() is None:
         command.interrupt(group=True)
     status, err, left = command.end()

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from megaopt import FusedAdam
-from megaopt.commands import doctor
+from megaopt.commands import doctor, parity
+from megaopt.commands.bench.equality import Check
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.promises import checks, table, trial
 from megaopt.commands.promises.table import NEEDS, PROMISES, Promise, why_not
 from megaopt.commands.regression import fake_quantize
-from megaopt.float8 import Float8Weight
 from megaopt.kernels.formats import FLOAT8_E4M3, WEIGHTS
-from megaopt.kernels.formats.remainder16 import REMAINDER16
-from megaopt.kernels.rules import RULES
 
 NUMBERS = Path(__file__).parents[3] / "docs" / "numbers.md"
 # once, where several promises have one check
@@ -43,6 +42,7 @@ def test_what_is_not_checked_says_what_checks_it():
         assert promise.check is not None or re.search(place, promise.left_to)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("promise", CHECKED, ids=lambda promise: promise.name)
 def test_every_promise_that_can_be_checked_here_holds(promise):
     assert promise.check() is None
@@ -87,9 +87,7 @@ def in_pieces(optimizer, options):
 
 OPTIMIZERS = {
     "update": (checks.update, lambda optimizer, options: not options["adam_w_mode"]),
-    "backend": (checks.step, lambda optimizer, options: options["backend"] != "reference"),
     "pieces": (checks.step, in_pieces),
-    "one format": (checks.step, lambda _, options: options.get("store_param_remainders")),
     "scaled": (checks.scaled_step, lambda _, options: options["backend"] != "reference"),
     "clipped pieces": (checks.clipping, in_pieces),
     "capturable": (checks.capturable, lambda _, options: "capturable" in options),
@@ -105,17 +103,6 @@ def test_a_bit_of_a_moment_is_noticed(monkeypatch, check, when):
     assert re.search(r"exp_avg of weight \d+ after step 1, element \d+: 0x\w+, and not", check())
 
 
-def test_another_power_is_noticed(monkeypatch):
-    rule = RULES["adamw", "ieee"]
-
-    def scalars(group):
-        row = rule.scalars(group)
-        return (*row[:4], row[4] * (1 + 2**-23), *row[5:])
-
-    monkeypatch.setitem(RULES, ("adamw", "ieee"), replace(rule, scalars=scalars))
-    assert "step 1, beta 0.9: " in checks.scalars()
-
-
 def test_another_norm_is_noticed(monkeypatch):
     class Short(FusedAdam):
         @property
@@ -125,25 +112,6 @@ def test_another_norm_is_noticed(monkeypatch):
 
     monkeypatch.setattr(trial, "FusedAdam", Short)
     assert re.search("reference on cpu, cut: norm at step 1, element 0", checks.norm())
-
-
-def test_a_step_that_was_not_left_out_is_noticed(monkeypatch):
-    class Careless(FusedAdam):
-        def __init__(self, parameters, *, nonfinite, **options):
-            super().__init__(parameters, **options)
-
-    monkeypatch.setattr(checks, "FusedAdam", Careless)
-    assert "reference on cpu: a step that was to be left out changed weight" in checks.clipping()
-
-
-def test_a_state_dict_that_loses_something_is_noticed(monkeypatch):
-    class Forgetful(FusedAdam):
-        def load_state_dict(self, state_dict):
-            super().load_state_dict(state_dict)
-            one_bit(self.state[self.param_groups[0]["params"][0]]["exp_avg_sq"], 40)
-
-    monkeypatch.setattr(checks, "FusedAdam", Forgetful)
-    assert checks.saving().startswith("fp32: ")
 
 
 def truncated(value, *_):
@@ -162,34 +130,11 @@ def test_another_rounding_is_noticed(monkeypatch):
     assert checks.float8_encoding().startswith("float8_e4m3, element ")
 
 
-def test_a_split_that_loses_a_bit_is_noticed(monkeypatch):
-    def encode(value):
-        weight, code = REMAINDER16.encode_reference(value)
-        return weight, code & ~1
-
-    monkeypatch.setattr(checks, "REMAINDER16", replace(REMAINDER16, encode_reference=encode))
-    assert checks.remainders().startswith("master, element ")
-
-
 @pytest.mark.parametrize("name", ["codes", "scale_inv"])
 def test_other_fp8_weights_are_noticed(monkeypatch, name):
     monkeypatch.setattr(fake_quantize, "CODE_MAX", 240.0)
     assert checks.float8_weights((name,)).startswith(f"delayed: {name}, element ")
     assert re.match("delayed: (output|input grad), element ", checks.float8_linear())
-
-
-def test_codes_that_are_not_those_of_the_masters_are_noticed(monkeypatch):
-    """On all backends alike, so that the comparison of these sees nothing."""
-
-    class Off(FusedAdam):
-        def step(self, **arguments):
-            super().step(**arguments)
-            for parameter in self.param_groups[0]["params"]:
-                if isinstance(parameter, Float8Weight):
-                    one_bit(parameter.data8)
-
-    monkeypatch.setattr(trial, "FusedAdam", Off)
-    assert "codes, element 0" in checks.float8_step()
 
 
 # --- what is told
@@ -233,12 +178,24 @@ def test_a_promise_that_does_not_hold_is_status_1(monkeypatch, capsys):
     assert text.splitlines()[0] == "promises that do NOT hold: 'second'"
 
 
-def test_a_check_that_fails_is_a_promise_that_does_not_hold(monkeypatch):
-    def broken():
-        raise ValueError("no such kernel")
+# --- beside the peers
 
-    only(monkeypatch, Promise("first", broken), Promise("again", broken))
-    found = table.examine_promises()
-    assert [(each.holds, each.note) for each in found] == [
-        (False, "ValueError: no such kernel")
-    ] * 2
+PROMISED = [name for name, mode in MODES.items() if mode.twin is not None]
+
+
+def test_every_promised_mode_is_examined():
+    assert [found.mode for found in parity.examine_parity(MODES)] == PROMISED
+    assert {MODES[name].contract for name in PROMISED} == {"te", "torch"}
+
+
+@pytest.mark.parametrize("difference", [None, "step 1, weight[3]"])
+def test_a_difference_is_told_with_its_mode(monkeypatch, difference):
+    monkeypatch.setattr(parity, "gpu_is_there", lambda: True)
+    monkeypatch.setattr(parity, "check", lambda *_: Check("torch-fused-fp32", difference))
+    told = "torch:fp32 beside torch-fused-fp32: step 1, weight[3]"
+    assert table.parity("torch") == (told if difference else None)
+
+
+def test_a_contract_of_which_nothing_was_compared_is_not_shown_to_hold(monkeypatch):
+    monkeypatch.setattr(parity, "gpu_is_there", lambda: False)
+    assert table.parity("torch") == "torch:fp32 beside torch-fused-fp32: there is no CUDA GPU"

@@ -5,49 +5,16 @@ from functools import partial
 import pytest
 import torch
 
-import megaopt
-from megaopt.commands.bench import modes
 from megaopt.commands.bench.cases import select
-from megaopt.commands.bench.command import CHECKED_ELEMENTS
 from megaopt.commands.bench.instance import build, bytes_held, bytes_per_step
 from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS
-from megaopt.commands.bench.sets import SETS, TensorSet
-from megaopt.float8 import RECIPES, Float8Weight
-from megaopt.kernels.contracts import CONTRACTS, IEEE
-from megaopt.kernels.formats import MOMENTS
-from megaopt.params.view import ParamView
+from megaopt.commands.bench.sets import TensorSet
+from megaopt.float8 import Float8Weight
 
 CPU = torch.device("cpu")
 SIZES = TensorSet(name="s", description="", sizes=(3, 8, 100))
 IEEE_MODES = {name: mode for name, mode in MODES.items() if mode.contract == "ieee"}
-BYTES = {
-    "bf16": 28,
-    "bf16-remainders": 26,
-    "bf16-moments": 20,
-    "bf16-remainders-moments": 18,
-    "fp16-moments": 20,
-    "fp8-moments": 16,
-    "fp8-delayed": 27,
-    "fp8-current": 31,
-    "fp8-block_128x128": 27,
-    "fp8-mxfp8": 27,
-    **{f"fp8-{name}-stochastic-8bit": 8 for name in RECIPES},
-    **{f"fp8-{name}-remainder8-8bit": 10 for name in RECIPES},
-    "stochastic": 14,
-    "remainder8_stochastic": 24,
-    "kahan_stochastic": 26,
-    "lion": 20,
-    "sgd": 20,
-    "blocks": 10,
-    "blocks-nearest": 10,
-    "remainder8_stochastic-blocks": 12,
-    "bf16-remainders-blocks": 14,
-    "lion-blocks": 8,
-    "sgd-blocks": 8,
-    "blocks-4bit": 8,
-    "fp32": 28,
-}
 # held a parameter without scales; moments, and how many bytes of them; elements of a block
 BLOCKS = {
     "blocks": (4, 2, 2, 128),
@@ -79,6 +46,7 @@ def test_declared_bytes_are_those_of_the_tensors(mode: Mode) -> None:
     assert bytes_per_step(instance) == 111 * mode.bytes_per_parameter
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("mode", FLOAT8.values(), ids=FLOAT8)
 def test_bytes_of_fp8_weights_with_scales_and_plain_norms(mode: Mode) -> None:
     make = partial(mode.optimizer, backend="reference")
@@ -107,60 +75,8 @@ def test_bytes_of_moments_in_blocks_with_scales_and_fp32_ones_of_norms(name: str
     assert bytes_held(instance) == matrices * held + scales + 96 * (held + wider)
 
 
-@pytest.mark.parametrize("tensors", SETS.values(), ids=SETS)
-@pytest.mark.parametrize("name", BLOCKS)
-def test_gate_steps_blocks_wherever_the_measured_set_has_some(
-    name: str, tensors: TensorSet
-) -> None:
-    form = MOMENTS[next(v for v in MODES[name].options.values() if str(v).startswith("block"))]
-
-    def has_blocks(each: TensorSet) -> bool:
-        shapes = each.shapes or [(size,) for size in each.sizes]
-        return any(ParamView(torch.empty(s, device="meta")).keeps_blocks(form) for s in shapes)
-
-    assert has_blocks(tensors.shrunk(CHECKED_ELEMENTS)) == has_blocks(tensors)
-    unpacked = tensors.name != "C" and (form.packed == 1 or bool(tensors.shapes))
-    assert has_blocks(tensors) == unpacked
-
-
-def test_recipes_are_the_default_ones_but_direct_where_te_casts_directly() -> None:
-    for name in RECIPES:
-        assert MODES[f"fp8-{name}"].recipe == RECIPES[name]
-    direct = {name for name, mode in MODES.items() if mode.recipe and mode.recipe.direct}
-    assert direct == {"te:fp8-delayed"} & {*MODES}
-    twins = {name: mode.twin for name, mode in MODES.items() if mode.recipe and mode.twin}
-    assert {
-        name: f"te:{twin}".replace("transformerengine-", "") for name, twin in twins.items()
-    } == {name: name for name in twins}
-
-
-def test_modes_under_ieee_and_their_bytes() -> None:
-    assert {name: mode.bytes_per_parameter for name, mode in IEEE_MODES.items()} == BYTES
-
-
-def test_every_contract_that_exists_has_modes_and_no_other() -> None:
-    assert {mode.contract for mode in MODES.values()} == {*CONTRACTS} & {"ieee", "te", "torch"}
-
-
-def test_modes_of_other_contracts_are_left_out_or_named_after_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(modes, "CONTRACTS", {"ieee": IEEE, "te": IEEE})
-    made = partial(modes._modes, "m", "some", 20, {}, against=("torch-fused-fp32",))
-    found = list(made(twins={"te": "transformerengine-bf16", "torch": "torch-fused-fp32"}))
-    assert [(mode.name, mode.contract, mode.twin) for mode in found] == [
-        ("m", "ieee", None),
-        ("te:m", "te", "transformerengine-bf16"),
-    ]
-
-
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
-    # no call of TransformerEngine's casts masters to these, and nobody keeps what the others keep
-    alone = {"fp8-mxfp8", "stochastic", "lion", "sgd"}
-    alone |= {"remainder8_stochastic", "kahan_stochastic"}
-    alone |= {name for name in BYTES if name.startswith("fp8-") and name.endswith("-8bit")}
-    assert bool(mode.against) == (mode.name not in alone)
     for name in {*mode.against, *([mode.twin] if mode.twin else [])}:
         assert PEERS[name].weight_dtype == mode.weight_dtype
         assert PEERS[name].bytes_per_parameter == mode.bytes_per_parameter
@@ -169,29 +85,6 @@ def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
         # one heading for both in the picture
         named = scaling is not None or mode.name.removeprefix("te:") in BLOCKS
         assert not named or PEERS[name].description == mode.description
-
-
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_contract_and_formats_reach_the_optimizer(
-    mode: Mode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        megaopt, mode.kind, lambda given, **options: (given, options), raising=False
-    )
-    parameters, options = mode.optimizer((1, 2), backend="triton")
-    assert parameters == [1, 2]
-    expected = {"lr": 1e-3, "weight_decay": 0.1, "backend": "triton", **mode.options}
-    contract = {"contract": mode.contract} if mode.kind == "FusedAdam" else {}
-    assert options == {**expected, **contract}
-
-
-def test_select_takes_names_in_the_tables_order() -> None:
-    shaped = [name for name, tensors in SETS.items() if tensors.shapes]
-    assert shaped == ["A", "B", "moe64", "gpt2"]
-    float8 = [mode for mode in MODES.values() if mode.recipe]
-    assert len(select()) == len(SETS) * len(MODES) - len(float8) * (len(SETS) - len(shaped))
-    names = [case.name for case in select(("C", "A"), ("fp32", "bf16"))]
-    assert names == ["A/bf16", "A/fp32", "C/bf16", "C/fp32"]
 
 
 def test_a_mode_brings_its_peers_and_stands_before_them() -> None:

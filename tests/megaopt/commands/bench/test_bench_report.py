@@ -1,4 +1,4 @@
-"""The bench's table, record and picture, from given figures."""
+"""The bench's table and record, from given figures, and the host's share of a step."""
 
 import io
 import json
@@ -7,22 +7,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib.colors
-import matplotlib.image
-import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from torch.autograd import DeviceType
 
-from megaopt.commands.bench.cases import Case
+from megaopt.commands.bench import host
+from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.measure import Figures, count_device_work, repetitions
+from megaopt.commands.bench.host import HostFigures, host_record, host_table, measure_host
+from megaopt.commands.bench.measure import Figures, count_device_work
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
-from megaopt.commands.bench.picture import OURS, PEER, _rows, draw
 from megaopt.commands.bench.report import print_table, record_of, table_of
 from megaopt.commands.bench.results import Ratio, Result, ratios
-from megaopt.commands.bench.sets import SETS
+from megaopt.commands.bench.sets import HOST, SETS
 from megaopt.commands.files import write_json
 
 FIGURES = Figures(
@@ -83,13 +82,6 @@ def test_only_work_on_the_device_is_counted() -> None:
     assert transfers == {"Memcpy HtoD (Pinned -> Device)": 1, "Memset (Device)": 1}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "count"), [(1e-4, 50), (0.009, 50), (0.059, 10), (0.11, 5), (0.4, 3), (2.0, 3)]
-)
-def test_slow_steps_are_repeated_less_often(seconds: float, count: int) -> None:
-    assert repetitions(seconds) == count
-
-
 def test_ratios_are_to_the_peers_of_the_same_set() -> None:
     (ratio,) = ratios(RESULTS[0], RESULTS)
     assert ratio == Ratio(peer="transformerengine-bf16", step=1.5, wall=4.0, wall_moved=8.0)
@@ -127,17 +119,6 @@ def test_record_holds_every_figure(tmp_path: Path) -> None:
     assert not {"step_ms", "percent_of_copy", "times_faster_than"} & bad.keys()
 
 
-def test_record_of_fp8_weights_says_how_they_are_cast() -> None:
-    case = Case(SETS["A"], MODES["fp8-current"])
-    result = Result(case, replace(FIGURES, bytes=31_000), None, Check("reference"))
-    (record,) = record_of([result], SOURCE, HERE, "megaopt bench")["cases"]
-    assert (record["scaling"], record["direct"]) == ("current", False)
-    assert record["bytes_per_parameter"] == 31
-    assert "other weights bf16" in record["description"]
-    peer = Result(Case(SETS["A"], PEERS["transformerengine-fp8-current"]), SLOW)
-    assert [ratio.step for ratio in ratios(result, [result, peer])] == [1.5]
-
-
 def printed(results: list[Result], width: int) -> list[str]:
     text = io.StringIO()
     print_table(Console(width=width, file=text), table_of(results))
@@ -166,45 +147,21 @@ def test_narrow_terminal_cuts_nothing_off() -> None:
     assert printed([*RESULTS, long], 80) == printed([*RESULTS, long], 300)
 
 
-def pixels(path: Path, colour: str) -> int:
-    image = matplotlib.image.imread(path)[..., :3]
-    wanted = np.array(matplotlib.colors.to_rgb(colour))
-    return int((np.abs(image - wanted).max(axis=-1) < 0.01).sum())
+def test_both_are_measured_for_each_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "STEPS", 2)
+    found = measure_host(torch.device("cpu"), (2, 5), backend="reference")
+    assert [each.tensors for each in found] == [2, 5]
+    assert select((HOST,), ("bf16",)) == []  # it has no cases of its own
 
 
-def bars(folder: Path, results: list[Result], colour: str = OURS) -> int:
-    """Pixels of one colour in a set's picture, those of the legend taken away."""
-    folder.mkdir()
-    (path,) = draw(folder, results, "a card")
-    (bare,) = draw(folder / "..", [replace(result, figures=None) for result in results], "a card")
-    return pixels(path, colour) - pixels(bare, colour)
-
-
-def test_picture_has_bars_in_proportion(tmp_path: Path) -> None:
-    fast = [replace(RESULTS[0], figures=replace(FIGURES, step_ms=1.5))]  # 100%
-    slow = [replace(RESULTS[0], figures=replace(FIGURES, step_ms=3.0))]  # 50%
-    long, short = bars(tmp_path / "fast", fast), bars(tmp_path / "slow", slow)
-    assert short > 1000
-    assert long / short == pytest.approx(2, abs=0.15)  # the line at 100% covers some pixels
-
-
-def test_peers_have_bars_of_their_own_colour(tmp_path: Path) -> None:
-    ours = RESULTS[:1]
-    both = [*ours, replace(RESULTS[1], figures=FIGURES)]
-    assert bars(tmp_path / "ours", ours, PEER) < 100  # the edges of letters are grey
-    assert bars(tmp_path / "both", both, PEER) > 1000
-
-
-def test_each_set_has_its_picture_and_a_failed_case_no_bar(tmp_path: Path) -> None:
-    paths = draw(tmp_path, RESULTS, None)
-    assert [path.name for path in paths] == ["speed_A.png", "speed_C.png"]
-    assert all(path.stat().st_size > 5000 for path in paths)
-    assert bars(tmp_path / "failed", [RESULTS[2]]) == 0
-
-
-def test_bars_of_one_description_stand_together() -> None:
-    rows, headings = _rows(RESULTS[:3])
-    assert [text for _, text in headings] == ["bf16 weights, fp32 masters", "fp32 weights"]
-    assert rows[1] - rows[0] == 1
-    assert rows[2] - rows[1] > 1.5
-    assert rows[1] < headings[1][0] < rows[2]
+def test_table_and_record_say_what_was_measured() -> None:
+    figures = [
+        HostFigures(tensors=4000, ours_ms=0.5, torch_ms=20, ours_moved_ms=2, torch_moved_ms=21)
+    ]
+    console = Console(width=200, record=True)
+    print_table(console, host_table(figures))
+    text = console.export_text()
+    for cell in ("4,000", "0.500", "20.000", "40.00x", "2.000", "21.000", "10.50x"):
+        assert cell in text
+    record = json.loads(json.dumps(host_record(figures)))
+    assert record["cases"][0]["torch_moved_ms"] == 21

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from interpreted import interpreted
-from tiny_runs import UNFUSED, fused, tiny_run, variant
+from tiny_runs import UNFUSED, tiny_run, variant
 
 from megaopt.commands.config import ConfigError, read_config
 from megaopt.commands.regression.galore import GaLoreWeights
@@ -20,7 +20,7 @@ def galore(name, baseline=None, **keys):
 
 
 FORMS = galore("again", "first") + galore("groups", "first", layout="groups")
-RESUMED = galore("between", "first", resume_after=11) + galore("at", "first", resume_after=12)
+BETWEEN, AT = (galore("resumed", "first", resume_after=after) for after in (11, 12))
 
 
 @pytest.fixture
@@ -42,8 +42,12 @@ def run(regression):
     return {trial.variant.name: trial for trial in regression.trials}
 
 
-def test_runs_are_one_for_any_groups_and_resumed(build):
-    trials = run(build(GALORE + galore("first") + FORMS + RESUMED, steps=14))
+@pytest.mark.parametrize(
+    "more", [BETWEEN, pytest.param(AT, marks=pytest.mark.slow)], ids=["between", "at"]
+)
+def test_runs_are_one_for_any_groups_and_resumed(build, more):
+    """Between two refreshes, and at one."""
+    trials = run(build(GALORE + galore("first") + FORMS + more, steps=14))
     for trial in trials.values():
         assert trial.difference is None
         assert trial.sha256 == trials["first"].sha256
@@ -95,17 +99,9 @@ REFUSED = {
         GALORE + UNFUSED + galore("first") + galore("again", "unfused"),
         r"again.baseline must be the name of a baseline variant: first, got 'unfused'",
     ),
-    "a fused one's": (
-        GALORE + UNFUSED + galore("first") + fused("f", "first"),
-        r"f.baseline must be the name of a baseline variant: unfused, got 'first'",
-    ),
     "a baseline that stops": (
         GALORE + galore("first", resume_after=1),
         r"resume_after must be left out of a baseline, got 1",
-    ),
-    "a rank of none": (GALORE.replace("4", "0") + TWO, "galore.rank must be"),
-    "fp8 weights": (
-        '\n[float8]\nrecipes = ["current"]\n' + GALORE + TWO, r"first.kind must be 'unfused' or",
     ),
 }  # fmt: skip
 

@@ -5,13 +5,12 @@ import time
 import pytest
 from tiny_runs import tiny_run, variant
 
-from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.command import regress
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.megatron.group import run_group
 from megaopt.commands.regression.megatron.plan import plan_trials
 from megaopt.commands.regression.megatron.rank import Task
-from megaopt.commands.regression.megatron.regression import is_installed, require_parts
+from megaopt.commands.regression.megatron.regression import is_installed
 from megaopt.commands.regression.processes import RankError
 from megaopt.commands.source import describe_source
 from megaopt.commands.training.text import load_corpus
@@ -86,13 +85,6 @@ def test_pipeline_stages_and_times_over_runs(tmp_path):
     other = found["stock"]["measured"]["step_milliseconds"]
     assert spread["of_baseline"] == spread["median"] / other
     assert times["runs"] == 2
-
-
-@needs_megatron
-def test_a_captured_step_needs_a_gpu(write):
-    run = read_megatron_run(write(STOCK + "cuda_graph = true\n"))
-    with pytest.raises(ConfigError, match=r"cuda_graph must be false on the CPU"):
-        require_parts(run, "cpu")
 
 
 @pytest.mark.slow
@@ -186,22 +178,6 @@ def test_a_variant_that_fails_is_told_and_the_others_go_on(run, capsys):
     assert record["variants"]["failing"]["identical"] is None
     assert record["variants"]["stock"]["failure"] is None
     assert "failed: failing" in capsys.readouterr().out
-
-
-def test_nothing_to_perturb_is_refused(write, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"perturb must be a step at which a variant of tiny .*, got 2"
-    ):
-        regress(write(STOCK), tmp_path / "out", 2)
-    with pytest.raises(ValueError, match="perturb must be a step of the run, from 1 to 4, got 9"):
-        regress(write(TWICE), tmp_path / "out", 9)
-
-
-def test_a_package_that_is_missing_is_named(write, tmp_path, monkeypatch):
-    name = "megaopt.commands.regression.megatron.regression.is_installed"
-    monkeypatch.setattr(name, lambda module: module not in ("megatron.core", "psutil"))
-    with pytest.raises(ValueError, match="tiny needs megatron-core, psutil: pip install"):
-        regress(write(STOCK + RESUMED), tmp_path / "out")
 
 
 # --- the processes

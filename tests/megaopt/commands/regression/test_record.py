@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megaopt.commands.regression.command import regress
-from megaopt.commands.source import SourceError, describe_source
+from megaopt.commands.source import describe_source
 from megaopt.commands.training.text import load_corpus
 
 FORMS = {
@@ -43,17 +43,7 @@ def test_an_identical_run_is_recorded(run, tmp_path):
     assert list(record["variants"]) == names
     baselines = [record["variants"][name]["baseline"] for name in names]
     assert baselines == [None, None, "unfused", "ties_away"]
-
-
-def test_a_commit_that_is_none_is_refused_before_anything_is_trained(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGAOPT_COMMIT", "main")
-    with pytest.raises(SourceError, match="MEGAOPT_COMMIT must be 40 hex digits"):
-        run()
-    assert not (tmp_path / "out").exists()
-
-
-def test_losses_and_hashes_are_those_of_the_baseline(run):
-    _, record = run()
+    assert (tmp_path / "out" / "tiny" / "losses.png").read_bytes().startswith(b"\x89PNG")
     variants = record["variants"]
     losses = [float.fromhex(loss) for loss in variants["reference"]["losses"]]
     assert len(losses) == 3
@@ -84,11 +74,3 @@ def test_a_difference_is_recorded(run):
     assert record["variants"]["reference"]["identical"] is False
     assert record["variants"]["remainders"]["identical"] is True
     assert record["variants"]["unfused"]["identical"] is None
-
-
-@pytest.mark.parametrize("perturb", [None, 2])
-def test_a_picture_is_drawn(run, tmp_path, perturb):
-    run(perturb)
-    picture = (tmp_path / "out" / "tiny" / "losses.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 20_000

@@ -1,6 +1,5 @@
 """A run's losses beside those that were recorded of its config."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -42,13 +41,6 @@ def test_a_runs_losses_are_found_by_every_bit(name):
     assert found.startswith("losses: not those recorded with torch")
 
 
-def test_another_config_of_that_name_has_none(tmp_path, name):
-    path = tmp_path / f"{name}.toml"
-    path.write_text("seed = 2\n", encoding="utf-8")
-    assert recorded.describe_losses(path, {}) == "losses: none are recorded of this config"
-    assert recorded.describe_losses(tmp_path / "other.toml", {}).startswith("losses: none are")
-
-
 def test_readme_shows_the_recorded_losses():
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     rows = [line.strip(" │").split("│") for line in text.splitlines() if line.startswith("    │")]
@@ -56,21 +48,3 @@ def test_readme_shows_the_recorded_losses():
     losses = losses_of("gpt_tiny", "AVX512")
     assert shown == {variant: f"{loss:.9g}" for variant, loss in losses.items()}
     assert recorded.recorded()["gpt_tiny"]["torch"] in text
-
-
-def test_the_tool_writes_a_runs_losses(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(REPOSITORY / "tools")
-    import record_losses
-
-    monkeypatch.setattr(recorded, "FILE", tmp_path / "losses.json")
-    monkeypatch.setattr(record_losses, "FILE", tmp_path / "losses.json")
-    run = tmp_path / "gpt_tiny"
-    run.mkdir()
-    record = {
-        "versions": {"torch": "2.13.0+cpu"},
-        "variants": {"unfused": {"losses": ["0x1p+1", "0x1p+0"]}},
-    }
-    (run / "record.json").write_text(json.dumps(record), encoding="utf-8")
-    record_losses.main([f"SSE={run}"])
-    found = recorded.recorded()["gpt_tiny"]
-    assert (found["torch"], found["losses"]) == ("2.13.0", {"SSE": {"unfused": "0x1p+0"}})

@@ -17,6 +17,7 @@ import torch
 
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.philox import philox, philox_reference
+from megaopt.kernels.step.chunk import entry
 from megaopt.kernels.step.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 
 
@@ -104,14 +105,14 @@ def sixteens(row_ptr, place):
 
 
 @helper
-def draw_of(table_ptr, tensors, tensor, row_ptr, DRAWS: tl.constexpr):
+def draw_of(column, row_ptr, DRAWS: tl.constexpr):
     """What the words of a tensor are made from; row_ptr: to its group's numbers for the draws."""
     if DRAWS:
         key = (sixteens(row_ptr, 0), sixteens(row_ptr, 2), sixteens(row_ptr, 4))
-        number = tl.load(table_ptr + NUMBER * tensors + tensor).to(tl.uint32)
-        first = tl.load(table_ptr + FIRST_ELEMENT * tensors + tensor)
-        run = tl.load(table_ptr + RUN * tensors + tensor)
-        stride = tl.load(table_ptr + RUN_STRIDE * tensors + tensor)
+        number = entry(column, NUMBER).to(tl.uint32)
+        first = entry(column, FIRST_ELEMENT)
+        run = entry(column, RUN)
+        stride = entry(column, RUN_STRIDE)
         draw = (key, number, first, run, stride)
     else:
         draw = ((0, 0, 0), 0, 0, 0, 0)

@@ -8,6 +8,7 @@ from bits import assert_same_bits
 from megaopt.kernels.optional_triton import jit, tl
 from megaopt.kernels.rules.base import draw_numbers
 from megaopt.kernels.step import draws
+from megaopt.kernels.step.chunk import Column
 from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 
@@ -38,7 +39,7 @@ def words_kernel(
     MOMENT_BITS: tl.constexpr,
 ):
     """Of a chunk's blocks, as the step's kernel asks for them."""
-    draw = DRAW_OF(table_ptr, 1, 0, row_ptr, True)
+    draw = DRAW_OF(Column(table_ptr, 1, 0), row_ptr, True)
     for block in tl.static_range(BLOCKS):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         word = BLOCK_WORDS(

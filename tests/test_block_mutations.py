@@ -205,7 +205,7 @@ STEP_MUTANTS = {
     "a tile's first elements are another tile's": (
         "rows = index * SPEC.block + tl.arange(0, SPEC.block // SPEC.width) * SPEC.width",
         "rows = tl.arange(0, SPEC.block // SPEC.width) * SPEC.width",
-        "block_of",
+        "rows_of",
     ),
 }
 

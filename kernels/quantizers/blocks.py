@@ -9,7 +9,6 @@ from megaopt.kernels.quantizers.current import OPTIONS, scale_of_amax, scales_of
 from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.quantizers.tiles import (
     TILE,
-    block_of_piece,
     piece_of,
     piece_words,
     step_piece,
@@ -18,6 +17,7 @@ from megaopt.kernels.quantizers.tiles import (
     tile_is_whole,
 )
 from megaopt.kernels.step.blocks import load_block
+from megaopt.kernels.step.chunk import Block
 
 
 @helper
@@ -50,7 +50,7 @@ def tile_as_one(
         index = tl.zeros((), tl.int32)
         while index < TILE * TILE // PIECE_AGAIN:
             piece = piece_of(index, tile, FORMATS, PIECE_AGAIN)
-            block = block_of_piece(piece, tile, MASKED)
+            block = Block(piece.offsets, 0, piece.mask if MASKED else None)
             code = load_block(chunk.pointers.master, block.offsets, block.mask)
             value = rounded(FORMATS.master.decode(code, 1.0), FORMATS) * scale
             words = piece_words(chunk, tile, piece, FORMATS.cast_draws, MASKED)

@@ -133,13 +133,6 @@ def piece_of(number, tile, FORMATS: tl.constexpr, PIECE: tl.constexpr):
 
 
 @helper
-def block_of_piece(piece, tile, MASKED: tl.constexpr):
-    """The piece as the step takes blocks."""
-    rows = piece.row * tile.stride + piece.first
-    return Block(piece.offsets, rows, piece.mask if MASKED else None)
-
-
-@helper
 def lines_are_whole(piece, tile, WIDTH: tl.constexpr):
     """For each line whether the tensor has all that the weight has of it; whether there is any."""
     begin = piece.row * tile.stride + piece.first
@@ -189,7 +182,8 @@ def step_piece(chunk, tile, piece, scale_inv, SPEC: tl.constexpr, MASKED: tl.con
         # there is no scratch, which only other scales need
         pointers += (kept_moment_scale(None, chunk.column, chunk.start, 0, FORMATS, index),)
     scales = Scales(scale_inv, pointers, 1.0, pointers, 1.0)
-    block = block_of_piece(piece, tile, MASKED)
+    rows = piece.row * tile.stride + piece.first
+    block = Block(piece.offsets, rows, piece.mask if MASKED else None)
     values = loaded_and_updated(chunk, scales, block, SPEC)
     words = piece_words(chunk, tile, piece, FORMATS.draws, MASKED)
     stored_block(chunk, scales, block, values, 0, words, FORMATS)

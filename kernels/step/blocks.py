@@ -10,7 +10,7 @@ from __future__ import annotations
 from megaopt.kernels.formats import hopper
 from megaopt.kernels.formats.block8 import finite_key, inverse_factor, scale_of_key
 from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
-from megaopt.kernels.step.chunk import Block, Pointers, entry
+from megaopt.kernels.step.chunk import Pointers, entry
 from megaopt.kernels.step.draws import moment_bits
 from megaopt.kernels.step.rows import FIRST_ELEMENT, GRAD, MASTER, MOMENT, WEIGHT
 
@@ -159,15 +159,6 @@ def rows_of(index, SPEC: tl.constexpr):
     else:
         rows = 0
     return rows
-
-
-@helper
-def block_of(index, chunk, SPEC: tl.constexpr, MASKED: tl.constexpr):
-    FORMATS: tl.constexpr = SPEC.formats
-    offsets = offsets_of(index, SPEC)
-    rows = rows_of(index, SPEC)
-    mask = inside(offsets, chunk.start, chunk.elements, FORMATS) if MASKED else None
-    return Block(offsets, rows, mask)
 
 
 @helper

@@ -18,16 +18,16 @@ from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.rules.loading import load_row
 from megaopt.kernels.step import controls as order
 from megaopt.kernels.step.blocks import (
-    block_of,
     first_block,
     first_masked,
+    inside,
     lead_of,
     next_masked,
     offsets_of,
     pointers_of,
     rows_of,
 )
-from megaopt.kernels.step.chunk import Chunk, Column, Scales, entry
+from megaopt.kernels.step.chunk import Block, Chunk, Column, Scales, entry
 from megaopt.kernels.step.draws import block_words, draw_of
 from megaopt.kernels.step.rows import (
     ALIGNED,
@@ -197,12 +197,13 @@ def find_amaxes(scratch_ptr, chunk, unmasked, SPEC: tl.constexpr):
     amaxes = (tl.zeros((BLOCK,), tl.int32), moment_amaxes)
     index = tl.zeros((), tl.int32)
     while index < unmasked:
-        block = block_of(index, chunk, SPEC, False)
+        block = Block(offsets_of(index, SPEC), 0, None)
         values = loaded_and_updated(chunk, scales, block, AMAXES)
         amaxes = raised_amaxes(amaxes, values, None, FORMATS)
         index += 1
     while index * BLOCK < chunk.elements:
-        block = block_of(index, chunk, SPEC, True)
+        offsets = offsets_of(index, SPEC)
+        block = Block(offsets, 0, offsets < chunk.elements)
         values = loaded_and_updated(chunk, scales, block, AMAXES)
         amaxes = raised_amaxes(amaxes, values, block.mask, FORMATS)
         index += 1
@@ -226,7 +227,11 @@ def store_step(chunk, scales, index, block, values, amax_bits, SPEC: tl.constexp
 @helper
 def step_block(chunk, scales, index, amax_bits, SPEC: tl.constexpr, MASKED: tl.constexpr):
     """The step of one block; the amaxes raised to its own."""
-    block = block_of(index, chunk, SPEC, MASKED)
+    FORMATS: tl.constexpr = SPEC.formats
+    offsets = offsets_of(index, SPEC)
+    # made here: Triton 3.6 returns no None from a function
+    mask = inside(offsets, chunk.start, chunk.elements, FORMATS) if MASKED else None
+    block = Block(offsets, rows_of(index, SPEC), mask)
     values = loaded_and_updated(chunk, scales, block, SPEC)
     return store_step(chunk, scales, index, block, values, amax_bits, SPEC)
 
@@ -244,7 +249,7 @@ def step_ahead(chunk, scales, index, unmasked, amax_bits, SPEC: tl.constexpr):
             # the last one's again, which nobody takes
             behind = rows_of(tl.minimum(index + 1, unmasked - 1), SPEC)
             following = load_words(chunk.pointers, scales.moments, behind, SPEC)
-            block = block_of(index, chunk, SPEC, False)
+            block = Block(offsets_of(index, SPEC), rows_of(index, SPEC), None)
             grad, param, moments = numbers_of(words, scales, SPEC)
             grad = controlled_grad(grad, chunk, block, SPEC)
             values = updated(grad, param, moments, chunk, block.offsets, SPEC)

@@ -23,18 +23,20 @@ from megaopt.kernels.step.update import canonical_values, stored_block
 def left_tile(ptr, row, rows, inner, PRODUCT: tl.constexpr):
     """[row, inner] of the left factor, as a product takes it; 0 where the matrix ends."""
     FORMAT: tl.constexpr = PRODUCT.left
+    PRECISION: tl.constexpr = PRODUCT.precision
     mask = (row[:, None] < rows) & (inner[None, :] < PRODUCT.rank)
     tile = loaded(ptr, row[:, None] * PRODUCT.rank + inner[None, :], mask, PRODUCT.even)
-    return taken(tile, FORMAT, PRODUCT.precision)
+    return taken(tile, FORMAT, PRECISION)
 
 
 @helper
 def right_tile(ptr, inner, column, columns, stride, PRODUCT: tl.constexpr):
     """[inner, column] of the right factor, likewise; stride: of its rows."""
     FORMAT: tl.constexpr = PRODUCT.right
+    PRECISION: tl.constexpr = PRODUCT.precision
     mask = (inner[:, None] < PRODUCT.rank) & (column[None, :] < columns)
     tile = loaded(ptr, inner[:, None] * stride + column[None, :], mask, PRODUCT.even)
-    return taken(tile, FORMAT, PRODUCT.precision)
+    return taken(tile, FORMAT, PRECISION)
 
 
 @helper
@@ -47,6 +49,7 @@ def product_tile(
     ends: the matrix's rows and columns from the pointers on; stride: of the right factor's rows;
     whole: the left factor's tile, where it has the whole rank.
     """
+    PRECISION: tl.constexpr = PRODUCT.precision  # Triton 3.6 passes no attribute that is a string
     rows, columns = ends
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for first in range(0, PRODUCT.rank, INNER):
@@ -56,7 +59,7 @@ def product_tile(
         else:
             left = left_tile(left_ptr, row, rows, inner, PRODUCT)
         right = right_tile(right_ptr, inner, column, columns, stride, PRODUCT)
-        total = added_product(left, right, total, PRODUCT.precision)
+        total = added_product(left, right, total, PRECISION)
     return total
 
 

@@ -23,13 +23,14 @@ SLAB_UNIT: tl.constexpr = tl.constexpr(128)
 def gradient_tile(grad_ptr, outer, outer_end, inner, inner_end, columns, PRODUCT: tl.constexpr):
     """[outer, inner], as a product takes it."""
     FORMAT: tl.constexpr = PRODUCT.form
+    PRECISION: tl.constexpr = PRODUCT.precision
     if PRODUCT.on_left:  # as it lies in memory, and then turned
         mask = (inner[:, None] < inner_end) & (outer[None, :] < outer_end)
         tile = loaded(grad_ptr, inner[:, None] * columns + outer[None, :], mask, PRODUCT.even)
     else:
         mask = (outer[:, None] < outer_end) & (inner[None, :] < inner_end)
         tile = loaded(grad_ptr, outer[:, None] * columns + inner[None, :], mask, PRODUCT.even)
-    tile = taken(tile, FORMAT, PRODUCT.precision)
+    tile = taken(tile, FORMAT, PRECISION)
     if PRODUCT.on_left:
         tile = tl.trans(tile)
     return tile
@@ -39,6 +40,7 @@ def gradient_tile(grad_ptr, outer, outer_end, inner, inner_end, columns, PRODUCT
 def projection_tile(projection_ptr, inner, inner_end, rank, rank_end, terms, PRODUCT: tl.constexpr):
     """[inner, rank], as a product takes it."""
     FORMAT: tl.constexpr = PRODUCT.projection
+    PRECISION: tl.constexpr = PRODUCT.precision
     if PRODUCT.on_left:
         mask = (inner[:, None] < inner_end) & (rank[None, :] < rank_end)
         offsets = inner[:, None] * PRODUCT.rank + rank[None, :]
@@ -46,7 +48,7 @@ def projection_tile(projection_ptr, inner, inner_end, rank, rank_end, terms, PRO
     else:
         mask = (rank[:, None] < rank_end) & (inner[None, :] < inner_end)
         tile = loaded(projection_ptr, rank[:, None] * terms + inner[None, :], mask, PRODUCT.even)
-    tile = taken(tile, FORMAT, PRODUCT.precision)
+    tile = taken(tile, FORMAT, PRECISION)
     if not PRODUCT.on_left:
         tile = tl.trans(tile)
     return tile
@@ -62,6 +64,7 @@ def slab_sum(
     Pointers are to the tile's term 0, of gradient and projection; ends: how much of the matrix
     there is from its beginning on; shape: the matrix's terms and columns.
     """
+    PRECISION: tl.constexpr = PRODUCT.precision
     grad_ptr, projection_ptr = pointers
     first, last = slab
     terms, columns = shape
@@ -75,7 +78,7 @@ def slab_sum(
         rest = last - start
         left = gradient_tile(grad_ptr, outer, outer_end, inner, rest, columns, PRODUCT)
         right = projection_tile(projection_ptr, inner, rest, rank, rank_end, terms, PRODUCT)
-        total = added_product(left, right, total, PRODUCT.precision)
+        total = added_product(left, right, total, PRECISION)
         grad_ptr += INNER * (columns if PRODUCT.on_left else 1)
         projection_ptr += INNER * (PRODUCT.rank if PRODUCT.on_left else 1)
     return total

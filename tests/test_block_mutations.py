@@ -188,8 +188,8 @@ def test_the_check_notices_a_mutant_of_the_twin(change, tmp_path, device, monkey
 
 STEP_MUTANTS = {
     "a lead is ignored": (
-        "lead = tl.load(table_ptr + FIRST_ELEMENT * tensors + tensor) % FORMATS.block",
-        "lead = tl.load(table_ptr + FIRST_ELEMENT * tensors + tensor) * 0",
+        "lead = entry(column, FIRST_ELEMENT) % FORMATS.block",
+        "lead = entry(column, FIRST_ELEMENT) * 0",
         "lead_of",
     ),
     "moments draw as weights": (
@@ -203,8 +203,8 @@ STEP_MUTANTS = {
         "load_scale",
     ),
     "a tile's first elements are another tile's": (
-        "rows = block * BLOCK + tl.arange(0, BLOCK // WIDTH) * WIDTH",
-        "rows = tl.arange(0, BLOCK // WIDTH) * WIDTH",
+        "rows = index * SPEC.block + tl.arange(0, SPEC.block // SPEC.width) * SPEC.width",
+        "rows = tl.arange(0, SPEC.block // SPEC.width) * SPEC.width",
         "rows_of",
     ),
 }

@@ -321,7 +321,12 @@ DRAW_MUTANTS = {
         "tl.join(words[0], words[2]), tl.join(words[1], words[3])",
         "tl.join(words[0], words[1]), tl.join(words[2], words[3])",
     ),
-    "kernel: moments draw the same": ("if INDEX == 0:", "if INDEX >= 0:"),
+    "kernel: moments draw the same": ("    if INDEX != 1:", "    if INDEX != 2:"),
+    "kernel: a third moment draws the first's": (
+        "tl.static_range(INDEX - 1)",
+        "tl.static_range(0)",
+    ),
+    "kernel: another polynomial": ("& 1) * REDUCED_BY", "& 1) * (REDUCED_BY ^ 2)"),
     "kernel: weights draw as exp_avg_sq": (
         "return word & 0xFFFF\n",
         "return (word >> 16) & 0xFFFF\n",
@@ -331,7 +336,7 @@ DRAW_MUTANTS = {
     "twin: number left out": ("torch.full_like(index, number)", "torch.zeros_like(index)"),
     "twin: local index": ("index = place.first + offset", "index = offset"),
     "twin: lanes not skipped": ("skipped = place.first % 4", "skipped = 0"),
-    "twin: exp_avg draws as the weight": ("(words ^ upper) & 0xFFFF", "words & 0xFFFF"),
+    "twin: exp_avg draws as the weight": ("upper = upper ^ words", "upper = words"),
 }
 E8M0_MUTANTS = {
     "kernel: rounded down": ("tl.minimum(exponent + 1, E8M0_LARGEST)", "exponent"),

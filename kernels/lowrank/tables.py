@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.optional_triton import tl
 from megaopt.kernels.step.rows import FIRST_MOMENT_ROW
 
 # Where the step's table has moments: addresses of the projection, of the projected gradient, and of
@@ -11,8 +11,3 @@ PROJECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW)
 LOW: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 1)
 DIRECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 2)
 ROW_COUNT = FIRST_MOMENT_ROW + 3
-
-
-@helper
-def address(table_ptr, row, matrices, matrix):
-    return tl.load(table_ptr + row * matrices + matrix)

@@ -9,11 +9,12 @@ import numpy
 import torch
 
 from megaopt.kernels.calling import call
-from megaopt.kernels.formats import WEIGHTS
+from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.lowrank import kernel, project, tables
 from megaopt.kernels.lowrank.formats import apply_formats
 from megaopt.kernels.lowrank.how import FLOAT32, How
-from megaopt.kernels.lowrank.operands import BF16, element_of
+from megaopt.kernels.lowrank.operands import BF16
+from megaopt.kernels.lowrank.product import Product
 from megaopt.kernels.lowrank.products import projected
 from megaopt.kernels.lowrank.spec import LEFT
 from megaopt.kernels.lowrank.tiles import PROGRAMS
@@ -137,9 +138,8 @@ class Wave:
     def _project(self, low: torch.Tensor) -> None:
         how, own = self.how, self.how.project_tile(self.shapes[0])
         options = {
-            **self._options(self._even[0]),
-            "FORMAT": how.formats.grad,
-            "ELEMENT": element_of(how.formats.grad, how.precision),
+            "PRODUCT": self._product(how.formats.grad, self._even[0]),
+            "SPAN": ONE_TILE.span,
             "SLABS": self._slabs,
             "APART": self._apart,
             "OUTER": own.outer,
@@ -177,18 +177,17 @@ class Wave:
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         how, own = self.how, self.how.back_tile(self.shapes[0])
-        shared = self._options(self._even[1])
+        product = self._product(how.direction.weight, self._even[1])
         options = {
-            **shared,
+            "PRODUCT": product,
+            "SPAN": ONE_TILE.span,
             "FORMATS": self._apply,
             "RULE": GALORE_APPLY,
             "CONTROLLED": controls is not None,
-            "DIRECTION_FORMAT": how.direction.weight,
-            "DIRECTION_ELEMENT": element_of(how.direction.weight, how.precision),
             "ROWS": own.rows,
             "COLUMNS": own.columns,
             "STRIP": own.strip,
-            "AHEAD": own.ahead and shared["EVEN"],
+            "AHEAD": own.ahead and product.even,
             "INNER": own.inner_of(how.low_rank.rank),
             "num_warps": own.warps,
             "num_stages": own.stages,
@@ -202,19 +201,13 @@ class Wave:
     def _updated(self) -> torch.Tensor:
         return self._table.update(self._rows)
 
-    def _options(self, even: bool) -> dict[str, object]:
-        """Of both launches; even: whether all shapes are."""
+    def _product(self, form: Format, even: bool) -> Product:
+        """A launch's; form: of the matrix; even: whether all shapes are."""
         used = [*self._apply.rows.values(), tables.PROJECTION.value]
         aligned = not bool((numpy.bitwise_or.reduce(self._rows[used], None) & 15).any())
-        return {
-            "PROJECTION_FORMAT": self.projection,
-            "PROJECTION_ELEMENT": element_of(self.projection, self.how.precision),
-            "PRECISION": self.how.precision,
-            "LEFT": self.how.low_rank.side == LEFT,
-            "EVEN": even and aligned,
-            "RANK": self.how.low_rank.rank,
-            "SPAN": ONE_TILE.span,
-        }
+        low_rank, precision = self.how.low_rank, self.how.precision
+        on_left, even = low_rank.side == LEFT, even and aligned
+        return Product(form, self.projection, precision, on_left, even, low_rank.rank)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from megaopt.kernels.norm import bins
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.step.blocks import load_block, pointer
+from megaopt.kernels.step.chunk import Column
 from megaopt.kernels.step.kernel import chunk_of, place_of
 from megaopt.kernels.step.rows import GRAD
 
@@ -57,8 +58,8 @@ def top_row(amax_bits):
 @helper
 def block_amax(grad_ptr, elements, FORMAT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """The pattern of the largest |grad|: as integers they order like the numbers, NaNs on top."""
-    mask = tl.arange(0, BLOCK) < elements
-    grad = FORMAT.decode(load_block(grad_ptr, tl.arange(0, BLOCK), mask, MASKED), 1.0)
+    mask = tl.arange(0, BLOCK) < elements if MASKED else None
+    grad = FORMAT.decode(load_block(grad_ptr, tl.arange(0, BLOCK), mask), 1.0)
     return tl.max(grad.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
@@ -84,8 +85,8 @@ def block_sums(
     lower_sums = tl.zeros((TILE,), tl.int64)
     offset = tl.zeros((), tl.int32)
     while offset < BLOCK:
-        mask = offset + tl.arange(0, TILE) < elements
-        grad = FORMAT.decode(load_block(grad_ptr, offset + tl.arange(0, TILE), mask, MASKED), 1.0)
+        mask = offset + tl.arange(0, TILE) < elements if MASKED else None
+        grad = FORMAT.decode(load_block(grad_ptr, offset + tl.arange(0, TILE), mask), 1.0)
         value = grad.to(tl.float64)
         upper = tl.fma(value, value, upper_magic)
         rest = tl.fma(value, value, upper_magic - upper)
@@ -123,32 +124,6 @@ def add_block(
         tl.atomic_add(bank_ptr + 2 * (row - 1) + place, limbs, sem="relaxed")
 
 
-@helper
-def add_chunk(
-    table_ptr,
-    chunks_ptr,
-    bank_ptr,
-    tensors,
-    chunk,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    tensor, number = place_of(chunks_ptr, tensors, chunk, SPAN)
-    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, 0, BLOCK, ITERATIONS)
-    grad_ptr = pointer(table_ptr, GRAD, tensors, tensor, start, FORMAT)
-    block = tl.zeros((), tl.int32)
-    while block < unmasked:
-        add_block(bank_ptr, grad_ptr + block * BLOCK, BLOCK, FORMAT, BLOCK, TILE, False)
-        block += 1
-    while block * BLOCK < elements:
-        rest = elements - block * BLOCK
-        add_block(bank_ptr, grad_ptr + block * BLOCK, rest, FORMAT, BLOCK, TILE, True)
-        block += 1
-
-
 @jit(do_not_specialize=["tensors", "chunks"])
 def norm_kernel(
     table_ptr,  # *int64 [rows, tensors], as the step's
@@ -162,14 +137,22 @@ def norm_kernel(
     ITERATIONS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Adds the squares of all tensors to the table; program p takes every so manieth chunk."""
+    """Adds the squares of all tensors to the table; a program takes chunks evenly spaced."""
     bank_ptr = bins_ptr + (tl.program_id(0) % BANKS) * (2 * ROWS)
     chunk = tl.program_id(0)
     while chunk < chunks:
-        add_chunk(
-            table_ptr, chunks_ptr, bank_ptr, tensors, chunk,
-            FORMAT, BLOCK, TILE, ITERATIONS, SPAN,
-        )  # fmt: skip
+        tensor, number = place_of(chunks_ptr, tensors, chunk, SPAN)
+        column = Column(table_ptr, tensors, tensor)
+        start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
+        grad_ptr = pointer(column, GRAD, start, FORMAT)
+        block = tl.zeros((), tl.int32)
+        while block < unmasked:
+            add_block(bank_ptr, grad_ptr + block * BLOCK, BLOCK, FORMAT, BLOCK, TILE, False)
+            block += 1
+        while block * BLOCK < elements:
+            rest = elements - block * BLOCK
+            add_block(bank_ptr, grad_ptr + block * BLOCK, rest, FORMAT, BLOCK, TILE, True)
+            block += 1
         chunk += tl.num_programs(0)
 
 

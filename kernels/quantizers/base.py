@@ -30,23 +30,12 @@ class Left(Enum):
 
 
 @helper
-def no_scale(table_ptr, place, FORMATS: tl.constexpr):
+def no_scale(column, FORMATS: tl.constexpr):
     return 1.0
 
 
 @helper
-def put_nothing(
-    weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    return amax_bits
-
-
-@helper
-def put_no_codes(
-    weight_ptr, remainder_ptr, param, scale, amax_bits, words, offsets, mask,
-    FORMATS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def put_nothing(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
     return amax_bits
 
 
@@ -56,7 +45,7 @@ def same_value(scale_inv):
 
 
 @helper
-def finish_nothing(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
+def finish_nothing(column, start, scale, amax_bits, FORMATS: tl.constexpr):
     pass
 
 
@@ -65,13 +54,13 @@ def finish_nothing(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
 class Store:
     """How the step's pass stores weights; Triton functions, of which its kernel calls three.
 
-    - `begin(table_ptr, place, FORMATS) -> scale`: before a chunk; `place` is the number of tensors,
-      this one's, and the chunk's first element.
-    - `put(weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS, MASKED) ->
-      amax_bits`: a block of new fp32 values; amax_bits, int32 and one for each, are 0 at first;
-      words: random ones (megaopt.kernels.step.draws) where the formats draw.
-    - `finish(table_ptr, place, scale, amax_bits, FORMATS)`: behind a chunk.
-    - `put_codes(weight_ptr, remainder_ptr, param, ...)`: in place of `put` where `in_place` holds.
+    What they are given is described in megaopt.kernels.step.chunk.
+
+    - `begin(column, FORMATS) -> scale`: before a chunk.
+    - `put(pointers, block, param, scale, amax_bits, words, FORMATS) -> amax_bits`: a block of new
+      fp32 values; amax_bits, int32 and one for each, are 0 at first; words: random ones
+      (megaopt.kernels.step.draws) where the formats draw.
+    - `finish(column, start, scale, amax_bits, FORMATS)`: behind a chunk.
     - `tile`, in place of them: steps and casts a tile of 128 x 128 (tiles.tile_in_lines).
     """
 
@@ -80,7 +69,6 @@ class Store:
     begin: Any = no_scale
     put: Any = put_nothing
     finish: Any = finish_nothing
-    put_codes: Any = put_no_codes
     tile: Any = None
     tile_options: Mapping[str, object] = field(default_factory=dict)
     """Of the launch over tiles."""
@@ -91,7 +79,7 @@ class Store:
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        return _key(self.name, self.begin, self.put, self.finish, self.put_codes, self.tile)
+        return _key(self.name, self.begin, self.put, self.finish, self.tile)
 
 
 LATER = Store("later", Left.ALL)
@@ -103,7 +91,7 @@ LATER = Store("later", Left.ALL)
 class Quantizer:
     """Where the scales of fp8 weights come from: one file and one row of the table a scaling.
 
-    `scale(table_ptr, place, amax_bits, FORMATS) -> scale, scale_inv` (Triton) and its twin
+    `scale(column, amax_bits, FORMATS) -> scale, scale_inv` (Triton) and its twin
     `scales_reference(amax, recipe, scale)` give what values are multiplied by, fp32, and scale_inv
     as it is stored, of one amax or many, each of a whole weight or block. The twin's `scale` is the
     one that the weight keeps, or None.

@@ -16,51 +16,44 @@ from megaopt.kernels.quantizers.tiles import (
     tile_is_whole,
 )
 from megaopt.kernels.step.blocks import load_block
+from megaopt.kernels.step.chunk import Block
 
 
 @helper
 def tile_as_one(
-    table_ptr, place, pointers, outputs, numbers, controls, tile, block, FORMATS: tl.constexpr,
-    RULE: tl.constexpr, CONTROLLED: tl.constexpr, MASKED: tl.constexpr, SHARDED: tl.constexpr,
+    chunk, tile, SPEC: tl.constexpr, MASKED: tl.constexpr, SHARDED: tl.constexpr,
     PIECE: tl.constexpr, PIECE_AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Step and cast of a tile that is one block: its masters are read again, from the cache."""
-    amax_ptr, scale_inv_ptr = outputs
+    FORMATS: tl.constexpr = SPEC.formats
     WIDTH: tl.constexpr = FORMATS.cast.quantizer.columns
     LINES: tl.constexpr = PIECE // WIDTH
     bits = tl.zeros((LINES, WIDTH), tl.int32)
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
         piece = piece_of(index, tile, FORMATS, PIECE)
-        value, _words = step_piece(
-            table_ptr, place, pointers, numbers, controls, piece, tile, 1.0,
-            FORMATS, RULE, CONTROLLED, MASKED,
-        )  # fmt: skip
+        value, _words = step_piece(chunk, tile, piece, 1.0, SPEC, MASKED)
         bits = tl.maximum(bits, magnitude_bits(value))
         index += 1
     amax_bits = tl.max(tl.max(bits, 1), 0)
     if SHARDED:
-        number = (block[0] // TILE) * tl.cdiv(block[2], TILE) + block[1] // TILE
-        tl.atomic_max(amax_ptr + number, amax_bits)
+        number = (tile.first_row // TILE) * tl.cdiv(tile.across, TILE) + tile.first_column // TILE
+        tl.atomic_max(tile.amax_ptr + number, amax_bits)
     if tile_is_whole(tile):
         # what other threads of the program have stored is there
         tl.debug_barrier()
-        scale, scale_inv = FORMATS.cast.quantizer.scale(table_ptr, place, amax_bits, FORMATS)
-        stored = (block[0] // TILE) * block[3] + block[1] // TILE
-        tl.store(scale_inv_ptr + stored, scale_inv)
-        remainder_ptr = remainder_pointer(table_ptr, place[0], place[1], place[2], FORMATS)
+        scale, scale_inv = FORMATS.cast.quantizer.scale(chunk.column, amax_bits, FORMATS)
+        stored = (tile.first_row // TILE) * tile.scale_stride + tile.first_column // TILE
+        tl.store(tile.scale_inv_ptr + stored, scale_inv)
+        remainder_ptr = remainder_pointer(chunk.column, chunk.start, FORMATS)
         index = tl.zeros((), tl.int32)
         while index < TILE * TILE // PIECE_AGAIN:
             piece = piece_of(index, tile, FORMATS, PIECE_AGAIN)
-            code = load_block(pointers[2], piece[0], piece[1], MASKED)
-            value = rounded(FORMATS.master.decode(code, 1.0), FORMATS)
-            words = piece_words(
-                numbers[1], place[2], piece, tile, FORMATS.cast_draws, FORMATS, MASKED
-            )
-            store_codes(
-                pointers[1], remainder_ptr, value * scale, words, piece[0], piece[1], FORMATS,
-                MASKED,
-            )  # fmt: skip
+            block = Block(piece.offsets, 0, piece.mask if MASKED else None)
+            code = load_block(chunk.pointers.master, block.offsets, block.mask)
+            value = rounded(FORMATS.master.decode(code, 1.0), FORMATS) * scale
+            words = piece_words(chunk, tile, piece, FORMATS.cast_draws, MASKED)
+            store_codes(chunk.pointers.weight, remainder_ptr, block, value, words, FORMATS)
             index += 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.step.blocks import load_block, pointer, store_block
+from megaopt.kernels.step.chunk import Block, Column, entry
 from megaopt.kernels.step.draws import block_words, draw_of, weight_bits
 from megaopt.kernels.step.kernel import SKIP, chunk_of, draw_row, place_of
 from megaopt.kernels.step.rows import (
@@ -28,42 +29,38 @@ def rounded(value, FORMATS: tl.constexpr):
 
 
 @helper
-def scale_inv_pointer(table_ptr, tensors, tensor, FORMATS: tl.constexpr):
-    address = tl.load(table_ptr + WEIGHT_SCALE_INV * tensors + tensor)
-    return address.to(tl.pointer_type(FORMATS.cast.quantizer.scale_element))
+def scale_inv_pointer(column, FORMATS: tl.constexpr):
+    ELEMENT: tl.constexpr = FORMATS.cast.quantizer.scale_element
+    return entry(column, WEIGHT_SCALE_INV).to(tl.pointer_type(ELEMENT))
 
 
 @helper
-def amax_pointer(table_ptr, tensors, tensor):
-    address = tl.load(table_ptr + WEIGHT_AMAX * tensors + tensor)
-    return address.to(tl.pointer_type(tl.int32))
+def amax_pointer(column):
+    return entry(column, WEIGHT_AMAX).to(tl.pointer_type(tl.int32))
 
 
 @helper
-def noted(param, amax_bits, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr):
+def noted(param, amax_bits, mask, FORMATS: tl.constexpr):
     """A store's: what is encoded, and the bits of amaxes raised to it."""
     value = rounded(param, FORMATS)
-    if MASKED:
+    if mask is not None:
         value = tl.where(mask, value, 0.0)
     return value, tl.maximum(amax_bits, magnitude_bits(value))
 
 
 @helper
-def remainder_pointer(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr):
+def remainder_pointer(column, start, FORMATS: tl.constexpr):
     """To what lies beside a chunk's codes, where there is something."""
     FORMAT: tl.constexpr = FORMATS.remainder
     ROW: tl.constexpr = MASTER if FORMATS.master.joined else WEIGHT_REMAINDER
-    return pointer(table_ptr, ROW, tensors, tensor, start, FORMAT)
+    return pointer(column, ROW, start, FORMAT)
 
 
 @helper
-def cast_draw(
-    table_ptr, scalars_ptr, scalar_count, tensors, tensor, FORMATS: tl.constexpr, RULE: tl.constexpr
-):
+def cast_draw(column, scalars_ptr, scalar_count, FORMATS: tl.constexpr, RULE: tl.constexpr):
     """What the random words of a cast are made from, where it draws."""
     if FORMATS.cast_draws:
-        row_ptr = draw_row(table_ptr, scalars_ptr, scalar_count, tensors, tensor, RULE)
-        draw = draw_of(table_ptr, tensors, tensor, row_ptr, True)
+        draw = draw_of(column, draw_row(column, scalars_ptr, scalar_count, RULE), True)
     else:
         draw = ((0, 0, 0), 0, 0, 0, 0)
     return draw
@@ -80,10 +77,7 @@ def drawn_code(product, words, FORMATS: tl.constexpr):
 
 
 @helper
-def store_codes(
-    weight_ptr, remainder_ptr, product, words, offsets, mask, FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+def store_codes(weight_ptr, remainder_ptr, block, product, words, FORMATS: tl.constexpr):
     """Stores the codes of values times scales, and what lies beside them."""
     REMAINDER: tl.constexpr = FORMATS.remainder
     if REMAINDER.present:
@@ -91,28 +85,25 @@ def store_codes(
             code, remainder = REMAINDER.encode(product, weight_bits(words))
         else:
             code, remainder = REMAINDER.encode(product)
-        store_block(remainder_ptr, offsets, remainder, mask, MASKED)
+        store_block(remainder_ptr, block.offsets, remainder, block.mask)
     else:
         code = drawn_code(product, words, FORMATS)
-    store_block(weight_ptr, offsets, code, mask, MASKED)
+    store_block(weight_ptr, block.offsets, code, block.mask)
 
 
 @helper
-def raise_amax(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
+def raise_amax(column, start, scale, amax_bits, FORMATS: tl.constexpr):
     """A store's `finish`: the tensor's amax becomes at least the chunk's."""
-    tensors, tensor, _start = place
-    tl.atomic_max(amax_pointer(table_ptr, tensors, tensor), tl.max(amax_bits))
+    tl.atomic_max(amax_pointer(column), tl.max(amax_bits))
 
 
 @helper
-def loaded_values(
-    weight_ptr, remainder_ptr, scale_inv, offsets, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr
-):
+def loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, mask, FORMATS: tl.constexpr):
     """What fp8 codes stand for, with what lies beside them; fp32."""
-    code = load_block(weight_ptr, offsets, mask, MASKED)
+    code = load_block(weight_ptr, offsets, mask)
     REMAINDER: tl.constexpr = FORMATS.remainder
     if REMAINDER.present:
-        value = REMAINDER.decode(code, load_block(remainder_ptr, offsets, mask, MASKED))
+        value = REMAINDER.decode(code, load_block(remainder_ptr, offsets, mask))
     else:
         value = FORMATS.weight.decode(code, 1.0)
     return value * scale_inv
@@ -130,25 +121,26 @@ def values_kernel(
 ):
     """Stores what codes with a scale per tensor stand for where a step's masters are."""
     tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
-    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, 0, BLOCK, ITERATIONS)
+    column = Column(table_ptr, tensors, tensor)
+    start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     MASTER_FORMAT: tl.constexpr = FORMATS.master
-    weight_ptr = pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT)
-    master_ptr = pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT)
-    remainder_ptr = remainder_pointer(table_ptr, tensors, tensor, start, FORMATS)
-    scale_inv = tl.load(scale_inv_pointer(table_ptr, tensors, tensor, FORMATS))
+    weight_ptr = pointer(column, WEIGHT, start, WEIGHT_FORMAT)
+    master_ptr = pointer(column, MASTER, start, MASTER_FORMAT)
+    remainder_ptr = remainder_pointer(column, start, FORMATS)
+    scale_inv = tl.load(scale_inv_pointer(column, FORMATS))
     scale_inv = FORMATS.cast.quantizer.value(scale_inv)
     block = tl.zeros((), tl.int32)
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
-        value = loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, None, FORMATS, False)
-        store_block(master_ptr, offsets, value, None, False)
+        value = loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, None, FORMATS)
+        store_block(master_ptr, offsets, value, None)
         block += 1
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < elements
-        value = loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, mask, FORMATS, True)
-        store_block(master_ptr, offsets, value, mask, True)
+        value = loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, mask, FORMATS)
+        store_block(master_ptr, offsets, value, mask)
         block += 1
 
 
@@ -173,27 +165,25 @@ def cast_kernel(
         if tl.load(controls_ptr + SKIP) != 0:
             return
     tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
-    start, elements, unmasked = chunk_of(table_ptr, tensors, tensor, number, 0, BLOCK, ITERATIONS)
+    column = Column(table_ptr, tensors, tensor)
+    start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
-    master_ptr = pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT)
-    weight_ptr = pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT)
-    master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
-    amax_ptr = amax_pointer(table_ptr, tensors, tensor)
-    remainder_ptr = remainder_pointer(table_ptr, tensors, tensor, start, FORMATS)
-    draw = cast_draw(table_ptr, scalars_ptr, scalar_count, tensors, tensor, FORMATS, RULE)
+    master_ptr = pointer(column, MASTER, start, MASTER_FORMAT)
+    weight_ptr = pointer(column, WEIGHT, start, WEIGHT_FORMAT)
+    master_scale = old_scale(column, MASTER_SCALE, MASTER_FORMAT)
+    amax_ptr = amax_pointer(column)
+    remainder_ptr = remainder_pointer(column, start, FORMATS)
+    draw = cast_draw(column, scalars_ptr, scalar_count, FORMATS, RULE)
     scale = 1.0
     if not ONLY_AMAX:
-        place = (tensors, tensor, start)
-        scale, scale_inv = FORMATS.cast.quantizer.scale(
-            table_ptr, place, tl.load(amax_ptr), FORMATS
-        )
-        tl.store(scale_inv_pointer(table_ptr, tensors, tensor, FORMATS), scale_inv, mask=start == 0)
+        scale, scale_inv = FORMATS.cast.quantizer.scale(column, tl.load(amax_ptr), FORMATS)
+        tl.store(scale_inv_pointer(column, FORMATS), scale_inv, mask=start == 0)
     amax_bits = tl.zeros((BLOCK,), tl.int32)
     block = tl.zeros((), tl.int32)
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
-        code = load_block(master_ptr, offsets, None, False)
+        code = load_block(master_ptr, offsets, None)
         value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
         if ONLY_AMAX:
             amax_bits = tl.maximum(amax_bits, magnitude_bits(value))
@@ -201,14 +191,13 @@ def cast_kernel(
             words = block_words(
                 draw, start, block * BLOCK, offsets, FORMATS.cast_draws, False, BLOCK, True
             )
-            store_codes(
-                weight_ptr, remainder_ptr, value * scale, words, offsets, None, FORMATS, False
-            )
+            whole = Block(offsets, 0, None)
+            store_codes(weight_ptr, remainder_ptr, whole, value * scale, words, FORMATS)
         block += 1
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < elements
-        code = load_block(master_ptr, offsets, mask, True)
+        code = load_block(master_ptr, offsets, mask)
         value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
         if ONLY_AMAX:
             amax_bits = tl.maximum(amax_bits, magnitude_bits(tl.where(mask, value, 0.0)))
@@ -216,9 +205,8 @@ def cast_kernel(
             words = block_words(
                 draw, start, block * BLOCK, offsets, FORMATS.cast_draws, False, BLOCK, False
             )
-            store_codes(
-                weight_ptr, remainder_ptr, value * scale, words, offsets, mask, FORMATS, True
-            )
+            rest = Block(offsets, 0, mask)
+            store_codes(weight_ptr, remainder_ptr, rest, value * scale, words, FORMATS)
         block += 1
     if ONLY_AMAX:
         tl.atomic_max(amax_ptr, tl.max(amax_bits, 0))
@@ -240,18 +228,18 @@ def scale_invs_kernel(
         if tl.load(controls_ptr + SKIP) != 0:
             return
     tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
+    column = Column(table_ptr, tensors, tensor)
     index = number * BLOCK + tl.arange(0, BLOCK)
     if FORMATS.cast.quantizer.columns > 0:
-        rows = tl.load(table_ptr + WEIGHT_ROWS * tensors + tensor)
-        columns = tl.load(table_ptr + WEIGHT_COLUMNS * tensors + tensor)
+        rows = entry(column, WEIGHT_ROWS)
+        columns = entry(column, WEIGHT_COLUMNS)
         columns = tl.cdiv(columns, FORMATS.cast.quantizer.columns)
         mask = index < tl.cdiv(rows, FORMATS.cast.quantizer.rows) * columns
-        stride = tl.load(table_ptr + WEIGHT_SCALE_STRIDE * tensors + tensor)
+        stride = entry(column, WEIGHT_SCALE_STRIDE)
         place = index // columns * stride + index % columns
     else:
         mask = index < 1
         place = index
-    amax_bits = tl.load(amax_pointer(table_ptr, tensors, tensor) + index, mask=mask, other=0)
-    weight = (tensors, tensor, 0)
-    _scale, scale_inv = FORMATS.cast.quantizer.scale(table_ptr, weight, amax_bits, FORMATS)
-    tl.store(scale_inv_pointer(table_ptr, tensors, tensor, FORMATS) + place, scale_inv, mask=mask)
+    amax_bits = tl.load(amax_pointer(column) + index, mask=mask, other=0)
+    _scale, scale_inv = FORMATS.cast.quantizer.scale(column, amax_bits, FORMATS)
+    tl.store(scale_inv_pointer(column, FORMATS) + place, scale_inv, mask=mask)

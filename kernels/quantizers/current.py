@@ -23,16 +23,13 @@ OPTIONS = ("power_of_two_scales", "amax_epsilon")
 
 
 @helper
-def put(
-    weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    _value, amax_bits = noted(param, amax_bits, mask, FORMATS, MASKED)
+def put(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
+    _value, amax_bits = noted(param, amax_bits, block.mask, FORMATS)
     return amax_bits
 
 
 @helper
-def scale_of_amax(table_ptr, place, amax_bits, FORMATS: tl.constexpr):
+def scale_of_amax(column, amax_bits, FORMATS: tl.constexpr):
     amax = amax_bits.to(tl.float32, bitcast=True)
     scale = scale_from_amax(
         amax, FORMATS.cast.recipe.code_max, FORMATS.cast.recipe.amax_epsilon, 1.0,

@@ -22,6 +22,7 @@ from megaopt.kernels.quantizers.scale import (
     scale_from_amax_reference,
 )
 from megaopt.kernels.step.blocks import store_block
+from megaopt.kernels.step.chunk import entry
 from megaopt.kernels.step.kernel import SKIP
 from megaopt.kernels.step.rows import WEIGHT_SCALE
 
@@ -30,46 +31,33 @@ if TYPE_CHECKING:
 
 
 @helper
-def begin(table_ptr, place, FORMATS: tl.constexpr):
+def begin(column, FORMATS: tl.constexpr):
     """What values are multiplied by."""
-    tensors, tensor, _start = place
-    address = tl.load(table_ptr + WEIGHT_SCALE * tensors + tensor)
-    return tl.load(address.to(tl.pointer_type(tl.float32)))
+    return tl.load(entry(column, WEIGHT_SCALE).to(tl.pointer_type(tl.float32)))
 
 
 @helper
-def put(
-    weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    value, amax_bits = noted(param, amax_bits, mask, FORMATS, MASKED)
-    store_block(weight_ptr, offsets, FORMATS.weight.encode(value * scale, 1.0), mask, MASKED)
+def put(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
+    value, amax_bits = noted(param, amax_bits, block.mask, FORMATS)
+    if FORMATS.in_place:
+        store_codes(pointers.weight, pointers.master, block, value * scale, words, FORMATS)
+    else:
+        code = FORMATS.weight.encode(value * scale, 1.0)
+        store_block(pointers.weight, block.offsets, code, block.mask)
     return amax_bits
 
 
 @helper
-def put_codes(
-    weight_ptr, remainder_ptr, param, scale, amax_bits, words, offsets, mask,
-    FORMATS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    value, amax_bits = noted(param, amax_bits, mask, FORMATS, MASKED)
-    store_codes(weight_ptr, remainder_ptr, value * scale, words, offsets, mask, FORMATS, MASKED)
-    return amax_bits
-
-
-@helper
-def finish(table_ptr, place, scale, amax_bits, FORMATS: tl.constexpr):
+def finish(column, start, scale, amax_bits, FORMATS: tl.constexpr):
     """Raises the tensor's amax; its first chunk stores scale_inv, unless others still read it."""
-    raise_amax(table_ptr, place, scale, amax_bits, FORMATS)
+    raise_amax(column, start, scale, amax_bits, FORMATS)
     if not FORMATS.in_place:
-        tensors, tensor, start = place
-        ptr = scale_inv_pointer(table_ptr, tensors, tensor, FORMATS)
-        tl.store(ptr, reciprocal(scale), mask=start == 0)
+        tl.store(scale_inv_pointer(column, FORMATS), reciprocal(scale), mask=start == 0)
 
 
 @helper
-def scale_there_is(table_ptr, place, amax_bits, FORMATS: tl.constexpr):
-    scale = begin(table_ptr, place, FORMATS)
+def scale_there_is(column, amax_bits, FORMATS: tl.constexpr):
+    scale = begin(column, FORMATS)
     return scale, reciprocal(scale)
 
 
@@ -165,7 +153,7 @@ def move_scales(table: torch.Tensor, recipe: Float8Recipe, controls: torch.Tenso
 
 
 OPTIONS = ("margin", "amax_history_len", "amax_compute_algo")
-STORE = Store("delayed", Left.NOTHING, begin, put, finish, put_codes, in_place=True)
+STORE = Store("delayed", Left.NOTHING, begin, put, finish, in_place=True)
 SCALES = (scale_there_is, scale_there_is_reference)
 DELAYED = Quantizer(
     "delayed", OPTIONS, STORE, *SCALES, move=move_scales, move_reference=move_scales_reference

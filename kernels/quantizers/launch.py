@@ -24,6 +24,7 @@ from megaopt.kernels.step import rows as table_rows
 from megaopt.kernels.step.batch import Buffers, Extent, Formats
 from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.spec import Spec
 from megaopt.kernels.step.table import Chunks, DeviceTable, Geometry, to_device
 
 
@@ -103,9 +104,11 @@ class CastPlan(TritonPlan):
             super().step(scalars, controls)
         else:
             tiles = self._tiles.shape[1]
-            options = {"RULE": self.rule, "SHARDED": self.shared, **store.tile_options}
-            arguments = (self._tiles, scalars, controls, len(self.extents), tiles)
-            self._launch(tile_kernel, tiles, (*arguments, scalars.shape[1]), options)
+            spec = Spec(self.formats, self.rule, controls is not None)
+            options = {"SPEC": spec, "SHARDED": self.shared, **store.tile_options}
+            arguments = (self.table(), self._tiles, scalars, controls, len(self.extents), tiles)
+            if tiles:
+                call(tile_kernel, tiles, (*arguments, scalars.shape[1]), options)
         if store.left is Left.ALL:
             self._pass_over_masters(only_amax=True)
 

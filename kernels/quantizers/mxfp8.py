@@ -27,6 +27,7 @@ from megaopt.kernels.quantizers.scale import (
 )
 from megaopt.kernels.quantizers.tiles import TILE, store_of_tiles, tile_in_lines
 from megaopt.kernels.step.blocks import pointer
+from megaopt.kernels.step.chunk import Column, entry
 from megaopt.kernels.step.draws import block_words
 from megaopt.kernels.step.kernel import SKIP
 from megaopt.kernels.step.rows import MASTER, MASTER_SCALE
@@ -44,7 +45,7 @@ def value_of_exponent(scale_inv):
 
 
 @helper
-def scale_of_exponent(table_ptr, place, amax_bits, FORMATS: tl.constexpr):
+def scale_of_exponent(column, amax_bits, FORMATS: tl.constexpr):
     amax = amax_bits.to(tl.float32, bitcast=True)
     code = e8m0_from_amax(amax, FORMATS.cast.recipe.code_max_inverse)
     return e8m0_multiplier(code), code.to(tl.uint8)
@@ -80,14 +81,15 @@ def cast_columns_kernel(
     tensor = tl.load(tiles_ptr + program)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
-    master_ptr = pointer(table_ptr, MASTER, tensors, tensor, 0, MASTER_FORMAT)
-    master_scale = old_scale(table_ptr, MASTER_SCALE, tensors, tensor, MASTER_FORMAT)
-    draw = cast_draw(table_ptr, scalars_ptr, scalar_count, tensors, tensor, FORMATS, RULE)
-    codes_ptr = pointer(columns_ptr, 0, tensors, tensor, 0, WEIGHT_FORMAT)
-    scale_inv_ptr = tl.load(columns_ptr + tensors + tensor).to(tl.pointer_type(tl.uint8))
-    rows = tl.load(columns_ptr + 2 * tensors + tensor)
-    columns = tl.load(columns_ptr + 3 * tensors + tensor)
-    stride = tl.load(columns_ptr + 4 * tensors + tensor)
+    own, beside = Column(table_ptr, tensors, tensor), Column(columns_ptr, tensors, tensor)
+    master_ptr = pointer(own, MASTER, 0, MASTER_FORMAT)
+    master_scale = old_scale(own, MASTER_SCALE, MASTER_FORMAT)
+    draw = cast_draw(own, scalars_ptr, scalar_count, FORMATS, RULE)
+    codes_ptr = pointer(beside, 0, 0, WEIGHT_FORMAT)
+    scale_inv_ptr = entry(beside, 1).to(tl.pointer_type(tl.uint8))
+    rows = entry(beside, 2)
+    columns = entry(beside, 3)
+    stride = entry(beside, 4)
     first_row = tl.load(tiles_ptr + tiles + program).to(tl.int64) * TILE
     column = tl.load(tiles_ptr + 2 * tiles + program).to(tl.int64) * TILE + tl.arange(0, TILE)
     band = tl.zeros((), tl.int32)
@@ -98,7 +100,7 @@ def cast_columns_kernel(
         code = tl.load(master_ptr + offsets, mask=mask, other=0)
         value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
         bits = tl.max(magnitude_bits(tl.where(mask, value, 0.0)), 0)
-        scale, scale_inv = scale_of_exponent(table_ptr, (tensors, tensor, 0), bits, FORMATS)
+        scale, scale_inv = scale_of_exponent(own, bits, FORMATS)
         words = block_words(draw, 0, 0, offsets, FORMATS.weight.draws, False, 0, False)
         code = drawn_code(value * scale[None, :], words, FORMATS)
         tl.store(codes_ptr + offsets, code, mask=mask)

@@ -9,15 +9,12 @@ from megaopt.kernels.step.draws import weight_bits
 
 
 @helper
-def put(
-    weight_ptr, param, scale, amax_bits, words, offsets, mask, FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+def put(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
     if FORMATS.weight.draws:
         code = FORMATS.weight.encode(param, 1.0, weight_bits(words))
     else:
         code = FORMATS.weight.encode(param, 1.0)
-    store_block(weight_ptr, offsets, code, mask, MASKED)
+    store_block(pointers.weight, block.offsets, code, block.mask)
     return amax_bits
 
 

@@ -15,7 +15,8 @@ from megaopt.kernels.rules.adam_torch import (
     ADAMW_AMSGRAD_TORCH,
     ADAMW_TORCH,
 )
-from megaopt.kernels.rules.base import Rule
+from megaopt.kernels.rules.average import EMA
+from megaopt.kernels.rules.base import Moment, Rule
 from megaopt.kernels.rules.lion import LION
 from megaopt.kernels.rules.sgd import SGD_RULES
 
@@ -30,4 +31,4 @@ RULES = {
     )
 }
 
-__all__ = ["RULES", "Rule"]
+__all__ = ["EMA", "RULES", "Moment", "Rule"]

@@ -22,7 +22,7 @@ from megaopt.kernels.rules.adam_numbers import (
     WEIGHT_DECAY,
     hyper,
 )
-from megaopt.kernels.rules.base import Rule, power, round_row
+from megaopt.kernels.rules.base import Moment, Rule, power, round_row
 from megaopt.kernels.rules.loading import number
 from megaopt.kernels.rules.quotient import quotient
 
@@ -253,7 +253,9 @@ def adam_amsgrad_reference(
     return amsgrad_reference(param, moments, grad, scalars, False)
 
 
-def rule(name: str, moments: tuple[str, ...], update: Any, reference: Any, decoupled: bool) -> Rule:
+def rule(
+    name: str, moments: tuple[Moment, ...], update: Any, reference: Any, decoupled: bool
+) -> Rule:
     """One kind of Adam."""
     row = (scalars, 9, hyper, prepare)
     return Rule(name, "ieee", moments, *row, update, reference, moments_use_param=not decoupled)

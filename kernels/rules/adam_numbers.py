@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaopt.kernels.optional_triton import tl
+from megaopt.kernels.rules.base import Moment
 
 BETA1: tl.constexpr = tl.constexpr(0)
 BETA2: tl.constexpr = tl.constexpr(1)
@@ -15,8 +16,8 @@ BIAS_CORRECTION: tl.constexpr = tl.constexpr(4)
 TABLES: tl.constexpr = tl.constexpr(5)
 TABLE_LENGTHS: tl.constexpr = tl.constexpr(7)
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-AMSGRAD_MOMENTS = (*MOMENTS, "max_exp_avg_sq")
+MOMENTS = (Moment("exp_avg"), Moment("exp_avg_sq"))
+AMSGRAD_MOMENTS = (*MOMENTS, Moment("max_exp_avg_sq"))
 
 
 def hyper(group: Mapping[str, Any]) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.optional_triton import helper
+from megaopt.kernels.optional_triton import helper, tl
 
 MOST_TABLES = 2
 """Of tensors on the device that a rule's prepare may read."""
@@ -46,6 +46,19 @@ def no_tables(group: Mapping[str, Any], device: torch.device) -> tuple[torch.Ten
     return ()
 
 
+ZEROS, PARAM = "zeros", "param"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a rule keeps of a parameter from step to step."""
+
+    name: str
+    """What the optimizer's state calls it."""
+    starts_as: str = ZEROS
+    """ZEROS, or PARAM: the fp32 value that the rule updates, before the first step."""
+
+
 # equal only to itself: launches hash it
 @dataclass(frozen=True, eq=False)
 class Rule:
@@ -53,7 +66,7 @@ class Rule:
 
     `update(param, moments, grad, scalars)` (Triton) and `update_reference` (torch) return the new
     param and a tuple of the new moments, with the same bits; moments and scalars are tuples, in the
-    order of `moments` and of the row. `scalars(group)` makes the row of numbers that a group needs,
+    order of `kept` and of the row. `scalars(group)` makes the row of numbers that a group needs,
     on the host. Where lr and step are on the device, `prepare(hyper_ptr, lr, step)` returns that
     row as a tuple, with the same bits. `unscale(grad, grad_scale, inverse)` takes a loss scale
     away.
@@ -61,8 +74,8 @@ class Rule:
 
     name: str
     contract: str
-    moments: tuple[str, ...]
-    """What the optimizer's state calls them; there may be none."""
+    kept: tuple[Moment, ...]
+    """The moments, in the order in which `update` takes them; there may be none."""
     scalars: Callable[[Mapping[str, Any]], tuple[float, ...]]
     row_length: int
     """How many numbers a row has."""
@@ -87,6 +100,21 @@ class Rule:
     """The row has what random bits are made of behind the rule's own numbers (draw_numbers)."""
     capturable: Rule | None = None
     """The rule in its place where lr and step are on the device, if its bits are others."""
+    hyper_length: int | None = None
+    """How many numbers `hyper` makes: of a rule that may follow another (`then`)."""
+
+    @cached_property
+    def moments(self) -> tuple[str, ...]:
+        """The moments' names, as the optimizer's state has them."""
+        return tuple(moment.name for moment in self.kept)
+
+    def then(self, other: Rule) -> Rule:
+        """This rule, and after it another one that takes the new param: an average of weights, say.
+
+        The other one's moments and numbers come behind this one's, and its param is the result.
+        Raises ValueError where `other` has lanes or tables, or no hyper_length.
+        """
+        return followed(self, other)
 
     @property
     def makes_nan_canonical(self) -> bool:
@@ -121,6 +149,56 @@ class Rule:
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""
         return f"Rule({self.name}, {self.contract}, {self.cache_key})"
+
+
+def followed(first: Rule, other: Rule) -> Rule:
+    """As Rule.then."""
+    if other.lanes or other.tables is not no_tables or other.hyper_length is None:
+        raise ValueError(f"other must be a rule that may follow one, like EMA, got {other!r}")
+    count, length = len(first.kept), first.row_length
+    COUNT, LENGTH = tl.constexpr(count), tl.constexpr(length)
+    NUMBERS = tl.constexpr(other.hyper_length)
+    first_prepare, first_update = first.prepare, first.update
+    other_prepare, other_update = other.prepare, other.update
+
+    @helper
+    def prepare(hyper_ptr, lr, step):  # noqa: ANN202
+        own = first_prepare(hyper_ptr + NUMBERS, lr, step)
+        return own + other_prepare(hyper_ptr, lr, step)
+
+    @helper
+    def update(param, moments, grad, scalars):  # noqa: ANN202
+        param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH])
+        param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
+        return param, own + behind
+
+    @helper
+    def update_in_lanes(param, moments, grad, scalars, rounded):  # noqa: ANN202
+        param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH], rounded)
+        param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
+        return param, own + behind
+
+    def reference(
+        param: torch.Tensor, moments: Any, grad: torch.Tensor, scalars: Any, *lanes: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        param, own = first.update_reference(param, moments[:count], grad, scalars[:length], *lanes)
+        param, behind = other.update_reference(param, moments[count:], grad, scalars[length:])
+        return param, (*own, *behind)
+
+    return replace(
+        first,
+        name=f"{first.name}_{other.name}",
+        kept=(*first.kept, *other.kept),
+        scalars=lambda group: (*first.scalars(group), *other.scalars(group)),
+        row_length=length + other.row_length,
+        # the first one's last: its tables stand behind them
+        hyper=lambda group: (*other.hyper(group), *first.hyper(group)),
+        prepare=prepare,
+        update=update_in_lanes if first.lanes else update,
+        update_reference=reference,
+        moments_use_param=True,
+        capturable=first.capturable and followed(first.capturable, other),
+    )
 
 
 def digest(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.base import Rule, round_row
+from megaopt.kernels.rules.base import Moment, Rule, round_row
 from megaopt.kernels.rules.loading import number
 
 BETA1: tl.constexpr = tl.constexpr(0)
@@ -87,4 +87,4 @@ def lion_reference(
     return param, (exp_avg,)
 
 
-LION = Rule("lion", "ieee", ("exp_avg",), scalars, 6, hyper, prepare, lion, lion_reference)
+LION = Rule("lion", "ieee", (Moment("exp_avg"),), scalars, 6, hyper, prepare, lion, lion_reference)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules.base import Rule, round_row
+from megaopt.kernels.rules.base import Moment, Rule, round_row
 from megaopt.kernels.rules.loading import number
 
 MOMENTUM: tl.constexpr = tl.constexpr(0)
@@ -133,7 +133,7 @@ def rule(name: str, update: Any, momentum: bool, nesterov: bool, decoupled: bool
     return Rule(
         name,
         "ieee",
-        ("momentum_buffer",) if momentum else (),
+        (Moment("momentum_buffer"),) if momentum else (),
         scalars,
         4,
         hyper,

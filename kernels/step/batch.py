@@ -87,6 +87,8 @@ class Formats:
     """The step follows the gradient instead of going against it."""
     low_rank: LowRank | None = None
     """Where matrices are stepped through a projection of their gradients; else None."""
+    from_param: tuple[str, ...] = field(default=(), compare=False)
+    """Names of moments that start as the parameter, not as zeros."""
 
     @property
     def moment_count(self) -> int:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from megaopt.kernels.formats import hopper
 from megaopt.kernels.formats.block8 import finite_key, inverse_factor, scale_of_key
 from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
+from megaopt.kernels.step.chunk import Pointers, entry
 from megaopt.kernels.step.draws import moment_bits
 from megaopt.kernels.step.rows import FIRST_ELEMENT, GRAD, MASTER, MOMENT, WEIGHT
 
 
 @helper
-def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
-    address = tl.load(table_ptr + row * tensors + tensor)
-    return address.to(tl.pointer_type(FORMAT.element)) + start
+def pointer(column, row, start, FORMAT: tl.constexpr):
+    return entry(column, row).to(tl.pointer_type(FORMAT.element)) + start
 
 
 # Moments come as tuples, which tl.static_range grows. What it calls takes the moment's index, and
@@ -25,40 +25,37 @@ def pointer(table_ptr, row, tensors, tensor, start, FORMAT: tl.constexpr):
 
 
 @helper
-def moment_pointer(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+def moment_pointer(column, start, FORMATS: tl.constexpr, INDEX: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
     if FORMAT.packed == 2:
         # a shard starts at an even element of its block
         start = start // 2
-    return pointer(table_ptr, MOMENT + 2 * INDEX, tensors, tensor, start, FORMAT)
+    return pointer(column, MOMENT + 2 * INDEX, start, FORMAT)
 
 
 @helper
-def pointers_of(table_ptr, tensors, tensor, start, FORMATS: tl.constexpr):
-    """To a chunk's first element in each buffer; a null pointer where there is no buffer.
-
-    Returns:
-        Those of gradient, weight and master, and a tuple of the moments'.
-    """
+def pointers_of(column, start, FORMATS: tl.constexpr):
+    """To a chunk's first element in each buffer."""
     GRAD_FORMAT: tl.constexpr = FORMATS.grad
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     COUNT: tl.constexpr = FORMATS.moment_count
     moments = ()
     for index in tl.static_range(COUNT):
-        moments += (moment_pointer(table_ptr, tensors, tensor, start, FORMATS, index),)
-    return (
-        pointer(table_ptr, GRAD, tensors, tensor, start, GRAD_FORMAT),
-        pointer(table_ptr, WEIGHT, tensors, tensor, start, WEIGHT_FORMAT),
-        pointer(table_ptr, MASTER, tensors, tensor, start, MASTER_FORMAT),
+        moments += (moment_pointer(column, start, FORMATS, index),)
+    return Pointers(
+        pointer(column, GRAD, start, GRAD_FORMAT),
+        pointer(column, WEIGHT, start, WEIGHT_FORMAT),
+        pointer(column, MASTER, start, MASTER_FORMAT),
         moments,
     )
 
 
 @helper
-def load_block(ptr, offsets, mask, MASKED: tl.constexpr):
+def load_block(ptr, offsets, mask):
+    """mask: None where all elements are there, and aligned."""
     pointers = ptr + offsets
-    if MASKED:
+    if mask is not None:
         code = tl.load(pointers, mask=mask, other=0)
     elif len(offsets.shape) == 2:
         code = tl.load(tl.multiple_of(pointers, [16, 16]))
@@ -69,9 +66,9 @@ def load_block(ptr, offsets, mask, MASKED: tl.constexpr):
 
 
 @helper
-def store_block(ptr, offsets, code, mask, MASKED: tl.constexpr):
+def store_block(ptr, offsets, code, mask):
     pointers = ptr + offsets
-    if MASKED:
+    if mask is not None:
         tl.store(pointers, code, mask=mask)
     elif len(offsets.shape) == 2:
         tl.store(tl.multiple_of(pointers, [16, 16]), code)
@@ -93,10 +90,10 @@ def halves(tile):
 
 
 @helper
-def load_pairs(ptr, offsets, rows, mask, MASKED: tl.constexpr):
+def load_pairs(ptr, offsets, rows, mask):
     """int32, the codes of 4 bits of a tile, of which two lie in each byte."""
     pointers = ptr + pair_offsets(offsets, rows)
-    if MASKED:
+    if mask is not None:
         # a tensor has both of a byte's elements, or none
         inner, _ = halves(mask)
         pair = tl.load(pointers, mask=inner, other=0)
@@ -108,12 +105,12 @@ def load_pairs(ptr, offsets, rows, mask, MASKED: tl.constexpr):
 
 
 @helper
-def store_pairs(ptr, offsets, rows, code, mask, MASKED: tl.constexpr):
+def store_pairs(ptr, offsets, rows, code, mask):
     """Stores a tile's codes of 4 bits, int32, two in each byte."""
     pointers = ptr + pair_offsets(offsets, rows)
     even, odd = halves(code)
     pair = (even | (odd << 4)).to(tl.uint8)
-    if MASKED:
+    if mask is not None:
         inner, _ = halves(mask)
         tl.store(pointers, pair, mask=inner)
     else:
@@ -122,12 +119,12 @@ def store_pairs(ptr, offsets, rows, code, mask, MASKED: tl.constexpr):
 
 
 @helper
-def store_where(condition, ptr, offsets, code, mask, MASKED: tl.constexpr):
+def store_where(condition, ptr, offsets, code, mask):
     """As store_block, where an int32, one for all elements, is not 0."""
     pointers = ptr + offsets
     # a block from the beginning: the interpreter spreads bools as what was compared
     chosen = tl.zeros_like(offsets) + condition != 0
-    if MASKED:
+    if mask is not None:
         tl.store(pointers, code, mask=mask & chosen)
     elif len(offsets.shape) == 2:
         tl.store(tl.multiple_of(pointers, [16, 16]), code, mask=chosen)
@@ -136,30 +133,29 @@ def store_where(condition, ptr, offsets, code, mask, MASKED: tl.constexpr):
 
 
 @helper
-def lead_of(table_ptr, tensors, tensor, FORMATS: tl.constexpr):
+def lead_of(column, FORMATS: tl.constexpr):
     """How many elements of the tensor's first block lie before the tensor; int64."""
     lead = tl.full((), 0, tl.int64)
     if FORMATS.block:
-        lead = tl.load(table_ptr + FIRST_ELEMENT * tensors + tensor) % FORMATS.block
+        lead = entry(column, FIRST_ELEMENT) % FORMATS.block
     return lead
 
 
 @helper
-def offsets_of(block, FORMATS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a block's elements in the chunk: [BLOCK], or with rows [BLOCK // WIDTH, WIDTH]."""
-    if FORMATS.block:
-        rows = rows_of(block, FORMATS, BLOCK, WIDTH)
-        offsets = rows[:, None] + tl.arange(0, WIDTH)[None, :]
+def offsets_of(index, SPEC: tl.constexpr):
+    """Of a block's elements in the chunk: [block], or with rows [block // width, width]."""
+    if SPEC.formats.block:
+        offsets = rows_of(index, SPEC)[:, None] + tl.arange(0, SPEC.width)[None, :]
     else:
-        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        offsets = index * SPEC.block + tl.arange(0, SPEC.block)
     return offsets
 
 
 @helper
-def rows_of(block, FORMATS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def rows_of(index, SPEC: tl.constexpr):
     """The offsets of the rows' first elements; 0 where there are no rows."""
-    if FORMATS.block:  # noqa: SIM108 at compile time
-        rows = block * BLOCK + tl.arange(0, BLOCK // WIDTH) * WIDTH
+    if SPEC.formats.block:
+        rows = index * SPEC.block + tl.arange(0, SPEC.block // SPEC.width) * SPEC.width
     else:
         rows = 0
     return rows
@@ -218,57 +214,57 @@ def load_scale(
 
 
 @helper
-def row_key(value, mask, MASKED: tl.constexpr):
+def row_key(value, mask):
     """Of each row of a tile the key of its largest finite magnitude; uint32 [rows]."""
     key = finite_key(value)
-    if MASKED:
+    if mask is not None:
         key = tl.where(mask, key, 0)
     return tl.max(key, 1)
 
 
 @helper
-def shared_scale(value, mask, SIZE: tl.constexpr, MASKED: tl.constexpr):
+def shared_scale(value, mask, SIZE: tl.constexpr):
     """The new scale of each row's block of SIZE elements; int32 [rows]."""
     ROWS: tl.constexpr = value.shape[0]
     SHAPE: tl.constexpr = (ROWS * value.shape[1] // SIZE, SIZE // value.shape[1])
-    key = row_key(value, mask, MASKED)
+    key = row_key(value, mask)
     largest = tl.max(tl.reshape(key, SHAPE), 1)
     # back to each of the rows that share it
     return scale_of_key(tl.reshape(tl.broadcast_to(largest[:, None], SHAPE), (ROWS,)))
 
 
 @helper
-def shared_scales(first, second, mask, SIZE: tl.constexpr, MASKED: tl.constexpr):
+def shared_scales(first, second, mask, SIZE: tl.constexpr):
     """The new scales of two moments, found by half as many shuffles; each int32 [rows]."""
     ROWS: tl.constexpr = first.shape[0]
     SHAPE: tl.constexpr = (ROWS * first.shape[1] // SIZE, SIZE // first.shape[1])
-    one = scale_of_key(row_key(first, mask, MASKED))
-    both = one | (scale_of_key(row_key(second, mask, MASKED)) << 16)
+    one = scale_of_key(row_key(first, mask))
+    both = one | (scale_of_key(row_key(second, mask)) << 16)
     largest = tl.reduce(tl.reshape(both, SHAPE), 1, hopper.larger_halves)
     both = tl.reshape(tl.broadcast_to(largest[:, None], SHAPE), (ROWS,))
     return both & 0xFFFF, both >> 16
 
 
 @helper
-def new_scale_of(moments, mask, FORMATS: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr):
+def new_scale_of(moments, mask, FORMATS: tl.constexpr, INDEX: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
     if FORMAT.block:  # noqa: SIM108 at compile time
-        scale = shared_scale(moments[INDEX], mask, FORMAT.block, MASKED)
+        scale = shared_scale(moments[INDEX], mask, FORMAT.block)
     else:
         scale = 0
     return scale
 
 
 @helper
-def new_scales(moments, mask, FORMATS: tl.constexpr, MASKED: tl.constexpr):
+def new_scales(moments, mask, FORMATS: tl.constexpr):
     """The new scales of the rows' blocks, int32 [rows]; 0 of moments that are not in blocks."""
     if cuda_capability_geq(9, 0) and FORMATS.block_pair:
-        scales = shared_scales(moments[0], moments[1], mask, FORMATS.block, MASKED)
+        scales = shared_scales(moments[0], moments[1], mask, FORMATS.block)
     else:
         COUNT: tl.constexpr = FORMATS.moment_count
         scales = ()
         for index in tl.static_range(COUNT):
-            scales += (new_scale_of(moments, mask, FORMATS, index, MASKED),)
+            scales += (new_scale_of(moments, mask, FORMATS, index),)
     return scales
 
 
@@ -282,43 +278,28 @@ def store_scale(scale_ptr, scale, rows, elements, SIZE: tl.constexpr, MASKED: tl
 
 @helper
 def stored_moment(
-    moment_ptr,
-    value,
-    inverse,
-    scale,
-    words,
-    offsets,
-    rows,
-    elements,
-    mask,
-    FORMATS: tl.constexpr,
-    INDEX: tl.constexpr,
-    MASKED: tl.constexpr,
+    chunk, block, values, inverses, scales, words, FORMATS: tl.constexpr, INDEX: tl.constexpr
 ):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    value, inverse = values[INDEX], inverses[INDEX]
     if FORMAT.block:
-        store_scale(inverse, scale, rows, elements, FORMAT.block, MASKED)
-        inverse = inverse_factor(scale)[:, None]
+        MASKED: tl.constexpr = block.mask is not None
+        store_scale(inverse, scales[INDEX], block.rows, chunk.elements, FORMAT.block, MASKED)
+        inverse = inverse_factor(scales[INDEX])[:, None]
     if FORMAT.draws:
         code = FORMAT.encode(value, inverse, moment_bits(words, INDEX))
     else:
         code = FORMAT.encode(value, inverse)
     if FORMAT.packed == 2:
-        store_pairs(moment_ptr, offsets, rows, code, mask, MASKED)
+        store_pairs(chunk.pointers.moments[INDEX], block.offsets, block.rows, code, block.mask)
     else:
-        store_block(moment_ptr, offsets, code, mask, MASKED)
+        store_block(chunk.pointers.moments[INDEX], block.offsets, code, block.mask)
 
 
 @helper
-def stored_moments(
-    pointers, moments, inverses, words, offsets, rows, elements, mask, FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """rows, elements: of moments in rows; inverses: pointers to their scales."""
+def stored_moments(chunk, block, values, inverses, words, FORMATS: tl.constexpr):
+    """inverses: of moments in blocks pointers to their scales."""
     COUNT: tl.constexpr = FORMATS.moment_count
-    scales = new_scales(moments, mask, FORMATS, MASKED)
+    scales = new_scales(values, block.mask, FORMATS)
     for index in tl.static_range(COUNT):
-        stored_moment(
-            pointers[index], moments[index], inverses[index], scales[index], words, offsets, rows,
-            elements, mask, FORMATS, index, MASKED,
-        )  # fmt: skip
+        stored_moment(chunk, block, values, inverses, scales, words, FORMATS, index)

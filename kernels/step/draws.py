@@ -5,8 +5,9 @@ parameter and the number of the step. So chunks, shards, replicas, launches, rep
 draw the same.
 
 What is rounded stochastically takes 16 bits of its element's word: weights and what lies beside
-them the lower ones, exp_avg_sq the upper ones, exp_avg their exclusive or, which is independent of
-each.
+them the lower ones, a rule's second moment the upper ones, its first their exclusive or, which is
+independent of each. The moment with index i >= 2 takes lower ^ x**(i - 1) * upper, a product in
+GF(2**16): as x**i - x**j has an inverse, any two of all these are independent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import torch
 
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.philox import philox, philox_reference
+from megaopt.kernels.step.chunk import entry
 from megaopt.kernels.step.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
+
+# x**16 + x**12 + x**3 + x + 1, primitive: powers of x are all different
+POLYNOMIAL = 0x1100B
+REDUCED_BY: tl.constexpr = tl.constexpr(POLYNOMIAL)
 
 
 class Place(NamedTuple):
@@ -90,9 +96,13 @@ def weight_bits_reference(words: torch.Tensor) -> torch.Tensor:
 
 
 def moment_bits_reference(words: torch.Tensor, index: int) -> torch.Tensor:
-    """Likewise for the rule's first moment (index 0) or its second."""
+    """Likewise for the rule's moment with this index."""
     upper = words >> 16
-    return (upper if index else (words ^ upper) & 0xFFFF).int()
+    if index != 1:
+        for _ in range(index - 1):
+            upper = (upper << 1) ^ (((upper >> 15) & 1) * POLYNOMIAL)
+        upper = upper ^ words
+    return (upper & 0xFFFF).int()
 
 
 @helper
@@ -104,14 +114,14 @@ def sixteens(row_ptr, place):
 
 
 @helper
-def draw_of(table_ptr, tensors, tensor, row_ptr, DRAWS: tl.constexpr):
+def draw_of(column, row_ptr, DRAWS: tl.constexpr):
     """What the words of a tensor are made from; row_ptr: to its group's numbers for the draws."""
     if DRAWS:
         key = (sixteens(row_ptr, 0), sixteens(row_ptr, 2), sixteens(row_ptr, 4))
-        number = tl.load(table_ptr + NUMBER * tensors + tensor).to(tl.uint32)
-        first = tl.load(table_ptr + FIRST_ELEMENT * tensors + tensor)
-        run = tl.load(table_ptr + RUN * tensors + tensor)
-        stride = tl.load(table_ptr + RUN_STRIDE * tensors + tensor)
+        number = entry(column, NUMBER).to(tl.uint32)
+        first = entry(column, FIRST_ELEMENT)
+        run = entry(column, RUN)
+        stride = entry(column, RUN_STRIDE)
         draw = (key, number, first, run, stride)
     else:
         draw = ((0, 0, 0), 0, 0, 0, 0)
@@ -217,6 +227,8 @@ def weight_bits(word):
 @helper
 def moment_bits(word, INDEX: tl.constexpr):
     upper = word >> 16
-    if INDEX == 0:
+    if INDEX != 1:
+        for _ in tl.static_range(INDEX - 1):
+            upper = (upper << 1) ^ (((upper >> 15) & 1) * REDUCED_BY)
         upper = upper ^ word
     return upper & 0xFFFF

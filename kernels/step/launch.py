@@ -17,6 +17,7 @@ from megaopt.kernels.step import rows as table_rows
 from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.scales import scratch_rows
+from megaopt.kernels.step.spec import Spec
 from megaopt.kernels.step.table import (
     OWN,
     OWN_BLOCK_PAIR,
@@ -139,14 +140,11 @@ class TritonPlan:
         scalars = self.on_device(scalars)
         sizes = (self._rows.shape[1], self._count, scalars.shape[1])
         arguments = (table, self._programs, scalars, controls, self._scratch, *sizes)
-        options = {
-            "FORMATS": self.formats,
-            "RULE": self.rule,
-            "CONTROLLED": controls is not None,
-            "SPLIT": self._is_split,
-            "WIDTH": self.geometry.width if self.formats.block else 0,
-        }
-        launch(kernel.step_kernel, self._count, arguments, options, self.geometry)
+        own = (self.formats, self.rule, controls is not None, self.geometry, self._is_split)
+        options: dict[str, object] = {"SPEC": Spec(*own), "num_warps": self.geometry.warps}
+        if self.geometry.registers is not None and torch.version.hip is None:
+            options["maxnreg"] = self.geometry.registers
+        call(kernel.step_kernel, self._count, arguments, options)
 
     def on_device(self, scalars: Sequence[tuple[float, ...]] | torch.Tensor) -> torch.Tensor:
         """fp32 [groups, numbers] there; nothing is copied where they are what they were."""
@@ -205,23 +203,3 @@ def _geometry(formats: Formats) -> Geometry:
         return OWN_BLOCK_PAIR if formats.block_pair else OWN_BLOCKS
     drawn = sum(form.draws for form in formats.by_slot.values())
     return OWN_DRAWN if drawn > 1 else OWN
-
-
-def launch(
-    function: object,
-    programs: int,
-    arguments: tuple[object, ...],
-    options: dict[str, object],
-    geometry: Geometry,
-) -> None:
-    """Launches a kernel over tensors' chunks."""
-    options = {
-        **options,
-        "BLOCK": geometry.block,
-        "ITERATIONS": geometry.iterations,
-        "SPAN": geometry.span,
-        "num_warps": geometry.warps,
-    }
-    if geometry.registers is not None and torch.version.hip is None:
-        options["maxnreg"] = geometry.registers
-    call(function, programs, arguments, options)

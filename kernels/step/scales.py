@@ -7,6 +7,7 @@ others knows that they have been started. All counters are zero again when the l
 from __future__ import annotations
 
 from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.step.chunk import entry
 
 # The int32 scratch has a column a tensor. Rows: the bits of the master's amax and of each moment's,
 # then the bits of their scales before the step, then the finished chunks; a rule with `count`
@@ -27,19 +28,19 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 
 
 @helper
-def finished_pointer(scratch_ptr, tensors, tensor, MOMENTS: tl.constexpr):
-    return scratch_ptr + 2 * (1 + MOMENTS) * tensors + tensor
+def finished_pointer(scratch_ptr, column, MOMENTS: tl.constexpr):
+    return scratch_ptr + 2 * (1 + MOMENTS) * column.tensors + column.tensor
 
 
 @helper
-def amax_pointer(scratch_ptr, index, tensors, tensor):
+def amax_pointer(scratch_ptr, index, column):
     """To the bits of an amax: index 0 is the master's, then the moments'."""
-    return scratch_ptr + index * tensors + tensor
+    return scratch_ptr + index * column.tensors + column.tensor
 
 
 @helper
-def old_scale_pointer(scratch_ptr, index, tensors, tensor, MOMENTS: tl.constexpr):
-    return scratch_ptr + (1 + MOMENTS + index) * tensors + tensor
+def old_scale_pointer(scratch_ptr, index, column, MOMENTS: tl.constexpr):
+    return scratch_ptr + (1 + MOMENTS + index) * column.tensors + column.tensor
 
 
 @helper
@@ -53,40 +54,39 @@ def take_ticket(scratch_ptr, tensors, chunks, MOMENTS: tl.constexpr):
 
 
 @helper
-def wait_for_amaxes(scratch_ptr, tensors, tensor, own_chunks, MOMENTS: tl.constexpr):
+def wait_for_amaxes(scratch_ptr, column, own_chunks, MOMENTS: tl.constexpr):
     """Returns when every chunk of the tensor has been through the first phase."""
-    finished_ptr = finished_pointer(scratch_ptr, tensors, tensor, MOMENTS)
+    finished_ptr = finished_pointer(scratch_ptr, column, MOMENTS)
     while tl.atomic_add(finished_ptr, 0) < own_chunks:
         pass
 
 
 @helper
-def finish(scratch_ptr, tensors, tensor, own_chunks, MOMENTS: tl.constexpr):
+def finish(scratch_ptr, column, own_chunks, MOMENTS: tl.constexpr):
     """Counts a chunk's phase; the tensor's very last leaves its scratch at zero."""
     # every thread has read the amaxes before one of them can be cleared
     tl.debug_barrier()
-    finished_ptr = finished_pointer(scratch_ptr, tensors, tensor, MOMENTS)
+    finished_ptr = finished_pointer(scratch_ptr, column, MOMENTS)
     if tl.atomic_add(finished_ptr, 1) == 2 * own_chunks - 1:
         tl.atomic_xchg(finished_ptr, 0)
         for index in tl.static_range(1 + MOMENTS):
-            tl.atomic_xchg(amax_pointer(scratch_ptr, index, tensors, tensor), 0)
+            tl.atomic_xchg(amax_pointer(scratch_ptr, index, column), 0)
 
 
 @helper
-def old_scale(table_ptr, row, tensors, tensor, FORMAT: tl.constexpr):
-    if FORMAT.scaled:
-        address = tl.load(table_ptr + row * tensors + tensor)
-        scale = tl.load(address.to(tl.pointer_type(tl.float32)))
+def old_scale(column, row, FORMAT: tl.constexpr):
+    if FORMAT.scaled:  # noqa: SIM108 at compile time
+        scale = tl.load(entry(column, row).to(tl.pointer_type(tl.float32)))
     else:
         scale = 1.0
     return scale
 
 
 @helper
-def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr, MOMENTS: tl.constexpr):
+def kept_scale(scratch_ptr, index, column, FORMAT: tl.constexpr, MOMENTS: tl.constexpr):
     """The scale from before the step, which the first phase put aside."""
     if FORMAT.scaled:
-        kept_ptr = old_scale_pointer(scratch_ptr, index, tensors, tensor, MOMENTS)
+        kept_ptr = old_scale_pointer(scratch_ptr, index, column, MOMENTS)
         bits = tl.load(kept_ptr, volatile=True)
         scale = bits.to(tl.float32, bitcast=True)
     else:
@@ -95,10 +95,10 @@ def kept_scale(scratch_ptr, index, tensors, tensor, FORMAT: tl.constexpr, MOMENT
 
 
 @helper
-def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT: tl.constexpr):
+def new_scale(scratch_ptr, index, column, row, start, FORMAT: tl.constexpr):
     """Stores the tensor's new scale (its first chunk does) and gives the scale's reciprocal."""
     if FORMAT.scaled:
-        bits = tl.load(amax_pointer(scratch_ptr, index, tensors, tensor), volatile=True)
+        bits = tl.load(amax_pointer(scratch_ptr, index, column), volatile=True)
         code_max = tl.full((), FORMAT.code_max, tl.float32)
         scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), code_max)
         scale = tl.maximum(scale, SMALLEST_SCALE)
@@ -106,7 +106,7 @@ def new_scale(table_ptr, row, scratch_ptr, index, tensors, tensor, start, FORMAT
         inverse = tl.math.div_rn(one, scale)
         if FORMAT.scale_of_inverse:
             scale = tl.math.div_rn(one, inverse)
-        address = tl.load(table_ptr + row * tensors + tensor)
+        address = entry(column, row)
         tl.store(address.to(tl.pointer_type(tl.float32)), scale, mask=start == 0)
     else:
         inverse = 1.0
@@ -127,22 +127,14 @@ def finite_amax_bits(amax_bits, value, FORMAT: tl.constexpr):
 
 @helper
 def keep_amax(
-    scratch_ptr,
-    index,
-    tensors,
-    tensor,
-    start,
-    amax_bits,
-    scale,
-    FORMAT: tl.constexpr,
-    MOMENTS: tl.constexpr,
+    scratch_ptr, index, chunk, amax_bits, scale, FORMAT: tl.constexpr, MOMENTS: tl.constexpr
 ):
     """Adds a chunk's amax to the tensor's; its first chunk puts the old scale aside.
 
     Atomics throughout: one thread does them in this order, before it counts the chunk as finished.
     """
     if FORMAT.scaled:
-        tl.atomic_max(amax_pointer(scratch_ptr, index, tensors, tensor), tl.max(amax_bits, 0))
+        tl.atomic_max(amax_pointer(scratch_ptr, index, chunk.column), tl.max(amax_bits, 0))
         bits = scale.to(tl.int32, bitcast=True)
-        old_ptr = old_scale_pointer(scratch_ptr, index, tensors, tensor, MOMENTS)
-        tl.atomic_xchg(old_ptr, bits, mask=start == 0)
+        old_ptr = old_scale_pointer(scratch_ptr, index, chunk.column, MOMENTS)
+        tl.atomic_xchg(old_ptr, bits, mask=chunk.start == 0)

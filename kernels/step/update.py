@@ -5,32 +5,27 @@ from __future__ import annotations
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.adam_ieee import canonical
 from megaopt.kernels.step.blocks import load_block, store_block, store_where, stored_moments
+from megaopt.kernels.step.chunk import entry
 from megaopt.kernels.step.codes import loaded_moments, loaded_param
 from megaopt.kernels.step.draws import weight_bits
 from megaopt.kernels.step.rows import VECTORIZED
 
 
 @helper
-def controlled_grad(
-    grad_ptr,
-    grad,
-    controls,
-    offsets,
-    mask,
-    FORMATS: tl.constexpr,
-    RULE: tl.constexpr,
-    CONTROLLED: tl.constexpr,
-    MASKED: tl.constexpr,
-    WRITES_GRAD: tl.constexpr,
-):
-    """The gradient unscaled and clipped, each with one rounding, or with a second one."""
-    if CONTROLLED:
-        grad_scale, inverse_scale, coefficient, unscaled = controls
-        grad = RULE.unscale(grad, grad_scale, inverse_scale)
-        if WRITES_GRAD:
+def controlled_grad(grad, chunk, block, SPEC: tl.constexpr):
+    """The gradient unscaled and clipped, each with one rounding, or with a second one.
+
+    One that is unscaled is stored so where the formats write gradients.
+    """
+    if SPEC.controlled:
+        FORMATS: tl.constexpr = SPEC.formats
+        grad_scale, inverse_scale, coefficient, unscaled = chunk.controls
+        grad = SPEC.rule.unscale(grad, grad_scale, inverse_scale)
+        if SPEC.writes_grad:
             code = FORMATS.grad.encode(canonical(grad), 1.0)
             # a mask, as a branch takes 90 registers where this takes 64
-            store_where(unscaled.to(tl.int32), grad_ptr, offsets, code, mask, MASKED)
+            unscaled = unscaled.to(tl.int32)
+            store_where(unscaled, chunk.pointers.grad, block.offsets, code, block.mask)
         grad = rounded_grad(rounded_grad(grad, FORMATS) * coefficient, FORMATS)
     return grad
 
@@ -43,109 +38,46 @@ def rounded_grad(grad, FORMATS: tl.constexpr):
 
 
 @helper
-def first_lane(table_ptr, tensors, tensor, start, offsets):
+def first_lane(chunk, offsets):
     """Whether torch's kernel takes an element as the first of a thread's four (adam_torch)."""
-    vectorized = tl.load(table_ptr + VECTORIZED * tensors + tensor)
-    index = (start % 65536).to(tl.int32) + offsets
+    vectorized = entry(chunk.column, VECTORIZED)
+    index = (chunk.start % 65536).to(tl.int32) + offsets
     return tl.where(vectorized != 0, index, index // 512) % 4 == 0
 
 
 @helper
-def step_grad(
-    grad_ptr,
-    grad,
-    controls,
-    offsets,
-    mask,
-    FORMATS: tl.constexpr,
-    RULE: tl.constexpr,
-    CONTROLLED: tl.constexpr,
-    MASKED: tl.constexpr,
-    WRITES_GRAD: tl.constexpr,
-):
-    """The gradient that the rule takes; with WRITES_GRAD one that is unscaled is stored so."""
-    grad = controlled_grad(
-        grad_ptr, grad, controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, WRITES_GRAD
-    )
-    if FORMATS.maximize:
-        grad = grad * -1.0
-    return grad
-
-
-@helper
-def loaded_and_updated(
-    table_ptr,
-    place,
-    pointers,
-    scales,
-    scalars,
-    controls,
-    offsets,
-    rows,
-    elements,
-    mask,
-    FORMATS: tl.constexpr,
-    RULE: tl.constexpr,
-    CONTROLLED: tl.constexpr,
-    MASKED: tl.constexpr,
-    WITH_PARAM: tl.constexpr,
-    WRITES_GRAD: tl.constexpr,
-):
+def loaded_and_updated(chunk, scales, block, SPEC: tl.constexpr):
     """The new fp32 param and moments of one block; of these nothing is stored.
 
-    Without WITH_PARAM param is neither loaded nor meant: for what of a rule does not need it.
+    Where SPEC does not read param it is neither loaded nor meant.
     """
-    grad_ptr, weight_ptr, master_ptr, moment_ptrs = pointers
-    grad = FORMATS.grad.decode(load_block(grad_ptr, offsets, mask, MASKED), 1.0)
-    grad = step_grad(
-        grad_ptr, grad, controls, offsets, mask, FORMATS, RULE, CONTROLLED, MASKED, WRITES_GRAD
-    )
-    moments = loaded_moments(moment_ptrs, scales[1], offsets, rows, elements, mask, FORMATS, MASKED)
-    if WITH_PARAM:
-        param = loaded_param(weight_ptr, master_ptr, scales[0], offsets, mask, FORMATS, MASKED)
+    FORMATS: tl.constexpr = SPEC.formats
+    grad = FORMATS.grad.decode(load_block(chunk.pointers.grad, block.offsets, block.mask), 1.0)
+    grad = controlled_grad(grad, chunk, block, SPEC)
+    moments = loaded_moments(chunk, scales.moments, block, FORMATS)
+    if SPEC.reads_param:
+        param = loaded_param(chunk.pointers, scales.param, block.offsets, block.mask, FORMATS)
     else:
         param = tl.zeros_like(grad)
-    return updated(
-        table_ptr,
-        place,
-        grad,
-        param,
-        moments,
-        scalars,
-        controls,
-        offsets,
-        FORMATS,
-        RULE,
-        CONTROLLED,
-    )
+    return updated(grad, param, moments, chunk, block.offsets, SPEC)
 
 
 @helper
-def updated(
-    table_ptr,
-    place,
-    grad,
-    param,
-    moments,
-    scalars,
-    controls,
-    offsets,
-    FORMATS: tl.constexpr,
-    RULE: tl.constexpr,
-    CONTROLLED: tl.constexpr,
-):
+def updated(grad, param, moments, chunk, offsets, SPEC: tl.constexpr):
     """The new fp32 param and moments."""
-    tensors, tensor, start = place
-    if RULE.lanes:
-        is_rounded = first_lane(table_ptr, tensors, tensor, start, offsets)
+    FORMATS: tl.constexpr = SPEC.formats
+    if FORMATS.maximize:
+        grad = grad * -1.0
+    if SPEC.rule.lanes:
+        is_rounded = first_lane(chunk, offsets)
         if FORMATS.maximize:
             is_rounded = offsets >= 0
-        if CONTROLLED:
-            is_rounded = is_rounded & (controls[3] + tl.zeros_like(grad) == 0)
-        values = RULE.update(param, moments, grad, scalars, is_rounded)
+        if SPEC.controlled:
+            is_rounded = is_rounded & (chunk.controls[3] + tl.zeros_like(grad) == 0)
+        values = SPEC.rule.update(param, moments, grad, chunk.scalars, is_rounded)
     else:
-        values = RULE.update(param, moments, grad, scalars)
-    if RULE.makes_nan_canonical:
+        values = SPEC.rule.update(param, moments, grad, chunk.scalars)
+    if SPEC.rule.makes_nan_canonical:
         values = canonical_values(values, FORMATS)
     return values
 
@@ -172,43 +104,21 @@ def canonical_moment(value, FORMATS: tl.constexpr, INDEX: tl.constexpr):
 
 
 @helper
-def stored_block(
-    pointers,
-    inverses,
-    values,
-    weight_scale,
-    amax_bits,
-    words,
-    offsets,
-    rows,
-    elements,
-    mask,
-    FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def stored_block(chunk, scales, block, values, amax_bits, words, FORMATS: tl.constexpr):
     """Encodes and stores what `updated` gave; raises the bits of amaxes, if any are kept."""
-    _, weight_ptr, master_ptr, moment_ptrs = pointers
-    master_inverse, moment_inverses = inverses
     param, moments = values
-    if FORMATS.in_place:
-        amax_bits = FORMATS.store.put_codes(
-            weight_ptr, master_ptr, param, weight_scale, amax_bits, words, offsets, mask, FORMATS,
-            MASKED,
-        )  # fmt: skip
-    elif FORMATS.master.joined:
+    if FORMATS.master.joined and not FORMATS.in_place:
         weight_code, master_code = encoded_jointly(param, words, FORMATS)
-        store_block(master_ptr, offsets, master_code, mask, MASKED)
-        store_block(weight_ptr, offsets, weight_code, mask, MASKED)
+        store_block(chunk.pointers.master, block.offsets, master_code, block.mask)
+        store_block(chunk.pointers.weight, block.offsets, weight_code, block.mask)
     else:
-        if FORMATS.master.present:
-            master_code = FORMATS.master.encode(param, master_inverse)
-            store_block(master_ptr, offsets, master_code, mask, MASKED)
+        if FORMATS.master.present and not FORMATS.in_place:
+            master_code = FORMATS.master.encode(param, scales.master_inverse)
+            store_block(chunk.pointers.master, block.offsets, master_code, block.mask)
         amax_bits = FORMATS.store.put(
-            weight_ptr, param, weight_scale, amax_bits, words, offsets, mask, FORMATS, MASKED
+            chunk.pointers, block, param, scales.weight, amax_bits, words, FORMATS
         )
-    stored_moments(
-        moment_ptrs, moments, moment_inverses, words, offsets, rows, elements, mask, FORMATS, MASKED
-    )
+    stored_moments(chunk, block, moments, scales.moment_inverses, words, FORMATS)
     return amax_bits
 
 

@@ -12,29 +12,28 @@ from megaopt.kernels.step.blocks import load_scale
 
 
 @helper
-def load_words(
-    pointers, scales, rows, FORMATS: tl.constexpr, WIDTH: tl.constexpr, WITH_PARAM: tl.constexpr
-):
+def load_words(pointers, scales, rows, SPEC: tl.constexpr):
     """Those of whole rows: gradient, weight, master, and tuples of the moments' and their scales.
 
-    What is not there or not needed is 0; without WITH_PARAM weight and master are not needed.
+    What is not there or not needed is 0.
     """
-    grad_ptr, weight_ptr, master_ptr, moment_ptrs = pointers
+    FORMATS: tl.constexpr = SPEC.formats
+    WIDTH: tl.constexpr = SPEC.width
     COUNT: tl.constexpr = FORMATS.moment_count
     GRAD: tl.constexpr = FORMATS.grad
-    grad = words_at(grad_ptr, rows, GRAD, WIDTH)
+    grad = words_at(pointers.grad, rows, GRAD, WIDTH)
     moments, moment_scales = (), ()
     for index in tl.static_range(COUNT):
-        moments += (moment_words(moment_ptrs[index], rows, FORMATS, index, WIDTH),)
+        moments += (moment_words(pointers.moments[index], rows, FORMATS, index, WIDTH),)
         moment_scales += (load_scale(scales[index], rows, 0, FORMATS, index, False),)
     weight, master = 0, 0
-    if WITH_PARAM:
+    if SPEC.reads_param:
         WEIGHT: tl.constexpr = FORMATS.weight
         MASTER: tl.constexpr = FORMATS.master
         if MASTER.joined or not MASTER.present:
-            weight = words_at(weight_ptr, rows, WEIGHT, WIDTH)
+            weight = words_at(pointers.weight, rows, WEIGHT, WIDTH)
         if MASTER.present:
-            master = words_at(master_ptr, rows, MASTER, WIDTH)
+            master = words_at(pointers.master, rows, MASTER, WIDTH)
     return grad, weight, master, moments, moment_scales
 
 
@@ -55,8 +54,10 @@ def words_at(ptr, rows, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @helper
-def numbers_of(words, scales, FORMATS: tl.constexpr, WIDTH: tl.constexpr, WITH_PARAM: tl.constexpr):
-    """The fp32 gradient, param and moments. scales: of the master and the moments' tensors."""
+def numbers_of(words, scales, SPEC: tl.constexpr):
+    """The fp32 gradient, param and moments."""
+    FORMATS: tl.constexpr = SPEC.formats
+    WIDTH: tl.constexpr = SPEC.width
     grad_words, weight, master, moment_words, scale_codes = words
     COUNT: tl.constexpr = FORMATS.moment_count
     GRAD: tl.constexpr = FORMATS.grad
@@ -65,11 +66,16 @@ def numbers_of(words, scales, FORMATS: tl.constexpr, WIDTH: tl.constexpr, WITH_P
     for index in tl.static_range(COUNT):
         moments += (
             decoded_moment(
-                moment_words[index], scales[1][index], scale_codes[index], FORMATS, index, WIDTH
+                moment_words[index],
+                scales.moments[index],
+                scale_codes[index],
+                FORMATS,
+                index,
+                WIDTH,
             ),
         )
-    if WITH_PARAM:
-        param = decoded_param(weight, master, scales[0], FORMATS, WIDTH)
+    if SPEC.reads_param:
+        param = decoded_param(weight, master, scales.param, FORMATS, WIDTH)
     else:
         param = tl.zeros_like(grad)
     return grad, param, moments

@@ -140,7 +140,7 @@ class Owned:
 
     def formats(self, view: ParamView, grad_dtype: torch.dtype = torch.float32) -> Formats:
         """The formats of a parameter's buffers."""
-        return formats_of(view, grad_dtype, self.rule.moments, self.options, self.wants_masters)
+        return formats_of(view, grad_dtype, self.rule.kept, self.options, self.wants_masters)
 
     @property
     def has_external_masters(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
 from megaopt.kernels.host_memory import padded
+from megaopt.kernels.rules.base import PARAM, Moment
 from megaopt.kernels.step.batch import Cast, Formats
 from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.options.options import Options
@@ -32,17 +33,17 @@ def state_name(slot: str) -> str:
 def formats_of(
     view: ParamView,
     grad_dtype: torch.dtype,
-    moments: tuple[str, ...],
+    moments: tuple[Moment, ...],
     options: Options,
     masters: bool,
 ) -> Formats:
-    """The formats of a parameter's buffers under these options; moments: their names."""
+    """The formats of a parameter's buffers under these options; moments: the rule's."""
     cast, dtype = view.cast(options.direct_cast), view.param.dtype
     master = options.master_format(dtype, masters, view.code_dtype)
     weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
     if not master.present:
         weight = options.weight_format(weight)
-    kept = tuple(moment_format(view, options, moment) for moment in moments)
+    kept = tuple(moment_format(view, options, moment.name) for moment in moments)
     if cast is not None:
         exact = weight.draws or master.joined
         cast = replace(cast, exact=exact, rows_hold_blocks=_rows_hold_blocks(view, cast, kept))
@@ -51,13 +52,14 @@ def formats_of(
         weight,
         master,
         kept,
-        moments,
+        tuple(moment.name for moment in moments),
         cast,
         # of fp32 it is no other kernel
         options.round_scaled_grads and grad_dtype != torch.float32,
         options.write_unscaled_grads,
         options.maximize,
         view.low_rank,
+        tuple(moment.name for moment in moments if moment.starts_as == PARAM),
     )
 
 
@@ -82,14 +84,17 @@ def complete(
     formats: Formats,
     external: torch.Tensor | None,
 ) -> None:
-    """Adds to `state` what is missing: zeros, and the master, external or made here.
+    """Adds to `state` what is missing: moments, and the master, external or made here.
 
     A master made here starts as the weight's own value, which every format holds exactly or, fp16
     with a scale, to its precision; that of fp8 as what the weight was made from, if that is kept.
     """
     weight = view.local
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
-        if name not in state:
+        if name not in state and name in formats.from_param:
+            new, _ = encoded(name, view.initial_value(formats), form, view)
+            state.update({key: view.keep(key, tensor) for key, tensor in new.items()})
+        elif name not in state:
             shape = shape_of(name, formats, view)
             assert form.dtype is not None
             state[name] = view.empty_state(name, shape, form.dtype).zero_()

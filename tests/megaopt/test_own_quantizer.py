@@ -24,7 +24,7 @@ from megaopt.kernels.step.blocks import store_block
 
 
 @helper
-def scale(table_ptr, place, amax_bits, FORMATS: tl.constexpr):
+def scale(column, amax_bits, FORMATS: tl.constexpr):
     return 16.0, 0.0625
 
 
@@ -33,19 +33,17 @@ def scales_reference(amax, recipe, scale):
 
 
 @helper
-def put(
-    weight_ptr, param, scale, bits, words, offsets, mask, FORMATS: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    value, bits = noted(param, bits, mask, FORMATS, MASKED)
-    store_block(weight_ptr, offsets, FORMATS.weight.encode(value * 16.0, 1.0), mask, MASKED)
+def put(pointers, block, param, scale, bits, words, FORMATS: tl.constexpr):
+    value, bits = noted(param, bits, block.mask, FORMATS)
+    code = FORMATS.weight.encode(value * 16.0, 1.0)
+    store_block(pointers.weight, block.offsets, code, block.mask)
     return bits
 
 
 @helper
-def finish(table_ptr, place, scale, bits, FORMATS: tl.constexpr):
-    raise_amax(table_ptr, place, scale, bits, FORMATS)
-    tl.store(scale_inv_pointer(table_ptr, place[0], place[1], FORMATS), 0.0625)
+def finish(column, start, scale, bits, FORMATS: tl.constexpr):
+    raise_amax(column, start, scale, bits, FORMATS)
+    tl.store(scale_inv_pointer(column, FORMATS), 0.0625)
 
 
 STORE = Store("sixteenths", Left.NOTHING, put=put, finish=finish)

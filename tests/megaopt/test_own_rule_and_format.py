@@ -20,7 +20,7 @@ import torch
 from megaopt.options.checks import DECAY, NOT_NEGATIVE
 from megaopt.kernels.formats import MOMENTS, Format
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.rules import RULES, Rule
+from megaopt.kernels.rules import RULES, Moment, Rule
 from megaopt.kernels.rules.base import round_row
 from megaopt.kernels.rules.loading import number
 from megaopt.optimizer import FusedOptimizer
@@ -55,7 +55,9 @@ def update_reference(param, moments, grad, scalars):
     return param - velocity * lr, (velocity,)
 
 
-TOY = Rule("toy", "ieee", ("velocity",), scalars, 2, hyper, prepare, update, update_reference)
+TOY = Rule(
+    "toy", "ieee", (Moment("velocity"),), scalars, 2, hyper, prepare, update, update_reference
+)
 RULES["toy", "ieee"] = TOY
 
 

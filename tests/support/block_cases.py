@@ -8,14 +8,17 @@ from bits import assert_same_bits
 from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
 from megaopt.kernels.formats.block8 import factor, inverse_factor
 from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
+from megaopt.kernels.rules import RULES
 from megaopt.kernels.step import blocks
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import decoded, store_blocks
+from megaopt.kernels.step.spec import Spec
+from megaopt.kernels.step.table import Geometry
 
 BLOCKS = [form for form in MOMENTS.values() if form.block and form.packed == 1]
 BLOCKS_OF_4_BITS = [form for form in MOMENTS.values() if form.packed == 2]
 # the interpreter takes as long for a large tile as for a small one
-TILE, WIDTH = (65536 if INTERPRETED else 1024), 8
+TILE = 65536 if INTERPRETED else 1024
 FUNCTIONS = ("offsets_of", "rows_of", "inside", "new_scale_of", "store_scale", "load_scale")
 FUNCTIONS = (*FUNCTIONS, "load_pairs", "store_pairs")
 
@@ -24,9 +27,7 @@ FUNCTIONS = (*FUNCTIONS, "load_pairs", "store_pairs")
 def chunk(
     lead,
     elements,
-    FORMATS: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SPEC: tl.constexpr,
     OFFSETS_OF: tl.constexpr,
     ROWS_OF: tl.constexpr,
     INSIDE: tl.constexpr,
@@ -38,8 +39,9 @@ def chunk(
     """
     start = tl.zeros((), tl.int64) - lead
     count = (elements + lead).to(tl.int32)
-    offsets = OFFSETS_OF(tl.program_id(0), FORMATS, TILE, WIDTH)
-    rows = ROWS_OF(tl.program_id(0), FORMATS, TILE, WIDTH)
+    FORMATS: tl.constexpr = SPEC.formats
+    offsets = OFFSETS_OF(tl.program_id(0), SPEC)
+    rows = ROWS_OF(tl.program_id(0), SPEC)
     return start, offsets, rows, count, INSIDE(offsets, start, count, FORMATS)
 
 
@@ -51,9 +53,7 @@ def store_kernel(
     scale_ptr,
     lead,
     elements,
-    FORMATS: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SPEC: tl.constexpr,
     OFFSETS_OF: tl.constexpr,
     ROWS_OF: tl.constexpr,
     INSIDE: tl.constexpr,
@@ -63,12 +63,11 @@ def store_kernel(
     LOAD_PAIRS: tl.constexpr,
     STORE_PAIRS: tl.constexpr,
 ):
+    FORMATS: tl.constexpr = SPEC.formats
     FORMAT: tl.constexpr = FORMATS.moments[0]
-    start, offsets, rows, count, mask = chunk(
-        lead, elements, FORMATS, TILE, WIDTH, OFFSETS_OF, ROWS_OF, INSIDE
-    )
+    start, offsets, rows, count, mask = chunk(lead, elements, SPEC, OFFSETS_OF, ROWS_OF, INSIDE)
     value = tl.load(value_ptr + start + offsets, mask=mask, other=0.0)
-    scale = NEW_SCALE_OF((value,), mask, FORMATS, 0, True)
+    scale = NEW_SCALE_OF((value,), mask, FORMATS, 0)
     STORE_SCALE(scale_ptr, scale, rows, count, FORMAT.block, True)
     inverse = inverse_factor(scale)[:, None]
     if FORMAT.draws:
@@ -77,7 +76,7 @@ def store_kernel(
     else:
         code = FORMAT.encode(value, inverse)
     if FORMAT.packed == 2:
-        STORE_PAIRS(code_ptr + start // 2, offsets, rows, code, mask, True)
+        STORE_PAIRS(code_ptr + start // 2, offsets, rows, code, mask)
     else:
         tl.store(code_ptr + start + offsets, code, mask=mask)
 
@@ -89,9 +88,7 @@ def read_kernel(
     scale_ptr,
     lead,
     elements,
-    FORMATS: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SPEC: tl.constexpr,
     OFFSETS_OF: tl.constexpr,
     ROWS_OF: tl.constexpr,
     INSIDE: tl.constexpr,
@@ -101,13 +98,12 @@ def read_kernel(
     LOAD_PAIRS: tl.constexpr,
     STORE_PAIRS: tl.constexpr,
 ):
+    FORMATS: tl.constexpr = SPEC.formats
     FORMAT: tl.constexpr = FORMATS.moments[0]
-    start, offsets, rows, count, mask = chunk(
-        lead, elements, FORMATS, TILE, WIDTH, OFFSETS_OF, ROWS_OF, INSIDE
-    )
+    start, offsets, rows, count, mask = chunk(lead, elements, SPEC, OFFSETS_OF, ROWS_OF, INSIDE)
     scale = factor(LOAD_SCALE(scale_ptr, rows, count, FORMATS, 0, True))[:, None]
     if FORMAT.packed == 2:
-        code = LOAD_PAIRS(code_ptr + start // 2, offsets, rows, mask, True)
+        code = LOAD_PAIRS(code_ptr + start // 2, offsets, rows, mask)
     else:
         code = tl.load(code_ptr + start + offsets, mask=mask, other=0)
     tl.store(value_ptr + start + offsets, FORMAT.decode(code, scale), mask=mask)
@@ -116,6 +112,10 @@ def read_kernel(
 def formats_of(form):
     """A batch with this moment alone."""
     return Formats(GRADS[torch.float32], WEIGHTS[torch.float32], NONE, (form,), ("exp_avg",))
+
+
+def spec_of(form):
+    return Spec(formats_of(form), RULES["adamw", "ieee"], False, Geometry(TILE, 1, TILE // 256))
 
 
 def scale_count(form, count, lead):
@@ -127,7 +127,7 @@ def launched(kernel, form, tensors, lead, module):
     count = tensors[0].numel()
     programs = -(-(count + lead) // TILE)
     with np.errstate(all="ignore"):
-        kernel[(programs,)](*tensors, lead, count, formats_of(form), TILE, WIDTH, *functions)
+        kernel[(programs,)](*tensors, lead, count, spec_of(form), *functions)
 
 
 def as_element(form, code):

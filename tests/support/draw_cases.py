@@ -8,6 +8,7 @@ from bits import assert_same_bits
 from megaopt.kernels.optional_triton import jit, tl
 from megaopt.kernels.rules.base import draw_numbers
 from megaopt.kernels.step import draws
+from megaopt.kernels.step.chunk import Column
 from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 
@@ -27,7 +28,7 @@ CASES = [
 def words_kernel(
     table_ptr,  # *int64, one column
     row_ptr,  # *fp32, the group's numbers
-    out_ptr,  # *int32: words, then the bits of weight and two moments, CHUNK elements each
+    out_ptr,  # *int32: words, then the bits of weight and four moments, CHUNK elements each
     start,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -38,7 +39,7 @@ def words_kernel(
     MOMENT_BITS: tl.constexpr,
 ):
     """Of a chunk's blocks, as the step's kernel asks for them."""
-    draw = DRAW_OF(table_ptr, 1, 0, row_ptr, True)
+    draw = DRAW_OF(Column(table_ptr, 1, 0), row_ptr, True)
     for block in tl.static_range(BLOCKS):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         word = BLOCK_WORDS(
@@ -48,6 +49,8 @@ def words_kernel(
         tl.store(out_ptr + BLOCKS * BLOCK + offsets, WEIGHT_BITS(word))
         tl.store(out_ptr + 2 * BLOCKS * BLOCK + offsets, MOMENT_BITS(word, 0))
         tl.store(out_ptr + 3 * BLOCKS * BLOCK + offsets, MOMENT_BITS(word, 1))
+        tl.store(out_ptr + 4 * BLOCKS * BLOCK + offsets, MOMENT_BITS(word, 2))
+        tl.store(out_ptr + 5 * BLOCKS * BLOCK + offsets, MOMENT_BITS(word, 5))
 
 
 def numbers_of(seed=SEED, step=STEP):
@@ -55,12 +58,12 @@ def numbers_of(seed=SEED, step=STEP):
 
 
 def by_kernel(module, place, start, block, blocks, numbers, device, in_quads):
-    """int64 [4, elements]: words and bits of the elements from `start` on."""
+    """int64 [6, elements]: words and bits of the elements from `start` on."""
     table = torch.zeros(RUN_STRIDE.value + 1, dtype=torch.int64)
     rows = (NUMBER, FIRST_ELEMENT, RUN, RUN_STRIDE)
     for row, value in zip(rows, place, strict=True):
         table[row.value] = value
-    out = torch.zeros((4, block * blocks), dtype=torch.int32, device=device)
+    out = torch.zeros((6, block * blocks), dtype=torch.int32, device=device)
     row = torch.tensor(numbers, device=device)
     functions = (module.draw_of, module.block_words, module.weight_bits, module.moment_bits)
     with np.errstate(all="ignore"):  # products wrap
@@ -72,15 +75,18 @@ def by_twin(module, place, count, numbers):
     words = module.words_reference(place, count, numbers, CPU)
     bits = [
         module.weight_bits_reference(words),
-        *(module.moment_bits_reference(words, i) for i in (0, 1)),
+        *(module.moment_bits_reference(words, i) for i in (0, 1, 2, 5)),
     ]
     return torch.stack([words, *bits])
 
 
 def by_oracle(place, start, count, seed, step):
     words = philox_oracle.words(place, start + count, seed, step)[start:]
-    slots = philox_oracle.bits_by_slot(words, ("exp_avg", "exp_avg_sq"))
-    return torch.from_numpy(np.stack([words.astype(np.int64), *slots.values()]))
+    slots = list(philox_oracle.bits_by_slot(words, range(6)).values())
+    chosen = [
+        slots[place] for place in (0, 1, 2, 3, 6)
+    ]  # the weight's, and those that kernels draw
+    return torch.from_numpy(np.stack([words.astype(np.int64), *chosen]))
 
 
 def assert_words(place, start, block, device, seed=SEED, step=STEP, module=draws):

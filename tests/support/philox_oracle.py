@@ -48,10 +48,19 @@ def words(place, count, seed, step):
     return np.stack(four)[lanes, np.arange(count)]
 
 
+def times_x(half, power):
+    """half * x**power modulo x**16 + x**12 + x**3 + x + 1, bit by bit from the top."""
+    product = half << np.uint64(power)
+    for degree in range(15 + power, 15, -1):
+        has = (product >> np.uint64(degree)) & np.uint64(1)
+        product = product ^ has * np.uint64(0b1_0001_0000_0000_1011 << (degree - 16))
+    return product
+
+
 def bits_by_slot(found, moments):
     """What each slot draws: 16 bits of the word, or two halves' exclusive or."""
     low, high = found % np.uint64(2**16), found // np.uint64(2**16)
-    # the first moment's, then those of the others
-    own = [low ^ high, *[high] * len(moments)]
+    # the first moment's, the second's, then those of the others: products in GF(2**16)
+    own = [low ^ high, high, *(low ^ times_x(high, place) for place in range(1, len(moments)))]
     halves = {"weight": low, **dict(zip(moments, own, strict=False))}
     return {slot: half.astype(np.int64) for slot, half in halves.items()}

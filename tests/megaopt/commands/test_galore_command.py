@@ -109,12 +109,14 @@ def test_the_plain_step_is_the_twin_in_fp64(side):
 
 # In a file of the kernels, what the command has to notice, and where.
 KERNEL_MUTANTS = {
-    "the last of the rank dropped": ("(inner[None, :] < RANK)", "(inner[None, :] < RANK - 1)"),
+    "the last of the rank dropped": (
+        "(inner[None, :] < PRODUCT.rank)", "(inner[None, :] < PRODUCT.rank - 1)",
+    ),
     "a product in 16 bits": (
         "    return total", "    return total.to(tl.float16).to(tl.float32)",
     ),
     "the last column dropped": (
-        "RANK) & (column[None, :] < columns)", "RANK) & (column[None, :] < columns - 1)",
+        "rank) & (column[None, :] < columns)", "rank) & (column[None, :] < columns - 1)",
     ),
 }  # fmt: skip
 

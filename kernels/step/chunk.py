@@ -1,0 +1,76 @@
+"""What a program works on, as tuples: a tensor's column of the table, a chunk, a block of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megaopt.kernels.optional_triton import helper, tl
+
+
+class Column(NamedTuple):
+    """A tensor's column of the table."""
+
+    table_ptr: Any
+    """*int64 [rows, tensors] (megaopt.kernels.step.rows)."""
+    tensors: Any
+    tensor: Any
+    """The column's number."""
+
+
+class Pointers(NamedTuple):
+    """To a chunk's first element in each buffer; a null pointer where there is no buffer."""
+
+    grad: Any
+    weight: Any
+    master: Any
+    moments: Any
+    """A tuple of pointers, in the rule's order."""
+
+
+class Chunk(NamedTuple):
+    """The part of a tensor that a program steps."""
+
+    column: Any
+    start: Any
+    """int64, the chunk's first element in the tensor."""
+    elements: Any
+    """int32, the offset at which the tensor or the chunk ends."""
+    pointers: Any
+    scalars: Any
+    """Of the group: a tuple of the rule's numbers."""
+    controls: Any
+    """A tuple: grad scale, its inverse, clip coefficient, whether gradients are unscaled."""
+    draw: Any
+    """What random words are made of (draws.draw_of)."""
+
+
+class Scales(NamedTuple):
+    """What the codes of a chunk are multiplied by when they are read and when they are stored."""
+
+    param: Any
+    """Of the master, or scale_inv of an fp8 weight that has none."""
+    moments: Any
+    """A tuple; of moments in blocks pointers to the chunk's scales."""
+    master_inverse: Any
+    """The reciprocal of the master's new scale."""
+    moment_inverses: Any
+    """Likewise; of moments in blocks pointers to where the new scales go."""
+    weight: Any
+    """What `Store.begin` found."""
+
+
+class Block(NamedTuple):
+    """The elements of a chunk that are worked on at a time."""
+
+    offsets: Any
+    """int32, from the chunk's first element on: [BLOCK], or with rows [rows, width]."""
+    rows: Any
+    """int32 [rows], the offsets of the rows' first elements; 0 where there are no rows."""
+    mask: Any
+    """Which elements are the tensor's; None: all of them, and aligned."""
+
+
+@helper
+def entry(column, row):
+    """int64, what the table has of a tensor in a row."""
+    return tl.load(column.table_ptr + row * column.tensors + column.tensor)

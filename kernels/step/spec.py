@@ -1,0 +1,51 @@
+"""What a step's kernel is compiled for, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megaopt.kernels.rules.base import Rule
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.table import OWN, Geometry
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One combination of formats and rule, and how a launch goes over it: one compiled kernel."""
+
+    formats: Formats
+    rule: Rule
+    controlled: bool
+    """There are controls."""
+    geometry: Geometry = OWN
+    split: bool = False
+    """A tensor may have a stride (draws.Place)."""
+    stores: bool = True
+    """False in the phase that finds amaxes, which computes the update and stores nothing."""
+
+    @property
+    def block(self) -> int:
+        """Elements of a block."""
+        return self.geometry.block
+
+    @property
+    def width(self) -> int:
+        """Elements of a row, which a thread takes; 0 where moments are not in blocks."""
+        return self.geometry.width if self.formats.block else 0
+
+    @property
+    def reads_param(self) -> bool:
+        """Whether what is computed needs the parameter's value."""
+        if self.stores:
+            return self.rule.reads_param
+        return self.rule.moments_use_param or self.formats.master.scaled
+
+    @property
+    def writes_grad(self) -> bool:
+        """An unscaled gradient takes the place of the one in memory."""
+        return self.stores and self.formats.writes_grad
+
+    @property
+    def amaxes(self) -> Spec:
+        """The same for the phase that finds amaxes."""
+        return replace(self, stores=False)

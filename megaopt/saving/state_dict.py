@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.formats import Format
+from megaopt.kernels.matrix.galore import CAPTURED_ENERGY, PROJECTION
 from megaopt.kernels.step.batch import Formats
 from megaopt.options.checks import (
     COUNT,
@@ -36,7 +37,6 @@ from megaopt.options.options import (
 )
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
-from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.params.view import SCALE, STEP
 from megaopt.saving.formats import (
     beside_of,

@@ -249,8 +249,8 @@ class Batches:
         """With the ranks that hold the rest of DTensors; kept, as CUDA graphs read its tables."""
         self.quantized = [batch for batch in batches if batch.quantizes]
         """Those whose weights become fp8 after the step."""
-        self.projected = [batch for batch in batches if batch.formats.low_rank is not None]
-        """Those that are stepped through projections of their gradients."""
+        self.projected = [batch for batch in batches if batch.formats.matrix is not None]
+        """Those of rules for whole matrices."""
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()

@@ -22,7 +22,7 @@ from megaopt.step.batches import Batch, Batches
 from megaopt.step.counts import StepRows, first_count, rows_of
 from megaopt.step.float8 import Float8Batch, plan_formats
 from megaopt.step.gradients import check_readable, check_written_grads, resolved
-from megaopt.step.low_rank import low_rank_batch
+from megaopt.step.low_rank import matrix_batch
 from megaopt.step.preparations import Prepared
 from megaopt.step.ranks.float8 import Agreement
 from megaopt.step.sharded import ShardedBatch
@@ -224,8 +224,8 @@ def _batch_of(
     spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
     backend = BACKENDS[owned.backend(device)]
     own = (list(places), params, [state[param] for param in params], staged)
-    if formats.low_rank is not None:
-        return low_rank_batch(owned, formats, *own)
+    if formats.matrix is not None:
+        return matrix_batch(owned, formats, *own)
     if formats.cast is not None:
         extents = [view.extent for view in views]
         planned = plan_formats(formats, views[0], backend.steps_codes)

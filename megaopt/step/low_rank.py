@@ -1,4 +1,4 @@
-"""The batch of matrices that are stepped through a projection of their gradients."""
+"""The batch of matrices that a rule for whole matrices steps."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.lowrank.compiled import why_not_compiled
-from megaopt.kernels.lowrank.launch import LaunchedPlan
-from megaopt.kernels.lowrank.parts import Parts
-from megaopt.kernels.lowrank.reference import LowRankReferencePlan
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.controls import SKIP
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
-from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import MASTER, check_state_tensor, state_name
 from megaopt.state.watch import Grads
@@ -25,80 +19,60 @@ from megaopt.step.batches import Batch
 from megaopt.step.ranks.rows import parts_of
 from megaopt.step.sharded import ShardedBatch
 
-LAUNCHED = ("hybrid", "grouped")
-"""Kernels that are Triton's."""
-AUTO = {"ieee": "hybrid", "tf32": "hybrid", "bf16": "grouped"}
-"""By precision, what "auto" takes on a GPU: whose projection of the gradient is faster.
-
-One H200, ms, torch's and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank 128 0.270
-and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090. tf32, the
-same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230.
-"""
-KEPT = (PROJECTION, CAPTURED_ENERGY)
-"""Names of the tensors that a refresh writes into a state."""
-LowRankPlan = LowRankReferencePlan | LaunchedPlan
-
-
-def why_not_kernel(kernel: str, device: torch.device) -> str | None:
-    """None where a kernel steps matrices on a device, else the reason."""
-    if kernel == "compiled":
-        return why_not_compiled(device)
-    return BACKENDS["triton"].why_not(device) if kernel in LAUNCHED else None
-
 
 @dataclass
-class LowRankBatch(Batch):
-    """Matrices of one device, combination of formats, side and rank."""
+class MatrixBatch(Batch):
+    """Matrices of one device, combination of formats and matrix rule."""
 
-    plan: LowRankPlan
+    plan: Any
+    """A kernels.matrix plan."""
     group_numbers: list[int] = field(default_factory=list)
     """The group of each matrix."""
-    numbers: list[int] = field(default_factory=list)
-    """Of each parameter, which say when its turn to be refreshed is."""
     views: list[ParamView] = field(default_factory=list)
     """Of each parameter."""
     labels: list[str] = field(default_factory=list)
     """What errors call each parameter."""
-    stagger: bool = True
-    _made: list[bool] = field(default_factory=list)
-    """Which projections a gradient has made; looked up before the first step."""
-    _parts: list[Parts] = field(default_factory=list)
     _had: list[set[str]] = field(default_factory=list)
-    """Of each state, what of KEPT was there before the step on its way, if that is many calls."""
+    """Of each state, what of its view's `kept` was there before the step on its way, if that is
+    many calls."""
+
+    def __post_init__(self) -> None:
+        """Tells the plan who holds the other parts of each matrix."""
+        for work, view in zip(self.plan.works, self.views, strict=True):
+            work.parts = parts_of(view)
 
     def stage_inputs(self, grads: Grads, writes_grads: bool = False) -> None:
-        """As of other batches; raises ValueError for a projection that is not what it must be."""
+        """As of other batches; raises ValueError for a kept tensor that is not what it must be."""
         super().stage_inputs(grads, writes_grads)
         for view, state, label in zip(self.views, self.states, self.labels, strict=True):
-            if state.get(PROJECTION) is not None:
-                wanted = (torch.float32, view.kept[PROJECTION], self.device)
-                where = f"{label}: state {PROJECTION!r}"
-                check_state_tensor(local_of(state[PROJECTION]), wanted, where)
+            for name, shape in view.kept.items():
+                if state.get(name) is not None:
+                    wanted = (torch.float32, shape, self.device)
+                    check_state_tensor(local_of(state[name]), wanted, f"{label}: state {name!r}")
         if self.plan.many_calls:
-            self._had = [
-                {name for name in KEPT if state.get(name) is not None} for state in self.states
-            ]
+            pairs = list(zip(self.views, self.states, strict=True))
+            self._had = [{n for n in v.kept if own.get(n) is not None} for v, own in pairs]
             for state, had in zip(self.states, self._had, strict=True):
                 self.undo.keep(local_of(state[name]) for name in had)
 
     def take_back(self) -> None:
-        """Puts everything back as it was before a step that failed, and removes new projections."""
-        for state, had in zip(self.states, self._had, strict=False):
-            for name in KEPT:
-                if name not in had:
-                    state.pop(name, None)
-        self._made = []
+        """Puts everything back as it was before a step that failed, and removes what it made."""
+        for view, state, had in zip(self.views, self.states, self._had, strict=False):
+            for name in view.kept.keys() - had:
+                state.pop(name, None)
+        for work in self.plan.works:
+            work.is_made = None
         super().take_back()
 
     def why_not_captured(self) -> str | None:
-        """None for kernels whose projections are all there."""
-        if not isinstance(self.plan, LaunchedPlan):
+        """None for launches that need no host, of matrices of which everything is made."""
+        if self.plan.many_calls:
             return (
                 "kernel='torch' and 'compiled' read numbers on the host: only kernel='hybrid' and "
                 "'grouped' can be captured"
             )
-        for own, label in zip(self._projections(), self.labels, strict=True):
-            if own is None:
+        for work, label in zip(self.plan.works, self.labels, strict=True):
+            if not work.is_made:
                 return (
                     f"the projection of {label} is not made yet: take one step before the capture, "
                     "with a gradient that is finite and not 0"
@@ -111,69 +85,20 @@ class LowRankBatch(Batch):
         counts: Sequence[int] | None,
         controls: torch.Tensor | None = None,
     ) -> None:
-        """Makes the projections whose turn it is, and those that are not there yet.
-
-        The latter of gradients that are finite and not 0, of a step that is not left out; others
-        leave zeros. While one is not there the host waits to know.
-        """
-        known = self._projections()
-        able = self._able([index for index, own in enumerate(known) if own is None], controls)
-        for index, own in enumerate(known):
-            group = groups[self.group_numbers[index]]
-            is_due = counts is not None and self._is_due(group, counts, index)
-            if index in able or (own is not None and is_due):
-                self._make(index, own, group["seed"])
-        self.plan.projections = [local_of(s[PROJECTION]).contiguous() for s in self.states]
-
-    def _projections(self) -> list[torch.Tensor | None]:
-        """Of each matrix; None where no gradient has made it yet: zeros, or nothing there."""
-        found = [local_of(state.get(PROJECTION)) for state in self.states]
-        if not self._made:  # the host waits here, once
-            flags = [
-                torch.zeros((), dtype=torch.bool, device=self.device) if own is None else own.any()
-                for own in found
-            ]
-            self._made = torch.stack([flag.to(self.device) for flag in flags]).bool().tolist()
-        return [own if made else None for own, made in zip(found, self._made, strict=True)]
-
-    def _able(self, missing: list[int], controls: torch.Tensor | None) -> set[int]:
-        """Those whose gradients make a first projection; the others have zeros in its place."""
-        if not missing:
-            return set()
-        skip = None if controls is None else controls[SKIP]
-        says = [self.plan.says(index, self._parts_of(index), skip) for index in missing]
-        for index in missing:
-            state, view = self.states[index], self.views[index]
-            for name, shape in view.kept.items():
-                if state.get(name) is None:
-                    _put(
-                        state,
-                        name,
-                        torch.zeros(shape, dtype=torch.float32, device=self.device),
-                        view,
-                    )
-            self._made[index] = False
-        pairs = zip(missing, torch.stack(says).tolist(), strict=True)  # the host waits here
-        return {index for index, is_able in pairs if is_able}
-
-    def _parts_of(self, index: int) -> Parts:
-        self._parts = self._parts or [parts_of(view) for view in self.views]
-        return self._parts[index]
-
-    def _make(self, index: int, known: torch.Tensor | None, seed: int) -> None:
-        state, view = self.states[index], self.views[index]
-        projection, energy = self.plan.refreshed(index, known, seed, self._parts_of(index))
-        own = state.get(CAPTURED_ENERGY)
-        # a gradient that says nothing leaves it as it is, as it does the projection
-        energy = torch.where(energy > 0, energy, 0.0 if own is None else local_of(own))
-        _put(state, PROJECTION, projection, view)
-        _put(state, CAPTURED_ENERGY, energy, view)
-        self._made[index] = True
-
-    def _is_due(self, group: Mapping[str, Any], counts: Sequence[int], index: int) -> bool:
-        """Whether it is a parameter's turn, in the step that comes after so many of its group."""
-        gap, count = group["update_proj_gap"], counts[self.group_numbers[index]]
-        return bool(count % gap == (self.numbers[index] % gap if self.stagger else 0))
+        """Gives the plan what states keep for the rule, which makes anew what it is time for."""
+        for work, view, state in zip(self.plan.works, self.views, self.states, strict=True):
+            missing = {n: shape for n, shape in view.kept.items() if state.get(n) is None}
+            if missing:
+                new = {n: torch.zeros(shape, device=self.device) for n, shape in missing.items()}
+                state.update(view.wrap_state(new))
+                work.is_made = None
+            work.kept = {name: local_of(state[name]) for name in view.kept}
+        renew = self.plan.matrix.rule.before.renew
+        if renew is not None:
+            counted = None if counts is None else [counts[each] for each in self.group_numbers]
+            own = [groups[each] for each in self.group_numbers]
+            skip = None if controls is None else controls[SKIP]
+            renew(self.plan.works, self.plan.grad, own, counted, skip)
 
     def _own_shapes(self, slot: str) -> list[torch.Size] | None:
         """Of all that has not the parameter's shape."""
@@ -183,47 +108,29 @@ class LowRankBatch(Batch):
 
 
 @dataclass
-class ShardedLowRankBatch(LowRankBatch, ShardedBatch):
+class ShardedMatrixBatch(MatrixBatch, ShardedBatch):
     """Such matrices of which some are DTensors."""
 
 
-def _put(state: dict[str, Any], name: str, value: torch.Tensor, view: ParamView) -> None:
-    """Over the state's own tensor, which others may hold; or as a new one."""
-    if state.get(name) is None:
-        state.update(view.wrap_state({name: value}))
-    else:
-        local_of(state[name]).copy_(value)
-
-
-def low_rank_batch(
+def matrix_batch(
     owned: Owned,
     formats: Formats,
     places: list[int],
     params: list[torch.Tensor],
     states: list[dict[str, Any]],
     staged: bool,
-) -> LowRankBatch:
+) -> MatrixBatch:
     """The batch of parameters at these places, with their states, by the optimizer's options."""
-    options: Any = owned.options
     views = [owned.views[place] for place in places]
     groups = [owned.group_numbers[place] for place in places]
-    spots = [owned.place(place) for place in places]
-    plan: LowRankPlan
-    kernel = options.low_rank_kernel(owned.backend(params[0].device), formats.master)
-    precision = options.precision
-    if kernel in LAUNCHED:
-        shapes = [view.local.shape for view in views]
-        own = (formats, options.refresh, shapes, groups, params[0].device, spots)
-        plan = LaunchedPlan(*own, grouped=kernel == "grouped", precision=precision)
-    else:
-        twin = (formats, options.refresh, groups, spots, precision)
-        plan = LowRankReferencePlan(*twin, compiled=kernel == "compiled")
-    kind = ShardedLowRankBatch if any(view.is_sharded for view in views) else LowRankBatch
+    spots, device = [owned.place(place) for place in places], params[0].device
+    shapes = [view.local.shape for view in views]
+    tables = (shapes, groups, spots, device)
+    plan = owned.options.matrix_plan(owned.backend(device), formats, *tables)
+    kind = ShardedMatrixBatch if any(view.is_sharded for view in views) else MatrixBatch
     return kind(
         *(formats, plan, places, params, states, staged),
         group_numbers=groups,
-        numbers=[owned.numbers[place] for place in places],
         views=views,
         labels=[owned.labels[place] for place in places],
-        stagger=options.stagger,
     )

@@ -261,7 +261,7 @@ def described(
     found: list[tuple[object, ...]] = []
     for place, (view, label) in enumerate(zip(views, labels, strict=True)):
         own = formats.get(place)
-        kept = own and (own.master.name, *(each.name for each in own.moments), own.low_rank)
+        kept = own and (own.master.name, *(each.name for each in own.moments), own.matrix)
         found.append((label, view.whole_shape, view.param.dtype, view.sharding, kept))
     return found
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megaopt.kernels.lowrank.operands import BF16, IEEE
-from megaopt.kernels.lowrank.spec import LEFT
+from megaopt.kernels.matrix.galore import LEFT, LowRank
+from megaopt.kernels.matrix.products import BF16, IEEE
 from megaopt.kernels.optional_triton import INTERPRETED
-from megaopt.kernels.step.batch import Formats
 
 PROGRAMS = 128
 """So many tiles keep the 132 processors of an H200 at work."""
@@ -18,7 +17,7 @@ MOST_SLABS = 8
 
 @dataclass(frozen=True)
 class ProjectTile:
-    """Of a projected gradient [outer, rank], as project.project_kernel has it."""
+    """Of a projected gradient [outer, rank], as kernel.project_kernel has it."""
 
     outer: int
     inner: int
@@ -110,15 +109,13 @@ HIGH_BACK_BF16 = BackTile(128, 64, 128, 8, 2)
 HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
 
 
-def tiles_of(formats: Formats, precision: str) -> Tiles:
-    """The tiles of matrices of these formats."""
+def tiles_of(low_rank: LowRank) -> Tiles:
+    """The tiles of matrices that are projected so."""
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
         return Tiles(project, replace(back, ahead=True), project, back)
-    assert formats.low_rank is not None
-    project = _project(precision, formats.low_rank.side)
-    uneven = UNEVEN_PROJECT, UNEVEN_BACK
-    back = _back(precision, formats.low_rank.rank)
+    precision, uneven = low_rank.precision, (UNEVEN_PROJECT, UNEVEN_BACK)
+    project, back = _project(precision, low_rank.side), _back(precision, low_rank.rank)
     return Tiles(project, back, *uneven, cast=precision == BF16)
 
 

@@ -57,7 +57,7 @@ def tile_of(
 @helper
 def slab_sum(
     grad_ptr, projection_ptr, ends, first, last, terms, columns, FORMAT: tl.constexpr,
-    PROJECTION_FORMAT: tl.constexpr, PRECISION: tl.constexpr, LEFT: tl.constexpr,
+    BASIS_FORMAT: tl.constexpr, PRECISION: tl.constexpr, LEFT: tl.constexpr,
     EVEN: tl.constexpr, RANK: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -73,24 +73,23 @@ def slab_sum(
     projection_ptr += first.to(tl.int64) * (RANK if LEFT else 1)
     for start in range(loop_bound(first), loop_bound(last), INNER):
         rest = last - start
-        if LEFT:  # the gradient as it lies in memory, and then turned
-            grads = tl.trans(
-                tile_of(grad_ptr, inner, rest, outer, outer_end, columns, FORMAT, PRECISION, EVEN)
+        # as they lie in memory; one of them is turned
+        if LEFT:
+            grads = tile_of(
+                grad_ptr, inner, rest, outer, outer_end, columns, FORMAT, PRECISION, EVEN
             )
             basis = tile_of(
-                projection_ptr, inner, rest, rank, rank_end, RANK, PROJECTION_FORMAT, PRECISION,
-                EVEN,
-            )  # fmt: skip
+                projection_ptr, inner, rest, rank, rank_end, RANK, BASIS_FORMAT, PRECISION, EVEN
+            )
+            grads = tl.trans(grads)
         else:
             grads = tile_of(
                 grad_ptr, outer, outer_end, inner, rest, columns, FORMAT, PRECISION, EVEN
             )
-            basis = tl.trans(
-                tile_of(
-                    projection_ptr, rank, rank_end, inner, rest, terms, PROJECTION_FORMAT,
-                    PRECISION, EVEN,
-                )
-            )  # fmt: skip
+            basis = tile_of(
+                projection_ptr, rank, rank_end, inner, rest, terms, BASIS_FORMAT, PRECISION, EVEN
+            )
+            basis = tl.trans(basis)
         total = added_product(grads, basis, total, PRECISION)
         grad_ptr += INNER * (columns if LEFT else 1)
         projection_ptr += INNER * (RANK if LEFT else 1)

@@ -12,7 +12,7 @@ so that formats, groups, random bits and skipping are the elementwise step's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,18 +82,6 @@ class Work:
     """Whether a gradient has made what is kept; None: not looked up yet."""
 
 
-Renew = Callable[
-    [
-        Sequence[Work],
-        Callable[[int], torch.Tensor],
-        Sequence[Mapping[str, Any]],
-        Sequence[int] | None,
-        "torch.Tensor | None",
-    ],
-    None,
-]
-
-
 @dataclass(frozen=True)
 class Transform:
     """A function of whole matrices."""
@@ -101,7 +89,7 @@ class Transform:
     run: Callable[[torch.Tensor, Work], torch.Tensor]
     """Makes a new tensor of an fp32 one; the input stays. `before` must be linear: loss scale and
     clip coefficient are taken from what it makes."""
-    renew: Renew | None = None
+    renew: Callable[..., None] | None = None
     """Makes what is kept anew, before a step: works, the gradient of the matrix at an index, the
     group of each matrix, the steps that each has taken (None: only what is not made yet), and a
     tensor of one element that is not 0 where the step is left out. What is kept is written in

@@ -21,16 +21,15 @@ from megaopt.kernels.matrix.plan import (
     MatrixPlan,
     apply_formats,
     inner_formats,
-    works_of,
 )
 from megaopt.kernels.matrix.products import BF16, element_of
+from megaopt.kernels.matrix.rule import Work
 from megaopt.kernels.matrix.tiles import (
     MOST_SLABS,
     OUTER_UNIT,
     PROGRAMS,
-    BackTile,
-    ProjectTile,
     Tiles,
+    part_of,
     tiles_of,
 )
 from megaopt.kernels.optional_triton import INTERPRETED
@@ -56,6 +55,7 @@ ROOM = 2**25
 PART = 0.009
 ONE_TILE = Geometry(1, 1, span=4 if INTERPRETED else 32)
 """Chunks of one tile each."""
+SLAB_UNIT = kernel.SLAB_UNIT.value
 FEW = PROGRAMS
 """With fewer tiles each slab has a program of its own."""
 ADDED = 1024
@@ -78,12 +78,40 @@ def galore_plan(
     groups: Sequence[int],
     places: Sequence[Place],
     device: torch.device,
-) -> MatrixPlan | GaLorePlan:
-    """The plan of a kernel: "torch", "compiled", "hybrid" or "grouped"; others as GaLorePlan."""
+) -> MatrixPlan:
+    """The plan of a kernel: "torch", "compiled", "hybrid" or "grouped"; others as launched_plan."""
     if kernel in LAUNCHED:
-        return GaLorePlan(formats, shapes, groups, device, places, grouped=kernel == "grouped")
+        return launched_plan(formats, shapes, groups, device, places, grouped=kernel == "grouped")
     step = CompiledStep() if kernel == "compiled" else step_tensor
     return MatrixPlan(formats, groups, places, step)
+
+
+def launched_plan(
+    formats: Formats,
+    shapes: Sequence[torch.Size],
+    groups: Sequence[int],
+    device: torch.device,
+    places: Sequence[Place] | None = None,
+    grouped: bool = False,
+    tiles: Tiles | None = None,
+) -> MatrixPlan:
+    """The plan of launches over many matrices.
+
+    Args:
+        formats: of every buffer; `matrix` is GALORE's, and no master has a scale.
+        shapes: of the matrices.
+        groups: for each matrix, its row in the scalars that `step` is given.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+        places: of each matrix in its parameter, for random bits.
+        grouped: gradients are projected by one launch, not by torch.
+        tiles: for tests; otherwise those of the formats.
+    """
+    assert formats.matrix is not None
+    low_rank: LowRank = formats.matrix.how
+    how = How(formats, low_rank, grouped, tiles or tiles_of(low_rank))
+    places = places or in_order(len(shapes))
+    launches = GaLoreLaunches(how, device, shapes, groups, places)
+    return MatrixPlan(formats, groups, places, launches=launches)
 
 
 @dataclass(frozen=True)
@@ -91,16 +119,10 @@ class How:
     """What is the same for all matrices of a batch."""
 
     formats: Formats
+    low_rank: LowRank
     grouped: bool
     """The gradients are projected by one launch, not by torch."""
     tiles: Tiles
-
-    @property
-    def low_rank(self) -> LowRank:
-        """Side, rank and precision."""
-        assert self.formats.matrix is not None
-        own: LowRank = self.formats.matrix.how
-        return own
 
     @property
     def precision(self) -> str:
@@ -137,31 +159,9 @@ class How:
         """Whether it has whole tiles only, of rows of whole 16 bytes: in the two launches."""
         (outer, terms), rank = self.outer_and_terms(shape), self.low_rank.rank
         project, back, wide = self.tiles.project, self.tiles.back, shape[1] % 16
-        first = (
-            outer % project.outer,
-            terms % kernel.SLAB_UNIT.value,
-            rank % project.ranks_of(rank),
-        )
-        last = (shape[0] % back.rows, shape[1] % back.width, rank % back.inner_of(rank))
+        first = (outer % project.outer, terms % SLAB_UNIT, rank % part_of(project.ranks, rank))
+        last = (shape[0] % back.rows, shape[1] % back.width, rank % part_of(back.inner, rank))
         return not any((*first, wide)), not any((*last, wide))
-
-    def project_tile(self, shape: torch.Size) -> ProjectTile:
-        """The tile of a projected gradient."""
-        return self.tiles.project if self.even(shape)[0] else self.tiles.uneven_project
-
-    def back_tile(self, shape: torch.Size) -> BackTile:
-        """The tile of a matrix."""
-        return self.tiles.back if self.even(shape)[1] else self.tiles.uneven_back
-
-    def project_count(self, shape: torch.Size) -> int:
-        """Tiles of a projected gradient."""
-        outer, own = self.outer_and_terms(shape)[0], self.project_tile(shape)
-        return -(-outer // own.outer) * -(-self.low_rank.rank // own.ranks_of(self.low_rank.rank))
-
-    def back_count(self, shape: torch.Size) -> int:
-        """Programs of a matrix."""
-        own = self.back_tile(shape)
-        return -(-shape[0] // own.rows) * -(-shape[1] // own.width)
 
     def slabs(self, shape: torch.Size) -> int:
         """In how many slabs a matrix's sums are cut: as many as make PROGRAMS tiles of it.
@@ -169,88 +169,55 @@ class How:
         By the shape alone, as they say in which order numbers are added.
         """
         outer, terms = self.outer_and_terms(shape)
-        most: int = min(MOST_SLABS, terms // (2 * kernel.SLAB_UNIT.value))
+        most: int = min(MOST_SLABS, terms // (2 * SLAB_UNIT))
         return max(1, min(PROGRAMS // -(-outer // OUTER_UNIT), most))
 
 
-class GaLorePlan:
-    """Steps the matrices of one combination of formats, side and rank.
+class GaLoreLaunches:
+    """The launches of a batch, in waves of as many matrices as a small workspace has room for.
 
     Args:
-        formats: of every buffer; `matrix` is GALORE's, and no master has a scale.
-        shapes: of the matrices.
-        groups: for each matrix, its row in the scalars that `step` is given.
+        how: of the batch.
         device: a CUDA device, or the CPU under Triton's interpreter.
+        shapes: of the matrices.
+        groups: for each, its row in the scalars that `step` is given.
         places: of each matrix in its parameter, for random bits.
-        grouped: gradients are projected by one launch, not by torch.
-        tiles: for tests; otherwise those of the formats.
     """
-
-    many_calls = False
 
     def __init__(
         self,
-        formats: Formats,
+        how: How,
+        device: torch.device,
         shapes: Sequence[torch.Size],
         groups: Sequence[int],
-        device: torch.device,
-        places: Sequence[Place] | None = None,
-        *,
-        grouped: bool = False,
-        tiles: Tiles | None = None,
+        places: Sequence[Place],
     ) -> None:
-        assert formats.matrix is not None
-        self.formats, self.matrix = formats, formats.matrix
-        self.addresses: dict[str, numpy.ndarray] = {}  # `look` is told the tensors
-        self.stale = True
-        self._buffers: Buffers = {}
-        places = places or in_order(len(shapes))
-        self.works = works_of(self.matrix, places)
-        how = How(formats, grouped, tiles or tiles_of(self.matrix.how))
-        weight = formats.dtype("weight").itemsize
-        room = max(ROOM, PART * sum(shape.numel() * weight for shape in shapes))
+        formats, sizes = how.formats, [shape.numel() for shape in shapes]
+        room = max(ROOM, PART * sum(sizes) * formats.dtype("weight").itemsize)
         self._waves = []
         for own in _waves(how, shapes, room):
             of_matrices: Any = ([each[i] for i in own] for each in (shapes, groups, places))
             self._waves.append((own, Wave(how, device, *of_matrices)))
-        sizes = [shape.numel() for shape in shapes]
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         self._measured = TritonPlan(measured, GALORE_APPLY, sizes, groups, device)
 
-    def look(self, buffers: Buffers) -> None:
-        """Notes the buffers for the step."""
-        self._buffers = buffers
-        self._measured.look({slot: buffers[slot] for slot in ("grad", "weight")})
-
-    def accumulate(self, bins: torch.Tensor) -> None:
+    def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
         """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
+        self._measured.look({slot: buffers[slot] for slot in ("grad", "weight")})
         self._measured.accumulate(bins)
-
-    def grad(self, index: int) -> torch.Tensor:
-        """The fp32 value of a matrix's gradient."""
-        return self.formats.grad.decode_reference(self._buffers["grad"][index])
-
-    def ready(self, scalars: Any) -> Any:
-        """Returns the rows: workspaces are taken between the launches."""
-        return scalars
 
     def step(
         self,
+        buffers: Buffers,
+        works: Sequence[Work],
         scalars: Sequence[tuple[float, ...]] | torch.Tensor,
-        controls: torch.Tensor | None = None,
+        controls: torch.Tensor | None,
     ) -> None:
-        """One step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
+        """One step of every matrix, by its projection."""
         for own, wave in self._waves:
-            buffers = {slot: [each[i] for i in own] for slot, each in self._buffers.items()}
-            kept = [self.works[i].kept[PROJECTION].contiguous() for i in own]
-            wave.step(buffers, kept, scalars, controls)
-        self._buffers = {}  # gradients may go
-
-    def cast(self) -> None:
-        """Nothing: these weights are stored with the step."""
-
-    def move_scales(self) -> None:
-        """Nothing: these weights have no scales."""
+            kept = [works[i].kept[PROJECTION].contiguous() for i in own]
+            theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
+            wave.step(theirs, kept, scalars, controls)
 
 
 def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[int]]:
@@ -299,19 +266,22 @@ class Wave:
         sizes = [how.low_numel(shape) for shape in shapes]
         padded = [-(-size // UNIT) * UNIT for size in sizes]
         self._firsts, self._numel = numpy.cumsum([0, *padded[:-1]]), sum(padded)
-        pairs = zip(places, shapes, strict=True)
         assert how.formats.matrix is not None
-        low_place = how.formats.matrix.low_place
-        low_places = [low_place(place, shape) for place, shape in pairs]
-        own = (how.direction, GALORE_DIRECTION, sizes, groups, device, None, low_places)
-        self._direction, self._apply = TritonPlan(*own), apply_formats(how.formats)
-        tiles = [how.project_count(shape) for shape in shapes]
+        low_places = list(map(how.formats.matrix.low_place, places, shapes))
+        low = (how.direction, GALORE_DIRECTION, sizes, groups, device, None, low_places)
+        self._direction, self._apply = TritonPlan(*low), apply_formats(how.formats)
         self._slabs, self._even = how.slabs(shapes[0]), how.even(shapes[0])
+        own, rank = how.tiles, how.low_rank.rank
+        self._project_tile = first = own.project if self._even[0] else own.uneven_project
+        self._back_tile = last = own.back if self._even[1] else own.uneven_back
+        outers = [-(-how.outer_and_terms(shape)[0] // first.outer) for shape in shapes]
+        tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
+        backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
         self._apart = self._slabs > 1 and sum(tiles) < FEW
         if self._apart:
             tiles = [count * self._slabs for count in tiles]
         self._project_tiles = Chunks(tiles, ONE_TILE, device)
-        self._back_tiles = Chunks([how.back_count(shape) for shape in shapes], ONE_TILE, device)
+        self._back_tiles = Chunks(backs, ONE_TILE, device)
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
     def step(
@@ -377,7 +347,7 @@ class Wave:
             low[first : first + found.numel()] = found.view(-1)
 
     def _project(self, low: torch.Tensor) -> None:
-        how, own = self.how, self.how.project_tile(self.shapes[0])
+        how, own = self.how, self._project_tile
         options = {
             **self._options(self._even[0]),
             "FORMAT": how.formats.grad,
@@ -386,13 +356,18 @@ class Wave:
             "APART": self._apart,
             "OUTER": own.outer,
             "INNER": own.inner,
-            "RANKS": own.ranks_of(how.low_rank.rank),
+            "RANKS": part_of(own.ranks, how.low_rank.rank),
             "num_warps": own.warps,
             "num_stages": own.stages,
         }
         slabs = self._new(torch.float32, self._slabs) if self._apart else low
         self._rows[kernel.LOW.value] = self._addresses(slabs)
-        arguments = (self._updated(), self._project_tiles.table, len(self.shapes), self._numel)
+        arguments = (
+            self._table.update(self._rows),
+            self._project_tiles.table,
+            len(self.shapes),
+            self._numel,
+        )
         call(kernel.project_kernel, self._project_tiles.count, arguments, options)
         if self._apart:
             options = {"SLABS": self._slabs, "BLOCK": ADDED}
@@ -420,7 +395,7 @@ class Wave:
         plan.step(scalars, controls)
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
-        how, own = self.how, self.how.back_tile(self.shapes[0])
+        how, own = self.how, self._back_tile
         shared = self._options(self._even[1])
         options = {
             **shared,
@@ -433,18 +408,21 @@ class Wave:
             "COLUMNS": own.columns,
             "STRIP": own.strip,
             "AHEAD": own.ahead and shared["EVEN"],
-            "INNER": own.inner_of(how.low_rank.rank),
+            "INNER": part_of(own.inner, how.low_rank.rank),
             "num_warps": own.warps,
             "num_stages": own.stages,
         }
         if own.registers is not None and torch.version.hip is None:
             options["maxnreg"] = own.registers
         sizes = (len(self.shapes), scalars.shape[1])
-        arguments = (self._updated(), self._back_tiles.table, scalars, controls, *sizes)
+        arguments = (
+            self._table.update(self._rows),
+            self._back_tiles.table,
+            scalars,
+            controls,
+            *sizes,
+        )
         call(kernel.back_project_kernel, self._back_tiles.count, arguments, options)
-
-    def _updated(self) -> torch.Tensor:
-        return self._table.update(self._rows)
 
     def _options(self, even: bool) -> dict[str, object]:
         """Of both launches; even: whether all shapes are."""

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
-from megaopt.kernels.matrix.rule import SAME, WHOLE, Matrix, Transform, Work
+from megaopt.kernels.matrix.rule import SAME, WHOLE, Transform, Work
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Formats
@@ -34,11 +34,6 @@ def apply_formats(formats: Formats) -> Formats:
     return replace(formats, grad=FLOAT32, moments=(), moment_names=(), maximize=False, matrix=None)
 
 
-def works_of(matrix: Matrix, places: Sequence[Place]) -> list[Work]:
-    """One for each matrix of a batch."""
-    return [Work(matrix.how, place) for place in places]
-
-
 class MatrixPlan:
     """Steps the matrices of one combination of formats and matrix rule.
 
@@ -49,9 +44,9 @@ class MatrixPlan:
         groups: for each matrix, its row in the scalars that `step` is given.
         places: of each matrix in its parameter, for random bits.
         step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
+        launches: in its place, of a rule that has launches over many matrices: has
+            `accumulate(buffers, bins)` and `step(buffers, works, scalars, controls)`.
     """
-
-    many_calls = True
 
     def __init__(
         self,
@@ -59,12 +54,15 @@ class MatrixPlan:
         groups: Sequence[int],
         places: Sequence[Place] | None = None,
         step: Step = step_tensor,
+        launches: Any = None,
     ) -> None:
         assert formats.matrix is not None
         self.formats, self.matrix, self.groups = formats, formats.matrix, groups
-        self.works = works_of(self.matrix, places or in_order(len(groups)))
+        places = places or in_order(len(groups))
+        self.works = [Work(self.matrix.how, place) for place in places]
         self._inner, self._apply, self._step = inner_formats(formats), apply_formats(formats), step
-        self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
+        self._launches, self.many_calls = launches, launches is None
+        self.addresses: dict[str, numpy.ndarray] = {}  # `look` is told the tensors
         self.stale = True
         self._buffers: Buffers = {}
 
@@ -74,14 +72,17 @@ class MatrixPlan:
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
-        accumulate_reference(self._buffers["grad"], bins)
+        if self._launches:
+            self._launches.accumulate(self._buffers, bins)
+        else:
+            accumulate_reference(self._buffers["grad"], bins)
 
     def grad(self, index: int) -> torch.Tensor:
         """The fp32 value of a matrix's gradient."""
         return self.formats.grad.decode_reference(self._buffers["grad"][index])
 
     def ready(self, scalars: Any) -> Any:
-        """Returns the rows: a step of many calls takes memory all the time."""
+        """Returns the rows: memory is taken on the way of the step."""
         return scalars
 
     def step(
@@ -90,7 +91,9 @@ class MatrixPlan:
         controls: torch.Tensor | None = None,
     ) -> None:
         """One step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
-        if controls is None or not bool(controls[SKIP]):
+        if self._launches:
+            self._launches.step(self._buffers, self.works, scalars, controls)
+        elif controls is None or not bool(controls[SKIP]):
             meets = self.matrix.rule.meets == WHOLE
             for index, group in enumerate(self.groups):
                 # a rank without rows still meets the others

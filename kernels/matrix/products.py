@@ -102,13 +102,6 @@ def operand_reference(value: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 @contextmanager
-def ieee_products() -> Iterator[None]:
-    """Without TF32 and bf16 in fp32 products, whatever torch.set_float32_matmul_precision says."""
-    with _fp32_products(IEEE):
-        yield
-
-
-@contextmanager
 def _without_autocast() -> Iterator[None]:
     """torch.autocast would make the products of fp32 numbers in 16 bits."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -123,7 +116,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _fp32_products(precision: str) -> Iterator[None]:
-    """precision: IEEE, or TF32 for CUDA's products."""
+    """IEEE, or TF32 for CUDA's, whatever torch.set_float32_matmul_precision says."""
     backends: Any = torch.backends  # whose types lack some of it
     places = [(backends.cuda.matmul, precision), (backends.mkldnn.matmul, IEEE)]
     were = [place.fp32_precision for place, _ in places]
@@ -166,7 +159,7 @@ def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> 
                 return torch.mm(some.bfloat16(), others.bfloat16(), out_dtype=torch.float32)
         with _fp32_products(TF32):
             return some @ others
-    with ieee_products():
+    with _fp32_products(IEEE):
         return operand_reference(some, precision) @ operand_reference(others, precision)
 
 

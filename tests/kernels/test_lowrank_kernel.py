@@ -16,7 +16,7 @@ from megaopt import kernels
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE
 from megaopt.kernels.matrix import kernel, launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import GaLorePlan
+from megaopt.kernels.matrix.launch import launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import loaded
 from megaopt.kernels.matrix.tiles import BackTile
@@ -48,7 +48,7 @@ def both_step(
     twin, own = (moved(copied(before), device) for _ in range(2))
     sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
     reference = MatrixPlan(formats, groups)
-    launched = GaLorePlan(formats, sizes, groups, device, tiles=tiles, **options)
+    launched = launched_plan(formats, sizes, groups, device, tiles=tiles, **options)
     for plan, tensors in ((reference, twin), (launched, own)):
         plan.look(tensors)
         give(plan, [projection.to(device) for projection in projections])
@@ -154,7 +154,7 @@ def test_matrices_and_tiles_show_in_no_bit_of_others(device):
     together, _, before = both_step(formats, SHAPES, projections, device)
     for index, shape in enumerate(SHAPES):
         own = {slot: [each[index].to(device)] for slot, each in copied(before).items()}
-        plan = GaLorePlan(formats, [torch.Size(shape)], [0], device, tiles=SMALL)
+        plan = launched_plan(formats, [torch.Size(shape)], [0], device, tiles=SMALL)
         plan.look(own)
         give(plan, [projections[index].to(device)])
         plan.step([ROW])
@@ -214,7 +214,7 @@ def test_alignment_shows_in_no_bit(strip, slot, device, monkeypatch):
         monkeypatch.setattr(kernel, "loaded", checked(loaded, False))
     own = moved({**copied(before), "projection": projections}, device)
     own[slot][1] = shifted(own[slot][1])
-    plan = GaLorePlan(formats, [*map(torch.Size, shapes)], [0, 0], device, tiles=tiles)
+    plan = launched_plan(formats, [*map(torch.Size, shapes)], [0, 0], device, tiles=tiles)
     give(plan, own.pop("projection"))
     plan.look(own)
     plan.step([ROW])
@@ -241,7 +241,7 @@ def test_nothing_beside_a_matrix_is_written(rank, shapes, device):
         own[slot][index], around = guarded(own[slot][index])
         beside += around
     sizes = [torch.Size(shape) for shape in shapes]
-    plan = GaLorePlan(formats, sizes, [0] * len(shapes), device, tiles=SMALL)
+    plan = launched_plan(formats, sizes, [0] * len(shapes), device, tiles=SMALL)
     plan.look(own)
     give(plan, [each.to(device) for each in projections_of(low_rank, shapes)])
     plan.step([ROW])

@@ -15,7 +15,7 @@ from megaopt import kernels
 from megaopt.kernels.formats import GRADS
 from megaopt.kernels.matrix import launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import GaLorePlan
+from megaopt.kernels.matrix.launch import launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
 
@@ -44,7 +44,7 @@ def steps(formats, shapes, before, projections, device, tiles=SMALL):
     options = {"grouped": True, "tiles": tiles}
     plans = (
         (MatrixPlan(formats, groups), twin, "cpu"),
-        (GaLorePlan(formats, sizes, groups, device, **options), own, device),
+        (launched_plan(formats, sizes, groups, device, **options), own, device),
     )
     for plan, tensors, where in plans:
         plan.look(tensors)

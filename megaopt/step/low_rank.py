@@ -71,8 +71,9 @@ class MatrixBatch(Batch):
                 "kernel='torch' and 'compiled' read numbers on the host: only kernel='hybrid' and "
                 "'grouped' can be captured"
             )
-        for work, label in zip(self.plan.works, self.labels, strict=True):
-            if not work.is_made:
+        own = zip(self.plan.works, self.views, self.states, self.labels, strict=True)
+        for work, view, state, label in own:
+            if not work.is_made or any(state.get(name) is None for name in view.kept):
                 return (
                     f"the projection of {label} is not made yet: take one step before the capture, "
                     "with a gradient that is finite and not 0"

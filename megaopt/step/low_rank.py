@@ -73,7 +73,8 @@ class MatrixBatch(Batch):
             )
         own = zip(self.plan.works, self.views, self.states, self.labels, strict=True)
         for work, view, state, label in own:
-            if not work.is_made or any(state.get(name) is None for name in view.kept):
+            there = all(state.get(name) is not None for name in view.kept)
+            if view.kept and not (work.is_made and there):
                 return (
                     f"the projection of {label} is not made yet: take one step before the capture, "
                     "with a gradient that is finite and not 0"

@@ -16,11 +16,14 @@ from megaopt.galore_checks import (
     check_refresh,
     check_split,
 )
-from megaopt.kernels.formats import MASTERS, Format
-from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
-from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
+from megaopt.kernels.formats import MASTERS
+from megaopt.kernels.matrix.galore import GALORE, LEFT, RIGHT, LowRank, saves
+from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, why_not_kernel
+from megaopt.kernels.matrix.products import IEEE, PRECISIONS
+from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.kernels.step.batch import Formats
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse
 from megaopt.options.choices import (
@@ -38,7 +41,6 @@ from megaopt.options.options import FLAGS, Numbers, Options
 from megaopt.saving.galore import from_galore_torch
 from megaopt.state.masters import MasterWeights
 from megaopt.state.owned import Owned
-from megaopt.step.low_rank import AUTO, LAUNCHED, why_not_kernel
 
 PROJ_TYPES = get_args(ProjType)
 KERNELS = get_args(LowRankKernel)
@@ -92,6 +94,7 @@ class GaLoreOptions(Options):
     stagger: bool = True
 
     OFFLOADS = False
+    MATRIX = GALORE
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not allowed."""
@@ -103,16 +106,13 @@ class GaLoreOptions(Options):
                 f"{self.master_weight_dtype}; kernel='torch' takes it"
             )
 
-    def low_rank_kernel(self, backend: str, master: Format) -> str:
-        """What steps matrices of low rank: of KERNELS, but not "auto".
-
-        Args:
-            backend: what steps other parameters of the device.
-            master: the format of the matrices' masters.
-        """
-        if self.kernel != "auto":
-            return self.kernel
-        return AUTO[self.precision] if backend == "triton" and not master.scaled else "torch"
+    def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
+        """The plan of the kernel."""
+        kernel = self.kernel
+        if kernel == "auto":
+            is_launched = backend == "triton" and not formats.master.scaled
+            kernel = AUTO[self.precision] if is_launched else "torch"
+        return galore_plan(kernel, formats, *tables)
 
     @cached_property
     def draws(self) -> bool:
@@ -124,12 +124,13 @@ class GaLoreOptions(Options):
         """The keys that every group has, but the step count's."""
         return (*super().names_but_step, *PROJECTING)
 
-    def low_rank(self, param: torch.Tensor, group: Mapping[str, Any]) -> LowRank | None:
+    def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """How a matrix is projected; None for other parameters, and where a rank saves nothing."""
         rank = group.get("rank")
         if rank is None or param.dim() != 2 or not saves(rank, param.shape):
             return None
-        return LowRank(side_of(group["proj_type"], *param.shape), rank)
+        own = (side_of(group["proj_type"], *param.shape), rank)
+        return Matrix(GALORE, LowRank(*own, self.precision, self.refresh, self.stagger))
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its projections."""
@@ -147,9 +148,9 @@ class GaLoreOptions(Options):
         for index, param in enumerate(group["params"]):
             which = f"its parameter {index}"
             check_matrix(param, rank, f"{where}: rank", which)
-            low_rank = self.low_rank(param, group)
-            if low_rank is not None:
-                check_split(param, low_rank, group["proj_type"], self.refresh, where, which)
+            own = self.matrix(param, group)
+            if own is not None:
+                check_split(param, own.how, group["proj_type"], self.refresh, where, which)
 
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for a group of this optimizer's that lacks a number."""
@@ -356,10 +357,12 @@ class GaLoreAdamW(FusedOptimizer):
         stepper.check_numbers(groups)
         batches, seen = stepper.gather(groups, self.state, self.use_decoupled_grad, self._check)
         counts = self._counts() if steps is None else [steps] * len(groups)
-        for batch in batches.projected:
+        for batch in batches.batches:
+            if batch.matrices is None:
+                continue
             batch.feed(seen.grads)
             try:
-                batch.projections.refresh(groups, counts)
+                batch.matrices.refresh(groups, counts)
             except BaseException:
                 batch.take_back()
                 raise

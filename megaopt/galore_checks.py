@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.lowrank.spec import LEFT, LowRank
+from megaopt.kernels.matrix.galore import LEFT, LowRank
 from megaopt.kernels.step.table import is_capturing
 from megaopt.options.checks import refuse, same
 from megaopt.params import ParamView, view_of

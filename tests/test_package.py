@@ -16,7 +16,7 @@ import megaopt
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8 import RECIPES
-from megaopt.kernels.lowrank.operands import PRECISIONS
+from megaopt.kernels.matrix.products import PRECISIONS
 from megaopt.options import choices
 
 ROOT = Path(__file__).resolve().parents[1]

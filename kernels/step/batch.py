@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megaopt.kernels.formats import MASTERS, NONE, WEIGHTS, Format
-from megaopt.kernels.lowrank.spec import LowRank
+from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.quantizers.base import LATER, Left, Quantizer, Store
 from megaopt.kernels.quantizers.plain import PLAIN
 from megaopt.kernels.rules.base import digest
@@ -85,8 +85,8 @@ class Formats:
     """An unscaled gradient takes the place of the one in memory."""
     maximize: bool = False
     """The step follows the gradient instead of going against it."""
-    low_rank: LowRank | None = None
-    """Where matrices are stepped through a projection of their gradients; else None."""
+    matrix: Matrix | None = None
+    """Where a rule steps whole matrices; else None."""
     from_param: tuple[str, ...] = field(default=(), compare=False)
     """Names of moments that start as the parameter, not as zeros."""
 
@@ -210,7 +210,7 @@ class Formats:
         if self.cast:
             keys += [self.cast.quantizer.cache_key, self.cast.rounding.cache_key]
             keys.append(self.cast.remainder.cache_key)
-        flags = (self.rounds_grad, self.writes_grad, self.maximize, self.low_rank)
+        flags = (self.rounds_grad, self.writes_grad, self.maximize, self.matrix)
         return digest(f"{'/'.join(keys)}/{self.cast}/{flags}")
 
     def __hash__(self) -> int:

@@ -53,7 +53,7 @@ LowRankKernel = Literal["auto", "torch", "compiled", "hybrid", "grouped"]
 """What steps GaLoreAdamW's matrices with a rank."""
 
 Precision = Literal["ieee", "tf32", "bf16"]
-"""What GaLoreAdamW's products round numbers to: megaopt.kernels.lowrank.operands.PRECISIONS."""
+"""What GaLoreAdamW's products round numbers to: megaopt.kernels.matrix.products.PRECISIONS."""
 
 Refresh = Literal["subspace", "svd"]
 """How GaLoreAdamW's projections follow the gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, get_args
@@ -20,7 +20,11 @@ from megaopt.kernels.formats import (
     WEIGHTS,
     Format,
 )
-from megaopt.kernels.lowrank.spec import LowRank
+from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
+from megaopt.kernels.matrix.rule import Matrix, MatrixRule
+from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.draws import Place
+from megaopt.kernels.step.reference import step_tensor
 from megaopt.options.checks import (
     COUNT,
     DECAY,
@@ -113,6 +117,8 @@ class Options:
     """
     OFFLOADS: ClassVar[bool] = True
     """States may be in host memory."""
+    MATRIX: ClassVar[MatrixRule | None] = None
+    """The rule that steps whole matrices; None: every parameter is stepped elementwise."""
     CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
         "contract": ("ieee",),
         "backend": ("auto", *BACKENDS),
@@ -289,9 +295,34 @@ class Options:
         """The keys that every group has, but the step count's."""
         return (*self.NUMBERS.names_but_step, *(("seed",) if self.draws else ()))
 
-    def low_rank(self, param: torch.Tensor, group: Mapping[str, Any]) -> LowRank | None:
-        """How the gradient of a parameter in a group is projected; None: not at all."""
-        return None
+    def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
+        """How MATRIX steps a parameter of a group; None: it is stepped elementwise.
+
+        Without choices of the rule's own all parameters of two dimensions are such matrices.
+        """
+        return Matrix(self.MATRIX) if self.MATRIX and param.dim() == 2 else None
+
+    def matrix_plan(
+        self,
+        backend: str,
+        formats: Formats,
+        shapes: Sequence[torch.Size],
+        groups: Sequence[int],
+        places: Sequence[Place],
+        device: torch.device,
+    ) -> Any:
+        """The plan of matrices of one combination of formats.
+
+        Args:
+            backend: what steps other parameters of the device.
+            formats: of every buffer.
+            shapes: of the matrices.
+            groups: for each, its row of scalars.
+            places: of each in its parameter.
+            device: of all.
+        """
+        step = LaunchedStep() if backend == "triton" else step_tensor
+        return MatrixPlan(formats, groups, places, step)
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """For numbers of a group that do not go together: a subclass raises ValueError."""

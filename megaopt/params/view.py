@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.formats import Format
-from megaopt.kernels.lowrank.spec import LowRank
+from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.step.batch import Cast, Extent, Formats
 from megaopt.kernels.step.draws import Place
 from megaopt.options.options import Options, check_weight
@@ -38,8 +38,8 @@ class ParamView:
     """The device mesh of a DTensor, and its dimensions over which the parameter is split."""
     is_sharded = False
     """It is a DTensor, and so is its state."""
-    low_rank: LowRank | None = None
-    """How its gradient is projected for the step; None: it is stepped as it is."""
+    matrix: Matrix | None = None
+    """Which rule steps it as a whole matrix, and how; None: it is stepped elementwise."""
     home: Home | None = None
     """Where its state is in host memory; None: all of it is beside the weight."""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.matrix.galore import PROJECTION
 from megaopt.options.checks import refuse
-from megaopt.params.low_rank import PROJECTION
 
 PROJECTOR = "projector"
 """Key of galore_torch's states: an object that has the projection, as ortho_matrix."""

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.formats import Format
+from megaopt.kernels.matrix.galore import CAPTURED_ENERGY, PROJECTION
 from megaopt.kernels.step.batch import Formats
 from megaopt.options.checks import (
     COUNT,
@@ -35,7 +36,6 @@ from megaopt.options.options import (
 )
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
-from megaopt.params.low_rank import CAPTURED_ENERGY, PROJECTION
 from megaopt.params.view import SCALE, STEP
 from megaopt.saving.formats import (
     beside_of,

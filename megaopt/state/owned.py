@@ -26,7 +26,7 @@ from megaopt.options.options import (
 from megaopt.options.placement import Homes
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import local_of
-from megaopt.params.low_rank import low_rank_view
+from megaopt.params.matrix import matrix_view
 from megaopt.state.device_numbers import check_device_numbers, on_device
 from megaopt.state.masters import MasterWeights, check_master_weights, of_each, places_of
 from megaopt.state.tensors import MASTER, formats_of, host_bytes
@@ -85,14 +85,14 @@ class Owned:
     def view(self, param: torch.Tensor) -> ParamView:
         """Of one parameter, also of one that is in no group any more."""
         # only these are looked through: whoever asks for all parameters asks one by one
-        ranked = [group for group in self.groups if group.get("rank") is not None]
-        own = next((group for group in ranked if any(param is p for p in group["params"])), {})
+        groups = self.groups if self.options.MATRIX else ()
+        own = next((group for group in groups if any(param is p for p in group["params"])), {})
         return self._view(param, own)
 
     def _view(self, param: torch.Tensor, group: Group) -> ParamView:
-        low_rank = self.options.low_rank(param, group)
-        if low_rank is not None:
-            return low_rank_view(param, low_rank)
+        matrix = self.options.matrix(param, group)
+        if matrix is not None:
+            return matrix_view(param, matrix)
         view = view_of(param)
         view.home = self.homes.of(param)
         return view

@@ -58,7 +58,7 @@ def formats_of(
         options.round_scaled_grads and grad_dtype != torch.float32,
         options.write_unscaled_grads,
         options.maximize,
-        view.low_rank,
+        view.matrix,
         tuple(moment.name for moment in moments if moment.starts_as == PARAM),
     )
 

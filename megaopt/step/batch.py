@@ -18,7 +18,7 @@ from megaopt.state.ownership import Versions
 from megaopt.state.watch import Grads, Guards, Seen, Watch, is_worth_building, same_objects
 from megaopt.step.counts import StepRows
 from megaopt.step.float8 import Float8
-from megaopt.step.low_rank import Projections
+from megaopt.step.matrix import Matrices
 from megaopt.step.ranks.meeting import Meeting
 from megaopt.step.source import Source
 
@@ -52,8 +52,8 @@ class Batch:
     plan: Plan
     float8: Float8 | None = None
     """What is done beside the plan's step where weights are fp8 codes."""
-    projections: Projections | None = None
-    """What is done before it where matrices are stepped through projections."""
+    matrices: Matrices | None = None
+    """What is done before it where a rule steps whole matrices."""
     apart: list[str] = field(default_factory=list)
     """Slots whose tensors are in host memory, while the weights are on a card."""
     undo: Undo = field(default_factory=Undo)
@@ -121,8 +121,8 @@ class Batch:
         if self.float8 is not None:
             own = self.float8.inputs(self.plan, own)
         self.plan.look(own)
-        if self.projections is not None:
-            self.undo.keep(self.projections.begin())
+        if self.matrices is not None:
+            self.undo.keep(self.matrices.begin())
 
     def copy_results(self) -> None:
         """After a step: the results are copied back to staged tensors."""
@@ -143,14 +143,14 @@ class Batch:
 
     def take_back(self) -> None:
         """Puts everything back as it was before a step that failed; no `copy_results` follows."""
-        if self.projections is not None:
-            self.projections.take_back()
+        if self.matrices is not None:
+            self.matrices.take_back()
         self.undo.restore()
         self.abandon()
 
     def why_not_captured(self) -> str | None:
         """None where a CUDA graph can repeat the step of contiguous tensors, else the reason."""
-        for own in (self.float8, self.projections):
+        for own in (self.float8, self.matrices):
             reason = None if own is None else own.why_not_captured()
             if reason is not None:
                 return reason
@@ -187,7 +187,7 @@ class Batches:
         """What goes up with a step that the host counts, beside the groups' own counts."""
         params = tuple(param for group in param_groups for param in group["params"])
         self.quantized = [batch for batch in batches if batch.float8 is not None]
-        self.projected = [batch for batch in batches if batch.projections is not None]
+        self.matrices = [batch.matrices for batch in batches if batch.matrices is not None]
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()

@@ -22,7 +22,7 @@ from megaopt.step.batch import Batch, Batches
 from megaopt.step.counts import StepRows, first_count, rows_of
 from megaopt.step.float8 import Float8, plan_formats
 from megaopt.step.gradients import check_readable, resolved
-from megaopt.step.low_rank import projections_of
+from megaopt.step.matrix import matrices_of
 from megaopt.step.source import Source
 
 Kind = tuple[torch.device, Formats, bool, Any]
@@ -163,9 +163,9 @@ def _batch(
 
 def _batch_of(owned: Owned, source: Source, counts: StepRows, backend: Any) -> Batch:
     formats, places = source.formats, source.positions
-    if formats.low_rank is not None:
-        projections = projections_of(owned, formats, places, source.states)
-        return Batch(source, projections.plan, projections=projections)
+    if formats.matrix is not None:
+        matrices = matrices_of(owned, formats, places, source.states)
+        return Batch(source, matrices.plan, matrices=matrices)
     views = [owned.views[place] for place in places]
     numels = [view.local.numel() for view in views]
     rows = [counts.row(place, owned.group_numbers[place]) for place in places]

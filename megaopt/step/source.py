@@ -84,9 +84,9 @@ class Source:
         )
 
     def _own_shapes(self, slot: str) -> list[torch.Size] | None:
-        """Those of scales, packed codes and projected moments; None: the parameters' own."""
-        projected = self.formats.low_rank is not None and state_name(slot) != MASTER
-        if projected or self.formats.is_reshaped(slot):
+        """Those of scales, packed codes and moments of matrix rules; None: the parameters' own."""
+        reshaped = self.formats.matrix is not None and state_name(slot) != MASTER
+        if reshaped or self.formats.is_reshaped(slot):
             return [each.shape for each in self.tensors(slot)]
         return None
 

@@ -294,7 +294,7 @@ class Stepper:
         is_exchanged = any(each.group is not None for each in float8)
         first: list[Stage | bool] = [
             is_prepared and self._prepare,
-            bool(batches.projected) and refresh,
+            bool(batches.matrices) and refresh,
             launch,
             is_exchanged and gather_amaxes,
         ]
@@ -370,12 +370,11 @@ class Stepper:
 
 
 def refresh(run: Run) -> None:
-    """Makes projections anew of this step's gradients, as each batch says."""
+    """Matrix rules make anew what they keep, GaLore's projections, of this step's gradients."""
     counts = None if run.rows is None else [group["step"] for group in run.groups]
-    for batch in run.batches.projected:
-        assert batch.projections is not None
-        controls = run.prepared.get(batch.device, (None, None))[1]
-        batch.projections.refresh(run.groups, counts, controls)
+    for matrices in run.batches.matrices:
+        controls = run.prepared.get(matrices.device, (None, None))[1]
+        matrices.refresh(run.groups, counts, controls)
 
 
 def launch(run: Run) -> None:

@@ -12,11 +12,18 @@ from mutants import mutant
 from runs import values
 
 from megaopt import kernels
-from megaopt.kernels.lowrank import reference
-from megaopt.kernels.lowrank.basis import captured_energy, iterated, orthonormal, sketched
-from megaopt.kernels.lowrank.products import product
-from megaopt.kernels.lowrank.reference import refreshed
-from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
+from megaopt.kernels.matrix import galore as matrix
+from megaopt.kernels.matrix.galore import (
+    LEFT,
+    RIGHT,
+    LowRank,
+    captured_energy,
+    iterated,
+    orthonormal,
+    refreshed,
+    sketched,
+)
+from megaopt.kernels.matrix.products import product
 from megaopt.kernels.rules import galore
 
 SOURCES = Path(kernels.__path__[0])
@@ -29,7 +36,7 @@ def assert_twin_is_the_oracle(side, rank, shape, refresh="svd", **changes):
     9 steps of sums of some 20 products of numbers near 1, each off by 2**-53 of it; a root and a
     quotient of numbers well above eps lose a few bits more.
     """
-    modules = {name: changes.pop(name) for name in ("reference", "rules") if name in changes}
+    modules = {name: changes.pop(name) for name in ("matrix", "rules") if name in changes}
     group, weight = {**GROUP, **changes}, values(shape, 0).double()
     twin = Twin(weight, side, rank, group, refresh=refresh, **modules)
     oracle = Oracle(weight.numpy(), side, group)
@@ -69,22 +76,26 @@ MUTANTS = {
         ),
     ),
     "a step of the last projection": (
-        "reference", ("self.projections[index], self.low_rank", "_last(self), self.low_rank"),
+        "matrix",
+        ("projected(grad, work.kept[PROJECTION],", "projected(grad, _last(work.kept),"),
     ),
     "an element of each row dropped": (
-        "reference",
-        ("low = projected(self._grad(index), projection",
-         "low = projected(self._grad(index) * _gap(self._grad(index)), projection"),
+        "matrix",
+        ("projected(grad, work.kept[PROJECTION],",
+         "projected(grad * _gap(grad), work.kept[PROJECTION],"),
     ),
     "back-projection forgets a dimension": (
-        "reference", ("projected_back(low, ", "projected_back(low * _gap(low), "),
+        "matrix", ("projected_back(low, work", "projected_back(low * _gap(low), work"),
     ),
 }  # fmt: skip
 HELPERS = """
 
-def _last(plan):
-    last, plan.last = getattr(plan, "last", plan.projections[0]), plan.projections[0]
-    return last
+_given = []
+
+
+def _last(kept):
+    _given.append(kept[PROJECTION])
+    return _given[max(len(_given) - 2, 0)]
 
 
 def _gap(matrix):
@@ -96,16 +107,16 @@ def _gap(matrix):
 
 @pytest.mark.parametrize(("name", "change"), MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(name, change, tmp_path):
-    paths = {"rules": "rules/galore.py", "reference": "lowrank/reference.py"}
+    paths = {"rules": "rules/galore.py", "matrix": "matrix/galore.py"}
     module = mutant(SOURCES / paths[name], change, tmp_path)
-    if name == "reference":
+    if name == "matrix":
         exec(HELPERS, vars(module))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_twin_is_the_oracle(RIGHT, 5, SHAPES["tall"], **{name: module})
 
 
 def test_the_check_passes_on_the_true_source():
-    assert_twin_is_the_oracle(RIGHT, 5, SHAPES["tall"], reference=reference, rules=galore)
+    assert_twin_is_the_oracle(RIGHT, 5, SHAPES["tall"], matrix=matrix, rules=galore)
 
 
 # --- projections

@@ -8,18 +8,18 @@ import pytest
 import torch
 from bits import assert_same_bits
 from interpreted import interpreted
-from lowrank_cases import FLOAT32, PLAIN, ROW, SMALL, buffers, formats_of, projections_of
+from lowrank_cases import FLOAT32, PLAIN, ROW, SMALL, buffers, formats_of, give, projections_of
 from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt import kernels
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE
-from megaopt.kernels.lowrank import kernel, wave
-from megaopt.kernels.lowrank.launch import LaunchedPlan
-from megaopt.kernels.lowrank.operands import loaded
-from megaopt.kernels.lowrank.reference import LowRankReferencePlan
-from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
-from megaopt.kernels.lowrank.tiles import BackTile
+from megaopt.kernels.matrix import kernel, launch
+from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
+from megaopt.kernels.matrix.launch import launched_plan
+from megaopt.kernels.matrix.plan import MatrixPlan
+from megaopt.kernels.matrix.products import loaded
+from megaopt.kernels.matrix.tiles import BackTile
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.step import codes
 from megaopt.kernels.step.blocks import load_block
@@ -30,7 +30,7 @@ UNSCALED = [
     pytest.param(pair, marks=[] if place % 3 == 0 else [pytest.mark.slow])
     for place, pair in enumerate(pair for pair in PAIRS if not pair[1].scaled)
 ]
-KERNEL = Path(kernels.__path__[0]) / "lowrank" / "kernel.py"
+KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
 
 
 def moved(buffers, device):
@@ -47,11 +47,11 @@ def both_step(
     before = buffers(formats, shapes, hard=hard)
     twin, own = (moved(copied(before), device) for _ in range(2))
     sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
-    reference = LowRankReferencePlan(formats, "svd", groups)
-    launched = LaunchedPlan(formats, "svd", sizes, groups, device, tiles=tiles, **options)
+    reference = MatrixPlan(formats, groups)
+    launched = launched_plan(formats, sizes, groups, device, tiles=tiles, **options)
     for plan, tensors in ((reference, twin), (launched, own)):
         plan.look(tensors)
-        plan.projections = [projection.to(device) for projection in projections]
+        give(plan, [projection.to(device) for projection in projections])
         plan.step([ROW], None if controls is None else controls.to(device))
     return own, moved(twin, "cpu"), before
 
@@ -154,9 +154,9 @@ def test_matrices_and_tiles_show_in_no_bit_of_others(device):
     together, _, before = both_step(formats, SHAPES, projections, device)
     for index, shape in enumerate(SHAPES):
         own = {slot: [each[index].to(device)] for slot, each in copied(before).items()}
-        plan = LaunchedPlan(formats, "svd", [torch.Size(shape)], [0], device, tiles=SMALL)
+        plan = launched_plan(formats, [torch.Size(shape)], [0], device, tiles=SMALL)
         plan.look(own)
-        plan.projections = [projections[index].to(device)]
+        give(plan, [projections[index].to(device)])
         plan.step([ROW])
         for slot, (tensor,) in own.items():
             assert_same_bits(tensor, together[slot][index], slot)
@@ -215,8 +215,8 @@ def test_alignment_shows_in_no_bit(strip, slot, device, monkeypatch):
         monkeypatch.setattr(kernel, "loaded", checked(loaded))
     own = moved({**copied(before), "projection": projections}, device)
     own[slot][1] = shifted(own[slot][1])
-    plan = LaunchedPlan(formats, "svd", [*map(torch.Size, shapes)], [0, 0], device, tiles=tiles)
-    plan.projections = own.pop("projection")
+    plan = launched_plan(formats, [*map(torch.Size, shapes)], [0, 0], device, tiles=tiles)
+    give(plan, own.pop("projection"))
     plan.look(own)
     plan.step([ROW])
     assert_same_buffers(own, moved(expected, "cpu"))
@@ -242,9 +242,9 @@ def test_nothing_beside_a_matrix_is_written(rank, shapes, device):
         own[slot][index], around = guarded(own[slot][index])
         beside += around
     sizes = [torch.Size(shape) for shape in shapes]
-    plan = LaunchedPlan(formats, "svd", sizes, [0] * len(shapes), device, tiles=SMALL)
+    plan = launched_plan(formats, sizes, [0] * len(shapes), device, tiles=SMALL)
     plan.look(own)
-    plan.projections = [each.to(device) for each in projections_of(low_rank, shapes)]
+    give(plan, [each.to(device) for each in projections_of(low_rank, shapes)])
     plan.step([ROW])
     assert all(bool((memory == -1).all()) for memory in beside)
 
@@ -288,7 +288,8 @@ MUTANTS = {
         "added_product(left, right, total,", "added_product(left, right, 0 * total,",
     ),
     "a product in 16 bits": (
-        "    return total", "    return total.to(tl.float16).to(tl.float32)",
+        "right, total, PRECISION)\n    return total",
+        "right, total, PRECISION)\n    return total.to(tl.float16).to(tl.float32)",
     ),
     "the rows of another tile": ("tile // across *", "tile // columns *"),
 }  # fmt: skip
@@ -296,11 +297,11 @@ MUTANTS = {
 
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(wave, "kernel", mutant(KERNEL, change, tmp_path))
+    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
     with pytest.raises(AssertionError, match="tensor"):
         assert_within_the_bound(LowRank(RIGHT, 40), [(20, 50)], device)
 
 
 def test_the_check_passes_on_the_true_source(device):
-    assert wave.kernel is kernel
+    assert launch.kernel is kernel
     assert_within_the_bound(LowRank(RIGHT, 40), [(20, 50)], device)

@@ -7,22 +7,21 @@ import numpy
 import pytest
 import torch
 from bits import assert_same_bits
-from lowrank_cases import PLAIN, ROW, SMALL, buffers, formats_of, projections_of
+from lowrank_cases import PLAIN, ROW, SMALL, buffers, formats_of, give, projections_of
 from mutants import mutant
 from step_cases import assert_same_buffers, copied, hard_values
 
 from megaopt import kernels
 from megaopt.kernels.formats import GRADS
-from megaopt.kernels.lowrank import launch, wave
-from megaopt.kernels.lowrank.launch import LaunchedPlan
-from megaopt.kernels.lowrank.operands import PRECISIONS, operand_reference
-from megaopt.kernels.lowrank.products import product
-from megaopt.kernels.lowrank.reference import LowRankReferencePlan
-from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank
+from megaopt.kernels.matrix import launch
+from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
+from megaopt.kernels.matrix.launch import launched_plan
+from megaopt.kernels.matrix.plan import MatrixPlan
+from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
 
 SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 700)], LEFT: [(70, 5), (18, 33), (700, 3)]}
 """Several tiles, parts of some, and two slabs."""
-PROJECT = Path(kernels.__path__[0]) / "lowrank" / "project.py"
+KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
 
 
 def whole_numbers(formats, shapes):
@@ -34,30 +33,30 @@ def whole_numbers(formats, shapes):
     found = buffers(formats, shapes, hard=False)
     for grad in found["grad"]:
         grad.copy_(torch.randint(-8, 9, grad.shape, generator=generator))
-    projections = projections_of(formats.low_rank, shapes, single=True)
+    projections = projections_of(formats.matrix.how, shapes, single=True)
     return found, [projection.sign() * 0.5 for projection in projections]
 
 
-def steps(formats, shapes, before, projections, device, precision="ieee", tiles=SMALL):
+def steps(formats, shapes, before, projections, device, tiles=SMALL):
     """What the launch and the twin make of the same buffers."""
     sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
     twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
-    options = {"grouped": True, "precision": precision, "tiles": tiles}
+    options = {"grouped": True, "tiles": tiles}
     plans = (
-        (LowRankReferencePlan(formats, "svd", groups, None, precision), twin, "cpu"),
-        (LaunchedPlan(formats, "svd", sizes, groups, device, **options), own, device),
+        (MatrixPlan(formats, groups), twin, "cpu"),
+        (launched_plan(formats, sizes, groups, device, **options), own, device),
     )
     for plan, tensors, where in plans:
         plan.look(tensors)
-        plan.projections = [projection.to(where) for projection in projections]
+        give(plan, [projection.to(where) for projection in projections])
         plan.step([ROW])
     return own, twin
 
 
 def assert_exact_steps_agree(side, device, precision="ieee", grad="float32", rank=5):
-    formats = formats_of(PLAIN, LowRank(side, rank), GRADS[grad])
+    formats = formats_of(PLAIN, LowRank(side, rank, precision), GRADS[grad])
     before, projections = whole_numbers(formats, SHAPES[side])
-    found, expected = steps(formats, SHAPES[side], before, projections, device, precision)
+    found, expected = steps(formats, SHAPES[side], before, projections, device)
     assert_same_buffers(found, expected)
 
 
@@ -75,11 +74,9 @@ def test_ranks_of_several_tiles(side, device):
 
 def assert_roundings_agree(precision, device, tiles=SMALL):
     """Of sums with one number that is not 0, of gradients with all their bits."""
-    formats = formats_of(PLAIN, LowRank(RIGHT, 16))
+    formats = formats_of(PLAIN, LowRank(RIGHT, 16, precision))
     before = buffers(formats, [(40, 16)], hard=False)
-    found, expected = steps(
-        formats, [(40, 16)], before, [torch.eye(16) / 3], device, precision, tiles
-    )
+    found, expected = steps(formats, [(40, 16)], before, [torch.eye(16) / 3], device, tiles)
     assert_same_buffers(found, expected)
 
 
@@ -129,13 +126,13 @@ def test_a_product_goes_by_its_precision_alone(setting, precision, device):
 def test_slabs_of_their_own_programs_and_waves_show_in_no_bit(side, device, monkeypatch):
     """Numbers whose sums are not exact: the order of sums is the same."""
     formats, shapes = formats_of(PLAIN, LowRank(side, 5)), SHAPES[side]
-    before, projections = buffers(formats, shapes), projections_of(formats.low_rank, shapes)
+    before, projections = buffers(formats, shapes), projections_of(formats.matrix.how, shapes)
     own = (formats, shapes, before, projections, device)
     apart, _ = steps(*own)
     monkeypatch.setattr(launch, "ROOM", 1)
     monkeypatch.setattr(launch, "PART", 0.0)
     assert_same_buffers(steps(*own)[0], apart)  # a wave for each matrix
-    monkeypatch.setattr(wave, "PROGRAMS", 0)
+    monkeypatch.setattr(launch, "FEW", 0)
     assert_same_buffers(steps(*own)[0], apart)
 
 
@@ -147,8 +144,8 @@ MUTANTS = {
     "slabs added twice": ("total = total + tl.load(", "total = total + 2.0 * tl.load("),
     "a slab begins early": ("first = (part + slab) * per_slab",
                             "first = tl.maximum((part + slab) * per_slab - 1, 0)"),
-    "only the last part of a sum": ("added_product(left, right, total,",
-                                    "added_product(left, right, 0 * total,"),
+    "only the last part of a sum": ("added_product(grads, basis, total,",
+                                    "added_product(grads, basis, 0 * total,"),
     "the rows of another tile": ("tile // BLOCKS * OUTER", "tile // BLOCKS * 0"),
     "a rank's other tile": ("tile % BLOCKS * RANKS", "tile % BLOCKS * 0"),
 }  # fmt: skip
@@ -156,16 +153,16 @@ MUTANTS = {
 
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(wave, "project", mutant(PROJECT, change, tmp_path))
+    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
     with pytest.raises(AssertionError, match="differ"):
         assert_exact_steps_agree(RIGHT, device, rank=17)
 
 
 def test_a_rounding_that_is_not_there_is_noticed(device, monkeypatch):
     """The kernel's own: in the twin numbers are rounded."""
-    options = wave.Wave._options
+    options = launch.Wave._options
     monkeypatch.setattr(
-        wave.Wave, "_options", lambda self, even: {**options(self, even), "PRECISION": "ieee"}
+        launch.Wave, "_options", lambda self, even: {**options(self, even), "PRECISION": "ieee"}
     )
     with pytest.raises(AssertionError, match="differ"):
         assert_roundings_agree("tf32", device)

@@ -7,8 +7,7 @@ from interpreted import interpreted
 from runs import BF16, FP32, assert_same, copied, give_gradients, params_of, snapshot, train, values
 
 from megaopt import FusedAdam, GaLoreAdamW
-from megaopt.kernels.lowrank.products import projected, projected_back
-from megaopt.kernels.lowrank.spec import LEFT, RIGHT
+from megaopt.kernels.matrix.galore import LEFT, RIGHT, projected, projected_back
 from megaopt.kernels.rules.galore import apply_reference, direction_reference, scalars
 
 SHAPES = [(24, 10), (6, 30), (9,)]

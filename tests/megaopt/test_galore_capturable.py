@@ -17,7 +17,7 @@ from runs import (
 )
 
 from megaopt import GaLoreAdamW, galore_checks
-from megaopt.kernels.lowrank import kernel
+from megaopt.kernels.matrix import kernel
 from megaopt.kernels.step import preparation, table
 from megaopt.step import capture, stepper
 

@@ -89,7 +89,7 @@ def snapshot(optimizer):
 def build(options, replicas=1, dtype=None, shapes=SHAPES, seed=0):
     """A model and its optimizer; without a process group a whole one.
 
-    options: FusedAdam's, or those of the class that "optimizer" names; "external" among them makes
+    options: FusedAdam's, or those of the class that "optimizer" is or names; "external" makes
         fp32 masters of the values before bf16.
     """
     options = dict(options)
@@ -100,7 +100,8 @@ def build(options, replicas=1, dtype=None, shapes=SHAPES, seed=0):
     if options.pop("external", False):
         options["master_weights"] = [param.detach().clone() for param in model.parameters()]
         model.to(BF16)
-    kind = getattr(megaopt, options.pop("optimizer", "FusedAdam"))
+    kind = options.pop("optimizer", FusedAdam)
+    kind = getattr(megaopt, kind) if isinstance(kind, str) else kind
     return model, kind(model.parameters(), **options)
 
 

@@ -1,6 +1,6 @@
 """How far kernels of GaLore may differ in one step: docs/numbers.md states the bound."""
 
-from megaopt.kernels.lowrank.spec import RIGHT
+from megaopt.kernels.matrix.galore import RIGHT
 
 
 def bound_of_a_step(before, after, grad, side, precision, coefficient, numbers):

@@ -6,8 +6,9 @@ import torch
 from runs import values
 
 from megaopt.kernels.formats import NONE, WEIGHTS
-from megaopt.kernels.lowrank import reference
-from megaopt.kernels.lowrank.spec import LowRank
+from megaopt.kernels.matrix import galore as matrix
+from megaopt.kernels.matrix.plan import MatrixPlan
+from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.rules import galore
 from megaopt.kernels.step.batch import Formats
 
@@ -32,27 +33,26 @@ def grad_of(shape, step, dtype=torch.float64):
 class Twin:
     """The twin's own plan, refreshed as galore_torch does, on tensors of any dtype.
 
-    In fp64 without the one NaN pattern that fp32 results have. reference, rules: modules, for
-    mutants of them. number: of the parameter, in the steps of whose turn it is refreshed.
+    In fp64 without the one NaN pattern that fp32 results have. matrix, rules: modules, for mutants
+    of them. number: of the parameter, in the steps of whose turn it is refreshed.
     """
 
     def __init__(
-        self, weight, side, rank, group, reference=reference, rules=galore, refresh="svd", number=0
+        self, weight, side, rank, group, matrix=matrix, rules=galore, refresh="svd", number=0
     ):
-        names = ("GALORE_DIRECTION", "GALORE_APPLY")
-        self.rules = {name: getattr(rules, name) for name in names}
+        own = {"inner": rules.GALORE_DIRECTION, "apply": rules.GALORE_APPLY}
         self.numbers = rules.scalars
         if weight.dtype == torch.float64:
-            own = self.rules.items()
-            self.rules = {name: dataclasses.replace(rule, contract="fp64") for name, rule in own}
+            own = {n: dataclasses.replace(rule, contract="fp64") for n, rule in own.items()}
             self.numbers = rules.numbers
-        low_rank = LowRank(side, rank)
+        self.low_rank = matrix.LowRank(side, rank)
         moments = ("exp_avg", "exp_avg_sq")
-        formats = Formats(FLOAT32, FLOAT32, NONE, (FLOAT32,) * 2, moments, low_rank=low_rank)
-        self.plan = reference.LowRankReferencePlan(formats, refresh, [0])
-        self.module, self.group, self.count, self.number = reference, group, 0, number
+        rule = Matrix(dataclasses.replace(matrix.GALORE, **own), self.low_rank)
+        formats = Formats(FLOAT32, FLOAT32, NONE, (FLOAT32,) * 2, moments, matrix=rule)
+        self.plan, self.by_svd = MatrixPlan(formats, [0]), refresh == "svd"
+        self.matrix, self.group, self.count, self.number = matrix, group, 0, number
         self.weight, self.projection = weight.clone(), None
-        small = low_rank.low_shape(weight.shape)
+        small = self.low_rank.low_shape(weight.shape)
         self.moments = [torch.zeros(small, dtype=weight.dtype) for _ in moments]
 
     def step(self, grad):
@@ -60,12 +60,8 @@ class Twin:
         tensors = (self.weight, *self.moments, grad)
         self.plan.look({slot: [each] for slot, each in zip(slots, tensors, strict=True)})
         if self.projection is None or self.count % GAP == self.number % GAP:
-            self.projection, _ = self.plan.refreshed(0, self.projection, 0)
-        self.plan.projections = [self.projection]
+            own = (grad, self.low_rank, self.projection, self.by_svd, 0)
+            self.projection = self.matrix.refreshed(*own)
+        self.plan.works[0].kept = {"projection": self.projection}
         self.count += 1
-        were = {name: getattr(self.module, name) for name in self.rules}
-        vars(self.module).update(self.rules)
-        try:
-            self.plan.step([self.numbers({**self.group, "step": self.count})])
-        finally:
-            vars(self.module).update(were)
+        self.plan.step([self.numbers({**self.group, "step": self.count})])

@@ -6,8 +6,9 @@ import torch
 from step_cases import hard_values
 
 from megaopt.kernels.formats import NONE, WEIGHTS
-from megaopt.kernels.lowrank.spec import RIGHT
-from megaopt.kernels.lowrank.tiles import BackTile, ProjectTile, Tiles
+from megaopt.kernels.matrix.galore import GALORE, RIGHT
+from megaopt.kernels.matrix.rule import Matrix
+from megaopt.kernels.matrix.tiles import BackTile, ProjectTile, Tiles
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.step.batch import Formats
 
@@ -25,7 +26,7 @@ PLAIN = (FLOAT32, NONE)
 
 def formats_of(pair, low_rank, grad=FLOAT32, moment=FLOAT32):
     names = ("exp_avg", "exp_avg_sq")
-    return Formats(grad, *pair, (moment, moment), names, low_rank=low_rank)
+    return Formats(grad, *pair, (moment, moment), names, matrix=Matrix(GALORE, low_rank))
 
 
 def buffers(formats, shapes, seed=0, hard=True):
@@ -35,7 +36,7 @@ def buffers(formats, shapes, seed=0, hard=True):
     for shape, slot in itertools.product(shapes, formats.slots):
         dtype = formats.dtype(slot)
         is_low = slot.startswith("exp_avg")
-        size = torch.Size(formats.low_rank.low_shape(shape) if is_low else shape)
+        size = torch.Size(formats.matrix.low_shape(shape) if is_low else shape)
         if not dtype.is_floating_point:
             limits = torch.iinfo(dtype)
             tensor = torch.randint(limits.min, limits.max + 1, size, generator=generator)
@@ -46,6 +47,12 @@ def buffers(formats, shapes, seed=0, hard=True):
             tensor = tensor.abs() if slot == "exp_avg_sq" else tensor
         found[slot].append(tensor.to(dtype))
     return found
+
+
+def give(plan, projections):
+    """What a refresh gives a plan."""
+    for work, projection in zip(plan.works, projections, strict=True):
+        work.kept["projection"] = projection
 
 
 def projections_of(low_rank, shapes, single=False):

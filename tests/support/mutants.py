@@ -1,6 +1,7 @@
 """Modules with one piece of their text replaced, to see a check notice."""
 
 import importlib.util
+import sys
 
 
 def mutant(path, change, folder):
@@ -11,5 +12,9 @@ def mutant(path, change, folder):
     target.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location(target.stem, target)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
     return module

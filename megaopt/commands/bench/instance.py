@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.weights import is_cast_afterwards, is_float8, weight_tensors
 from megaopt.kernels.formats import MASTERS, MOMENTS
-from megaopt.params.low_rank import PROJECTION
+from megaopt.kernels.matrix.galore import PROJECTION
 
 __all__ = ["Instance", "build", "bytes_held", "bytes_per_step", "state_tensors"]
 

@@ -37,8 +37,7 @@ from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, portable
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.lowrank.operands import BF16, IEEE
-from megaopt.kernels.lowrank.products import product
+from megaopt.kernels.matrix.products import BF16, IEEE, product
 
 __all__ = ["main", "run"]
 

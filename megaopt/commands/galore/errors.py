@@ -12,10 +12,10 @@ from torch.nn import Parameter
 
 from megaopt.commands.galore.plain import derived_update_error, plain_step
 from megaopt.galore import PROJ_TYPES, GaLoreAdamW, side_of
-from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
-from megaopt.kernels.lowrank.spec import LowRank
+from megaopt.kernels.matrix.galore import LowRank
+from megaopt.kernels.matrix.launch import why_not_kernel
+from megaopt.kernels.matrix.products import IEEE, PRECISIONS
 from megaopt.options.checks import one_of, refuse
-from megaopt.step.low_rank import why_not_kernel
 
 __all__ = ["KERNELS", "WEIGHTS", "Finding", "Setup", "check_setup", "compared", "measure_errors"]
 
@@ -50,7 +50,7 @@ class Setup:
     """Of WEIGHTS."""
     proj_type: str = "std"
     precision: str = IEEE
-    """Of operands.PRECISIONS."""
+    """Of products.PRECISIONS."""
     matrices: int = 1
     """Of this shape, stepped together."""
     seed: int = 0

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.lowrank.operands import IEEE
-from megaopt.kernels.lowrank.products import projected, projected_back
+from megaopt.kernels.matrix.galore import projected, projected_back
+from megaopt.kernels.matrix.products import IEEE
 
 __all__ = ["UNIT", "derived_update_error", "plain_step"]
 

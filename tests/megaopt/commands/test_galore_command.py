@@ -26,11 +26,11 @@ from megaopt.commands.galore.errors import (
 )
 from megaopt.commands.galore.plain import plain_step
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.lowrank import reference, wave
-from megaopt.kernels.lowrank.spec import LEFT, RIGHT
+from megaopt.kernels.matrix import galore, launch
+from megaopt.kernels.matrix.galore import LEFT, RIGHT
 
 CPU = torch.device("cpu")
-LOWRANK = Path(kernels.__path__[0]) / "lowrank"
+MATRIX = Path(kernels.__path__[0]) / "matrix"
 RULE = Path(kernels.__path__[0]) / "rules" / "galore.py"
 QUICK = [name for name in KERNELS if name != "compiled"]
 """Compiling takes ten seconds."""
@@ -52,7 +52,7 @@ def test_precisions_are_within_their_bounds(kernel, precision, error, device):
 
 def test_a_precision_that_is_not_kept_is_noticed(device, monkeypatch):
     """The kernel rounds to bf16, where tf32 was asked for."""
-    monkeypatch.setattr(wave.Wave, "_options", lower(wave.Wave._options))
+    monkeypatch.setattr(launch.Wave, "_options", lower(launch.Wave._options))
     wrong = beyond(setup_of("grouped", precision="tf32"), device)
     assert wrong == ["exp_avg", "exp_avg_sq", "update"]
 
@@ -113,7 +113,8 @@ KERNEL_MUTANTS = {
         "(inner[None, :] < PRODUCT.rank)", "(inner[None, :] < PRODUCT.rank - 1)",
     ),
     "a product in 16 bits": (
-        "    return total", "    return total.to(tl.float16).to(tl.float32)",
+        "right, total, PRECISION)\n    return total",
+        "right, total, PRECISION)\n    return total.to(tl.float16).to(tl.float32)",
     ),
     "the last column dropped": (
         "rank) & (column[None, :] < columns)", "rank) & (column[None, :] < columns - 1)",
@@ -123,7 +124,7 @@ KERNEL_MUTANTS = {
 
 @pytest.mark.parametrize("change", KERNEL_MUTANTS.values(), ids=KERNEL_MUTANTS)
 def test_a_broken_kernel_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(wave, "kernel", mutant(LOWRANK / "kernel.py", change, tmp_path))
+    monkeypatch.setattr(launch, "kernel", mutant(MATRIX / "kernel.py", change, tmp_path))
     assert beyond(setup_of(rank=20), device) == ["update"]
 
 
@@ -143,9 +144,9 @@ def test_a_broken_row_of_numbers_is_noticed(change, tmp_path, device, monkeypatc
 
 def test_a_broken_twin_is_noticed(megaopt, monkeypatch):
     """The kernel "torch" is not compared with itself."""
-    projected = reference.projected
+    projected = galore.projected
     changed = lambda grad, *rest: projected(grad.bfloat16().float(), *rest)  # noqa: E731
-    monkeypatch.setattr(reference, "projected", changed)
+    monkeypatch.setattr(galore, "projected", changed)
     status, out, err = megaopt("galore", "test", "--kernel=torch", *SMALL)
     assert (status, err) == (1, "")
     assert out.count("BEYOND") == 3
@@ -253,9 +254,9 @@ BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernel
 
 
 def test_a_case_beyond_its_bounds_has_no_speed(megaopt, tmp_path, bench_on_cpu, monkeypatch):
-    projected_back = reference.projected_back
+    projected_back = galore.projected_back
     changed = lambda *own: projected_back(*own).half().float()  # noqa: E731
-    monkeypatch.setattr(reference, "projected_back", changed)
+    monkeypatch.setattr(galore, "projected_back", changed)
     status, out, _ = megaopt(*BENCH, "--weights", "float32")
     assert status == 1
     assert out.count("no speed: errors beyond their bounds: update") == 4

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megaopt.kernels.lowrank.operands import BF16, IEEE
-from megaopt.kernels.lowrank.spec import LEFT
+from megaopt.kernels.matrix.galore import LEFT, LowRank
+from megaopt.kernels.matrix.products import BF16, IEEE
 from megaopt.kernels.optional_triton import INTERPRETED
-from megaopt.kernels.step.batch import Formats
 
 PROGRAMS = 128
 """So many tiles keep the 132 processors of an H200 at work."""
@@ -16,9 +15,14 @@ OUTER_UNIT = 128
 MOST_SLABS = 8
 
 
+def part_of(most: int, rank: int) -> int:
+    """How much of a rank a tile takes: a power of two, as Triton wants it, and few; at least 16."""
+    return max(16, min(most, 1 << (rank - 1).bit_length()))
+
+
 @dataclass(frozen=True)
 class ProjectTile:
-    """Of a projected gradient [outer, rank], as project.project_kernel has it."""
+    """Of a projected gradient [outer, rank], as kernel.project_kernel has it."""
 
     outer: int
     inner: int
@@ -27,10 +31,6 @@ class ProjectTile:
     """At most; a smaller rank takes fewer."""
     warps: int
     stages: int
-
-    def ranks_of(self, rank: int) -> int:
-        """Of a tile; a power of two, as Triton wants it, and as few as its products take."""
-        return max(16, min(self.ranks, 1 << (rank - 1).bit_length()))
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,6 @@ class BackTile:
     def width(self) -> int:
         """Columns of a program."""
         return self.columns * self.strip
-
-    def inner_of(self, rank: int) -> int:
-        """As ProjectTile.ranks_of."""
-        return max(16, min(self.inner, 1 << (rank - 1).bit_length()))
 
 
 @dataclass(frozen=True)
@@ -110,30 +106,18 @@ HIGH_BACK_BF16 = BackTile(128, 64, 128, 8, 2)
 HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
 
 
-def tiles_of(formats: Formats, precision: str) -> Tiles:
-    """The tiles of matrices of these formats."""
+def tiles_of(low_rank: LowRank) -> Tiles:
+    """The tiles of matrices that are projected so."""
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
         return Tiles(project, replace(back, ahead=True), project, back)
-    assert formats.low_rank is not None
-    project = _project(precision, formats.low_rank.side)
-    uneven = UNEVEN_PROJECT, UNEVEN_BACK
-    back = _back(precision, formats.low_rank.rank)
-    return Tiles(project, back, *uneven, cast=precision == BF16)
-
-
-def _project(precision: str, side: str) -> ProjectTile:
-    if precision == IEEE:
-        return ProjectTile(128, 32, 128, 8, 3)
-    if precision == BF16:
-        return ProjectTile(128 if side == LEFT else 64, 64, 128, 4, 4)
-    return ProjectTile(128, 32, 128, 4, 4)
-
-
-def _back(precision: str, rank: int) -> BackTile:
-    if precision == IEEE:
-        return BackTile(64, 64, 32, 4, 2)
-    own = BACK_BF16 if precision == BF16 else BACK_TF32
-    if rank <= own.inner:
-        return own
-    return HIGH_BACK_BF16 if precision == BF16 else HIGH_BACK_TF32
+    if low_rank.precision == IEEE:
+        project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
+    elif low_rank.precision == BF16:
+        project = ProjectTile(128 if low_rank.side == LEFT else 64, 64, 128, 4, 4)
+        back = BACK_BF16 if low_rank.rank <= BACK_BF16.inner else HIGH_BACK_BF16
+    else:
+        project = ProjectTile(128, 32, 128, 4, 4)
+        back = BACK_TF32 if low_rank.rank <= BACK_TF32.inner else HIGH_BACK_TF32
+    cast = low_rank.precision == BF16
+    return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, cast)

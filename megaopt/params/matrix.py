@@ -1,4 +1,4 @@
-"""Matrices that are stepped through a projection of their gradients."""
+"""Matrices that a rule for whole matrices steps."""
 
 from __future__ import annotations
 
@@ -8,32 +8,29 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import Format
-from megaopt.kernels.lowrank.spec import RIGHT, LowRank
+from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.step.draws import Place
 from megaopt.params.dtensor import DTensorView, dtensor_class, is_dtensor
 from megaopt.params.view import FEWEST_IN_ROWS, ParamView
 
-PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"
-"""What a state has beside the moments; zeros until the parameter's first step."""
+
+def matrix_view(param: Any, matrix: Matrix) -> ParamView:
+    """The view of a plain matrix or a DTensor that is stepped so."""
+    kind = MatrixDTensorView if is_dtensor(param) else MatrixView
+    return kind(param, matrix)
 
 
-def low_rank_view(param: Any, low_rank: LowRank) -> ParamView:
-    """Of a plain matrix or a DTensor that is projected so."""
-    kind = LowRankDTensorView if is_dtensor(param) else LowRankView
-    return kind(param, low_rank)
+class MatrixView(ParamView):
+    """A plain matrix whose moments are of the rule's low shape."""
 
+    matrix: Matrix
 
-class LowRankView(ParamView):
-    """A plain matrix whose moments are those of its projected gradient."""
-
-    low_rank: LowRank
-
-    def __init__(self, param: Any, low_rank: LowRank) -> None:
+    def __init__(self, param: Any, matrix: Matrix) -> None:
         super().__init__(param)
-        self.low_rank = low_rank
+        self.matrix = matrix
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """The projected gradient's, but for the master."""
+        """The low shape, but for the master."""
         return self._shape(name, tuple(self.local.shape))
 
     def whole_state_shape(self, name: str) -> tuple[int, ...]:
@@ -41,51 +38,49 @@ class LowRankView(ParamView):
         return self._shape(name, tuple(self.param.shape))
 
     def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape if name == "master_param" else self.low_rank.low_shape(shape)
+        return shape if name == "master_param" else self.matrix.low_shape(shape)
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """The projection, and how much of the gradient's square it captured when it was made."""
-        return {
-            PROJECTION: self.low_rank.projection_shape(self.local.shape),
-            CAPTURED_ENERGY: (),
-        }
+        """What the rule keeps."""
+        return self.matrix.kept(self.local.shape)
 
     def keeps_blocks(self, form: Format) -> bool:
-        """By the size of the projected gradient, whose rows have to be of whole blocks."""
-        shape = self.low_rank.low_shape(self.whole_shape)
+        """By the size of the moments, whose rows have to be of whole blocks."""
+        shape = self.matrix.low_shape(self.whole_shape)
         return shape[1] % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
 
     def block_scales_shape(self, block: int) -> tuple[int, ...]:
         """The shape of the moments' scales: (rows, blocks of a row)."""
-        rows, columns = self.low_rank.low_shape(self.local.shape)
+        rows, columns = self.matrix.low_shape(self.local.shape)
         return (rows, columns // block)
 
 
-class LowRankDTensorView(LowRankView, DTensorView):
-    """A DTensor whose moments are sharded as it is, and whose projection every rank has."""
+class MatrixDTensorView(MatrixView, DTensorView):
+    """A DTensor whose moments are sharded as it is, and of which every rank has what is kept."""
 
     def first_of(self, name: str) -> int:
         """The index of the shard's first element in the whole state tensor of this name."""
         if name == "master_param":
             return self.first_element
-        shape = self.local.shape
-        return self.low_rank.low_place(Place(0, self.first_element), shape).first
+        return self.matrix.low_place(Place(0, self.first_element), self.local.shape).first
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor split as the parameter is, with the shard's memory."""
-        if local.shape == self.local.shape:
+        if local.shape == self.local.shape or self._keeps_shape:
             return super().wrap(local)
-        rows, columns = local.shape
-        is_split = self.low_rank.side == RIGHT
-        return self._reshaped(local, (self.param.shape[0] if is_split else rows, columns))
+        return self._reshaped(local, (self.matrix.low_shape(self.param.shape)[0], local.shape[1]))
 
     def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
         """The scales of the moments' blocks, likewise."""
-        return self.wrap(local)
+        return super().wrap_scales(local) if self._keeps_shape else self.wrap(local)
+
+    @property
+    def _keeps_shape(self) -> bool:
+        return self.matrix.low_shape(self.local.shape) == tuple(self.local.shape)
 
     def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Projection and energy as DTensors that every rank has whole; others as of the parameter.
+        """What is kept as DTensors that every rank has whole; others as of the parameter.
 
         Args:
             name: of the state tensor.

@@ -1,23 +1,173 @@
-"""How a projection follows the gradients: by subspace iteration, or by an SVD.
+"""GaLore's rule: project the gradient, take Adam's step there, project back, update.
 
-Gradients that say nothing about a subspace (zeros, infinities, NaN) leave the projection as it is.
-Subspace iteration decides that where the gradient is, and the host does not wait for it. Where a
-gradient has fewer independent rows or columns than the rank, as those of a GPT have, subspace
-iteration takes what there is, and keeps its own directions beside it.
+A projection follows the gradients, by subspace iteration or by an SVD. Gradients that say nothing
+about a subspace (zeros, infinities, NaN) leave it as it is. Subspace iteration decides that where
+the gradient is, and the host does not wait for it. Where a gradient has fewer independent rows or
+columns than the rank, as those of a GPT have, subspace iteration takes what there is, and keeps its
+own directions beside it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from megaopt.kernels.lowrank.parts import WHOLE, Parts
-from megaopt.kernels.lowrank.products import product, projected
-from megaopt.kernels.lowrank.spec import RIGHT, LowRank
+from megaopt.kernels.matrix.products import IEEE, product
+from megaopt.kernels.matrix.rule import ALONE, ROWS, MatrixRule, Parts, Shape, Transform, Work
 from megaopt.kernels.rules.base import draw_numbers
+from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
 from megaopt.kernels.step.draws import Place, words_reference
+
+RIGHT, LEFT = "right", "left"
+PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"
+"""What a state has beside the moments; zeros until the parameter's first step."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What the matrices of a batch have in common.
+
+    A gradient [m, n] is projected to [m, rank] on the right, by a projection [rank, n] of
+    orthonormal rows; on the left to [rank, n], by one [m, rank] of orthonormal columns.
+    """
+
+    side: str
+    """RIGHT or LEFT."""
+    rank: int
+    precision: str = IEEE
+    """Of the two products, of products.PRECISIONS."""
+    refresh: str = "subspace"
+    """How projections are made: "subspace" or "svd"."""
+    stagger: bool = True
+    """Parameters are refreshed one after another, by their numbers."""
+
+    def low_shape(self, shape: Shape) -> tuple[int, int]:
+        """The shape of the projected gradient of a matrix, and of its moments."""
+        rows, columns = shape
+        return (rows, self.rank) if self.side == RIGHT else (self.rank, columns)
+
+    def projection_shape(self, shape: Shape) -> tuple[int, int]:
+        """The shape of the projection of a matrix."""
+        rows, columns = shape
+        return (self.rank, columns) if self.side == RIGHT else (rows, self.rank)
+
+    def kept(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        """The projection, and how much of the gradient's square it captured when it was made."""
+        return {PROJECTION: self.projection_shape(shape), CAPTURED_ENERGY: ()}
+
+
+def saves(rank: int, shape: Shape) -> bool:
+    """Whether projection and projected gradient together are smaller than the gradient."""
+    rows, columns = shape
+    return rank * (rows + columns) < rows * columns
+
+
+def projected(
+    grad: torch.Tensor, projection: torch.Tensor, side: str, precision: str = IEEE
+) -> torch.Tensor:
+    """A gradient [m, n] projected: [m, rank] on the right, [rank, n] on the left."""
+    if side == RIGHT:
+        return product(grad, projection.mT, precision)
+    return product(projection.mT, grad, precision)
+
+
+def projected_back(
+    low: torch.Tensor, projection: torch.Tensor, side: str, precision: str = IEEE
+) -> torch.Tensor:
+    """What was projected, [m, n] again."""
+    if side == RIGHT:
+        return product(low, projection, precision)
+    return product(projection, low, precision)
+
+
+def _project(grad: torch.Tensor, work: Work) -> torch.Tensor:
+    return projected(grad, work.kept[PROJECTION], work.how.side, work.how.precision)
+
+
+def _project_back(low: torch.Tensor, work: Work) -> torch.Tensor:
+    return projected_back(low, work.kept[PROJECTION], work.how.side, work.how.precision)
+
+
+# --- whose turn it is
+
+
+def renew(
+    works: Sequence[Work],
+    grad: Callable[[int], torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    counts: Sequence[int] | None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Makes the projections whose turn it is, and those that no gradient has made yet.
+
+    The latter of gradients that are finite and not 0, of a step that is not left out; others leave
+    zeros. While one is not there the host waits to know.
+    """
+    look_up(works)
+    missing = [index for index, work in enumerate(works) if not work.is_made]
+    able = _able(works, grad, missing, skip)
+    for index, (work, group) in enumerate(zip(works, groups, strict=True)):
+        is_due = counts is not None and _is_due(work, group["update_proj_gap"], counts[index])
+        if index in able or (work.is_made and is_due):
+            _make(work, grad(index), group["seed"])
+
+
+def look_up(works: Sequence[Work]) -> None:
+    """Notes which projections a gradient has made: the others are zeros. The host waits, once."""
+    unknown = [work for work in works if work.is_made is None]
+    if unknown:
+        flags = torch.stack([work.kept[PROJECTION].any() for work in unknown]).tolist()
+        for work, flag in zip(unknown, flags, strict=True):
+            work.is_made = flag
+
+
+def _able(
+    works: Sequence[Work],
+    grad: Callable[[int], torch.Tensor],
+    missing: Sequence[int],
+    skip: torch.Tensor | None,
+) -> set[int]:
+    """Those whose gradients make a first projection."""
+    if not missing:
+        return set()
+    says = [says_something(grad(index), works[index].parts, skip) for index in missing]
+    pairs = zip(missing, torch.stack(says).tolist(), strict=True)  # the host waits here
+    return {index for index, is_able in pairs if is_able}
+
+
+def _is_due(work: Work, gap: int, count: int) -> bool:
+    """Whether it is a parameter's turn, in the step that comes after so many of its group."""
+    return bool(count % gap == (work.place.number % gap if work.how.stagger else 0))
+
+
+def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
+    how, own, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
+    known = own if work.is_made else None
+    projection = refreshed(grad, how, known, how.refresh == "svd", seed, work.parts)
+    captured = captured_energy(grad, how, projection, work.parts)
+    own.copy_(projection)
+    # a gradient that says nothing leaves it as it is, as it does the projection
+    energy.copy_(torch.where(captured > 0, captured, energy))
+    work.is_made = True
+
+
+GALORE = MatrixRule(
+    "galore",
+    Transform(_project, renew),
+    GALORE_DIRECTION,
+    Transform(_project_back),
+    GALORE_APPLY,
+    LowRank.low_shape,
+    LowRank.kept,
+    ROWS,
+)
+
+# --- a projection
 
 FIRST_PASSES = 3
 """Over a first gradient: one from the sketch, and two power iterations."""
@@ -30,6 +180,24 @@ hundredfold 0.998, 0.9996 and 0.9998.
 """
 UNIT = 2.0**-24
 """Half of the last place of an fp32 number in [1, 2)."""
+
+
+def refreshed(
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    known: torch.Tensor | None,
+    by_svd: bool,
+    seed: int,
+    parts: Parts = ALONE,
+) -> torch.Tensor:
+    """A new projection of a gradient [m, n]; fp32 or fp64, as the gradient is."""
+    passes = PASSES
+    if known is None:
+        passes = FIRST_PASSES
+        known = sketched(low_rank, grad.shape, seed, grad.device).to(grad.dtype)
+    if by_svd:
+        return singular(grad, low_rank, known)
+    return iterated(grad, low_rank, known, passes, parts)
 
 
 def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
@@ -72,7 +240,7 @@ def iterated(
     low_rank: LowRank,
     known: torch.Tensor,
     passes: int = PASSES,
-    parts: Parts = WHOLE,
+    parts: Parts = ALONE,
 ) -> torch.Tensor:
     """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
 
@@ -103,7 +271,7 @@ def iterated(
 
 
 def says_something(
-    grad: torch.Tensor, parts: Parts = WHOLE, skip: torch.Tensor | None = None
+    grad: torch.Tensor, parts: Parts = ALONE, skip: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Whether a gradient is finite and not 0, a bool of shape (); the same for all parts.
 
@@ -196,7 +364,7 @@ def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:
 
 
 def captured_energy(
-    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor, parts: Parts = WHOLE
+    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor, parts: Parts = ALONE
 ) -> torch.Tensor:
     """How much of a gradient's square the projection keeps, from 0 to 1, fp32 of shape ().
 

@@ -1,4 +1,4 @@
-"""The twin of the step of low rank with its elementwise parts compiled by torch.compile."""
+"""The elementwise step of one tensor, compiled by torch.compile."""
 
 from __future__ import annotations
 

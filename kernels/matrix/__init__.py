@@ -1,0 +1,5 @@
+"""Rules that work on whole matrices: GaLore's, and whatever else is a value of rule.MatrixRule.
+
+plan.py steps such matrices one by one, in plain torch or with the step's kernel for what is
+elementwise. galore.py is GaLore's rule, and launch.py steps it in launches over many matrices.
+"""

@@ -1,0 +1,327 @@
+"""GaLore's two launches over many matrices: project the gradients, project back and update.
+
+The first makes a tile of one matrix's projected gradient, [outer, rank] in these pages; the sum
+goes along the gradient's other dimension, of `terms`. They are cut into slabs, whose number goes by
+the matrix's shape alone. A slab is added up by itself, and slabs are added in their order: by one
+program, or, where programs are few, by a launch over a workspace. No bit goes by which.
+
+The last makes a tile of one matrix: the product [m, rank] @ [rank, n], rank by rank in one fixed
+order, in fp32; then the step's own load, decode, update, encode and store, in place. The update,
+as large as the matrix, is never in memory.
+"""
+
+from __future__ import annotations
+
+from megaopt.kernels.matrix.products import added_product, loaded, taken
+from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
+from megaopt.kernels.step.blocks import pointers_of
+from megaopt.kernels.step.chunk import Block, Chunk, Column, Scales, entry
+from megaopt.kernels.step.codes import loaded_param
+from megaopt.kernels.step.draws import block_words, draw_of
+from megaopt.kernels.step.kernel import SKIP, draw_row, place_of, scalars_of
+from megaopt.kernels.step.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
+from megaopt.kernels.step.update import canonical_values, stored_block
+
+# Where the step's table has moments: addresses of the projection, of the projected gradient, and of
+# Adam's direction in its place.
+PROJECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW)
+LOW: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 1)
+DIRECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 2)
+ROW_COUNT = FIRST_MOMENT_ROW + 3
+SLAB_UNIT: tl.constexpr = tl.constexpr(128)
+"""Slabs but the last have a multiple of so many terms: tiles of any size add up the same."""
+
+
+# --- the gradients projected
+
+
+@helper
+def gradient_tile(grad_ptr, outer, outer_end, inner, inner_end, columns, PRODUCT: tl.constexpr):
+    """[outer, inner], as a product takes it."""
+    FORMAT: tl.constexpr = PRODUCT.form
+    PRECISION: tl.constexpr = PRODUCT.precision
+    if PRODUCT.on_left:  # as it lies in memory, and then turned
+        mask = (inner[:, None] < inner_end) & (outer[None, :] < outer_end)
+        tile = loaded(grad_ptr, inner[:, None] * columns + outer[None, :], mask, PRODUCT.even)
+    else:
+        mask = (outer[:, None] < outer_end) & (inner[None, :] < inner_end)
+        tile = loaded(grad_ptr, outer[:, None] * columns + inner[None, :], mask, PRODUCT.even)
+    tile = taken(tile, FORMAT, PRECISION)
+    if PRODUCT.on_left:
+        tile = tl.trans(tile)
+    return tile
+
+
+@helper
+def projection_tile(projection_ptr, inner, inner_end, rank, rank_end, terms, PRODUCT: tl.constexpr):
+    """[inner, rank], as a product takes it."""
+    FORMAT: tl.constexpr = PRODUCT.projection
+    PRECISION: tl.constexpr = PRODUCT.precision
+    if PRODUCT.on_left:
+        mask = (inner[:, None] < inner_end) & (rank[None, :] < rank_end)
+        offsets = inner[:, None] * PRODUCT.rank + rank[None, :]
+        tile = loaded(projection_ptr, offsets, mask, PRODUCT.even)
+    else:
+        mask = (rank[:, None] < rank_end) & (inner[None, :] < inner_end)
+        tile = loaded(projection_ptr, rank[:, None] * terms + inner[None, :], mask, PRODUCT.even)
+    tile = taken(tile, FORMAT, PRECISION)
+    if not PRODUCT.on_left:
+        tile = tl.trans(tile)
+    return tile
+
+
+@helper
+def slab_sum(
+    pointers, ends, slab, shape, PRODUCT: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """fp32 [OUTER, RANKS], the sum of a slab's terms, from its first to its last.
+
+    Pointers are to the tile's term 0, of gradient and projection; ends: how much of the matrix
+    there is from its beginning on; shape: the matrix's terms and columns.
+    """
+    PRECISION: tl.constexpr = PRODUCT.precision
+    grad_ptr, projection_ptr = pointers
+    first, last = slab
+    terms, columns = shape
+    outer, inner, rank = tl.arange(0, OUTER), tl.arange(0, INNER), tl.arange(0, RANKS)
+    outer_end, rank_end = ends
+    total = tl.zeros((OUTER, RANKS), tl.float32)
+    # pointers that move on, so that offsets stay within 32 bits
+    grad_ptr += first.to(tl.int64) * (columns if PRODUCT.on_left else 1)
+    projection_ptr += first.to(tl.int64) * (PRODUCT.rank if PRODUCT.on_left else 1)
+    for start in range(loop_bound(first), loop_bound(last), INNER):
+        rest = last - start
+        left = gradient_tile(grad_ptr, outer, outer_end, inner, rest, columns, PRODUCT)
+        right = projection_tile(projection_ptr, inner, rest, rank, rank_end, terms, PRODUCT)
+        total = added_product(left, right, total, PRECISION)
+        grad_ptr += INNER * (columns if PRODUCT.on_left else 1)
+        projection_ptr += INNER * (PRODUCT.rank if PRODUCT.on_left else 1)
+    return total
+
+
+@helper
+def stored(low_ptr, total, ends, length, PRODUCT: tl.constexpr):
+    """Stores a tile, on the left turned; low_ptr: to its first number."""
+    outer, rank = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
+    outer_end, rank_end = ends
+    if PRODUCT.on_left:
+        total = tl.trans(total)
+        mask = (rank[:, None] < rank_end) & (outer[None, :] < outer_end)
+        pointers = low_ptr + rank[:, None] * length + outer[None, :]
+    else:
+        mask = (outer[:, None] < outer_end) & (rank[None, :] < rank_end)
+        pointers = low_ptr + outer[:, None] * PRODUCT.rank + rank[None, :]
+    if PRODUCT.even:
+        tl.store(tl.multiple_of(pointers, (1, 16)), total)
+    else:
+        tl.store(pointers, total, mask=mask)
+
+
+@jit(do_not_specialize=["matrices", "workspace"])
+def project_kernel(
+    table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
+    tiles_ptr,  # *int32 as step.table.Chunks, of tiles
+    matrices,
+    workspace,  # numbers of a slab's workspace
+    PRODUCT: tl.constexpr,
+    SLABS: tl.constexpr,
+    APART: tl.constexpr,  # a program for each slab
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+    RANKS: tl.constexpr,  # of a tile
+    SPAN: tl.constexpr,
+):
+    """One tile of one matrix's projected gradient, or of one slab of it."""
+    LEFT: tl.constexpr = PRODUCT.on_left
+    RANK: tl.constexpr = PRODUCT.rank
+    matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
+    own = Column(table_ptr, matrices, matrix)
+    rows = entry(own, WEIGHT_ROWS).to(tl.int32)
+    columns = entry(own, WEIGHT_COLUMNS).to(tl.int32)
+    if PRODUCT.even:
+        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    length, terms = (columns, rows) if LEFT else (rows, columns)
+    BLOCKS: tl.constexpr = (RANK + RANKS - 1) // RANKS
+    part, tile = tile % SLABS, tile // SLABS
+    if not APART:
+        part, tile = 0, tile * SLABS + part
+    outer, rank = tile // BLOCKS * OUTER, tile % BLOCKS * RANKS
+    ends = (length - outer, RANK - rank)
+    grad_ptr = entry(own, GRAD).to(tl.pointer_type(PRODUCT.element))
+    grad_ptr += outer.to(tl.int64) * (1 if LEFT else columns)
+    projection_ptr = entry(own, PROJECTION).to(tl.pointer_type(PRODUCT.projection_element))
+    projection_ptr += rank.to(tl.int64) * (1 if LEFT else terms)
+    per_slab = tl.cdiv(tl.cdiv(terms, SLABS), SLAB_UNIT) * SLAB_UNIT
+    total = tl.zeros((OUTER, RANKS), tl.float32)
+    for slab in range(1 if APART else SLABS):
+        first = (part + slab) * per_slab
+        last = tl.minimum(first + per_slab, terms)
+        found = slab_sum(
+            (grad_ptr, projection_ptr), ends, (first, last), (terms, columns),
+            PRODUCT, OUTER, INNER, RANKS,
+        )  # fmt: skip
+        total = found if SLABS == 1 or APART else total + found
+    low_ptr = entry(own, LOW).to(tl.pointer_type(tl.float32))
+    low_ptr += part.to(tl.int64) * workspace if APART else 0
+    low_ptr += rank.to(tl.int64) * (length if LEFT else 1)
+    low_ptr += outer.to(tl.int64) * (1 if LEFT else RANK)
+    stored(low_ptr, total, ends, length, PRODUCT)
+
+
+@jit(do_not_specialize=["numel"])
+def add_slabs_kernel(
+    slabs_ptr,  # *fp32 [SLABS, numel]
+    low_ptr,  # *fp32 [numel]
+    numel,
+    SLABS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of slabs, in their order."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < numel
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slab in tl.static_range(SLABS):
+        total = total + tl.load(slabs_ptr + slab * numel + place, mask=mask, other=0.0)
+    tl.store(low_ptr + place, total, mask=mask)
+
+
+# --- what was projected back
+
+
+@helper
+def left_tile(ptr, row, rows, inner, PRODUCT: tl.constexpr):
+    """[row, inner] of the left factor, as a product takes it; 0 where the matrix ends."""
+    FORMAT: tl.constexpr = PRODUCT.left
+    PRECISION: tl.constexpr = PRODUCT.precision
+    mask = (row[:, None] < rows) & (inner[None, :] < PRODUCT.rank)
+    tile = loaded(ptr, row[:, None] * PRODUCT.rank + inner[None, :], mask, PRODUCT.even)
+    return taken(tile, FORMAT, PRECISION)
+
+
+@helper
+def right_tile(ptr, inner, column, columns, stride, PRODUCT: tl.constexpr):
+    """[inner, column] of the right factor, likewise; stride: of its rows."""
+    FORMAT: tl.constexpr = PRODUCT.right
+    PRECISION: tl.constexpr = PRODUCT.precision
+    mask = (inner[:, None] < PRODUCT.rank) & (column[None, :] < columns)
+    tile = loaded(ptr, inner[:, None] * stride + column[None, :], mask, PRODUCT.even)
+    return taken(tile, FORMAT, PRECISION)
+
+
+@helper
+def product_tile(
+    left_ptr, right_ptr, row, column, ends, stride, whole, PRODUCT: tl.constexpr,
+    INNER: tl.constexpr,
+):  # fmt: skip
+    """fp32 [row, column] of a product; 0 outside the matrix.
+
+    ends: the matrix's rows and columns from the pointers on; stride: of the right factor's rows;
+    whole: the left factor's tile, where it has the whole rank.
+    """
+    PRECISION: tl.constexpr = PRODUCT.precision  # Triton 3.6 passes no attribute that is a string
+    rows, columns = ends
+    total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+    for first in range(0, PRODUCT.rank, INNER):
+        inner = first + tl.arange(0, INNER)
+        if PRODUCT.rank <= INNER:  # noqa: SIM108 at compile time
+            left = whole
+        else:
+            left = left_tile(left_ptr, row, rows, inner, PRODUCT)
+        right = right_tile(right_ptr, inner, column, columns, stride, PRODUCT)
+        total = added_product(left, right, total, PRECISION)
+    return total
+
+
+@helper
+def param_tile(
+    pointers, columns, mask, FORMATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """fp32 [ROWS, COLUMNS] of the master, or of the weight where there is none.
+
+    Pointers are to the tile's first element; columns: of the whole matrix; mask: None of a tile
+    that is whole and aligned.
+    """
+    offsets = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
+    return loaded_param(pointers, 1.0, offsets, mask, FORMATS)
+
+
+@helper
+def updated_tile(chunk, param, update, columns, mask, FORMATS: tl.constexpr, RULE: tl.constexpr):
+    """Stores a tile after its update; the chunk starts where the tile does."""
+    row, column = tl.arange(0, param.shape[0]), tl.arange(0, param.shape[1])
+    offsets = row[:, None] * columns + column[None, :]
+    values = canonical_values(RULE.update(param, (), update, chunk.scalars), FORMATS)
+    words = block_words(chunk.draw, chunk.start, 0, offsets, FORMATS.draws, False, 0, False)
+    block, scales = Block(offsets, 0, mask), Scales(1.0, (), 1.0, (), 1.0)
+    stored_block(chunk, scales, block, values, 0, words, FORMATS)
+
+
+@jit(do_not_specialize=["matrices", "scalar_count"])
+def back_project_kernel(
+    table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
+    tiles_ptr,  # *int32 as step.table.Chunks, of tiles
+    scalars_ptr,  # *fp32 [groups, scalar_count]
+    controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    matrices,
+    scalar_count,
+    FORMATS: tl.constexpr,  # as formats.apply_formats makes them
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile
+    COLUMNS: tl.constexpr,
+    STRIP: tl.constexpr,  # tiles of a program, one beside another
+    AHEAD: tl.constexpr,  # where even: a tile's values are loaded while the one before is computed
+    INNER: tl.constexpr,  # of the rank, at a time
+    SPAN: tl.constexpr,
+):
+    """The update of a few tiles of one matrix."""
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if tl.load(controls_ptr + SKIP) != 0:
+            return
+    matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
+    own = Column(table_ptr, matrices, matrix)
+    rows = entry(own, WEIGHT_ROWS).to(tl.int32)
+    columns = entry(own, WEIGHT_COLUMNS).to(tl.int32)
+    if PRODUCT.even:
+        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    across = tl.cdiv(columns, COLUMNS * STRIP)
+    first_row = tile // across * ROWS
+    direction_ptr = entry(own, DIRECTION).to(tl.pointer_type(PRODUCT.element))
+    projection_ptr = entry(own, PROJECTION).to(tl.pointer_type(PRODUCT.projection_element))
+    scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
+    draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+    left_ptr = projection_ptr if PRODUCT.on_left else direction_ptr
+    right_ptr = direction_ptr if PRODUCT.on_left else projection_ptr
+    left_ptr += first_row.to(tl.int64) * PRODUCT.rank
+    whole = 0
+    if PRODUCT.rank <= INNER:  # once for all tiles of the strip
+        row, inner = tl.arange(0, ROWS), tl.arange(0, INNER)
+        whole = left_tile(left_ptr, row, rows - first_row, inner, PRODUCT)
+    row, beside = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    column = tile % across * STRIP * COLUMNS
+    # pointers to a tile's own first element: offsets stay within 32 bits
+    start = first_row.to(tl.int64) * columns + column
+    pointers = pointers_of(own, start, FORMATS)
+    if AHEAD:
+        following = param_tile(pointers, columns, None, FORMATS, ROWS, COLUMNS)
+    for part in range(STRIP):
+        mask = None
+        if not PRODUCT.even:
+            mask = (first_row + row[:, None] < rows) & (column + beside[None, :] < columns)
+        # of the last tile its own again, since a mask would cut the loads into single numbers
+        start_after = start + (COLUMNS if part + 1 < STRIP else 0)
+        after = pointers_of(own, start_after, FORMATS)
+        if AHEAD:
+            param = following
+            following = param_tile(after, columns, None, FORMATS, ROWS, COLUMNS)
+        else:
+            param = param_tile(pointers, columns, mask, FORMATS, ROWS, COLUMNS)
+        ends = (rows - first_row, columns - column)
+        update = product_tile(
+            left_ptr, right_ptr + column, row, beside, ends, columns, whole, PRODUCT, INNER
+        )
+        chunk = Chunk(own, start, 0, pointers, scalars, (), draw)
+        updated_tile(chunk, param, update, columns, mask, FORMATS, RULE)
+        column, start, pointers = column + COLUMNS, start_after, after

@@ -1,0 +1,444 @@
+"""GaLore's step in launches over many matrices: project, Adam's step, project back and update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.calling import call
+from megaopt.kernels.formats import NONE, WEIGHTS, Format
+from megaopt.kernels.matrix import kernel
+from megaopt.kernels.matrix.compiled import CompiledStep, why_not_compiled
+from megaopt.kernels.matrix.galore import LEFT, PROJECTION, LowRank, projected
+from megaopt.kernels.matrix.plan import (
+    FLOAT32,
+    MatrixPlan,
+    apply_formats,
+    inner_formats,
+)
+from megaopt.kernels.matrix.products import BF16, Product
+from megaopt.kernels.matrix.rule import Work
+from megaopt.kernels.matrix.tiles import (
+    MOST_SLABS,
+    OUTER_UNIT,
+    PROGRAMS,
+    Tiles,
+    part_of,
+    tiles_of,
+)
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
+from megaopt.kernels.step import rows as table_rows
+from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.draws import Place, in_order
+from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.reference import step_tensor
+from megaopt.kernels.step.table import Chunks, DeviceTable, Geometry
+
+LAUNCHED = ("hybrid", "grouped")
+"""Kernels that are Triton's."""
+AUTO = {"ieee": "hybrid", "tf32": "hybrid", "bf16": "grouped"}
+"""By precision, what "auto" takes on a GPU: whose projection of the gradient is faster.
+
+One H200, ms, torch's and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank 128 0.270
+and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090. tf32, the
+same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230.
+"""
+ROOM = 2**25
+"""Bytes of a workspace, or, where that is more, PART of the weights' bytes."""
+PART = 0.009
+ONE_TILE = Geometry(1, 1, span=4 if INTERPRETED else 32)
+"""Chunks of one tile each."""
+SLAB_UNIT = kernel.SLAB_UNIT.value
+FEW = PROGRAMS
+"""With fewer tiles each slab has a program of its own."""
+ADDED = 1024
+"""Numbers that a program adds from slabs."""
+UNIT = 128
+"""Matrices begin in the workspace at multiples of so many numbers."""
+
+
+def why_not_kernel(kernel: str, device: torch.device) -> str | None:
+    """None where a kernel steps matrices on a device, else the reason."""
+    if kernel == "compiled":
+        return why_not_compiled(device)
+    return BACKENDS["triton"].why_not(device) if kernel in LAUNCHED else None
+
+
+def galore_plan(
+    kernel: str,
+    formats: Formats,
+    shapes: Sequence[torch.Size],
+    groups: Sequence[int],
+    places: Sequence[Place],
+    device: torch.device,
+) -> MatrixPlan:
+    """The plan of a kernel: "torch", "compiled", "hybrid" or "grouped"; others as launched_plan."""
+    if kernel in LAUNCHED:
+        return launched_plan(formats, shapes, groups, device, places, grouped=kernel == "grouped")
+    step = CompiledStep() if kernel == "compiled" else step_tensor
+    return MatrixPlan(formats, groups, places, step)
+
+
+def launched_plan(
+    formats: Formats,
+    shapes: Sequence[torch.Size],
+    groups: Sequence[int],
+    device: torch.device,
+    places: Sequence[Place] | None = None,
+    grouped: bool = False,
+    tiles: Tiles | None = None,
+) -> MatrixPlan:
+    """The plan of launches over many matrices.
+
+    Args:
+        formats: of every buffer; `matrix` is GALORE's, and no master has a scale.
+        shapes: of the matrices.
+        groups: for each matrix, its row in the scalars that `step` is given.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+        places: of each matrix in its parameter, for random bits.
+        grouped: gradients are projected by one launch, not by torch.
+        tiles: for tests; otherwise those of the formats.
+    """
+    assert formats.matrix is not None
+    low_rank: LowRank = formats.matrix.how
+    how = How(formats, low_rank, grouped, tiles or tiles_of(low_rank))
+    places = places or in_order(len(shapes))
+    launches = GaLoreLaunches(how, device, shapes, groups, places)
+    return MatrixPlan(formats, groups, places, launches=launches)
+
+
+@dataclass(frozen=True)
+class How:
+    """What is the same for all matrices of a batch."""
+
+    formats: Formats
+    low_rank: LowRank
+    grouped: bool
+    """The gradients are projected by one launch, not by torch."""
+    tiles: Tiles
+
+    @property
+    def precision(self) -> str:
+        """Of the products, of products.PRECISIONS."""
+        return self.low_rank.precision
+
+    @property
+    def direction(self) -> Formats:
+        """Of Adam's step, which writes the direction as the last product takes it: rounded."""
+        is_bf16 = self.precision == BF16
+        return inner_formats(self.formats, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
+
+    def low_numel(self, shape: torch.Size) -> int:
+        """Numbers of a projected gradient."""
+        return torch.Size(self.low_rank.low_shape(shape)).numel()
+
+    @property
+    def casts(self) -> bool:
+        """Projections are cast to bf16 ahead, once for both launches."""
+        return self.tiles.cast and self.precision == BF16
+
+    def workspace_bytes(self, shape: torch.Size) -> int:
+        """What a step takes for a while: the projected gradient, its direction, the projection."""
+        low, cast = self.low_numel(shape), torch.Size(self.low_rank.projection_shape(shape)).numel()
+        direction = 0 if self.direction.weight is FLOAT32 else 2 * low
+        return 4 * low + direction + (2 * cast if self.casts else 0)
+
+    def outer_and_terms(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Of a gradient: the dimension that stays, and that along which sums go."""
+        rows, columns = shape
+        return (columns, rows) if self.low_rank.side == LEFT else (rows, columns)
+
+    def even(self, shape: torch.Size) -> tuple[bool, bool]:
+        """Whether it has whole tiles only, of rows of whole 16 bytes: in the two launches."""
+        (outer, terms), rank = self.outer_and_terms(shape), self.low_rank.rank
+        project, back, wide = self.tiles.project, self.tiles.back, shape[1] % 16
+        first = (outer % project.outer, terms % SLAB_UNIT, rank % part_of(project.ranks, rank))
+        last = (shape[0] % back.rows, shape[1] % back.width, rank % part_of(back.inner, rank))
+        return not any((*first, wide)), not any((*last, wide))
+
+    def slabs(self, shape: torch.Size) -> int:
+        """In how many slabs a matrix's sums are cut: as many as make PROGRAMS tiles of it.
+
+        By the shape alone, as they say in which order numbers are added.
+        """
+        outer, terms = self.outer_and_terms(shape)
+        most: int = min(MOST_SLABS, terms // (2 * SLAB_UNIT))
+        return max(1, min(PROGRAMS // -(-outer // OUTER_UNIT), most))
+
+
+class GaLoreLaunches:
+    """The launches of a batch, in waves of as many matrices as a small workspace has room for.
+
+    Args:
+        how: of the batch.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+        shapes: of the matrices.
+        groups: for each, its row in the scalars that `step` is given.
+        places: of each matrix in its parameter, for random bits.
+    """
+
+    def __init__(
+        self,
+        how: How,
+        device: torch.device,
+        shapes: Sequence[torch.Size],
+        groups: Sequence[int],
+        places: Sequence[Place],
+    ) -> None:
+        formats, sizes = how.formats, [shape.numel() for shape in shapes]
+        room = max(ROOM, PART * sum(sizes) * formats.dtype("weight").itemsize)
+        self._waves = []
+        for own in _waves(how, shapes, room):
+            of_matrices: Any = ([each[i] for i in own] for each in (shapes, groups, places))
+            self._waves.append((own, Wave(how, device, *of_matrices)))
+        measured = Formats(formats.grad, formats.weight, NONE, (), ())
+        self._measured = TritonPlan(measured, GALORE_APPLY, sizes, groups, device)
+
+    def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
+        """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
+        self._measured.look({slot: buffers[slot] for slot in ("grad", "weight")})
+        self._measured.accumulate(bins)
+
+    def step(
+        self,
+        buffers: Buffers,
+        works: Sequence[Work],
+        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
+        controls: torch.Tensor | None,
+    ) -> None:
+        """One step of every matrix, by its projection."""
+        for own, wave in self._waves:
+            kept = [works[i].kept[PROJECTION].contiguous() for i in own]
+            theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
+            wave.step(theirs, kept, scalars, controls)
+
+
+def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[int]]:
+    """The places of the matrices that are stepped together, as many as there is room for."""
+
+    def kind(index: int) -> Any:
+        return how.slabs(shapes[index]), how.even(shapes[index])
+
+    there = [index for index, shape in enumerate(shapes) if shape.numel()]  # a rank may have none
+    for _, alike in groupby(sorted(there, key=kind), kind):
+        own: list[int] = []
+        used = 0
+        for index in alike:
+            needed = how.workspace_bytes(shapes[index])
+            if own and used + needed > room:
+                yield own
+                own, used = [], 0
+            own.append(index)
+            used += needed
+        yield own
+
+
+class Wave:
+    """Steps some matrices of a batch, all with as many slabs and of even shape, or not.
+
+    Args:
+        how: as of all of the batch.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+        shapes: of the wave's own matrices.
+        groups: for each, its row in the scalars that `step` is given.
+        places: of each matrix in its parameter, for random bits.
+    """
+
+    def __init__(
+        self,
+        how: How,
+        device: torch.device,
+        shapes: Sequence[torch.Size],
+        groups: Sequence[int],
+        places: Sequence[Place],
+    ) -> None:
+        self.how, self.shapes, self.device = how, shapes, device
+        self._casts = how.casts
+        self.projection = WEIGHTS["bfloat16"] if self._casts else FLOAT32
+        """The format in which the launches find the projections."""
+        sizes = [how.low_numel(shape) for shape in shapes]
+        padded = [-(-size // UNIT) * UNIT for size in sizes]
+        self._firsts, self._numel = numpy.cumsum([0, *padded[:-1]]), sum(padded)
+        assert how.formats.matrix is not None
+        low_places = list(map(how.formats.matrix.low_place, places, shapes))
+        low = (how.direction, GALORE_DIRECTION, sizes, groups, device, None, low_places)
+        self._direction, self._apply = TritonPlan(*low), apply_formats(how.formats)
+        self._slabs, self._even = how.slabs(shapes[0]), how.even(shapes[0])
+        own, rank = how.tiles, how.low_rank.rank
+        self._project_tile = first = own.project if self._even[0] else own.uneven_project
+        self._back_tile = last = own.back if self._even[1] else own.uneven_back
+        outers = [-(-how.outer_and_terms(shape)[0] // first.outer) for shape in shapes]
+        tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
+        backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
+        self._apart = self._slabs > 1 and sum(tiles) < FEW
+        if self._apart:
+            tiles = [count * self._slabs for count in tiles]
+        self._project_tiles = Chunks(tiles, ONE_TILE, device)
+        self._back_tiles = Chunks(backs, ONE_TILE, device)
+        self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
+
+    def step(
+        self,
+        buffers: Buffers,
+        projections: Sequence[torch.Tensor],
+        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
+        controls: torch.Tensor | None,
+    ) -> None:
+        """One step; buffers, projections: of the wave's matrices."""
+        projections = self._cast(projections) if self._casts else projections
+        low = self._new(torch.float32)
+        direction = low if self.how.direction.weight is FLOAT32 else self._new(torch.bfloat16)
+        self._note(buffers, projections, low, direction)
+        if self.how.grouped:
+            self._project(low)
+        else:
+            self._project_by_torch(low, buffers["grad"], projections)
+        scalars = self._direction.on_device(scalars)
+        self._step_low(buffers, low, direction, scalars, controls)
+        self._back_project(scalars, controls)
+
+    def _cast(self, projections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As bf16, one behind another."""
+        sizes = [-(-each.numel() // UNIT) * UNIT for each in projections]
+        room = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
+        pairs = zip(torch.split(room, sizes), projections, strict=True)
+        cast = [own[: each.numel()].view(each.shape) for own, each in pairs]
+        torch._foreach_copy_(cast, list(projections))
+        return cast
+
+    def _new(self, dtype: torch.dtype, count: int = 1) -> torch.Tensor:
+        return torch.empty(count * self._numel, dtype=dtype, device=self.device)
+
+    def _addresses(self, whole: torch.Tensor) -> numpy.ndarray:
+        """Of each matrix's part of a workspace."""
+        found: numpy.ndarray = whole.data_ptr() + self._firsts * whole.element_size()
+        return found
+
+    def _note(
+        self,
+        buffers: Buffers,
+        projections: Sequence[torch.Tensor],
+        low: torch.Tensor,
+        direction: torch.Tensor,
+    ) -> None:
+        """Writes all addresses into the table."""
+        for slot in self._apply.slots:
+            self._rows[self._apply.rows[slot]] = list(map(torch.Tensor.data_ptr, buffers[slot]))
+        self._rows[kernel.PROJECTION.value] = list(map(torch.Tensor.data_ptr, projections))
+        self._rows[kernel.LOW.value] = self._addresses(low)
+        self._rows[kernel.DIRECTION.value] = self._addresses(direction)
+
+    def _project_by_torch(
+        self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
+    ) -> None:
+        precision, side = self.how.precision, self.how.low_rank.side
+        own = zip(self._firsts.tolist(), grads, projections, strict=True)
+        for first, grad, projection in own:
+            if precision != BF16 or grad.dtype != torch.bfloat16:
+                grad = self.how.formats.grad.decode_reference(grad)
+            found = projected(grad, projection, side, precision)
+            low[first : first + found.numel()] = found.view(-1)
+
+    def _project(self, low: torch.Tensor) -> None:
+        how, own = self.how, self._project_tile
+        options = {
+            "PRODUCT": self._product(how.formats.grad, self._even[0]),
+            "SPAN": ONE_TILE.span,
+            "SLABS": self._slabs,
+            "APART": self._apart,
+            "OUTER": own.outer,
+            "INNER": own.inner,
+            "RANKS": part_of(own.ranks, how.low_rank.rank),
+            "num_warps": own.warps,
+            "num_stages": own.stages,
+        }
+        slabs = self._new(torch.float32, self._slabs) if self._apart else low
+        self._rows[kernel.LOW.value] = self._addresses(slabs)
+        arguments = (
+            self._table.update(self._rows),
+            self._project_tiles.table,
+            len(self.shapes),
+            self._numel,
+        )
+        call(kernel.project_kernel, self._project_tiles.count, arguments, options)
+        if self._apart:
+            options = {"SLABS": self._slabs, "BLOCK": ADDED}
+            programs = -(-self._numel // ADDED)
+            call(kernel.add_slabs_kernel, programs, (slabs, low, self._numel), options)
+
+    def _step_low(
+        self,
+        buffers: Buffers,
+        low: torch.Tensor,
+        direction: torch.Tensor,
+        scalars: torch.Tensor,
+        controls: torch.Tensor | None,
+    ) -> None:
+        """Adam's step of the projected gradients; their direction goes where the weight is."""
+        plan = self._direction
+        moments = [slot for slot in plan.formats.slots if slot not in ("grad", "weight")]
+        found: dict[str, Any] = {
+            slot: list(map(torch.Tensor.data_ptr, buffers[slot])) for slot in moments
+        }
+        found |= {"grad": self._addresses(low), "weight": self._addresses(direction)}
+        for slot, row in plan.addresses.items():
+            row[:] = found[slot]
+        plan.stale = True
+        plan.step(scalars, controls)
+
+    def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
+        how, own = self.how, self._back_tile
+        product = self._product(how.direction.weight, self._even[1])
+        options = {
+            "PRODUCT": product,
+            "SPAN": ONE_TILE.span,
+            "FORMATS": self._apply,
+            "RULE": GALORE_APPLY,
+            "CONTROLLED": controls is not None,
+            "ROWS": own.rows,
+            "COLUMNS": own.columns,
+            "STRIP": own.strip,
+            "AHEAD": own.ahead and product.even,
+            "INNER": part_of(own.inner, how.low_rank.rank),
+            "num_warps": own.warps,
+            "num_stages": own.stages,
+        }
+        if own.registers is not None and torch.version.hip is None:
+            options["maxnreg"] = own.registers
+        sizes = (len(self.shapes), scalars.shape[1])
+        arguments = (
+            self._table.update(self._rows),
+            self._back_tiles.table,
+            scalars,
+            controls,
+            *sizes,
+        )
+        call(kernel.back_project_kernel, self._back_tiles.count, arguments, options)
+
+    def _product(self, form: Format, even: bool) -> Product:
+        """A launch's; form: of the matrix; even: whether all shapes are."""
+        used = [*self._apply.rows.values(), kernel.PROJECTION.value]
+        aligned = not bool((numpy.bitwise_or.reduce(self._rows[used], None) & 15).any())
+        low_rank, precision = self.how.low_rank, self.how.precision
+        on_left, even = low_rank.side == LEFT, even and aligned
+        return Product(form, self.projection, precision, on_left, even, low_rank.rank)
+
+
+def _rows(
+    shapes: Sequence[torch.Size], groups: Sequence[int], places: Sequence[Place]
+) -> numpy.ndarray:
+    """The table without addresses."""
+    rows = numpy.zeros((kernel.ROW_COUNT, len(shapes)), dtype=numpy.int64)
+    rows[table_rows.WEIGHT_ROWS.value] = [shape[0] for shape in shapes]
+    rows[table_rows.WEIGHT_COLUMNS.value] = [shape[1] for shape in shapes]
+    rows[table_rows.GROUP.value] = groups
+    rows[table_rows.NUMBER.value] = [place.number for place in places]
+    rows[table_rows.FIRST_ELEMENT.value] = [place.first for place in places]
+    return rows

@@ -1,0 +1,161 @@
+"""Steps matrices one by one: the transforms are torch's, what is elementwise is a step's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.formats import NONE, WEIGHTS, Format
+from megaopt.kernels.matrix.rule import SAME, WHOLE, Transform, Work
+from megaopt.kernels.norm.reference import accumulate_reference
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.step.controls import SKIP
+from megaopt.kernels.step.draws import Place, in_order
+from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.reference import step_tensor
+
+FLOAT32 = WEIGHTS["float32"]
+Step = Callable[..., None]
+"""`step_tensor`, or what does the same."""
+
+
+def inner_formats(formats: Formats, direction: Format = FLOAT32) -> Formats:
+    """The formats of the inner rule's step: its gradient is fp32, its weight the direction."""
+    return replace(formats, grad=FLOAT32, weight=direction, master=NONE, matrix=None)
+
+
+def apply_formats(formats: Formats) -> Formats:
+    """The formats of the update of weight and master by an fp32 matrix."""
+    return replace(formats, grad=FLOAT32, moments=(), moment_names=(), maximize=False, matrix=None)
+
+
+class MatrixPlan:
+    """Steps the matrices of one combination of formats and matrix rule.
+
+    With `step_tensor` it is in plain torch, and the twin of what a rule has of launches.
+
+    Args:
+        formats: of every buffer; `matrix` is set.
+        groups: for each matrix, its row in the scalars that `step` is given.
+        places: of each matrix in its parameter, for random bits.
+        step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
+        launches: in its place, of a rule that has launches over many matrices: has
+            `accumulate(buffers, bins)` and `step(buffers, works, scalars, controls)`.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        groups: Sequence[int],
+        places: Sequence[Place] | None = None,
+        step: Step = step_tensor,
+        launches: Any = None,
+    ) -> None:
+        assert formats.matrix is not None
+        self.formats, self.matrix, self.groups = formats, formats.matrix, groups
+        places = places or in_order(len(groups))
+        self.works = [Work(self.matrix.how, place) for place in places]
+        self._inner, self._apply, self._step = inner_formats(formats), apply_formats(formats), step
+        self._launches, self.many_calls = launches, launches is None
+        self.addresses: dict[str, numpy.ndarray] = {}  # `look` is told the tensors
+        self.stale = True
+        self._buffers: Buffers = {}
+
+    def look(self, buffers: Buffers) -> None:
+        """Notes the buffers for the step."""
+        self._buffers = buffers
+
+    def accumulate(self, bins: torch.Tensor) -> None:
+        """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
+        if self._launches:
+            self._launches.accumulate(self._buffers, bins)
+        else:
+            accumulate_reference(self._buffers["grad"], bins)
+
+    def grad(self, index: int) -> torch.Tensor:
+        """The fp32 value of a matrix's gradient."""
+        return self.formats.grad.decode_reference(self._buffers["grad"][index])
+
+    def ready(self, scalars: Any) -> Any:
+        """Returns the rows: memory is taken on the way of the step."""
+        return scalars
+
+    def step(
+        self,
+        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
+        controls: torch.Tensor | None = None,
+    ) -> None:
+        """One step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
+        if self._launches:
+            self._launches.step(self._buffers, self.works, scalars, controls)
+        elif controls is None or not bool(controls[SKIP]):
+            meets = self.matrix.rule.meets == WHOLE
+            for index, group in enumerate(self.groups):
+                # a rank without rows still meets the others
+                if meets or self._buffers["weight"][index].numel():
+                    self._step_matrix(index, scalars[group], controls)
+        self._buffers = {}  # gradients may go
+
+    def _step_matrix(self, index: int, scalars: Any, controls: torch.Tensor | None) -> None:
+        rule, work, grad = self.matrix.rule, self.works[index], self.grad(index)
+        low = self._through(rule.before, grad, work)
+        direction = torch.empty_like(low) if low is grad else low
+        own = self._tensors(self._inner, index, grad=low, weight=direction)
+        place = self.matrix.low_place(work.place, grad.shape)
+        self._step(own, self._inner, rule.inner, scalars, controls, place)
+        update = self._through(rule.after, direction, work)
+        own = self._tensors(self._apply, index, grad=update)
+        self._step(own, self._apply, rule.apply, scalars, None, work.place)
+
+    def _through(self, transform: Transform, matrix: torch.Tensor, work: Work) -> torch.Tensor:
+        """What a transform makes of a matrix, or a rank's part of what it makes of the whole."""
+        if transform is SAME:
+            return matrix
+        if self.matrix.rule.meets != WHOLE:
+            return transform.run(matrix, work).contiguous()
+        whole = transform.run(work.parts.joined(matrix), work)
+        return work.parts.part(whole).contiguous()
+
+    def _tensors(
+        self, formats: Formats, index: int, **others: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """By slot of an elementwise step; others: in the place of the matrix's own."""
+        own = {slot: each[index] for slot, each in self._buffers.items()}
+        return {slot: {**own, **others}[slot] for slot in formats.slots}
+
+    def cast(self) -> None:
+        """Nothing: these weights are stored with the step."""
+
+    def move_scales(self) -> None:
+        """Nothing: these weights have no scales."""
+
+
+class LaunchedStep:
+    """`step_tensor` by the step's kernel: a launch, whose table is kept from step to step."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, TritonPlan] = {}
+
+    def __call__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        formats: Formats,
+        rule: Rule,
+        scalars: Any,
+        controls: torch.Tensor | None = None,
+        place: Place = Place(0),  # noqa: B008 a tuple
+    ) -> None:
+        """As megaopt.kernels.step.reference.step_tensor; scalars may be a row on the device."""
+        weight = tensors["weight"]
+        key = (rule, formats, weight.numel(), weight.device, place)
+        if key not in self._plans:
+            own = (formats, rule, [weight.numel()], [0], weight.device, None, [place])
+            self._plans[key] = TritonPlan(*own)
+        plan = self._plans[key]
+        plan.look({slot: [tensor] for slot, tensor in tensors.items()})
+        plan.step(scalars[None] if isinstance(scalars, torch.Tensor) else [scalars], controls)

@@ -1,0 +1,205 @@
+"""Matrix products of a stated precision, whatever torch's global settings say.
+
+A product's numbers are rounded not at all (ieee), to 10 bits (tf32), or to bf16, to nearest, ties
+to even. Products of two numbers that are rounded so are exact in fp32, and sums are fp32's. Tensor
+cores alone would cut tf32 off, with twice the error and a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaopt.kernels.formats import Format, bfloat16
+from megaopt.kernels.optional_triton import INTERPRETED, helper, tl
+
+IEEE, TF32, BF16 = "ieee", "tf32", "bf16"
+PRECISIONS = (IEEE, TF32, BF16)
+
+AS_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
+"""The interpreter has no product of bf16: it takes fp32 numbers that bf16 has."""
+
+
+@helper
+def rounded_to_tf32(value):
+    bits = value.to(tl.int32, bitcast=True)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
+    # a NaN could be carried into another number
+    return tl.where(value == value, rounded.to(tl.float32, bitcast=True), value)
+
+
+@helper
+def operand(value, PRECISION: tl.constexpr):
+    """fp32 values as a product takes them."""
+    if PRECISION == "bf16":
+        if AS_INTERPRETED:
+            value = bfloat16.decode(bfloat16.encode(value, 1.0), 1.0)
+        else:
+            value = value.to(tl.bfloat16)
+    elif PRECISION == "tf32":
+        value = rounded_to_tf32(value)
+    return value
+
+
+@helper
+def loaded(ptr, offsets, mask, EVEN: tl.constexpr):
+    """A tile; EVEN: whole, of rows that begin at multiples of 16 bytes."""
+    if EVEN:
+        # on the sum: a hint on a function's argument would be lost
+        tile = tl.load(tl.multiple_of(ptr + offsets, (1, 16)))
+    else:
+        tile = tl.load(ptr + offsets, mask=mask, other=0)
+    return tile
+
+
+@helper
+def taken(tile, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
+    """A loaded tile as a product takes it."""
+    if tile.dtype != tl.bfloat16:
+        tile = operand(FORMAT.decode(tile, 1.0), PRECISION)
+    return tile
+
+
+@helper
+def added_product(left, right, total, PRECISION: tl.constexpr):
+    """Total + left @ right, of operands; fp32."""
+    if PRECISION == "tf32":
+        total = tl.dot(left, right, total, input_precision="tf32")
+    elif PRECISION == "ieee":
+        # a sum for each tile: one long one, a number at a time, was up to 4 times as far from fp64
+        # as torch's. Minus, because Triton would take a plus into the product's own sum.
+        total -= tl.dot(-left, right, input_precision="ieee")
+    else:
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+def element_of(form: Format, precision: str) -> Any:
+    """The Triton type as which a product's tiles are loaded."""
+    exact = precision == BF16 and form.dtype == torch.bfloat16 and not INTERPRETED
+    return tl.bfloat16 if exact else form.element
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product of a matrix, gradients or directions, with a projection of rank `rank`."""
+
+    form: Format
+    """Of the matrix."""
+    projection: Format
+    precision: str
+    """Of PRECISIONS."""
+    on_left: bool
+    """The projection stands on the left (galore.LEFT)."""
+    even: bool
+    """Only whole tiles, rows of which begin at multiples of 16 bytes."""
+    rank: int
+
+    @property
+    def element(self) -> Any:
+        """The Triton type as which the matrix is loaded."""
+        return element_of(self.form, self.precision)
+
+    @property
+    def projection_element(self) -> Any:
+        """Likewise the projection."""
+        return element_of(self.projection, self.precision)
+
+    @property
+    def left(self) -> Format:
+        """Of the left factor of the product that projects back."""
+        return self.projection if self.on_left else self.form
+
+    @property
+    def right(self) -> Format:
+        """Likewise of the right one."""
+        return self.form if self.on_left else self.projection
+
+
+def operand_reference(value: torch.Tensor, precision: str) -> torch.Tensor:
+    """fp32 values as a product takes them, in fp32; fp64 ones stay.
+
+    Args:
+        value: fp32 or fp64, or bf16, which every precision has.
+        precision: of PRECISIONS.
+    """
+    if value.dtype == torch.bfloat16:
+        return value.float()
+    if value.dtype != torch.float32 or precision == IEEE:
+        return value
+    if precision == BF16:
+        return value.bfloat16().float()
+    bits = value.view(torch.int32)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
+    return torch.where(value.isnan(), value, rounded.view(torch.float32))
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """torch.autocast would make the products of fp32 numbers in 16 bits."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    try:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, False)
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+
+
+@contextmanager
+def _fp32_products(precision: str) -> Iterator[None]:
+    """IEEE, or TF32 for CUDA's, whatever torch.set_float32_matmul_precision says."""
+    backends: Any = torch.backends  # whose types lack some of it
+    places = [(backends.cuda.matmul, precision), (backends.mkldnn.matmul, IEEE)]
+    were = [place.fp32_precision for place, _ in places]
+    try:
+        for place, wanted in places:
+            place.fp32_precision = wanted
+        yield
+    finally:
+        for (place, _), was in zip(places, were, strict=True):
+            place.fp32_precision = was
+
+
+@contextmanager
+def _bf16_products() -> Iterator[None]:
+    """Of bf16 numbers on CUDA: partial sums are never rounded to bf16."""
+    place: Any = torch.backends.cuda.matmul
+    name = "allow_bf16_reduced_precision_reduction"
+    was = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
+    try:
+        setattr(place, name, False)
+        yield
+    finally:
+        setattr(place, name, was)
+
+
+@_without_autocast()
+def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> torch.Tensor:
+    """The matrix product of fp32 tensors, fp32; or of fp64 ones, fp64.
+
+    Args:
+        some: [m, k]; with precision bf16 it may be of bf16.
+        others: [k, n]; likewise.
+        precision: of fp32 numbers in products, of PRECISIONS; sums are fp32's. On a CPU
+            they are rounded to it; CUDA's own TF32 rounds or cuts off.
+    """
+    some, others = _aligned(some), _aligned(others)
+    if some.is_cuda and some.dtype != torch.float64 and precision != IEEE:
+        if precision == BF16:
+            with _bf16_products():
+                return torch.mm(some.bfloat16(), others.bfloat16(), out_dtype=torch.float32)
+        with _fp32_products(TF32):
+            return some @ others
+    with _fp32_products(IEEE):
+        return operand_reference(some, precision) @ operand_reference(others, precision)
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """Where torch's own allocations lie: libraries choose how to multiply by the address, too."""
+    return matrix.clone() if matrix.data_ptr() % (16 if matrix.is_cuda else 64) else matrix

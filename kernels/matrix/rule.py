@@ -1,0 +1,164 @@
+"""What a rule for whole matrices is: elementwise rules, and transforms of whole matrices between.
+
+A step makes of each matrix
+
+    low = before(gradient)            fp32, of low_shape
+    direction = inner(low)            elementwise, with the moments; loss scale and clip coefficient
+    update = after(direction)         fp32, of the matrix's shape
+    weight, master = apply(update)    elementwise
+
+so that formats, groups, random bits and skipping are the elementwise step's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megaopt.kernels.rules.base import Rule
+from megaopt.kernels.step.draws import Place
+
+Shape = Sequence[int]
+
+NOBODY, ROWS, WHOLE = "nobody", "rows", "whole"
+"""What of a matrix whose parts are on several ranks must come together: nothing; sums over its
+rows, which a transform asks `Parts` for; or all of it, for the input of every transform."""
+
+
+class Parts(Protocol):
+    """The ranks that hold parts of one matrix; what these return is the same for all parts."""
+
+    def rows(self, own: int) -> int:
+        """The rows of the whole matrix; own: of this part."""
+
+    def largest(self, own: torch.Tensor) -> torch.Tensor:
+        """The largest of all parts' magnitudes, fp32 or fp64 of shape (); NaN where one is."""
+
+    def add_up(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum over all parts, fp64, of one shape on all."""
+
+    def alike(self, own: torch.Tensor) -> torch.Tensor:
+        """The same bits for all copies of the matrix."""
+
+    def joined(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole matrix, of all parts of it, which have the shapes of the parameter's."""
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole matrix, which all ranks have."""
+
+
+class Alone:
+    """Nobody else holds a part."""
+
+    def rows(self, own: int) -> int:
+        """These."""
+        return own
+
+    def largest(self, own: torch.Tensor) -> torch.Tensor:
+        """This one."""
+        return own
+
+    add_up = alike = joined = part = largest
+
+
+ALONE = Alone()
+
+
+@dataclass
+class Work:
+    """What transforms know of one matrix beside its numbers."""
+
+    how: Any
+    """As `Matrix` has it."""
+    place: Place
+    """Where the matrix lies in its parameter, and the parameter's number."""
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors that the rule keeps in the state, by name."""
+    parts: Parts = ALONE
+    is_made: bool | None = None
+    """Whether a gradient has made what is kept; None: not looked up yet."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A function of whole matrices."""
+
+    run: Callable[[torch.Tensor, Work], torch.Tensor]
+    """Makes a new tensor of an fp32 one; the input stays. `before` must be linear: loss scale and
+    clip coefficient are taken from what it makes."""
+    renew: Callable[..., None] | None = None
+    """Makes what is kept anew, before a step: works, the gradient of the matrix at an index, the
+    group of each matrix, the steps that each has taken (None: only what is not made yet), and a
+    tensor of one element that is not 0 where the step is left out. What is kept is written in
+    place, and `is_made` set."""
+
+
+SAME = Transform(lambda matrix, work: matrix)
+"""Makes nothing, and nothing comes together for it."""
+
+
+def _same_shape(how: Any, shape: Shape) -> tuple[int, ...]:
+    return tuple(shape)
+
+
+def _nothing(how: Any, shape: Shape) -> dict[str, tuple[int, ...]]:
+    return {}
+
+
+@dataclass(frozen=True)
+class MatrixRule:
+    """A rule that works on whole matrices.
+
+    All its elementwise rules, and the optimizer's own, which steps other parameters, make the same
+    row of scalars; inner and the optimizer's own have the same moments.
+    """
+
+    name: str
+    before: Transform
+    inner: Rule
+    """Steps the moments, and leaves a direction in the weight's place: fp32, never read."""
+    after: Transform
+    apply: Rule
+    """Takes the update, in the gradient's place, from the weight; without moments."""
+    low_shape: Callable[[Any, Shape], tuple[int, ...]] = _same_shape
+    """The shape of what `before` makes, and of the moments, by `Matrix.how` and a matrix's."""
+    kept: Callable[[Any, Shape], dict[str, tuple[int, ...]]] = _nothing
+    """Names and shapes of fp32 tensors that a state has beside moments and master."""
+    meets: str = NOBODY
+    """NOBODY, ROWS or WHOLE."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix rule with what it leaves open: what the matrices of a batch have in common."""
+
+    rule: MatrixRule
+    how: Any = None
+    """The rule's own choices; it has a repr of its own, the same on all ranks."""
+
+    def low_shape(self, shape: Shape) -> tuple[int, ...]:
+        """The shape of what `before` makes of a matrix, and of the moments."""
+        return self.rule.low_shape(self.how, shape)
+
+    def kept(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what a matrix's state has beside moments and master."""
+        return self.rule.kept(self.how, shape)
+
+    def low_place(self, place: Place, shape: Shape) -> Place:
+        """Where the moments of a part lie in those of the whole matrix.
+
+        Args:
+            place: of the part in the matrix.
+            shape: of the part.
+        """
+        low = self.low_shape(shape)
+        if not place.first or low == tuple(shape):
+            return place
+        return place._replace(first=place.first // shape[1] * low[1])
+
+    def __repr__(self) -> str:
+        """Short and the same in every process: ranks compare it."""
+        return f"{self.rule.name}({self.how})"

@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
+from typing_extensions import Unpack
 
-from megaopt.galore_checks import (
-    check_matrix,
-    check_not_flattened,
-    check_of_all,
-    check_refresh,
-    check_split,
-)
 from megaopt.kernels.formats import MASTERS, Format
-from megaopt.kernels.lowrank.operands import IEEE, PRECISIONS
 from megaopt.kernels.lowrank.spec import LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.kernels.step.table import is_capturing
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse
-from megaopt.options.choices import (
-    Backend,
-    ExternalWrite,
-    LowRankKernel,
-    Nonfinite,
-    Precision,
-    ProjType,
-    Refresh,
-    Rounding,
-)
-from megaopt.options.names import check_arguments
-from megaopt.options.options import FLAGS, Numbers, Options
+from megaopt.options.arguments import options_of, takes
+from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse, same
+from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
+from megaopt.options.options import Numbers, Options, SharedOptions
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import DTensorView
 from megaopt.saving.galore import from_galore_torch
-from megaopt.state.masters import MasterWeights
 from megaopt.state.owned import Owned
 from megaopt.state.watch import Grads
 from megaopt.step.batches import Batches
 from megaopt.step.low_rank import AUTO, LAUNCHED, why_not_kernel
 
-PROJ_TYPES = get_args(ProjType)
-KERNELS = get_args(LowRankKernel)
+FLATTENED_BY_FSDP1 = "_fsdp_flattened"
+"""What FullyShardedDataParallel says of its flat parameters, and of views into them."""
+FLAT = (
+    "flat part of a matrix, which has neither its rows nor its columns; FSDP2 (fully_shard) splits "
+    "matrices by rows"
+)
 PROJECTING = ("rank", "update_proj_gap", "proj_type")
 """What groups say beside numbers of the step."""
-REFRESHES = get_args(Refresh)
 
 
 def side_of(proj_type: str, rows: int, columns: int) -> str:
@@ -73,14 +62,6 @@ class GaLoreOptions(Options):
         has_betas=True,
         flags=("bias_correction",),
     )
-    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Options.CHOICES,
-        "kernel": KERNELS,
-        "precision": PRECISIONS,
-        "refresh": REFRESHES,
-        "stagger": FLAGS,
-    }
-
     OF_ALL: ClassVar[tuple[str, ...]] = (
         *("kernel", "precision", "refresh", "stagger"),
         "correct_bias",
@@ -88,9 +69,9 @@ class GaLoreOptions(Options):
 
     exp_avg_dtype: torch.dtype | str = torch.float32
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
-    kernel: str = "auto"
-    precision: str = IEEE
-    refresh: str = "subspace"
+    kernel: LowRankKernel = "auto"
+    precision: Precision = "ieee"
+    refresh: Refresh = "subspace"
     stagger: bool = True
 
     OFFLOADS = False
@@ -106,7 +87,7 @@ class GaLoreOptions(Options):
             )
 
     def low_rank_kernel(self, backend: str, master: Format) -> str:
-        """What steps matrices of low rank: of KERNELS, but not "auto".
+        """What steps matrices of low rank: a LowRankKernel, but not "auto".
 
         Args:
             backend: what steps other parameters of the device.
@@ -135,10 +116,14 @@ class GaLoreOptions(Options):
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its projections."""
-        for name in self.OF_ALL:
-            if name in group:
-                check_of_all(self, name, group[name], where)
-        one_of(f"{where}: proj_type", group["proj_type"], PROJ_TYPES)
+        if "correct_bias" in group:
+            name, value = f"{where}: correct_bias", group["correct_bias"]
+            refuse(name, "left out: its name here is bias_correction", value)
+        for name in ("kernel", "precision", "refresh", "stagger"):
+            own = getattr(self, name)
+            if not same(group.get(name, own), own):
+                refuse(f"{where}: {name}", f"{own!r}, the optimizer's own argument", group[name])
+        one_of(f"{where}: proj_type", group["proj_type"], get_args(ProjType))
         gap, rank = group["update_proj_gap"], group["rank"]
         if not _is_count(gap):
             refuse(f"{where}: update_proj_gap", "a whole number >= 1", gap)
@@ -147,11 +132,41 @@ class GaLoreOptions(Options):
         if not _is_count(rank):
             refuse(f"{where}: rank", "None or a whole number >= 1", rank)
         for index, param in enumerate(group["params"]):
-            which = f"its parameter {index}"
-            check_matrix(param, rank, f"{where}: rank", which)
-            low_rank = self.low_rank(param, group)
-            if low_rank is not None:
-                check_split(param, low_rank, group["proj_type"], self.refresh, where, which)
+            self._check_matrix(param, group, where, f"its parameter {index}")
+
+    def _check_matrix(self, param: Any, group: Mapping[str, Any], where: str, which: str) -> None:
+        """Raises ValueError for a parameter of a group with a rank that cannot be projected.
+
+        Nor may it be a matrix that ranks would have to meet for in every step.
+        """
+        view, shape, alone = view_of(param), tuple(param.shape), f"None beside {which}, a"
+        allowed = None
+        if type(view) not in (ParamView, DTensorView):
+            kind = type(param).__name__
+            allowed = f"{alone} {kind}: only plain matrices and DTensors are projected yet"
+        whole = getattr(param, "megaopt_whole_shape", ())
+        if len(whole) == 2 or getattr(param, FLATTENED_BY_FSDP1, False):
+            allowed = f"{alone} {FLAT}"
+        low_rank = self.low_rank(param, group)
+        split = view.split[1] if low_rank is not None and view.split is not None else ()
+        if len(split) > 1 or (split and not param.placements[split[0]].is_shard(0)):
+            allowed = (
+                f"{alone} DTensor of placements {tuple(param.placements)}: Shard(0) on one "
+                "dimension of its mesh, Replicate() on others"
+            )
+        if allowed is not None:
+            refuse(f"{where}: rank", allowed, group["rank"])
+        if split and low_rank is not None and low_rank.side == LEFT:
+            reason = "they would have to add up the projected gradient in every step"
+            refuse(
+                f"{where}: proj_type", f"'auto' or 'right' for {which}, of shape {shape}, whose "
+                f"rows are split over ranks: projected on the left, {reason}", group["proj_type"],
+            )  # fmt: skip
+        if split and self.refresh == "svd":
+            refuse(
+                "refresh", f"'subspace' for {which} of {where}, of shape {shape}, whose rows are "
+                "split over ranks: none has the gradient for an SVD", self.refresh,
+            )  # fmt: skip
 
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for a group of this optimizer's that lacks a number."""
@@ -165,10 +180,26 @@ class GaLoreOptions(Options):
             )
 
 
+def _check_not_flattened(group: Mapping[str, Any], given: Container[int], where: str) -> None:
+    """Raises ValueError where others put flat tensors in the place of matrices.
+
+    So do optimizers around this one (DeepSpeed's ZeRO, Megatron's distributed optimizer), and a
+    flat tensor does not say what it was.
+    """
+    params, rank = group["params"], group.get("rank")
+    is_flat = bool(params) and all(param.dim() == 1 for param in params)
+    if rank is not None and is_flat and not any(id(param) in given for param in params):
+        refuse(
+            f"{where}: rank", "None beside tensors of one dimension that were put in the place of "
+            f"the parameters given: each may be a {FLAT}", rank,
+        )  # fmt: skip
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
+@takes(GaLoreOptions, SharedOptions)
 class GaLoreAdamW(FusedOptimizer):
     """AdamW with GaLore (Zhao et al. 2024, arXiv:2403.03507) for the matrices that have a rank.
 
@@ -227,13 +258,9 @@ class GaLoreAdamW(FusedOptimizer):
         bias_correction: galore_torch's correct_bias.
         exp_avg_dtype: of the moment, also of the projected gradient, as for FusedAdam.
         exp_avg_sq_dtype: likewise.
-        capturable: as for FusedAdam: lr and step are tensors on the device, and a CUDA graph may
-            repeat `step()`. That makes only projections that are not there yet; `refresh()`, called
-            between replays, makes those anew whose turn it is.
-        dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
-        use_decoupled_grad, nonfinite, on_external_write, backend, maximize, foreach,
-        differentiable, fused: as for FusedAdam. The seed is also that of the first projections.
-        **unknown: none; refused by name.
+        **options: of SharedOptions (megaopt.options.options), which follow. The seed is also that
+            of the first projections. With capturable `step()` makes only projections that are not
+            there yet; `refresh()`, called between replays, makes those anew whose turn it is.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.
@@ -259,53 +286,22 @@ class GaLoreAdamW(FusedOptimizer):
         refresh: Refresh = "subspace",
         stagger: bool = True,
         bias_correction: bool = True,
-        dtype: torch.dtype | None = None,
-        master_weights: MasterWeights = None,
-        master_weight_dtype: torch.dtype | str = torch.float32,
         exp_avg_dtype: torch.dtype | str = torch.float32,
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
-        store_param_remainders: bool = False,
-        weight_rounding: Rounding = "nearest",
-        seed: int = 0,
-        use_decoupled_grad: bool = False,
-        capturable: bool = False,
-        nonfinite: Nonfinite = "propagate",
-        on_external_write: ExternalWrite = "refresh",
-        backend: Backend = "auto",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **unknown: NoReturn,
+        **options: Unpack[SharedOptions],
     ) -> None:
-        check_arguments(
-            "GaLoreAdamW",
-            GaLoreOptions.NUMBERS,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-            unknown=unknown,
-        )
-        one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
-        options = GaLoreOptions(
-            dtype=dtype,
-            master_weight_dtype=master_weight_dtype,
+        made, masters = options_of(
+            self,
+            GaLoreOptions,
+            options,
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
-            store_param_remainders=store_param_remainders,
-            weight_rounding=weight_rounding,
-            seed=seed,
-            backend=backend,
-            capturable=capturable,
-            nonfinite=nonfinite,
-            on_external_write=on_external_write,
-            maximize=maximize,
             kernel=kernel,
             precision=precision,
             refresh=refresh,
             stagger=stagger,
         )
-        defaults = {
+        numbers = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -317,8 +313,7 @@ class GaLoreAdamW(FusedOptimizer):
             "proj_type": proj_type,
         }
         self._given = set()
-        super().__init__(params, defaults, options, master_weights)
-        self.use_decoupled_grad = use_decoupled_grad
+        super().__init__(params, numbers, made, masters)
 
     @property
     def rule(self) -> Rule:
@@ -353,7 +348,18 @@ class GaLoreAdamW(FusedOptimizer):
             RuntimeError: capturable=False, where `step` does this; or while a CUDA graph captures.
         """
         owned = self._owned
-        check_refresh(owned, steps)
+        if not self.options.capturable:
+            raise RuntimeError(
+                "refresh() is for capturable=True, got capturable=False, where step() makes "
+                "projections anew itself"
+            )
+        if is_capturing(owned.device):
+            raise RuntimeError(
+                "refresh() must be called between replays, got a CUDA graph that is being "
+                "captured: it would repeat the refresh in every replay"
+            )
+        if steps is not None and (type(steps) is not int or steps < 0):
+            refuse("steps", "None or a whole number >= 0", steps)
         self._numbers.check(owned)
         batches, grads = self._gather(owned)
         counts = self._counts() if steps is None else [steps] * len(self.param_groups)
@@ -378,8 +384,8 @@ class GaLoreAdamW(FusedOptimizer):
             self._given.update(map(id, self.param_groups[-1]["params"]))
 
     def _sort(self, owned: Owned, grads: Grads) -> Batches:
-        if self._given is not None:
-            check_not_flattened(owned.groups, self._given)
+        for index, group in enumerate(owned.groups if self._given is not None else ()):
+            _check_not_flattened(group, self._given or (), f"group {index}")
         return super()._sort(owned, grads)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from runs import (
     values,
 )
 
-from megaopt import GaLoreAdamW, galore_checks
+from megaopt import GaLoreAdamW, galore
 from megaopt import optimizer as optimizer_module
 from megaopt.kernels.lowrank import kernel
 from megaopt.kernels.step import preparation, table
@@ -200,7 +200,7 @@ def capturing(monkeypatch):
     """Calling it makes every device one on which a graph is being captured, or none."""
 
     def begin(on=True):
-        for module in (capture, galore_checks, optimizer_module, table, preparation):
+        for module in (capture, galore, optimizer_module, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

@@ -34,6 +34,7 @@ FLAT = (
     "flat part of a matrix, which has neither its rows nor its columns; FSDP2 (fully_shard) splits "
     "matrices by rows"
 )
+PROJ_TYPES = get_args(ProjType)
 PROJECTING = ("rank", "update_proj_gap", "proj_type")
 """What groups say beside numbers of the step."""
 
@@ -123,7 +124,7 @@ class GaLoreOptions(Options):
             own = getattr(self, name)
             if not same(group.get(name, own), own):
                 refuse(f"{where}: {name}", f"{own!r}, the optimizer's own argument", group[name])
-        one_of(f"{where}: proj_type", group["proj_type"], get_args(ProjType))
+        one_of(f"{where}: proj_type", group["proj_type"], PROJ_TYPES)
         gap, rank = group["update_proj_gap"], group["rank"]
         if not _is_count(gap):
             refuse(f"{where}: update_proj_gap", "a whole number >= 1", gap)

@@ -56,7 +56,7 @@ def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
     """
 
     def show(optimizer: Class) -> Class:
-        init: Any = optimizer.__init__
+        init: Any = vars(optimizer)["__init__"]
         signature = inspect.signature(init)
         *own, _ = signature.parameters.values()
         defaults = {**OF_OPTIMIZERS, **{field.name: field.default for field in fields(kind)}}

@@ -175,12 +175,13 @@ class StepOptions(SharedOptions, total=False):
             and saves writing them.
         state_device: "cpu" keeps moments and masters in pinned host memory, which the step's launch
             reads and writes over the bus: the same bits, no copy on the card; {"moments": "cpu"}
-            or {"masters": "cpu"} that part alone. None: beside the weights. A group may say
-            another. State tensors are then on the CPU, but for scales; before code of yours reads
-            or writes one, wait: torch.cuda.synchronize(). Methods of the optimizer wait by
-            themselves. External masters are pinned tensors (megaopt.state.masters.pinned) where
-            masters are on the CPU. States of weights on the CPU are there anyway. The card has to
-            map host memory, else RuntimeError.
+            or {"masters": "cpu"} that part alone, of parameters with n elements or more where the
+            dict has "at_least": n. None: beside the weights. A group may say another. State tensors
+            are then on the CPU, but for scales; before code of yours reads or writes one, wait:
+            torch.cuda.synchronize(). Methods of the optimizer wait by themselves. External masters
+            are pinned tensors (megaopt.state.masters.pinned) where masters are on the CPU. States
+            of weights on the CPU are there anyway. The card has to map host memory, else
+            RuntimeError.
         step_counts: whose steps an update counts, in bias corrections and random bits. "group": all
             of the parameter's group, as TransformerEngine counts, so that a parameter that gets its
             first gradient late starts with the corrections of a late step. "parameter": those that
@@ -254,7 +255,8 @@ class Options:
         for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
                 object.__setattr__(self, name, torch.float8_e4m3fn)
-        for name, choices in choices_of(type(self)).items():
+        kind: Any = type(self)  # mypy takes no dataclass for hashable
+        for name, choices in choices_of(kind).items():
             one_of(name, getattr(self, name), choices)
         one_of("dtype", self.dtype, (None, torch.float32))
         one_of("master_weight_dtype", self.master_weight_dtype, kinds_of_masters())
@@ -462,7 +464,7 @@ class Options:
 
 
 @cache
-def choices_of(kind: type[Options]) -> dict[str, tuple[Any, ...]]:
+def choices_of(kind: Any) -> dict[str, tuple[Any, ...]]:
     """What each option may be whose type is a bool or a Literal, or None beside these."""
     types = get_type_hints(kind)
     found = {field.name: _choices(types[field.name]) for field in fields(kind)}

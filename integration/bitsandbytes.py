@@ -218,7 +218,7 @@ class Lion8bit(_Lion, face={**LION, **LAST}):
 
 def _paged(base: Any) -> Any:
     """Makes the optimizer of states that bitsandbytes pages to the host: here all are there."""
-    doc = f"{base.__name__} with its states in pinned host memory, where the step reads them."
+    doc = f"Paged{base.__name__}: {base.__name__}, with its states in pinned host memory."
     members = {"_is_paged": True, "__doc__": doc, "__module__": __name__}
     return type(f"Paged{base.__name__}", (base,), members)
 

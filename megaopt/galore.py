@@ -259,7 +259,7 @@ class GaLoreAdamW(FusedOptimizer):
         bias_correction: galore_torch's correct_bias.
         exp_avg_dtype: of the moment, also of the projected gradient, as for FusedAdam.
         exp_avg_sq_dtype: likewise.
-        **options: of SharedOptions (megaopt.options.options), which follow. The seed is also that
+        **options: of megaopt.SharedOptions, which follow. The seed is also that
             of the first projections. With capturable `step()` makes only projections that are not
             there yet; `refresh()`, called between replays, makes those anew whose turn it is.
 

@@ -6,22 +6,6 @@ from typing import Literal
 
 import torch
 
-__all__ = [
-    "Backend",
-    "Contract",
-    "ExternalWrite",
-    "LowRankKernel",
-    "MakesStates",
-    "MasterWeights",
-    "Nonfinite",
-    "Precision",
-    "ProjType",
-    "Recipe",
-    "Refresh",
-    "Rounding",
-    "StepCounts",
-]
-
 Contract = Literal["ieee", "te", "torch"]
 """How operations are rounded: the names of megaopt.kernels.contracts.CONTRACTS."""
 

@@ -70,7 +70,7 @@ def test_torchaos_classes_are_those_of_this_module():
     assert type(found) is torchao.AdamW8bit
 
 
-@pytest.mark.parametrize(("minimal_size", "parts"), [(0, 3), (10, 2), (10**6, 0)])
+@pytest.mark.parametrize(("minimal_size", "parts"), [(0, 3), (4095, 2), (10**6, 0)])
 def test_small_parameters_keep_their_states_on_the_card(minimal_size, parts):
     """Groups stay whole: state dicts are those of an optimizer without a minimal size."""
     before = held_bytes()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import megaopt
-from megaopt.integration.grad_scaler import step_with
+from megaopt.integration.grad_scaler import PEERS, step_with
 
 
 class FusedAdam(megaopt.FusedAdam):
@@ -60,9 +60,8 @@ class FusedAdam(megaopt.FusedAdam):
             adam_w_mode=adam_w_mode,
             master_weights=master_weights,
             capturable=capturable,
-            write_unscaled_grads=True,
             makes_states="stepped",
-            contract="te",
+            **PEERS,
         )
         self.set_grad_none = set_grad_none
         for param, where in zip(self._owned.params, self._owned.labels, strict=True):

@@ -9,295 +9,216 @@ of their own.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, ClassVar
 
 import torch
 
 import megaopt
-from megaopt.integration.bitsandbytes_state import packed_state_dict, unpacked_state_dict
-from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import one_of, refuse, same, shown
+from megaopt.integration.drop_in import DropIn
+from megaopt.options.checks import refuse
 from megaopt.params import view_of
 
-__all__ = [
-    "Adam",
-    "Adam8bit",
-    "AdamW",
-    "AdamW8bit",
-    "Lion",
-    "Lion8bit",
-    "PagedAdam",
-    "PagedAdam8bit",
-    "PagedAdamW",
-    "PagedAdamW8bit",
-    "PagedLion",
-    "PagedLion8bit",
-    "unpacked_state_dict",
-]
-
-FORMATS = {"exp_avg": "block_e4m3", "exp_avg_sq": "block_e5m3"}
-"""How 8 bits store each moment."""
-
-ONLY: dict[str, Any] = {
-    "amsgrad": False,
-    "args": None,
-    "percentile_clipping": 100,
-    "block_wise": True,
-}
-"""The only values of what bitsandbytes has, or had, and is not here."""
-OWN = ("amsgrad", "optim_bits", "args", "min_8bit_size", "is_paged")
-OLDER = ("percentile_clipping", "block_wise")
-ARGUMENTS = """\
+LAST = {"args": None, "min_8bit_size": 4096, "is_paged": False}
+LAST |= {"percentile_clipping": 100, "block_wise": True, "seed": 0}
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
+LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
+BITS = {"optim_bits": 32}
+SHARED = """\
 Arguments are bitsandbytes', with its order and defaults. Moments of 8 bits are in blocks of 128
-elements, "block_e4m3" and, for exp_avg_sq, "block_e5m3", whose scales are powers of two in a byte;
-bitsandbytes has codes of its own in blocks of 256, rounded to nearest. Of parameters with fewer
-than 4,096 elements, 65,536 in one dimension, or with rows of no whole blocks, moments are fp32. An
-infinity or NaN among the gradients goes through the arithmetic, where bitsandbytes' 8-bit kernels
-pass over it.
+elements, "block_e4m3" and "block_e5m3", rounded stochastically; bitsandbytes has codes of its own
+in blocks of 256, rounded to nearest. Of small parameters, and where rows are no whole blocks,
+moments are fp32 (docs/how-to/low_memory.md). An infinity or NaN among gradients goes through the
+arithmetic, where bitsandbytes' 8-bit kernels pass over it.
 
 Args:
-    {rule}: as megaopt.{base} takes them; weight decay is
-        decoupled, also of Adam, as in bitsandbytes.
-    {amsgrad}{bits}args: only None.
+    params, lr, betas, eps: as megaopt.FusedAdam takes them; Lion, as megaopt.FusedLion.
+    weight_decay: decoupled, also of Adam, as in bitsandbytes; at least 0.
+    amsgrad: only False; bitsandbytes' 32-bit optimizers ignore it in silence.
+    optim_bits: of a moment, 32 or 8; only 32, and not used, where the name says 8bit.
+    args: only None.
     min_8bit_size: parameters with fewer elements keep moments in fp32. Refused where that is more
         than what a parameter has that would get 8 bits here.
     is_paged: True, and the Paged optimizers, keep moments in pinned host memory all the time, as
-        megaopt's state_device="cpu" does; bitsandbytes moves pages there when the GPU's memory is
-        full. The bits are the same; a step takes as long as the bus needs.
-    percentile_clipping: only 100, as in releases that had it: no clipping. `step(clip_norm=...)`
-        clips by the norm of all gradients.
-    block_wise: only True, as in releases that had it.
+        state_device="cpu" does; bitsandbytes moves pages there when the GPU's memory is full.
+    percentile_clipping: only 100: no clipping. `step(clip_norm=...)` clips by the norm of all
+        gradients.
+    block_wise: only True.
     seed: of the random bits, from 0 to 2**64 - 1.
 
 Raises:
-    ValueError: as megaopt.{base}; an argument that has to have one value has another.
+    ValueError: as megaopt.FusedAdam; an argument that has to have one value has another.
 """
-AMSGRAD = """amsgrad: only False; bitsandbytes' 32-bit optimizers ignore it in silence.
-    """
+MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
+"""What bitsandbytes' names of each moment's tensors end in."""
+INNER = "__bnb_optimizer_quant_state__"
+"""Under which name newer releases hide all of a state's tensors from FSDP."""
+OTHER_GROUP_KEYS = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
+"""Of AdEMAMix, in the groups of all."""
+BLOCK, OLDER_BLOCK = 256, 2048
 
 
-class _Base(FusedOptimizer):
+class _Base(DropIn):
     """What bitsandbytes' optimizers have in common."""
 
-    _moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    _is_8bit = False
-    _is_paged = False
+    _keywords: tuple[str, ...] = ("percentile_clipping", "block_wise", "seed")
+    _shared = SHARED
+    _allowed: ClassVar = {"amsgrad": (False,), "optim_bits": (32, 8), "args": (None,)}
+    _allowed |= {"is_paged": (False, True), "percentile_clipping": (100,), "block_wise": (True,)}
+    _formats: ClassVar = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+    _is_8bit = _is_paged = False
     _min_8bit_size = 0
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Gives the optimizers of this file the docstring of all their arguments."""
-        super().__init_subclass__(**arguments)
-        names = list(inspect.signature(cls).parameters)
-        if cls.__module__ != __name__ or "min_8bit_size" not in names:
-            return
-        bits = (
-            "32 or 8: bits of a moment" if "8bit" not in cls.__name__ else "only 32, and not used"
-        )
-        shared = ARGUMENTS.format(
-            rule=", ".join(n for n in names if n not in (*OWN, *OLDER, "seed")),
-            base="FusedLion" if issubclass(cls, megaopt.FusedLion) else "FusedAdam",
-            amsgrad=AMSGRAD if "amsgrad" in names else "",
-            bits=f"optim_bits: {bits}.\n    " if "optim_bits" in names else "",
-        )
-        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{shared}"
-
-    def _start(
-        self, params: Any, rule: dict[str, Any], bits: Any, min_8bit_size: Any, only: dict[str, Any]
-    ) -> None:
-        """only: is_paged, and what must have one value; raises ValueError for what is not here."""
-        if self._is_8bit:
-            _check_8_bits(type(self).__name__, bits)
-            bits = 8
-        one_of("optim_bits", bits, (32, 8))
-        is_paged = only.get("is_paged", False)
-        one_of("is_paged", is_paged, (False, True))
-        for name, value in ONLY.items():
-            one_of(name, only.get(name, value), (value,))
-        whole = isinstance(min_8bit_size, int) and not isinstance(min_8bit_size, bool)
-        if not whole or min_8bit_size < 0:
-            refuse("min_8bit_size", "a whole number >= 0", min_8bit_size)
-        self._min_8bit_size = min_8bit_size
-        moments: Any = {f"{name}_dtype": FORMATS[name] for name in self._moments if bits == 8}
-        if is_paged or self._is_paged:
-            moments["state_device"] = "cpu"
-        habits: Any = {"makes_states": "stepped"} if isinstance(self, megaopt.FusedAdam) else {}
-        super().__init__(params, **rule, **moments, **habits)
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        least, bits = given.pop("min_8bit_size"), given.pop("optim_bits", 32)
+        if type(least) is not int or least < 0:
+            refuse("min_8bit_size", "a whole number >= 0", least)
+        self._min_8bit_size = least
+        formats = self._formats if self._is_8bit or bits == 8 else {}
+        is_paged = given.pop("is_paged") or self._is_paged
+        rule = {name: value for name, value in given.items() if name not in self._allowed}
+        return {**rule, **formats, **({"state_device": "cpu"} if is_paged else {})}
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)
-        numel, asked = param.numel(), self._min_8bit_size
-        form = self.options.moment_format("exp_avg")
-        if form.block and numel < asked and view_of(param).keeps_blocks(form):
-            raise ValueError(
-                f"{label}: min_8bit_size must be at most {numel}, its number of elements, got "
-                f"{asked}: it would have 8-bit moments here; an optimizer with optim_bits=32 keeps "
-                "its moments in fp32"
-            )
+        numel, form = param.numel(), self.options.moment_format("exp_avg")
+        if form.block and numel < self._min_8bit_size and view_of(param).keeps_blocks(form):
+            allowed = f"at most {numel}, its number of elements, as it would have 8-bit moments"
+            refuse(f"{label}: min_8bit_size", allowed, self._min_8bit_size)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of this package's, of torch's or of bitsandbytes' optimizer.
-
-        bitsandbytes' 8-bit states are read as fp32 values and stored in the formats here, to
-        nearest; its 32-bit states likewise, exactly where moments are fp32.
-
-        Raises:
-            ValueError: as megaopt.FusedAdam.load_state_dict; 8-bit states that are not block-wise.
-                Nothing has changed then.
-        """
-        super().load_state_dict(unpacked_state_dict(state_dict))
+    def _read(self, state_dict: dict[str, Any]) -> Any:
+        return unpacked_state_dict(state_dict)
 
     @torch.no_grad()
     def to_bitsandbytes_state_dict(self) -> dict[str, Any]:
         """A state dict that bitsandbytes' optimizer of this name loads; needs bitsandbytes.
 
-        Moments are in its 8-bit codes where this optimizer has 8 bits, otherwise fp32.
-
-        Raises:
-            ImportError: bitsandbytes is not installed.
-            ValueError: a parameter is a DTensor.
+        Moments are in its 8-bit codes where this optimizer has 8 bits, otherwise fp32. Raises
+        ImportError without bitsandbytes, ValueError for a DTensor.
         """
-        return packed_state_dict(self)
+        states, groups, key = {}, [], 0
+        for own, group in zip(self.state_dict()["param_groups"], self.param_groups, strict=True):
+            for param in group["params"]:
+                if view_of(param).is_sharded:
+                    refuse(f"parameter {key}", "a plain tensor", param)
+                if self.state.get(param):
+                    states[key] = {"step": int(group["step"]), **self._packed(param)}
+                key += 1
+            named = {name: own[name] for name in ("lr", "betas", "weight_decay", "params")}
+            theirs = OTHER_GROUP_KEYS if "eps" in own else {}
+            groups.append({**named, "eps": own.get("eps", 0.0), **theirs})
+        return {"state": states, "param_groups": groups}
+
+    def _packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {}
+        for name in self.rule.moments:
+            number, value = MOMENTS[name], self.get_unscaled_state(param, name)
+            found[f"state{number}"] = value
+            if self.state[param][name].dtype == torch.uint8:
+                functional = import_module("bitsandbytes.functional")
+                table = functional.create_dynamic_map(signed=name == "exp_avg").to(param.device)
+                code, rest = functional.quantize_blockwise(value, code=table, blocksize=BLOCK)
+                own = {"state": code, "qmap": table, "absmax": rest.absmax}
+                found.update({f"{kind}{number}": tensor for kind, tensor in own.items()})
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
         return {**super().__getstate__(), "_min_8bit_size": self._min_8bit_size}
 
 
-class _Adam(_Base, megaopt.FusedAdam):
-    """What AdamW and Adam have in common, which differ by the default of weight_decay alone."""
+def unpacked_state_dict(state_dict: Any) -> Any:
+    """A state dict of bitsandbytes with fp32 exp_avg and exp_avg_sq; the given one stays.
+
+    megaopt.FusedAdam, or FusedLion, and torch.optim.AdamW load it. What has no state1 is passed on
+    as it is. Raises ValueError for 8-bit states that are not block-wise.
+    """
+    whole = state_dict if isinstance(state_dict, Mapping) else {}
+    states, groups = whole.get("state"), whole.get("param_groups")
+    if not isinstance(states, Mapping) or not isinstance(groups, (list, tuple)):
+        return state_dict
+    flat = {key: _flat(state) for key, state in states.items()}
+    if not any(isinstance(state, Mapping) and "state1" in state for state in flat.values()):
+        return state_dict
+    eps = () if any("state2" in state for state in flat.values()) else ("eps",)
+    dropped = (*OTHER_GROUP_KEYS, *eps)
+    return {
+        **state_dict,
+        "state": {key: _unpacked(state, f"state {key}") for key, state in flat.items()},
+        "param_groups": [{k: v for k, v in g.items() if k not in dropped} for g in groups],
+    }
 
 
-def _check_8_bits(name: str, optim_bits: Any) -> None:
-    if not same(optim_bits, 32):
-        raise ValueError(
-            f"optim_bits must be 32, which {name} does not use, got {shown(optim_bits)}"
-        )
+def _flat(state: Any) -> Any:
+    inner = state.get(INNER) if isinstance(state, Mapping) else None
+    return {**state, **inner} if isinstance(inner, Mapping) else state
 
 
-class Adam(_Adam):
+def _unpacked(state: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Codes become fp32 values: of the code's place in the map, times the block's amax."""
+    # galore_torch keeps its projector beside the codes
+    found = {name: state[name] for name in ("step", "projector") if name in state}
+    for name, number in MOMENTS.items():
+        code = state.get(f"state{number}")
+        if isinstance(code, torch.Tensor) and code.dtype == torch.uint8:
+            table, amax = state.get(f"qmap{number}"), state.get(f"absmax{number}")
+            if not isinstance(table, torch.Tensor) or table.shape != (256,):
+                refuse(f"{where}: qmap{number}", "a tensor of 256 values", table)
+            counts = {-(-code.numel() // size): size for size in (OLDER_BLOCK, BLOCK)}
+            if not (isinstance(amax, torch.Tensor) and amax.dim() == 1 and len(amax) in counts):
+                allowed = f"a number for each block of {BLOCK} elements"
+                refuse(f"{where}: absmax{number}", allowed, amax)
+            scale = amax.repeat_interleave(counts[len(amax)])[: code.numel()].view(code.shape)
+            code = table[code.long()].float() * scale
+        if code is not None:
+            found[name] = code
+    return found
+
+
+class Adam(_Base, megaopt.FusedAdam, face={**ADAM, **BITS, **LAST}):
     """bitsandbytes' Adam: megaopt.FusedAdam, with decoupled weight decay of 0 by default."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        optim_bits: int = 32,
-        args: None = None,
-        min_8bit_size: int = 4096,
-        is_paged: bool = False,
-        *,
-        percentile_clipping: int = 100,
-        block_wise: bool = True,
-        seed: int = 0,
-    ) -> None:
-        rule = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        only: dict[str, Any] = {"amsgrad": amsgrad, "args": args, "is_paged": is_paged}
-        only |= {"percentile_clipping": percentile_clipping, "block_wise": block_wise}
-        self._start(params, {**rule, "seed": seed}, optim_bits, min_8bit_size, only)
+    _fixed: ClassVar = {"makes_states": "stepped"}
 
 
-class Adam8bit(Adam):
-    """bitsandbytes' Adam8bit: Adam with moments of 8 bits."""
-
-    _is_8bit = True
-
-
-class AdamW(_Adam):
+class AdamW(_Base, megaopt.FusedAdam, face={**ADAM, "weight_decay": 1e-2, **BITS, **LAST}):
     """bitsandbytes' AdamW: megaopt.FusedAdam, with a weight_decay of 0.01 by default."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        optim_bits: int = 32,
-        args: None = None,
-        min_8bit_size: int = 4096,
-        is_paged: bool = False,
-        *,
-        percentile_clipping: int = 100,
-        block_wise: bool = True,
-        seed: int = 0,
-    ) -> None:
-        rule = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        only: dict[str, Any] = {"amsgrad": amsgrad, "args": args, "is_paged": is_paged}
-        only |= {"percentile_clipping": percentile_clipping, "block_wise": block_wise}
-        self._start(params, {**rule, "seed": seed}, optim_bits, min_8bit_size, only)
-
-
-class AdamW8bit(AdamW):
-    """bitsandbytes' AdamW8bit: AdamW with moments of 8 bits."""
-
-    _is_8bit = True
+    _fixed: ClassVar = {"makes_states": "stepped"}
 
 
 class _Lion(_Base, megaopt.FusedLion):
     """What Lion and Lion8bit have in common."""
 
-    _moments = ("exp_avg",)
+    _formats: ClassVar = {"exp_avg_dtype": "block_e4m3"}
 
 
-class Lion(_Lion):
+class Lion(_Lion, face={**LION, **BITS, **LAST}):
     """bitsandbytes' Lion: megaopt.FusedLion."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0,
-        optim_bits: int = 32,
-        args: None = None,
-        min_8bit_size: int = 4096,
-        is_paged: bool = False,
-        *,
-        percentile_clipping: int = 100,
-        block_wise: bool = True,
-        seed: int = 0,
-    ) -> None:
-        rule = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "seed": seed}
-        only: dict[str, Any] = {"args": args, "is_paged": is_paged}
-        only |= {"percentile_clipping": percentile_clipping, "block_wise": block_wise}
-        self._start(params, rule, optim_bits, min_8bit_size, only)
+
+class Adam8bit(Adam):
+    """bitsandbytes' Adam8bit: Adam with moments of 8 bits."""
+
+    _is_8bit, _allowed = True, {**_Base._allowed, "optim_bits": (32,)}
 
 
-class Lion8bit(_Lion):
+class AdamW8bit(AdamW):
+    """bitsandbytes' AdamW8bit: AdamW with moments of 8 bits."""
+
+    _is_8bit, _allowed = True, Adam8bit._allowed
+
+
+class Lion8bit(_Lion, face={**LION, **LAST}):
     """bitsandbytes' Lion8bit: Lion with a moment of 8 bits."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0,
-        args: None = None,
-        min_8bit_size: int = 4096,
-        is_paged: bool = False,
-        *,
-        percentile_clipping: int = 100,
-        block_wise: bool = True,
-        seed: int = 0,
-    ) -> None:
-        rule = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "seed": seed}
-        only: dict[str, Any] = {"args": args, "is_paged": is_paged}
-        only |= {"percentile_clipping": percentile_clipping, "block_wise": block_wise}
-        self._start(params, rule, 8, min_8bit_size, only)
+    _is_8bit = True
 
 
 def _paged(base: Any) -> Any:
     """Makes the optimizer of states that bitsandbytes pages to the host: here all are there."""
-    doc = (
-        f"{base.__name__}, with its states in pinned host memory, which the step reads and writes."
-    )
+    doc = f"Paged{base.__name__}: {base.__name__}, with its states in pinned host memory."
     members = {"_is_paged": True, "__doc__": doc, "__module__": __name__}
     return type(f"Paged{base.__name__}", (base,), members)
 

@@ -7,72 +7,61 @@ their files alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import megaopt
 from megaopt.integration import bitsandbytes
-from megaopt.options.checks import one_of, refuse
+from megaopt.options.checks import refuse
 from megaopt.params.view import FEWEST_IN_ROWS
 
 __all__ = ["GaLoreAdamW8bit"]
 
 
-class GaLoreAdamW8bit(bitsandbytes._Base, megaopt.GaLoreAdamW):
+FACE = {**bitsandbytes.ADAM, "weight_decay": 1e-2, "optim_bits": 32, "args": None}
+FACE |= {"min_8bit_size": FEWEST_IN_ROWS, "percentile_clipping": 100, "block_wise": True}
+FACE |= {"is_paged": False, "seed": 0}
+
+
+class GaLoreAdamW8bit(bitsandbytes._Base, megaopt.GaLoreAdamW, face=FACE):
     """galore_torch's GaLoreAdamW8bit: megaopt.GaLoreAdamW with moments of 8 bits in blocks.
 
-    Arguments are galore_torch's, with its order and defaults; groups say rank, update_proj_gap,
-    scale and proj_type. Moments are "block_e4m3" and "block_e5m3", as in
-    megaopt.integration.bitsandbytes, where the projected gradient has at least 4,096 elements and
-    its rows are whole blocks of 128; else they are fp32, of 4 times the bytes. Projected on the
-    right it is of shape (rows, rank), so that rank has to be a multiple of 128; on the left of
-    shape (rank, columns). proj_type="std" is the right for tall and square matrices. Projections
-    are galore_torch's, by an SVD, all in one step.
-
-    Args:
-        params, lr, betas, eps, weight_decay: as megaopt.GaLoreAdamW takes them.
-        amsgrad: only False; galore_torch ignores it in silence.
-        optim_bits: only 32, and not used.
-        args: only None.
-        min_8bit_size: at most 4,096: how many elements a projected gradient has to have for moments
-            of 8 bits, beside rows of whole blocks. Here it is always 4,096.
-        percentile_clipping: only 100: no clipping. `step(clip_norm=...)` clips by the norm of all
-            gradients.
-        block_wise: only True.
-        is_paged: only False: GaLore's states are on the card.
-        seed: of the random bits, from 0 to 2**64 - 1.
-
-    Raises:
-        ValueError: as megaopt.GaLoreAdamW; an argument that has to have one value has another.
+    Groups say rank, update_proj_gap, scale and proj_type. Moments are "block_e4m3" and
+    "block_e5m3", as in megaopt.integration.bitsandbytes, where the projected gradient has at least
+    4,096 elements and its rows are whole blocks of 128; else they are fp32, of 4 times the bytes.
+    Projected on the right it is of shape (rows, rank), so that rank has to be a multiple of 128; on
+    the left of shape (rank, columns). proj_type="std" is the right for tall and square matrices.
+    Projections are galore_torch's, by an SVD, all in one step.
     """
 
+    _keywords: tuple[str, ...] = ("seed",)
     _is_8bit = True
+    _allowed: ClassVar = {**bitsandbytes._Base._allowed, "optim_bits": (32,), "is_paged": (False,)}
+    _fixed: ClassVar = {"refresh": "svd", "stagger": False}
+    _shared = """\
+Arguments are galore_torch's, with its order and defaults.
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        optim_bits: int = 32,
-        args: None = None,
-        min_8bit_size: int = FEWEST_IN_ROWS,
-        percentile_clipping: int = 100,
-        block_wise: bool = True,
-        is_paged: bool = False,
-        *,
-        seed: int = 0,
-    ) -> None:
-        one_of("is_paged", is_paged, (False,))
-        if isinstance(min_8bit_size, int) and min_8bit_size > FEWEST_IN_ROWS:
-            refuse("min_8bit_size", f"at most {FEWEST_IN_ROWS}", min_8bit_size)
-        rule: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        rule |= {"seed": seed, "refresh": "svd", "stagger": False}
-        only: dict[str, Any] = {"amsgrad": amsgrad, "args": args, "block_wise": block_wise}
-        only["percentile_clipping"] = percentile_clipping
-        self._start(params, rule, optim_bits, min_8bit_size, only)
+Args:
+    params, lr, betas, eps, weight_decay: as megaopt.GaLoreAdamW takes them.
+    amsgrad: only False; galore_torch ignores it in silence.
+    optim_bits: only 32, and not used.
+    args: only None.
+    min_8bit_size: at most 4,096: how many elements a projected gradient has to have for moments of
+        8 bits, beside rows of whole blocks. Here it is always 4,096.
+    percentile_clipping: only 100: no clipping. `step(clip_norm=...)` clips by the norm of all
+        gradients.
+    block_wise: only True.
+    is_paged: only False: GaLore's states are on the card.
+    seed: of the random bits, from 0 to 2**64 - 1.
+
+Raises:
+    ValueError: as megaopt.GaLoreAdamW; an argument that has to have one value has another.
+"""
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        size = given["min_8bit_size"]
+        if isinstance(size, int) and size > FEWEST_IN_ROWS:
+            refuse("min_8bit_size", f"at most {FEWEST_IN_ROWS}", size)
+        return super()._options(given)
 
     def to_bitsandbytes_state_dict(self) -> NoReturn:
         """Raises ValueError: bitsandbytes' optimizers have no projections."""

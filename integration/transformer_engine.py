@@ -15,8 +15,8 @@ import torch
 
 import megaopt
 import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
-from megaopt.integration.grad_scaler import step_with
-from megaopt.state.masters import MasterWeights
+from megaopt.integration.grad_scaler import PEERS, step_with
+from megaopt.options.choices import MasterWeights
 
 
 class FusedAdam(megaopt.FusedAdam):
@@ -100,9 +100,8 @@ class FusedAdam(megaopt.FusedAdam):
             use_decoupled_grad=use_decoupled_grad,
             store_param_remainders=store_param_remainders,
             direct_cast=True,
-            write_unscaled_grads=True,
             makes_states="all",
-            contract="te",
+            **PEERS,
         )
 
     @property

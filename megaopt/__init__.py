@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megaopt.models.cast import cast_model
     from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
     from megaopt.models.release import release_gradients
+    from megaopt.options.options import SharedOptions, StepOptions
     from megaopt.sgd import FusedSGD
 
 __version__ = "0.1.0"
@@ -21,6 +22,8 @@ __all__ = [
     "FusedLion",
     "FusedSGD",
     "GaLoreAdamW",
+    "SharedOptions",
+    "StepOptions",
     "__version__",
     "cast_model",
     "get_fp32_model_state_dict",
@@ -34,6 +37,8 @@ HOMES = {
     "FusedLion": "megaopt.lion",
     "FusedSGD": "megaopt.sgd",
     "GaLoreAdamW": "megaopt.galore",
+    "SharedOptions": "megaopt.options.options",
+    "StepOptions": "megaopt.options.options",
     "cast_model": "megaopt.models.cast",
     "get_fp32_model_state_dict": "megaopt.models.fp32",
     "release_gradients": "megaopt.models.release",

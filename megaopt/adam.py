@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Unpack
 
-from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.formats import MOMENTS
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import NOT_NEGATIVE, one_of
-from megaopt.options.choices import (
-    Backend,
-    Contract,
-    ExternalWrite,
-    MakesStates,
-    Nonfinite,
-    Rounding,
-    StepCounts,
-)
-from megaopt.options.names import check_arguments
-from megaopt.options.options import FLAGS, VARIANTS, Numbers, Options
-from megaopt.options.placement import StateDevice
+from megaopt.options.arguments import options_of, takes
+from megaopt.options.checks import NOT_NEGATIVE
+from megaopt.options.choices import Contract, MakesStates
+from megaopt.options.options import VARIANTS, Numbers, Options, SharedOptions, StepOptions
 from megaopt.saving.torch_state import torch_state_dict
-from megaopt.state.masters import MasterWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +29,6 @@ class AdamOptions(Options):
         flags=("bias_correction",),
     )
     MARKS: ClassVar[tuple[str, ...]] = ("contract", "adam_w_mode")
-    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Options.CHOICES,
-        "contract": tuple(CONTRACTS),
-        "adam_w_mode": FLAGS,
-        "amsgrad": FLAGS,
-    }
 
     exp_avg_dtype: torch.dtype | str = torch.float32
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
@@ -76,6 +60,7 @@ class AdamOptions(Options):
         return self.exp_avg_sq_dtype
 
 
+@takes(AdamOptions, SharedOptions, StepOptions)
 class FusedAdam(FusedOptimizer):
     """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) that writes the model's weights.
 
@@ -99,20 +84,6 @@ class FusedAdam(FusedOptimizer):
             lr; otherwise L2: added to the gradient per unit of the weight. At least 0.
         amsgrad: divides by the root of the largest exp_avg_sq so far (Reddi et al. 2018), which the
             state keeps as max_exp_avg_sq, in exp_avg_sq_dtype. Not under contract te.
-        dtype: torch.float32 keeps an fp32 master for each weight that is not fp32. None leaves it
-            to master_weights.
-        master_weights: True keeps a master, in master_weight_dtype, for each weight that is not
-            fp32. A list gives the masters, in group order: one tensor for each parameter (None for
-            an fp32 weight), or for each that is not fp32; used as they are, not copied. None or
-            False without dtype: the weights alone are updated. May be assigned after construction.
-        master_weight_dtype: torch.float32, or torch.float16 with a scale per tensor; or the name of
-            a master that lies beside its 16-bit weight: "remainder16" (exact fp32: an int16 beside
-            a bf16 weight, as store_param_remainders keeps it), "remainder8" (an int8: 24 bits
-            beside a bf16 weight, 16 beside an fp8 code), "kahan" (a bf16 beside a bf16 or fp16
-            weight), and the last two rounded stochastically, "remainder8_stochastic" and
-            "kahan_stochastic". Rounded to nearest, these two lose updates below half of their last
-            place (2**-17 and about as much of the weight). A name whose master does not fit a
-            weight is refused.
         exp_avg_dtype: torch.float32, torch.bfloat16, or, with a scale per tensor, torch.float16 or
             torch.float8_e4m3fn (which torch.uint8 stands for too, as in TransformerEngine); or
             "bfloat16_stochastic", which does not stall as torch.bfloat16 does: take it for both. Or
@@ -126,57 +97,8 @@ class FusedAdam(FusedOptimizer):
             those whose rows are no whole blocks. What draws is not for contract torch, nor for
             exp_avg_sq with amsgrad; blocks are not for a rank's part of an fp8 weight.
         exp_avg_sq_dtype: likewise, chosen independently; blocks are of one size.
-        store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not
-            hold: exact, 2 bytes less per weight; weights then round ties away from zero. Needs
-            masters and bf16 weights; fp32 weights may be among them.
-        weight_rounding: "stochastic" rounds bf16, fp16 and fp8 weights so that they are in the mean
-            the values that the rule gave; for weights without masters, fp32 ones may be among them.
-            "nearest" loses updates below half a unit in a weight's last place.
-        seed: of the random bits of what is rounded stochastically, from 0 to 2**64 - 1; in the
-            groups, and saved with them, where there is such. A group's `param_numbers`, one number
-            from 0 to 2**32 - 1 for each parameter, tell parameters apart; without it they are
-            numbered in the order of the groups. Two optimizers with one seed draw the same bits for
-            parameters of the same number: give each its own. docs/numbers.md says what a bit is
-            made of, and what a load takes over.
         bias_correction: divides the moments by 1 - beta**step.
         adam_w_mode: AdamW; False for Adam with L2 weight decay.
-        use_decoupled_grad: reads `p.decoupled_grad`, of any of the three dtypes, not `p.grad`.
-        capturable: lr and step become tensors on the parameters' device (fp32 of shape (), int32 of
-            shape (1,)): a step waits for nothing, and a CUDA graph can capture it. Change lr by
-            `group["lr"].fill_`, as torch's schedulers do; the other numbers of a group are as they
-            were at the capture. Needs all parameters on one device.
-        nonfinite: what an infinity or NaN among the gradients does: "propagate" lets it through the
-            arithmetic; "skip" leaves the step out, so that nothing changes, step counts included;
-            "error" raises. "skip" and "error" cost a pass over the gradients, and, without
-            capturable, waiting for it.
-        direct_cast: fp8 weights are made of the new fp32 values as they are (True), or of those
-            rounded to the weight's dtype first (False), as bf16 weights that are cast to fp8 are.
-            None: as each weight's recipe says; TransformerEngine's tensors are rounded first.
-        round_scaled_grads: rounds an unscaled gradient, and a clipped one, to its own dtype, as it
-            would be after a pass that writes it back (torch.nn.utils.clip_grad_norm_, say). False
-            keeps fp32. Of fp32 gradients both are the same.
-        on_external_write: what a step does about a weight with a master that somebody else wrote
-            (load_state_dict, fill_, clamp_, `p.data = new`) since the last one. "refresh": the
-            elements that are no cast of their master any more set the master, the others keep every
-            bit of it; warns once. "error": raises RuntimeError. "ignore": goes on from the master,
-            which puts the old values back. refresh_masters says which writes are not seen.
-        write_unscaled_grads: a step that unscales gradients, for a GradScaler, stores them unscaled
-            (not clipped) in the place of the scaled ones, rounded to their dtype, as torch's fused
-            and TransformerEngine's capturable optimizers do. False leaves gradients as they are,
-            and saves writing them.
-        state_device: "cpu" keeps moments and masters in pinned host memory, which the step's launch
-            reads and writes over the bus: the same bits, no copy on the card; {"moments": "cpu"}
-            or {"masters": "cpu"} that part alone. None: beside the weights. A group may say
-            another. State tensors are then on the CPU, but for scales; before code of yours reads
-            or writes one, wait: torch.cuda.synchronize(). Methods of the optimizer wait by
-            themselves. External masters are pinned tensors (megaopt.state.masters.pinned) where
-            masters are on the CPU. States of weights on the CPU are there anyway. The card has to
-            map host memory, else RuntimeError.
-        step_counts: whose steps an update counts, in bias corrections and random bits. "group": all
-            of the parameter's group, as TransformerEngine counts, so that a parameter that gets its
-            first gradient late starts with the corrections of a late step. "parameter": those that
-            the parameter took itself, as torch counts; state[p]["step"] has them, and state dicts.
-            None: "parameter" under contract torch, else "group".
         makes_states: whose state a step makes. "stepped": of parameters with a gradient, as torch.
             "trainable": also of those without one that require gradients, so that after any step
             their state can be read. "all": of frozen ones (requires_grad=False) too, as
@@ -184,13 +106,7 @@ class FusedAdam(FusedOptimizer):
             state of a frozen parameter (docs/how-to/fsdp2.md). None: "stepped" under contract
             torch, else "trainable".
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
-        backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
-        maximize: steps along the gradient, not against it. Not under contract te.
-        foreach: None, True or False, as torch's optimizers take it: how they compute, which is
-            nothing here.
-        differentiable: only False.
-        fused: as foreach.
-        **unknown: none, as a type checker sees too; refused by name.
+        **options: of megaopt.SharedOptions and megaopt.StepOptions, which follow.
 
     Raises:
         TypeError: an argument has a name that is not here.
@@ -209,75 +125,27 @@ class FusedAdam(FusedOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
-        dtype: torch.dtype | None = None,
-        master_weights: MasterWeights = None,
-        master_weight_dtype: torch.dtype | str = torch.float32,
         exp_avg_dtype: torch.dtype | str = torch.float32,
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
-        store_param_remainders: bool = False,
-        weight_rounding: Rounding = "nearest",
-        seed: int = 0,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
-        use_decoupled_grad: bool = False,
-        capturable: bool = False,
-        nonfinite: Nonfinite = "propagate",
-        direct_cast: bool | None = None,
-        round_scaled_grads: bool = False,
-        on_external_write: ExternalWrite = "refresh",
-        write_unscaled_grads: bool = False,
-        state_device: StateDevice = None,
-        step_counts: StepCounts | None = None,
         makes_states: MakesStates | None = None,
         contract: Contract = "ieee",
-        backend: Backend = "auto",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **unknown: NoReturn,
+        **options: Unpack[StepOptions],
     ) -> None:
-        check_arguments(
-            "FusedAdam",
-            AdamOptions.NUMBERS,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-            unknown=unknown,
-        )
-        one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
-        options = AdamOptions(
-            dtype=dtype,
-            master_weight_dtype=master_weight_dtype,
+        made, masters = options_of(
+            self,
+            AdamOptions,
+            options,
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
-            store_param_remainders=store_param_remainders,
-            weight_rounding=weight_rounding,
-            seed=seed,
             adam_w_mode=adam_w_mode,
-            contract=contract,
-            backend=backend,
-            capturable=capturable,
-            nonfinite=nonfinite,
-            direct_cast=direct_cast,
-            round_scaled_grads=round_scaled_grads,
-            on_external_write=on_external_write,
-            write_unscaled_grads=write_unscaled_grads,
-            state_device=state_device,
-            step_counts=step_counts,
             makes_states=makes_states,
-            maximize=maximize,
+            contract=contract,
             amsgrad=amsgrad,
         )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-        }
-        super().__init__(params, defaults, options, master_weights)
-        self.use_decoupled_grad = use_decoupled_grad
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "bias_correction": bias_correction}, made, masters)
 
     @property
     def rule(self) -> Rule:

@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
+from typing_extensions import Unpack
 
-from megaopt.galore_checks import (
-    check_matrix,
-    check_not_flattened,
-    check_of_all,
-    check_refresh,
-    check_split,
-)
 from megaopt.kernels.formats import MASTERS
 from megaopt.kernels.matrix.galore import GALORE, LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, why_not_kernel
-from megaopt.kernels.matrix.products import IEEE, PRECISIONS
 from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.step.table import is_capturing
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse
-from megaopt.options.choices import (
-    Backend,
-    ExternalWrite,
-    LowRankKernel,
-    Nonfinite,
-    Precision,
-    ProjType,
-    Refresh,
-    Rounding,
-)
-from megaopt.options.names import check_arguments
-from megaopt.options.options import FLAGS, Numbers, Options
+from megaopt.options.arguments import options_of, takes
+from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse, same
+from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
+from megaopt.options.options import Numbers, Options, SharedOptions
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import DTensorView
 from megaopt.saving.galore import from_galore_torch
-from megaopt.state.masters import MasterWeights
 from megaopt.state.owned import Owned
 
+FLATTENED_BY_FSDP1 = "_fsdp_flattened"
+"""What FullyShardedDataParallel says of its flat parameters, and of views into them."""
+FLAT = (
+    "flat part of a matrix, which has neither its rows nor its columns; FSDP2 (fully_shard) splits "
+    "matrices by rows"
+)
 PROJ_TYPES = get_args(ProjType)
-KERNELS = get_args(LowRankKernel)
 PROJECTING = ("rank", "update_proj_gap", "proj_type")
 """What groups say beside numbers of the step."""
-REFRESHES = get_args(Refresh)
 
 
 def side_of(proj_type: str, rows: int, columns: int) -> str:
@@ -73,14 +63,6 @@ class GaLoreOptions(Options):
         has_betas=True,
         flags=("bias_correction",),
     )
-    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Options.CHOICES,
-        "kernel": KERNELS,
-        "precision": PRECISIONS,
-        "refresh": REFRESHES,
-        "stagger": FLAGS,
-    }
-
     OF_ALL: ClassVar[tuple[str, ...]] = (
         *("kernel", "precision", "refresh", "stagger"),
         "correct_bias",
@@ -88,9 +70,9 @@ class GaLoreOptions(Options):
 
     exp_avg_dtype: torch.dtype | str = torch.float32
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
-    kernel: str = "auto"
-    precision: str = IEEE
-    refresh: str = "subspace"
+    kernel: LowRankKernel = "auto"
+    precision: Precision = "ieee"
+    refresh: Refresh = "subspace"
     stagger: bool = True
 
     OFFLOADS = False
@@ -134,9 +116,13 @@ class GaLoreOptions(Options):
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its projections."""
-        for name in self.OF_ALL:
-            if name in group:
-                check_of_all(self, name, group[name], where)
+        if "correct_bias" in group:
+            name, value = f"{where}: correct_bias", group["correct_bias"]
+            refuse(name, "left out: its name here is bias_correction", value)
+        for name in ("kernel", "precision", "refresh", "stagger"):
+            own = getattr(self, name)
+            if not same(group.get(name, own), own):
+                refuse(f"{where}: {name}", f"{own!r}, the optimizer's own argument", group[name])
         one_of(f"{where}: proj_type", group["proj_type"], PROJ_TYPES)
         gap, rank = group["update_proj_gap"], group["rank"]
         if not _is_count(gap):
@@ -146,11 +132,41 @@ class GaLoreOptions(Options):
         if not _is_count(rank):
             refuse(f"{where}: rank", "None or a whole number >= 1", rank)
         for index, param in enumerate(group["params"]):
-            which = f"its parameter {index}"
-            check_matrix(param, rank, f"{where}: rank", which)
-            own = self.matrix(param, group)
-            if own is not None:
-                check_split(param, own.how, group["proj_type"], self.refresh, where, which)
+            self._check_matrix(param, group, where, f"its parameter {index}")
+
+    def _check_matrix(self, param: Any, group: Mapping[str, Any], where: str, which: str) -> None:
+        """Raises ValueError for a parameter of a group with a rank that cannot be projected.
+
+        Nor may it be a matrix that ranks would have to meet for in every step.
+        """
+        view, shape, alone = view_of(param), tuple(param.shape), f"None beside {which}, a"
+        allowed = None
+        if type(view) not in (ParamView, DTensorView):
+            kind = type(param).__name__
+            allowed = f"{alone} {kind}: only plain matrices and DTensors are projected yet"
+        whole = getattr(param, "megaopt_whole_shape", ())
+        if len(whole) == 2 or getattr(param, FLATTENED_BY_FSDP1, False):
+            allowed = f"{alone} {FLAT}"
+        own = self.matrix(param, group)
+        split = view.split[1] if own is not None and view.split is not None else ()
+        if len(split) > 1 or (split and not param.placements[split[0]].is_shard(0)):
+            allowed = (
+                f"{alone} DTensor of placements {tuple(param.placements)}: Shard(0) on one "
+                "dimension of its mesh, Replicate() on others"
+            )
+        if allowed is not None:
+            refuse(f"{where}: rank", allowed, group["rank"])
+        if split and own is not None and own.how.side == LEFT:
+            reason = "they would have to add up the projected gradient in every step"
+            refuse(
+                f"{where}: proj_type", f"'auto' or 'right' for {which}, of shape {shape}, whose "
+                f"rows are split over ranks: projected on the left, {reason}", group["proj_type"],
+            )  # fmt: skip
+        if split and self.refresh == "svd":
+            refuse(
+                "refresh", f"'subspace' for {which} of {where}, of shape {shape}, whose rows are "
+                "split over ranks: none has the gradient for an SVD", self.refresh,
+            )  # fmt: skip
 
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for a group of this optimizer's that lacks a number."""
@@ -164,10 +180,26 @@ class GaLoreOptions(Options):
             )
 
 
+def _check_not_flattened(group: Mapping[str, Any], given: Container[int], where: str) -> None:
+    """Raises ValueError where others put flat tensors in the place of matrices.
+
+    So do optimizers around this one (DeepSpeed's ZeRO, Megatron's distributed optimizer), and a
+    flat tensor does not say what it was.
+    """
+    params, rank = group["params"], group.get("rank")
+    is_flat = bool(params) and all(param.dim() == 1 for param in params)
+    if rank is not None and is_flat and not any(id(param) in given for param in params):
+        refuse(
+            f"{where}: rank", "None beside tensors of one dimension that were put in the place of "
+            f"the parameters given: each may be a {FLAT}", rank,
+        )  # fmt: skip
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
+@takes(GaLoreOptions, SharedOptions)
 class GaLoreAdamW(FusedOptimizer):
     """AdamW with GaLore (Zhao et al. 2024, arXiv:2403.03507) for the matrices that have a rank.
 
@@ -226,13 +258,9 @@ class GaLoreAdamW(FusedOptimizer):
         bias_correction: galore_torch's correct_bias.
         exp_avg_dtype: of the moment, also of the projected gradient, as for FusedAdam.
         exp_avg_sq_dtype: likewise.
-        capturable: as for FusedAdam: lr and step are tensors on the device, and a CUDA graph may
-            repeat `step()`. That makes only projections that are not there yet; `refresh()`, called
-            between replays, makes those anew whose turn it is.
-        dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
-        use_decoupled_grad, nonfinite, on_external_write, backend, maximize, foreach,
-        differentiable, fused: as for FusedAdam. The seed is also that of the first projections.
-        **unknown: none; refused by name.
+        **options: of megaopt.SharedOptions, which follow. The seed is also that
+            of the first projections. With capturable `step()` makes only projections that are not
+            there yet; `refresh()`, called between replays, makes those anew whose turn it is.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.
@@ -258,53 +286,22 @@ class GaLoreAdamW(FusedOptimizer):
         refresh: Refresh = "subspace",
         stagger: bool = True,
         bias_correction: bool = True,
-        dtype: torch.dtype | None = None,
-        master_weights: MasterWeights = None,
-        master_weight_dtype: torch.dtype | str = torch.float32,
         exp_avg_dtype: torch.dtype | str = torch.float32,
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
-        store_param_remainders: bool = False,
-        weight_rounding: Rounding = "nearest",
-        seed: int = 0,
-        use_decoupled_grad: bool = False,
-        capturable: bool = False,
-        nonfinite: Nonfinite = "propagate",
-        on_external_write: ExternalWrite = "refresh",
-        backend: Backend = "auto",
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **unknown: NoReturn,
+        **options: Unpack[SharedOptions],
     ) -> None:
-        check_arguments(
-            "GaLoreAdamW",
-            GaLoreOptions.NUMBERS,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-            unknown=unknown,
-        )
-        one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
-        options = GaLoreOptions(
-            dtype=dtype,
-            master_weight_dtype=master_weight_dtype,
+        made, masters = options_of(
+            self,
+            GaLoreOptions,
+            options,
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
-            store_param_remainders=store_param_remainders,
-            weight_rounding=weight_rounding,
-            seed=seed,
-            backend=backend,
-            capturable=capturable,
-            nonfinite=nonfinite,
-            on_external_write=on_external_write,
-            maximize=maximize,
             kernel=kernel,
             precision=precision,
             refresh=refresh,
             stagger=stagger,
         )
-        defaults = {
+        numbers = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -316,8 +313,7 @@ class GaLoreAdamW(FusedOptimizer):
             "proj_type": proj_type,
         }
         self._given = set()
-        super().__init__(params, defaults, options, master_weights)
-        self.use_decoupled_grad = use_decoupled_grad
+        super().__init__(params, numbers, made, masters)
 
     @property
     def rule(self) -> Rule:
@@ -352,7 +348,18 @@ class GaLoreAdamW(FusedOptimizer):
             RuntimeError: capturable=False, where `step` does this; or while a CUDA graph captures.
         """
         owned = self._owned
-        check_refresh(owned, steps)
+        if not self.options.capturable:
+            raise RuntimeError(
+                "refresh() is for capturable=True, got capturable=False, where step() makes "
+                "projections anew itself"
+            )
+        if is_capturing(owned.device):
+            raise RuntimeError(
+                "refresh() must be called between replays, got a CUDA graph that is being "
+                "captured: it would repeat the refresh in every replay"
+            )
+        if steps is not None and (type(steps) is not int or steps < 0):
+            refuse("steps", "None or a whole number >= 0", steps)
         stepper, groups = self.stepper, self.param_groups
         stepper.check_numbers(groups)
         batches, seen = stepper.gather(groups, self.state, self.use_decoupled_grad, self._check)
@@ -380,8 +387,8 @@ class GaLoreAdamW(FusedOptimizer):
             self._given.update(map(id, self.param_groups[-1]["params"]))
 
     def _check(self, owned: Owned, places: Iterable[int]) -> None:
-        if self._given is not None:
-            check_not_flattened(owned.groups, self._given)
+        for index, group in enumerate(owned.groups if self._given is not None else ()):
+            _check_not_flattened(group, self._given or (), f"group {index}")
         super()._check(owned, places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

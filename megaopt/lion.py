@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Unpack
 
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import NOT_NEGATIVE, one_of
-from megaopt.options.choices import Backend, ExternalWrite, Nonfinite, Rounding
-from megaopt.options.names import check_arguments
-from megaopt.options.options import Numbers, Options
-from megaopt.options.placement import StateDevice
-from megaopt.state.masters import MasterWeights
+from megaopt.options.arguments import options_of, takes
+from megaopt.options.checks import NOT_NEGATIVE
+from megaopt.options.options import Numbers, Options, SharedOptions, StepOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +27,7 @@ class LionOptions(Options):
     exp_avg_dtype: torch.dtype | str = torch.float32
 
 
+@takes(LionOptions, SharedOptions, StepOptions)
 class FusedLion(FusedOptimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675) that writes the model's weights.
 
@@ -43,13 +42,8 @@ class FusedLion(FusedOptimizer):
         betas: the weight of exp_avg in the direction, and exp_avg's decay per step; in [0, 1).
         weight_decay: decoupled: the part of a weight that goes per step, times lr. The paper takes
             three to ten times AdamW's. At least 0.
-        maximize: steps along the gradient, not against it.
         exp_avg_dtype: of the moment, as for FusedAdam.
-        dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
-        use_decoupled_grad, capturable, nonfinite, direct_cast, round_scaled_grads,
-        on_external_write, write_unscaled_grads, state_device, backend, foreach, differentiable,
-        fused: as for FusedAdam.
-        **unknown: none; refused by name.
+        **options: of megaopt.SharedOptions and megaopt.StepOptions, which follow.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.
@@ -62,57 +56,12 @@ class FusedLion(FusedOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
-        maximize: bool = False,
-        dtype: torch.dtype | None = None,
-        master_weights: MasterWeights = None,
-        master_weight_dtype: torch.dtype | str = torch.float32,
         exp_avg_dtype: torch.dtype | str = torch.float32,
-        store_param_remainders: bool = False,
-        weight_rounding: Rounding = "nearest",
-        seed: int = 0,
-        use_decoupled_grad: bool = False,
-        capturable: bool = False,
-        nonfinite: Nonfinite = "propagate",
-        direct_cast: bool | None = None,
-        round_scaled_grads: bool = False,
-        on_external_write: ExternalWrite = "refresh",
-        write_unscaled_grads: bool = False,
-        state_device: StateDevice = None,
-        backend: Backend = "auto",
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **unknown: NoReturn,
+        **options: Unpack[StepOptions],
     ) -> None:
-        check_arguments(
-            "FusedLion",
-            LionOptions.NUMBERS,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-            unknown=unknown,
-        )
-        one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
-        options = LionOptions(
-            dtype=dtype,
-            master_weight_dtype=master_weight_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-            store_param_remainders=store_param_remainders,
-            weight_rounding=weight_rounding,
-            seed=seed,
-            backend=backend,
-            capturable=capturable,
-            nonfinite=nonfinite,
-            direct_cast=direct_cast,
-            round_scaled_grads=round_scaled_grads,
-            on_external_write=on_external_write,
-            write_unscaled_grads=write_unscaled_grads,
-            state_device=state_device,
-            maximize=maximize,
-        )
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, options, master_weights)
-        self.use_decoupled_grad = use_decoupled_grad
+        made, masters = options_of(self, LionOptions, options, exp_avg_dtype=exp_avg_dtype)
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, numbers, made, masters)
 
     @property
     def rule(self) -> Rule:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Unpack
 
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import NOT_NEGATIVE, Range, number, one_of, refuse
-from megaopt.options.choices import Backend, ExternalWrite, Nonfinite, Rounding, StepCounts
-from megaopt.options.names import check_arguments
-from megaopt.options.options import FLAGS, Numbers, Options
-from megaopt.options.placement import StateDevice
-from megaopt.state.masters import MasterWeights
+from megaopt.options.arguments import options_of, takes
+from megaopt.options.checks import DECAY, NOT_NEGATIVE, Range, number, refuse
+from megaopt.options.options import Numbers, Options, SharedOptions, StepOptions
 
-MOMENTUM = Range("a number >= 0 and < 1", lambda value: 0 <= value < 1)
 DAMPENING = Range("a number >= 0 and <= 1", lambda value: 0 <= value <= 1)
 
 
@@ -26,20 +23,11 @@ class SGDOptions(Options):
     """FusedSGD's own options."""
 
     NUMBERS: ClassVar[Numbers] = Numbers(
-        {
-            "lr": NOT_NEGATIVE,
-            "momentum": MOMENTUM,
-            "dampening": DAMPENING,
-            "weight_decay": NOT_NEGATIVE,
-        }
+        {"lr": NOT_NEGATIVE, "momentum": DECAY, "dampening": DAMPENING}
+        | {"weight_decay": NOT_NEGATIVE}
     )
     COUNTS_STEPS: ClassVar[bool] = False
     MARKS: ClassVar[tuple[str, ...]] = ("contract", "nesterov", "decoupled_weight_decay")
-    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Options.CHOICES,
-        "nesterov": FLAGS,
-        "decoupled_weight_decay": FLAGS,
-    }
 
     momentum_buffer_dtype: torch.dtype | str = torch.float32
     has_momentum: bool = False
@@ -59,6 +47,7 @@ class SGDOptions(Options):
             )
 
 
+@takes(SGDOptions, SharedOptions, StepOptions)
 class FusedSGD(FusedOptimizer):
     """SGD with momentum that writes the model's weights.
 
@@ -77,15 +66,10 @@ class FusedSGD(FusedOptimizer):
         dampening: 1 - dampening of a gradient goes into the buffer; from 0 to 1.
         weight_decay: L2: added to the gradient per unit of the weight; or decoupled. At least 0.
         nesterov: Nesterov's momentum, which needs a momentum above 0 and dampening 0.
-        maximize: steps along the gradient, not against it.
         decoupled_weight_decay: weight decay is the part of a weight that goes per step of size one,
             times lr, and passes by the momentum (SGDW, Loshchilov & Hutter 2019, arXiv:1711.05101).
         momentum_buffer_dtype: of the moment, as FusedAdam's exp_avg_dtype.
-        dtype, master_weights, master_weight_dtype, store_param_remainders, weight_rounding, seed,
-        use_decoupled_grad, capturable, nonfinite, direct_cast, round_scaled_grads,
-        on_external_write, write_unscaled_grads, state_device, step_counts, backend, foreach,
-        differentiable, fused: as for FusedAdam. step_counts=None is "group".
-        **unknown: none; refused by name.
+        **options: of megaopt.SharedOptions and megaopt.StepOptions, which follow.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.
@@ -100,69 +84,21 @@ class FusedSGD(FusedOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
-        maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        dtype: torch.dtype | None = None,
-        master_weights: MasterWeights = None,
-        master_weight_dtype: torch.dtype | str = torch.float32,
         momentum_buffer_dtype: torch.dtype | str = torch.float32,
-        store_param_remainders: bool = False,
-        weight_rounding: Rounding = "nearest",
-        seed: int = 0,
-        use_decoupled_grad: bool = False,
-        capturable: bool = False,
-        nonfinite: Nonfinite = "propagate",
-        direct_cast: bool | None = None,
-        round_scaled_grads: bool = False,
-        on_external_write: ExternalWrite = "refresh",
-        write_unscaled_grads: bool = False,
-        state_device: StateDevice = None,
-        step_counts: StepCounts | None = None,
-        backend: Backend = "auto",
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        **unknown: NoReturn,
+        **options: Unpack[StepOptions],
     ) -> None:
-        check_arguments(
-            "FusedSGD",
-            SGDOptions.NUMBERS,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-            unknown=unknown,
-        )
-        one_of("use_decoupled_grad", use_decoupled_grad, (True, False))
-        has_momentum = number("momentum", momentum, MOMENTUM) > 0
-        options = SGDOptions(
-            dtype=dtype,
-            master_weight_dtype=master_weight_dtype,
+        made, masters = options_of(
+            self,
+            SGDOptions,
+            options,
             momentum_buffer_dtype=momentum_buffer_dtype,
-            store_param_remainders=store_param_remainders,
-            weight_rounding=weight_rounding,
-            seed=seed,
-            backend=backend,
-            capturable=capturable,
-            nonfinite=nonfinite,
-            direct_cast=direct_cast,
-            round_scaled_grads=round_scaled_grads,
-            on_external_write=on_external_write,
-            write_unscaled_grads=write_unscaled_grads,
-            state_device=state_device,
-            step_counts=step_counts,
-            maximize=maximize,
-            has_momentum=has_momentum,
+            has_momentum=number("momentum", momentum, DECAY) > 0,
             nesterov=nesterov,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, options, master_weights)
-        self.use_decoupled_grad = use_decoupled_grad
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        super().__init__(params, {**numbers, "weight_decay": weight_decay}, made, masters)
 
     @property
     def rule(self) -> Rule:

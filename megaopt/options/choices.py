@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = [
-    "Backend",
-    "Contract",
-    "ExternalWrite",
-    "LowRankKernel",
-    "MakesStates",
-    "Nonfinite",
-    "Precision",
-    "ProjType",
-    "Recipe",
-    "Refresh",
-    "Rounding",
-    "StepCounts",
-]
+import torch
 
 Contract = Literal["ieee", "te", "torch"]
 """How operations are rounded: the names of megaopt.kernels.contracts.CONTRACTS."""
@@ -42,6 +29,9 @@ StepCounts = Literal["group", "parameter"]
 MakesStates = Literal["stepped", "trainable", "all"]
 """Whose state a step makes: of parameters with a gradient; also of others that may get one
 (requires_grad); of frozen ones too."""
+
+MasterWeights = bool | list[torch.Tensor | None] | None
+"""Whether weights have masters, or the masters."""
 
 Recipe = Literal["delayed", "current", "block_128x128", "mxfp8"]
 """How weights become fp8: the names of megaopt.kernels.float8.RECIPES."""

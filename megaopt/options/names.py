@@ -1,8 +1,7 @@
-"""Names that torch's users write: options that move no number, and those that mean another."""
+"""Keys of groups that are mistakes: misspelled ones, and those that ask for another optimizer."""
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megaopt.options.checks import one_of, refuse, same, shown
 
 if TYPE_CHECKING:
-    from megaopt.options.options import Numbers, Options
+    from megaopt.options.options import Options
 
 MISNAMED = {
     "learning_rate": "lr",
@@ -42,38 +41,8 @@ KEYS = (
 OTHERS = ("steps", "prox_type")  # the second is torchao's
 """Keys of other libraries that are near one of ours."""
 
-SIMILAR, SHORT, LEAST = 0.9, 5, 4
-"""difflib's ratio from which a name of more than SHORT letters is a typing error: wieght_decay has
-0.92 of weight_decay, no_weight_decay, which libraries put into groups for themselves, 0.89. Names
-of LEAST letters and more may be one edit from another; of shorter ones most pairs are."""
-
-
-def check_arguments(
-    optimizer: str,
-    numbers: Numbers,
-    *,
-    foreach: Any,
-    differentiable: Any,
-    fused: Any,
-    unknown: Mapping[str, Any],
-) -> None:
-    """Refuses the constructor's arguments of torch that would change something, and unknown ones.
-
-    Raises:
-        TypeError: an argument is unknown.
-        ValueError: one is known and its value is not allowed.
-    """
-    for name in unknown:
-        hint = _meant(name, numbers.names)
-        advice = f"; {hint} is meant" if hint else ""
-        raise TypeError(
-            f"argument {name!r} must be one of those that megaopt.{optimizer} documents, got "
-            f"{shown(unknown[name])}{advice}"
-        )
-    one_of("differentiable", differentiable, [False])
-    for name, value in {"foreach": foreach, "fused": fused}.items():
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name} must be None, True or False, got {shown(value)}")
+SHORT = 3
+"""Letters of a short name."""
 
 
 def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
@@ -102,7 +71,12 @@ def _check_key(name: str, value: Any, known: Collection[str], own: str, where: s
             f"{where}: {name!r} must be {allowed}, got {shown(value)}: it asks for another "
             f"optimizer; groups here have {own}"
         )
-    meant = _meant(name, known, KEYS)
+    every = (*known, *KEYS)
+    meant = MISNAMED.get(name)
+    if meant not in (*known, "betas"):  # which others refuse
+        meant = None
+    if meant is None and name not in (*every, *OTHERS):
+        meant = next((each for each in every if _is_slip(str(name), each)), None)
     if meant is not None:
         raise ValueError(
             f"{where}: {name!r} must be spelled {meant!r}; of ours are {own}, "
@@ -110,39 +84,16 @@ def _check_key(name: str, value: Any, known: Collection[str], own: str, where: s
         )
 
 
-def _meant(name: str, own: Collection[str], others: Collection[str] = ()) -> str | None:
-    """The name, of our own and others, of which one is a misspelling; None for any other."""
-    if name in MISNAMED and MISNAMED[name] in (*own, "betas"):  # which others refuse
-        return MISNAMED[name]
-    known = (*own, *others)
-    if name in known or name in OTHERS:
-        return None
-    written = str(name).lower().replace("-", "_")
-    return next((each for each in known if _is_similar(written, each)), None)
+def _is_slip(name: str, known: str) -> bool:
+    """Whether a name is another but for case, hyphens, underscores and one edit.
 
-
-def _is_similar(name: str, known: str) -> bool:
-    plain, own = name.replace("_", ""), known.replace("_", "")
-    if sorted(plain) == sorted(own):  # letters that changed places, or none
-        return True
-    if len(own) < LEAST:
-        return _is_short_slip(plain, own)
-    if _is_one_edit(plain, own):
-        return True
-    alike = difflib.SequenceMatcher(None, name, known)
-    return len(own) > SHORT and alike.ratio() >= SIMILAR
-
-
-def _is_short_slip(name: str, known: str) -> bool:
-    """Whether a letter of a short name is missing or doubled, or an s follows it."""
-    places = range(len(known))
-    doubled = [known[:i] + known[i] + known[i:] for i in places]
-    missing = [known[:i] + known[i + 1 :] for i in places]
-    return name in (*doubled, known + "s") or (len(name) > 1 and name in missing)
-
-
-def _is_one_edit(name: str, known: str) -> bool:
-    """Whether a letter is missing, too many, or another."""
+    An edit is a letter missing, too many, or another, or letters in another order. Most pairs of
+    short names are one edit apart: there a letter may be missing, doubled, or a last s.
+    """
+    name, known = (each.lower().replace("-", "").replace("_", "") for each in (name, known))
     longer, shorter = (name, known) if len(name) >= len(known) else (known, name)
     at = len(os.path.commonprefix([longer, shorter]))
-    return shorter[at + (len(longer) == len(shorter)) :] == longer[at + 1 :]
+    is_one_off = shorter[at + (len(longer) == len(shorter)) :] == longer[at + 1 :]
+    if len(known) <= SHORT:
+        is_one_off &= len(name) not in (1, len(known)) and {*name} <= {*known, "s"}
+    return is_one_off or sorted(name) == sorted(known)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any, ClassVar, get_args
+from functools import cache, cached_property
+from types import NoneType
+from typing import Any, ClassVar, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 
-from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
 from megaopt.kernels.formats import (
     MASTERS,
@@ -38,21 +38,20 @@ from megaopt.options.checks import (
     same,
     shown,
 )
-from megaopt.options.choices import ExternalWrite, MakesStates, Nonfinite, Rounding, StepCounts
-from megaopt.options.placement import STATE_DEVICE, Placement, placement_of
-
-NONFINITE = get_args(Nonfinite)
-
-EXTERNAL_WRITES = get_args(ExternalWrite)
+from megaopt.options.choices import (
+    Backend,
+    Contract,
+    ExternalWrite,
+    MakesStates,
+    MasterWeights,
+    Nonfinite,
+    Rounding,
+    StepCounts,
+)
+from megaopt.options.placement import STATE_DEVICE, Placement, StateDevice, placement_of
 
 SQUARED = "_sq_dtype"
 """How the options of moments end that are never negative."""
-
-ROUNDINGS = get_args(Rounding)
-
-STEP_COUNTS = get_args(StepCounts)
-
-MAKES_STATES = get_args(MakesStates)
 
 BESIDE = "kahan_beside"
 """Key of groups whose weights have compensations, and in a state dict the weights' dtypes: a
@@ -95,14 +94,133 @@ class Numbers:
         return (lr, *betas, *others, *self.flags)
 
 
+class SharedOptions(TypedDict, total=False):
+    """The options that every optimizer takes, by name.
+
+    Args:
+        dtype: torch.float32 keeps an fp32 master for each weight that is not fp32. None leaves it
+            to master_weights.
+        master_weights: True keeps a master, in master_weight_dtype, for each weight that is not
+            fp32. A list gives the masters, in group order: one tensor for each parameter (None for
+            an fp32 weight), or for each that is not fp32; used as they are, not copied. None or
+            False without dtype: the weights alone are updated. May be assigned after construction.
+        master_weight_dtype: torch.float32, or torch.float16 with a scale per tensor; or the name of
+            a master that lies beside its 16-bit weight: "remainder16" (exact fp32: an int16 beside
+            a bf16 weight, as store_param_remainders keeps it), "remainder8" (an int8: 24 bits
+            beside a bf16 weight, 16 beside an fp8 code), "kahan" (a bf16 beside a bf16 or fp16
+            weight), and the last two rounded stochastically, "remainder8_stochastic" and
+            "kahan_stochastic". Rounded to nearest, these two lose updates below half of their last
+            place (2**-17 and about as much of the weight). A name whose master does not fit a
+            weight is refused.
+        store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not
+            hold: exact, 2 bytes less per weight; weights then round ties away from zero. Needs
+            masters and bf16 weights; fp32 weights may be among them.
+        weight_rounding: "stochastic" rounds bf16, fp16 and fp8 weights so that they are in the mean
+            the values that the rule gave; for weights without masters, fp32 ones may be among them.
+            "nearest" loses updates below half a unit in a weight's last place.
+        seed: of the random bits of what is rounded stochastically, from 0 to 2**64 - 1; in the
+            groups, and saved with them, where there is such. A group's `param_numbers`, one number
+            from 0 to 2**32 - 1 for each parameter, tell parameters apart; without it they are
+            numbered in the order of the groups. Two optimizers with one seed draw the same bits for
+            parameters of the same number: give each its own. docs/numbers.md says what a bit is
+            made of, and what a load takes over.
+        use_decoupled_grad: reads `p.decoupled_grad`, of any of the three dtypes, not `p.grad`.
+        capturable: lr and step become tensors on the parameters' device (fp32 of shape (), int32 of
+            shape (1,)): a step waits for nothing, and a CUDA graph can capture it. Change lr by
+            `group["lr"].fill_`, as torch's schedulers do; the other numbers of a group are as they
+            were at the capture. Needs all parameters on one device.
+        nonfinite: what an infinity or NaN among the gradients does: "propagate" lets it through the
+            arithmetic; "skip" leaves the step out, so that nothing changes, step counts included;
+            "error" raises. "skip" and "error" cost a pass over the gradients, and, without
+            capturable, waiting for it.
+        on_external_write: what a step does about a weight with a master that somebody else wrote
+            (load_state_dict, fill_, clamp_, `p.data = new`) since the last one. "refresh": the
+            elements that are no cast of their master any more set the master, the others keep every
+            bit of it; warns once. "error": raises RuntimeError. "ignore": goes on from the master,
+            which puts the old values back. refresh_masters says which writes are not seen.
+        backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
+        maximize: steps along the gradient, not against it. Not under contract te.
+        foreach: None, True or False, as torch's optimizers take it: how they compute, which is
+            nothing here.
+        differentiable: only False.
+        fused: as foreach.
+    """
+
+    dtype: torch.dtype | None
+    master_weights: MasterWeights
+    master_weight_dtype: torch.dtype | str
+    store_param_remainders: bool
+    weight_rounding: Rounding
+    seed: int
+    use_decoupled_grad: bool
+    capturable: bool
+    nonfinite: Nonfinite
+    on_external_write: ExternalWrite
+    backend: Backend
+    maximize: bool
+    foreach: bool | None
+    differentiable: bool
+    fused: bool | None
+
+
+class StepOptions(SharedOptions, total=False):
+    """The options that FusedAdam, FusedLion and FusedSGD take beside SharedOptions.
+
+    Args:
+        direct_cast: fp8 weights are made of the new fp32 values as they are (True), or of those
+            rounded to the weight's dtype first (False), as bf16 weights that are cast to fp8 are.
+            None: as each weight's recipe says; TransformerEngine's tensors are rounded first.
+        round_scaled_grads: rounds an unscaled gradient, and a clipped one, to its own dtype, as it
+            would be after a pass that writes it back (torch.nn.utils.clip_grad_norm_, say). False
+            keeps fp32. Of fp32 gradients both are the same.
+        write_unscaled_grads: a step that unscales gradients, for a GradScaler, stores them unscaled
+            (not clipped) in the place of the scaled ones, rounded to their dtype, as torch's fused
+            and TransformerEngine's capturable optimizers do. False leaves gradients as they are,
+            and saves writing them.
+        state_device: "cpu" keeps moments and masters in pinned host memory, which the step's launch
+            reads and writes over the bus: the same bits, no copy on the card; {"moments": "cpu"}
+            or {"masters": "cpu"} that part alone, of parameters with n elements or more where the
+            dict has "at_least": n. None: beside the weights. A group may say another. State tensors
+            are then on the CPU, but for scales; before code of yours reads or writes one, wait:
+            torch.cuda.synchronize(). Methods of the optimizer wait by themselves. External masters
+            are pinned tensors (megaopt.state.masters.pinned) where masters are on the CPU. States
+            of weights on the CPU are there anyway. The card has to map host memory, else
+            RuntimeError.
+        step_counts: whose steps an update counts, in bias corrections and random bits. "group": all
+            of the parameter's group, as TransformerEngine counts, so that a parameter that gets its
+            first gradient late starts with the corrections of a late step. "parameter": those that
+            the parameter took itself, as torch counts; state[p]["step"] has them, and state dicts.
+            None: "parameter" under contract torch, else "group".
+    """
+
+    direct_cast: bool | None
+    round_scaled_grads: bool
+    write_unscaled_grads: bool
+    state_device: StateDevice
+    step_counts: StepCounts | None
+
+
+OF_OPTIMIZERS = {
+    "master_weights": None,
+    "use_decoupled_grad": False,
+    "foreach": None,
+    "differentiable": False,
+    "fused": None,
+}
+"""SharedOptions that are no field of Options, with their defaults."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The choices that hold for all groups of an optimizer, as FusedAdam documents them.
+    """The choices that hold for all groups of an optimizer, as SharedOptions documents them.
 
-    A subclass for each optimizer adds its own, among them `<moment>_dtype` for each moment.
+    A subclass for each optimizer adds its own, among them `<moment>_dtype` for each moment. An
+    option whose type is a bool or a Literal may be one of these values.
     """
 
     NUMBERS: ClassVar[Numbers]
+    ARGUMENTS: ClassVar[tuple[str, ...]] = ()
+    """The arguments of the optimizer's constructor beside params."""
     COUNTS_STEPS: ClassVar[bool] = True
     """Another library's optimizer of this kind counts steps; otherwise a state means that it took
     at least one."""
@@ -119,41 +237,23 @@ class Options:
     """States may be in host memory."""
     MATRIX: ClassVar[MatrixRule | None] = None
     """The rule that steps whole matrices; None: every parameter is stepped elementwise."""
-    CHOICES: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "contract": ("ieee",),
-        "backend": ("auto", *BACKENDS),
-        "dtype": (None, torch.float32),
-        "weight_rounding": ROUNDINGS,
-        "nonfinite": NONFINITE,
-        "direct_cast": (None, *FLAGS),
-        "round_scaled_grads": FLAGS,
-        "on_external_write": EXTERNAL_WRITES,
-        "write_unscaled_grads": FLAGS,
-        "store_param_remainders": FLAGS,
-        "capturable": FLAGS,
-        "maximize": FLAGS,
-        "step_counts": (None, *STEP_COUNTS),
-        "makes_states": (None, *MAKES_STATES),
-    }
-    """What each option may be."""
-
     dtype: torch.dtype | None = None
     master_weight_dtype: torch.dtype | str = torch.float32
     store_param_remainders: bool = False
-    weight_rounding: str = "nearest"
+    weight_rounding: Rounding = "nearest"
     seed: int = 0
-    contract: str = "ieee"
-    backend: str = "auto"
+    contract: Contract = "ieee"
+    backend: Backend = "auto"
     capturable: bool = False
-    nonfinite: str = "propagate"
+    nonfinite: Nonfinite = "propagate"
     direct_cast: bool | None = None
     round_scaled_grads: bool = False
-    on_external_write: str = "refresh"
+    on_external_write: ExternalWrite = "refresh"
     write_unscaled_grads: bool = False
     maximize: bool = False
-    state_device: Any = None
-    step_counts: str | None = None
-    makes_states: str | None = None
+    state_device: StateDevice = None
+    step_counts: StepCounts | None = None
+    makes_states: MakesStates | None = None
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
@@ -161,8 +261,10 @@ class Options:
         for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
                 object.__setattr__(self, name, torch.float8_e4m3fn)
-        for name, allowed in self.CHOICES.items():
-            one_of(name, getattr(self, name), allowed)
+        kind: Any = type(self)  # mypy takes no dataclass for hashable
+        for name, choices in choices_of(kind).items():
+            one_of(name, getattr(self, name), choices)
+        one_of("dtype", self.dtype, (None, torch.float32))
         one_of("master_weight_dtype", self.master_weight_dtype, kinds_of_masters())
         for name in moments:
             key = getattr(self, name)
@@ -390,6 +492,25 @@ class Options:
             return NONE
         key = self._master_key
         return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]
+
+
+@cache
+def choices_of(kind: Any) -> dict[str, tuple[Any, ...]]:
+    """What each option may be whose type is a bool or a Literal, or None beside these."""
+    types = get_type_hints(kind)
+    found = {field.name: _choices(types[field.name]) for field in fields(kind)}
+    return {name: choices for name, choices in found.items() if choices}
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    if kind is bool:
+        return FLAGS
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    parts = get_args(kind)
+    if len(parts) != 2 or parts[1] is not NoneType or not (choices := _choices(parts[0])):
+        return ()
+    return (None, *choices)
 
 
 def kinds_of_masters() -> list[torch.dtype | str]:

@@ -30,6 +30,8 @@ class Placement:
 
     moments: bool = False
     masters: bool = False
+    at_least: int = 0
+    """Elements that a parameter has whose state is there."""
 
     def __contains__(self, name: object) -> bool:
         """Whether a state's tensor of this name is there."""
@@ -41,11 +43,16 @@ class Placement:
 
 def placement_of(value: Any, where: str = STATE_DEVICE) -> Placement:
     """What state_device asks for; raises ValueError for what is not allowed."""
-    parts = value if isinstance(value, Mapping) else {"moments": value, "masters": value}
+    parts = dict(value if isinstance(value, Mapping) else {"moments": value, "masters": value})
+    least = parts.pop("at_least", 0)
     known = all(isinstance(each, str) and each in ("moments", "masters") for each in parts)
-    if not known or not all(each is None or _is_cpu(each) for each in parts.values()):
-        refuse(where, "None, 'cpu', or a dict of 'moments' and 'masters' with these", value)
-    return Placement(**{name: each is not None for name, each in parts.items()})
+    is_whole = type(least) is int and least >= 0
+    if not (known and is_whole and all(each is None or _is_cpu(each) for each in parts.values())):
+        refuse(
+            where, "None, 'cpu', or a dict of 'moments' and 'masters' with these, and of "
+            "'at_least' with a whole number >= 0", value,
+        )  # fmt: skip
+    return Placement(**{name: each is not None for name, each in parts.items()}, at_least=least)
 
 
 def taken_from(group: dict[str, Any], options: Any, where: str) -> Placement | None:
@@ -115,7 +122,8 @@ class Homes:
 
     def placement(self, param: torch.Tensor) -> Placement:
         """Which parts of a parameter's state are asked to be in host memory."""
-        return self.groups.get(param, self.default)
+        found = self.groups.get(param, self.default)
+        return found if param.numel() >= found.at_least else Placement()
 
     def of(self, param: torch.Tensor) -> Home | None:
         """None where the state is beside the weight; that of weights on the CPU is on the CPU."""

@@ -13,13 +13,12 @@ import torch
 from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.step.batch import Formats
 from megaopt.options.checks import is_dense, refuse
+from megaopt.options.choices import MasterWeights as MasterWeights
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import check_sharding, local_of
 from megaopt.state.memory import Named, check_memory, check_writable
-
-MasterWeights = bool | list[torch.Tensor | None] | None
 
 
 def check_master_weights(

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 from fake_pinning import FakePinning
-from runs import BF16, FP32, assert_same, params_of, snapshot, train, values
+from runs import BF16, FP32, assert_same, snapshot, train, values
 
 from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
 from megaopt.integration import bitsandbytes, torchao
@@ -56,10 +56,7 @@ def test_the_bits_are_those_of_the_optimizer_that_it_stands_for(kind, options, e
     before = held_bytes()
     found = torchao.CPUOffloadOptimizer(made(), *kind, **options)
     assert type(found) is expected
-    large, *small = params_of(found)
-    assert large.shape == (64, 80)
-    same = expected([{"params": [large.detach().clone().requires_grad_()]}, {"params": [
-        each.detach().clone().requires_grad_() for each in small]}], **options, **more)  # fmt: skip
+    same = expected(made(), **options, **more)
     for each in (found, same):
         train(each, 3)
     assert_same(snapshot(found)["weights"], snapshot(same)["weights"])
@@ -73,50 +70,29 @@ def test_torchaos_classes_are_those_of_this_module():
     assert type(found) is torchao.AdamW8bit
 
 
-@pytest.mark.parametrize(("minimal_size", "parts"), [(0, [3]), (10, [2, 1]), (10**6, [3])])
+@pytest.mark.parametrize(("minimal_size", "parts"), [(0, 3), (4095, 2), (10**6, 0)])
 def test_small_parameters_keep_their_states_on_the_card(minimal_size, parts):
+    """Groups stay whole: state dicts are those of an optimizer without a minimal size."""
     before = held_bytes()
     found = torchao.CPUOffloadOptimizer(iter(made()), minimal_size=minimal_size)
-    assert [len(group["params"]) for group in found.param_groups] == parts
+    (group,) = found.param_groups
     train(found, 1)
-    assert (held_bytes() > before) is (minimal_size < 10**6)
-
-
-def test_what_a_group_says_of_each_parameter_goes_with_it():
-    params = made()
-    group = {"params": params, "param_numbers": list(range(7, 7 + len(params)))}
-    named = {**group, "param_names": [f"p{i}" for i in range(len(params))]}
-    for given in (group, named):
-        optimizer = torchao.CPUOffloadOptimizer([given], torchao.AdamW8bit)
-        assert len(optimizer.param_groups) == 2
-        for own in optimizer.param_groups:
-            places = [next(i for i, p in enumerate(params) if p is each) for each in own["params"]]
-            assert own["param_numbers"] == [7 + place for place in places]
-            if given is named:
-                assert own["param_names"] == [f"p{place}" for place in places]
-    assert group["params"] is params
-
-
-@pytest.mark.parametrize("numbers", [[7], list(range(20)), "abc", [-1] * 20])
-def test_param_numbers_that_do_not_fit_are_refused(numbers):
-    with pytest.raises(ValueError, match="param_numbers must be a list of"):
-        torchao.CPUOffloadOptimizer(
-            [{"params": made(), "param_numbers": numbers}], torchao.AdamW8bit
-        )
-    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
-        torchao.CPUOffloadOptimizer([{"params": [*made(), "x"]}], torchao.AdamW8bit)
+    homes = [found._homes.of(param) is not None for param in group["params"]]
+    assert homes == [param.numel() >= minimal_size for param in group["params"]]
+    assert sum(homes) == parts
+    assert (held_bytes() > before) is (parts > 0)
 
 
 def test_groups_keep_their_numbers():
     first, *others = made()
     groups = [{"params": [first], "lr": 0.5}, {"params": others, "weight_decay": 0.25}]
     found = torchao.CPUOffloadOptimizer(groups, lr=0.1).param_groups
-    assert [group["lr"] for group in found] == [0.5, 0.1, 0.1]
-    assert [group["weight_decay"] for group in found] == [0.01, 0.25, 0.25]
+    assert [group["lr"] for group in found] == [0.5, 0.1]
+    assert [group["weight_decay"] for group in found] == [0.01, 0.25]
 
 
 REFUSED = [
-    ({"offload_gradients": True}, r"offload_gradients must be False \(megaopt.release_gradients f"),
+    ({"offload_gradients": True}, "offload_gradients must be False, got True"),
     ({"minimal_size": -1}, "minimal_size must be a whole number >= 0, got -1"),
     ({"minimal_size": True}, "minimal_size must be a whole number >= 0, got True"),
     ({"optimizer_class": torch.optim.RMSprop}, "optimizer_class must be torch.optim.AdamW, Adam"),

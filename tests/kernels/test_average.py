@@ -20,10 +20,10 @@ from step_cases import (
     triton_step,
 )
 
-from megaopt.checks import NOT_NEGATIVE
 from megaopt.kernels.rules import EMA, RULES
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options import Numbers, Options
+from megaopt.options.checks import NOT_NEGATIVE
 
 OWN = {**GROUP, "ema_decay": 0.9}
 MASTERS = "bfloat16-bfloat16-float32-float32-float32"

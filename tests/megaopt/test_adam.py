@@ -1,5 +1,6 @@
 """The request's code, word for word, and what construction promises."""
 
+import dataclasses
 import inspect
 from itertools import chain
 
@@ -8,19 +9,17 @@ import torch
 from bits import assert_same_bits
 from runs import BF16, FORMATS, FP32, assert_same, assert_same_run, parameters, train
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
+from megaopt.options.options import OF_OPTIMIZERS, Options, SharedOptions, StepOptions
 
 FACE = """def FusedAdam(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
-    amsgrad=False, *, dtype=None, master_weights=None, master_weight_dtype=torch.float32,
-    exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, store_param_remainders=False,
-    weight_rounding="nearest",
-    seed=0,
-    bias_correction=True, adam_w_mode=True, use_decoupled_grad=False, capturable=False,
-    nonfinite="propagate", direct_cast=None, round_scaled_grads=False,
-    on_external_write="refresh", write_unscaled_grads=False, state_device=None,
-    step_counts=None, makes_states=None,
-    contract="ieee", backend="auto", maximize=False, foreach=None, differentiable=False,
-    fused=None, **unknown): pass"""
+    amsgrad=False, *, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
+    bias_correction=True, adam_w_mode=True, makes_states=None, contract="ieee", dtype=None,
+    master_weights=None, master_weight_dtype=torch.float32, store_param_remainders=False,
+    weight_rounding="nearest", seed=0, use_decoupled_grad=False, capturable=False,
+    nonfinite="propagate", on_external_write="refresh", backend="auto", maximize=False,
+    foreach=None, differentiable=False, fused=None, direct_cast=None, round_scaled_grads=False,
+    write_unscaled_grads=False, state_device=None, step_counts=None): pass"""
 
 
 def mixed_model():
@@ -192,6 +191,46 @@ def test_the_constructor_has_the_face_of_the_design():
         for face in (names["FusedAdam"], FusedAdam)
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLion, FusedSGD, GaLoreAdamW])
+def test_help_and_signature_name_every_option(kind):
+    """Those that all optimizers share, too, each with the default that a call without it has."""
+    shown = inspect.getdoc(kind)
+    own = shown[shown.index("Args:") : shown.index("Raises:")]
+    found = inspect.signature(kind).parameters
+    plain = kind([torch.nn.Parameter(torch.ones(2))])
+    for name, argument in found.items():
+        assert f"\n    {name}: " in own, name
+        given = {} if name in ("params", "betas") else {name: argument.default}
+        assert kind([torch.nn.Parameter(torch.ones(2))], **given).options == plain.options, name
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_class_of_ones_own_has_its_own_signature():
+    class Own(FusedAdam):
+        def __init__(self, params, rate):
+            super().__init__(params, rate)
+
+    assert [*inspect.signature(Own).parameters] == ["params", "rate"]
+
+
+@pytest.mark.parametrize("shared", [SharedOptions, StepOptions])
+def test_shared_options_are_those_that_are_checked(shared):
+    names = [*shared.__annotations__]
+    assert {*names} <= {field.name for field in dataclasses.fields(Options)} | {*OF_OPTIMIZERS}
+    assert all(f"\n        {name}: " in (SharedOptions.__doc__ + shared.__doc__) for name in names)
+
+
+def test_galores_optimizer_refuses_what_it_does_not_take():
+    with pytest.raises(TypeError, match=r"argument .direct_cast. must be one of lr, .*, got True"):
+        GaLoreAdamW(parameters([(3,)]), direct_cast=True)
+
+
+def test_positional_arguments_are_those_of_torchs_adamw():
+    count = len(["params", "lr", "betas", "eps", "weight_decay", "amsgrad"])
+    theirs = [*inspect.signature(torch.optim.AdamW).parameters][:count]
+    assert [*inspect.signature(FusedAdam).parameters][:count] == theirs
 
 
 def test_an_inert_step_leaves_every_weight():

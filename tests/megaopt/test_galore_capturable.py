@@ -16,7 +16,7 @@ from runs import (
     values,
 )
 
-from megaopt import GaLoreAdamW, galore_checks
+from megaopt import GaLoreAdamW, galore
 from megaopt.kernels.matrix import kernel
 from megaopt.kernels.step import preparation, table
 from megaopt.step import capture, stepper
@@ -200,7 +200,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (capture, galore_checks, stepper, table, preparation):
+        for module in (capture, galore, stepper, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

@@ -91,7 +91,7 @@ REFUSED = {
     "maximize": (FusedLion, {"maximize": None}, "maximize must be one of True, False, got None"),
     "betas": (FusedLion, {"betas": (0.9,)}, r"group 0: betas must be two numbers, got \(0.9,\)"),
     "beta": (FusedLion, {"betas": (0.9, 1.0)}, r"group 0: betas\[1\] must be a number >= 0 and < "),
-    "eps": (FusedLion, {"eps": 1e-8}, "argument 'eps' must be one of those that megaopt.FusedLion"),
+    "eps": (FusedLion, {"eps": 1e-8}, "argument .eps. must be one of lr, betas, weight_decay"),
     "momentum": (FusedSGD, {"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),
     "dampening": (FusedSGD, {"dampening": 2}, "dampening must be a number >= 0 and <= 1, got 2"),
     "nesterov": (FusedSGD, {"nesterov": True}, "nesterov must be False without momentum or with"),

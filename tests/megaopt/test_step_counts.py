@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megaopt import FusedAdam, FusedSGD, release_gradients
+from megaopt import FusedAdam, FusedLion, FusedSGD, release_gradients
 
 LRS = (1e-2, 3e-3)
 HAS_GRADIENT = ("110", "110", "010", "111", "001", "111", "101")
@@ -73,6 +73,7 @@ CASES = {
     ),
     "scaled": (FusedAdam, torch.float32, {"exp_avg_dtype": torch.float16}),
     "drawn": (FusedAdam, torch.bfloat16, {"weight_rounding": "stochastic", "seed": 5}),
+    "lion": (FusedLion, torch.bfloat16, {"weight_rounding": "stochastic", "seed": 5}),
     "sgd": (FusedSGD, torch.float32, {"momentum": 0.9, "dampening": 0.5}),
 }  # fmt: skip
 

@@ -50,9 +50,9 @@ def test_torchs_options_with_an_effect_are_refused(options, message):
 
 
 UNKNOWN = {
-    "learning_rate": r"argument 'learning_rate' must be one of .*, got 0.5; lr is meant$",
-    "wieght_decay": r"argument 'wieght_decay' must be one of .*; weight_decay is meant$",
-    "momentum": r"argument 'momentum' must be one of those that megaopt.FusedAdam documents, got 0",
+    "learning_rate": r"argument 'learning_rate' must be one of lr, betas, eps, .*, got 0.5$",
+    "wieght_decay": r"argument 'wieght_decay' must be one of lr, .*, weight_decay, .*, got 0.5$",
+    "direct_casts": r"argument 'direct_casts' must be one of lr, .*, direct_cast, .*, got 0.5$",
 }
 
 
@@ -67,7 +67,7 @@ MISTAKES = {
     "LR": "lr",
     "weightdecay": "weight_decay",
     "wieght_decay": "weight_decay",
-    "weight_decys": "weight_decay",
+    "weight_decy": "weight_decay",
     "epsilon": "eps",
     "beta": "betas",
     "beta1": "betas",

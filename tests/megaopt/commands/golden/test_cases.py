@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from megaopt.kernels.formats import (
     FormatTable,
 )
 from megaopt.kernels.rules import RULES
-from megaopt.options.options import NONFINITE, ROUNDINGS
+from megaopt.options.choices import Nonfinite, Rounding
 
 EVERY = [case for cases in CASES.values() for case in cases]
 MASTER_NAMES = {
@@ -61,7 +62,7 @@ WANTED = {
     ),
     "moment": (lambda: MOMENTS.allowed, lambda: {each for case in PLAIN for each in moments(case)}),
     "rounding of weights": (
-        lambda: itertools.product(ROUNDINGS, STOCHASTIC_WEIGHTS.allowed),
+        lambda: itertools.product(get_args(Rounding), STOCHASTIC_WEIGHTS.allowed),
         lambda: {(case.options.get("weight_rounding", "nearest"), case.weight) for case in PLAIN},
     ),
     "scaling and dtype of fp8 weights": (
@@ -78,7 +79,7 @@ WANTED = {
     ),
     "nonfinite": (
         # what raises leaves nothing to hash
-        lambda: [policy for policy in NONFINITE if policy != "error"],
+        lambda: [policy for policy in get_args(Nonfinite) if policy != "error"],
         lambda: {case.options.get("nonfinite", "propagate") for case in EVERY},
     ),
     "variation": (lambda: VARIATIONS, lambda: {name for case in EVERY for name in case.parts[5:]}),

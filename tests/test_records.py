@@ -218,7 +218,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("heading", "name", "column", "figures"), CASES, ids=lambda each: str(each)
+    ("heading", "name", "column", "figures"), CASES, ids=[name for _, name, _, _ in CASES]
 )
 def test_the_tables_of_cases_are_the_records(heading, name, column, figures):
     found, rows = cases(name), rows_of(PAGE, heading)

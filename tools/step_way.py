@@ -4,7 +4,7 @@
     python tools/step_way.py --list     # and the functions
 
 Counted by sys.setprofile in the fifth step, of the reference backend, with new gradients. What
-twins compute, below a plan's `step` and `accumulate`, does not count, nor do comprehensions and
+twins compute, below what a plan or a matrix rule computes, does not count, nor do comprehensions and
 functions outside the package. A switch is a call from a function in one file to one in another.
 """
 
@@ -22,7 +22,7 @@ from megaopt.float8 import RECIPES, Float8Weight
 ROOTS = [Path(megaopt.__file__).parent.resolve()]
 ROOTS += [Path(sys.modules["megaopt.kernels"].__path__[0]).resolve()]
 SHAPES = [(16, 32), (32,), (8, 16)]
-TWINS = ("step", "accumulate", "refreshed", "says", "cast")
+TWINS = ("step", "accumulate", "renew", "cast")
 """Methods of plans that compute."""
 
 

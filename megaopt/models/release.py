@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from megaopt.models.side_stream import SideStream
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import refuse, shown
-from megaopt.options.groups import given_numbers
 from megaopt.params import view_of
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import Named, check_memory
+from megaopt.state.numbers import given_numbers
 from megaopt.state.owned import Owned, owned_of
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import written_tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,17 +50,6 @@ def new_group(param_group: Any) -> dict[str, Any]:
     if not isinstance(param_group, dict) or "params" not in param_group:
         raise TypeError(f"param_group must be a dict with 'params', got {shown(param_group)}")
     return {**param_group, "params": entries_of("params", param_group["params"])}
-
-
-def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Each group's param_numbers, None where it has none, in lists that no group can edit."""
-    given = [group.get("param_numbers") for group in groups]
-    return [list(each) if isinstance(each, (list, tuple)) else each for each in given]
-
-
-def shaping_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """What of each group that has a rank decides the shapes of states, None included."""
-    return [(group["rank"], group.get("proj_type")) for group in groups if "rank" in group]
 
 
 def _check_duplicates(params: list[torch.Tensor], where: str) -> None:

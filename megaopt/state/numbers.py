@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megaopt.kernels.rules import Rule
 from megaopt.options.checks import LAST_STEP
-from megaopt.options.groups import given_numbers
 from megaopt.options.options import Options
 
 FIXED = (float, int, bool, str, type(None))
@@ -68,3 +67,14 @@ def _is_fixed(value: Any) -> bool:
     if type(value) is tuple:
         return all(type(each) in FIXED for each in value)
     return type(value) in FIXED
+
+
+def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Each group's param_numbers, None where it has none, in lists that no group can edit."""
+    given = [group.get("param_numbers") for group in groups]
+    return [list(each) if isinstance(each, (list, tuple)) else each for each in given]
+
+
+def shaping_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """What of each group that has a rank decides the shapes of states, None included."""
+    return [(group["rank"], group.get("proj_type")) for group in groups if "rank" in group]

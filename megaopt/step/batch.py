@@ -12,8 +12,8 @@ import torch
 
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.options.groups import given_numbers, shaping_numbers
 from megaopt.state import native
+from megaopt.state.numbers import given_numbers, shaping_numbers
 from megaopt.state.ownership import Versions
 from megaopt.state.watch import Grads, Guards, Seen, Watch, is_worth_building, same_objects
 from megaopt.step.counts import StepRows

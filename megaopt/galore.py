@@ -90,7 +90,7 @@ class GaLoreOptions(Options):
 
     def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
         """The plan of the kernel."""
-        kernel = self.kernel
+        kernel: str = self.kernel
         if kernel == "auto":
             is_launched = backend == "triton" and not formats.master.scaled
             kernel = AUTO[self.precision] if is_launched else "torch"

@@ -3,9 +3,9 @@
     python tools/step_way.py            # a line for each kind of step
     python tools/step_way.py --list     # and the functions
 
-Counted by sys.setprofile in the fifth step, of the reference backend, with new gradients. What
-twins compute, below what a plan or a matrix rule computes, does not count, nor do comprehensions and
-functions outside the package. A switch is a call from a function in one file to one in another.
+Counted by sys.setprofile in the fifth step, of the reference backend, with new gradients. What a
+twin calls to compute does not count, nor do comprehensions and functions outside the package. A
+switch is a call from a function in one file to one in another.
 """
 
 import os

@@ -191,7 +191,7 @@ class Choices:
             )
         if getattr(config, "optimizer_cuda_graph", False):
             check_graph(config, model_chunks)
-        options = self._options()
+        options, moments = self._options(), tuple(each.name for each in MOMENTS)
         for chunk in model_chunks:
             if chunk.ddp_config.use_megatron_fsdp:
                 raise ValueError(
@@ -199,7 +199,7 @@ class Choices:
                 )
             for name, param in chunk.named_parameters():
                 check_parameter(name, param, config.reuse_grad_buf_for_mxfp8_param_ag)
-                view_of(param).check(f"parameter {name!r}", options, MOMENTS, masters=True)
+                view_of(param).check(f"parameter {name!r}", options, moments, masters=True)
 
 
 def _given(value: torch.dtype | str | None, otherwise: torch.dtype) -> torch.dtype | str:

@@ -157,7 +157,7 @@ FLOAT8_E4M3_STOCHASTIC = Format(
 
 def _pair(name: str, encode: Any, reference: Any, draws: bool) -> Format:
     functions = (decode_pair, encode, decode_pair_reference, reference)
-    rest = {"joined": True, "requires_weight": torch.float8_e4m3fn, "draws": draws}
+    rest: dict[str, Any] = {"joined": True, "requires_weight": torch.float8_e4m3fn, "draws": draws}
     return Format(f"remainder8_float8_e4m3{name}", torch.int8, tl.int8, *functions, **rest)
 
 

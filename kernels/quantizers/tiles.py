@@ -107,7 +107,8 @@ def tile_of(column, tiles_ptr, tiles):
 
 @helper
 def with_pointers(tile, column, FORMATS: tl.constexpr):
-    return Tile(*tile, amax_pointer(column), scale_inv_pointer(column, FORMATS))
+    amax_ptr, inv_ptr = amax_pointer(column), scale_inv_pointer(column, FORMATS)
+    return Tile(*tile, amax_ptr, inv_ptr)  # type: ignore[call-arg]
 
 
 @helper

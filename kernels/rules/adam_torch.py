@@ -28,7 +28,7 @@ from megaopt.kernels.rules.adam_numbers import (
     WEIGHT_DECAY,
     hyper,
 )
-from megaopt.kernels.rules.base import Rule, round_row
+from megaopt.kernels.rules.base import Moment, Rule, round_row
 from megaopt.kernels.rules.loading import number
 
 Moments = tuple[torch.Tensor, ...]
@@ -288,7 +288,7 @@ def adam_reference(
     return updated_reference(param, moments, grad, row)
 
 
-def rule(name: str, moments: tuple[str, ...], update: Any, reference: Any, **more: Any) -> Rule:
+def rule(name: str, moments: tuple[Moment, ...], update: Any, reference: Any, **more: Any) -> Rule:
     """Torch's kernel for one update."""
     row = (scalars, 7, hyper, prepare)
     unscaling = {"unscale": unscale, "unscale_reference": unscale_reference}

@@ -168,6 +168,7 @@ class Watch:
         found = []
         for guards in self.batches:
             states: list[Any] = [self.states[place] for place in guards.positions]
+            own: list[list[Any]]
             own = [[of[place] for place in guards.positions] for of in (grads, self.params)]
             own += [[state.get(name) for state in states] for name in guards.names]
             if not fit(guards, own):

@@ -250,7 +250,7 @@ def meeting_of(
 
 def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
     """What ranks must have alike of a parameter; own: its formats, if it has a gradient."""
-    kept = own and (own.master.name, *(each.name for each in own.moments), own.low_rank)
+    kept = own and (own.master.name, *(each.name for each in own.moments), own.matrix)
     weight = None if view.weight is None else (view.weight.recipe, view.weight.dtype)
     return view.whole_shape, view.param.dtype, view.sharding, weight, kept
 

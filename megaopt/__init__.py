@@ -45,7 +45,7 @@ HOMES = {
     "set_fp32_model_state_dict": "megaopt.models.fp32",
     "to_float8": "megaopt.float8",
 }
-MODULES = {"checkpoint": "megaopt.commands.checkpoint"}
+MODULES = {"checkpoint": "megaopt.saving.checkpoint"}
 """Modules that docs/api.md has whole."""
 
 

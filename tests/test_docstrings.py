@@ -69,5 +69,5 @@ def test_a_name_that_is_gone_is_seen(tmp_path: Path) -> None:
     (tmp_path / "kernels" / "table.py").write_text("def to_device():\n    pass\n")
     code = 'def f(here):\n    """`here`, and what `to_device` makes of `gone()`."""\n'
     (tmp_path / "megaopt" / "groups.py").write_text(code)
-    found = ["megaopt/options/groups.py:2: to_device", "megaopt/options/groups.py:2: gone"]
+    found = ["megaopt/groups.py:2: to_device", "megaopt/groups.py:2: gone"]
     assert unknown_names(tmp_path) == found

@@ -84,10 +84,18 @@ def test_a_circle_is_found_and_types_make_none(tool, copy):
     assert tool.faults(copy) == ["circle: megaopt.one, megaopt.two"]
 
 
+def test_a_circle_of_folders_is_found(tool, copy):
+    with (copy / "megaopt/options/checks.py").open("a") as file:
+        file.write("\nimport megaopt.saving.formats\n")
+    (copy / "megaopt/saving/formats.py").write_text("import megaopt.options.names\n")
+    (copy / "megaopt/options/names.py").write_text("")
+    assert any("circle of folders" in fault for fault in tool.faults(copy))
+
+
 def test_another_drawing_is_found(tool, copy):
     page = copy / tool.PAGE
     text = page.read_text()
-    arrow = "    megaopt --> megaopt.float8\n"
+    arrow = "    megaopt --> megaopt.saving\n"
     assert arrow in text
     page.write_text(text.replace(arrow, ""))
     (fault,) = tool.faults(copy)

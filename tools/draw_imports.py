@@ -4,11 +4,11 @@
     python tools/draw_imports.py --write    # puts it into docs/design.md
     python tools/draw_imports.py --check    # exit status 1 and the reasons where something is wrong
 
-What is wrong: the drawing in docs/design.md is another; modules import each other in a circle; an
-arrow goes against integration, commands -> megaopt -> kernels; a module outside megaopt/params asks
-of what class a parameter is. Imports are read from the source,
-those within functions too; those under TYPE_CHECKING are not made when the code runs and do not
-count. An import of a module also runs its packages' __init__.py: that is no arrow.
+What is wrong: the drawing in docs/design.md is another; modules, or the library's folders, import
+each other in a circle; an arrow goes against integration, commands -> megaopt -> kernels; a module
+outside megaopt/params asks of what class a parameter is. Imports are read from the
+source, those within functions too; those under TYPE_CHECKING are not made when the code runs and do
+not count. An import of a module also runs its packages' __init__.py: that is no arrow.
 """
 
 import ast
@@ -105,6 +105,13 @@ def circles(graph: networkx.DiGraph) -> list[list[str]]:
     return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
+def folder_circles(graph: networkx.DiGraph, modules: dict[str, Path]) -> list[list[str]]:
+    """Return the same of the library's folders; what their __init__.py imports does not count."""
+    own = [m for m, path in modules.items() if part_of(m) == "megaopt" and path.stem != "__init__"]
+    pairs = {(a.rpartition(".")[0], b.rpartition(".")[0]) for a, b in graph.subgraph(own).edges}
+    return circles(networkx.DiGraph(pair for pair in pairs if pair[0] != pair[1]))
+
+
 def against_the_order(graph: networkx.DiGraph) -> list[str]:
     """Return the arrows that ALLOWED does not have."""
     return sorted(
@@ -168,6 +175,7 @@ def faults(root: Path) -> list[str]:
     graph = arrows(modules)
     found = [f"against the order: {arrow}" for arrow in against_the_order(graph)]
     found += [f"circle: {', '.join(circle)}" for circle in circles(graph)]
+    found += [f"circle of folders: {', '.join(each)}" for each in folder_circles(graph, modules)]
     found += [f"asks for a parameter's kind: {place}" for place in kinds_asked_for(modules)]
     page = (root / PAGE).read_text(encoding="utf-8")
     if BEGIN not in page or END not in page:

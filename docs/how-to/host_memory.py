@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megaopt import FusedAdam, release_gradients
-from megaopt.commands import checkpoint
+from megaopt.saving import checkpoint
 
 STEPS, SAVED, BATCH = 6, 3, 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

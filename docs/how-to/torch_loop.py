@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megaopt import FusedAdam
-from megaopt.commands import checkpoint
+from megaopt.saving import checkpoint
 
 STEPS, WARMUP, BATCH = 6, 3, 8
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}

@@ -2,7 +2,7 @@ import torch
 from how_to import everything
 from runs import assert_same
 
-from megaopt.commands import checkpoint
+from megaopt.saving import checkpoint
 
 
 def test_the_run_has_the_bits_of_a_plain_loop(how_to, straight):

@@ -13,7 +13,7 @@ from bits import bits
 from checkpoints import example, flipped, full_disk, is_refused
 from runs import assert_same
 
-from megaopt.commands import checkpoint
+from megaopt.saving import checkpoint
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import stat
 import pytest
 from checkpoints import full_disk
 
-from megaopt.commands.files import replacing, write_json
+from megaopt.saving.files import replacing, write_json
 
 
 def write(path, content=b"new"):

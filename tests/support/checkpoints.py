@@ -6,7 +6,7 @@ import resource
 import torch
 from runs import assert_same
 
-from megaopt.commands import checkpoint
+from megaopt.saving import checkpoint
 
 INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megaopt.commands import checkpoint
+from megaopt.saving import checkpoint
 
 ELEMENTS = 1 << 18
 

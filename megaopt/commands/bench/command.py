@@ -23,11 +23,11 @@ from megaopt.commands.bench.report import print_table, record_of, table_of
 from megaopt.commands.bench.results import Result
 from megaopt.commands.bench.sets import HOST
 from megaopt.commands.console import make_console
-from megaopt.commands.files import write_json
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import Source, describe_source, portable
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
+from megaopt.saving.files import write_json
 
 __all__ = ["main", "why_not"]
 

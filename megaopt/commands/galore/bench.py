@@ -24,7 +24,6 @@ from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.report import print_table
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console
-from megaopt.commands.files import write_json
 from megaopt.commands.galore.cases import (
     Result,
     operations,
@@ -38,6 +37,7 @@ from megaopt.commands.source import describe_source, portable
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.matrix.products import BF16, IEEE, product
+from megaopt.saving.files import write_json
 
 __all__ = ["main", "run"]
 

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from megaopt.commands.config import read_config
 from megaopt.commands.console import make_console, step_progress
-from megaopt.commands.files import write_json
 from megaopt.commands.regression.lockstep import Regression, Trial
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import draw_losses
@@ -21,6 +20,7 @@ from megaopt.commands.toml_tables import read_toml
 from megaopt.commands.training.determinism import choose_device, deterministic
 from megaopt.commands.training.limits import require_room
 from megaopt.commands.training.text import batches_of, load_corpus
+from megaopt.saving.files import write_json
 
 
 def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megaopt.commands import checkpoint
 from megaopt.commands.bits import Snapshot, pack, unpack
 from megaopt.commands.config import ConfigError, RunConfig, Variant
 from megaopt.commands.regression.outputs import about_file
 from megaopt.commands.training.trainer import Trainer
+from megaopt.saving import checkpoint
 
 
 def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:

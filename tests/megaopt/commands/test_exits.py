@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from megaopt.commands import cli, doctor, exits
-from megaopt.commands.checkpoint import CheckpointError
 from megaopt.commands.regression.processes import RankError
 from megaopt.commands.regression.single import ResumeError
 from megaopt.commands.source import SourceError
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.text import CorpusError
+from megaopt.saving.checkpoint import CheckpointError
 
 HINT = "(please report it; MEGAOPT_DEBUG=1 shows the traceback)"
 

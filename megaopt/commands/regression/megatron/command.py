@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from megaopt.commands.console import make_console
-from megaopt.commands.files import write_json
 from megaopt.commands.regression.megatron.config import MegatronRun, read_megatron_run
 from megaopt.commands.regression.megatron.picture import draw_times
 from megaopt.commands.regression.megatron.plan import Trial
@@ -22,6 +21,7 @@ from megaopt.commands.regression.picture import draw_losses
 from megaopt.commands.source import Source, describe_source
 from megaopt.commands.training.determinism import choose_device
 from megaopt.commands.training.text import Corpus, load_corpus
+from megaopt.saving.files import write_json
 
 FAILED = 2
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))

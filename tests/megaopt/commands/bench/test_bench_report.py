@@ -22,7 +22,7 @@ from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.report import print_table, record_of, table_of
 from megaopt.commands.bench.results import Ratio, Result, ratios
 from megaopt.commands.bench.sets import HOST, SETS
-from megaopt.commands.files import write_json
+from megaopt.saving.files import write_json
 
 FIGURES = Figures(
     tensors=1,

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from megaopt.commands.checkpoint import CheckpointError
 from megaopt.commands.config import ConfigError, read_config
 from megaopt.commands.regression.compare import find_mismatch
 from megaopt.commands.regression.resume import load_result, load_trainer, save_trainer
@@ -9,6 +8,7 @@ from megaopt.commands.regression.single import train
 from megaopt.commands.regression.variants import build_trainer
 from megaopt.commands.training.determinism import deterministic
 from megaopt.commands.training.text import batches_of, load_corpus
+from megaopt.saving.checkpoint import CheckpointError
 
 CPU = torch.device("cpu")
 REFERENCE = ("unfused", {"backend": "reference"})

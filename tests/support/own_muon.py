@@ -16,7 +16,7 @@ from megaopt.kernels.matrix.products import product
 from megaopt.kernels.matrix.rule import SAME, WHOLE, MatrixRule, Transform
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.base import round_row
+from megaopt.kernels.rules.base import Moment, round_row
 from megaopt.kernels.rules.loading import number
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import DECAY, NOT_NEGATIVE
@@ -88,7 +88,7 @@ def plain_reference(param, moments, grad, scalars):
     return apply_reference(param, (), found, scalars)[0], after
 
 
-BUFFER = ("momentum_buffer",)
+BUFFER = (Moment("momentum_buffer"),)
 ROW = (scalars, 4, hyper, prepare)
 DIRECTION = Rule(
     "muon_direction", "ieee", BUFFER, *ROW, direction, direction_reference, reads_param=False

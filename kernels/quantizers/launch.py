@@ -28,12 +28,14 @@ from megaopt.kernels.step.spec import Spec
 from megaopt.kernels.step.table import Chunks, DeviceTable, Geometry, to_device
 
 
-class CastPlan(TritonPlan):
-    """As TritonPlan; `step`, then the ranks put amaxes together, then `cast`.
+class CastPlan:
+    """A TritonPlan steps; then the ranks put amaxes together, then `cast`.
 
     Formats.store says what the step stores of weights, and what is left to `cast`. `extents` says
     what each tensor holds of its weight.
     """
+
+    many_calls = False
 
     def __init__(
         self,
@@ -45,14 +47,18 @@ class CastPlan(TritonPlan):
         extents: Sequence[Extent],
         places: Sequence[Place] | None = None,
     ) -> None:
-        super().__init__(formats, rule, numels, groups, device, None, places)
         assert formats.cast is not None
+        self.formats, self.rule, self.stale = formats, rule, True
+        self._steps = TritonPlan(formats, rule, numels, groups, device, None, places)
+        self.addresses = self._steps.addresses
+        self.accumulate, self.ready = self._steps.accumulate, self._steps.ready
         self.recipe, self.extents = formats.cast.recipe, extents
         self.in_blocks = self.recipe.block is not None
         self.shared = any(extent.shared for extent in extents)
-        self._rows[table_rows.WEIGHT_ROWS.value] = [extent.rows for extent in extents]
-        self._rows[table_rows.WEIGHT_COLUMNS.value] = [extent.columns for extent in extents]
-        self._rows[table_rows.WEIGHT_START.value] = [extent.start for extent in extents]
+        rows = self._steps.rows
+        rows[table_rows.WEIGHT_ROWS.value] = [extent.rows for extent in extents]
+        rows[table_rows.WEIGHT_COLUMNS.value] = [extent.columns for extent in extents]
+        rows[table_rows.WEIGHT_START.value] = [extent.start for extent in extents]
         self._tiles = torch.empty(3, 0, dtype=torch.int32, device=device)
         if self.in_blocks:
             self._tiles = to_device(tile_table(numels, extents), device)
@@ -70,14 +76,14 @@ class CastPlan(TritonPlan):
 
     def look(self, buffers: Buffers) -> None:
         """Notes where the buffers lie, those too that come after the step."""
-        super().look(buffers)
+        self._steps.look(buffers)
         for slots, table in self._tables.items():
             if slots[0] in buffers:
                 self._uploaded[slots] = table.update(self._rows_of(slots, buffers))
         if self.in_blocks:
             strides = [scale_inv.stride(0) for scale_inv in buffers["weight_scale_inv"]]
-            row = self._rows[table_rows.WEIGHT_SCALE_STRIDE.value]
-            self.stale = self.stale or row.tolist() != strides
+            row = self._steps.rows[table_rows.WEIGHT_SCALE_STRIDE.value]
+            self._steps.stale = self._steps.stale or row.tolist() != strides
             row[:] = strides
 
     def _rows_of(self, slots: Sequence[str], buffers: Buffers) -> numpy.ndarray:
@@ -95,18 +101,25 @@ class CastPlan(TritonPlan):
         controls: torch.Tensor | None = None,
     ) -> None:
         """As TritonPlan.step; raises the buffers of amaxes, and casts what it can."""
-        self._controls, scalars = controls, self.on_device(scalars)
+        self._controls, scalars = controls, self._steps.on_device(scalars)
         self._step_scalars = scalars
         if self.fills:
             self._fill()
         store = self.formats.store
         if store.tile is None:
-            super().step(scalars, controls)
+            self._steps.step(scalars, controls)
         else:
             tiles = self._tiles.shape[1]
             spec = Spec(self.formats, self.rule, controls is not None)
             options = {"SPEC": spec, "SHARDED": self.shared, **store.tile_options}
-            arguments = (self.table(), self._tiles, scalars, controls, len(self.extents), tiles)
+            arguments = (
+                self._steps.table(),
+                self._tiles,
+                scalars,
+                controls,
+                len(self.extents),
+                tiles,
+            )
             if tiles:
                 call(tile_kernel, tiles, (*arguments, scalars.shape[1]), options)
         if store.left is Left.ALL:
@@ -131,14 +144,19 @@ class CastPlan(TritonPlan):
 
     def _fill(self) -> None:
         """Before a step of values that last for it: these are made of codes."""
-        count, table, tiles = len(self.extents), self.table(), self._tiles.shape[1]
+        count, table, tiles = len(self.extents), self._steps.table(), self._tiles.shape[1]
         if self.in_blocks and tiles:
             own: dict[str, object] = {"FORMATS": self.formats, **CAST_TILES}
             call(values_tiles_kernel, tiles, (table, self._tiles, count, tiles), own)
-        elif not self.in_blocks and self._chunks.count:
-            own = {"FORMATS": self.formats, "ITERATIONS": self.geometry.iterations}
-            arguments = (table, self._chunks.table, count)
-            call(values_kernel, self._chunks.count, arguments, {**own, **dealt_out(self.geometry)})
+        elif not self.in_blocks and self._steps.chunks.count:
+            own = {"FORMATS": self.formats, "ITERATIONS": self._steps.geometry.iterations}
+            arguments = (table, self._steps.chunks.table, count)
+            call(
+                values_kernel,
+                self._steps.chunks.count,
+                arguments,
+                {**own, **dealt_out(self._steps.geometry)},
+            )
 
     def _pass_over_masters(self, only_amax: bool) -> None:
         options: dict[str, object] = {"ONLY_AMAX": only_amax, "RULE": self.rule}
@@ -149,9 +167,12 @@ class CastPlan(TritonPlan):
             arguments = (self._tiles, self._controls, scalars, count, tiles, scalars.shape[1])
             self._launch(cast_tiles_kernel, tiles, arguments, options)
         else:
-            options |= {"ITERATIONS": self.geometry.iterations, **dealt_out(self.geometry)}
-            arguments = (self._chunks.table, self._controls, scalars, count, scalars.shape[1])
-            self._launch(cast_kernel, self._chunks.count, arguments, options)
+            options |= {
+                "ITERATIONS": self._steps.geometry.iterations,
+                **dealt_out(self._steps.geometry),
+            }
+            arguments = (self._steps.chunks.table, self._controls, scalars, count, scalars.shape[1])
+            self._launch(cast_kernel, self._steps.chunks.count, arguments, options)
 
     def _cast_columns(self, table: torch.Tensor) -> None:
         """Codes along columns of whole weights that have them too, in a launch of their own."""
@@ -170,7 +191,7 @@ class CastPlan(TritonPlan):
         """A kernel over chunks or tiles; arguments: those behind the table."""
         if programs:
             own = {"FORMATS": self.formats, "CONTROLLED": self._controls is not None}
-            call(function, programs, (self.table(), *arguments), {**options, **own})
+            call(function, programs, (self._steps.table(), *arguments), {**options, **own})
 
 
 def dealt_out(geometry: Geometry) -> dict[str, object]:

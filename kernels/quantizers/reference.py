@@ -17,12 +17,13 @@ MOVED = ("weight_scale", "weight_amax", "weight_amax_history")
 """The buffers that `move_scales` computes with."""
 
 
-class CastReferencePlan(ReferencePlan):
-    """As ReferencePlan; `step`, then the ranks put amaxes together, then `cast`.
+class CastReferencePlan:
+    """A ReferencePlan steps; then the ranks put amaxes together, then `cast`.
 
     extents: what each tensor holds of its weight.
     """
 
+    many_calls = True
     fills = False
     """It is given the values of weights without masters."""
 
@@ -34,8 +35,11 @@ class CastReferencePlan(ReferencePlan):
         extents: Sequence[Extent],
         places: Sequence[Place] | None = None,
     ) -> None:
-        super().__init__(formats, rule, groups, places)
         assert formats.cast is not None
+        self.formats, self.stale = formats, True
+        self._steps = ReferencePlan(formats, rule, groups, places)
+        self.addresses = self._steps.addresses
+        self.accumulate, self.ready = self._steps.accumulate, self._steps.ready
         self._extents, self._recipe = extents, formats.cast.recipe
         self._rounding = formats.cast.rounding
         self._own: Buffers = {}
@@ -45,15 +49,16 @@ class CastReferencePlan(ReferencePlan):
         """Notes the buffers: codes come one-dimensional, and so has all that goes with them."""
         own = {*self.formats.by_slot, "weight_remainder"} & buffers.keys()
         flat = {slot: [tensor.view(-1) for tensor in buffers[slot]] for slot in own}
-        super().look({**buffers, **flat})
-        self._own = {slot: each for slot, each in self._buffers.items() if slot != "grad"}
+        buffers = {**buffers, **flat}
+        self._steps.look(buffers)
+        self._own = {slot: each for slot, each in buffers.items() if slot != "grad"}
 
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
     ) -> None:
         """As ReferencePlan.step; raises the buffers of amaxes to those of the stored masters."""
         self._scalars = scalars
-        super().step(scalars, controls)
+        self._steps.step(scalars, controls)
         for index, extent in self._stepped():
             own = self._tensors(index)
             if own["weight"].numel():
@@ -79,7 +84,7 @@ class CastReferencePlan(ReferencePlan):
             move(history, own["weight_scale"], self._recipe)
 
     def _stepped(self) -> list[tuple[int, Extent]]:
-        return [] if self._skipped else list(enumerate(self._extents))
+        return [] if self._steps.skipped else list(enumerate(self._extents))
 
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
         return {slot: each[index] for slot, each in self._own.items()}
@@ -104,8 +109,8 @@ class CastReferencePlan(ReferencePlan):
         if not (self.formats.weight.draws or self.formats.cast.remainder.draws):
             return ()
         weight = self._own["weight"][index]
-        numbers = self._scalars[self.groups[index]][self.rule.row_length :]
-        words = words_reference(self.places[index], weight.numel(), numbers, weight.device)
+        numbers = self._scalars[self._steps.groups[index]][self._steps.rule.row_length :]
+        words = words_reference(self._steps.places[index], weight.numel(), numbers, weight.device)
         return (weight_bits_reference(words),)
 
     def _store(

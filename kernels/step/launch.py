@@ -65,19 +65,20 @@ class TritonPlan:
     ) -> None:
         self.formats, self.rule, self.device = formats, rule, device
         self.geometry = geometry or _geometry(formats)
-        self._rows = numpy.zeros((formats.row_count, len(numels)), dtype=numpy.int64)
-        self._rows[table_rows.NUMEL.value] = numels
-        self._rows[table_rows.GROUP.value] = groups
+        # the table on the host, int64 [Formats.row_count, tensors]; who writes it sets `stale`
+        self.rows = numpy.zeros((formats.row_count, len(numels)), dtype=numpy.int64)
+        self.rows[table_rows.NUMEL.value] = numels
+        self.rows[table_rows.GROUP.value] = groups
         self._in_quads, self._is_split = numpy.ones(len(numels), dtype=bool), False
         if formats.draws or formats.block:
             self._note_places(places or in_order(len(numels)))
-        self.addresses = {slot: self._rows[formats.rows[slot]] for slot in formats.slots}
+        self.addresses = {slot: self.rows[formats.rows[slot]] for slot in formats.slots}
         self.stale = True
         own_rows = [table_rows.ALIGNED.value, table_rows.VECTORIZED.value]
         own_rows += [formats.rows[slot] for slot in formats.slots]
         self._changing = None if formats.cast else own_rows
-        self._chunks = Chunks(self._lengths(), self.geometry, device)
-        self._programs, self._count = self._chunks.table, self._chunks.count
+        self.chunks = Chunks(self._lengths(), self.geometry, device)
+        self._programs, self._count = self.chunks.table, self.chunks.count
         if formats.scaled:
             programs = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
             self._programs, self._count = to_device(programs, device), programs.shape[1]
@@ -104,16 +105,16 @@ class TritonPlan:
     def _norm_chunks(self) -> tuple[Geometry, Chunks]:
         """Of the tensors themselves: not counted from where their first blocks begin."""
         if not self.formats.block:
-            return self.geometry, self._chunks
-        numels = self._rows[table_rows.NUMEL.value].tolist()
+            return self.geometry, self.chunks
+        numels = self.rows[table_rows.NUMEL.value].tolist()
         return OWN, Chunks(numels, OWN, self.device)
 
     def _lengths(self) -> list[int]:
         """Elements of each tensor, with those of its first block that lie before it."""
-        numels = self._rows[table_rows.NUMEL.value]
+        numels = self.rows[table_rows.NUMEL.value]
         if not self.formats.block:
             return list(numels.tolist())
-        lead = self._rows[table_rows.FIRST_ELEMENT.value] % self.formats.block
+        lead = self.rows[table_rows.FIRST_ELEMENT.value] % self.formats.block
         return list(numpy.where(numels == 0, 0, numels + lead).tolist())
 
     def ready(self, scalars: Sequence[tuple[float, ...]] | None) -> torch.Tensor | None:
@@ -138,7 +139,7 @@ class TritonPlan:
             return
         table = self.table()
         scalars = self.on_device(scalars)
-        sizes = (self._rows.shape[1], self._count, scalars.shape[1])
+        sizes = (self.rows.shape[1], self._count, scalars.shape[1])
         arguments = (table, self._programs, scalars, controls, self._scratch, *sizes)
         own = (self.formats, self.rule, controls is not None, self.geometry, self._is_split)
         options: dict[str, object] = {"SPEC": Spec(*own), "num_warps": self.geometry.warps}
@@ -162,19 +163,19 @@ class TritonPlan:
         """int64 [Formats.row_count, tensors] on the device, brought up to date."""
         if not self.stale:
             return self._table.kept()
-        in_use = [self._rows[self.formats.rows[slot]] for slot in self.formats.by_slot]
+        in_use = [self.rows[self.formats.rows[slot]] for slot in self.formats.by_slot]
         aligned = reduce(numpy.bitwise_or, in_use) & 15 == 0
-        self._rows[table_rows.ALIGNED.value] = aligned & self._in_quads
+        self.rows[table_rows.ALIGNED.value] = aligned & self._in_quads
         if self.rule.lanes:
-            self._rows[table_rows.VECTORIZED.value] = self._vectorized()
-        table = self._table.update(self._rows, self._changing)
+            self.rows[table_rows.VECTORIZED.value] = self._vectorized()
+        table = self._table.update(self.rows, self._changing)
         self.stale = False  # only now: without memory for the copy the next step tries again
         return table
 
     def _note_places(self, places: Sequence[Place]) -> None:
         rows = (table_rows.NUMBER, table_rows.FIRST_ELEMENT, table_rows.RUN, table_rows.RUN_STRIDE)
         for row, values in zip(rows, zip(*places, strict=True), strict=True):
-            self._rows[row.value] = values
+            self.rows[row.value] = values
         self._is_split = any(place.stride for place in places)
         whole = [self._is_whole(place) for place in places]
         self._in_quads = numpy.array(whole, dtype=bool)
@@ -193,7 +194,7 @@ class TritonPlan:
         columns = [
             (self.addresses[slot], self.formats.dtype(slot).itemsize) for slot in self.formats.slots
         ]
-        return vectorized(self._rows[table_rows.NUMEL.value], columns)
+        return vectorized(self.rows[table_rows.NUMEL.value], columns)
 
 
 def _geometry(formats: Formats) -> Geometry:

@@ -266,16 +266,16 @@ class ReferencePlan:
         self.places = places or in_order(len(groups))
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
-        self._buffers: Buffers = {}
+        self.buffers: Buffers = {}
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step; raises RuntimeError where torch flushes subnormals."""
         check_subnormals()
-        self._buffers = buffers
+        self.buffers = buffers
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm."""
-        accumulate_reference(self._buffers["grad"], bins)
+        accumulate_reference(self.buffers["grad"], bins)
 
     def ready(self, scalars: Any) -> Any:
         """Nothing: a step of many calls takes memory all the time."""
@@ -291,15 +291,15 @@ class ReferencePlan:
             controls: what happens to gradients first, and whether the step is skipped; on a GPU it
                 is waited for.
         """
-        self._skipped = controls is not None and bool(controls[SKIP])
-        if self._skipped:
+        self.skipped = controls is not None and bool(controls[SKIP])
+        if self.skipped:
             return
         for index, group in enumerate(self.groups):
-            tensors = {slot: self._buffers[slot][index] for slot in self.formats.slots}
+            tensors = {slot: self.buffers[slot][index] for slot in self.formats.slots}
             if tensors["weight"].numel():
                 own = (scalars[group], controls, self.places[index])
                 step_tensor(tensors, self.formats, self.rule, *own)
-        self._buffers = {}  # gradients may go
+        self.buffers = {}  # gradients may go
 
     def cast(self) -> None:
         """Nothing: these weights are stored with the step."""

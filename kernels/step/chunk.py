@@ -71,6 +71,6 @@ class Block(NamedTuple):
 
 
 @helper
-def entry(column: Any, row: Any) -> Any:
+def entry(column, row):
     """int64, what the table has of a tensor in a row."""
     return tl.load(column.table_ptr + row * column.tensors + column.tensor)

@@ -281,11 +281,12 @@ MUTANTS = {
         "range(0, PRODUCT.rank, INNER)", "range(0, PRODUCT.rank - INNER, INNER)",
     ),
     "a part of the rank added twice": (
-        "total = added_product(left,",
-        "total = tl.where(first == 0, 2.0, 1.0) * added_product(left,",
+        "stride, PRODUCT)\n        total = added_product(left,",
+        "stride, PRODUCT)\n        total = tl.where(first == 0, 2.0, 1.0) * added_product(left,",
     ),
     "only the last part of the rank": (
-        "added_product(left, right, total,", "added_product(left, right, 0 * total,",
+        "stride, PRODUCT)\n        total = added_product(left, right, total,",
+        "stride, PRODUCT)\n        total = added_product(left, right, 0 * total,",
     ),
     "a product in 16 bits": (
         "right, total, PRECISION)\n    return total",

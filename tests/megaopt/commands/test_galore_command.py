@@ -1,5 +1,6 @@
 """`megaopt galore test` and `bench`: errors, bounds, what is noticed, messages, floors."""
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -52,13 +53,13 @@ def test_precisions_are_within_their_bounds(kernel, precision, error, device):
 
 def test_a_precision_that_is_not_kept_is_noticed(device, monkeypatch):
     """The kernel rounds to bf16, where tf32 was asked for."""
-    monkeypatch.setattr(launch.Wave, "_options", lower(launch.Wave._options))
+    monkeypatch.setattr(launch.Wave, "_product", lower(launch.Wave._product))
     wrong = beyond(setup_of("grouped", precision="tf32"), device)
     assert wrong == ["exp_avg", "exp_avg_sq", "update"]
 
 
-def lower(options):
-    return lambda self, even: {**options(self, even), "PRECISION": "bf16"}
+def lower(product):
+    return lambda *own: dataclasses.replace(product(*own), precision="bf16")
 
 
 def setup_of(kernel="hybrid", weights="float32", proj_type="std", **more):

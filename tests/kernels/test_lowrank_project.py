@@ -1,5 +1,6 @@
 """The launch that projects gradients, beside the twin; precisions; slabs and waves."""
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,8 +145,8 @@ MUTANTS = {
     "slabs added twice": ("total = total + tl.load(", "total = total + 2.0 * tl.load("),
     "a slab begins early": ("first = (part + slab) * per_slab",
                             "first = tl.maximum((part + slab) * per_slab - 1, 0)"),
-    "only the last part of a sum": ("added_product(grads, basis, total,",
-                                    "added_product(grads, basis, 0 * total,"),
+    "only the last part of a sum": ("right, total, PRECISION)\n        grad_ptr",
+                                    "right, 0 * total, PRECISION)\n        grad_ptr"),
     "the rows of another tile": ("tile // BLOCKS * OUTER", "tile // BLOCKS * 0"),
     "a rank's other tile": ("tile % BLOCKS * RANKS", "tile % BLOCKS * 0"),
 }  # fmt: skip
@@ -160,9 +161,9 @@ def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
 
 def test_a_rounding_that_is_not_there_is_noticed(device, monkeypatch):
     """The kernel's own: in the twin numbers are rounded."""
-    options = launch.Wave._options
+    product = launch.Wave._product
     monkeypatch.setattr(
-        launch.Wave, "_options", lambda self, even: {**options(self, even), "PRECISION": "ieee"}
+        launch.Wave, "_product", lambda *own: dataclasses.replace(product(*own), precision="ieee")
     )
     with pytest.raises(AssertionError, match="differ"):
         assert_roundings_agree("tf32", device)

@@ -122,12 +122,19 @@ def step(name, params, clip_norm=None, grad_scale=None, kind=FusedAdam, **option
     optimizer.step(clip_norm=clip_norm)
 
 
+def twice(tensor, op=dist.ReduceOp.SUM, group=None):
+    """An all_reduce of two ranks that have the same."""
+    if op == dist.ReduceOp.SUM:
+        tensor.mul_(2)
+
+
 def main():
     assert not INTERPRETED
     driver.set_active(Driver())
     backends.Triton.why_not = lambda self, device: None
     owned.why_not = lambda backend, contract, device: None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.all_reduce = twice
     masters = {"dtype": torch.float32}
     fp16 = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
     fp8 = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}

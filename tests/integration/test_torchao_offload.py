@@ -77,7 +77,7 @@ def test_small_parameters_keep_their_states_on_the_card(minimal_size, parts):
     found = torchao.CPUOffloadOptimizer(iter(made()), minimal_size=minimal_size)
     (group,) = found.param_groups
     train(found, 1)
-    homes = [found._homes.of(param) is not None for param in group["params"]]
+    homes = [found.stepper.homes.of(param) is not None for param in group["params"]]
     assert homes == [param.numel() >= minimal_size for param in group["params"]]
     assert sum(homes) == parts
     assert (held_bytes() > before) is (parts > 0)

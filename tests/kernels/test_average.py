@@ -22,8 +22,8 @@ from step_cases import (
 
 from megaopt.kernels.rules import EMA, RULES
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options import Numbers, Options
 from megaopt.options.checks import NOT_NEGATIVE
+from megaopt.options.options import Numbers, Options
 
 OWN = {**GROUP, "ema_decay": 0.9}
 MASTERS = "bfloat16-bfloat16-float32-float32-float32"

@@ -51,7 +51,7 @@ BAD_INPUT = {
         ["train", "small.toml", "--variant", "x"],
         "variant must be one of unfused, fused, got 'x'",
     ),
-    "no such checkpoint": (["train", "small.toml", "--resume", "none"], "none cannot be read: [Errno 2]"),
+    "no such checkpoint": (["train", "small.toml", "--resume", "none"], "none cannot be read: "),
     "no folder": (
         ["train", "small.toml", "--save", "no/folder"],
         "save must be a file in a folder that exists",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaopt.adam import FusedAdam
-    from megaopt.commands import checkpoint as checkpoint
+    from megaopt.saving import checkpoint as checkpoint
     from megaopt.float8 import to_float8
     from megaopt.galore import GaLoreAdamW
     from megaopt.lion import FusedLion

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaopt.adam import FusedAdam
-    from megaopt.saving import checkpoint as checkpoint
     from megaopt.float8 import to_float8
     from megaopt.galore import GaLoreAdamW
     from megaopt.lion import FusedLion
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
     from megaopt.models.release import release_gradients
     from megaopt.options.options import SharedOptions, StepOptions
+    from megaopt.saving import checkpoint as checkpoint
     from megaopt.sgd import FusedSGD
 
 __version__ = "0.1.0"

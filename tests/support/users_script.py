@@ -41,7 +41,7 @@ def mistakes(params: list[torch.nn.Parameter]) -> None:
     FusedAdam(params, backend="cuda")  # type: ignore[arg-type]
     FusedLion(params, nonfinite="ignore")  # type: ignore[arg-type]
     FusedSGD(params, weight_rounding="up")  # type: ignore[arg-type]
-    FusedAdam(params, wieght_decay=0.1)  # type: ignore[arg-type]
+    FusedAdam(params, wieght_decay=0.1)  # type: ignore[call-arg]
     GaLoreAdamW(params, proj_type="full")  # type: ignore[arg-type]
     GaLoreAdamW(params, kernel="fused")  # type: ignore[arg-type]
     GaLoreAdamW(params, precision="fp16")  # type: ignore[arg-type]

@@ -79,18 +79,12 @@ class Batch:
         """Places of the parameters among all."""
         return self.source.positions
 
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """The parameters."""
-        return self.source.params
-
     def guards(self) -> Guards:
         """What the watch compares; the parameters of fp8 weights have no memory to look at."""
         if self.float8 is not None:
             return self.float8.guards(self.source.guards())
-        count = len(self.source.params)
-        rows = [numpy.zeros(count, dtype=numpy.int64) for _ in self.formats.slots]
-        return self.source.guards(self.addresses or rows)
+        shape = (len(self.formats.slots), len(self.source.params))
+        return self.source.guards(self.addresses or [*numpy.zeros(shape, dtype=numpy.int64)])
 
     def host_memory_moved(self) -> bool:
         """Whether a state in host memory is elsewhere than before: it may not be pinned there."""
@@ -233,10 +227,10 @@ class Batches:
         for batch in self._sharded:
             if not batch.source.fits(seen.grads):
                 return None
-            elsewhere |= batch.source.elsewhere(batch.source.shards)
+            elsewhere |= batch.source.elsewhere()
         for batch in self.quantized:
             assert batch.float8 is not None
-            elsewhere |= batch.source.elsewhere(batch.float8.look())
+            elsewhere |= batch.float8.look()
         for batch, moved in zip(self._watched, seen.moved, strict=True):
             batch.plan.stale = batch.plan.stale or moved
         moved_apart = [batch.host_memory_moved() for batch in self._apart]  # all are noted

@@ -68,6 +68,7 @@ class Float8:
         self._readers: list[Callable[[], Sequence[Any]]] = []
         self._seen: list[Any] = []
         self._addresses: list[int] = []
+        self._places: list[int] = []
         self._weights: list[Any] = []
         self.codes: list[torch.Tensor] = []
         self._amaxes = torch.zeros(0)
@@ -75,8 +76,11 @@ class Float8:
 
     # --- before a step
 
-    def look(self) -> list[torch.Tensor]:
-        """The codes, found anew if any tensor behind the weights is another, or lies elsewhere."""
+    def look(self) -> bool:
+        """Finds the codes anew if any tensor behind the weights is another, or lies elsewhere.
+
+        Returns whether codes lie elsewhere than at the last look.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             now = [tensor for reader in self._readers for tensor in reader()]
             same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
@@ -87,7 +91,9 @@ class Float8:
                 self._readers = [view.reader() for view in found]
                 self._seen = [tensor for reader in self._readers for tensor in reader()]
                 self._addresses = _addresses(self._seen)
-        return self.codes
+                before, self._places = self._places, [own.data_ptr() for own in self.codes]
+                return before != self._places
+        return False
 
     def guards(self, plain: Guards) -> Guards:
         """As of plain weights; the parameters have no memory to look at."""

@@ -129,12 +129,7 @@ class Source:
                     return False
         return True
 
-    def elsewhere(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether a weight that the watch does not look at lies elsewhere than at the last look."""
-        before, self._addresses = self._addresses, [each.data_ptr() for each in weights]
+    def elsewhere(self) -> bool:
+        """Whether a weight that `fits` saw lies elsewhere than at the last look."""
+        before, self._addresses = self._addresses, [t.data_ptr() for t in self._shards["weight"]]
         return before != self._addresses
-
-    @property
-    def shards(self) -> list[torch.Tensor]:
-        """The weights that `fits` saw."""
-        return self._shards["weight"]

@@ -11,13 +11,13 @@ import torch
 from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.rules import Rule
 from megaopt.options.checks import one_of, refuse
+from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, new_group
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
 from megaopt.params.dtensor import locals_of
 from megaopt.saving import state_dict as state_dicts
 from megaopt.state.access import set_scaled, unscaled
-from megaopt.state.masters import MasterWeights
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
 from megaopt.state.tensors import MASTER, picklable

@@ -28,7 +28,6 @@ from megaopt.state.numbers import given_numbers
 from megaopt.state.owned import Owned, owned_of
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import written_tensors
-from megaopt.state.writes import ExternalWrites
 from megaopt.step.request import Asked
 from megaopt.step.stepper import Stepper
 
@@ -200,16 +199,16 @@ class GradientRelease:
     ) -> tuple[Stepper, dict[str, Any]]:
         """What steps the parameter alone, and its group with the numbers of now."""
         whole, masters = optimizer.stepper, optimizer.master_weights
-        listed = isinstance(masters, (list, tuple))
+        if isinstance(masters, (list, tuple)):
+            masters = [] if spot.entry is None else [masters[spot.entry]]
         own = self._alone.get(param)
         if own is None:
-            own = Stepper(whole.options, whole.rule, [] if listed else masters, whole.homes)
-            own.writes = ExternalWrites(whole.writes.said)
+            own = Stepper(whole.options, whole.rule, masters, whole.homes, whole.writes.said)
             own.writes.versions = Versions([param], (), whole.writes.versions)
             own.was_stepped = True  # no step of it asks which states there would be
             self._alone[param] = own
-        if isinstance(masters, (list, tuple)):  # whose entry may have been replaced
-            own.masters[:] = [] if spot.entry is None else [masters[spot.entry]]  # type: ignore
+        if isinstance(own.masters, list) and isinstance(masters, list):
+            own.masters[:] = masters  # an entry may have been replaced
         group = optimizer.param_groups[spot.group]
         named = {"param_numbers": [spot.number], "param_names": [spot.name]}
         return own, {**group, "params": [param], **named}

@@ -13,7 +13,7 @@ import torch
 from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.step.batch import Formats
 from megaopt.options.checks import is_dense, refuse
-from megaopt.options.choices import MasterWeights as MasterWeights
+from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER
 from megaopt.params import ParamView, view_of

@@ -34,7 +34,7 @@ class Numbers:
 
         check: raises ValueError for a number that the step cannot use.
         """
-        seen, rows = self._seen, []
+        seen = self._seen
         if self.options.capturable or len(seen) != len(groups):
             return self._checked(groups, check)
         for group, values in zip(groups, seen, strict=True):
@@ -44,10 +44,13 @@ class Numbers:
             for name, value in zip(self._names, values, strict=True):
                 if group.get(name) is not value:
                     return self._checked(groups, check)
-            rows.append(self.rule.row({**group, "step": step + 1}))
         if self.options.draws and given_numbers(groups) != self._given:
             return self._checked(groups, check)
-        return rows
+        return self.made(groups)
+
+    def made(self, groups: Iterable[Mapping[str, Any]]) -> list[Row]:
+        """The scalars of groups for the update after their last one."""
+        return [self.rule.row({**group, "step": int(group["step"]) + 1}) for group in groups]
 
     def _checked(
         self, groups: Sequence[Mapping[str, Any]], check: Callable[[], None]
@@ -60,7 +63,7 @@ class Numbers:
         is_fixed = all(_is_fixed(value) for values in seen for value in values)
         self._given = given_numbers(groups) if self.options.draws else []
         self._seen = seen if is_fixed else []
-        return [self.rule.row({**group, "step": int(group["step"]) + 1}) for group in groups]
+        return self.made(groups)
 
 
 def _is_fixed(value: Any) -> bool:

@@ -17,6 +17,7 @@ from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.draws import Place
 from megaopt.options.checks import refuse
+from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (
     PARAM_NUMBER,
     Options,
@@ -28,7 +29,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import local_of
 from megaopt.params.matrix import matrix_view
 from megaopt.state.device_numbers import check_device_numbers, on_device
-from megaopt.state.masters import MasterWeights, check_master_weights, of_each, places_of
+from megaopt.state.masters import check_master_weights, of_each, places_of
 from megaopt.state.tensors import MASTER, formats_of, host_bytes
 
 Group = dict[str, Any]
@@ -196,10 +197,6 @@ class Owned:
                 "store_param_remainders=True needs torch.bfloat16 weights; none of the "
                 f"{len(params)} parameters is"
             )
-
-    def rows(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
-        """The scalars of groups for the update after their last one."""
-        return [self.rule.row({**group, "step": int(group["step"]) + 1}) for group in groups]
 
     # --- host memory
 

@@ -17,8 +17,8 @@ def can_capture(device: torch.device) -> bool:
 
 def check_capture(
     device: torch.device, capturable: bool, backend: Callable[[torch.device], str]
-) -> None:
-    """Raises RuntimeError where a CUDA graph captures a step that reads numbers of the host.
+) -> bool:
+    """Whether a CUDA graph captures; RuntimeError for a step that reads numbers of the host.
 
     Args:
         device: the optimizer's.
@@ -26,7 +26,7 @@ def check_capture(
         backend: names that of a device.
     """
     if not is_capturing(device):
-        return
+        return False
     name = backend(device)
     if name != "triton":
         raise RuntimeError(
@@ -38,6 +38,7 @@ def check_capture(
             "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
             "step's lr and step for ever; pass capturable=True"
         )
+    return True
 
 
 def check_captured_batches(device: torch.device, last: Batches | None, fit: bool) -> None:

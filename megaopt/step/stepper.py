@@ -12,11 +12,10 @@ import torch
 
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.preparation import Request
-from megaopt.kernels.step.table import is_capturing
+from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes
 from megaopt.params.dtensor import local_of
-from megaopt.state.masters import MasterWeights
 from megaopt.state.numbers import Numbers, Row
 from megaopt.state.owned import Group, Owned
 from megaopt.state.ownership import commit
@@ -59,6 +58,8 @@ class Run:
         """Amaxes that ranks put together."""
         self.waits = False
         """The host waits to know if there is a step, as on all ranks or on none."""
+        self.is_captured = False
+        """A CUDA graph captures the step."""
         self.is_left_out = False
 
     @cached_property
@@ -182,26 +183,28 @@ class Stepper:
 
         Where this fails, other ranks are told, which would wait for this one.
         """
+        captures = False
         try:
             request = request_of(asked, self.options)
             if self._can_capture is not False:
                 # before anything that waits for a device, which would break a capture
                 owned = self.owned(groups)
-                check_capture(owned.device, self.options.capturable, owned.backend)
+                captures = check_capture(owned.device, self.options.capturable, owned.backend)
             if not self.was_stepped and self._makes_states(groups, state, request, asked, check):
                 return None
             if request.clip_norm is not None:
                 self.owned(groups).check_one_device(f"clip_norm={request.clip_norm!r}")
             rows = self._numbers.rows(groups, lambda: self.owned(groups).check_groups())
-            batches, seen = self.gather(groups, state, asked.decoupled, check)
+            batches, seen = self.gather(groups, state, asked.decoupled, check, captures)
             run = Run(self, groups, request, rows, batches, seen.grads)
+            run.is_captured = captures
             if seen.written or self._is_elsewhere:
                 places = self.writes.versions.moved(seen.written, self._is_elsewhere)
                 self.writes.take_over(run.owned, state, places)
                 self.writes.versions.arrived()
                 self._is_elsewhere = False
             if rows is not None and batches.counts.apart:
-                rows += run.owned.rows(batches.counts.groups(groups))
+                rows += self._numbers.made(batches.counts.groups(groups))
             writes = self.options.write_unscaled_grads and request.grad_scale is not None
             if writes:
                 grads = [local_of(grad) for grad in seen.grads]
@@ -234,12 +237,20 @@ class Stepper:
     # --- what there is to step
 
     def gather(
-        self, groups: Sequence[Group], state: States, decoupled: bool, check: Check | None = None
+        self,
+        groups: Sequence[Group],
+        state: States,
+        decoupled: bool,
+        check: Check | None = None,
+        captures: bool = False,
     ) -> tuple[Batches, Seen]:
-        """The batches of this step: those of the last one where everything is as it was."""
+        """The batches of this step: those of the last one where everything is as it was.
+
+        captures: a CUDA graph captures the step, which asks more of them.
+        """
         batches, self._batches = self._batches, None  # only batches that fit may stay
         seen = None if batches is None else batches.look(groups, state, decoupled)
-        if seen is None or self._can_capture:
+        if seen is None or captures:
             batches, seen = self._gathered(batches, seen, groups, state, decoupled, check)
         assert batches is not None
         self._is_elsewhere |= seen.elsewhere
@@ -362,7 +373,7 @@ class Stepper:
         run.prepared = self._preparations.make(run.owned, groups, batches, run.request)
         if run.rows is not None and run.request.skip_nonfinite:
             run.is_left_out = is_skipped(run.prepared, self.options.nonfinite)
-        if self._can_capture and any(map(is_capturing, run.prepared)):
+        if run.is_captured:
             self._captured.append(batches)
 
 

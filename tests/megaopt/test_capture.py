@@ -35,7 +35,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (capture, stepper, table, preparation):
+        for module in (capture, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

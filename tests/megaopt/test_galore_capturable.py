@@ -200,7 +200,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (capture, galore, stepper, table, preparation):
+        for module in (capture, galore, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

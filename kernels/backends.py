@@ -57,12 +57,6 @@ class Plan(Protocol):
             controls: what the preparation made.
         """
 
-    def cast(self) -> None:
-        """After a step, and after the ranks have put their amaxes together: stores fp8 weights."""
-
-    def move_scales(self) -> None:
-        """Delayed scaling, after `cast`: the next step's scales, from this step's amaxes."""
-
 
 class Triton:
     """One launch for all tensors of a combination of formats."""

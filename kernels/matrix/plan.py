@@ -128,12 +128,6 @@ class MatrixPlan:
         own = {slot: each[index] for slot, each in self._buffers.items()}
         return {slot: {**own, **others}[slot] for slot in formats.slots}
 
-    def cast(self) -> None:
-        """Nothing: these weights are stored with the step."""
-
-    def move_scales(self) -> None:
-        """Nothing: these weights have no scales."""
-
 
 class LaunchedStep:
     """`step_tensor` by the step's kernel: a launch, whose table is kept from step to step."""

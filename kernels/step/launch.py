@@ -153,12 +153,6 @@ class TritonPlan:
             return scalars
         return self._scalars.update(numpy.array(scalars, dtype=numpy.float32))
 
-    def cast(self) -> None:
-        """Nothing: these weights are stored with the step."""
-
-    def move_scales(self) -> None:
-        """Nothing: these weights have no scales."""
-
     def table(self) -> torch.Tensor:
         """int64 [Formats.row_count, tensors] on the device, brought up to date."""
         if not self.stale:

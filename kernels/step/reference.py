@@ -300,9 +300,3 @@ class ReferencePlan:
                 own = (scalars[group], controls, self.places[index])
                 step_tensor(tensors, self.formats, self.rule, *own)
         self.buffers = {}  # gradients may go
-
-    def cast(self) -> None:
-        """Nothing: these weights are stored with the step."""
-
-    def move_scales(self) -> None:
-        """Nothing: these weights have no scales."""

@@ -33,7 +33,7 @@ class Float8Recipe:
     the values' own amax. "block_128x128": per block, from its amax. "mxfp8": per 32 in a row, a
     power of two that is kept as its exponent (E8M0)."""
     dtype: torch.dtype = torch.float8_e4m3fn
-    """Of the codes: torch.float8_e4m3fn, that of TransformerEngine's weights in all its recipes."""
+    """Says which dtype codes have: torch.float8_e4m3fn, as all TransformerEngine's recipes have."""
     margin: int = 0
     """delayed: the scale is 2**margin times smaller than it could be."""
     amax_history_len: int = 1024

@@ -12,12 +12,13 @@ the largest as that.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.float8 import NAN_CODE, decode_e4m3, decode_reference
+from megaopt.kernels.formats.float8 import FLOAT8_E4M3, NAN_CODE, decode_e4m3, decode_reference
 from megaopt.kernels.optional_triton import helper, tl
 
 # What brings values to the code's place and back, how many bits of fp32's mantissa are dropped,
@@ -143,14 +144,11 @@ def remainder_of(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.where(usable, distance.clamp(-128, 127), 0).to(torch.int8)
 
 
-FLOAT8_E4M3_STOCHASTIC = Format(
-    "float8_e4m3_stochastic",
-    torch.float8_e4m3fn,
-    tl.int8,
-    decode_e4m3,
-    encode_e4m3,
-    decode_reference,
-    encode_e4m3_reference,
+FLOAT8_E4M3_STOCHASTIC = replace(
+    FLOAT8_E4M3,
+    name="float8_e4m3_stochastic",
+    encode=encode_e4m3,
+    encode_reference=encode_e4m3_reference,
     draws=True,
 )
 

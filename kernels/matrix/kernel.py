@@ -32,6 +32,16 @@ SLAB_UNIT: tl.constexpr = tl.constexpr(128)
 """Slabs but the last have a multiple of so many terms: tiles of any size add up the same."""
 
 
+@helper
+def shape_of(column, PRODUCT: tl.constexpr):
+    """int32 rows and columns of a matrix; where even, the compiler knows multiples of 16."""
+    rows = entry(column, WEIGHT_ROWS).to(tl.int32)
+    columns = entry(column, WEIGHT_COLUMNS).to(tl.int32)
+    if PRODUCT.even:
+        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    return rows, columns
+
+
 # --- the gradients projected
 
 
@@ -137,10 +147,7 @@ def project_kernel(
     RANK: tl.constexpr = PRODUCT.rank
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
     own = Column(table_ptr, matrices, matrix)
-    rows = entry(own, WEIGHT_ROWS).to(tl.int32)
-    columns = entry(own, WEIGHT_COLUMNS).to(tl.int32)
-    if PRODUCT.even:
-        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    rows, columns = shape_of(own, PRODUCT)
     length, terms = (columns, rows) if LEFT else (rows, columns)
     BLOCKS: tl.constexpr = (RANK + RANKS - 1) // RANKS
     part, tile = tile % SLABS, tile // SLABS
@@ -282,10 +289,7 @@ def back_project_kernel(
             return
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
     own = Column(table_ptr, matrices, matrix)
-    rows = entry(own, WEIGHT_ROWS).to(tl.int32)
-    columns = entry(own, WEIGHT_COLUMNS).to(tl.int32)
-    if PRODUCT.even:
-        rows, columns = tl.multiple_of(rows, 16), tl.multiple_of(columns, 16)
+    rows, columns = shape_of(own, PRODUCT)
     across = tl.cdiv(columns, COLUMNS * STRIP)
     first_row = tile // across * ROWS
     direction_ptr = entry(own, DIRECTION).to(tl.pointer_type(PRODUCT.element))

@@ -243,12 +243,7 @@ def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list
 class Wave:
     """Steps some matrices of a batch, all with as many slabs and of even shape, or not.
 
-    Args:
-        how: as of all of the batch.
-        device: a CUDA device, or the CPU under Triton's interpreter.
-        shapes: of the wave's own matrices.
-        groups: for each, its row in the scalars that `step` is given.
-        places: of each matrix in its parameter, for random bits.
+    Arguments are those of GaLoreLaunches, for the wave's own matrices.
     """
 
     def __init__(

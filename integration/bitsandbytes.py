@@ -51,11 +51,11 @@ Raises:
     ValueError: as megaopt.FusedAdam; an argument that has to have one value has another.
 """
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""What bitsandbytes' names of each moment's tensors end in."""
+"""Says how bitsandbytes' names of each moment's tensors end."""
 INNER = "__bnb_optimizer_quant_state__"
 """Under which name newer releases hide all of a state's tensors from FSDP."""
 OTHER_GROUP_KEYS = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
-"""Of AdEMAMix, in the groups of all."""
+"""Names numbers of AdEMAMix, which all groups have."""
 BLOCK, OLDER_BLOCK = 256, 2048
 
 
@@ -189,7 +189,7 @@ class AdamW(_Base, megaopt.FusedAdam, face={**ADAM, "weight_decay": 1e-2, **BITS
 
 
 class _Lion(_Base, megaopt.FusedLion):
-    """What Lion and Lion8bit have in common."""
+    """Translates the arguments of Lion and Lion8bit."""
 
     _formats: ClassVar = {"exp_avg_dtype": "block_e4m3"}
 

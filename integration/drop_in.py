@@ -1,4 +1,4 @@
-"""What drop-ins have in common: a table of another library's arguments, shown and checked."""
+"""Shows and checks the arguments of another library's optimizers, from a table of each."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class DropIn(FusedOptimizer):
     _keywords: tuple[str, ...] = ("seed",)
     """Arguments that are given by name alone."""
     _allowed: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """What arguments may be, of which few values are allowed."""
+    """Names, of arguments that may have few values, these."""
     _shared: ClassVar[str] = ""
-    """What help() says about all of the library's optimizers."""
+    """Ends each class's docstring: the same for all of the library's optimizers."""
     _fixed: ClassVar[dict[str, Any]] = {}
     """Options of this package's optimizer that are the same for all of the class."""
 

@@ -45,7 +45,7 @@ Raises:
 
 
 class _Base(DropIn, megaopt.FusedAdam):
-    """What torchao's optimizers have in common."""
+    """Translates torchao's arguments, and reads and writes its state dicts."""
 
     _keywords: tuple[str, ...] = ("block_size", "bf16_stochastic_round", "seed")
     _allowed: ClassVar = dict.fromkeys(("amsgrad", "bf16_stochastic_round"), (True, False))
@@ -81,7 +81,7 @@ class _Base(DropIn, megaopt.FusedAdam):
         self._make_tensors()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As megaopt.FusedAdam's; a state dict of torchao's too, whose codes are read as fp32."""
+        """Loads as megaopt.FusedAdam; of torchao's state dicts codes are read as fp32."""
         super().load_state_dict(state_dict)
         self._make_tensors()
 

@@ -99,8 +99,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 which have to take the step together); larger ones count multiplied
                 by clip_norm / (norm + 1e-6), as torch.nn.utils.clip_grad_norm_ multiplies them, but
                 stay as they are themselves. `grad_norm` then has the norm. Nothing waits for it.
-            clip_coefficient: instead, what gradients are multiplied by: one fp32 number on the
-                parameters' device, of a norm over other ranks' gradients too, say.
+            clip_coefficient: instead, what gradients are multiplied by, of a norm over other ranks'
+                gradients too, say: on the parameters' device one fp32 number, or one for each
+                group, of shape (groups,).
 
         Returns:
             What the closure returned, or None.

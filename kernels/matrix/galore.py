@@ -100,19 +100,23 @@ def renew(
     works: Sequence[Work],
     grad: Callable[[int], torch.Tensor],
     groups: Sequence[Mapping[str, Any]],
-    counts: Sequence[int] | None,
-    skip: torch.Tensor | None = None,
+    counts: Sequence[int | None] | None,
+    skip: Callable[[int], torch.Tensor] | None = None,
 ) -> None:
     """Makes the projections whose turn it is, and those that no gradient has made yet.
 
     The latter of gradients that are finite and not 0, of a step that is not left out; others leave
     zeros. While one is not there the host waits to know.
+
+    counts: for each matrix the steps that it has taken; None where it is nobody's turn, or not its.
+    skip: gives one number for a matrix, anything but 0 where its step is left out; None: none is.
     """
     look_up(works)
     missing = [index for index, work in enumerate(works) if not work.is_made]
     able = _able(works, grad, missing, skip)
     for index, (work, group) in enumerate(zip(works, groups, strict=True)):
-        is_due = counts is not None and _is_due(work, group["update_proj_gap"], counts[index])
+        count = None if counts is None else counts[index]
+        is_due = count is not None and _is_due(work, group["update_proj_gap"], count)
         if index in able or (work.is_made and is_due):
             _make(work, grad(index), group["seed"])
 
@@ -130,12 +134,15 @@ def _able(
     works: Sequence[Work],
     grad: Callable[[int], torch.Tensor],
     missing: Sequence[int],
-    skip: torch.Tensor | None,
+    skip: Callable[[int], torch.Tensor] | None,
 ) -> set[int]:
     """Those whose gradients make a first projection."""
     if not missing:
         return set()
-    says = [says_something(grad(index), works[index].parts, skip) for index in missing]
+    says = [
+        says_something(grad(index), works[index].parts, None if skip is None else skip(index))
+        for index in missing
+    ]
     pairs = zip(missing, torch.stack(says).tolist(), strict=True)  # the host waits here
     return {index for index, is_able in pairs if is_able}
 

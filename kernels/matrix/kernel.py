@@ -18,7 +18,7 @@ from megaopt.kernels.step.blocks import pointers_of
 from megaopt.kernels.step.chunk import Block, Chunk, Column, Scales, entry
 from megaopt.kernels.step.codes import loaded_param
 from megaopt.kernels.step.draws import block_words, draw_of
-from megaopt.kernels.step.kernel import SKIP, draw_row, place_of, scalars_of
+from megaopt.kernels.step.kernel import draw_row, is_left_out, place_of, scalars_of
 from megaopt.kernels.step.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
 from megaopt.kernels.step.update import canonical_values, stored_block
 
@@ -269,7 +269,7 @@ def back_project_kernel(
     table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
     tiles_ptr,  # *int32 as step.table.Chunks, of tiles
     scalars_ptr,  # *fp32 [groups, scalar_count]
-    controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless CONTROLLED
     matrices,
     scalar_count,
     FORMATS: tl.constexpr,  # as formats.apply_formats makes them
@@ -284,11 +284,11 @@ def back_project_kernel(
     SPAN: tl.constexpr,
 ):
     """The update of a few tiles of one matrix."""
-    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:
-            return
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
     own = Column(table_ptr, matrices, matrix)
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(own, controls_ptr):
+            return
     rows, columns = shape_of(own, PRODUCT)
     across = tl.cdiv(columns, COLUMNS * STRIP)
     first_row = tile // across * ROWS

@@ -14,10 +14,9 @@ from megaopt.kernels.matrix.rule import SAME, WHOLE, Transform, Work
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.launch import TritonPlan
-from megaopt.kernels.step.reference import step_tensor
+from megaopt.kernels.step.reference import skips_of, step_tensor
 
 FLOAT32 = WEIGHTS["float32"]
 Step = Callable[..., None]
@@ -93,12 +92,14 @@ class MatrixPlan:
         """One step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
         if self._launches:
             self._launches.step(self._buffers, self.works, scalars, controls)
-        elif controls is None or not bool(controls[SKIP]):
-            meets = self.matrix.rule.meets == WHOLE
+        else:
+            meets, left_out = self.matrix.rule.meets == WHOLE, skips_of(controls, len(scalars))
             for index, group in enumerate(self.groups):
                 # a rank without rows still meets the others
-                if meets or self._buffers["weight"][index].numel():
-                    self._step_matrix(index, scalars[group], controls)
+                is_stepped = meets or self._buffers["weight"][index].numel()
+                if is_stepped and not left_out[group]:
+                    row = None if controls is None else controls[group]
+                    self._step_matrix(index, scalars[group], row)
         self._buffers = {}  # gradients may go
 
     def _step_matrix(self, index: int, scalars: Any, controls: torch.Tensor | None) -> None:
@@ -152,4 +153,5 @@ class LaunchedStep:
             self._plans[key] = TritonPlan(*own)
         plan = self._plans[key]
         plan.look({slot: [tensor] for slot, tensor in tensors.items()})
-        plan.step(scalars[None] if isinstance(scalars, torch.Tensor) else [scalars], controls)
+        row = None if controls is None else controls[None]
+        plan.step(scalars[None] if isinstance(scalars, torch.Tensor) else [scalars], row)

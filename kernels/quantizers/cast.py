@@ -7,7 +7,7 @@ from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.step.blocks import load_block, pointer, store_block
 from megaopt.kernels.step.chunk import Block, Column, entry
 from megaopt.kernels.step.draws import block_words, draw_of, weight_bits
-from megaopt.kernels.step.kernel import SKIP, chunk_of, draw_row, place_of
+from megaopt.kernels.step.kernel import chunk_of, draw_row, is_left_out, place_of
 from megaopt.kernels.step.rows import (
     MASTER,
     MASTER_SCALE,
@@ -148,7 +148,7 @@ def values_kernel(
 def cast_kernel(
     table_ptr,  # *int64 [Formats.row_count, tensors]
     chunks_ptr,  # *int32, as table.Chunks
-    controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless CONTROLLED
     scalars_ptr,  # *fp32 [groups, scalar_count], of the step; unread unless the cast draws
     tensors,
     scalar_count,
@@ -161,11 +161,11 @@ def cast_kernel(
     SPAN: tl.constexpr,
 ):
     """Casts masters to weights with a scale per tensor, or only raises the tensors' amaxes."""
-    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:
-            return
     tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
     column = Column(table_ptr, tensors, tensor)
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(column, controls_ptr):
+            return
     start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
@@ -216,7 +216,7 @@ def cast_kernel(
 def scale_invs_kernel(
     table_ptr,
     chunks_ptr,  # *int32, as table.Chunks, of scales
-    controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless CONTROLLED
     tensors,
     FORMATS: tl.constexpr,
     CONTROLLED: tl.constexpr,
@@ -224,11 +224,11 @@ def scale_invs_kernel(
     SPAN: tl.constexpr,
 ):
     """Stores scale_inv of whole weights, also of blocks that lie on other ranks."""
-    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:
-            return
     tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
     column = Column(table_ptr, tensors, tensor)
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(column, controls_ptr):
+            return
     index = number * BLOCK + tl.arange(0, BLOCK)
     if FORMATS.cast.quantizer.columns > 0:
         rows = entry(column, WEIGHT_ROWS)

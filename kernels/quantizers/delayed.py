@@ -23,7 +23,7 @@ from megaopt.kernels.quantizers.scale import (
 )
 from megaopt.kernels.step.blocks import store_block
 from megaopt.kernels.step.chunk import entry
-from megaopt.kernels.step.kernel import SKIP
+from megaopt.kernels.step.kernel import CONTROLS, SKIP
 from megaopt.kernels.step.rows import WEIGHT_SCALE
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def scale_there_is_reference(
 
 @jit(do_not_specialize=["weights", "length"])
 def move_scales_kernel(
-    table_ptr,  # *int64 [3, weights], addresses: amax histories, scales, amaxes of this step
-    controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    table_ptr,  # *int64 [4, weights]: addresses of histories, scales, this step's amaxes; group
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless CONTROLLED
     weights,
     length,
     CODE_MAX: tl.constexpr,
@@ -81,10 +81,10 @@ def move_scales_kernel(
     PADDED: tl.constexpr,
 ):
     """Delayed scaling, a weight a program: move_scales_reference after a step."""
-    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:
-            return
     weight = tl.program_id(0)
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if tl.load(controls_ptr + tl.load(table_ptr + 3 * weights + weight) * CONTROLS + SKIP) != 0:
+            return
     history_ptr = tl.load(table_ptr + weight).to(tl.pointer_type(tl.float32))
     scale_ptr = tl.load(table_ptr + weights + weight).to(tl.pointer_type(tl.float32))
     amax_ptr = tl.load(table_ptr + 2 * weights + weight).to(tl.pointer_type(tl.float32))
@@ -137,9 +137,10 @@ def move_scales(table: torch.Tensor, recipe: Float8Recipe, controls: torch.Tenso
     """Launches the kernel over weights.
 
     Args:
-        table: int64 [3, weights], addresses on the device: histories, scales, this step's amaxes.
+        table: int64 [4, weights]: addresses on the device, of histories, scales, this step's
+            amaxes; and the row of the controls.
         recipe: with delayed scaling.
-        controls: the step's.
+        controls: the step's, a row a group.
     """
     count, length = table.shape[1], recipe.amax_history_len
     options: dict[str, object] = {

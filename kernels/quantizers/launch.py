@@ -87,12 +87,14 @@ class CastPlan:
             row[:] = strides
 
     def _rows_of(self, slots: Sequence[str], buffers: Buffers) -> numpy.ndarray:
-        """int64: the addresses of these buffers; for codes along columns, their sizes too."""
+        """int64: the addresses of these buffers; with sizes of codes along columns, or groups."""
         rows = [[tensor.data_ptr() for tensor in buffers[slot]] for slot in slots]
         if slots is COLUMNS:
             rows.append([extent.rows for extent in self.extents])
             rows.append([extent.columns for extent in self.extents])
             rows.append([scale_inv.stride(0) for scale_inv in buffers[slots[1]]])
+        else:
+            rows.append(self._steps.rows[table_rows.GROUP.value].tolist())
         return numpy.array(rows, numpy.int64)
 
     def step(

@@ -29,7 +29,7 @@ from megaopt.kernels.quantizers.tiles import TILE, store_of_tiles, tile_in_lines
 from megaopt.kernels.step.blocks import pointer
 from megaopt.kernels.step.chunk import Column, entry
 from megaopt.kernels.step.draws import block_words
-from megaopt.kernels.step.kernel import SKIP
+from megaopt.kernels.step.kernel import is_left_out
 from megaopt.kernels.step.rows import MASTER, MASTER_SCALE
 from megaopt.kernels.step.scales import old_scale
 
@@ -64,7 +64,7 @@ def cast_columns_kernel(
     table_ptr,  # *int64 [ROWS, tensors], of the step
     tiles_ptr,  # *int32 [3, tiles]: the tensor, the tile's row and column in units of tiles
     columns_ptr,  # *int64 [5, tensors]: addresses of codes and scale_inv; rows, columns, stride
-    controls_ptr,  # *fp32 [CONTROLS]; unread unless CONTROLLED
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless CONTROLLED
     scalars_ptr,  # *fp32 [groups, scalar_count], of the step; unread unless the cast draws
     tensors,
     tiles,
@@ -74,14 +74,14 @@ def cast_columns_kernel(
     CONTROLLED: tl.constexpr,
 ):
     """Casts a tile of a whole weight's masters, 32 rows at a time."""
-    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:
-            return
     program = tl.program_id(0)
     tensor = tl.load(tiles_ptr + program)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     own, beside = Column(table_ptr, tensors, tensor), Column(columns_ptr, tensors, tensor)
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(own, controls_ptr):
+            return
     master_ptr = pointer(own, MASTER, 0, MASTER_FORMAT)
     master_scale = old_scale(own, MASTER_SCALE, MASTER_FORMAT)
     draw = cast_draw(own, scalars_ptr, scalar_count, FORMATS, RULE)

@@ -84,7 +84,7 @@ class CastReferencePlan:
             move(history, own["weight_scale"], self._recipe)
 
     def _stepped(self) -> list[tuple[int, Extent]]:
-        return [] if self._steps.skipped else list(enumerate(self._extents))
+        return [(index, self._extents[index]) for index in self._steps.stepped]
 
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
         return {slot: each[index] for slot, each in self._own.items()}

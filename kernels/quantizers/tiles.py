@@ -24,9 +24,9 @@ from megaopt.kernels.step.blocks import load_block, pointers_of, store_block
 from megaopt.kernels.step.chunk import Block, Chunk, Column, Scales, entry
 from megaopt.kernels.step.draws import block_words, draw_of, line_words
 from megaopt.kernels.step.kernel import (
-    SKIP,
     controls_of,
     draw_row,
+    is_left_out,
     kept_moment_scale,
     scalars_of,
 )
@@ -258,7 +258,7 @@ def tile_kernel(
     table_ptr,  # *int64 [Formats.row_count, tensors]
     tiles_ptr,  # *int32 [3, tiles]: the tensor, the tile's row and column in units of tiles
     scalars_ptr,  # *fp32 [groups, scalar_count]
-    controls_ptr,  # *fp32 [CONTROLS]; unread unless controlled
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless controlled
     tensors,
     tiles,
     scalar_count,
@@ -273,14 +273,14 @@ def tile_kernel(
     """
     FORMATS: tl.constexpr = SPEC.formats
     RULE: tl.constexpr = SPEC.rule
-    if SPEC.controlled:  # noqa: SIM102 at compile time, the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:
-            return
     column = Column(table_ptr, tensors, tl.load(tiles_ptr + tl.program_id(0)))
+    if SPEC.controlled:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(column, controls_ptr):
+            return
     tile, base = tile_of(column, tiles_ptr, tiles)
     scalars = scalars_of(column, scalars_ptr, scalar_count, RULE)
     draw = draw_of(column, draw_row(column, scalars_ptr, scalar_count, RULE), FORMATS.draws)
-    controls = controls_of(controls_ptr, SPEC.controlled)
+    controls = controls_of(column, controls_ptr, SPEC.controlled)
     pointers = pointers_of(column, base, FORMATS)
     tile = with_pointers(tile, column, FORMATS)
     chunk = Chunk(column, base, tile.upper, pointers, scalars, controls, draw)
@@ -333,10 +333,10 @@ def cast_tiles_kernel(
 
     Without ALL only blocks of which other ranks have a part: the others were cast with the step.
     """
-    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:
-            return
     column = Column(table_ptr, tensors, tl.load(tiles_ptr + tl.program_id(0)))
+    if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(column, controls_ptr):
+            return
     tile, base = tile_of(column, tiles_ptr, tiles)
     pointers = pointers_of(column, base, FORMATS)
     tile = with_pointers(tile, column, FORMATS)

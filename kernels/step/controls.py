@@ -1,4 +1,4 @@
-"""The controls of a step: fp32 numbers on the device, and the order in which they lie there."""
+"""The controls of a step: fp32 numbers on the device, a row of them for each row of scalars."""
 
 from __future__ import annotations
 

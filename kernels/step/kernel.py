@@ -51,12 +51,13 @@ from megaopt.kernels.step.scales import (
 from megaopt.kernels.step.update import controlled_grad, loaded_and_updated, stored_block, updated
 from megaopt.kernels.step.words import load_words, numbers_of
 
-# Places in the fp32 controls, as in controls.py.
+# Places in a row of the fp32 controls, as in controls.py, and its length.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)
 INVERSE_SCALE: tl.constexpr = tl.constexpr(order.INVERSE_SCALE)
 COEFFICIENT: tl.constexpr = tl.constexpr(order.COEFFICIENT)
 SKIP: tl.constexpr = tl.constexpr(order.SKIP)
 UNSCALED: tl.constexpr = tl.constexpr(order.UNSCALED)
+CONTROLS: tl.constexpr = tl.constexpr(order.COUNT)
 
 
 @helper
@@ -92,13 +93,20 @@ def draw_row(column, scalars_ptr, scalar_count, RULE: tl.constexpr):
 
 
 @helper
-def controls_of(controls_ptr, CONTROLLED: tl.constexpr):
+def is_left_out(column, controls_ptr):
+    """Whether the controls of a tensor's group leave it as it is."""
+    return tl.load(controls_ptr + entry(column, GROUP) * CONTROLS + SKIP) != 0
+
+
+@helper
+def controls_of(column, controls_ptr, CONTROLLED: tl.constexpr):
     if CONTROLLED:
+        row_ptr = controls_ptr + entry(column, GROUP) * CONTROLS
         controls = (
-            tl.load(controls_ptr + GRAD_SCALE),
-            tl.load(controls_ptr + INVERSE_SCALE),
-            tl.load(controls_ptr + COEFFICIENT),
-            tl.load(controls_ptr + UNSCALED),
+            tl.load(row_ptr + GRAD_SCALE),
+            tl.load(row_ptr + INVERSE_SCALE),
+            tl.load(row_ptr + COEFFICIENT),
+            tl.load(row_ptr + UNSCALED),
         )
     else:
         controls = (1.0, 1.0, 1.0, 0.0)
@@ -297,7 +305,7 @@ def step_kernel(
     table_ptr,  # *int64 [Formats.row_count, tensors]
     chunks_ptr,  # *int32 as table.Chunks; if scaled [3, chunks]: tensor, place in chunks, phase
     scalars_ptr,  # *fp32 [groups, scalar_count]
-    controls_ptr,  # *fp32 [CONTROLS]; unread unless controlled
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless controlled
     scratch_ptr,  # *int32 as scales.py lays it out, zero; unread without scales
     tensors,
     chunks,
@@ -309,9 +317,6 @@ def step_kernel(
     RULE: tl.constexpr = SPEC.rule
     BLOCK: tl.constexpr = SPEC.geometry.block
     ITERATIONS: tl.constexpr = SPEC.geometry.iterations
-    if SPEC.controlled:  # noqa: SIM102 at compile time, the other at run time
-        if tl.load(controls_ptr + SKIP) != 0:
-            return
     program = tl.program_id(0)
     if FORMATS.scaled:
         program = take_ticket(scratch_ptr, tensors, chunks, FORMATS.moment_count)
@@ -320,10 +325,16 @@ def step_kernel(
     else:
         tensor, number = place_of(chunks_ptr, tensors, program, SPEC.geometry.span)
     column = Column(table_ptr, tensors, tensor)
+    if SPEC.controlled:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(column, controls_ptr):
+            if FORMATS.scaled:
+                own_chunks = tl.cdiv(entry(column, NUMEL), BLOCK * ITERATIONS).to(tl.int32)
+                finish(scratch_ptr, column, own_chunks, FORMATS.moment_count)
+            return
     lead = lead_of(column, FORMATS)
     start, elements, unmasked = chunk_of(column, number, lead, BLOCK, ITERATIONS)
     scalars = scalars_of(column, scalars_ptr, scalar_count, RULE)
-    controls = controls_of(controls_ptr, SPEC.controlled)
+    controls = controls_of(column, controls_ptr, SPEC.controlled)
     pointers = pointers_of(column, start, FORMATS)
     row_ptr = draw_row(column, scalars_ptr, scalar_count, RULE)
     draw = draw_of(column, row_ptr, FORMATS.draws)

@@ -132,8 +132,8 @@ class TritonPlan:
 
         Args:
             scalars: the rule's row for each parameter group; or these rows on the device, fp32.
-            controls: fp32 [CONTROLS] on the device: what happens to gradients first, and whether
-                the step is skipped. None leaves gradients as they are.
+            controls: fp32 [groups, CONTROLS] on the device: for each row of scalars what happens to
+                gradients first, and whether these are skipped. None leaves gradients as they are.
         """
         if self._count == 0:
             return

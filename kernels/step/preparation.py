@@ -15,8 +15,9 @@ from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.base import MOST_TABLES
-from megaopt.kernels.step.controls import COUNT, SKIP
+from megaopt.kernels.step.controls import COUNT
 from megaopt.kernels.step.prepare import prepare_kernel
+from megaopt.kernels.step.reference import skips_of
 from megaopt.kernels.step.table import DeviceTable, is_capturing
 
 Group = Mapping[str, Any]
@@ -26,8 +27,8 @@ Group = Mapping[str, Any]
 class Request:
     """What a step is asked to do with the gradients, and when to leave everything as it is.
 
-    The tensors have one element, on the parameters' device, and may be computed there just now:
-    nothing waits for them.
+    The tensors have one element, or one for each row of scalars, on the parameters' device, and may
+    be computed there just now: nothing waits for them.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -47,12 +48,22 @@ class Request:
         """Whether the gradients have to be looked through before the step."""
         return self.clip_norm is not None or self.skip_nonfinite
 
-    def on(self, device: torch.device) -> Request:
-        """The same with the tensors on a device."""
-        given = {name: getattr(self, name) for name in ("grad_scale", "found_inf", "coefficient")}
-        moved = {
-            name: t.to(device, non_blocking=True) for name, t in given.items() if t is not None
-        }
+    @property
+    def numbers(self) -> dict[str, torch.Tensor | None]:
+        """The tensors by their names."""
+        return {name: getattr(self, name) for name in ("grad_scale", "found_inf", "coefficient")}
+
+    def on(self, device: torch.device, rows: Sequence[int] = ()) -> Request:
+        """The same with the tensors on a device.
+
+        rows: the group of each row of scalars behind those of the groups, whose numbers it takes.
+        """
+        moved = {}
+        for name, number in self.numbers.items():
+            if number is not None:
+                moved[name] = number.to(device, non_blocking=True)
+                if number.numel() > 1 and rows:
+                    moved[name] = torch.cat([moved[name], moved[name][list(rows)]])
         return replace(self, **moved) if moved else self
 
     @property
@@ -107,13 +118,17 @@ class TritonPreparation(Preparation):
 
     def __init__(self, rule: Rule, device: torch.device) -> None:
         super().__init__(rule, device)
-        self._controls = torch.zeros(COUNT, dtype=torch.float32, device=device)
+        self._controls = torch.zeros((0, COUNT), dtype=torch.float32, device=device)
         self._scalars = torch.zeros((0, 0), dtype=torch.float32, device=device)
         self._groups = DeviceTable(device)
         self._captured: list[object] = []  # what CUDA graphs read and write
 
     def make(
-        self, groups: Sequence[Group] | None, request: Request, plans: Sequence[Measured]
+        self,
+        groups: Sequence[Group] | None,
+        count: int,
+        request: Request,
+        plans: Sequence[Measured],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The scalars of groups whose lr and step are on the device, and the controls, both there.
 
@@ -121,11 +136,13 @@ class TritonPreparation(Preparation):
 
         Args:
             groups: None where the scalars come from the host.
+            count: the rows of scalars, wherever they come from.
             request: what to do with the gradients.
             plans: whose gradients the norm is of.
 
         Returns:
-            None for scalars without groups, and for controls that would change nothing.
+            The scalars, fp32 [count, numbers]; None without groups. The controls, fp32 [count,
+            megaopt.kernels.step.controls.COUNT]; None where they would change nothing.
         """
         if groups is None and request.is_empty:
             return None, None
@@ -141,12 +158,21 @@ class TritonPreparation(Preparation):
             scalars = self._scalars
             if is_capturing(self.device):
                 self._captured.append((scalars, *self._read(groups)))
+        if len(self._controls) != count:
+            with torch.inference_mode(False):
+                self._controls = torch.zeros(count, COUNT, dtype=torch.float32, device=self.device)
+        if is_capturing(self.device):
+            self._captured.append(self._controls)
         bins = self.measure(plans) if request.needs_norm else None
-        given = (request.grad_scale, request.found_inf, request.coefficient)
+        given = tuple(request.numbers.values())
         arguments = (table, scalars, self._controls, *given, bins, self.norm, request.clip_norm)
-        options = {"RULE": self.rule, "SKIP_NONFINITE": request.skip_nonfinite, "num_warps": 1}
-        programs = max(1, len(groups or ()))
-        call(prepare_kernel, programs, (*arguments, columns, self.rule.width), options)
+        options = {
+            "RULE": self.rule,
+            "SKIP_NONFINITE": request.skip_nonfinite,
+            "APART": tuple(int(each is not None and each.numel() > 1) for each in given),
+            "num_warps": 1,
+        }
+        call(prepare_kernel, count, (*arguments, columns, self.rule.width), options)
         return scalars, None if request.is_empty else self._controls
 
     def _read(self, groups: Sequence[Group]) -> list[torch.Tensor]:
@@ -185,36 +211,45 @@ class ReferencePreparation(Preparation):
     """The twin: on the host, which waits for what is on a device."""
 
     def make(
-        self, groups: Sequence[Group] | None, request: Request, plans: Sequence[Measured]
+        self,
+        groups: Sequence[Group] | None,
+        count: int,
+        request: Request,
+        plans: Sequence[Measured],
     ) -> tuple[list[tuple[float, ...]] | None, torch.Tensor | None]:
         """As TritonPreparation.make, with the scalars on the host."""
-        controls = None if request.is_empty else self._controls(request, plans)
+        controls = None if request.is_empty else self._controls(count, request, plans)
         if groups is None:
             return None, controls
-        skip = controls is not None and bool(controls[SKIP])
         scalars = []
-        for group in groups:
+        for group, is_skipped in zip(groups, skips_of(controls, count), strict=True):
             step = int(group["step"]) + 1
             scalars.append(self.rule.row({**group, "lr": float(group["lr"]), "step": step}))
-            group["step"].fill_(step - skip)
+            group["step"].fill_(step - is_skipped)
         return scalars, controls
 
-    def _controls(self, request: Request, plans: Sequence[Measured]) -> torch.Tensor:
-        one = torch.ones((), dtype=torch.float32, device=self.device)
-        grad_scale = one if request.grad_scale is None else request.grad_scale.float().reshape(())
+    def _controls(self, count: int, request: Request, plans: Sequence[Measured]) -> torch.Tensor:
+        ones = torch.ones(count, dtype=torch.float32, device=self.device)
+
+        def numbers(given: torch.Tensor | None) -> torch.Tensor:
+            return ones if given is None else given.float().reshape(-1).expand(count)
+
+        grad_scale, coefficient = numbers(request.grad_scale), numbers(request.coefficient)
         inverse = (1.0 / grad_scale.double()).float()
-        coefficient = one if request.coefficient is None else request.coefficient.reshape(())
-        skip = request.found_inf is not None and bool(request.found_inf)
+        skip = ones * 0.0
+        if request.found_inf is not None:
+            skip = (request.found_inf.reshape(-1) != 0).float().expand(count)
         if request.needs_norm:
             norm, nonfinite = total_reference(self.measure(plans))
-            self.norm.copy_(canonical_reference(norm * inverse))
+            self.norm.copy_(canonical_reference(norm * inverse[0]))
             if request.clip_norm is not None:
                 clip_norm = torch.full(
                     (), request.clip_norm, dtype=torch.float32, device=self.device
                 )
                 # not clamp: a NaN stays
                 coefficient = clip_norm / (self.norm + 1e-6)
-                coefficient = torch.where(coefficient > 1.0, 1.0, coefficient)
-            skip = skip or (request.skip_nonfinite and bool(nonfinite))
-        unscaled = one * (request.grad_scale is not None)
-        return torch.stack([grad_scale, inverse, coefficient, one * skip, unscaled])
+                coefficient = torch.where(coefficient > 1.0, 1.0, coefficient).expand(count)
+            if request.skip_nonfinite:
+                skip = torch.maximum(skip, nonfinite.float().reshape(1))
+        unscaled = ones * (request.grad_scale is not None)
+        return torch.stack([grad_scale, inverse, coefficient, skip, unscaled], 1)

@@ -10,7 +10,14 @@ from megaopt.kernels.norm.kernel import total_of
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.rules.adam_ieee import canonical
 from megaopt.kernels.rules.loading import store_row
-from megaopt.kernels.step.kernel import COEFFICIENT, GRAD_SCALE, INVERSE_SCALE, SKIP, UNSCALED
+from megaopt.kernels.step.kernel import (
+    COEFFICIENT,
+    CONTROLS,
+    GRAD_SCALE,
+    INVERSE_SCALE,
+    SKIP,
+    UNSCALED,
+)
 
 # Columns of the int64 table of groups, a row a group: addresses of lr (fp32) and step (int32), then
 # the seed of random bits, the bits of Rule.hyper in fp64, and addresses and lengths of the rule's
@@ -22,22 +29,22 @@ HYPER: tl.constexpr = tl.constexpr(3)
 
 
 @helper
-def one_number(ptr):
-    """The fp32 number at an address; 1 where there is none."""
+def number_of(ptr, row):
+    """A row's fp32 number; 1 where there is none."""
     if ptr is None:  # noqa: SIM108 at compile time
         value = tl.full((), 1.0, tl.float32)
     else:
-        value = tl.load(ptr).to(tl.float32)
+        value = tl.load(ptr + row).to(tl.float32)
     return value
 
 
 @helper
-def is_set(ptr):
-    """Whether the number at an address is not 0; false where there is none."""
+def is_set(ptr, row):
+    """Whether a row's number is not 0; false where there is none."""
     if ptr is None:  # noqa: SIM108 at compile time
         value = tl.full((), 0, tl.int32) != 0
     else:
-        value = tl.load(ptr) != 0
+        value = tl.load(ptr + row) != 0
     return value
 
 
@@ -73,7 +80,7 @@ def prepared_scalars(group_ptr, scalars_ptr, skip, RULE: tl.constexpr):
 def prepare_kernel(
     groups_ptr,  # *int64 [groups, columns], or None: the scalars come from the host
     scalars_ptr,  # *fp32 [groups, scalar_count], written
-    controls_ptr,  # *fp32 [CONTROLS], written
+    controls_ptr,  # *fp32 [groups, CONTROLS], written
     grad_scale_ptr,  # *fp32, or None: gradients are so many times too large
     found_inf_ptr,  # *fp32, or None: not 0 skips the step
     coefficient_ptr,  # *fp32, or None: what gradients are multiplied by
@@ -84,13 +91,14 @@ def prepare_kernel(
     scalar_count,
     RULE: tl.constexpr,
     SKIP_NONFINITE: tl.constexpr,
+    APART: tl.constexpr,  # which of the three are a number for each group, in their order
 ):
-    """A program makes the scalars of one group; all find the controls, the first stores them."""
+    """A program makes the scalars and the controls of one group."""
     group = tl.program_id(0)
-    grad_scale = one_number(grad_scale_ptr)
+    grad_scale = number_of(grad_scale_ptr, group * APART[0])
     inverse = (tl.full((), 1.0, tl.float64) / grad_scale.to(tl.float64)).to(tl.float32)
-    coefficient = one_number(coefficient_ptr)
-    skip = is_set(found_inf_ptr)
+    coefficient = number_of(coefficient_ptr, group * APART[2])
+    skip = is_set(found_inf_ptr, group * APART[1])
     if bins_ptr is not None:
         norm, nonfinite = total_of(bins_ptr)
         norm = canonical(norm * inverse)
@@ -99,12 +107,12 @@ def prepare_kernel(
             coefficient = clip_coefficient(norm, clip_norm)
         if SKIP_NONFINITE:
             skip = skip | nonfinite
-    tl.store(controls_ptr + GRAD_SCALE, grad_scale, mask=group == 0)
-    tl.store(controls_ptr + INVERSE_SCALE, inverse, mask=group == 0)
-    tl.store(controls_ptr + COEFFICIENT, coefficient, mask=group == 0)
-    tl.store(controls_ptr + SKIP, tl.where(skip, 1.0, 0.0), mask=group == 0)
-    unscaled = 0.0 if grad_scale_ptr is None else 1.0
-    tl.store(controls_ptr + UNSCALED, unscaled, mask=group == 0)
+    controls_ptr += group * CONTROLS
+    tl.store(controls_ptr + GRAD_SCALE, grad_scale)
+    tl.store(controls_ptr + INVERSE_SCALE, inverse)
+    tl.store(controls_ptr + COEFFICIENT, coefficient)
+    tl.store(controls_ptr + SKIP, tl.where(skip, 1.0, 0.0))
+    tl.store(controls_ptr + UNSCALED, 0.0 if grad_scale_ptr is None else 1.0)
     if groups_ptr is not None:
         row_ptr = scalars_ptr + group * scalar_count
         prepared_scalars(groups_ptr + group * columns, row_ptr, skip, RULE)

@@ -183,7 +183,7 @@ def step_tensor(
 
     fp8 weights are not stored here (megaopt.kernels.quantizers.reference). place: for random bits.
 
-    controls: fp32, in the order of megaopt.kernels.step.controls; None leaves gradients alone.
+    controls: fp32, the row of megaopt.kernels.step.controls; None leaves gradients alone.
     """
     unscaled = controls is not None and bool(controls[UNSCALED])
     lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
@@ -250,6 +250,11 @@ def check_subnormals() -> None:
         )
 
 
+def skips_of(controls: torch.Tensor | None, rows: int) -> list[bool]:
+    """For each row of scalars whether its controls leave the step out; waits for a device."""
+    return [False] * rows if controls is None else controls[:, SKIP].ne(0).tolist()
+
+
 class ReferencePlan:
     """Steps one combination of formats tensor by tensor."""
 
@@ -267,6 +272,8 @@ class ReferencePlan:
         self.addresses: dict[str, numpy.ndarray] = {}  # it works on the tensors themselves
         self.stale = True
         self.buffers: Buffers = {}
+        self.stepped: Sequence[int] = ()
+        """Places of what the last step stepped."""
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step; raises RuntimeError where torch flushes subnormals."""
@@ -288,15 +295,16 @@ class ReferencePlan:
 
         Args:
             scalars: the rule's row for each parameter group.
-            controls: what happens to gradients first, and whether the step is skipped; on a GPU it
-                is waited for.
+            controls: for each row of scalars what happens to gradients first, and whether these are
+                skipped; on a GPU it is waited for.
         """
-        self.skipped = controls is not None and bool(controls[SKIP])
-        if self.skipped:
-            return
-        for index, group in enumerate(self.groups):
+        left_out = skips_of(controls, len(scalars))
+        self.stepped = [index for index, group in enumerate(self.groups) if not left_out[group]]
+        for index in self.stepped:
             tensors = {slot: self.buffers[slot][index] for slot in self.formats.slots}
             if tensors["weight"].numel():
-                own = (scalars[group], controls, self.places[index])
+                group = self.groups[index]
+                row = None if controls is None else controls[group]
+                own = (scalars[group], row, self.places[index])
                 step_tensor(tensors, self.formats, self.rule, *own)
         self.buffers = {}  # gradients may go

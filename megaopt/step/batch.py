@@ -178,7 +178,7 @@ class Batches:
         self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
         self.counted = self.counts.counted
-        """What goes up with a step that the host counts, beside the groups' own counts."""
+        """What goes up with a step of a group that the host counts, beside the group's count."""
         params = tuple(param for group in param_groups for param in group["params"])
         self.quantized = [batch for batch in batches if batch.float8 is not None]
         self.matrices = [batch.matrices for batch in batches if batch.matrices is not None]

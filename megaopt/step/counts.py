@@ -37,9 +37,9 @@ class StepRows:
         return self.by_place.get(place, group)
 
     @property
-    def counted(self) -> list[Count]:
-        """What goes up with a step that the host counts."""
-        return [count for _, count in (*self.apart, *self.with_group)]
+    def counted(self) -> list[tuple[int, Count]]:
+        """What goes up with a step that the host counts, each behind the number of its group."""
+        return [*self.apart, *self.with_group]
 
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A group with a count of its own for each row behind those of the groups."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,14 +92,15 @@ class Matrices:
     def refresh(
         self,
         groups: Sequence[Mapping[str, Any]],
-        counts: Sequence[int] | None,
+        counts: Sequence[int | None] | None,
         controls: torch.Tensor | None = None,
     ) -> None:
         """Gives the plan what states keep for the rule, which makes anew what it is time for.
 
         Args:
             groups: the optimizer's.
-            counts: the steps that each group has taken, which say whose turn it is; None: nobody's.
+            counts: the steps that each group has taken, which say whose turn it is; None: nobody's,
+                of a group: none of its matrices'.
             controls: the step's, which may leave it out; None: it does not.
         """
         own = zip(self.plan.works, self.views, self._kept, self.states, strict=True)
@@ -113,8 +115,12 @@ class Matrices:
         if renew is not None:
             counted = None if counts is None else [counts[each] for each in self.group_numbers]
             chosen = [groups[each] for each in self.group_numbers]
-            skip = None if controls is None else controls[SKIP]
+            skip = None if controls is None else partial(self._skip, controls)
             renew(self.plan.works, self.plan.grad, chosen, counted, skip)
+
+    def _skip(self, controls: torch.Tensor, index: int) -> torch.Tensor:
+        """What leaves the step of a matrix out; one number on its device."""
+        return controls[self.group_numbers[index], SKIP]
 
 
 def matrices_of(

@@ -44,7 +44,7 @@ class Preparations:
 
         Args:
             owned: the optimizer's.
-            groups: None where the scalars come from the host.
+            groups: those of all rows of scalars; None where these come from the host.
             batches: what is stepped.
             asked: what to do with the gradients.
         """
@@ -53,9 +53,12 @@ class Preparations:
         devices = dict.fromkeys([owned.device, *[batch.device for batch in batches.batches]])
         if groups is None and asked.is_empty:
             return dict.fromkeys(devices, (None, None))
+        behind = [group for group, _ in batches.counts.apart]
+        count = len(owned.groups) + len(behind)
         for device in devices:
             plans = _measured(batches, device) if asked.needs_norm else []
-            prepared[device] = self.on(device, owned).make(groups, asked.on(device), plans)
+            request = asked.on(device, behind)
+            prepared[device] = self.on(device, owned).make(groups, count, request, plans)
         return prepared
 
     def nonfinite(self, owned: Owned, batches: Sequence[Batch], device: torch.device) -> Any:
@@ -96,9 +99,9 @@ def _measured(batches: Batches, device: torch.device) -> Sequence[Measured]:
 def is_skipped(prepared: Prepared, nonfinite: str) -> bool:
     """Whether an infinity or NaN among the gradients ends the step here; waits to see.
 
-    Raises FloatingPointError where nonfinite is "error".
+    It ends it for all groups. Raises FloatingPointError where nonfinite is "error".
     """
-    found = any(bool(controls[SKIP]) for _, controls in prepared.values())
+    found = any(bool(controls[:, SKIP].all()) for _, controls in prepared.values())
     if found and nonfinite == "error":
         raise FloatingPointError(
             "an infinity or NaN is among the gradients (here, or on a rank that shares fp8 "

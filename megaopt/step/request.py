@@ -37,8 +37,8 @@ class Asked(NamedTuple):
         return is_skippable and not options.capturable
 
 
-def request_of(asked: Asked, options: Options) -> Request:
-    """The request; NOTHING where nothing is asked.
+def request_of(asked: Asked, options: Options, groups: int) -> Request:
+    """The request for so many groups; NOTHING where nothing is asked.
 
     Raises ValueError for what is not allowed.
     """
@@ -46,9 +46,9 @@ def request_of(asked: Asked, options: Options) -> Request:
     given = (clip_norm, coefficient, grad_scale, found_inf)
     if options.nonfinite == "propagate" and all(each is None for each in given):
         return NOTHING
-    _check_clipping(clip_norm, coefficient)
-    _check_scaler(grad_scale, found_inf)
-    return Request(
+    _check_clipping(clip_norm, coefficient, groups)
+    _check_scaler(grad_scale, found_inf, groups)
+    request = Request(
         grad_scale=grad_scale,
         # a GradScaler that saw no gradient sets the number 0
         found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
@@ -56,9 +56,21 @@ def request_of(asked: Asked, options: Options) -> Request:
         clip_norm=None if clip_norm is None else float(clip_norm),
         skip_nonfinite=asked.skips_nonfinite(options),
     )
+    if request.needs_norm and grad_scale is not None and grad_scale.numel() > 1:
+        wanted = "one number in a step that measures the gradients of all groups (clip_norm,"
+        refuse("grad_scale", f"{wanted} nonfinite other than 'propagate')", grad_scale)
+    return request
 
 
-def _check_clipping(clip_norm: Any, coefficient: Any) -> None:
+def check_met(request: Request) -> None:
+    """Raises ValueError for what ranks that hold parts of the same parameters cannot vote on."""
+    found_inf = request.found_inf
+    if found_inf is not None and found_inf.numel() > 1:
+        wanted = "one number where other ranks hold parts of the parameters, as all skip or none"
+        refuse("found_inf", wanted, found_inf)
+
+
+def _check_clipping(clip_norm: Any, coefficient: Any, groups: int) -> None:
     """Raises ValueError for a step's arguments that are not allowed."""
     if clip_norm is not None:
         if isinstance(clip_norm, torch.Tensor):
@@ -66,22 +78,25 @@ def _check_clipping(clip_norm: Any, coefficient: Any) -> None:
         number("clip_norm", clip_norm, POSITIVE)
     if coefficient is None:
         return
-    if not _is_one(coefficient, {torch.float32}):
-        refuse("clip_coefficient", "one element of torch.float32", coefficient)
+    if not _is_one(coefficient, {torch.float32}, groups):
+        refuse(
+            "clip_coefficient", "one element of torch.float32, or one for each group", coefficient
+        )
     if clip_norm is not None:
         raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
 
 
-def _check_scaler(grad_scale: Any, found_inf: Any) -> None:
+def _check_scaler(grad_scale: Any, found_inf: Any, groups: int) -> None:
     """Raises ValueError for attributes that no GradScaler sets."""
-    if grad_scale is not None and not _is_one(grad_scale, NUMBERS):
+    if grad_scale is not None and not _is_one(grad_scale, NUMBERS, groups):
         refuse("grad_scale", "None or a tensor of one number, as a GradScaler sets it", grad_scale)
-    if found_inf is None or _is_one(found_inf, {*NUMBERS, torch.bool}):
+    if found_inf is None or _is_one(found_inf, {*NUMBERS, torch.bool}, groups):
         return
     if not (isinstance(found_inf, (int, float)) and found_inf == 0):
         refuse("found_inf", "None, 0 or a tensor of one number", found_inf)
 
 
-def _is_one(value: Any, dtypes: Collection[torch.dtype]) -> bool:
-    """Whether it is a tensor of one element, of one of these dtypes, that has a value."""
-    return is_dense(value) and not value.is_meta and value.dtype in dtypes and value.numel() == 1
+def _is_one(value: Any, dtypes: Collection[torch.dtype], groups: int) -> bool:
+    """Whether it is a tensor of one of these dtypes, of one number or one for each group."""
+    is_there = is_dense(value) and not value.is_meta and value.dtype in dtypes
+    return is_there and (value.numel() == 1 or tuple(value.shape) == (groups,))

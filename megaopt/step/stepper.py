@@ -28,7 +28,7 @@ from megaopt.step.gradients import check_written_grads
 from megaopt.step.preparations import Preparations, Prepared, is_skipped
 from megaopt.step.probing import is_probe
 from megaopt.step.ranks.meeting import Meeting, meeting_of
-from megaopt.step.request import NOTHING, Asked, request_of
+from megaopt.step.request import NOTHING, Asked, check_met, request_of
 
 States = Any
 """By parameter its state; a defaultdict, as torch.optim.Optimizer has it."""
@@ -61,6 +61,8 @@ class Run:
         self.is_captured = False
         """A CUDA graph captures the step."""
         self.is_left_out = False
+        self.left_out: set[int] = set()
+        """Groups that the host knows to be skipped, where others are stepped."""
 
     @cached_property
     def owned(self) -> Owned:
@@ -127,7 +129,7 @@ class Stepper:
     def hear(self, groups: Sequence[Group]) -> None:
         """Raises ValueError where ranks differed in the last step; its count is taken back."""
         if self._meeting is not None:
-            counted = self._batches.counted if self._batches else []
+            counted = [count for _, count in self._batches.counted] if self._batches else []
             self._meeting.hear([] if self.options.capturable else [*groups, *counted])
 
     @property
@@ -172,8 +174,9 @@ class Stepper:
             raise
         batches.forget()
         if run.rows is not None:
-            for each in (*groups, *batches.counted):  # also empty groups
-                each["step"] += 1
+            for group, each in (*enumerate(groups), *batches.counted):  # also empty groups
+                if group not in run.left_out:
+                    each["step"] += 1
         batches.watch.count_up()
 
     def _begin(
@@ -185,7 +188,7 @@ class Stepper:
         """
         captures = False
         try:
-            request = request_of(asked, self.options)
+            request = request_of(asked, self.options, len(groups))
             if self._can_capture is not False:
                 # before anything that waits for a device, which would break a capture
                 owned = self.owned(groups)
@@ -216,6 +219,8 @@ class Stepper:
             if request is not NOTHING or self._is_shared:
                 run.waits = asked.waits(self.options)
                 run.meeting = self._meeting = self._meeting_for(run)
+            if run.meeting is not None:
+                check_met(request)
         except Exception:
             measures = asked.clip_norm is not None or asked.skips_nonfinite(self.options)
             views = self.owned(groups).shared_views
@@ -359,6 +364,10 @@ class Stepper:
             found = run.meeting.meet(request, run.waits, look)
         elif request.found_inf is None or not run.waits:
             found = request
+        elif request.found_inf.numel() > 1:
+            flags = request.found_inf.tolist()
+            run.left_out = {group for group, flag in enumerate(flags) if flag}
+            found = None if all(flags) else request
         elif not bool(request.found_inf):
             found = replace(request, found_inf=None)
         run.is_left_out = found is None
@@ -382,7 +391,10 @@ class Stepper:
 
 def refresh(run: Run) -> None:
     """Matrix rules make anew what they keep, GaLore's projections, of this step's gradients."""
-    counts = None if run.rows is None else [group["step"] for group in run.groups]
+    counts = None
+    if run.rows is not None:
+        own = enumerate(run.groups)
+        counts = [None if number in run.left_out else group["step"] for number, group in own]
     for matrices in run.batches.matrices:
         controls = run.prepared.get(matrices.device, (None, None))[1]
         matrices.refresh(run.groups, counts, controls)

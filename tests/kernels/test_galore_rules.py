@@ -62,7 +62,7 @@ def test_scalars_made_on_the_device_are_the_hosts(bias_correction, device):
         groups.append({**OWN, **numbers, **own})
     host = [{**g, "lr": 0.003, "step": int(g["step"]) + 1} for g in groups]
     rows = np.array([GALORE_ADAMW.scalars(group) for group in host], dtype=np.float32)
-    found, _ = TritonPreparation(GALORE_ADAMW, device).make(groups, Request(), [])
+    found, _ = TritonPreparation(GALORE_ADAMW, device).make(groups, len(groups), Request(), [])
     assert_same_bits(found.cpu(), torch.from_numpy(rows))
 
 

@@ -266,8 +266,8 @@ def test_both_factors_are_read_and_nothing_beside_them(side, device, monkeypatch
 
 
 def test_a_skipped_step_writes_nothing(device):
-    controls = torch.zeros(COUNT)
-    controls[:3], controls[SKIP] = 1.0, 1.0
+    controls = torch.zeros(1, COUNT)
+    controls[:, :3], controls[:, SKIP] = 1.0, 1.0
     low_rank = LowRank(RIGHT, 5)
     own = (formats_of(PLAIN, low_rank), SHAPES, projections_of(low_rank, SHAPES))
     found, expected, before = both_step(*own, device, controls=controls)

@@ -46,7 +46,7 @@ def on_the_host(rule, groups):
 
 def assert_scalars_agree(rule, groups, device):
     expected, steps = on_the_host(rule, groups), [int(g["step"]) + 1 for g in groups]
-    found, controls = TritonPreparation(rule, device).make(groups, Request(), [])
+    found, controls = TritonPreparation(rule, device).make(groups, len(groups), Request(), [])
     assert controls is None
     assert_same_bits(found.cpu(), expected, f"steps {steps}, betas {groups[0]['betas']}")
     assert [int(g["step"]) for g in groups] == steps
@@ -105,7 +105,7 @@ def test_what_random_bits_are_made_of_is_the_hosts(name, seed, device):
         own = seed ^ step
         pieces = [own % 2**16, own // 2**16 % 2**16, own // 2**32 % 2**16, own // 2**48]
         assert row[rule.row_length :] == (*pieces, step % 2**16, step // 2**16)
-    found, _ = TritonPreparation(rule.drawing, device).make(groups, Request(), [])
+    found, _ = TritonPreparation(rule.drawing, device).make(groups, len(groups), Request(), [])
     assert_same_bits(found.cpu(), torch.from_numpy(np.array(expected, dtype=np.float32)))
     assert rule.width == rule.row_length == rule.drawing.row_length
 
@@ -118,7 +118,7 @@ def test_a_skipped_step_draws_again(name, device):
     for found in (1.0, 1.0, 0.0, 0.0):
         preparation = PREPARATIONS[name](IEEE.drawing, device)
         request = Request(found_inf=number(found, device))
-        rows.append(torch.as_tensor(preparation.make(groups, request, [])[0]).cpu())
+        rows.append(torch.as_tensor(preparation.make(groups, len(groups), request, [])[0]).cpu())
     for row in rows[1:3]:
         assert_same_bits(row, rows[0])
     assert rows[3][0, -2] == 6
@@ -169,7 +169,12 @@ class Gradients:
 
 def made(name, request, plans=(), device="cpu", groups=None):
     preparation = PREPARATIONS[name](IEEE, torch.device(device))
-    scalars, controls = preparation.make(groups, request.on(torch.device(device)), plans)
+    rows = len(groups or "1")
+    scalars, controls = preparation.make(groups, rows, request.on(torch.device(device)), plans)
+    if controls is not None:
+        assert controls.shape == (rows, COUNT)
+        assert_same_bits(controls, controls[:1].expand(rows, -1).contiguous())
+        controls = controls[0]
     return preparation, scalars, controls
 
 
@@ -198,7 +203,6 @@ def test_nothing_asked_gives_no_controls(name, device):
 @pytest.mark.parametrize("found", [0.0, -0.0, 1.0, 2.0, math.inf, math.nan])
 def test_anything_but_zero_skips(name, found, device):
     _, _, controls = made(name, Request(found_inf=number(found, device)), device=device)
-    assert controls.shape == (COUNT,)
     assert bool(controls[SKIP]) is (found != 0)
 
 
@@ -261,8 +265,8 @@ def test_a_measure_starts_anew(name, device):
     preparation = PREPARATIONS[name](IEEE, device)
     request = Request(clip_norm=1.0, skip_nonfinite=True)
     for value, skip in ((math.nan, True), (3.0, False), (math.inf, True), (4.0, False)):
-        _, controls = preparation.make(None, request, [Gradients([value], device=device)])
-        assert bool(controls[SKIP]) is skip
+        _, controls = preparation.make(None, 1, request, [Gradients([value], device=device)])
+        assert bool(controls[0, SKIP]) is skip
     assert preparation.norm == 4
 
 
@@ -286,8 +290,8 @@ def test_a_group_is_read_anew_at_every_step(device):
     for lr in (1e-3, 5e-4, 0.0):
         groups[0]["lr"].fill_(lr)
         expected = on_the_host(IEEE, groups)
-        assert_same_bits(preparation.make(groups, Request(), [])[0].cpu(), expected)
+        assert_same_bits(preparation.make(groups, 1, Request(), [])[0].cpu(), expected)
     groups[0]["betas"] = (0.5, 0.5)
     groups.append(group(9, device=device))
     expected = on_the_host(IEEE, groups)
-    assert_same_bits(preparation.make(groups, Request(), [])[0].cpu(), expected)
+    assert_same_bits(preparation.make(groups, 2, Request(), [])[0].cpu(), expected)

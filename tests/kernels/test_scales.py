@@ -20,6 +20,7 @@ from megaopt.kernels.rules import RULES
 from megaopt.kernels.step import launch
 from megaopt.kernels.step.controls import COEFFICIENT, COUNT, GRAD_SCALE, INVERSE_SCALE, SKIP
 from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.reference import ReferencePlan
 from megaopt.kernels.step.scales import AMAX_PHASE, STEP_PHASE
 from megaopt.kernels.step.table import Geometry, chunk_rows, two_phase_chunk_rows
 
@@ -63,12 +64,12 @@ def test_steps_lag_where_there_is_other_work(lag):
             assert between >= lag
 
 
-def plan_of(formats, tensors, lag, monkeypatch, rule=IEEE):
+def plan_of(formats, tensors, lag, monkeypatch, rule=IEEE, groups=None):
     monkeypatch.setattr(launch, "LAG", lag)
     counts = [weight.numel() for weight in tensors["weight"]]
     rule, _ = rows_of(formats, rule, [])
     device = tensors["weight"][0].device
-    return TritonPlan(formats, rule, counts, [0] * len(counts), device, SMALL)
+    return TritonPlan(formats, rule, counts, groups or [0] * len(counts), device, SMALL)
 
 
 def assert_ready(plan):
@@ -82,8 +83,10 @@ def assert_ready(plan):
 
 
 def controls_of(device, skip=0.0, scale=1.0):
-    controls = torch.ones(COUNT, device=device)
-    controls[GRAD_SCALE], controls[INVERSE_SCALE], controls[SKIP] = scale, 1 / scale, skip
+    controls = torch.ones(1, COUNT, device=device)
+    controls[:, [GRAD_SCALE, INVERSE_SCALE, SKIP]] = torch.tensor(
+        [scale, 1 / scale, skip], device=device
+    )
     return controls
 
 
@@ -128,6 +131,26 @@ def test_a_skipped_step_leaves_everything_as_it_is(formats, device, monkeypatch)
     assert_same_buffers(found, before)
 
 
+@pytest.mark.parametrize("formats", SCALED[:2], ids=name_of)
+def test_a_skipped_group_leaves_nothing_in_the_scratch(formats, device, monkeypatch):
+    """Its programs take tickets as the others do."""
+    found = buffers(formats, COUNTS, device)
+    expected = copied(found)
+    groups = [index % 2 for index in range(len(COUNTS))]
+    plan = plan_of(formats, found, 3, monkeypatch, groups=groups)
+    rows = rows_of(formats, IEEE, [GROUP, {**GROUP, "lr": 0.5}])[1]
+    twin = ReferencePlan(formats, IEEE, groups)
+    for skips in (0, 1, None, 0):
+        controls = controls_of(device).repeat(2, 1)
+        if skips is not None:
+            controls[skips, SKIP] = 1.0
+        for each, tensors in ((plan, found), (twin, expected)):
+            each.look(tensors)
+            each.step(rows, controls)
+        assert_ready(plan)
+        assert_same_buffers(found, expected)
+
+
 FP32_GRADS = [formats for formats in SCALED if formats.grad.name == "float32"]
 
 
@@ -146,10 +169,10 @@ def test_both_phases_unscale_and_clip(formats, device, monkeypatch):
     plan = plan_of(formats, found, 3, monkeypatch)
     plan.look(found)
     controls = controls_of(device, scale=3.0)
-    controls[COEFFICIENT] = 0.3
+    controls[:, COEFFICIENT] = 0.3
     plan.step(rows_of(formats, IEEE, GROUP)[1], controls)
     for grad in expected["grad"]:
-        grad.mul_(controls[INVERSE_SCALE]).mul_(controls[COEFFICIENT])
+        grad.mul_(controls[0, INVERSE_SCALE]).mul_(controls[0, COEFFICIENT])
     reference_step(expected, formats, IEEE, GROUP)
     del found["grad"], expected["grad"]  # the hand changed these alone
     assert_same_buffers(found, expected)

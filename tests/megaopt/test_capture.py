@@ -224,10 +224,10 @@ def test_what_a_captured_preparation_reads_and_writes_is_kept(capturing):
     own = TritonPreparation(RULES["adamw", "torch"], CPU)
     first = group_of(1e-3)
     capturing()
-    scalars, _ = own.make([first], Request(), [])
+    scalars, _ = own.make([first], 1, Request(), [])
     capturing(False)
     before = scalars.clone()
-    own.make([group_of(2e-3), group_of(3e-3)], Request(), [])
+    own.make([group_of(2e-3), group_of(3e-3)], 2, Request(), [])
     assert_same_bits(scalars, before)
     tables = own.rule.tables(first, CPU)
     read = [weakref.ref(each) for each in (scalars, first["lr"], first["step"], *tables)]

@@ -268,15 +268,15 @@ BAD = {
     ),
     "coefficient: a number": (
         {"clip_coefficient": 0.5},
-        r"clip_coefficient must be one element of torch.float32, got 0\.5",
+        r"clip_coefficient must be one element of torch.float32, or one for each group, got 0\.5",
     ),
     "coefficient: two": (
         {"clip_coefficient": torch.ones(2)},
-        r"clip_coefficient must be one element of torch.float32, got .* of shape \(2,\)",
+        r"clip_coefficient must be one element of torch.float32, .*, got .* of shape \(2,\)",
     ),
     "coefficient: dtype": (
         {"clip_coefficient": torch.ones((), dtype=BF16)},
-        r"clip_coefficient must be .*torch.float32, got tensor\(1., dtype=torch.bfloat16\)",
+        r"clip_coefficient must be .*torch.float32, .*got tensor\(1., dtype=torch.bfloat16\)",
     ),
     "both": (
         {"clip_coefficient": torch.ones(()), "clip_norm": 2.0},

@@ -75,8 +75,9 @@ def test_the_kernel_moves_scales_as_update_scales_does(length, algorithm, skip, 
         weights.append(weight)
     controls = None
     if skip is not None:
-        controls = torch.tensor([1.0, 1.0, 1.0, skip, 0.0], device=device)
+        controls = torch.tensor([[1.0, 1.0, 1.0, skip, 0.0]], device=device)
     table = [[tensor.data_ptr() for tensor in each] for each in (histories, scales, amaxes)]
+    table.append([0] * len(AMAXES))
     recipe.quantizer.move(torch.tensor(table, device=device), recipe, controls)
     for index, weight in enumerate(weights):
         assert_same_bits(scales[index], weight.scale, f"scale {index}")

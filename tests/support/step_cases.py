@@ -240,13 +240,21 @@ def rows_of(formats, rule, groups):
 def triton_step(
     tensors, formats, rule, group, geometry=None, groups=None, controls=None, places=None
 ):
-    """Steps the buffers in place on the kernel; `group` may be a list of groups."""
+    """Steps the buffers in place on the kernel; `group` may be a list of groups.
+
+    controls: a row for each group, or one for all.
+    """
     counts = [weight.numel() for weight in tensors["weight"]]
     rule, rows = rows_of(formats, rule, group)
     device = tensors["weight"][0].device
     plan = TritonPlan(formats, rule, counts, groups or [0] * len(counts), device, geometry, places)
     plan.look(tensors)
-    plan.step(rows, controls)
+    plan.step(rows, controls_of_rows(controls, rows))
+
+
+def controls_of_rows(controls, rows):
+    """A row of controls for each row of scalars; the one that is given for all of them."""
+    return None if controls is None else controls.expand(len(rows), -1).contiguous()
 
 
 def reference_step(tensors, formats, rule, group, groups=None, controls=None, places=None):
@@ -254,7 +262,7 @@ def reference_step(tensors, formats, rule, group, groups=None, controls=None, pl
     rule, rows = rows_of(formats, rule, group)
     plan = ReferencePlan(formats, rule, groups or [0] * len(tensors["weight"]), places)
     plan.look(tensors)
-    plan.step(rows, controls)
+    plan.step(rows, controls_of_rows(controls, rows))
 
 
 def oracle_step(tensors, formats, rule, group, places=None):

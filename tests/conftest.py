@@ -33,11 +33,19 @@ def pytest_collection_modifyitems(items):
         if "thirds" in item.keywords and "slow" in item.keywords and number // 2 % 3:
             item.add_marker(pytest.mark.exhaustive)
     if torch.cuda.is_available():
-        items.sort(key=lambda item: "long" not in item.keywords)
+        items[:] = long_ones_apart(items)
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def long_ones_apart(items):
+    """Long tests first, each before a short one: a process of xdist takes two tests at a time."""
+    first = [item for item in items if "long" in item.keywords]
+    rest = iter([item for item in items if "long" not in item.keywords])
+    begin = [item for pair in zip(first, rest, strict=False) for item in pair]
+    return [*begin, *first[len(begin) // 2 :], *rest]
 
 
 @pytest.fixture(autouse=True)

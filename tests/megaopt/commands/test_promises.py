@@ -48,6 +48,7 @@ def test_every_promise_that_can_be_checked_here_holds(promise):
     assert promise.check() is None
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 def test_all_promises_hold_on_a_gpu(capsys):
     assert doctor.main(check=True) == 0, capsys.readouterr().out

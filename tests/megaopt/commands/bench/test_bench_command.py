@@ -76,6 +76,7 @@ def test_peers_are_measured_unless_refused(
     assert (tmp_path / "speed_A.png").exists()
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 def test_small_run_on_a_gpu(tmp_path: Path) -> None:
     only = ("bf16", "bf16-remainders", "fp32", "torch-fused-fp32")

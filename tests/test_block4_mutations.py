@@ -11,10 +11,11 @@ from mutants import mutant
 from step_cases import GROUP, assert_all_agree, block_combinations, name_of
 
 from megaopt import kernels
+from megaopt.kernels.chunks import codes, words
+from megaopt.kernels.chunks.draws import Place
+from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import codes, kernel, update, words
-from megaopt.kernels.step.draws import Place
-from megaopt.kernels.step.table import Geometry
+from megaopt.kernels.step import kernel, update
 
 SOURCES = Path(kernels.__file__).parent
 # beside 2: numbers, ties, one below the smallest, and what rounds to 0 with a sign

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.draws import Place, words_reference
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.draws import Place, words_reference
 from megaopt.kernels.step.reference import step_with_words
 
 LIMIT = 64

@@ -12,6 +12,10 @@ import torch
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import call
+from megaopt.kernels.chunks import rows as table_rows
+from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.draws import Place, in_order
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
 from megaopt.kernels.matrix.compiled import CompiledStep, why_not_compiled
@@ -34,12 +38,8 @@ from megaopt.kernels.matrix.tiles import (
 )
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
-from megaopt.kernels.step import rows as table_rows
-from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import step_tensor
-from megaopt.kernels.step.table import Chunks, DeviceTable, Geometry
 
 LAUNCHED = ("hybrid", "grouped")
 """Kernels that are Triton's."""

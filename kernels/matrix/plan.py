@@ -9,13 +9,13 @@ from typing import Any
 import numpy
 import torch
 
+from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.draws import Place, in_order
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix.rule import SAME, WHOLE, Transform, Work
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.controls import SKIP
-from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import step_tensor
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megaopt.kernels.chunks.draws import Place
 from megaopt.kernels.rules.base import Rule
-from megaopt.kernels.step.draws import Place
 
 Shape = Sequence[int]
 

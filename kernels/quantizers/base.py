@@ -54,12 +54,12 @@ def finish_nothing(column, start, scale, amax_bits, FORMATS: tl.constexpr):
 class Store:
     """How the step's pass stores weights; Triton functions, of which its kernel calls three.
 
-    What they are given is described in megaopt.kernels.step.chunk.
+    What they are given is described in megaopt.kernels.chunks.chunk.
 
     - `begin(column, FORMATS) -> scale`: before a chunk.
     - `put(pointers, block, param, scale, amax_bits, words, FORMATS) -> amax_bits`: a block of new
       fp32 values; amax_bits, int32 and one for each, are 0 at first; words: random ones
-      (megaopt.kernels.step.draws) where the formats draw.
+      (megaopt.kernels.chunks.draws) where the formats draw.
     - `finish(column, start, scale, amax_bits, FORMATS)`: behind a chunk.
     - `tile`, in place of them: steps and casts a tile of 128 x 128 (tiles.tile_in_lines).
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.blocks import load_block
+from megaopt.kernels.chunks.chunk import Block
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.quantizers.base import Quantizer
 from megaopt.kernels.quantizers.cast import remainder_pointer, rounded, store_codes
@@ -15,8 +17,6 @@ from megaopt.kernels.quantizers.tiles import (
     store_of_tiles,
     tile_is_whole,
 )
-from megaopt.kernels.step.blocks import load_block
-from megaopt.kernels.step.chunk import Block
 
 
 @helper

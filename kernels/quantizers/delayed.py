@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaopt.kernels.calling import call
+from megaopt.kernels.chunks.blocks import store_block
+from megaopt.kernels.chunks.chunk import entry
+from megaopt.kernels.chunks.rows import WEIGHT_SCALE
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.quantizers.base import Left, Quantizer, Store
 from megaopt.kernels.quantizers.cast import noted, raise_amax, scale_inv_pointer, store_codes
@@ -21,10 +24,7 @@ from megaopt.kernels.quantizers.scale import (
     scale_from_amax,
     scale_from_amax_reference,
 )
-from megaopt.kernels.step.blocks import store_block
-from megaopt.kernels.step.chunk import entry
 from megaopt.kernels.step.kernel import SKIP
-from megaopt.kernels.step.rows import WEIGHT_SCALE
 
 if TYPE_CHECKING:
     from megaopt.kernels.float8 import Float8Recipe

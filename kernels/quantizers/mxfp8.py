@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megaopt.kernels.chunks.blocks import pointer
+from megaopt.kernels.chunks.chunk import Column, entry
+from megaopt.kernels.chunks.draws import block_words
+from megaopt.kernels.chunks.rows import MASTER, MASTER_SCALE
+from megaopt.kernels.chunks.scales import old_scale
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.quantizers.base import Quantizer
 from megaopt.kernels.quantizers.cast import cast_draw, drawn_code, rounded
@@ -26,12 +31,7 @@ from megaopt.kernels.quantizers.scale import (
     multiplied,
 )
 from megaopt.kernels.quantizers.tiles import TILE, store_of_tiles, tile_in_lines
-from megaopt.kernels.step.blocks import pointer
-from megaopt.kernels.step.chunk import Column, entry
-from megaopt.kernels.step.draws import block_words
 from megaopt.kernels.step.kernel import SKIP
-from megaopt.kernels.step.rows import MASTER, MASTER_SCALE
-from megaopt.kernels.step.scales import old_scale
 
 if TYPE_CHECKING:
     from megaopt.kernels.float8 import Float8Recipe

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.blocks import store_block
+from megaopt.kernels.chunks.draws import weight_bits
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.quantizers.base import Store
-from megaopt.kernels.step.blocks import store_block
-from megaopt.kernels.step.draws import weight_bits
 
 
 @helper

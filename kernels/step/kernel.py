@@ -6,7 +6,7 @@ instead of 95%. The path does not change a bit.
 
 Formats with a scale per tensor need the new values' amax before a code can be stored, so their
 tensors are worked through twice in the same launch: first for the amaxes, then for the step, whose
-programs wait for all of their tensor's first ones (megaopt.kernels.step.scales).
+programs wait for all of their tensor's first ones (megaopt.kernels.chunks.scales).
 
 Formats, rules, and what stores weights come in as compile-time values (megaopt.kernels.formats,
 megaopt.kernels.rules, megaopt.kernels.quantizers).
@@ -14,10 +14,7 @@ megaopt.kernels.rules, megaopt.kernels.quantizers).
 
 from __future__ import annotations
 
-from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.rules.loading import load_row
-from megaopt.kernels.step import controls as order
-from megaopt.kernels.step.blocks import (
+from megaopt.kernels.chunks.blocks import (
     first_block,
     first_masked,
     inside,
@@ -27,9 +24,9 @@ from megaopt.kernels.step.blocks import (
     pointers_of,
     rows_of,
 )
-from megaopt.kernels.step.chunk import Block, Chunk, Column, Scales, entry
-from megaopt.kernels.step.draws import block_words, draw_of
-from megaopt.kernels.step.rows import (
+from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry
+from megaopt.kernels.chunks.draws import block_words, draw_of
+from megaopt.kernels.chunks.rows import (
     ALIGNED,
     GROUP,
     MASTER_SCALE,
@@ -37,7 +34,7 @@ from megaopt.kernels.step.rows import (
     NUMEL,
     WEIGHT_SCALE_INV,
 )
-from megaopt.kernels.step.scales import (
+from megaopt.kernels.chunks.scales import (
     AMAX_PHASE,
     finish,
     finite_amax_bits,
@@ -48,8 +45,11 @@ from megaopt.kernels.step.scales import (
     take_ticket,
     wait_for_amaxes,
 )
+from megaopt.kernels.chunks.words import load_words, numbers_of
+from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.rules.loading import load_row
+from megaopt.kernels.step import controls as order
 from megaopt.kernels.step.update import controlled_grad, loaded_and_updated, stored_block, updated
-from megaopt.kernels.step.words import load_words, numbers_of
 
 # Places in the fp32 controls, as in controls.py.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)

@@ -8,6 +8,14 @@ from typing import Any
 import numpy
 import torch
 
+from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.draws import (
+    Place,
+    in_order,
+    moment_bits_reference,
+    weight_bits_reference,
+    words_reference,
+)
 from megaopt.kernels.formats import Format
 from megaopt.kernels.formats.block8 import (
     factor_reference,
@@ -18,15 +26,7 @@ from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
-from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.controls import SKIP, UNSCALED
-from megaopt.kernels.step.draws import (
-    Place,
-    in_order,
-    moment_bits_reference,
-    weight_bits_reference,
-    words_reference,
-)
 
 SMALLEST_SCALE = 2.0**-126
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.blocks import load_block, load_pairs, load_scale
 from megaopt.kernels.formats.block8 import factor
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.step.blocks import load_block, load_pairs, load_scale
 
 
 @helper

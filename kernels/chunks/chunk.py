@@ -11,7 +11,7 @@ class Column(NamedTuple):
     """A tensor's column of the table."""
 
     table_ptr: Any
-    """*int64 [rows, tensors] (megaopt.kernels.step.rows)."""
+    """*int64 [rows, tensors] (megaopt.kernels.chunks.rows)."""
     tensors: Any
     tensor: Any
     """The column's number."""

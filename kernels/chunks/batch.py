@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, FIXED_ROWS
 from megaopt.kernels.formats import MASTERS, NONE, WEIGHTS, Format
 from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.quantizers.base import LATER, Left, Quantizer, Store
 from megaopt.kernels.quantizers.plain import PLAIN
 from megaopt.kernels.rules.base import digest
-from megaopt.kernels.step.rows import FIRST_MOMENT_ROW, FIXED_ROWS
 
 if TYPE_CHECKING:
     from megaopt.kernels.float8 import Float8Recipe

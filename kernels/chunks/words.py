@@ -6,9 +6,9 @@ gives each code there a register of its own. As words they keep to theirs.
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.blocks import load_scale
 from megaopt.kernels.formats.block8 import factor
 from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
-from megaopt.kernels.step.blocks import load_scale
 
 
 @helper

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megaopt.kernels.chunks.chunk import entry
+from megaopt.kernels.chunks.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.philox import philox, philox_reference
-from megaopt.kernels.step.chunk import entry
-from megaopt.kernels.step.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 
 # x**16 + x**12 + x**3 + x + 1, primitive: powers of x are all different
 POLYNOMIAL = 0x1100B

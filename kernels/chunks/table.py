@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy
 import torch
 
+from megaopt.kernels.chunks.scales import AMAX_PHASE, STEP_PHASE
+from megaopt.kernels.chunks.upload import Upload
 from megaopt.kernels.optional_triton import INTERPRETED
-from megaopt.kernels.step.scales import AMAX_PHASE, STEP_PHASE
-from megaopt.kernels.step.upload import Upload
 
 
 @dataclass(frozen=True)

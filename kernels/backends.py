@@ -9,9 +9,9 @@ import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
-from megaopt.kernels.chunks.draws import Place
 from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
+from megaopt.kernels.place import Place
 from megaopt.kernels.quantizers.launch import CastPlan
 from megaopt.kernels.quantizers.reference import CastReferencePlan
 from megaopt.kernels.rules import Rule

@@ -12,8 +12,8 @@ from step_cases import GROUP, assert_all_agree, block_combinations, name_of
 
 from megaopt import kernels
 from megaopt.kernels.chunks import codes, words
-from megaopt.kernels.chunks.draws import Place
 from megaopt.kernels.chunks.table import Geometry
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step import kernel, update
 

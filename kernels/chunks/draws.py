@@ -12,7 +12,7 @@ GF(2**16): as x**i - x**j has an inverse, any two of all these are independent.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,40 +20,11 @@ from megaopt.kernels.chunks.chunk import entry
 from megaopt.kernels.chunks.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.philox import philox, philox_reference
+from megaopt.kernels.place import Place
 
 # x**16 + x**12 + x**3 + x + 1, primitive: powers of x are all different
 POLYNOMIAL = 0x1100B
 REDUCED_BY: tl.constexpr = tl.constexpr(POLYNOMIAL)
-
-
-class Place(NamedTuple):
-    """Where a tensor's elements lie in their parameter.
-
-    Element i of the tensor is the parameter's element first + i // run * stride + i % run.
-    """
-
-    number: int
-    """The parameter's, from 0 to 2**32 - 1."""
-    first: int = 0
-    run: int = 1
-    """With a stride: how many elements follow each other. A shard of columns has parts of rows."""
-    stride: int = 0
-    """From the first element of a run to that of the next; 0 where there is one run."""
-
-    def last(self, numel: int) -> int:
-        """The index of the last of so many elements, at least one."""
-        runs, rest = divmod(numel - 1, self.run)
-        return self.first + (runs * self.stride + rest if self.stride else numel - 1)
-
-    @property
-    def in_quads(self) -> bool:
-        """Whether four elements from every fourth one on are the four of one counter."""
-        return self.first % 4 == 0 and not self.stride
-
-
-def in_order(count: int) -> list[Place]:
-    """Of so many whole parameters, by number."""
-    return [Place(number) for number in range(count)]
 
 
 def seed_and_step(numbers: tuple[float, ...]) -> tuple[tuple[int, int], int]:

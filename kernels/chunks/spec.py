@@ -19,7 +19,7 @@ class Spec:
     """There are controls."""
     geometry: Geometry = OWN
     split: bool = False
-    """A tensor may have a stride (draws.Place)."""
+    """A tensor may have a stride (place.Place)."""
     stores: bool = True
     """False in the phase that finds amaxes, which computes the update and stores nothing."""
 

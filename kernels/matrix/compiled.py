@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.chunks.draws import Place, words_reference
+from megaopt.kernels.chunks.draws import words_reference
 from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.reference import step_with_words
 

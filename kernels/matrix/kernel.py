@@ -13,13 +13,13 @@ as large as the matrix, is never in memory.
 from __future__ import annotations
 
 from megaopt.kernels.chunks.blocks import pointers_of
-from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry
+from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry, place_of
 from megaopt.kernels.chunks.codes import loaded_param
 from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
 from megaopt.kernels.matrix.products import added_product, loaded, taken
 from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
-from megaopt.kernels.step.kernel import SKIP, draw_row, place_of, scalars_of
+from megaopt.kernels.step.kernel import SKIP, draw_row, scalars_of
 from megaopt.kernels.step.update import canonical_values, stored_block
 
 # Where the step's table has moments: addresses of the projection, of the projected gradient, and of

@@ -14,7 +14,6 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats
-from megaopt.kernels.chunks.draws import Place, in_order
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
@@ -27,7 +26,6 @@ from megaopt.kernels.matrix.plan import (
     inner_formats,
 )
 from megaopt.kernels.matrix.products import BF16, Product
-from megaopt.kernels.matrix.rule import Work
 from megaopt.kernels.matrix.tiles import (
     MOST_SLABS,
     OUTER_UNIT,
@@ -37,7 +35,9 @@ from megaopt.kernels.matrix.tiles import (
     tiles_of,
 )
 from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
+from megaopt.kernels.rules.matrix import Work
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import step_tensor
 

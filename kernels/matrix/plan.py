@@ -10,11 +10,11 @@ import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats
-from megaopt.kernels.chunks.draws import Place, in_order
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
-from megaopt.kernels.matrix.rule import SAME, WHOLE, Transform, Work
 from megaopt.kernels.norm.reference import accumulate_reference
+from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.matrix import SAME, WHOLE, Transform, Work
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import step_tensor

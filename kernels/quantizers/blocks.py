@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megaopt.kernels.chunks.blocks import load_block
 from megaopt.kernels.chunks.chunk import Block
+from megaopt.kernels.chunks.store import Quantizer
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.quantizers.base import Quantizer
 from megaopt.kernels.quantizers.cast import remainder_pointer, rounded, store_codes
 from megaopt.kernels.quantizers.current import OPTIONS, scale_of_amax, scales_of_amax_reference
 from megaopt.kernels.quantizers.scale import magnitude_bits

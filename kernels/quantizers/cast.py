@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaopt.kernels.chunks.blocks import load_block, pointer, store_block
-from megaopt.kernels.chunks.chunk import Block, Column, entry
+from megaopt.kernels.chunks.chunk import Block, Column, chunk_of, entry, place_of
 from megaopt.kernels.chunks.draws import block_words, draw_of, weight_bits
 from megaopt.kernels.chunks.rows import (
     MASTER,
@@ -19,7 +19,7 @@ from megaopt.kernels.chunks.rows import (
 from megaopt.kernels.chunks.scales import old_scale
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.quantizers.scale import magnitude_bits
-from megaopt.kernels.step.kernel import SKIP, chunk_of, draw_row, place_of
+from megaopt.kernels.step.kernel import SKIP, draw_row
 
 
 @helper

@@ -11,10 +11,10 @@ import torch
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
-from megaopt.kernels.chunks.draws import Place
 from megaopt.kernels.chunks.spec import Spec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.place import Place
 from megaopt.kernels.quantizers import Left
 from megaopt.kernels.quantizers.cast import cast_kernel, scale_invs_kernel, values_kernel
 from megaopt.kernels.quantizers.mxfp8 import cast_columns_kernel

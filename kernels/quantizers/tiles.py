@@ -21,8 +21,8 @@ from megaopt.kernels.chunks.rows import (
     WEIGHT_START,
 )
 from megaopt.kernels.chunks.scales import old_scale
+from megaopt.kernels.chunks.store import Left, Store
 from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
-from megaopt.kernels.quantizers.base import Left, Store
 from megaopt.kernels.quantizers.cast import (
     amax_pointer,
     cast_draw,

@@ -24,10 +24,9 @@ from megaopt.kernels.chunks.blocks import (
     pointers_of,
     rows_of,
 )
-from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry
+from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, chunk_of, entry, place_of
 from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import (
-    ALIGNED,
     GROUP,
     MASTER_SCALE,
     MOMENT,
@@ -57,27 +56,6 @@ INVERSE_SCALE: tl.constexpr = tl.constexpr(order.INVERSE_SCALE)
 COEFFICIENT: tl.constexpr = tl.constexpr(order.COEFFICIENT)
 SKIP: tl.constexpr = tl.constexpr(order.SKIP)
 UNSCALED: tl.constexpr = tl.constexpr(order.UNSCALED)
-
-
-@helper
-def place_of(chunks_ptr, tensors, chunk, SPAN):
-    """A chunk's tensor, and its place there in chunks; chunks_ptr: as table.Chunks has it."""
-    tensor = tl.load(chunks_ptr + tensors + 1 + chunk // SPAN)
-    while tl.load(chunks_ptr + tensor + 1) <= chunk:
-        tensor += 1
-    return tensor, chunk - tl.load(chunks_ptr + tensor)
-
-
-@helper
-def chunk_of(column, number, lead, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
-    """Of a tensor's chunk: first element, elements, and the blocks that go unmasked.
-
-    lead: elements before the tensor, from which on its first chunk is counted.
-    """
-    start = number.to(tl.int64) * (BLOCK * ITERATIONS) - lead
-    elements = tl.minimum(entry(column, NUMEL) - start, BLOCK * ITERATIONS).to(tl.int32)
-    aligned = entry(column, ALIGNED).to(tl.int32)
-    return start, elements, (elements // BLOCK) * aligned
 
 
 @helper

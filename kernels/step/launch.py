@@ -11,7 +11,6 @@ import torch
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats
-from megaopt.kernels.chunks.draws import Place, in_order
 from megaopt.kernels.chunks.scales import scratch_rows
 from megaopt.kernels.chunks.spec import Spec
 from megaopt.kernels.chunks.table import (
@@ -29,6 +28,7 @@ from megaopt.kernels.chunks.table import (
     two_phase_chunk_rows,
 )
 from megaopt.kernels.norm.launch import NormPlan
+from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.lanes import vectorized
 from megaopt.kernels.step import kernel

@@ -10,8 +10,6 @@ import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.kernels.chunks.draws import (
-    Place,
-    in_order,
     moment_bits_reference,
     weight_bits_reference,
     words_reference,
@@ -23,6 +21,7 @@ from megaopt.kernels.formats.block8 import (
     scale_of_amax_reference,
 )
 from megaopt.kernels.norm.reference import accumulate_reference
+from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized

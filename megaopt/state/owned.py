@@ -12,9 +12,9 @@ import torch
 
 from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.chunks.draws import Place
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import HostMemory
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import Rule
 from megaopt.options.checks import refuse
 from megaopt.options.choices import MasterWeights

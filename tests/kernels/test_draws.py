@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from step_cases import DRAWING, GROUP, assert_all_agree
 
 from megaopt.kernels.chunks.draws import (
-    Place,
     moment_bits_reference,
     seed_and_step,
     weight_bits_reference,
     words_reference,
 )
 from megaopt.kernels.chunks.table import Geometry
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.rules.base import draw_numbers
 

@@ -26,9 +26,9 @@ from step_cases import (
     with_rule,
 )
 
-from megaopt.kernels.chunks.draws import Place
 from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, STOCHASTIC_WEIGHTS, WEIGHTS
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import RULES
 
 SMALL = Geometry(64, 2)

@@ -19,12 +19,12 @@ from encoding_cases import (
 )
 
 from megaopt.kernels.chunks.draws import (
-    Place,
     moment_bits_reference,
     weight_bits_reference,
     words_reference,
 )
 from megaopt.kernels.formats import MASTERS, STOCHASTIC_WEIGHTS
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import draw_numbers
 
 DRAWS = 2**16

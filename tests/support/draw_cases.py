@@ -7,9 +7,9 @@ from bits import assert_same_bits
 
 from megaopt.kernels.chunks import draws
 from megaopt.kernels.chunks.chunk import Column
-from megaopt.kernels.chunks.draws import Place
 from megaopt.kernels.chunks.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import draw_numbers
 
 SEED, STEP = 0xFEDC_BA98_7654_3210, 7 + 2**16

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megaopt.kernels.chunks.draws import Place
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import Rule
 
 Shape = Sequence[int]

@@ -407,7 +407,7 @@ def assert_draws_all(module, device):
 @pytest.mark.parametrize("change", DRAW_MUTANTS.values(), ids=DRAW_MUTANTS)
 def test_the_check_notices_a_mutant_of_the_draws(change, tmp_path, device):
     assert_draws_all(true_draws, device)
-    module = mutant(SOURCES / "step" / "draws.py", change, tmp_path)
+    module = mutant(SOURCES / "chunks" / "draws.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_draws_all(module, device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaopt.kernels.chunks.blocks import load_block, load_pairs, load_scale
 from megaopt.kernels.formats.block8 import factor
-from megaopt.kernels.optional_triton import helper, tl
+from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 
 
 @helper
@@ -46,3 +46,156 @@ def loaded_param(pointers, master_scale, offsets, mask, FORMATS: tl.constexpr):
     if FORMATS.in_place:
         param *= master_scale  # scale_inv of the codes
     return param
+
+
+# --- the codes of a tile's rows as words of 32 bits, several in each
+#
+# What is loaded a turn of the loop before it is needed lies in registers meanwhile, and the
+# compiler gives each code there a register of its own. As words they keep to theirs.
+
+
+@helper
+def load_words(pointers, scales, rows, SPEC: tl.constexpr):
+    """Those of whole rows: gradient, weight, master, and tuples of the moments' and their scales.
+
+    What is not there or not needed is 0.
+    """
+    FORMATS: tl.constexpr = SPEC.formats
+    WIDTH: tl.constexpr = SPEC.width
+    COUNT: tl.constexpr = FORMATS.moment_count
+    GRAD: tl.constexpr = FORMATS.grad
+    grad = words_at(pointers.grad, rows, GRAD, WIDTH)
+    moments, moment_scales = (), ()
+    for index in tl.static_range(COUNT):
+        moments += (moment_words(pointers.moments[index], rows, FORMATS, index, WIDTH),)
+        moment_scales += (load_scale(scales[index], rows, 0, FORMATS, index, False),)
+    weight, master = 0, 0
+    if SPEC.reads_param:
+        WEIGHT: tl.constexpr = FORMATS.weight
+        MASTER: tl.constexpr = FORMATS.master
+        if MASTER.joined or not MASTER.present:
+            weight = words_at(pointers.weight, rows, WEIGHT, WIDTH)
+        if MASTER.present:
+            master = words_at(pointers.master, rows, MASTER, WIDTH)
+    return grad, weight, master, moments, moment_scales
+
+
+@helper
+def moment_words(moment_ptr, rows, FORMATS: tl.constexpr, INDEX: tl.constexpr, WIDTH: tl.constexpr):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    return words_at(moment_ptr, rows, FORMAT, WIDTH)
+
+
+@helper
+def words_at(ptr, rows, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
+    """int32 [rows, words of a row]; of codes of 32 bits the codes, [rows, WIDTH]."""
+    EACH: tl.constexpr = FORMAT.codes_a_word
+    if EACH > 1:
+        ptr = ptr.to(tl.pointer_type(tl.int32))
+    words = ptr + rows[:, None] // EACH + tl.arange(0, WIDTH // EACH)[None, :]
+    return tl.load(tl.multiple_of(words, [16, 16]))
+
+
+@helper
+def numbers_of(words, scales, SPEC: tl.constexpr):
+    """The fp32 gradient, param and moments."""
+    FORMATS: tl.constexpr = SPEC.formats
+    WIDTH: tl.constexpr = SPEC.width
+    grad_words, weight, master, moment_words, scale_codes = words
+    COUNT: tl.constexpr = FORMATS.moment_count
+    GRAD: tl.constexpr = FORMATS.grad
+    grad = decoded(grad_words, 1.0, GRAD, WIDTH)
+    moments = ()
+    for index in tl.static_range(COUNT):
+        moments += (
+            decoded_moment(
+                moment_words[index],
+                scales.moments[index],
+                scale_codes[index],
+                FORMATS,
+                index,
+                WIDTH,
+            ),
+        )
+    if SPEC.reads_param:
+        param = decoded_param(weight, master, scales.param, FORMATS, WIDTH)
+    else:
+        param = tl.zeros_like(grad)
+    return grad, param, moments
+
+
+@helper
+def decoded_moment(
+    words, scale, scale_code, FORMATS: tl.constexpr, INDEX: tl.constexpr, WIDTH: tl.constexpr
+):
+    FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    if FORMAT.block:
+        scale = factor(scale_code)[:, None]
+    return decoded(words, scale, FORMAT, WIDTH)
+
+
+@helper
+def decoded_param(weight, master, master_scale, FORMATS: tl.constexpr, WIDTH: tl.constexpr):
+    WEIGHT: tl.constexpr = FORMATS.weight
+    MASTER: tl.constexpr = FORMATS.master
+    if MASTER.joined:
+        param = MASTER.decode(
+            codes_of_words(weight, WEIGHT, WIDTH), codes_of_words(master, MASTER, WIDTH)
+        )
+    elif MASTER.present:
+        param = decoded(master, master_scale, MASTER, WIDTH)
+    else:
+        param = decoded(weight, 1.0, WEIGHT, WIDTH)
+    if FORMATS.in_place:
+        param *= master_scale  # scale_inv of the codes
+    return param
+
+
+@helper
+def decoded(words, scale, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
+    """The numbers of rows of words, fp32 [rows, WIDTH]."""
+    if cuda_capability_geq(9, 0) and FORMAT.decodes_words:
+        numbers = in_order(FORMAT.decode_words(words, scale), FORMAT.codes_a_word, WIDTH)
+    else:
+        numbers = FORMAT.decode(codes_of_words(words, FORMAT, WIDTH), scale)
+    return numbers
+
+
+@helper
+def codes_of_words(words, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
+    """[rows, WIDTH]."""
+    EACH: tl.constexpr = FORMAT.codes_a_word
+    if EACH > 1:
+        codes = ()
+        for place in tl.static_range(EACH):
+            codes += (code_of(words >> (32 // EACH * place), FORMAT),)
+        words = in_order(codes, EACH, WIDTH)
+    return words
+
+
+@helper
+def code_of(word, FORMAT: tl.constexpr):
+    """The code in a word's lower bits."""
+    if FORMAT.packed == 2:  # noqa: SIM108 at compile time
+        code = word & 15
+    else:
+        code = word.to(FORMAT.element)
+    return code
+
+
+@helper
+def in_order(parts, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """What words have at their first, second, ... place, [rows, words] each, as [rows, WIDTH]."""
+    if COUNT == 2:
+        tile = tl.join(parts[0], parts[1])
+    elif COUNT == 4:
+        tile = in_fours(parts[0], parts[1], parts[2], parts[3])
+    else:
+        even = in_fours(parts[0], parts[2], parts[4], parts[6])
+        tile = tl.join(even, in_fours(parts[1], parts[3], parts[5], parts[7]))
+    return tl.reshape(tile, (tile.shape[0], WIDTH))
+
+
+@helper
+def in_fours(first, second, third, fourth):
+    return tl.join(tl.join(first, third), tl.join(second, fourth))

@@ -25,6 +25,7 @@ from megaopt.kernels.chunks.blocks import (
     rows_of,
 )
 from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, chunk_of, entry, place_of
+from megaopt.kernels.chunks.codes import load_words, numbers_of
 from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import (
     GROUP,
@@ -44,7 +45,6 @@ from megaopt.kernels.chunks.scales import (
     take_ticket,
     wait_for_amaxes,
 )
-from megaopt.kernels.chunks.words import load_words, numbers_of
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.rules.loading import load_row
 from megaopt.kernels.step import controls as order

@@ -5,7 +5,7 @@ import pytest
 import torch
 from bits import INTEGERS, assert_same_bits
 
-from megaopt.kernels.chunks.words import decoded, words_at
+from megaopt.kernels.chunks.codes import decoded, words_at
 from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS
 from megaopt.kernels.formats.block8 import factor_reference
 from megaopt.kernels.optional_triton import INTERPRETED, jit, tl

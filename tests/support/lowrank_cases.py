@@ -8,7 +8,7 @@ from step_cases import hard_values
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.matrix.galore import GALORE, RIGHT
-from megaopt.kernels.matrix.tiles import BackTile, ProjectTile, Tiles
+from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
 

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import numpy
 import torch
 
+from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
 from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
+from megaopt.kernels.place import Place
 from megaopt.kernels.quantizers.launch import CastPlan
 from megaopt.kernels.quantizers.reference import CastReferencePlan
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.batch import Buffers, Extent, Formats
-from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.preparation import ReferencePreparation, TritonPreparation
 from megaopt.kernels.step.reference import ReferencePlan

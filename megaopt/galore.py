@@ -10,14 +10,14 @@ from typing import Any, ClassVar, get_args
 import torch
 from typing_extensions import Unpack
 
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.formats import MASTERS
 from megaopt.kernels.matrix.galore import GALORE, LEFT, RIGHT, LowRank, saves
 from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, why_not_kernel
-from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.table import is_capturing
+from megaopt.kernels.rules.matrix import Matrix
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, takes
 from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse, same

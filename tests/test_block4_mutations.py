@@ -11,10 +11,11 @@ from mutants import mutant
 from step_cases import GROUP, assert_all_agree, block_combinations, name_of
 
 from megaopt import kernels
+from megaopt.kernels.chunks import codes
+from megaopt.kernels.chunks.table import Geometry
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import codes, kernel, update, words
-from megaopt.kernels.step.draws import Place
-from megaopt.kernels.step.table import Geometry
+from megaopt.kernels.step import kernel, update
 
 SOURCES = Path(kernels.__file__).parent
 # beside 2: numbers, ties, one below the smallest, and what rounds to 0 with a sign
@@ -179,7 +180,7 @@ def test_the_check_notices_a_mutant_of_a_format(case, tmp_path, device):
 
 @pytest.mark.parametrize("change", TILE_MUTANTS.values(), ids=TILE_MUTANTS)
 def test_the_check_notices_a_mutant_of_the_tiles(change, tmp_path, device):
-    module = mutant(SOURCES / "step" / "blocks.py", change, tmp_path)
+    module = mutant(SOURCES / "chunks" / "blocks.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_stored(BLOCKS_OF_4_BITS[0], VALUES, device, LEAD, module=module)
 
@@ -188,7 +189,7 @@ def test_the_check_notices_a_window_that_is_one_off(tmp_path, device, monkeypatc
     module = mutant(SOURCES / "formats" / "block8.py", WINDOW, tmp_path)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     imports = ("from megaopt.kernels.formats.block8 import", f"from {module.__name__} import")
-    tiles = mutant(SOURCES / "step" / "blocks.py", imports, tmp_path)
+    tiles = mutant(SOURCES / "chunks" / "blocks.py", imports, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_stored(BLOCKS_OF_4_BITS[0], VALUES, device, LEAD, module=tiles)
 
@@ -242,8 +243,8 @@ def assert_steps(device):
 def test_the_check_notices_a_mutant_of_the_step(change, tmp_path, device, monkeypatch):
     assert_steps(device)
     *change, name = change
-    module = mutant(SOURCES / "step" / "blocks.py", change, tmp_path)
-    for where in (kernel, update, codes, words):
+    module = mutant(SOURCES / "chunks" / "blocks.py", change, tmp_path)
+    for where in (kernel, update, codes):
         if hasattr(where, name):
             monkeypatch.setattr(where, name, getattr(module, name))
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):

@@ -11,10 +11,11 @@ from mutants import mutant
 from step_cases import GROUP, assert_all_agree, block_combinations, name_of
 
 from megaopt import kernels
+from megaopt.kernels.chunks import codes
+from megaopt.kernels.chunks.table import Geometry
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import codes, kernel, update, words
-from megaopt.kernels.step.draws import Place
-from megaopt.kernels.step.table import Geometry
+from megaopt.kernels.step import kernel, update
 
 SOURCES = Path(kernels.__file__).parent
 TIES = torch.tensor([2.0, 1.0625, 1.1875, 1.3125, -1.0625, 0.53125])
@@ -163,14 +164,14 @@ def test_the_check_notices_a_mutant_of_the_window(change, tmp_path, device, monk
     module = mutant(SOURCES / "formats" / "block8.py", change, tmp_path)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     imports = ("from megaopt.kernels.formats.block8 import", f"from {module.__name__} import")
-    tiles = mutant(SOURCES / "step" / "blocks.py", imports, tmp_path)
+    tiles = mutant(SOURCES / "chunks" / "blocks.py", imports, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_stored(block_cases.BLOCKS[0], EDGES, device, LEAD, module=tiles)
 
 
 @pytest.mark.parametrize("change", TILE_MUTANTS.values(), ids=TILE_MUTANTS)
 def test_the_check_notices_a_mutant_of_the_tiles(change, tmp_path, device):
-    module = mutant(SOURCES / "step" / "blocks.py", change, tmp_path)
+    module = mutant(SOURCES / "chunks" / "blocks.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_stored(block_cases.BLOCKS[0], VALUES, device, LEAD, module=module)
 
@@ -223,8 +224,8 @@ def assert_steps(device):
 def test_the_check_notices_a_mutant_of_the_step(change, tmp_path, device, monkeypatch):
     assert_steps(device)
     *change, name = change
-    module = mutant(SOURCES / "step" / "blocks.py", change, tmp_path)
-    for where in (kernel, update, codes, words):
+    module = mutant(SOURCES / "chunks" / "blocks.py", change, tmp_path)
+    for where in (kernel, update, codes):
         if hasattr(where, name):
             monkeypatch.setattr(where, name, getattr(module, name))
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):

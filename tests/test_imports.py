@@ -92,6 +92,26 @@ def test_a_circle_of_folders_is_found(tool, copy):
     assert any("circle of folders" in fault for fault in tool.faults(copy))
 
 
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("chunks/table.py", "import megaopt.kernels.step.launch"),
+        ("chunks/table.py", "if TYPE_CHECKING:\n    import megaopt.kernels.step.launch"),
+        ("rules/lanes.py", "def f():\n    from megaopt.kernels.chunks.rows import GRAD"),
+        ("optional_triton.py", "if TYPE_CHECKING:\n    import megaopt.kernels.backends"),
+        ("quantizers/scale.py", "if TYPE_CHECKING:\n    import megaopt.kernels.float8"),
+    ],
+    ids=["folders", "types", "function", "table", "module"],
+)
+def test_a_circle_of_the_kernels_folders_is_found(tool, copy, place, line):
+    with (copy / "kernels" / place).open("a") as file:
+        file.write(f"\n\n{line}\n")
+    own = "megaopt.kernels." + place.removesuffix(".py").replace("/", ".")
+    (*_, fault) = tool.faults(copy)
+    assert fault.startswith("circle of folders: ")
+    assert own in fault or own.rpartition(".")[0] in fault
+
+
 def test_another_drawing_is_found(tool, copy):
     page = copy / tool.PAGE
     text = page.read_text()

@@ -35,11 +35,11 @@ from step_cases import (
 )
 
 from megaopt import kernels
+from megaopt.kernels.chunks import draws as true_draws
 from megaopt.kernels.formats import FLOAT8_E4M3
 from megaopt.kernels.formats.base import Format
 from megaopt.kernels.quantizers import scale as true_scale
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import draws as true_draws
 
 SOURCES = Path(kernels.__file__).parent
 PLAIN = next(f for f in CURATED if name_of(f) == "bfloat16-bfloat16-float32-float32-float32")
@@ -407,7 +407,7 @@ def assert_draws_all(module, device):
 @pytest.mark.parametrize("change", DRAW_MUTANTS.values(), ids=DRAW_MUTANTS)
 def test_the_check_notices_a_mutant_of_the_draws(change, tmp_path, device):
     assert_draws_all(true_draws, device)
-    module = mutant(SOURCES / "step" / "draws.py", change, tmp_path)
+    module = mutant(SOURCES / "chunks" / "draws.py", change, tmp_path)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
         assert_draws_all(module, device)
 

@@ -4,11 +4,12 @@
     python tools/draw_imports.py --write    # puts it into docs/design.md
     python tools/draw_imports.py --check    # exit status 1 and the reasons where something is wrong
 
-What is wrong: the drawing in docs/design.md is another; modules, or the library's folders, import
-each other in a circle; an arrow goes against integration, commands -> megaopt -> kernels; a module
-outside megaopt/params asks of what class a parameter is. Imports are read from the
-source, those within functions too; those under TYPE_CHECKING are not made when the code runs and do
-not count. An import of a module also runs its packages' __init__.py: that is no arrow.
+What is wrong: the drawing in docs/design.md is another; modules, or the folders of the library or
+of the kernels, import each other in a circle; an arrow goes against integration, commands ->
+megaopt -> kernels; a module outside megaopt/params asks of what class a parameter is. Imports are
+read from the source, those within functions too; those under TYPE_CHECKING are not made when the
+code runs and count in the kernels alone. An import of a module also runs its packages' __init__.py:
+that is no arrow.
 """
 
 import ast
@@ -69,12 +70,15 @@ def package_of(module: str, modules: dict[str, Path]) -> str:
     return module if is_package else module.rpartition(".")[0]
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Give the dotted names that a file imports; of `from a import b` it is "a.b"."""
+def imports_of(path: Path, typed: bool = False) -> Iterator[str]:
+    """Give the dotted names that a file imports, typed: those under TYPE_CHECKING too.
+
+    Of `from a import b` it is "a.b".
+    """
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not typed and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             waiting += node.orelse
             continue
         if isinstance(node, ast.Import):
@@ -86,12 +90,12 @@ def imports_of(path: Path) -> Iterator[str]:
         waiting += ast.iter_child_nodes(node)
 
 
-def arrows(modules: dict[str, Path]) -> networkx.DiGraph:
-    """Return the modules, each with arrows to those that it imports."""
+def arrows(modules: dict[str, Path], typed: bool = False) -> networkx.DiGraph:
+    """Return the modules, each with arrows to those that it imports; typed: as imports_of."""
     graph = networkx.DiGraph()
     graph.add_nodes_from(modules)
     for module, path in modules.items():
-        for name in imports_of(path):
+        for name in imports_of(path, typed):
             # of "megaopt.adam.FusedAdam" the module is "megaopt.adam"
             target = name if name in modules else name.rpartition(".")[0]
             if target in modules and target != module:
@@ -108,7 +112,25 @@ def circles(graph: networkx.DiGraph) -> list[list[str]]:
 def folder_circles(graph: networkx.DiGraph, modules: dict[str, Path]) -> list[list[str]]:
     """Return the same of the library's folders; what their __init__.py imports does not count."""
     own = [m for m, path in modules.items() if part_of(m) == "megaopt" and path.stem != "__init__"]
-    pairs = {(a.rpartition(".")[0], b.rpartition(".")[0]) for a, b in graph.subgraph(own).edges}
+    return _between(graph.subgraph(own), {module: module.rpartition(".")[0] for module in own})
+
+
+def kernel_circles(modules: dict[str, Path]) -> list[list[str]]:
+    """Return the same of the kernels' modules and folders, by types too.
+
+    A module beside the folders counts as one: a table may import all of them.
+    """
+    own = {m: path for m, path in modules.items() if part_of(m) == "kernels"}
+    graph = arrows(own, typed=True)
+    folders = {m: m if path.stem == "__init__" else m.rpartition(".")[0] for m, path in own.items()}
+    root = FOLDERS["kernels"]
+    folders = {m: m if folder == root else folder for m, folder in folders.items()}
+    return circles(graph) + _between(graph, folders)
+
+
+def _between(graph: networkx.DiGraph, folders: dict[str, str]) -> list[list[str]]:
+    """Return the circles of folders, by module."""
+    pairs = {(folders[a], folders[b]) for a, b in graph.edges}
     return circles(networkx.DiGraph(pair for pair in pairs if pair[0] != pair[1]))
 
 
@@ -175,7 +197,8 @@ def faults(root: Path) -> list[str]:
     graph = arrows(modules)
     found = [f"against the order: {arrow}" for arrow in against_the_order(graph)]
     found += [f"circle: {', '.join(circle)}" for circle in circles(graph)]
-    found += [f"circle of folders: {', '.join(each)}" for each in folder_circles(graph, modules)]
+    around = folder_circles(graph, modules) + kernel_circles(modules)
+    found += [f"circle of folders: {', '.join(each)}" for each in around]
     found += [f"asks for a parameter's kind: {place}" for place in kinds_asked_for(modules)]
     page = (root / PAGE).read_text(encoding="utf-8")
     if BEGIN not in page or END not in page:

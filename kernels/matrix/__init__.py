@@ -1,4 +1,4 @@
-"""Rules that work on whole matrices: GaLore's, and whatever else is a value of rule.MatrixRule.
+"""Rules that work on whole matrices: GaLore's, and any other value of rules.matrix.MatrixRule.
 
 plan.py steps such matrices one by one, in plain torch or with the step's kernel for what is
 elementwise. galore.py is GaLore's rule, and launch.py steps it in launches over many matrices.

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.chunks.draws import words_reference
 from megaopt.kernels.matrix.products import IEEE, product
-from megaopt.kernels.matrix.rule import ALONE, ROWS, MatrixRule, Parts, Shape, Transform, Work
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import draw_numbers
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
-from megaopt.kernels.step.draws import Place, words_reference
+from megaopt.kernels.rules.matrix import ALONE, ROWS, MatrixRule, Parts, Shape, Transform, Work
 
 RIGHT, LEFT = "right", "left"
 PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"

@@ -12,14 +12,14 @@ as large as the matrix, is never in memory.
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.blocks import pointers_of
+from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry, place_of
+from megaopt.kernels.chunks.codes import loaded_param
+from megaopt.kernels.chunks.draws import block_words, draw_of
+from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
 from megaopt.kernels.matrix.products import added_product, loaded, taken
 from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
-from megaopt.kernels.step.blocks import pointers_of
-from megaopt.kernels.step.chunk import Block, Chunk, Column, Scales, entry
-from megaopt.kernels.step.codes import loaded_param
-from megaopt.kernels.step.draws import block_words, draw_of
-from megaopt.kernels.step.kernel import draw_row, is_left_out, place_of, scalars_of
-from megaopt.kernels.step.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
+from megaopt.kernels.step.kernel import draw_row, is_left_out, scalars_of
 from megaopt.kernels.step.update import canonical_values, stored_block
 
 # Where the step's table has moments: addresses of the projection, of the projected gradient, and of
@@ -131,7 +131,7 @@ def stored(low_ptr, total, ends, length, PRODUCT: tl.constexpr):
 @jit(do_not_specialize=["matrices", "workspace"])
 def project_kernel(
     table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
-    tiles_ptr,  # *int32 as step.table.Chunks, of tiles
+    tiles_ptr,  # *int32 as chunks.table.Chunks, of tiles
     matrices,
     workspace,  # numbers of a slab's workspace
     PRODUCT: tl.constexpr,
@@ -267,7 +267,7 @@ def updated_tile(chunk, param, update, columns, mask, FORMATS: tl.constexpr, RUL
 @jit(do_not_specialize=["matrices", "scalar_count"])
 def back_project_kernel(
     table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
-    tiles_ptr,  # *int32 as step.table.Chunks, of tiles
+    tiles_ptr,  # *int32 as chunks.table.Chunks, of tiles
     scalars_ptr,  # *fp32 [groups, scalar_count]
     controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless CONTROLLED
     matrices,

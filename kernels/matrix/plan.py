@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 
+from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.draws import words_reference
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
-from megaopt.kernels.matrix.rule import SAME, WHOLE, Transform, Work
 from megaopt.kernels.norm.reference import accumulate_reference
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.draws import Place, in_order
+from megaopt.kernels.rules.matrix import SAME, WHOLE, Transform, Work
 from megaopt.kernels.step.launch import TritonPlan
-from megaopt.kernels.step.reference import skips_of, step_tensor
+from megaopt.kernels.step.reference import skips_of, step_tensor, step_with_words
 
 FLOAT32 = WEIGHTS["float32"]
 Step = Callable[..., None]
@@ -155,3 +159,63 @@ class LaunchedStep:
         plan.look({slot: [tensor] for slot, tensor in tensors.items()})
         row = None if controls is None else controls[None]
         plan.step(scalars[None] if isinstance(scalars, torch.Tensor) else [scalars], row)
+
+
+LIMIT = 64
+"""Combinations of formats in one process; beyond torch's own limit, 8, it compiles no more."""
+COMPILERS = ("g++", "clang++", "c++")
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """None where torch.compile works on the device, else the reason."""
+    from torch._dynamo.eval_frame import is_dynamo_supported  # half a second
+
+    if not is_dynamo_supported():
+        return "torch.compile does not support this Python"
+    if device.type == "cpu":
+        found = any(map(shutil.which, COMPILERS))
+        return None if found else f"torch.compile needs a C++ compiler ({', '.join(COMPILERS)})"
+    if INTERPRETED:
+        return "TRITON_INTERPRET=1 is set: torch.compile's kernels are Triton's"
+    from torch.utils._triton import has_triton
+
+    return None if has_triton() else "torch.compile needs Triton and a GPU that it works on"
+
+
+class CompiledStep:
+    """`step_tensor`, compiled once for each rule and formats, for tensors of any shape."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, Formats], Any] = {}
+
+    def __call__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        formats: Formats,
+        rule: Rule,
+        scalars: tuple[float, ...],
+        controls: torch.Tensor | None = None,
+        place: Place = Place(0),  # noqa: B008 a tuple
+    ) -> None:
+        """As megaopt.kernels.step.reference.step_tensor, for rules without lanes."""
+        weight = tensors["weight"]
+        words = weight.new_zeros(0)
+        if formats.draws:
+            numbers = scalars[rule.row_length :]
+            words = words_reference(place, weight.numel(), numbers, weight.device)
+        # as a tensor: a step with other numbers is not another program
+        row = torch.as_tensor(scalars[: rule.row_length], device=weight.device).unbind()
+        # flat, as torch.compile takes a Parameter's shape as fixed; a tensor in two slots is one
+        flat = {id(tensor): tensor.detach().view(-1) for tensor in tensors.values()}
+        own = {slot: flat[id(tensor)] for slot, tensor in tensors.items()}
+        with torch._dynamo.config.patch(recompile_limit=LIMIT):
+            self._function(rule, formats)(
+                own, row=row, controls=controls, first=place.first, words=words
+            )
+
+    def _function(self, rule: Rule, formats: Formats) -> Any:
+        key = (rule.name, formats)
+        if key not in self._known:
+            own = partial(step_with_words, formats=formats, rule=rule)
+            self._known[key] = torch.compile(own, dynamic=True)
+        return self._known[key]

@@ -6,12 +6,11 @@ two roundings to bins that are meant and those of `total_of`: a contraction coul
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.blocks import load_block, pointer
+from megaopt.kernels.chunks.chunk import Column, chunk_of, place_of
+from megaopt.kernels.chunks.rows import GRAD
 from megaopt.kernels.norm import bins
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.step.blocks import load_block, pointer
-from megaopt.kernels.step.chunk import Column
-from megaopt.kernels.step.kernel import chunk_of, place_of
-from megaopt.kernels.step.rows import GRAD
 
 WIDTH: tl.constexpr = tl.constexpr(bins.WIDTH)
 BINS: tl.constexpr = tl.constexpr(bins.BINS)

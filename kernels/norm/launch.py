@@ -8,12 +8,12 @@ import numpy
 import torch
 
 from megaopt.kernels.calling import call
+from megaopt.kernels.chunks.rows import ALIGNED, GRAD, NUMEL
+from megaopt.kernels.chunks.table import OWN, Chunks, Geometry, to_device
 from megaopt.kernels.formats import Format
 from megaopt.kernels.norm import kernel
 from megaopt.kernels.norm.bins import MOST
 from megaopt.kernels.optional_triton import INTERPRETED
-from megaopt.kernels.step.rows import ALIGNED, GRAD, NUMEL
-from megaopt.kernels.step.table import OWN, Chunks, Geometry, to_device
 
 # On a GPU one warp takes a block, so that no warp waits for another: 64 elements a thread share the
 # reductions and atomics. Tiles of 256 keep it at 96 to 128 registers; 230 without tiles.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaopt.kernels.quantizers.base import Left, Quantizer, Store
+from megaopt.kernels.chunks.store import Left, Quantizer, Store
 from megaopt.kernels.quantizers.blocks import BLOCK_128X128
 from megaopt.kernels.quantizers.current import CURRENT
 from megaopt.kernels.quantizers.delayed import DELAYED

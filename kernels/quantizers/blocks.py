@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.blocks import load_block
+from megaopt.kernels.chunks.chunk import Block
+from megaopt.kernels.chunks.store import Quantizer
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.quantizers.base import Quantizer
 from megaopt.kernels.quantizers.cast import remainder_pointer, rounded, store_codes
 from megaopt.kernels.quantizers.current import OPTIONS, scale_of_amax, scales_of_amax_reference
 from megaopt.kernels.quantizers.scale import magnitude_bits
@@ -15,8 +17,6 @@ from megaopt.kernels.quantizers.tiles import (
     store_of_tiles,
     tile_is_whole,
 )
-from megaopt.kernels.step.blocks import load_block
-from megaopt.kernels.step.chunk import Block
 
 
 @helper

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.quantizers.scale import magnitude_bits
-from megaopt.kernels.step.blocks import load_block, pointer, store_block
-from megaopt.kernels.step.chunk import Block, Column, entry
-from megaopt.kernels.step.draws import block_words, draw_of, weight_bits
-from megaopt.kernels.step.kernel import chunk_of, draw_row, is_left_out, place_of
-from megaopt.kernels.step.rows import (
+from megaopt.kernels.chunks.blocks import load_block, pointer, store_block
+from megaopt.kernels.chunks.chunk import Block, Column, chunk_of, entry, place_of
+from megaopt.kernels.chunks.draws import block_words, draw_of, weight_bits
+from megaopt.kernels.chunks.rows import (
     MASTER,
     MASTER_SCALE,
     WEIGHT,
@@ -19,7 +16,10 @@ from megaopt.kernels.step.rows import (
     WEIGHT_SCALE_INV,
     WEIGHT_SCALE_STRIDE,
 )
-from megaopt.kernels.step.scales import old_scale
+from megaopt.kernels.chunks.scales import old_scale
+from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.quantizers.scale import magnitude_bits
+from megaopt.kernels.step.kernel import draw_row, is_left_out
 
 
 @helper

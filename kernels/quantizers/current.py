@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megaopt.kernels.chunks.store import Left, Quantizer, Recipe, Store
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.quantizers.base import Left, Quantizer, Store
 from megaopt.kernels.quantizers.cast import noted, raise_amax
 from megaopt.kernels.quantizers.scale import (
     reciprocal,
@@ -15,9 +13,6 @@ from megaopt.kernels.quantizers.scale import (
     scale_from_amax,
     scale_from_amax_reference,
 )
-
-if TYPE_CHECKING:
-    from megaopt.kernels.float8 import Float8Recipe
 
 OPTIONS = ("power_of_two_scales", "amax_epsilon")
 
@@ -39,7 +34,7 @@ def scale_of_amax(column, amax_bits, FORMATS: tl.constexpr):
 
 
 def scales_of_amax_reference(
-    amax: torch.Tensor, recipe: Float8Recipe, scale: None
+    amax: torch.Tensor, recipe: Recipe, scale: None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and its inverse, fp32, of amax's shape."""
     found = scale_from_amax_reference(

@@ -5,13 +5,14 @@ The step knows the scale before its first block, so that it stores codes at once
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from megaopt.kernels.calling import call
+from megaopt.kernels.chunks.blocks import store_block
+from megaopt.kernels.chunks.chunk import entry
+from megaopt.kernels.chunks.rows import WEIGHT_SCALE
+from megaopt.kernels.chunks.store import Left, Quantizer, Recipe, Store
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.quantizers.base import Left, Quantizer, Store
 from megaopt.kernels.quantizers.cast import noted, raise_amax, scale_inv_pointer, store_codes
 from megaopt.kernels.quantizers.scale import (
     magnitude_bits,
@@ -21,13 +22,7 @@ from megaopt.kernels.quantizers.scale import (
     scale_from_amax,
     scale_from_amax_reference,
 )
-from megaopt.kernels.step.blocks import store_block
-from megaopt.kernels.step.chunk import entry
 from megaopt.kernels.step.kernel import CONTROLS, SKIP
-from megaopt.kernels.step.rows import WEIGHT_SCALE
-
-if TYPE_CHECKING:
-    from megaopt.kernels.float8 import Float8Recipe
 
 
 @helper
@@ -62,7 +57,7 @@ def scale_there_is(column, amax_bits, FORMATS: tl.constexpr):
 
 
 def scale_there_is_reference(
-    amax: torch.Tensor, recipe: Float8Recipe, scale: torch.Tensor
+    amax: torch.Tensor, recipe: Recipe, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale that the weight keeps, and its inverse; fp32, (1,)."""
     scale = scale.reshape(1).clone()
@@ -109,7 +104,7 @@ def move_scales_kernel(
 def move_scales_reference(
     history: torch.Tensor,
     scale: torch.Tensor,
-    recipe: Float8Recipe,
+    recipe: Recipe,
     skip: torch.Tensor | None = None,
 ) -> None:
     """The twin for one weight, whose amax of this step is the history's first; nothing waits.
@@ -133,7 +128,7 @@ def move_scales_reference(
     history.copy_(new_history)
 
 
-def move_scales(table: torch.Tensor, recipe: Float8Recipe, controls: torch.Tensor | None) -> None:
+def move_scales(table: torch.Tensor, recipe: Recipe, controls: torch.Tensor | None) -> None:
     """Launches the kernel over weights.
 
     Args:

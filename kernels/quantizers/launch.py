@@ -9,7 +9,12 @@ import numpy
 import torch
 
 from megaopt.kernels.calling import call
+from megaopt.kernels.chunks import rows as table_rows
+from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
+from megaopt.kernels.chunks.spec import Spec
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.place import Place
 from megaopt.kernels.quantizers import Left
 from megaopt.kernels.quantizers.cast import cast_kernel, scale_invs_kernel, values_kernel
 from megaopt.kernels.quantizers.mxfp8 import cast_columns_kernel
@@ -20,12 +25,7 @@ from megaopt.kernels.quantizers.tiles import (
     values_tiles_kernel,
 )
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step import rows as table_rows
-from megaopt.kernels.step.batch import Buffers, Extent, Formats
-from megaopt.kernels.step.draws import Place
 from megaopt.kernels.step.launch import TritonPlan
-from megaopt.kernels.step.spec import Spec
-from megaopt.kernels.step.table import Chunks, DeviceTable, Geometry, to_device
 
 
 class CastPlan:

@@ -7,12 +7,16 @@ dimension, in the weight's own order. They are made of the masters, once more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from megaopt.kernels.chunks.blocks import pointer
+from megaopt.kernels.chunks.chunk import Column, entry
+from megaopt.kernels.chunks.draws import block_words
+from megaopt.kernels.chunks.rows import MASTER, MASTER_SCALE
+from megaopt.kernels.chunks.scales import old_scale
+from megaopt.kernels.chunks.store import Quantizer, Recipe
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.quantizers.base import Quantizer
 from megaopt.kernels.quantizers.cast import cast_draw, drawn_code, rounded
 from megaopt.kernels.quantizers.scale import (
     amax_reference,
@@ -26,15 +30,7 @@ from megaopt.kernels.quantizers.scale import (
     multiplied,
 )
 from megaopt.kernels.quantizers.tiles import TILE, store_of_tiles, tile_in_lines
-from megaopt.kernels.step.blocks import pointer
-from megaopt.kernels.step.chunk import Column, entry
-from megaopt.kernels.step.draws import block_words
 from megaopt.kernels.step.kernel import is_left_out
-from megaopt.kernels.step.rows import MASTER, MASTER_SCALE
-from megaopt.kernels.step.scales import old_scale
-
-if TYPE_CHECKING:
-    from megaopt.kernels.float8 import Float8Recipe
 
 BAND: tl.constexpr = tl.constexpr(32)
 
@@ -52,7 +48,7 @@ def scale_of_exponent(column, amax_bits, FORMATS: tl.constexpr):
 
 
 def scales_of_exponent_reference(
-    amax: torch.Tensor, recipe: Float8Recipe, scale: None
+    amax: torch.Tensor, recipe: Recipe, scale: None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale, fp32, and the E8M0 code of its inverse, uint8, of amax's shape."""
     code = e8m0_from_amax_reference(amax, recipe.code_max)
@@ -112,7 +108,7 @@ def cast_columns_kernel(
 
 
 def columns_reference(
-    values: torch.Tensor, recipe: Float8Recipe, encode: Callable[[torch.Tensor], torch.Tensor]
+    values: torch.Tensor, recipe: Recipe, encode: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes in the values' shape, and scale_inv, a row for each 32 rows.
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
+from megaopt.kernels.chunks.draws import weight_bits_reference, words_reference
+from megaopt.kernels.place import Place
 from megaopt.kernels.quantizers.mxfp8 import columns_reference
 from megaopt.kernels.quantizers.scale import amax_reference, multiplied
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.batch import Buffers, Extent, Formats
-from megaopt.kernels.step.draws import Place, weight_bits_reference, words_reference
 from megaopt.kernels.step.reference import ReferencePlan
 
 MOVED = ("weight_scale", "weight_amax", "weight_amax_history")

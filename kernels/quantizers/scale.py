@@ -7,14 +7,10 @@ takes a number from the host's memory, as torch.where with a number does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megaopt.kernels.chunks.store import Recipe
 from megaopt.kernels.optional_triton import helper, tl
-
-if TYPE_CHECKING:
-    from megaopt.kernels.float8 import Float8Recipe
 
 # fp32 patterns
 INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
@@ -65,7 +61,7 @@ def multiplied(
     return whole[: values.shape[0], : values.shape[1]]
 
 
-def amax_reference(values: torch.Tensor, recipe: Float8Recipe) -> torch.Tensor:
+def amax_reference(values: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """The largest magnitude of a tensor or of each block, NaNs passed over, infinities not.
 
     Args:

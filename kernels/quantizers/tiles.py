@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from megaopt.kernels.chunks.blocks import load_block, pointers_of, store_block
+from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry
+from megaopt.kernels.chunks.draws import block_words, draw_of, line_words
+from megaopt.kernels.chunks.rows import (
+    ALIGNED,
+    MASTER_SCALE,
+    NUMEL,
+    WEIGHT_COLUMNS,
+    WEIGHT_ROWS,
+    WEIGHT_SCALE_STRIDE,
+    WEIGHT_START,
+)
+from megaopt.kernels.chunks.scales import old_scale
+from megaopt.kernels.chunks.store import Left, Store
 from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
-from megaopt.kernels.quantizers.base import Left, Store
 from megaopt.kernels.quantizers.cast import (
     amax_pointer,
     cast_draw,
@@ -20,9 +33,6 @@ from megaopt.kernels.quantizers.cast import (
     store_codes,
 )
 from megaopt.kernels.quantizers.scale import magnitude_bits
-from megaopt.kernels.step.blocks import load_block, pointers_of, store_block
-from megaopt.kernels.step.chunk import Block, Chunk, Column, Scales, entry
-from megaopt.kernels.step.draws import block_words, draw_of, line_words
 from megaopt.kernels.step.kernel import (
     controls_of,
     draw_row,
@@ -30,16 +40,6 @@ from megaopt.kernels.step.kernel import (
     kept_moment_scale,
     scalars_of,
 )
-from megaopt.kernels.step.rows import (
-    ALIGNED,
-    MASTER_SCALE,
-    NUMEL,
-    WEIGHT_COLUMNS,
-    WEIGHT_ROWS,
-    WEIGHT_SCALE_STRIDE,
-    WEIGHT_START,
-)
-from megaopt.kernels.step.scales import old_scale
 from megaopt.kernels.step.update import loaded_and_updated, stored_block
 
 TILE: tl.constexpr = tl.constexpr(128)

@@ -6,7 +6,7 @@ instead of 95%. The path does not change a bit.
 
 Formats with a scale per tensor need the new values' amax before a code can be stored, so their
 tensors are worked through twice in the same launch: first for the amaxes, then for the step, whose
-programs wait for all of their tensor's first ones (megaopt.kernels.step.scales).
+programs wait for all of their tensor's first ones (megaopt.kernels.chunks.scales).
 
 Formats, rules, and what stores weights come in as compile-time values (megaopt.kernels.formats,
 megaopt.kernels.rules, megaopt.kernels.quantizers).
@@ -14,10 +14,7 @@ megaopt.kernels.rules, megaopt.kernels.quantizers).
 
 from __future__ import annotations
 
-from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.rules.loading import load_row
-from megaopt.kernels.step import controls as order
-from megaopt.kernels.step.blocks import (
+from megaopt.kernels.chunks.blocks import (
     first_block,
     first_masked,
     inside,
@@ -27,17 +24,17 @@ from megaopt.kernels.step.blocks import (
     pointers_of,
     rows_of,
 )
-from megaopt.kernels.step.chunk import Block, Chunk, Column, Scales, entry
-from megaopt.kernels.step.draws import block_words, draw_of
-from megaopt.kernels.step.rows import (
-    ALIGNED,
+from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, chunk_of, entry, place_of
+from megaopt.kernels.chunks.codes import load_words, numbers_of
+from megaopt.kernels.chunks.draws import block_words, draw_of
+from megaopt.kernels.chunks.rows import (
     GROUP,
     MASTER_SCALE,
     MOMENT,
     NUMEL,
     WEIGHT_SCALE_INV,
 )
-from megaopt.kernels.step.scales import (
+from megaopt.kernels.chunks.scales import (
     AMAX_PHASE,
     finish,
     finite_amax_bits,
@@ -48,8 +45,10 @@ from megaopt.kernels.step.scales import (
     take_ticket,
     wait_for_amaxes,
 )
+from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.rules.loading import load_row
+from megaopt.kernels.step import controls as order
 from megaopt.kernels.step.update import controlled_grad, loaded_and_updated, stored_block, updated
-from megaopt.kernels.step.words import load_words, numbers_of
 
 # Places in a row of the fp32 controls, as in controls.py, and its length.
 GRAD_SCALE: tl.constexpr = tl.constexpr(order.GRAD_SCALE)
@@ -58,27 +57,6 @@ COEFFICIENT: tl.constexpr = tl.constexpr(order.COEFFICIENT)
 SKIP: tl.constexpr = tl.constexpr(order.SKIP)
 UNSCALED: tl.constexpr = tl.constexpr(order.UNSCALED)
 CONTROLS: tl.constexpr = tl.constexpr(order.COUNT)
-
-
-@helper
-def place_of(chunks_ptr, tensors, chunk, SPAN):
-    """A chunk's tensor, and its place there in chunks; chunks_ptr: as table.Chunks has it."""
-    tensor = tl.load(chunks_ptr + tensors + 1 + chunk // SPAN)
-    while tl.load(chunks_ptr + tensor + 1) <= chunk:
-        tensor += 1
-    return tensor, chunk - tl.load(chunks_ptr + tensor)
-
-
-@helper
-def chunk_of(column, number, lead, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
-    """Of a tensor's chunk: first element, elements, and the blocks that go unmasked.
-
-    lead: elements before the tensor, from which on its first chunk is counted.
-    """
-    start = number.to(tl.int64) * (BLOCK * ITERATIONS) - lead
-    elements = tl.minimum(entry(column, NUMEL) - start, BLOCK * ITERATIONS).to(tl.int32)
-    aligned = entry(column, ALIGNED).to(tl.int32)
-    return start, elements, (elements // BLOCK) * aligned
 
 
 @helper

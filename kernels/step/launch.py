@@ -9,16 +9,11 @@ import numpy
 import torch
 
 from megaopt.kernels.calling import call
-from megaopt.kernels.norm.launch import NormPlan
-from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.lanes import vectorized
-from megaopt.kernels.step import kernel
-from megaopt.kernels.step import rows as table_rows
-from megaopt.kernels.step.batch import Buffers, Formats
-from megaopt.kernels.step.draws import Place, in_order
-from megaopt.kernels.step.scales import scratch_rows
-from megaopt.kernels.step.spec import Spec
-from megaopt.kernels.step.table import (
+from megaopt.kernels.chunks import rows as table_rows
+from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.scales import scratch_rows
+from megaopt.kernels.chunks.spec import Spec
+from megaopt.kernels.chunks.table import (
     OWN,
     OWN_BLOCK_PAIR,
     OWN_BLOCKS,
@@ -32,6 +27,11 @@ from megaopt.kernels.step.table import (
     to_device,
     two_phase_chunk_rows,
 )
+from megaopt.kernels.norm.launch import NormPlan
+from megaopt.kernels.place import Place, in_order
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.lanes import vectorized
+from megaopt.kernels.step import kernel
 
 # Programs at work at a time on an H200: 132 processors, at most 16 of 4 warps each.
 LAG = 2112

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from megaopt.kernels.calling import call
+from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.norm.bins import NONFINITE, new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
@@ -18,7 +19,6 @@ from megaopt.kernels.rules.base import MOST_TABLES
 from megaopt.kernels.step.controls import COUNT
 from megaopt.kernels.step.prepare import prepare_kernel
 from megaopt.kernels.step.reference import skips_of
-from megaopt.kernels.step.table import DeviceTable, is_capturing
 
 Group = Mapping[str, Any]
 

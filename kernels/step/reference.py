@@ -8,6 +8,12 @@ from typing import Any
 import numpy
 import torch
 
+from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.draws import (
+    moment_bits_reference,
+    weight_bits_reference,
+    words_reference,
+)
 from megaopt.kernels.formats import Format
 from megaopt.kernels.formats.block8 import (
     factor_reference,
@@ -15,18 +21,11 @@ from megaopt.kernels.formats.block8 import (
     scale_of_amax_reference,
 )
 from megaopt.kernels.norm.reference import accumulate_reference
+from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
-from megaopt.kernels.step.batch import Buffers, Formats
 from megaopt.kernels.step.controls import SKIP, UNSCALED
-from megaopt.kernels.step.draws import (
-    Place,
-    in_order,
-    moment_bits_reference,
-    weight_bits_reference,
-    words_reference,
-)
 
 SMALLEST_SCALE = 2.0**-126
 

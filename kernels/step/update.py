@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.blocks import load_block, store_block, store_where, stored_moments
+from megaopt.kernels.chunks.chunk import entry
+from megaopt.kernels.chunks.codes import loaded_moments, loaded_param
+from megaopt.kernels.chunks.draws import weight_bits
+from megaopt.kernels.chunks.rows import VECTORIZED
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.adam_ieee import canonical
-from megaopt.kernels.step.blocks import load_block, store_block, store_where, stored_moments
-from megaopt.kernels.step.chunk import entry
-from megaopt.kernels.step.codes import loaded_moments, loaded_param
-from megaopt.kernels.step.draws import weight_bits
-from megaopt.kernels.step.rows import VECTORIZED
 
 
 @helper

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypedDict, get_args, get_origin, get_
 
 import torch
 
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
 from megaopt.kernels.formats import (
     MASTERS,
@@ -21,9 +22,8 @@ from megaopt.kernels.formats import (
     Format,
 )
 from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
-from megaopt.kernels.matrix.rule import Matrix, MatrixRule
-from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.draws import Place
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.kernels.step.reference import step_tensor
 from megaopt.options.checks import (
     COUNT,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import Format
-from megaopt.kernels.step.draws import Place
+from megaopt.kernels.place import Place
 from megaopt.options.options import Options
 from megaopt.params.view import PLAIN, SCALE, STEP, ParamView
 

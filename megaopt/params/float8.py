@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaopt.kernels.chunks.batch import Cast, Extent, Formats
 from megaopt.kernels.float8 import dequantize_reference
 from megaopt.kernels.formats import Format
 from megaopt.kernels.formats.float8_drawn import encode_pair_reference, remainder_of
 from megaopt.kernels.quantizers.scale import multiplied
 from megaopt.kernels.rules.adam_ieee import canonical_reference
-from megaopt.kernels.step.batch import Cast, Extent, Formats
 from megaopt.options.options import Options
 from megaopt.params.codes import decoded_joined
 from megaopt.params.view import ParamView

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import Format
-from megaopt.kernels.matrix.rule import Matrix
-from megaopt.kernels.step.draws import Place
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import Matrix
 from megaopt.params.dtensor import DTensorView, dtensor_class, is_dtensor
 from megaopt.params.view import FEWEST_IN_ROWS, ParamView
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megaopt.kernels.chunks.batch import Cast, Extent, Formats
 from megaopt.kernels.formats import Format
-from megaopt.kernels.matrix.rule import Matrix
-from megaopt.kernels.step.batch import Cast, Extent, Formats
-from megaopt.kernels.step.draws import Place
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.options import Options, check_weight
 from megaopt.options.placement import SCALE as SCALE
 from megaopt.options.placement import STEP as STEP

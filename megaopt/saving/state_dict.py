@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import Format
 from megaopt.kernels.matrix.galore import CAPTURED_ENERGY, PROJECTION
-from megaopt.kernels.step.batch import Formats
 from megaopt.options.checks import (
     COUNT,
     NOT_NEGATIVE,

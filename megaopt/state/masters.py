@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.host_memory import HostMemory
-from megaopt.kernels.step.batch import Formats
 from megaopt.options.checks import is_dense, refuse
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megaopt.kernels.backends import default_backend, why_not
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import HostMemory
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.draws import Place
 from megaopt.options.checks import refuse
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (

@@ -14,8 +14,8 @@ from typing import Any
 import numpy
 import torch
 
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS, WEIGHTS, Format
-from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import store_scaled
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.chunks.batch import Cast, Formats
 from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
 from megaopt.kernels.host_memory import padded
 from megaopt.kernels.rules.base import PARAM, Moment
-from megaopt.kernels.step.batch import Cast, Formats
 from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER as MASTER

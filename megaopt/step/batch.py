@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from megaopt.kernels.backends import Plan
-from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.state import native
 from megaopt.state.numbers import given_numbers, shaping_numbers
 from megaopt.state.ownership import Versions

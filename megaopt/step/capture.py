@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megaopt.kernels.step.table import is_capturing
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.step.batch import Batches
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megaopt.float8.convert import REPLACED
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import check_memory

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.state.tensors import MASTER, State

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.step.controls import SKIP
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of

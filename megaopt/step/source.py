@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from megaopt.kernels.step.batch import Buffers, Formats
+from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.params.dtensor import dtensor_class, local_of, same_sharding, waited
 from megaopt.params.view import PLAIN
 from megaopt.state.tensors import MASTER, state_name

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_cases import DRAWING, GROUP, assert_all_agree
 
-from megaopt.kernels.rules import RULES
-from megaopt.kernels.rules.base import draw_numbers
-from megaopt.kernels.step.draws import (
-    Place,
+from megaopt.kernels.chunks.draws import (
     moment_bits_reference,
     seed_and_step,
     weight_bits_reference,
     words_reference,
 )
-from megaopt.kernels.step.table import Geometry
+from megaopt.kernels.chunks.table import Geometry
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules import RULES
+from megaopt.kernels.rules.base import draw_numbers
 
 ADAMW = RULES["adamw", "ieee"]
 PLAIN = next(formats for formats in DRAWING if not formats.scaled)

@@ -9,12 +9,12 @@ from bits import assert_same_bits
 from step_cases import GROUP, buffers, copied, reference_step, triton_step
 from torch_oracle import F32, fma, one_element
 
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
-from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.table import Geometry
 
 ADAM = RULES["adam", "torch"]
 FP32, BF16 = torch.float32, torch.bfloat16

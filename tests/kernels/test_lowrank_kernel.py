@@ -13,16 +13,15 @@ from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt import kernels
+from megaopt.kernels.chunks import codes
+from megaopt.kernels.chunks.blocks import load_block
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE
 from megaopt.kernels.matrix import kernel, launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import launched_plan
+from megaopt.kernels.matrix.launch import BackTile, launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import loaded
-from megaopt.kernels.matrix.tiles import BackTile
 from megaopt.kernels.optional_triton import INTERPRETED
-from megaopt.kernels.step import codes
-from megaopt.kernels.step.blocks import load_block
 from megaopt.kernels.step.controls import COUNT, SKIP
 
 SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]

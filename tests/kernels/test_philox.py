@@ -9,9 +9,9 @@ import torch
 from bits import assert_same_bits
 from mutants import mutant
 
-from megaopt.kernels import philox as module
+from megaopt.kernels.chunks import draws as module
+from megaopt.kernels.chunks.draws import philox_reference
 from megaopt.kernels.optional_triton import jit, tl
-from megaopt.kernels.philox import philox_reference
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
 # counter and key, and the answers by rounds, as Random123's kat_vectors has them

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megaopt.kernels.optional_triton import jit, tl
-from megaopt.kernels.rules.quotient import quotient
+from megaopt.kernels.rules.adam_ieee import quotient
 
 pytestmark = pytest.mark.gpu
 COUNT = 2**22

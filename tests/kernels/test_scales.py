@@ -16,13 +16,13 @@ from step_cases import (
     rows_of,
 )
 
+from megaopt.kernels.chunks.scales import AMAX_PHASE, STEP_PHASE
+from megaopt.kernels.chunks.table import Geometry, chunk_rows, two_phase_chunk_rows
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step import launch
 from megaopt.kernels.step.controls import COEFFICIENT, COUNT, GRAD_SCALE, INVERSE_SCALE, SKIP
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import ReferencePlan
-from megaopt.kernels.step.scales import AMAX_PHASE, STEP_PHASE
-from megaopt.kernels.step.table import Geometry, chunk_rows, two_phase_chunk_rows
 
 IEEE = RULES["adamw", "ieee"]
 SCALED = [formats for formats in CURATED if formats.scaled]

@@ -26,10 +26,10 @@ from step_cases import (
     with_rule,
 )
 
+from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, STOCHASTIC_WEIGHTS, WEIGHTS
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step.draws import Place
-from megaopt.kernels.step.table import Geometry
 
 SMALL = Geometry(64, 2)
 ADAMW = RULES["adamw", "ieee"]

@@ -18,14 +18,14 @@ from encoding_cases import (
     values_of,
 )
 
-from megaopt.kernels.formats import MASTERS, STOCHASTIC_WEIGHTS
-from megaopt.kernels.rules.base import draw_numbers
-from megaopt.kernels.step.draws import (
-    Place,
+from megaopt.kernels.chunks.draws import (
     moment_bits_reference,
     weight_bits_reference,
     words_reference,
 )
+from megaopt.kernels.formats import MASTERS, STOCHASTIC_WEIGHTS
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules.base import draw_numbers
 
 DRAWS = 2**16
 ALL_BITS = torch.arange(DRAWS, dtype=torch.int32)

@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
-from megaopt.kernels.step import table as tables
-from megaopt.kernels.step.upload import Piece, Upload
+from megaopt.kernels.chunks import table as tables
+from megaopt.kernels.chunks.table import Piece, Upload
 
 
 def test_a_table_that_waits_for_a_replay_is_not_read_before(monkeypatch):

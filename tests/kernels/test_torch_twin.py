@@ -9,10 +9,10 @@ from bits import assert_same_bits
 from step_cases import hard_values, reference_step, triton_step
 from torch_oracle import F32, fma, one_element
 
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.rules.adam_torch import fused_multiply_add
-from megaopt.kernels.step.batch import Formats
 
 FP32 = MOMENTS[torch.float32]
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from bits import INTEGERS, assert_same_bits
 
+from megaopt.kernels.chunks.codes import decoded, words_at
 from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS
 from megaopt.kernels.formats.block8 import factor_reference
 from megaopt.kernels.optional_triton import INTERPRETED, jit, tl
-from megaopt.kernels.step.words import decoded, words_at
 
 FORMS = {form.name: form for table in (GRADS, WEIGHTS, MOMENTS) for form in table.values()}
 FORMS = {name: form for name, form in FORMS.items() if form.present and not form.scaled}

@@ -19,10 +19,11 @@ from runs import (
 )
 
 from megaopt import FusedAdam
+from megaopt.kernels.chunks import table
+from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import kernel, preparation, table
+from megaopt.kernels.step import kernel, preparation
 from megaopt.kernels.step.preparation import Request, TritonPreparation
-from megaopt.kernels.step.table import DeviceTable, is_capturing
 from megaopt.step import capture, stepper
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from runs import (
 from step_cases import oracle_step
 
 from megaopt import FusedAdam, release_gradients
-from megaopt.kernels.step.draws import Place
+from megaopt.kernels.place import Place
 from megaopt.params import view_of
 
 each_kind = pytest.mark.parametrize("kind", KINDS)

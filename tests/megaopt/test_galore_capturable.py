@@ -17,8 +17,9 @@ from runs import (
 )
 
 from megaopt import GaLoreAdamW, galore
+from megaopt.kernels.chunks import table
 from megaopt.kernels.matrix import kernel
-from megaopt.kernels.step import preparation, table
+from megaopt.kernels.step import preparation
 from megaopt.step import capture, stepper
 
 SHAPES = [(24, 10), (6, 30), (9,)]

@@ -20,7 +20,7 @@ from megaopt.kernels.quantizers import QUANTIZERS, Left, Quantizer, Store
 from megaopt.kernels.quantizers.cast import noted, raise_amax, scale_inv_pointer
 from megaopt.kernels.quantizers.current import OPTIONS, scale_of_amax, scales_of_amax_reference
 from megaopt.kernels.quantizers.tiles import store_of_tiles, tile_in_lines
-from megaopt.kernels.step.blocks import store_block
+from megaopt.kernels.chunks.blocks import store_block
 
 
 @helper

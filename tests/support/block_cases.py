@@ -5,15 +5,15 @@ import numpy as np
 import torch
 from bits import assert_same_bits
 
+from megaopt.kernels.chunks import blocks
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.spec import Spec
+from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
 from megaopt.kernels.formats.block8 import factor, inverse_factor
 from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import blocks
-from megaopt.kernels.step.batch import Formats
 from megaopt.kernels.step.reference import decoded, store_blocks
-from megaopt.kernels.step.spec import Spec
-from megaopt.kernels.step.table import Geometry
 
 BLOCKS = [form for form in MOMENTS.values() if form.block and form.packed == 1]
 BLOCKS_OF_4_BITS = [form for form in MOMENTS.values() if form.packed == 2]
@@ -136,7 +136,7 @@ def as_element(form, code):
 
 
 def stored_by_kernel(form, value, bits, lead, device, module=blocks):
-    """Codes and scales; module: megaopt.kernels.step.blocks, or a mutant of it."""
+    """Codes and scales; module: megaopt.kernels.chunks.blocks, or a mutant of it."""
     code = torch.zeros(value.numel() // form.packed, dtype=torch.uint8, device=device)
     scale = torch.zeros(scale_count(form, value.numel(), lead), dtype=torch.uint8, device=device)
     own = as_element(form, code)

@@ -5,12 +5,12 @@ import philox_oracle
 import torch
 from bits import assert_same_bits
 
+from megaopt.kernels.chunks import draws
+from megaopt.kernels.chunks.chunk import Column
+from megaopt.kernels.chunks.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 from megaopt.kernels.optional_triton import jit, tl
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import draw_numbers
-from megaopt.kernels.step import draws
-from megaopt.kernels.step.chunk import Column
-from megaopt.kernels.step.draws import Place
-from megaopt.kernels.step.rows import FIRST_ELEMENT, NUMBER, RUN, RUN_STRIDE
 
 SEED, STEP = 0xFEDC_BA98_7654_3210, 7 + 2**16
 CPU = torch.device("cpu")

@@ -5,12 +5,12 @@ import dataclasses
 import torch
 from runs import values
 
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.matrix import galore as matrix
 from megaopt.kernels.matrix.plan import MatrixPlan
-from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.rules import galore
-from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.rules.matrix import Matrix
 
 FLOAT32 = WEIGHTS["float32"]
 GROUP = {

@@ -5,12 +5,12 @@ import itertools
 import torch
 from step_cases import hard_values
 
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.matrix.galore import GALORE, RIGHT
-from megaopt.kernels.matrix.rule import Matrix
-from megaopt.kernels.matrix.tiles import BackTile, ProjectTile, Tiles
+from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles
 from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.rules.matrix import Matrix
 
 GROUP = {
     "lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": True,

@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 
 from megaopt.kernels.matrix.products import product
-from megaopt.kernels.matrix.rule import SAME, WHOLE, MatrixRule, Transform
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.base import Moment, round_row
 from megaopt.kernels.rules.loading import number
+from megaopt.kernels.rules.matrix import SAME, WHOLE, MatrixRule, Transform
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import DECAY, NOT_NEGATIVE
 from megaopt.options.options import Numbers, Options

@@ -8,13 +8,13 @@ import oracle
 import torch
 from bits import INTEGERS, assert_same_bits
 
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE, STOCHASTIC_WEIGHTS, WEIGHTS
+from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.draws import Place, in_order
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import ReferencePlan
-from megaopt.kernels.step.table import Geometry
 
 GROUP = {
     "lr": 3e-3,

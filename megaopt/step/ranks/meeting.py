@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.step.batch import Formats
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.step.preparation import Measured, Request
-from megaopt.kernels.step.table import is_capturing
 from megaopt.params import ParamView
 from megaopt.step.ranks.peers import FOUND_INF, NONFINITE, WORDS, Notice, Peers, digest_of, reduced
 

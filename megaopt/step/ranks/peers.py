@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megaopt.kernels.backends import Plan
+from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.norm.bins import new_bins
-from megaopt.kernels.step.table import DeviceTable, is_capturing
 
 FOUND_INF, NONFINITE, WORDS = 2, 3, 4
 """At the end of a message: digests of the meetings that a rank is going to have, and of all that

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.matrix.rule import ALONE, Parts
+from megaopt.kernels.rules.matrix import ALONE, Parts
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.step.ranks.peers import SUM, reduced

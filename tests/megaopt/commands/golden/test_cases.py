@@ -12,7 +12,7 @@ from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
 from megaopt.commands.golden.record import packaged
 from megaopt.float8 import RECIPES
 from megaopt.kernels.contracts import CONTRACTS
-from megaopt.kernels.float8.recipe import ALGORITHMS, FLOAT8
+from megaopt.kernels.float8 import ALGORITHMS, FLOAT8
 from megaopt.kernels.formats import (
     GRADS,
     MASTERS,

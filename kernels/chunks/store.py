@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from megaopt.kernels.chunks.blocks import store_block
+from megaopt.kernels.chunks.draws import weight_bits
+from megaopt.kernels.formats.base import Format
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.base import digest
 
@@ -54,12 +57,12 @@ def finish_nothing(column, start, scale, amax_bits, FORMATS: tl.constexpr):
 class Store:
     """How the step's pass stores weights; Triton functions, of which its kernel calls three.
 
-    What they are given is described in megaopt.kernels.step.chunk.
+    What they are given is described in megaopt.kernels.chunks.chunk.
 
     - `begin(column, FORMATS) -> scale`: before a chunk.
     - `put(pointers, block, param, scale, amax_bits, words, FORMATS) -> amax_bits`: a block of new
       fp32 values; amax_bits, int32 and one for each, are 0 at first; words: random ones
-      (megaopt.kernels.step.draws) where the formats draw.
+      (megaopt.kernels.chunks.draws) where the formats draw.
     - `finish(column, start, scale, amax_bits, FORMATS)`: behind a chunk.
     - `tile`, in place of them: steps and casts a tile of 128 x 128 (tiles.tile_in_lines).
     """
@@ -82,8 +85,46 @@ class Store:
         return _key(self.name, self.begin, self.put, self.finish, self.tile)
 
 
+@helper
+def put_plain(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
+    if FORMATS.weight.draws:
+        code = FORMATS.weight.encode(param, 1.0, weight_bits(words))
+    else:
+        code = FORMATS.weight.encode(param, 1.0)
+    store_block(pointers.weight, block.offsets, code, block.mask)
+    return amax_bits
+
+
+PLAIN = Store("plain", put=put_plain)
+"""Of weights without scales: nothing of fp8 is here."""
 LATER = Store("later", Left.ALL)
 """fp8 weights of which one pass over the masters finds the amaxes, and one stores the codes."""
+
+
+class Recipe(Protocol):
+    """What is asked of a megaopt.kernels.float8.Float8Recipe, which describes its options."""
+
+    @property
+    def quantizer(self) -> Quantizer: ...
+    @property
+    def format(self) -> Format: ...
+    @property
+    def block(self) -> tuple[int, int] | None: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def code_max(self) -> float: ...
+    @property
+    def code_max_inverse(self) -> float: ...
+    @property
+    def power_of_two_scales(self) -> bool | None: ...
+    @property
+    def amax_epsilon(self) -> float: ...
+    @property
+    def amax_history_len(self) -> int: ...
+    @property
+    def amax_compute_algo(self) -> str: ...
+    def scale_shape(self, shape: torch.Size) -> tuple[int, ...]: ...
 
 
 # equal only to itself: launches hash it

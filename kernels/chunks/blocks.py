@@ -7,12 +7,12 @@ thread, a block's largest value is found by shuffles, and nothing goes through s
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.chunk import Pointers, entry
+from megaopt.kernels.chunks.draws import moment_bits
+from megaopt.kernels.chunks.rows import FIRST_ELEMENT, GRAD, MASTER, MOMENT, WEIGHT
 from megaopt.kernels.formats import hopper
 from megaopt.kernels.formats.block8 import finite_key, inverse_factor, scale_of_key
 from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
-from megaopt.kernels.step.chunk import Pointers, entry
-from megaopt.kernels.step.draws import moment_bits
-from megaopt.kernels.step.rows import FIRST_ELEMENT, GRAD, MASTER, MOMENT, WEIGHT
 
 
 @helper

@@ -6,8 +6,8 @@ others knows that they have been started. All counters are zero again when the l
 
 from __future__ import annotations
 
+from megaopt.kernels.chunks.chunk import entry
 from megaopt.kernels.optional_triton import helper, tl
-from megaopt.kernels.step.chunk import entry
 
 # The int32 scratch has a column a tensor. Rows: the bits of the master's amax and of each moment's,
 # then the bits of their scales before the step, then the finished chunks; a rule with `count`

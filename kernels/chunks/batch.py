@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, FIXED_ROWS
+from megaopt.kernels.chunks.store import LATER, PLAIN, Left, Quantizer, Recipe, Store
 from megaopt.kernels.formats import MASTERS, NONE, WEIGHTS, Format
-from megaopt.kernels.matrix.rule import Matrix
-from megaopt.kernels.quantizers.base import LATER, Left, Quantizer, Store
-from megaopt.kernels.quantizers.plain import PLAIN
 from megaopt.kernels.rules.base import digest
-from megaopt.kernels.step.rows import FIRST_MOMENT_ROW, FIXED_ROWS
-
-if TYPE_CHECKING:
-    from megaopt.kernels.float8 import Float8Recipe
+from megaopt.kernels.rules.matrix import Matrix
 
 Buffers = dict[str, list[torch.Tensor]]
 """For each slot in use, one contiguous tensor per parameter, in one order."""
@@ -26,7 +22,7 @@ Buffers = dict[str, list[torch.Tensor]]
 class Cast:
     """How the new values of fp8 weights become codes."""
 
-    recipe: Float8Recipe
+    recipe: Recipe
     dtype: torch.dtype
     """The weights' own, to which values are rounded first, unless the recipe is direct."""
     exact: bool = False

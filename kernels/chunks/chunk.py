@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from megaopt.kernels.chunks.rows import ALIGNED, NUMEL
 from megaopt.kernels.optional_triton import helper, tl
 
 
@@ -11,7 +12,7 @@ class Column(NamedTuple):
     """A tensor's column of the table."""
 
     table_ptr: Any
-    """*int64 [rows, tensors] (megaopt.kernels.step.rows)."""
+    """*int64 [rows, tensors] (megaopt.kernels.chunks.rows)."""
     tensors: Any
     tensor: Any
     """The column's number."""
@@ -74,3 +75,24 @@ class Block(NamedTuple):
 def entry(column, row):
     """int64, what the table has of a tensor in a row."""
     return tl.load(column.table_ptr + row * column.tensors + column.tensor)
+
+
+@helper
+def place_of(chunks_ptr, tensors, chunk, SPAN):
+    """A chunk's tensor, and its place there in chunks; chunks_ptr: as table.Chunks has it."""
+    tensor = tl.load(chunks_ptr + tensors + 1 + chunk // SPAN)
+    while tl.load(chunks_ptr + tensor + 1) <= chunk:
+        tensor += 1
+    return tensor, chunk - tl.load(chunks_ptr + tensor)
+
+
+@helper
+def chunk_of(column, number, lead, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
+    """Of a tensor's chunk: first element, elements, and the blocks that go unmasked.
+
+    lead: elements before the tensor, from which on its first chunk is counted.
+    """
+    start = number.to(tl.int64) * (BLOCK * ITERATIONS) - lead
+    elements = tl.minimum(entry(column, NUMEL) - start, BLOCK * ITERATIONS).to(tl.int32)
+    aligned = entry(column, ALIGNED).to(tl.int32)
+    return start, elements, (elements // BLOCK) * aligned

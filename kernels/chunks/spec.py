@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.table import OWN, Geometry
 from megaopt.kernels.rules.base import Rule
-from megaopt.kernels.step.batch import Formats
-from megaopt.kernels.step.table import OWN, Geometry
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Spec:
     """There are controls."""
     geometry: Geometry = OWN
     split: bool = False
-    """A tensor may have a stride (draws.Place)."""
+    """A tensor may have a stride (place.Place)."""
     stores: bool = True
     """False in the phase that finds amaxes, which computes the update and stores nothing."""
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import Rule
-from megaopt.kernels.step.draws import Place
 
 Shape = Sequence[int]
 

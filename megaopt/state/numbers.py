@@ -1,13 +1,16 @@
-"""The groups' numbers: checked where they are others than at the last step, and made into rows."""
+"""The groups' numbers: checked where they changed, made into rows, or put on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megaopt.kernels.rules import Rule
-from megaopt.options.checks import LAST_STEP
+from megaopt.options.checks import COUNT, LAST_STEP, NOT_NEGATIVE, is_dense, number, shown
 from megaopt.options.options import Options
+from megaopt.state.memory import check_writable
 
 FIXED = (float, int, bool, str, type(None))
 """Types whose objects keep their value."""
@@ -81,3 +84,46 @@ def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 def shaping_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     """What of each group that has a rank decides the shapes of states, None included."""
     return [(group["rank"], group.get("proj_type")) for group in groups if "rank" in group]
+
+
+# --- on the device
+
+DTYPES = {"lr": torch.float32, "step": torch.int32}
+SHAPES = {"lr": (), "step": (1,)}
+RANGES = {"lr": NOT_NEGATIVE, "step": COUNT}
+
+
+def on_device(group: Mapping[str, Any], device: torch.device, where: str) -> dict[str, Any]:
+    """A group's lr and step as tensors on the device, without those that are so already.
+
+    Also where inference mode is on: later steps and schedules write them. The group
+    stays as it is. Raises ValueError for numbers out of range.
+    """
+    made = {}
+    for name, dtype in DTYPES.items():
+        if not _fits(group[name], name, device) or group[name].is_inference():
+            value = number(f"{where}: {name}", group[name], RANGES[name])
+            with torch.inference_mode(False):
+                made[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
+    return made
+
+
+def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:
+    """Raises ValueError unless lr and step are what `on_device` makes, and step can be written."""
+    for name, dtype in DTYPES.items():
+        if not _fits(group[name], name, device):
+            raise ValueError(
+                f"{where}: {name} must be a {dtype} tensor of shape {SHAPES[name]} on {device} "
+                f"with capturable=True, got {shown(group[name])}; to change it, use "
+                f"group[{name!r}].fill_(...)"
+            )
+    check_writable(group["step"], f"{where}: step")
+
+
+def _fits(value: Any, name: str, device: torch.device) -> bool:
+    return (
+        is_dense(value)
+        and value.dtype == DTYPES[name]
+        and value.numel() == 1
+        and value.device == device
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.controls import SKIP
+from megaopt.kernels.step.preparation import Measured, Request
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes
@@ -21,17 +24,89 @@ from megaopt.state.owned import Group, Owned
 from megaopt.state.ownership import commit
 from megaopt.state.watch import Grads, Seen, grads_of
 from megaopt.state.writes import ExternalWrites
-from megaopt.step.batch import Batches
-from megaopt.step.capture import can_capture, check_capture, check_captured_batches
+from megaopt.step.batch import Batch, Batches
 from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
 from megaopt.step.gradients import check_written_grads
-from megaopt.step.preparations import Preparations, Prepared, is_skipped
 from megaopt.step.probing import is_probe
 from megaopt.step.ranks.meeting import Meeting, meeting_of
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
 
 States = Any
 """By parameter its state; a defaultdict, as torch.optim.Optimizer has it."""
+
+Prepared = dict[torch.device, tuple[Any, Any]]
+"""For each device the scalars, if they are made there, and the controls."""
+
+
+class Preparations:
+    """The buffers of scalars, controls and norms on each device, kept from step to step."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, Any] = {}
+
+    def on(self, device: torch.device, owned: Owned) -> Any:
+        """The preparation of a device."""
+        if device not in self._by_device:
+            backend = BACKENDS[owned.backend(device)]
+            if backend.why_not(device) is not None:
+                backend = BACKENDS["reference"]  # there are no parameters, only steps to count
+            with torch.inference_mode(False):  # later steps write its buffers
+                self._by_device[device] = backend.preparation(owned.rule, device)
+        return self._by_device[device]
+
+    def make(
+        self,
+        owned: Owned,
+        groups: Sequence[Mapping[str, Any]] | None,
+        batches: Batches,
+        asked: Request,
+    ) -> Prepared:
+        """Scalars and controls of all devices that have parameters.
+
+        Args:
+            owned: the optimizer's.
+            groups: those of all rows of scalars; None where these come from the host.
+            batches: what is stepped.
+            asked: what to do with the gradients.
+        """
+        prepared: Prepared = {}
+        # the first parameter's too, which may have no gradient
+        devices = dict.fromkeys([owned.device, *[batch.device for batch in batches.batches]])
+        if groups is None and asked.is_empty:
+            return dict.fromkeys(devices, (None, None))
+        behind = [group for group, _ in batches.counts.apart]
+        count = len(owned.groups) + len(behind)
+        for device in devices:
+            plans = _measured(batches, device) if asked.needs_norm else []
+            request = asked.on(device, behind)
+            prepared[device] = self.on(device, owned).make(groups, count, request, plans)
+        return prepared
+
+    def nonfinite(self, owned: Owned, batches: Sequence[Batch], device: torch.device) -> Any:
+        """int64 [1] on a device: whether an infinity or NaN is among all gradients of this rank."""
+        flag = torch.zeros(1, dtype=torch.int64, device=device)
+        for own in {batch.device for batch in batches}:
+            plans = [batch.plan for batch in batches if batch.device == own]
+            found = self.on(own, owned).has_nonfinite(plans)
+            flag = torch.maximum(flag, found.to(device, torch.int64))
+        return flag
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """See FusedOptimizer.grad_norm."""
+        found = [each for each in self._by_device.values() if each.measured]
+        if not found:
+            raise RuntimeError(
+                "no step has measured the norm yet: a step with clip_norm, or under "
+                "nonfinite='skip' or 'error', does, unless found_inf leaves it out"
+            )
+        if len(found) != 1:
+            raise RuntimeError(
+                f"grad_norm is known on {len(found)} devices: a step with clip_norm, or under "
+                "nonfinite='skip', with all parameters on one device, finds it"
+            )
+        norm: torch.Tensor = found[0].norm
+        return norm
 
 
 class Run:
@@ -431,3 +506,87 @@ def copy_results(run: Run) -> None:
     for batch in run.batches.batches:
         if batch.copies:
             batch.copy_results()
+
+
+def _measured(batches: Batches, device: torch.device) -> Sequence[Measured]:
+    """What the norm of all gradients on a device is measured of."""
+    meeting = batches.meetings.get(True)
+    if meeting is not None:
+        return meeting.measured(device)
+    return [batch.plan for batch in batches.batches if batch.device == device]
+
+
+def is_skipped(prepared: Prepared, nonfinite: str) -> bool:
+    """Whether an infinity or NaN among the gradients ends the step here; waits to see.
+
+    It ends it for all groups. Raises FloatingPointError where nonfinite is "error".
+    """
+    found = any(bool(controls[:, SKIP].all()) for _, controls in prepared.values())
+    if found and nonfinite == "error":
+        raise FloatingPointError(
+            "an infinity or NaN is among the gradients (here, or on a rank that shares fp8 "
+            "weights), which nonfinite='error' does not allow"
+        )
+    return found
+
+
+# --- CUDA graphs
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether a graph may capture steps on a device."""
+    return device.type == "cuda"
+
+
+def check_capture(
+    device: torch.device, capturable: bool, backend: Callable[[torch.device], str]
+) -> bool:
+    """Whether a CUDA graph captures; RuntimeError for a step that reads numbers of the host.
+
+    Args:
+        device: the optimizer's.
+        capturable: whether numbers are on the device.
+        backend: names that of a device.
+    """
+    if not is_capturing(device):
+        return False
+    name = backend(device)
+    if name != "triton":
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and backend={name!r} computes on the host: only "
+            "backend='triton' can be captured"
+        )
+    if not capturable:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
+            "step's lr and step for ever; pass capturable=True"
+        )
+    return True
+
+
+def check_captured_batches(device: torch.device, last: Batches | None, fit: bool) -> None:
+    """Raises RuntimeError for what a step can do only outside a graph.
+
+    Args:
+        device: the optimizer's.
+        last: the batches of the last step.
+        fit: whether this step has the same.
+    """
+    if not is_capturing(device):
+        return
+    if last is None or not fit:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and the parameters, gradients or states are not those "
+            "of the last step (other dtypes, sizes or parameters with gradients, or no step yet): "
+            "take one step like this one before the capture; only the gradients' addresses may "
+            "differ"
+        )
+    if any(batch.source.staged for batch in last.batches):
+        raise RuntimeError(
+            "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
+            "only contiguous ones are allowed in a capture"
+        )
+    for batch in last.batches:
+        reason = batch.why_not_captured()
+        if reason is not None:
+            raise RuntimeError(f"a CUDA graph is being captured, and {reason}")

@@ -24,7 +24,7 @@ from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step import kernel, preparation
 from megaopt.kernels.step.preparation import Request, TritonPreparation
-from megaopt.step import capture, stepper
+from megaopt.step import stepper
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (5,)]
@@ -36,7 +36,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (capture, table, preparation):
+        for module in (stepper, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

@@ -20,7 +20,7 @@ from megaopt import GaLoreAdamW, galore
 from megaopt.kernels.chunks import table
 from megaopt.kernels.matrix import kernel
 from megaopt.kernels.step import preparation
-from megaopt.step import capture, stepper
+from megaopt.step import stepper
 
 SHAPES = [(24, 10), (6, 30), (9,)]
 GAP = 3
@@ -201,7 +201,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (capture, galore, table, preparation):
+        for module in (stepper, galore, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

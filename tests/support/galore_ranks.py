@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megaopt
 from megaopt import FusedAdam, GaLoreAdamW
 from megaopt.params import view_of
-from megaopt.step.ranks.rows import parts_of
+from megaopt.step.matrix import parts_of
 
 SHAPES = [(24, 10), (7, 6), (9,), (6, 30), (4, 40), (12, 12)]
 """Tall, wide and square; even and uneven on 2 and 3 ranks, the fifth empty on the last of 3."""

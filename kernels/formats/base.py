@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +67,11 @@ class Format:
     """As `decode`, of int32 words with several codes each, the first in the lowest bits: a tuple of
     their first, second, ... numbers. For NVIDIA's GPUs from compute capability 9.0 on; elsewhere,
     and where it is None, codes are taken from the words one by one."""
+
+    def drawn(self, encode: Any, encode_reference: Callable[..., Any], **more: Any) -> Format:
+        """The same, rounded stochastically by these functions; more: other fields."""
+        own = {"encode": encode, "encode_reference": encode_reference, "draws": True}
+        return replace(self, name=f"{self.name}_stochastic", **own, **more)
 
     @property
     def codes_a_word(self) -> int:

@@ -46,7 +46,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.block8 import some
+from megaopt.kernels.formats.block8 import nearest_of, some
 from megaopt.kernels.optional_triton import helper, tl
 
 SIZE = 32
@@ -176,18 +176,14 @@ def encode_e4m0_reference(
 
 
 def _rows() -> list[Format]:
-    same: dict[str, Any] = {"dtype": torch.uint8, "element": tl.uint8, "block": SIZE, "packed": 2}
-    same |= {"one_nan": True}
-    signed = {**same, "decode": decode_e3m0, "decode_reference": decode_e3m0_reference}
-    signed |= {"encode_reference": encode_e3m0_reference}
-    unsigned = {**same, "decode": decode_e4m0, "decode_reference": decode_e4m0_reference}
-    unsigned |= {"encode_reference": encode_e4m0_reference, "unsigned": True}
-    return [
-        Format("block32_e3m0", encode=encode_e3m0, draws=True, **signed),
-        Format("block32_e3m0_nearest", encode=encode_e3m0_nearest, **signed),
-        Format("block32_e4m0", encode=encode_e4m0, draws=True, **unsigned),
-        Format("block32_e4m0_nearest", encode=encode_e4m0_nearest, **unsigned),
-    ]
+    same: dict[str, Any] = {"block": SIZE, "packed": 2, "one_nan": True, "draws": True}
+    twins = (decode_e3m0_reference, encode_e3m0_reference)
+    signed = Format("block32_e3m0", torch.uint8, tl.uint8, decode_e3m0, encode_e3m0, *twins, **same)
+    twins = (decode_e4m0_reference, encode_e4m0_reference)
+    own = (torch.uint8, tl.uint8, decode_e4m0, encode_e4m0, *twins)
+    unsigned = Format("block32_e4m0", *own, unsigned=True, **same)
+    pairs = ((signed, encode_e3m0_nearest), (unsigned, encode_e4m0_nearest))
+    return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
 
 
 BLOCKS_OF_4_BITS = tuple(_rows())

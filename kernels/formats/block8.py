@@ -26,6 +26,7 @@ starts from 0.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -241,25 +242,21 @@ def encode_e5m3_reference(
 def _rows(block: int) -> list[Format]:
     """Those with so many elements in a block."""
     name = "block" if block == 128 else f"block{block}"
-    same: dict[str, Any] = {"dtype": torch.uint8, "block": block, "one_nan": True}
-    signed = {**same, "element": tl.int8, "decode": decode_e4m3, "decode_words": decode_words_e4m3}
-    signed |= {"decode_reference": decode_e4m3_reference}
-    signed |= {"encode_reference": encode_e4m3_reference}
-    unsigned = {
-        **same,
-        "element": tl.uint8,
-        "decode": decode_e5m3,
-        "decode_words": decode_words_e5m3,
-        "unsigned": True,
-    }
-    unsigned |= {"decode_reference": decode_e5m3_reference}
-    unsigned |= {"encode_reference": encode_e5m3_reference}
-    return [
-        Format(f"{name}_e4m3", encode=encode_e4m3, draws=True, **signed),
-        Format(f"{name}_e4m3_nearest", encode=encode_e4m3_nearest, **signed),
-        Format(f"{name}_e5m3", encode=encode_e5m3, draws=True, **unsigned),
-        Format(f"{name}_e5m3_nearest", encode=encode_e5m3_nearest, **unsigned),
-    ]
+    same: dict[str, Any] = {"block": block, "one_nan": True, "draws": True}
+    twins = (decode_e4m3_reference, encode_e4m3_reference)
+    own = (torch.uint8, tl.int8, decode_e4m3, encode_e4m3, *twins)
+    signed = Format(f"{name}_e4m3", *own, decode_words=decode_words_e4m3, **same)
+    twins = (decode_e5m3_reference, encode_e5m3_reference)
+    own = (torch.uint8, tl.uint8, decode_e5m3, encode_e5m3, *twins)
+    words: dict[str, Any] = {"decode_words": decode_words_e5m3, "unsigned": True}
+    unsigned = Format(f"{name}_e5m3", *own, **words, **same)
+    pairs = ((signed, encode_e4m3_nearest), (unsigned, encode_e5m3_nearest))
+    return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
+
+
+def nearest_of(form: Format, encode: Any) -> Format:
+    """The same, rounded to nearest."""
+    return replace(form, name=f"{form.name}_nearest", encode=encode, draws=False)
 
 
 BLOCKS = (*_rows(128), *_rows(64))

@@ -105,13 +105,4 @@ SCALED_FLOAT16 = Format(
     encode_reference,
     code_max=CODE_MAX,
 )
-FLOAT16_STOCHASTIC = Format(
-    "float16_stochastic",
-    torch.float16,
-    tl.int16,
-    decode,
-    encode_stochastic,
-    decode_reference,
-    encode_stochastic_reference,
-    draws=True,
-)
+FLOAT16_STOCHASTIC = FLOAT16.drawn(encode_stochastic, encode_stochastic_reference)

@@ -12,7 +12,6 @@ the largest as that.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,27 +143,22 @@ def remainder_of(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.where(usable, distance.clamp(-128, 127), 0).to(torch.int8)
 
 
-FLOAT8_E4M3_STOCHASTIC = replace(
-    FLOAT8_E4M3,
-    name="float8_e4m3_stochastic",
-    encode=encode_e4m3,
-    encode_reference=encode_e4m3_reference,
-    draws=True,
+FLOAT8_E4M3_STOCHASTIC = FLOAT8_E4M3.drawn(encode_e4m3, encode_e4m3_reference)
+PAIR = Format(
+    "remainder8_float8_e4m3",
+    torch.int8,
+    tl.int8,
+    decode_pair,
+    encode_pair,
+    decode_pair_reference,
+    encode_pair_reference,
+    joined=True,
+    requires_weight=torch.float8_e4m3fn,
 )
-
-
-def _pair(name: str, encode: Any, reference: Any, draws: bool) -> Format:
-    functions = (decode_pair, encode, decode_pair_reference, reference)
-    rest: dict[str, Any] = {"joined": True, "requires_weight": torch.float8_e4m3fn, "draws": draws}
-    return Format(f"remainder8_float8_e4m3{name}", torch.int8, tl.int8, *functions, **rest)
-
-
 PAIRS: dict[torch.dtype, dict[Any, Format]] = {
     torch.float8_e4m3fn: {
-        "remainder8": _pair("", encode_pair, encode_pair_reference, False),
-        "remainder8_stochastic": _pair(
-            "_stochastic", encode_drawn_pair, encode_drawn_pair_reference, True
-        ),
+        "remainder8": PAIR,
+        "remainder8_stochastic": PAIR.drawn(encode_drawn_pair, encode_drawn_pair_reference),
     }
 }
 """Remainders beside codes of a dtype, by the name of master_weight_dtype."""

@@ -90,15 +90,4 @@ REMAINDER8 = Format(
     joined=True,
     requires_weight=torch.bfloat16,
 )
-REMAINDER8_STOCHASTIC = Format(
-    "remainder8_stochastic",
-    torch.int8,
-    tl.int8,
-    decode,
-    encode_stochastic,
-    decode_reference,
-    encode_stochastic_reference,
-    joined=True,
-    requires_weight=torch.bfloat16,
-    draws=True,
-)
+REMAINDER8_STOCHASTIC = REMAINDER8.drawn(encode_stochastic, encode_stochastic_reference)

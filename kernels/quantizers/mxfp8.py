@@ -15,9 +15,9 @@ from megaopt.kernels.chunks.chunk import Column, entry
 from megaopt.kernels.chunks.draws import block_words
 from megaopt.kernels.chunks.rows import MASTER, MASTER_SCALE
 from megaopt.kernels.chunks.scales import old_scale
-from megaopt.kernels.chunks.store import Quantizer, Recipe
+from megaopt.kernels.chunks.store import Quantizer, Recipe, drawn_code
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.quantizers.cast import cast_draw, drawn_code, rounded
+from megaopt.kernels.quantizers.cast import cast_draw, rounded
 from megaopt.kernels.quantizers.scale import (
     amax_reference,
     e8m0_from_amax,
@@ -98,7 +98,7 @@ def cast_columns_kernel(
         bits = tl.max(magnitude_bits(tl.where(mask, value, 0.0)), 0)
         scale, scale_inv = scale_of_exponent(own, bits, FORMATS)
         words = block_words(draw, 0, 0, offsets, FORMATS.weight.draws, False, 0, False)
-        code = drawn_code(value * scale[None, :], words, FORMATS)
+        code = drawn_code(value * scale[None, :], words, WEIGHT_FORMAT)
         tl.store(codes_ptr + offsets, code, mask=mask)
         block = first_row // BAND + band
         # not & of the two comparisons: a scalar's is no mask in Triton 3.9's interpreter

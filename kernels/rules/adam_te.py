@@ -87,21 +87,7 @@ def instructions(param, moments, grad, scalars, ASSEMBLY: tl.constexpr):
     param, exp_avg, exp_avg_sq = tl.inline_asm_elementwise(
         ASSEMBLY,
         "=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f",
-        [
-            param,
-            moments[0],
-            moments[1],
-            grad,
-            scalars[0],
-            scalars[1],
-            scalars[2],
-            scalars[3],
-            scalars[4],
-            scalars[5],
-            scalars[6],
-            scalars[7],
-            scalars[8],
-        ],
+        (param,) + moments + (grad,) + scalars,  # noqa: RUF005 Triton takes no * there
         dtype=(tl.float32, tl.float32, tl.float32),
         is_pure=True,
         pack=1,

@@ -148,28 +148,17 @@ def averaged(average, beta, value):
 
 
 @helper
-def stepped(param, exp_avg, squares, scalars):
-    """The parameter after the step against exp_avg, by the root of what stands for its square."""
+def updated(param, moments, grad, scalars, AMSGRAD: tl.constexpr):
     _, _, step_size, correction2, eps, _, _ = scalars
+    exp_avg = averaged(moments[0], scalars[0], grad)
+    exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
+    squares, after = exp_avg_sq, (exp_avg, exp_avg_sq)
+    if AMSGRAD:
+        # std::max: the first where neither is larger, and where the second is NaN
+        squares = tl.where(moments[2] < exp_avg_sq, exp_avg_sq, moments[2])
+        after = (exp_avg, exp_avg_sq, squares)
     root = tl.math.div_rn(tl.math.sqrt_rn(squares), correction2 + tl.zeros_like(param))
-    return param - tl.math.div_rn(step_size * exp_avg, root + eps)
-
-
-@helper
-def updated(param, moments, grad, scalars):
-    exp_avg = averaged(moments[0], scalars[0], grad)
-    exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
-    return stepped(param, exp_avg, exp_avg_sq, scalars), (exp_avg, exp_avg_sq)
-
-
-@helper
-def updated_amsgrad(param, moments, grad, scalars):
-    exp_avg = averaged(moments[0], scalars[0], grad)
-    exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
-    # std::max: the first where neither is larger, and where the second is NaN
-    max_exp_avg_sq = tl.where(moments[2] < exp_avg_sq, exp_avg_sq, moments[2])
-    param = stepped(param, exp_avg, max_exp_avg_sq, scalars)
-    return param, (exp_avg, exp_avg_sq, max_exp_avg_sq)
+    return param - tl.math.div_rn(step_size * exp_avg, root + eps), after
 
 
 @helper
@@ -189,25 +178,25 @@ def decayed_grad(param, grad, scalars, is_rounded):
 
 @helper
 def adamw(param, moments, grad, scalars):
-    return updated(decayed_param(param, scalars), moments, grad, scalars)
+    return updated(decayed_param(param, scalars), moments, grad, scalars, False)
 
 
 @helper
 def adam(param, moments, grad, scalars, is_rounded):
     grad = decayed_grad(param, grad, scalars, is_rounded)
-    return updated(param, moments, grad, scalars)
+    return updated(param, moments, grad, scalars, False)
 
 
 @helper
 def adamw_amsgrad(param, moments, grad, scalars):
-    return updated_amsgrad(decayed_param(param, scalars), moments, grad, scalars)
+    return updated(decayed_param(param, scalars), moments, grad, scalars, True)
 
 
 @helper
 def adam_amsgrad(param, moments, grad, scalars):
     # contracted for every element, unlike Adam's (megaopt.kernels.rules.lanes)
     grad = decayed_grad(param, grad, scalars, tl.zeros_like(param) != 0)
-    return updated_amsgrad(param, moments, grad, scalars)
+    return updated(param, moments, grad, scalars, True)
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

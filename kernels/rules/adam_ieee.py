@@ -22,7 +22,7 @@ from megaopt.kernels.rules.adam_numbers import (
     WEIGHT_DECAY,
     hyper,
 )
-from megaopt.kernels.rules.base import Moment, Rule, power, round_row
+from megaopt.kernels.rules.base import Rule, power, round_row
 from megaopt.kernels.rules.loading import number
 
 Scalars = tuple[float, ...]
@@ -215,26 +215,6 @@ def updated(param, moments, grad, scalars, DECOUPLED: tl.constexpr, AMSGRAD: tl.
     return param - lr * update, after
 
 
-@helper
-def adamw(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, True, False)
-
-
-@helper
-def adam(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, False, False)
-
-
-@helper
-def adamw_amsgrad(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, True, True)
-
-
-@helper
-def adam_amsgrad(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, False, True)
-
-
 def canonical_reference(value: torch.Tensor) -> torch.Tensor:
     """`value` with every NaN replaced by the pattern 0x7FC00000."""
     return torch.where(value.isnan(), 0x7FC00000, value.view(torch.int32)).view(torch.float32)
@@ -294,17 +274,18 @@ def reference(decoupled: bool) -> Callable[..., tuple[torch.Tensor, Moments]]:
     return update
 
 
-adamw_reference, adam_reference = reference(True), reference(False)
-
-
-def rule(name: str, moments: tuple[Moment, ...], update: Any, decoupled: bool) -> Rule:
+def rule(name: str, decoupled: bool) -> Rule:
     """One kind of Adam."""
-    twin = adamw_reference if decoupled else adam_reference
-    row = (scalars, 9, hyper, prepare)
-    return Rule(name, "ieee", moments, *row, update, twin, moments_use_param=not decoupled)
+    moments = AMSGRAD_MOMENTS if name.endswith("amsgrad") else MOMENTS
+    DECOUPLED, AMSGRAD = tl.constexpr(decoupled), tl.constexpr(moments is AMSGRAD_MOMENTS)
+
+    @helper
+    def update(param, moments, grad, scalars):  # noqa: ANN202
+        return updated(param, moments, grad, scalars, DECOUPLED, AMSGRAD)
+
+    own = (scalars, 9, hyper, prepare, update, reference(decoupled))
+    return Rule(name, "ieee", moments, *own, moments_use_param=not decoupled)
 
 
-ADAMW_IEEE = rule("adamw", MOMENTS, adamw, True)
-ADAM_IEEE = rule("adam", MOMENTS, adam, False)
-ADAMW_AMSGRAD_IEEE = rule("adamw_amsgrad", AMSGRAD_MOMENTS, adamw_amsgrad, True)
-ADAM_AMSGRAD_IEEE = rule("adam_amsgrad", AMSGRAD_MOMENTS, adam_amsgrad, False)
+ADAMW_IEEE, ADAM_IEEE = rule("adamw", True), rule("adam", False)
+ADAMW_AMSGRAD_IEEE, ADAM_AMSGRAD_IEEE = rule("adamw_amsgrad", True), rule("adam_amsgrad", False)

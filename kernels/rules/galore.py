@@ -82,7 +82,7 @@ def adams(scalars):
 
 @helper
 def adamw(param, moments, grad, scalars):
-    return adam_ieee.adamw(param, moments, grad, adams(scalars))
+    return adam_ieee.updated(param, moments, grad, adams(scalars), True, False)
 
 
 @helper
@@ -105,7 +105,7 @@ def adamw_reference(
     param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, Moments]:
     """AdamW's update, by the first nine numbers of the row."""
-    return adam_ieee.adamw_reference(param, moments, grad, scalars[:9])
+    return adam_ieee.ADAMW_IEEE.update_reference(param, moments, grad, scalars[:9])
 
 
 def direction_reference(

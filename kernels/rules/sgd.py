@@ -73,36 +73,6 @@ def updated(
     return param - lr * update, after
 
 
-@helper
-def sgd(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 0, False, False)
-
-
-@helper
-def sgd_momentum(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 1, False, False)
-
-
-@helper
-def sgd_nesterov(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 1, True, False)
-
-
-@helper
-def sgdw(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 0, False, True)
-
-
-@helper
-def sgdw_momentum(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 1, False, True)
-
-
-@helper
-def sgdw_nesterov(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 1, True, True)
-
-
 def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tensor, Moments]]:
     """The twin of one kind of SGD."""
 
@@ -128,27 +98,25 @@ def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tens
     return update
 
 
-def rule(name: str, update: Any, momentum: bool, nesterov: bool, decoupled: bool) -> Rule:
+def rule(name: str, momentum: bool, nesterov: bool, decoupled: bool) -> Rule:
     """One kind of SGD."""
-    return Rule(
-        name,
-        "ieee",
-        (Moment("momentum_buffer"),) if momentum else (),
-        scalars,
-        4,
-        hyper,
-        prepare,
-        update,
-        reference(nesterov, decoupled),
-        moments_use_param=not decoupled,
-    )
+    MOMENTS, NESTEROV = tl.constexpr(int(momentum)), tl.constexpr(nesterov)
+    DECOUPLED = tl.constexpr(decoupled)
+
+    @helper
+    def update(param, moments, grad, scalars):  # noqa: ANN202
+        return updated(param, moments, grad, scalars, MOMENTS, NESTEROV, DECOUPLED)
+
+    kept = (Moment("momentum_buffer"),) if momentum else ()
+    own = (scalars, 4, hyper, prepare, update, reference(nesterov, decoupled))
+    return Rule(name, "ieee", kept, *own, moments_use_param=not decoupled)
 
 
 SGD_RULES = (
-    rule("sgd", sgd, False, False, False),
-    rule("sgd_momentum", sgd_momentum, True, False, False),
-    rule("sgd_nesterov", sgd_nesterov, True, True, False),
-    rule("sgdw", sgdw, False, False, True),
-    rule("sgdw_momentum", sgdw_momentum, True, False, True),
-    rule("sgdw_nesterov", sgdw_nesterov, True, True, True),
+    rule("sgd", False, False, False),
+    rule("sgd_momentum", True, False, False),
+    rule("sgd_nesterov", True, True, False),
+    rule("sgdw", False, False, True),
+    rule("sgdw_momentum", True, False, True),
+    rule("sgdw_nesterov", True, True, True),
 )

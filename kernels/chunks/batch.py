@@ -150,11 +150,6 @@ class Formats:
         return max((form.block for form in self.moments), default=0)
 
     @property
-    def loads_ahead(self) -> bool:
-        """Whether a block is loaded while the one before it is computed."""
-        return self.block > 0
-
-    @property
     def block_pair(self) -> bool:
         """Whether there are two moments, both in blocks."""
         return len(self.moments) == 2 and all(form.block for form in self.moments)

@@ -78,11 +78,6 @@ class Format:
         """How many codes are in 32 bits."""
         return 32 // int(self.element.primitive_bitwidth) * self.packed
 
-    @property
-    def decodes_words(self) -> bool:
-        """Whether `decode_words` is there."""
-        return self.decode_words is not None
-
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the tensor that holds the codes of a tensor of this shape.
 
@@ -132,20 +127,23 @@ class Format:
         names = ("dtype", "decode_reference", "joined", "requires_weight", *scales)
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
-    @property
-    def _functions(self) -> tuple[Any, ...]:
-        own = (self.decode, self.encode)
-        return (*own, self.decode_words) if self.decodes_words else own
-
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        functions = [getattr(f, "cache_key", "") for f in self._functions]
-        fields: tuple[Any, ...]
-        fields = (self.name, self.element, self.code_max, self.scale_of_inverse, self.joined)
-        fields = (*fields, self.block) if self.block else fields
-        fields = (*fields, self.packed) if self.packed > 1 else fields
-        return f"{':'.join(map(str, fields))}:{functions}"
+        own = (self.decode, self.encode, self.decode_words)
+        functions = [getattr(function, "cache_key", "") for function in own]
+        scale = (self.code_max, self.scale_of_inverse, self.block, self.packed)
+        return f"{(self.name, self.element, self.joined, *scale)}:{functions}"
+
+
+def converted(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """A twin of `decode`: the value, fp32; times the scale where there is one.
+
+    A NaN is the canonical one: torch's conversions differ within one tensor, by place.
+    """
+    value = code.float()
+    value = value.masked_fill(value.isnan(), torch.nan)
+    return value if scale is None else value * scale.reshape(())
 
 
 class FormatTable(dict[Any, Format]):

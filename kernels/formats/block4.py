@@ -46,7 +46,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.block8 import nearest_of, some
+from megaopt.kernels.formats.block8 import cut_reference, nearest_of, some
 from megaopt.kernels.optional_triton import helper, tl
 
 SIZE = 32
@@ -133,14 +133,6 @@ def encode_e4m0_nearest(value, inverse):
 # --- the twins: a code of its own, uint8, for each element, as scale and inverse are of each
 
 
-def _cut_reference(scaled: torch.Tensor, bits: tuple[torch.Tensor, ...], most: int) -> torch.Tensor:
-    """int32, the code of a scaled magnitude; with random bits stochastically."""
-    pattern = scaled.view(torch.int32)
-    rest = (bits[0] << 7) | 64 if bits else 0x3FFFFF + ((pattern >> 23) & 1)
-    code = (pattern.long() + rest) >> 23  # a NaN's pattern leaves no room in an int32
-    return code.clamp(max=most).int()
-
-
 def decode_e3m0_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """The value, shape of `code`, fp32; factor: of each element."""
     pattern = (code.int() & 7) << 23 | (code.int() & 8) << 28
@@ -156,7 +148,7 @@ def encode_e3m0_reference(
     What rounds to 0 loses its sign.
     """
     scaled = value.abs() * inverse
-    code = _cut_reference(scaled * E3M0_DOWN, bits, LARGEST)
+    code = cut_reference(scaled * E3M0_DOWN, bits, LARGEST, 23)
     code = torch.where((value < 0) & (code > 0), code | 8, code)
     return torch.where(scaled <= 2, code, SIGNED_NAN).to(torch.uint8)
 
@@ -171,7 +163,7 @@ def encode_e4m0_reference(
     value: torch.Tensor, inverse: torch.Tensor, *bits: torch.Tensor
 ) -> torch.Tensor:
     """The code of the magnitude, uint8, at least 1 where the value is not +0; 15 is NaN."""
-    code = _cut_reference(value.abs() * inverse * E4M0_DOWN, bits, UNSIGNED_NAN)
+    code = cut_reference(value.abs() * inverse * E4M0_DOWN, bits, UNSIGNED_NAN, 23)
     return torch.maximum(code, (value.view(torch.int32) != 0).int()).to(torch.uint8)
 
 

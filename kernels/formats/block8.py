@@ -199,12 +199,17 @@ def inverse_factor_reference(scale: torch.Tensor) -> torch.Tensor:
     return ((254 - scale.int()) << 23).view(torch.float32)
 
 
-def _cut_reference(scaled: torch.Tensor, bits: tuple[torch.Tensor, ...], nan: int) -> torch.Tensor:
-    """int32, the code of a scaled magnitude; with random bits stochastically."""
+def cut_reference(
+    scaled: torch.Tensor, bits: tuple[torch.Tensor, ...], most: int, dropped: int = 20
+) -> torch.Tensor:
+    """int32, the code of a scaled magnitude, at most `most`; with random bits stochastically."""
     pattern = scaled.view(torch.int32)
-    rest = (bits[0] << 4) | 8 if bits else 0x7FFFF + ((pattern >> 20) & 1)
-    code = (pattern.long() + rest) >> 20  # a NaN's pattern leaves no room in an int32
-    return code.clamp(max=nan).int()
+    if bits:
+        rest = (bits[0] << (dropped - 16)) | 1 << (dropped - 17)
+    else:
+        rest = (1 << (dropped - 1)) - 1 + ((pattern >> dropped) & 1)
+    code = (pattern.long() + rest) >> dropped  # a NaN's pattern leaves no room in an int32
+    return code.clamp(max=most).int()
 
 
 def decode_e4m3_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +226,7 @@ def encode_e4m3_reference(
 
     -0 has code 0, as +0; what is less than 0 and rounds to 0 has code 0x80, which is read as -0.
     """
-    code = _cut_reference(value.abs() * inverse * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
+    code = cut_reference(value.abs() * inverse * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
     return torch.where(value < 0, code | 0x80, code).to(torch.uint8)
 
 
@@ -235,7 +240,7 @@ def encode_e5m3_reference(
     value: torch.Tensor, inverse: torch.Tensor, *bits: torch.Tensor
 ) -> torch.Tensor:
     """The code of the magnitude, uint8, at least 1 where the value is not +0."""
-    code = _cut_reference(value.abs() * inverse * 2.0**-UNSIGNED_SHIFT, bits, UNSIGNED_NAN)
+    code = cut_reference(value.abs() * inverse * 2.0**-UNSIGNED_SHIFT, bits, UNSIGNED_NAN)
     return torch.maximum(code, (value.view(torch.int32) != 0).int()).to(torch.uint8)
 
 

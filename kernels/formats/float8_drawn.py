@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.float8 import FLOAT8_E4M3, NAN_CODE, decode_e4m3, decode_reference
+from megaopt.kernels.formats.base import Format, converted
+from megaopt.kernels.formats.float8 import FLOAT8_E4M3, NAN_CODE, decode_e4m3
 from megaopt.kernels.optional_triton import helper, tl
 
 # What brings values to the code's place and back, how many bits of fp32's mantissa are dropped,
@@ -130,7 +130,7 @@ def decode_pair_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Ten
     wide = (((own & 0x7F) << 8) + code.int()).clamp(0, 0x7E << 8)
     value = (wide << 12).view(torch.float32) * 2.0**120
     value = torch.where(own >= 0x80, -value, value)
-    return torch.where((own & 0x7F) > 0x7E, decode_reference(weight), value)
+    return torch.where((own & 0x7F) > 0x7E, converted(weight), value)
 
 
 def remainder_of(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -14,21 +14,21 @@ from megaopt.kernels.optional_triton import helper, tl
 
 
 @helper
-def or_weight(value, weight_code):
+def joined(weight_code, code, lower):
     """The value of a pair; of one that no encoding makes, which would be NaN, the weight's own.
 
     These are zeros beside a negative remainder and infinities beside a positive one: somebody else
-    wrote the weight.
+    wrote the weight. lower: the 16 bits that the remainder stands for.
     """
+    upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
+    value = ((upper << 16) | lower).to(tl.float32, bitcast=True)
     own = (weight_code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return tl.where(value == value, value, own)
 
 
 @helper
 def decode(weight_code, code):
-    upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
-    value = ((upper << 16) | (code.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
-    return or_weight(value, weight_code)
+    return joined(weight_code, code, code.to(tl.int32) & 0xFFFF)
 
 
 @helper
@@ -43,17 +43,17 @@ def encode(value):
     return tl.where(code < 0, upper + 1, upper).to(tl.int16), code
 
 
-def or_weight_reference(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def joined_reference(weight: torch.Tensor, code: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
     """The fp32 values of pairs; of those that no encoding makes the bf16 weights' own."""
+    upper = weight.view(torch.int16).int() - (code < 0).int()
+    value = ((upper << 16) | lower).view(torch.float32)
     own = (weight.view(torch.int16).int() << 16).view(torch.float32)
     return torch.where(value.isnan(), own, value)
 
 
 def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """The fp32 master of a bf16 weight and its int16 remainder, all of one shape."""
-    lower = code.int()
-    upper = weight.view(torch.int16).int() - (lower < 0).int()
-    return or_weight_reference(((upper << 16) | (lower & 0xFFFF)).view(torch.float32), weight)
+    return joined_reference(weight, code, code.int() & 0xFFFF)
 
 
 def encode_reference(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.remainder16 import or_weight, or_weight_reference
+from megaopt.kernels.formats.remainder16 import joined, joined_reference
 from megaopt.kernels.optional_triton import helper, tl
 
 
 @helper
 def decode(weight_code, code):
-    upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
-    value = ((upper << 16) | ((code.to(tl.int32) & 0xFF) << 8)).to(tl.float32, bitcast=True)
-    return or_weight(value, weight_code)
+    return joined(weight_code, code, (code.to(tl.int32) & 0xFF) << 8)
 
 
 @helper
@@ -49,9 +47,7 @@ def encode_stochastic(value, bits):
 
 def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """The fp32 value of a bf16 weight and its int8 remainder, all of one shape."""
-    lower = code.int()
-    upper = weight.view(torch.int16).int() - (lower < 0).int()
-    return or_weight_reference(((upper << 16) | ((lower & 0xFF) << 8)).view(torch.float32), weight)
+    return joined_reference(weight, code, (code.int() & 0xFF) << 8)
 
 
 def split_reference(

@@ -185,12 +185,7 @@ def padded(size: int) -> int:
 
 
 class HostMemory:
-    """Where tensors in pinned host memory are made, for one device.
-
-    Args:
-        device: reads and writes them.
-        by: pins; None: as it is done now.
-    """
+    """Where tensors in pinned host memory are made, for a device that reads and writes them."""
 
     def __init__(self, device: torch.device, by: Pinning | None = None) -> None:
         self.device, self.by = device, by or pinning()

@@ -176,11 +176,7 @@ def codes_of_words(words, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
 @helper
 def code_of(word, FORMAT: tl.constexpr):
     """The code in a word's lower bits."""
-    if FORMAT.packed == 2:  # noqa: SIM108 at compile time
-        code = word & 15
-    else:
-        code = word.to(FORMAT.element)
-    return code
+    return word & 15 if FORMAT.packed == 2 else word.to(FORMAT.element)
 
 
 @helper

@@ -58,10 +58,7 @@ def philox_reference(
 ) -> tuple[torch.Tensor, ...]:
     """The twin: four words as int64 tensors, each from 0 to 2**32 - 1.
 
-    Args:
-        counter: four int64 tensors of one shape, with numbers of 32 bits.
-        key: two numbers of 32 bits.
-        rounds: for known answers; a step takes ROUNDS.
+    counter: int64 of one shape, with numbers of 32 bits. rounds: other ones for known answers.
     """
     first, second, third, fourth = counter
     key_0, key_1 = key
@@ -87,13 +84,9 @@ def seed_and_step(numbers: tuple[float, ...]) -> tuple[tuple[int, int], int]:
 
 
 def words_reference(place: Place, numel: int, numbers: Any, device: torch.device) -> torch.Tensor:
-    """The words of a tensor's elements, int64 of shape (numel,), each from 0 to 2**32 - 1.
+    """The words of a tensor's elements, int64, each from 0 to 2**32 - 1.
 
-    Args:
-        place: of the tensor in its parameter.
-        numel: the tensor's elements.
-        numbers: of the group, as rules.base.draw_numbers makes them.
-        device: where the words are needed.
+    numbers: of the group, as rules.base.draw_numbers makes them.
     """
     key, step = seed_and_step(numbers)
     if not place.stride:

@@ -97,11 +97,7 @@ def drawn_code(value, words, FORMAT: tl.constexpr):
 @helper
 def joined_codes(value, words, FORMAT: tl.constexpr):
     """The codes of a weight and of what lies beside it."""
-    if FORMAT.draws:  # noqa: SIM108 at compile time
-        codes = FORMAT.encode(value, weight_bits(words))
-    else:
-        codes = FORMAT.encode(value)
-    return codes
+    return FORMAT.encode(value, weight_bits(words)) if FORMAT.draws else FORMAT.encode(value)
 
 
 @helper

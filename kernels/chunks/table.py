@@ -78,11 +78,8 @@ class Upload:
     """A tensor on the device that the host writes again and again, while earlier copies wait.
 
     pin_memory() and .to() in each step took 0.07 ms on an H200's host. There are as many pieces of
-    memory as the host has ever been writes ahead of the device.
-
-    Args:
-        tensor: contiguous; it is written and read on one stream, current at every write.
-        new: makes a piece of memory of the tensor's shape and dtype.
+    memory as the host has ever been writes ahead of the device. The tensor is contiguous, and is
+    written and read on one stream, current at every write.
     """
 
     def __init__(
@@ -94,10 +91,7 @@ class Upload:
     def write(self, array: numpy.ndarray, first: int = 0, last: int | None = None) -> None:
         """Copies an array's rows from `first` up to `last` into the tensor's, after what is queued.
 
-        Args:
-            array: of the tensor's shape and dtype; it may change as soon as this returns.
-            first: the first row.
-            last: the row behind the last; None for all.
+        The array is of the tensor's shape and dtype, and may change as soon as this returns.
         """
         GIVEN_UP.clear()
         oldest_is_done = bool(self._pieces) and self._pieces[0].copied.query()
@@ -310,11 +304,6 @@ class Chunks:
     """Which chunk is of which tensor, on the device: 4 bytes a tensor and 4 a span of chunks.
 
     A row for each chunk, 8 bytes for 2,048 elements, was 0.01% of what Megatron holds.
-
-    Args:
-        numels: elements of each tensor.
-        geometry: how large a chunk is.
-        device: where the table is needed.
     """
 
     def __init__(self, numels: Sequence[int], geometry: Geometry, device: torch.device) -> None:
@@ -343,13 +332,8 @@ def chunk_rows(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
 def two_phase_chunk_rows(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
     """Each tensor's chunks twice: for the amaxes, and, from `lag` programs later on, for the step.
 
-    A third row has the phase.
-
-    Args:
-        chunks: as chunk_rows gives it.
-        lag: programs that start between a tensor's last chunk for the amaxes and its first for the
-            step, where there is as much other work: so many are at work at a time, and a program
-            that waits keeps its place on the processor.
+    So many programs are at work at a time, and one that waits keeps its place on the processor. A
+    third row has the phase.
     """
     tensors = chunks[0]
     order = numpy.arange(len(tensors))

@@ -93,7 +93,7 @@ class Format:
         return (*shape[:-1], shape[-1] // self.packed)
 
     def encode_by_hand(self, value: torch.Tensor, *inverse: torch.Tensor | None) -> Any:
-        """As encode_reference, for what no step stores; a format that draws rounds to nearest then.
+        """As encode_reference, but a format that draws rounds to nearest: for what no step stores.
 
         Ties go away from zero there: 0x8000 is half of the last place in 16 random bits.
         """
@@ -200,12 +200,7 @@ class FormatTable(dict[Any, Format]):
 
 
 def scale_shape(block: Sequence[int] | None, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a buffer's scales: one number, or one for each block of each dimension.
-
-    Args:
-        block: elements of a block by dimension; None: the whole tensor shares a scale.
-        shape: of the parameter; as many dimensions as the block.
-    """
+    """The shape of the scales of a parameter: one number, or, with a block, one for each block."""
     if block is None:
         return (1,)
     return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))

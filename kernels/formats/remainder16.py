@@ -14,21 +14,21 @@ from megaopt.kernels.optional_triton import helper, tl
 
 
 @helper
-def joined(weight_code, code, lower):
+def or_weight(value, weight_code):
     """The value of a pair; of one that no encoding makes, which would be NaN, the weight's own.
 
     These are zeros beside a negative remainder and infinities beside a positive one: somebody else
-    wrote the weight. lower: the 16 bits that the remainder stands for.
+    wrote the weight.
     """
-    upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
-    value = ((upper << 16) | lower).to(tl.float32, bitcast=True)
     own = (weight_code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return tl.where(value == value, value, own)
 
 
 @helper
 def decode(weight_code, code):
-    return joined(weight_code, code, code.to(tl.int32) & 0xFFFF)
+    upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
+    value = ((upper << 16) | (code.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+    return or_weight(value, weight_code)
 
 
 @helper

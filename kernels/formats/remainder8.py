@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.remainder16 import joined, joined_reference
+from megaopt.kernels.formats.remainder16 import joined_reference, or_weight
 from megaopt.kernels.optional_triton import helper, tl
 
 
 @helper
 def decode(weight_code, code):
-    return joined(weight_code, code, (code.to(tl.int32) & 0xFF) << 8)
+    upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
+    value = ((upper << 16) | ((code.to(tl.int32) & 0xFF) << 8)).to(tl.float32, bitcast=True)
+    return or_weight(value, weight_code)
 
 
 @helper

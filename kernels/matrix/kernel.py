@@ -223,10 +223,7 @@ def product_tile(
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for first in range(0, PRODUCT.rank, INNER):
         inner = first + tl.arange(0, INNER)
-        if PRODUCT.rank <= INNER:  # noqa: SIM108 at compile time
-            left = whole
-        else:
-            left = left_tile(left_ptr, row, rows, inner, PRODUCT)
+        left = whole if PRODUCT.rank <= INNER else left_tile(left_ptr, row, rows, inner, PRODUCT)
         right = right_tile(right_ptr, inner, column, columns, stride, PRODUCT)
         total = added_product(left, right, total, PRECISION)
     return total

@@ -207,16 +207,9 @@ def launched_plan(
     grouped: bool = False,
     tiles: Tiles | None = None,
 ) -> MatrixPlan:
-    """The plan of launches over many matrices.
+    """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
 
-    Args:
-        formats: of every buffer; `matrix` is GALORE's, and no master has a scale.
-        shapes: of the matrices.
-        groups: for each matrix, its row in the scalars that `step` is given.
-        device: a CUDA device, or the CPU under Triton's interpreter.
-        places: of each matrix in its parameter, for random bits.
-        grouped: gradients are projected by one launch, not by torch.
-        tiles: for tests; otherwise those of the formats.
+    grouped: gradients are projected by one launch, not by torch. tiles: for tests.
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
@@ -288,12 +281,8 @@ class How:
 class GaLoreLaunches:
     """The launches of a batch, in waves of as many matrices as a small workspace has room for.
 
-    Args:
-        how: of the batch.
-        device: a CUDA device, or the CPU under Triton's interpreter.
-        shapes: of the matrices.
-        groups: for each, its row in the scalars that `step` is given.
-        places: of each matrix in its parameter, for random bits.
+    For each matrix `groups` is its row in the scalars that `step` is given, and `places` where it
+    lies in its parameter, for random bits.
     """
 
     def __init__(
@@ -353,10 +342,7 @@ def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list
 
 
 class Wave:
-    """Steps some matrices of a batch, all with as many slabs and of even shape, or not.
-
-    Arguments are those of GaLoreLaunches, for the wave's own matrices.
-    """
+    """Steps some matrices of a batch, all with as many slabs and of even shape, or not."""
 
     def __init__(
         self,

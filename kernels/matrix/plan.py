@@ -48,8 +48,7 @@ class MatrixPlan:
         groups: for each matrix, its row in the scalars that `step` is given.
         places: of each matrix in its parameter, for random bits.
         step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
-        launches: in its place, of a rule that has launches over many matrices: has
-            `accumulate(buffers, bins)` and `step(buffers, works, scalars, controls)`.
+        launches: in its place, of a rule that has launches over many matrices (GaLoreLaunches).
     """
 
     def __init__(

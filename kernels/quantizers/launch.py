@@ -112,16 +112,10 @@ class CastPlan:
             tiles = self._tiles.shape[1]
             spec = Spec(self.formats, self.rule, controls is not None)
             options = {"SPEC": spec, "SHARDED": self.shared, **store.tile_options}
-            arguments = (
-                self._steps.table(),
-                self._tiles,
-                scalars,
-                controls,
-                len(self.extents),
-                tiles,
-            )
+            sizes = (len(self.extents), tiles, scalars.shape[1])
             if tiles:
-                call(tile_kernel, tiles, (*arguments, scalars.shape[1]), options)
+                arguments = (self._steps.table(), self._tiles, scalars, controls, *sizes)
+                call(tile_kernel, tiles, arguments, options)
         if store.left is Left.ALL:
             self._pass_over_masters(only_amax=True)
 
@@ -151,12 +145,8 @@ class CastPlan:
         elif not self.in_blocks and self._steps.chunks.count:
             own = {"FORMATS": self.formats, "ITERATIONS": self._steps.geometry.iterations}
             arguments = (table, self._steps.chunks.table, count)
-            call(
-                values_kernel,
-                self._steps.chunks.count,
-                arguments,
-                {**own, **dealt_out(self._steps.geometry)},
-            )
+            own |= dealt_out(self._steps.geometry)
+            call(values_kernel, self._steps.chunks.count, arguments, own)
 
     def _pass_over_masters(self, only_amax: bool) -> None:
         options: dict[str, object] = {"ONLY_AMAX": only_amax, "RULE": self.rule}

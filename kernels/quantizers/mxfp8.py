@@ -112,10 +112,7 @@ def columns_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes in the values' shape, and scale_inv, a row for each 32 rows.
 
-    Args:
-        values: fp32, (rows, columns), rounded as the recipe says.
-        recipe: with scaling "mxfp8".
-        encode: makes the codes of values times scales, both of the values' shape.
+    The values are rounded as the recipe says; encode: makes codes of values times scales.
     """
     turned = values.t()
     amax = amax_reference(turned, recipe)
@@ -127,15 +124,5 @@ def columns_reference(
 STORE = store_of_tiles("mxfp8", tile_in_lines, True, PIECE=1024, PIECE_AGAIN=1024, num_warps=4)
 SCALES = (scale_of_exponent, scales_of_exponent_reference)
 OPTIONS = ("power_of_two_scales",)
-MXFP8 = Quantizer(
-    "mxfp8",
-    OPTIONS,
-    STORE,
-    *SCALES,
-    1,
-    32,
-    torch.uint8,
-    tl.uint8,
-    e8m0_value_reference,
-    value_of_exponent,
-)
+KEPT = (torch.uint8, tl.uint8, e8m0_value_reference, value_of_exponent)
+MXFP8 = Quantizer("mxfp8", OPTIONS, STORE, *SCALES, 1, 32, *KEPT)

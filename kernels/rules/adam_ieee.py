@@ -35,15 +35,10 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
 
 
 def numbers(group: Mapping[str, Any]) -> Scalars:
-    """The same row in fp64.
+    """The same row in fp64; both corrections, reciprocals, are 1 without bias correction.
 
-    Args:
-        group: lr (step size, in units of the parameter), betas, eps, weight_decay (per unit of lr),
-            bias_correction, and step, the number of this update, counted from 1.
-
-    Returns:
-        beta1, 1 - beta1, beta2, 1 - beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps,
-        weight_decay, lr; both corrections are 1 without bias correction.
+    group: lr (in units of the parameter), betas, eps, weight_decay (per unit of lr),
+    bias_correction, and step, the number of this update, counted from 1.
     """
     beta1, beta2 = map(float, group["betas"])
     corrections = [1.0, 1.0]
@@ -221,10 +216,10 @@ def canonical_reference(value: torch.Tensor) -> torch.Tensor:
 
 
 def square_root_reference(value: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded fp32 square root.
+    """The correctly rounded fp32 root; torch's own is off by a last place for some values on a CPU.
 
-    torch's own is off by one unit in the last place for some values on a CPU. Rounding the fp64
-    root again is exact: 53 >= 2 * 24 + 2 (Figueroa, When is double rounding innocuous?).
+    Rounding the fp64 root again is exact: 53 >= 2 * 24 + 2 (Figueroa, When is double rounding
+    innocuous?).
     """
     return value.double().sqrt().float()
 

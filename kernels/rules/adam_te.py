@@ -32,12 +32,8 @@ from megaopt.kernels.rules.loading import number
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     """One row of fp32 numbers for a parameter group, as TransformerEngine's host code rounds them.
 
-    Args:
-        group: as for megaopt.kernels.rules.adam_ieee.scalars.
-
-    Returns:
-        beta1, beta2, 1 - beta1, 1 - beta2 (in fp32), the bias corrections 1 - beta**step (of the
-        fp32 beta, by the C library's pow, in fp64), eps, weight_decay, lr.
+    1 - beta in fp32; the bias corrections 1 - beta**step, of the fp32 beta, by the C library's pow
+    in fp64.
     """
     betas = [numpy.float32(beta) for beta in group["betas"]]
     corrections = [1.0, 1.0]

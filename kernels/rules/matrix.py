@@ -148,12 +148,7 @@ class Matrix:
         return self.rule.kept(self.how, shape)
 
     def low_place(self, place: Place, shape: Shape) -> Place:
-        """Where the moments of a part lie in those of the whole matrix.
-
-        Args:
-            place: of the part in the matrix.
-            shape: of the part.
-        """
+        """Where the moments of a part of the matrix, of this shape, lie in all moments."""
         low = self.low_shape(shape)
         if not place.first or low == tuple(shape):
             return place

@@ -31,12 +31,7 @@ def hyper(group: Mapping[str, Any]) -> tuple[float, ...]:
 def scalars(group: Mapping[str, Any]) -> Scalars:
     """One row of fp32 numbers for a parameter group, computed in fp64 and rounded once.
 
-    Args:
-        group: lr (in units of the parameter per unit of the gradient), momentum, dampening,
-            weight_decay, and step, the number of this update, counted from 1.
-
-    Returns:
-        momentum, 1 - dampening (1 at the first step), weight_decay, lr.
+    lr in units of the parameter per unit of the gradient. 1 - dampening is 1 at the first step.
     """
     momentum, dampening, weight_decay = hyper(group)
     kept = 1.0 if group["step"] == 1 else 1.0 - dampening
@@ -79,11 +74,9 @@ def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tens
     def update(
         param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
     ) -> tuple[torch.Tensor, Moments]:
-        """One SGD update of fp32 tensors of one shape; the arguments stay as they are.
+        """One SGD update of fp32 tensors of one shape, as torch.optim.SGD has it.
 
-        As torch.optim.SGD has it (Sutskever et al. 2013), with decoupled decay as Loshchilov &
-        Hutter 2019, arXiv:1711.05101. Returns the new param, and the momentum buffer if there is
-        one.
+        (Sutskever et al. 2013); with decoupled decay as Loshchilov & Hutter 2019, arXiv:1711.05101.
         """
         momentum, kept, weight_decay, lr = scalars
         found = grad if decoupled else grad + param * weight_decay

@@ -26,10 +26,7 @@ OPTIONS = ("power_of_two_scales", "margin", "amax_history_len", "amax_compute_al
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How the values of a weight become fp8 codes and a scale; checked when it is made.
-
-    Raises ValueError for what is not allowed, naming it.
-    """
+    """How weights become fp8 codes and a scale; ValueError names what is not allowed."""
 
     scaling: str
     """"delayed": a scale per tensor, from the amaxes of earlier steps. "current": per tensor, from

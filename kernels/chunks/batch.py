@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from megaopt.kernels.rules.matrix import Matrix
 
 Buffers = dict[str, list[torch.Tensor]]
 """For each slot in use, one contiguous tensor per parameter, in one order."""
+Scalars = Sequence[tuple[float, ...]] | torch.Tensor
+"""The rule's row for each group; or these rows on the device, fp32."""
 
 
 @dataclass(frozen=True)

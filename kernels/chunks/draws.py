@@ -38,10 +38,7 @@ WEYL_1: tl.constexpr = tl.constexpr(WEYL[1])
 
 @helper
 def philox(counter_0, counter_1, counter_2, counter_3, key_0, key_1):
-    """Four uint32 words of random bits from a counter of four and a key of two.
-
-    The counter's words have one shape; the key's are single numbers.
-    """
+    """Four uint32 words from a counter of four, of one shape, and a key of two single numbers."""
     for _ in tl.static_range(ROUNDS):
         product_0 = counter_0.to(tl.uint64) * MULTIPLIER_0
         product_2 = counter_2.to(tl.uint64) * MULTIPLIER_2

@@ -16,30 +16,25 @@ from megaopt.kernels.optional_triton import INTERPRETED
 
 
 class CopyEvent:
-    """A CUDA event behind copies on the stream that is current when it is made.
+    """Behind copies on the stream that is current when it is made; those on a CPU are done at once.
 
     torch's own asks for the current stream at each record, which takes 5 us on an H200's host.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.query = self._event.query
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """Behind what is queued now."""
-        self._event.record(self._stream)
-
-
-class NoEvent:
-    """In its place where copies are done when they return."""
-
-    def record(self) -> None:
-        """Nothing is queued."""
+        if self._stream is not None:
+            self._event.record(self._stream)
 
     def query(self) -> bool:
-        """All is done."""
-        return True
+        """Whether it has passed."""
+        return self._stream is None or bool(self._event.query())
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ def new_piece(like: torch.Tensor) -> Piece:
     # a step within inference mode makes tensors that no other step could write
     with torch.inference_mode(False):
         memory = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=on_gpu)
-    return Piece(memory, CopyEvent(like.device) if on_gpu else NoEvent())
+    return Piece(memory, CopyEvent(like.device))
 
 
 GIVEN_UP: list[Piece] = []
@@ -249,7 +244,10 @@ class DeviceTable:
         stream, own = stream_of(self.device), self._upload
         fits = own is not None and own.tensor.shape == host.shape and self._stream == stream
         if own is None or not fits or self._is_captured:
-            own, first, last = Upload(empty_like(host, self.device)), 0, None
+            # not what a step within inference mode would make: every later step may write it
+            with torch.inference_mode(False):
+                made = torch.empty_like(torch.from_numpy(host), device=self.device)
+            own, first, last = Upload(made), 0, None
         own.write(host, first, last)
         self._upload, self._stream = own, stream
         self._is_captured = self._waits_for_replay = False
@@ -263,13 +261,6 @@ class DeviceTable:
         self._upload = Upload(tensor)
         self._is_captured = self._waits_for_replay = True
         return tensor
-
-
-def empty_like(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
-    """Memory on the device for an array, that every later step may write."""
-    # not what a step within inference mode would make
-    with torch.inference_mode(False):
-        return torch.empty_like(torch.from_numpy(array), device=device)
 
 
 def stream_of(device: torch.device) -> int:

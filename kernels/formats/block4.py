@@ -46,7 +46,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.block8 import cut_reference, nearest_of, some
+from megaopt.kernels.formats.block8 import cut, cut_reference, half, nearest_of, some
 from megaopt.kernels.optional_triton import helper, tl
 
 SIZE = 32
@@ -68,19 +68,6 @@ UNSIGNED_UP: tl.constexpr = tl.constexpr(E4M0_UP)
 
 
 @helper
-def half_of_a_code(pattern):
-    """What rounds a pattern's upper 9 bits to nearest even when the lower 23 are cut."""
-    return 0x3FFFFF + ((pattern >> 23) & 1)
-
-
-@helper
-def cut_to_exponent(pattern, rest, LARGEST_CODE: tl.constexpr):
-    """The code, int32, not beyond the largest; NaN and infinities as the largest, too."""
-    code = (pattern + rest).to(tl.uint32, bitcast=True) >> 23
-    return tl.minimum(code, LARGEST_CODE).to(tl.int32)
-
-
-@helper
 def decode_e3m0(code, scale):
     # the sign and the three bits come to their places
     number = (((code & 7) << 23) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
@@ -99,14 +86,14 @@ def with_sign(value, scaled, code):
 def encode_e3m0(value, inverse, bits):
     scaled = tl.abs(value) * inverse
     pattern = (scaled * SIGNED_DOWN).to(tl.int32, bitcast=True)
-    return with_sign(value, scaled, cut_to_exponent(pattern, (bits << 7) | 64, LARGEST_MAGNITUDE))
+    return with_sign(value, scaled, cut(pattern, (bits << 7) | 64, LARGEST_MAGNITUDE, 23))
 
 
 @helper
 def encode_e3m0_nearest(value, inverse):
     scaled = tl.abs(value) * inverse
     pattern = (scaled * SIGNED_DOWN).to(tl.int32, bitcast=True)
-    code = cut_to_exponent(pattern, half_of_a_code(pattern), LARGEST_MAGNITUDE)
+    code = cut(pattern, half(pattern, 23), LARGEST_MAGNITUDE, 23)
     return with_sign(value, scaled, code)
 
 
@@ -120,13 +107,13 @@ def decode_e4m0(code, scale):
 @helper
 def encode_e4m0(value, inverse, bits):
     pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-    return tl.maximum(cut_to_exponent(pattern, (bits << 7) | 64, NAN_OF_E4M0), some(value))
+    return tl.maximum(cut(pattern, (bits << 7) | 64, NAN_OF_E4M0, 23), some(value))
 
 
 @helper
 def encode_e4m0_nearest(value, inverse):
     pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-    code = cut_to_exponent(pattern, half_of_a_code(pattern), NAN_OF_E4M0)
+    code = cut(pattern, half(pattern, 23), NAN_OF_E4M0, 23)
     return tl.maximum(code, some(value))
 
 

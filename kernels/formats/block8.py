@@ -80,15 +80,15 @@ def inverse_factor(scale):
 
 
 @helper
-def half(pattern):
-    """What rounds a pattern's upper 12 bits to nearest even when the lower 20 are cut."""
-    return 0x7FFFF + ((pattern >> 20) & 1)
+def half(pattern, DROPPED: tl.constexpr):
+    """What rounds a pattern to nearest even when its lower bits are dropped."""
+    return ((1 << (DROPPED - 1)) - 1) + ((pattern >> DROPPED) & 1)
 
 
 @helper
-def cut(pattern, rest, LARGEST: tl.constexpr):
+def cut(pattern, rest, LARGEST: tl.constexpr, DROPPED: tl.constexpr):
     """The code: NaN and what is too large are beyond the largest, as numbers without a sign."""
-    code = (pattern + rest).to(tl.uint32, bitcast=True) >> 20
+    code = (pattern + rest).to(tl.uint32, bitcast=True) >> DROPPED
     return tl.minimum(code, LARGEST).to(tl.int32)
 
 
@@ -117,7 +117,7 @@ def decode_words_e4m3(words, scale):
 
 @helper
 def signed_code(value, pattern, rest):
-    code = cut(pattern, rest, LARGEST_SIGNED)
+    code = cut(pattern, rest, LARGEST_SIGNED, 20)
     # no NaN is less than 0; its sign depends on the processor
     return tl.where(value < 0.0, code | 0x80, code).to(tl.int8)
 
@@ -138,7 +138,7 @@ def encode_e4m3_nearest(value, inverse):
         code = hopper.encode_e4m3_nearest(value, inverse)
     else:
         pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
-        code = signed_code(value, pattern, half(pattern))
+        code = signed_code(value, pattern, half(pattern, 20))
     return code
 
 
@@ -158,7 +158,7 @@ def decode_words_e5m3(words, scale):
 
 @helper
 def unsigned_code(value, pattern, rest):
-    return tl.maximum(cut(pattern, rest, LARGEST_UNSIGNED), some(value)).to(tl.uint8)
+    return tl.maximum(cut(pattern, rest, LARGEST_UNSIGNED, 20), some(value)).to(tl.uint8)
 
 
 @helper
@@ -177,7 +177,7 @@ def encode_e5m3_nearest(value, inverse):
         code = hopper.encode_e5m3_nearest(value, inverse)
     else:
         pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-        code = unsigned_code(value, pattern, half(pattern))
+        code = unsigned_code(value, pattern, half(pattern, 20))
     return code
 
 

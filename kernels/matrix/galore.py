@@ -351,10 +351,7 @@ def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:
 def captured_energy(
     grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor, parts: Parts = ALONE
 ) -> torch.Tensor:
-    """How much of a gradient's square the projection keeps, from 0 to 1, fp32 of shape ().
-
-    0 of a gradient that is 0, NaN of one that is not finite.
-    """
+    """How much of a gradient's square the projection keeps, fp32 from 0 to 1; 0 where all is 0."""
     low = projected(grad, projection, low_rank.side)
     kept, whole = parts.add_up(torch.stack([square(low), square(grad)])).unbind()
     return torch.where(whole == 0, 0.0, (kept / whole).clamp(max=1.0)).float()

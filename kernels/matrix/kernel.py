@@ -198,13 +198,13 @@ def add_slabs_kernel(
 
 @helper
 def left_tile(ptr, row, rows, inner, PRODUCT: tl.constexpr):
-    FORMAT: tl.constexpr = PRODUCT.left
+    FORMAT: tl.constexpr = PRODUCT.projection if PRODUCT.on_left else PRODUCT.form
     return operand_tile(ptr, row, rows, inner, PRODUCT.rank, PRODUCT.rank, FORMAT, PRODUCT)
 
 
 @helper
 def right_tile(ptr, inner, column, columns, stride, PRODUCT: tl.constexpr):
-    FORMAT: tl.constexpr = PRODUCT.right
+    FORMAT: tl.constexpr = PRODUCT.form if PRODUCT.on_left else PRODUCT.projection
     return operand_tile(ptr, inner, PRODUCT.rank, column, columns, stride, FORMAT, PRODUCT)
 
 

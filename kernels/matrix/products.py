@@ -109,16 +109,6 @@ class Product:
         """Likewise the projection."""
         return element_of(self.projection, self.precision)
 
-    @property
-    def left(self) -> Format:
-        """Of the left factor of the product that projects back."""
-        return self.projection if self.on_left else self.form
-
-    @property
-    def right(self) -> Format:
-        """Likewise of the right one."""
-        return self.form if self.on_left else self.projection
-
 
 def operand_reference(value: torch.Tensor, precision: str) -> torch.Tensor:
     """fp32 values as a product takes them, in fp32; fp64 ones stay. Every precision has bf16's."""

@@ -60,11 +60,8 @@ def remainder_pointer(column, start, FORMATS: tl.constexpr):
 @helper
 def cast_draw(column, scalars_ptr, scalar_count, FORMATS: tl.constexpr, RULE: tl.constexpr):
     """What the random words of a cast are made from, where it draws."""
-    if FORMATS.cast_draws:
-        draw = draw_of(column, draw_row(column, scalars_ptr, scalar_count, RULE), True)
-    else:
-        draw = ((0, 0, 0), 0, 0, 0, 0)
-    return draw
+    row_ptr = draw_row(column, scalars_ptr, scalar_count, RULE)
+    return draw_of(column, row_ptr, FORMATS.cast_draws)
 
 
 @helper

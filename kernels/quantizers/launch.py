@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
 
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
-from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
+from megaopt.kernels.chunks.batch import Buffers, Extent, Formats, Scalars
 from megaopt.kernels.chunks.spec import Spec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.optional_triton import INTERPRETED
@@ -95,11 +96,7 @@ class CastPlan:
             rows.append([scale_inv.stride(0) for scale_inv in buffers[slots[1]]])
         return numpy.array(rows, numpy.int64)
 
-    def step(
-        self,
-        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
-        controls: torch.Tensor | None = None,
-    ) -> None:
+    def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
         """As TritonPlan.step; raises the buffers of amaxes, and casts what it can."""
         self._controls, scalars = controls, self._steps.on_device(scalars)
         self._step_scalars = scalars
@@ -157,10 +154,8 @@ class CastPlan:
             arguments = (self._tiles, self._controls, scalars, count, tiles, scalars.shape[1])
             self._launch(cast_tiles_kernel, tiles, arguments, options)
         else:
-            options |= {
-                "ITERATIONS": self._steps.geometry.iterations,
-                **dealt_out(self._steps.geometry),
-            }
+            geometry = self._steps.geometry
+            options |= {"ITERATIONS": geometry.iterations, **dealt_out(geometry)}
             arguments = (self._steps.chunks.table, self._controls, scalars, count, scalars.shape[1])
             self._launch(cast_kernel, self._steps.chunks.count, arguments, options)
 
@@ -172,11 +167,7 @@ class CastPlan:
         self._launch(cast_columns_kernel, tiles, (*arguments, scalars.shape[1]), options)
 
     def _launch(
-        self,
-        function: object,
-        programs: int,
-        arguments: tuple[object, ...],
-        options: Mapping[str, object],
+        self, function: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         """A kernel over chunks or tiles; arguments: those behind the table."""
         if programs:

@@ -22,19 +22,19 @@ class CopyEvent:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = None
+        self._event: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """Behind what is queued now."""
-        if self._stream is not None:
+        if self._event is not None:
             self._event.record(self._stream)
 
     def query(self) -> bool:
         """Whether it has passed."""
-        return self._stream is None or bool(self._event.query())
+        return self._event is None or bool(self._event.query())
 
 
 @dataclass(frozen=True)

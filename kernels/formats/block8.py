@@ -253,8 +253,8 @@ def _rows(block: int) -> list[Format]:
     signed = Format(f"{name}_e4m3", *own, decode_words=decode_words_e4m3, **same)
     twins = (decode_e5m3_reference, encode_e5m3_reference)
     own = (torch.uint8, tl.uint8, decode_e5m3, encode_e5m3, *twins)
-    words: dict[str, Any] = {"decode_words": decode_words_e5m3, "unsigned": True}
-    unsigned = Format(f"{name}_e5m3", *own, **words, **same)
+    same |= {"decode_words": decode_words_e5m3, "unsigned": True}
+    unsigned = Format(f"{name}_e5m3", *own, **same)
     pairs = ((signed, encode_e4m3_nearest), (unsigned, encode_e5m3_nearest))
     return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
 

@@ -7,6 +7,7 @@ dimension, in the weight's own order. They are made of the masters, once more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -124,5 +125,6 @@ def columns_reference(
 STORE = store_of_tiles("mxfp8", tile_in_lines, True, PIECE=1024, PIECE_AGAIN=1024, num_warps=4)
 SCALES = (scale_of_exponent, scales_of_exponent_reference)
 OPTIONS = ("power_of_two_scales",)
-KEPT = (torch.uint8, tl.uint8, e8m0_value_reference, value_of_exponent)
-MXFP8 = Quantizer("mxfp8", OPTIONS, STORE, *SCALES, 1, 32, *KEPT)
+KEPT: dict[str, Any] = {"scale_dtype": torch.uint8, "scale_element": tl.uint8}
+KEPT |= {"value_reference": e8m0_value_reference, "value": value_of_exponent}
+MXFP8 = Quantizer("mxfp8", OPTIONS, STORE, *SCALES, 1, 32, **KEPT)

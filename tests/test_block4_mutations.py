@@ -31,8 +31,8 @@ DRAWN = "(bits << 7) | 64"
 FORMAT_MUTANTS = {
     "kernel: no floor": (
         "block32_e4m0",
-        f"tl.maximum(cut_to_exponent(pattern, {DRAWN}, NAN_OF_E4M0), some(value))",
-        f"cut_to_exponent(pattern, {DRAWN}, NAN_OF_E4M0)",
+        f"tl.maximum(cut(pattern, {DRAWN}, NAN_OF_E4M0, 23), some(value))",
+        f"cut(pattern, {DRAWN}, NAN_OF_E4M0, 23)",
     ),
     "twin: no floor": (
         "block32_e4m0",
@@ -42,14 +42,14 @@ FORMAT_MUTANTS = {
     "kernel: exp_avg_sq to nearest": (
         "block32_e4m0",
         f"{DRAWN}, NAN_OF_E4M0",
-        "half_of_a_code(pattern), NAN_OF_E4M0",
+        "half(pattern, 23), NAN_OF_E4M0",
     ),
     "kernel: exp_avg to nearest": (
         "block32_e3m0",
         f"{DRAWN}, LARGEST_MAGNITUDE",
-        "half_of_a_code(pattern), LARGEST_MAGNITUDE",
+        "half(pattern, 23), LARGEST_MAGNITUDE",
     ),
-    "twin: to nearest": ("block32_e3m0", "(bits[0] << 7) | 64 if bits else", ""),
+    "twin: to nearest": ("block32_e3m0", "E3M0_DOWN, bits, LARGEST", "E3M0_DOWN, (), LARGEST"),
     "kernel: the lower of the bits": (
         "block32_e3m0",
         f"{DRAWN}, LARGEST_MAGNITUDE",
@@ -57,13 +57,13 @@ FORMAT_MUTANTS = {
     ),
     "kernel: ties away": (
         "block32_e4m0_nearest",
-        "0x3FFFFF + ((pattern >> 23) & 1)\n\n",
-        "0x400000\n\n",
+        "half(pattern, 23), NAN_OF_E4M0",
+        "0x400000, NAN_OF_E4M0",
     ),
     "twin: ties away": (
         "block32_e4m0_nearest",
-        "else 0x3FFFFF + ((pattern >> 23) & 1)",
-        "else 0x400000",
+        "cut_reference(value.abs() * inverse * E4M0_DOWN, bits, UNSIGNED_NAN, 23)",
+        "(((value.abs() * inverse * E4M0_DOWN).view(torch.int32).long() + 0x400000) >> 23).int()",
     ),
     "kernel: the sign is lost": (
         "block32_e3m0",

@@ -30,8 +30,8 @@ LEAD = 13
 FORMAT_MUTANTS = {
     "kernel: no floor": (
         "block_e5m3",
-        "tl.maximum(cut(pattern, rest, LARGEST_UNSIGNED), some(value))",
-        "cut(pattern, rest, LARGEST_UNSIGNED)",
+        "tl.maximum(cut(pattern, rest, LARGEST_UNSIGNED, 20), some(value))",
+        "cut(pattern, rest, LARGEST_UNSIGNED, 20)",
     ),
     "twin: no floor": (
         "block_e5m3",
@@ -41,14 +41,14 @@ FORMAT_MUTANTS = {
     "kernel: exp_avg_sq to nearest": (
         "block_e5m3",
         "code = unsigned_code(value, pattern, (bits << 4) | 8)",
-        "code = unsigned_code(value, pattern, half(pattern))",
+        "code = unsigned_code(value, pattern, half(pattern, 20))",
     ),
     "kernel: exp_avg to nearest": (
         "block_e4m3",
         "code = signed_code(value, pattern, (bits << 4) | 8)",
-        "code = signed_code(value, pattern, half(pattern))",
+        "code = signed_code(value, pattern, half(pattern, 20))",
     ),
-    "twin: to nearest": ("block_e4m3", "(bits[0] << 4) | 8 if bits else", ""),
+    "twin: to nearest": ("block_e4m3", "    if bits:", "    if False:"),
     "kernel: the lower of the bits": (
         "block_e4m3",
         "code = signed_code(value, pattern, (bits << 4) | 8)",
@@ -56,13 +56,13 @@ FORMAT_MUTANTS = {
     ),
     "kernel: ties away": (
         "block_e4m3_nearest",
-        "0x7FFFF + ((pattern >> 20) & 1)\n\n",
-        "0x80000\n\n",
+        "((1 << (DROPPED - 1)) - 1) + ((pattern >> DROPPED) & 1)",
+        "1 << (DROPPED - 1)",
     ),
     "twin: ties away": (
         "block_e5m3_nearest",
-        "else 0x7FFFF + ((pattern >> 20) & 1)",
-        "else 0x80000",
+        "rest = (1 << (dropped - 1)) - 1 + ((pattern >> dropped) & 1)",
+        "rest = 1 << (dropped - 1)",
     ),
     "kernel: NaN of exp_avg is a number": (
         "block_e4m3",

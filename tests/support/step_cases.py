@@ -31,7 +31,6 @@ GROUP = {
 
 EVERY_RULE = [rule for (_, contract), rule in RULES.items() if contract == "ieee"]
 IEEE_RULES = [rule for rule in EVERY_RULE if rule.name in ("adamw", "adam")]
-OTHER_RULES = [rule for rule in EVERY_RULE if rule not in IEEE_RULES]
 
 
 ADAM = ("exp_avg", "exp_avg_sq")

@@ -48,8 +48,8 @@ def test_sharded_steps_are_whole_steps(on_ranks, options, world, replicas):
 
 def test_clipped_steps_are_whole_steps(on_ranks):
     options = {**KINDS["stochastic"], "capturable": True}
-    found = on_ranks(3, fsdp2_blocks.clipped, options)
-    assert_same_on_all(found, fsdp2_blocks.clipped(options))
+    found = on_ranks(3, trained, options, 3, clip_norm=0.5)
+    assert_same_on_all(found, trained(options, 3, clip_norm=0.5))
 
 
 @pytest.mark.parametrize(("kind", "block", "packed"), [("stochastic", 128, 1), ("4 bits", 32, 2)])

@@ -3,13 +3,10 @@
 import importlib.util
 import os
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+from modules import loaded
 
 
 def needs(*packages):
@@ -20,12 +17,7 @@ def needs(*packages):
 
 def script(name):
     """docs/how-to/<name>.py as a module."""
-    qualified = f"how_to_{name}"
-    spec = importlib.util.spec_from_file_location(qualified, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[qualified] = module  # dataclasses and pickle look there
-    spec.loader.exec_module(module)
-    return module
+    return loaded(f"docs/how-to/{name}.py")
 
 
 def everything(model, optimizer):

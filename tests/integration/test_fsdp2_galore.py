@@ -238,7 +238,7 @@ def test_moments_are_sharded_and_projections_replicated(on_ranks, world, replica
     ids=["between refreshes", "at a refresh", "before all", "stochastic"],
 )
 @pytest.mark.parametrize("worlds", [(2, 2), (3, 2), (2, 3)], ids=lambda w: f"{w[0]}to{w[1]}")
-@pytest.mark.halved
+@pytest.mark.sample(4)
 def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, worlds, kind, steps, flat):
     """Every bit is loaded; on as many ranks the run goes on as if it had not stopped."""
     options, folder = {**KINDS[kind], "kernel": "torch"}, str(tmp_path / "checkpoint")

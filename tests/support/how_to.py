@@ -25,6 +25,29 @@ def everything(model, optimizer):
     return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
 
 
+def mean_of_two_ranks(how_to, **options):
+    """A run in one process: the mean of both ranks' gradients, in the gradients' own dtype."""
+    model = how_to.build_model()
+    optimizer, warmup = how_to.build_optimizer(model, **options)
+    for step in range(how_to.STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (how_to.loss_of(model, how_to.batch_of(step, rank)) / 2).backward()
+        optimizer.step()
+        warmup.step()
+    return model, optimizer
+
+
+def plain_loop(how_to, *given):
+    """A run of whole backward passes, and steps after them."""
+    model, optimizer = how_to.build(*given)
+    for step in range(how_to.STEPS):
+        optimizer.zero_grad()
+        how_to.loss_of(model, step).backward()
+        optimizer.step()
+    return everything(model, optimizer)
+
+
 def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

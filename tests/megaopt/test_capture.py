@@ -13,6 +13,7 @@ from runs import (
     assert_same_run,
     give_gradients,
     parameters,
+    params_of,
     snapshot,
     train,
     values,
@@ -20,25 +21,14 @@ from runs import (
 
 from megaopt import FusedAdam
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import kernel, preparation, table
+from megaopt.kernels.step import kernel, table
 from megaopt.kernels.step.preparation import Request, TritonPreparation
 from megaopt.kernels.step.table import DeviceTable, is_capturing
-from megaopt.step import capture, stepper
+
+pytestmark = pytest.mark.usefixtures("young_heap")
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (5,)]
-
-
-@pytest.fixture
-def capturing(monkeypatch):
-    """Calling it makes every device one on which a graph is being captured, or none."""
-    monkeypatch.setattr(stepper, "can_capture", lambda device: True)
-
-    def begin(on=True):
-        for module in (capture, table, preparation):
-            monkeypatch.setattr(module, "is_capturing", lambda device: on)
-
-    return begin
 
 
 @pytest.fixture
@@ -67,10 +57,6 @@ def test_only_cuda_devices_are_asked(monkeypatch, captured):
 
 def made(**options):
     return FusedAdam(parameters(SHAPES), **{"capturable": True, "backend": "triton", **options})
-
-
-def params_of(own):
-    return own.param_groups[0]["params"]
 
 
 def refused(own, message):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 import megaopt
-from megaopt.integration.grad_scaler import PEERS, step_with
+from megaopt.integration.grad_scaler import step_with
+from megaopt.options.options import PEERS_WITH_SCALERS
 
 
 class FusedAdam(megaopt.FusedAdam):
@@ -61,7 +62,7 @@ class FusedAdam(megaopt.FusedAdam):
             master_weights=master_weights,
             capturable=capturable,
             makes_states="stepped",
-            **PEERS,
+            **PEERS_WITH_SCALERS,
         )
         self.set_grad_none = set_grad_none
         for param, where in zip(self._owned.params, self._owned.labels, strict=True):

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-PEERS: dict[str, Any] = {"contract": "te", "write_unscaled_grads": True}
-"""The options of a drop-in for a peer whose step takes a GradScaler."""
-
 
 def step_with(
     optimizer: Any,

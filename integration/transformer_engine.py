@@ -15,8 +15,9 @@ import torch
 
 import megaopt
 import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
-from megaopt.integration.grad_scaler import PEERS, step_with
+from megaopt.integration.grad_scaler import step_with
 from megaopt.options.choices import MasterWeights
+from megaopt.options.options import PEERS_WITH_SCALERS
 
 
 class FusedAdam(megaopt.FusedAdam):
@@ -101,7 +102,7 @@ class FusedAdam(megaopt.FusedAdam):
             store_param_remainders=store_param_remainders,
             direct_cast=True,
             makes_states="all",
-            **PEERS,
+            **PEERS_WITH_SCALERS,
         )
 
     @property

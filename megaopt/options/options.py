@@ -209,6 +209,9 @@ OF_OPTIMIZERS = {
 }
 """SharedOptions that are no field of Options, with their defaults."""
 
+PEERS_WITH_SCALERS: dict[str, Any] = {"contract": "te", "write_unscaled_grads": True}
+"""What gives FusedAdam the bits of peers whose step takes a GradScaler."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Unpack
 
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.matrix.galore import GALORE, LEFT, RIGHT, LowRank, saves
+from megaopt.kernels.matrix.galore import GALORE, LEFT, PROJECTION, RIGHT, LowRank, saves
 from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, why_not_kernel
 from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.rules import Rule
@@ -25,7 +25,6 @@ from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
-from megaopt.saving.galore import from_galore_torch
 from megaopt.state.owned import Owned
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
@@ -394,3 +393,43 @@ class GaLoreAdamW(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As FusedAdam's; state dicts of galore_torch's AdamW load too, projections included."""
         super().load_state_dict(from_galore_torch(state_dict))
+
+
+# --- state dicts of galore_torch
+
+
+PROJECTOR = "projector"
+"""Key of galore_torch's states: an object that has the projection, as ortho_matrix."""
+
+
+def from_galore_torch(state_dict: Any) -> Any:
+    """A state dict of galore_torch's in this package's names; anything else as it is.
+
+    Its arguments stay as they are. Raises ValueError for a projection on both sides.
+    """
+    if not isinstance(state_dict, Mapping):
+        return state_dict
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, Mapping) or not isinstance(groups, (list, tuple)):
+        return state_dict
+    named = {key: _state(own, f"state {key!r}") for key, own in states.items()}
+    return {**state_dict, "state": named, "param_groups": [_group(each) for each in groups]}
+
+
+def _state(own: Any, where: str) -> Any:
+    if not isinstance(own, Mapping) or PROJECTOR not in own:
+        return own
+    matrix = getattr(own[PROJECTOR], "ortho_matrix", None)
+    rest = {name: value for name, value in own.items() if name != PROJECTOR}
+    if matrix is None:
+        return rest
+    if not isinstance(matrix, torch.Tensor):
+        refuse(f"{where}: {PROJECTOR!r}", "one of type std, reverse_std, right or left", matrix)
+    return {**rest, PROJECTION: matrix}
+
+
+def _group(group: Any) -> Any:
+    if not isinstance(group, Mapping) or "correct_bias" not in group:
+        return group
+    rest = {name: value for name, value in group.items() if name != "correct_bias"}
+    return {**rest, "bias_correction": group["correct_bias"]}

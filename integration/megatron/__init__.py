@@ -127,7 +127,7 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     choices = Choices(**options)
     _check_version(any_version)
     # by name: it imports Megatron, which this module does not
-    plug: Any = importlib.import_module("megaopt.integration.megatron.plug")
+    plug: Any = importlib.import_module("megaopt.integration.megatron.distributed")
     with contextlib.ExitStack() as stack:
         for module, name, value in plug.replacements(choices):
             stack.callback(setattr, module, name, getattr(module, name))

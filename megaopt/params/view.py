@@ -14,6 +14,7 @@ from megaopt.kernels.matrix.rule import Matrix
 from megaopt.kernels.step.batch import Cast, Extent, Formats
 from megaopt.kernels.step.draws import Place
 from megaopt.options.options import Options, check_weight
+from megaopt.options.placement import MASTER as MASTER
 from megaopt.options.placement import SCALE as SCALE
 from megaopt.options.placement import STEP as STEP
 from megaopt.options.placement import Home
@@ -249,3 +250,39 @@ class ParamView:
         None where the weight has to stay, and `code` gets what brings it nearest.
         """
         return encode_joined(code, value, form, self.local)
+
+
+class MatrixView(ParamView):
+    """A plain matrix whose moments are of the rule's low shape."""
+
+    matrix: Matrix
+
+    def __init__(self, param: Any, matrix: Matrix) -> None:
+        super().__init__(param)
+        self.matrix = matrix
+
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """The low shape, but for the master."""
+        return self._shape(name, tuple(self.local.shape))
+
+    def whole_state_shape(self, name: str) -> tuple[int, ...]:
+        """The same over all ranks."""
+        return self._shape(name, tuple(self.param.shape))
+
+    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if name == MASTER else self.matrix.low_shape(shape)
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What the rule keeps."""
+        return self.matrix.kept(self.local.shape)
+
+    def keeps_blocks(self, form: Format) -> bool:
+        """By the size of the moments, whose rows have to be of whole blocks."""
+        shape = self.matrix.low_shape(self.whole_shape)
+        return shape[1] % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
+
+    def block_scales_shape(self, block: int) -> tuple[int, ...]:
+        """The shape of the moments' scales: (rows, blocks of a row)."""
+        rows, columns = self.matrix.low_shape(self.local.shape)
+        return (rows, columns // block)

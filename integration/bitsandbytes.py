@@ -2,15 +2,13 @@
 
 Changing the import keeps a script; the bits are this package's, and not bitsandbytes': 8-bit
 moments are rounded stochastically, and one launch steps all parameters, where bitsandbytes waits
-for the GPU after each. bitsandbytes itself is needed by `to_bitsandbytes_state_dict` alone.
-GlobalOptimManager has no counterpart: parameters for which it asks for 32 bits go to an optimizer
-of their own.
+for the GPU after each. bitsandbytes itself is not needed. GlobalOptimManager has no counterpart:
+parameters for which it asks for 32 bits go to an optimizer of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -33,8 +31,8 @@ MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 """How bitsandbytes' names of each moment's tensors end."""
 INNER = "__bnb_optimizer_quant_state__"
 """The name under which newer releases hide all of a state's tensors from FSDP."""
-OTHER_KEYS = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
-"""Numbers of AdEMAMix, which all groups have."""
+OTHER_KEYS = ("alpha", "t_alpha", "t_beta3")
+"""Keys of AdEMAMix, which all groups have."""
 BLOCK, OLDER_BLOCK = 256, 2048
 
 
@@ -103,40 +101,12 @@ class _Base(DropIn):
             allowed = f"at most {numel}, its number of elements, as it would have 8-bit moments"
             refuse(f"{label}: min_8bit_size", allowed, self._min_8bit_size)
 
-    def _read(self, state_dict: Any) -> Any:
-        return unpacked_state_dict(state_dict)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As this package's optimizer, also state dicts of bitsandbytes, by their fp32 values.
 
-    @torch.no_grad()
-    def to_bitsandbytes_state_dict(self) -> dict[str, Any]:
-        """A state dict that bitsandbytes' optimizer of this name loads; needs bitsandbytes.
-
-        Moments are in its 8-bit codes where this optimizer has 8 bits, otherwise fp32. Raises
-        ImportError without bitsandbytes, ValueError for a DTensor.
+        Raises ValueError for codes without their map or amaxes; nothing has changed then.
         """
-        states, groups, params = {}, [], self._owned.params
-        for own in self.state_dict()["param_groups"]:
-            for key in own["params"]:
-                if view_of(params[key]).is_sharded:
-                    refuse(f"parameter {key}", "a plain tensor", params[key])
-                if self.state.get(params[key]):
-                    states[key] = {"step": int(own["step"]), **self._packed(params[key])}
-            named = {name: own[name] for name in ("lr", "betas", "weight_decay", "params")}
-            theirs = OTHER_KEYS if "eps" in own else {}
-            groups.append({**named, "eps": own.get("eps", 0.0), **theirs})
-        return {"state": states, "param_groups": groups}
-
-    def _packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = {}
-        for name in self.rule.moments:
-            number, value = MOMENTS[name], self.get_unscaled_state(param, name)
-            found[f"state{number}"] = value
-            if self.state[param][name].dtype == torch.uint8:
-                functional = import_module("bitsandbytes.functional")
-                table = functional.create_dynamic_map(signed=name == "exp_avg").to(param.device)
-                code, rest = functional.quantize_blockwise(value, code=table, blocksize=BLOCK)
-                own = {"state": code, "qmap": table, "absmax": rest.absmax}
-                found.update({f"{kind}{number}": tensor for kind, tensor in own.items()})
-        return found
+        super().load_state_dict(unpacked_state_dict(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""

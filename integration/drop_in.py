@@ -28,14 +28,6 @@ class DropInOptions(TypedDict, total=False):
     seed: int
 
 
-class _Signature:
-    """The signature of a class that has no constructor of its own."""
-
-    def __get__(self, instance: object, kind: Any) -> inspect.Signature | None:
-        is_ours = kind.__init__.__module__.startswith(PACKAGE)
-        return getattr(kind, "_signature", None) if is_ours else None
-
-
 class DropIn(FusedOptimizer):
     """Takes the arguments of another library's optimizer; the bits are this package's.
 
@@ -43,7 +35,7 @@ class DropIn(FusedOptimizer):
     package's optimizer that are fixed. Arguments that it has too go to it.
     """
 
-    __signature__ = _Signature()
+    __signature__: ClassVar[inspect.Signature | None] = None
     _signature: ClassVar[inspect.Signature]
     _library: ClassVar[Any]
     """The TypedDict of the library's arguments, whose docstring ends each class's."""
@@ -56,13 +48,15 @@ class DropIn(FusedOptimizer):
     def __init_subclass__(cls, takes: Mapping[str, Any] | None = None, **fixed: Any) -> None:
         super().__init_subclass__()
         kind = inspect.Parameter
+        if "__init__" in vars(cls):
+            cls.__signature__ = None
         if takes is not None:
             cls._fixed, found = fixed, [kind("params", kind.POSITIONAL_OR_KEYWORD)]
             for name, default in takes.items():
                 how = kind.KEYWORD_ONLY if name in cls._keywords else kind.POSITIONAL_OR_KEYWORD
                 text = cls._library.__annotations__[name].__forward_arg__
                 found.append(kind(name, how, default=default, annotation=text))
-            cls._signature = inspect.Signature(found)
+            cls._signature = cls.__signature__ = inspect.Signature(found)
         if cls.__module__.startswith(PACKAGE) and hasattr(cls, "_signature"):
             cls.__doc__ = f"{cls.__doc__}\n\n{inspect.cleandoc(cls._library.__doc__)}"
 
@@ -80,22 +74,6 @@ class DropIn(FusedOptimizer):
     def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
         """The options that the arguments ask for; raises ValueError for what is not here."""
         return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of this package's, of torch's or of the library's optimizer.
-
-        The library's moments of 8 or 4 bits are read as fp32 values and stored in the formats here,
-        to nearest; others likewise, exactly where the format is as wide.
-
-        Raises:
-            ValueError: as megaopt.FusedAdam.load_state_dict; codes without their map or scales.
-                Nothing has changed then.
-        """
-        super().load_state_dict(self._read(state_dict))
-
-    def _read(self, state_dict: Any) -> Any:
-        """The library's state dict in this package's names; anything else as it is."""
-        return state_dict
 
 
 def with_states(state_dict: Any, read: Callable[[Mapping[str, Any], str], Any]) -> Any:

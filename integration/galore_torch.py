@@ -7,7 +7,7 @@ their files alone.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import megaopt
 from megaopt.integration import bitsandbytes
@@ -63,10 +63,3 @@ class GaLoreAdamW8bit(
         if isinstance(size, int) and size > FEWEST_IN_ROWS:
             refuse("min_8bit_size", f"at most {FEWEST_IN_ROWS}", size)
         return super()._translated(given)
-
-    def to_bitsandbytes_state_dict(self) -> NoReturn:
-        """Raises ValueError: bitsandbytes' optimizers have no projections."""
-        raise ValueError(
-            "to_bitsandbytes_state_dict must be called of an optimizer without projections, got "
-            "GaLoreAdamW8bit; state_dict() has all of it"
-        )

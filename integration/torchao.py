@@ -2,13 +2,12 @@
 
 Changing the import keeps a script; the bits are this package's, and not torchao's: moments of 8 and
 4 bits are rounded stochastically, and one launch steps all parameters, without torch.compile.
-torchao itself is needed by `to_torchao_state_dict` alone, and to read its files.
+torchao itself is needed to read its files alone; it loads what `to_torch_state_dict` gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -64,8 +63,6 @@ class _Base(DropIn, megaopt.FusedAdam):
     _only: ClassVar = {"bf16_stochastic_round": (True, False)}
     _blocks: ClassVar = {128: ("block_e4m3", "block_e5m3"), 64: ("block64_e4m3", "block64_e5m3")}
     """The formats of exp_avg and exp_avg_sq, by the elements of a block."""
-    _theirs = "subclass_8bit.OptimState8bit"
-    """The module and class by which torchao keeps a moment."""
 
     def __init__(
         self, params: Iterable[Any], *arguments: Any, **options: Unpack[TorchaoOptions]
@@ -94,7 +91,7 @@ class _Base(DropIn, megaopt.FusedAdam):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As megaopt.FusedAdam's; of torchao's state dicts codes are read as fp32."""
-        super().load_state_dict(state_dict)
+        super().load_state_dict(unpacked_state_dict(state_dict))
         self._make_tensors()
 
     def _make_tensors(self) -> None:
@@ -103,41 +100,6 @@ class _Base(DropIn, megaopt.FusedAdam):
             if isinstance(lr, (int, float)) or (isinstance(lr, torch.Tensor) and lr.is_inference()):
                 with torch.inference_mode(False):  # schedules write it
                     group["lr"] = torch.tensor(float(lr), dtype=torch.float32, device="cpu")
-
-    def _read(self, state_dict: dict[str, Any]) -> Any:
-        return unpacked_state_dict(state_dict)
-
-    @torch.no_grad()
-    def to_torchao_state_dict(self, block_size: int | None = None) -> dict[str, Any]:
-        """A state dict that torchao's optimizer of this name loads; needs torchao.
-
-        Moments are given in torchao's formats where it keeps them so, otherwise in fp32, which it
-        casts to the parameter's dtype.
-
-        Args:
-            block_size: of the optimizer that loads it; None: torchao's default.
-
-        Raises:
-            ImportError: torchao is not installed.
-            ValueError: as megaopt.FusedAdam.to_torch_state_dict; a parameter is a DTensor.
-        """
-        found = self.to_torch_state_dict()
-        size = block_size or self._signature.parameters["block_size"].default
-        for key, state in found["state"].items():
-            for name in self.rule.moments:
-                value = state[name]
-                if local_of(value) is not value:
-                    refuse(f"parameter {key}", "a plain tensor", value)
-                is_packed = value.numel() >= 4096 and value.numel() % size == 0
-                if self.options.moment_format(name).block and is_packed:
-                    module, kind = self._theirs.split(".")
-                    signs = () if "Fp8" in kind else (name == "exp_avg",)
-                    zeros = getattr(import_module(f"torchao.optim.{module}"), kind).zeros
-                    code = zeros(value.shape, *signs, size, value.device, dtype=torch.float32)
-                    state[name] = code.copy_(value)
-        for group in found["param_groups"]:
-            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cpu")
-        return found
 
 
 def unpacked_state_dict(state_dict: Any) -> Any:
@@ -172,26 +134,21 @@ class AdamW8bit(_Base, takes={**ADAMW, "block_size": 256, **ROUND}):
 class AdamFp8(Adam8bit):
     """torchao's AdamFp8: Adam8bit."""
 
-    _theirs = "subclass_fp8.OptimStateFp8"
-
 
 class AdamWFp8(AdamW8bit):
     """torchao's AdamWFp8: AdamW8bit."""
-
-    _theirs = "subclass_fp8.OptimStateFp8"
 
 
 class AdamW4bit(_Base, takes={**ADAMW, "block_size": 128, **ROUND}):
     """torchao's AdamW4bit: megaopt.FusedAdam with 4-bit moments."""
 
     _blocks: ClassVar = {32: ("block32_e3m0", "block32_e4m0")}
-    _theirs = "subclass_4bit.OptimState4bit"
 
 
 class Adam4bit(_Base, takes={**ADAM, "block_size": 128, **ROUND}, adam_w_mode=False):
     """torchao's Adam4bit: megaopt.FusedAdam with L2 weight decay and 4-bit moments."""
 
-    _blocks, _theirs = AdamW4bit._blocks, AdamW4bit._theirs
+    _blocks = AdamW4bit._blocks
 
 
 PLAIN: dict[str, Any] = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}

@@ -80,23 +80,11 @@ class Float8Weight(Tensor):
         made: Float8Weight = Tensor._make_wrapper_subclass(
             cls, data8.shape, dtype=dtype, device=data8.device, requires_grad=requires_grad
         )
+        made.data8, made.scale_inv, made.recipe = data8, scale_inv, recipe
+        made.scale, made.amax_history = scale, amax_history
+        made._initial = []
+        made._check()
         return made
-
-    def __init__(
-        self,
-        data8: Tensor,
-        scale_inv: Tensor,
-        scale: Tensor | None,
-        amax_history: Tensor | None,
-        recipe: Float8Recipe,
-        dtype: torch.dtype = torch.bfloat16,
-        requires_grad: bool = False,
-    ) -> None:
-        self.data8, self.scale_inv = data8, scale_inv
-        self.scale, self.amax_history = scale, amax_history
-        self.recipe = recipe
-        self._initial = []
-        self._check()
 
     def _check(self) -> None:
         recipe, shape = self.recipe, self.recipe.scale_shape(self.shape)

@@ -71,8 +71,6 @@ class BitsandbytesOptions(DropInOptions, total=False):
 
 
 class _Base(DropIn):
-    """What bitsandbytes' optimizers have in common."""
-
     _library: ClassVar[Any] = BitsandbytesOptions
     _keywords: ClassVar[tuple[str, ...]] = ("percentile_clipping", "block_wise", "seed")
     _only: ClassVar = {"amsgrad": (False,), "args": (None,), "is_paged": (False, True)}

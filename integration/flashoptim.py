@@ -83,8 +83,6 @@ class FlashoptimOptions(DropInOptions, total=False):
 
 
 class _Flash(DropIn):
-    """What flashoptim's optimizers have in common."""
-
     _library = FlashoptimOptions
     _only: ClassVar = {
         **dict.fromkeys(("quantize", "compress_state_dict", "fused"), (True, False)),
@@ -114,7 +112,6 @@ class _Flash(DropIn):
         super()._check_param(param, label)
 
     def _refuse_masters(self, name: str, where: str) -> None:
-        """Raises ValueError if there are masters beside weights."""
         kind = self.options.master_weight_dtype
         bits = next((n for n in (24, 32) if MASTERS[n]["master_weight_dtype"] == kind), None)
         if bits is not None:

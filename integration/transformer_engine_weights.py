@@ -49,7 +49,6 @@ def _refuse(tensor: Any, found: str, allowed: str) -> ValueError:
 
 
 def _codes(tensor: Any, name: str) -> torch.Tensor:
-    """A tensor's buffer of codes, as fp8."""
     data = getattr(tensor, name)
     if data is None:
         raise _refuse(tensor, f"with {name}=None", "its codes row by row, columnwise beside them")

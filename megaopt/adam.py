@@ -144,19 +144,7 @@ class FusedAdam(FusedOptimizer):
         contract: Contract = "ieee",
         **options: Unpack[StepOptions],
     ) -> None:
-        made, masters = options_of(
-            self,
-            AdamOptions,
-            options,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            adam_w_mode=adam_w_mode,
-            makes_states=makes_states,
-            contract=contract,
-            amsgrad=amsgrad,
-        )
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "bias_correction": bias_correction}, made, masters)
+        super().__init__(params, *options_of(self, AdamOptions, locals()))
 
     @property
     def rule(self) -> Rule:

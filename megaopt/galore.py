@@ -289,30 +289,8 @@ class GaLoreAdamW(FusedOptimizer):
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         **options: Unpack[SharedOptions],
     ) -> None:
-        made, masters = options_of(
-            self,
-            GaLoreOptions,
-            options,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            kernel=kernel,
-            precision=precision,
-            refresh=refresh,
-            stagger=stagger,
-        )
-        numbers = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "rank": rank,
-            "update_proj_gap": update_proj_gap,
-            "scale": scale,
-            "proj_type": proj_type,
-        }
         self._given = set()
-        super().__init__(params, numbers, made, masters)
+        super().__init__(params, *options_of(self, GaLoreOptions, locals()))
 
     @property
     def rule(self) -> Rule:

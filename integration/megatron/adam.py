@@ -207,7 +207,6 @@ def cleaned(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_the_same(given: dict[Any, State], held: dict[Any, State]) -> bool:
-    """Whether all tensors given are those held."""
     return given.keys() == held.keys() and all(
         all(held[place].get(name) is tensor for name, tensor in state.items())
         for place, state in given.items()

@@ -32,7 +32,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     @property
     def _keys(self) -> tuple[str, ...]:
-        """The names of all that is saved of a parameter."""
         return ("param", *self.optimizer_state_keys)
 
     @property

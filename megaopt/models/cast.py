@@ -102,8 +102,6 @@ def cast_model(
 
 
 class _Cast:
-    """What Module._apply calls with each parameter, gradient and buffer."""
-
     def __init__(self, dtype: torch.dtype, fixed: Mapping[int, torch.Tensor]) -> None:
         self._dtype, self._fixed = dtype, fixed
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -126,7 +124,6 @@ def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _kept_modules(model: nn.Module, keep: Keep) -> dict[str, nn.Module]:
-    """By name, with the modules in them."""
     chosen = _chooser(model, keep)
     named = list(model.named_modules(remove_duplicate=False))
     tops = [name for name, module in named if chosen(name, module)]

@@ -90,8 +90,6 @@ def release_gradients(
 
 @dataclass
 class _Spot:
-    """Where a parameter is among the optimizer's."""
-
     group: int
     place: int
     entry: int | None
@@ -316,7 +314,6 @@ def _check_options(optimizer: FusedOptimizer, is_new: bool = True) -> None:
 
 
 def _check_together(owned: Owned, optimizer: FusedOptimizer) -> None:
-    """What a step checks of all parameters together."""
     owned.check_places()
     written: list[Named] = []
     for view, label in zip(owned.views, owned.labels, strict=True):
@@ -354,7 +351,6 @@ class SideStream:
             torch.cuda.current_stream(device).wait_stream(side)
 
     def _await(self) -> None:
-        """Joins when the backward pass is over."""
         if self._is_awaited:
             return
         self._is_awaited = True

@@ -377,13 +377,11 @@ class Options:
 
     @property
     def _moments(self) -> list[str]:
-        """The options that are dtypes of moments."""
         names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
         return [name for name in names if name != "master_weight_dtype"]
 
     @property
     def _drawing(self) -> list[str]:
-        """What asks for random bits."""
         formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
         found = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]

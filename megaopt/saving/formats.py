@@ -215,7 +215,6 @@ def _had_blocks(form: Format, view: ParamView) -> bool:
 
 
 def _names_of(mark: Any, where: str) -> dict[str, str]:
-    """The formats' names by slot."""
     if mark is None:
         return {}
     parts = [each.split("=", 1) for each in mark.split(", ")] if isinstance(mark, str) else [[]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,27 +68,15 @@ TELLING = ("betas", "eps", "momentum")
 StateOf = Mapping[Any, Mapping[str, Any]]
 
 
-def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
-    """What an optimizer takes over of a state dict; see FusedOptimizer.load_state_dict."""
-    loaded = read(state_dict, owned)
-    check_frozen(state_dict["param_groups"], owned, state)
-    if owned.options.capturable:
-        numbers = owned.device_numbers(loaded.groups)
-        loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
-    loaded.masters = pairs_of_masters(loaded, owned)
-    loaded.states = States(dict, loaded.states)
-    return loaded
-
-
 @dataclass
 class Loaded:
     """A state dict, checked and converted, ready to be taken over."""
 
-    states: dict[torch.Tensor, State]
+    states: States
     groups: list[dict[str, Any]]
     written: list[int]
     """Places of parameters whose weights were written before the state dict was made."""
-    masters: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    masters: list[tuple[torch.Tensor, torch.Tensor]]
     """The caller's masters, and what is written into them."""
 
 
@@ -141,19 +129,14 @@ def _device_of(state: dict[Any, State], owned: Owned) -> torch.device:
 def _by_param(
     states: Mapping[Key, State], keys: Sequence[Key], owned: Owned
 ) -> dict[torch.Tensor, State]:
-    """States of a packed state dict under their parameters."""
     pairs = zip(owned.params, keys, strict=True)
     return {param: states[key] for param, key in pairs if key in states}
 
 
-def read(
-    state_dict: Any,
-    owned: Owned,
-) -> Loaded:
-    """Checks and converts a state dict for an optimizer, which it leaves as it is.
+def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
+    """What an optimizer takes over of a state dict; both stay as they are.
 
-    Raises:
-        ValueError: see FusedAdam.load_state_dict.
+    Raises ValueError as FusedOptimizer.load_state_dict. state: the optimizer's.
     """
     owned.homes.wait()
     saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
@@ -165,16 +148,21 @@ def read(
         _group(own, owned.groups[index], options, _step(saved, options, index), index)
         for index, own in enumerate(saved.groups)
     ]
-    owned = owned.with_groups(groups)  # whose numbers decide the shapes of states
+    new = owned.with_groups(groups)  # whose numbers decide the shapes of states
     made = [place for place, key in enumerate(saved.order) if key in saved.states]
-    with owned.room({}, made):
-        states = _states(saved, owned, ours)
+    with new.room({}, made):
+        states = _states(saved, new, ours)
     place_of = {key: place for place, key in enumerate(saved.order)}
-    return Loaded(states, groups, [place_of[key] for key in saved.written])
+    check_frozen(state_dict["param_groups"], owned, state)
+    if options.capturable:
+        numbers = owned.device_numbers(groups)
+        groups = [{**group, **own} for group, own in zip(groups, numbers, strict=True)]
+    masters = _pairs_of_masters(states, owned)
+    written = [place_of[key] for key in saved.written]
+    return Loaded(States(dict, states), groups, written, masters)
 
 
 def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]:
-    """What the states become."""
     take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
@@ -209,11 +197,13 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
     return states
 
 
-def pairs_of_masters(loaded: Loaded, owned: Owned) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs_of_masters(
+    states: Mapping[torch.Tensor, State], owned: Owned
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The caller's masters, and what is to be written into each; states get the caller's."""
     pairs = []
     for param, master in zip(owned.params, owned.external_masters(), strict=True):
-        state = loaded.states.get(param, {})
+        state = states.get(param, {})
         if master is not None and state.get(MASTER) is not None:
             pairs.append((local_of(master), local_of(state[MASTER])))
             state[MASTER] = master
@@ -464,7 +454,6 @@ def _foreign(
 def _convert(
     state: State, name: str, value: Any, form: Format, view: ParamView, where: str
 ) -> None:
-    """Stores another optimizer's value in our format."""
     shape = view.state_shape(name)
     where = f"{where}: {name!r} of the state dict"
     if not _is_readable(value) or tuple(value.shape) != shape:
@@ -554,7 +543,6 @@ def _with_news(owned: Owned, state: StateOf, places: Iterable[int]) -> list[int]
 
 
 def _is_new(owned: Owned, own: Mapping[str, Any], place: int) -> bool:
-    """Whether a state is as one that is made now, on this rank."""
     try:
         (made,) = completed_states(owned, {}, [place]).values()
     except ValueError:  # a master of the caller's that is not its weight's

@@ -15,9 +15,10 @@ import torch
 from typing_extensions import Unpack
 
 import megaopt
-from megaopt.integration.drop_in import IN_BLOCKS, DropIn, DropInOptions, with_states
+from megaopt.integration.drop_in import IN_BLOCKS, DropIn, DropInOptions
 from megaopt.options.checks import one_of, refuse
 from megaopt.params import view_of
+from megaopt.saving.parse import with_states
 
 Class = TypeVar("Class", bound=type)
 

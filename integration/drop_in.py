@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -74,18 +74,3 @@ class DropIn(FusedOptimizer):
     def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
         """The options that the arguments ask for; raises ValueError for what is not here."""
         return {}
-
-
-def with_states(state_dict: Any, read: Callable[[Mapping[str, Any], str], Any]) -> Any:
-    """A state dict of what `read` gives for each state and its name; the given one stays.
-
-    What is no state dict, and states that are no mappings, are passed on as they are.
-    """
-    states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-    if not isinstance(states, Mapping):
-        return state_dict
-    found = {
-        key: read(state, f"state {key}") if isinstance(state, Mapping) else state
-        for key, state in states.items()
-    }
-    return {**state_dict, "state": found}

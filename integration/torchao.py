@@ -14,12 +14,13 @@ import torch
 from typing_extensions import Unpack
 
 import megaopt
-from megaopt.integration.drop_in import DropIn, DropInOptions, with_states
+from megaopt.integration.drop_in import DropIn, DropInOptions
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import one_of, refuse
 from megaopt.options.groups import entries_of
 from megaopt.options.placement import STATE_DEVICE
 from megaopt.params.dtensor import local_of
+from megaopt.saving.parse import with_states
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
 ADAMW = {**ADAM, "weight_decay": 1e-2}

@@ -60,11 +60,9 @@ def _codes(tensor: Any, name: str) -> torch.Tensor:
     return codes
 
 
-def _initial(tensor: Any) -> Callable[[], torch.Tensor | None]:
-    """Reads what fp8_model_init(preserve_high_precision_init_val=True) kept."""
-    found: Callable[[], torch.Tensor | None]
-    found = getattr(tensor, "get_high_precision_init_val", lambda: None)
-    return found
+def _initial(tensor: Any) -> Any:
+    """What reads what fp8_model_init(preserve_high_precision_init_val=True) kept."""
+    return getattr(tensor, "get_high_precision_init_val", lambda: None)
 
 
 def _forget_initial(tensor: Any) -> None:

@@ -25,6 +25,7 @@ from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
+from megaopt.saving.parse import with_states
 from megaopt.state.owned import Owned
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
@@ -385,17 +386,15 @@ def from_galore_torch(state_dict: Any) -> Any:
 
     Its arguments stay as they are. Raises ValueError for a projection on both sides.
     """
-    if not isinstance(state_dict, Mapping):
-        return state_dict
-    states, groups = state_dict.get("state"), state_dict.get("param_groups")
-    if not isinstance(states, Mapping) or not isinstance(groups, (list, tuple)):
-        return state_dict
-    named = {key: _state(own, f"state {key!r}") for key, own in states.items()}
-    return {**state_dict, "state": named, "param_groups": [_group(each) for each in groups]}
+    found = with_states(state_dict, _state)
+    groups = found.get("param_groups") if isinstance(found, Mapping) else None
+    if not isinstance(groups, (list, tuple)):
+        return found
+    return {**found, "param_groups": [_group(each) for each in groups]}
 
 
-def _state(own: Any, where: str) -> Any:
-    if not isinstance(own, Mapping) or PROJECTOR not in own:
+def _state(own: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    if PROJECTOR not in own:
         return own
     matrix = getattr(own[PROJECTOR], "ortho_matrix", None)
     rest = {name: value for name, value in own.items() if name != PROJECTOR}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,3 +129,18 @@ def _written(keys: Any, order: list[Key]) -> list[Key]:
     if not known or not set(keys) <= set(order):
         refuse(f"{WRITTEN!r} of the state dict", "a list of keys of its parameters", keys)
     return list(keys)
+
+
+def with_states(state_dict: Any, read: Callable[[Mapping[str, Any], str], Any]) -> Any:
+    """A state dict of what `read` gives for each state and its name; the given one stays.
+
+    What is no state dict, and states that are no mappings, are passed on as they are.
+    """
+    states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    if not isinstance(states, Mapping):
+        return state_dict
+    found = {
+        key: read(state, f"state {key!r}") if isinstance(state, Mapping) else state
+        for key, state in states.items()
+    }
+    return {**state_dict, "state": found}

@@ -48,6 +48,7 @@ from megaopt.saving.formats import (
     frozen_of,
     in_our_blocks,
     mark_of,
+    said_by,
     sized_contract,
     text_of,
 )
@@ -168,10 +169,8 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
     any_counts = any(STEP in state for state in saved.states.values())
     for key, view, where, group in places:
-        state, formats_mark = saved.states.get(key), None
-        if ours:
-            formats_mark = saved.groups[group].get(FORMATS)
-            check_sign(formats_mark, owned, where)
+        state, said = saved.states.get(key), said_by(saved.groups[group], where) if ours else {}
+        check_sign(said, owned, where)
         if state is None and saved.not_made is not None:
             _check_not_made(key, saved.not_made, owned, where)
         if state is not None:
@@ -180,16 +179,16 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
             not_made = (saved.not_made or {}).get(key, [])
             if ours:
                 check_beside(saved.groups[group], state, owned, view, where)
-                check_formats(formats_mark, state, owned, view, where)
+                check_formats(said, state, owned, view, where)
             # older versions gave none to states that are not complete
-            check_count(formats_mark, state, any_counts and not not_made, where)
+            check_count(said, state, any_counts and not not_made, where)
             own = locals_of(state)
             count = own.pop(STEP, None)
             if ours:
-                own = in_our_blocks(formats_mark, own, owned, view, where)
+                own = in_our_blocks(said, own, owned, view, where)
             made = take(own, owned, view, where, not_made)
             if ours and MASTER not in not_made:
-                check_masters(formats_mark, owned, view, where)
+                check_masters(said, owned, view, where)
             states[view.param] = view.wrap_state(made)
             if owned.options.counts_apart:
                 own_count = owned.groups[group]["step"] if count is None else count

@@ -101,7 +101,7 @@ class _Base(DropIn):
             refuse(f"{label}: min_8bit_size", allowed, self._min_8bit_size)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As this package's optimizer, also state dicts of bitsandbytes, by their fp32 values.
+        """Loads as this package's optimizer, also state dicts of bitsandbytes, by their values.
 
         Raises ValueError for codes without their map or amaxes; nothing has changed then.
         """

@@ -86,12 +86,12 @@ class _Base(DropIn, megaopt.FusedAdam):
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As megaopt.FusedAdam's; the group's lr becomes an fp32 tensor, as in torchao."""
+        """Adds a group as megaopt.FusedAdam; its lr becomes an fp32 tensor, as in torchao."""
         super().add_param_group(param_group)
         self._make_tensors()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As megaopt.FusedAdam's; of torchao's state dicts codes are read as fp32."""
+        """Loads as megaopt.FusedAdam; codes in torchao's state dicts are read as fp32."""
         super().load_state_dict(unpacked_state_dict(state_dict))
         self._make_tensors()
 
@@ -168,7 +168,7 @@ STANDS_FOR: dict[Any, tuple[type[FusedOptimizer], dict[str, Any]]] = {
     torch.optim.Adam: (megaopt.FusedAdam, {"adam_w_mode": False}),
     torch.optim.SGD: (megaopt.FusedSGD, {}),
 }
-"""By torch's optimizers those of this package, and the arguments in which they differ."""
+"""This package's optimizers for torch's, and the arguments in which they differ."""
 
 
 def CPUOffloadOptimizer(

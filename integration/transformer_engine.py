@@ -128,7 +128,7 @@ class FusedAdam(megaopt.FusedAdam):
     def get_unscaled_state(
         self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
     ) -> torch.Tensor:
-        """As megaopt.FusedAdam.get_unscaled_state; with skip_unscale a bf16 state as it is."""
+        """The value as megaopt.FusedAdam gives it; with skip_unscale a bf16 state as it is."""
         stored = self.state.get(param, {}).get(state_name)
         if skip_unscale and isinstance(stored, torch.Tensor) and stored.dtype == torch.bfloat16:
             return stored

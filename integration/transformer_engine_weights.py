@@ -164,7 +164,7 @@ KINDS: dict[str, Callable[[Any], ForeignWeight]] = {
     "Float8BlockwiseQTensor": _blocks,
     "MXFP8Tensor": _mxfp8,
 }
-"""By the name of TransformerEngine's class."""
+"""What makes the view, for each of TransformerEngine's classes."""
 
 if transformer_engine_weight not in ADAPTERS:
     ADAPTERS.append(transformer_engine_weight)

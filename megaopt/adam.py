@@ -67,7 +67,7 @@ class AdamOptions(Options):
 
     @property
     def max_exp_avg_sq_dtype(self) -> torch.dtype | str:
-        """Of AMSGrad's third moment."""
+        """The dtype of AMSGrad's third moment."""
         return self.exp_avg_sq_dtype
 
 

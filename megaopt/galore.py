@@ -359,7 +359,7 @@ class GaLoreAdamW(FusedOptimizer):
         return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As FusedAdam's."""
+        """Adds a group, as FusedAdam does."""
         super().add_param_group(param_group)
         if self._given is not None:
             self._given.update(map(id, self.param_groups[-1]["params"]))
@@ -370,7 +370,7 @@ class GaLoreAdamW(FusedOptimizer):
         super()._check(owned, places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As FusedAdam's; state dicts of galore_torch's AdamW load too, projections included."""
+        """Loads as FusedAdam; state dicts of galore_torch's AdamW too, projections included."""
         super().load_state_dict(from_galore_torch(state_dict))
 
 

@@ -25,7 +25,7 @@ REQUIRED = {
 
 CHUNK = "DistributedDataParallel of Megatron's"
 STATE_KEYS = "optimizer_state_keys"
-"""By which releases after 0.16 ask for the names of moments."""
+"""The attribute of which releases after 0.16 ask for the names of moments."""
 
 
 def check_arguments(config: Any, model_chunks: Any) -> None:

@@ -56,7 +56,7 @@ class Sharded(Gradients):
         self.fused = self.optimizer
 
     def _say_what_shards_are(self) -> None:
-        """Of which parameter a shard is a part, and where it begins, as megaopt.params reads it."""
+        """Tells megaopt.params which parameter a shard is a part of, and where it begins."""
         numbers = numbers_of(self)
         for model, shard in self.shards.items():
             shard.megaopt_first_element = self._get_model_param_range_map(model)["param"].start
@@ -209,11 +209,11 @@ class PrecisionAware(Sharded):
 EXPERTS = 1 << 30
 """Added for parameters of experts, which an optimizer of their own numbers from 0 again."""
 SHARED_EMBEDDING = 1 << 31
-"""Of the word embeddings: copies on the first and the last pipeline stage have to stay equal."""
+"""The word embeddings: copies on the first and the last pipeline stage have to stay equal."""
 
 
 def numbers_of(optimizer: Any) -> dict[torch.Tensor, int]:
-    """Of each parameter in the buffers of a distributed optimizer its place there.
+    """The place of each parameter in the buffers of a distributed optimizer.
 
     All data-parallel ranks lay out their buffers alike, and so do tensor-parallel ranks, which keep
     copies of norms and biases. Parts of one weight on tensor-parallel ranks, and parameters of
@@ -265,7 +265,7 @@ class Chained(ChainedOptimizer):
         return not is_skipped and self.step_with_ready_grads(), grad_norm, zeros
 
     def _synchronize_steps(self) -> int | None:
-        """As Megatron's, for groups that were never stepped and steps on the device too."""
+        """Megatron's, for groups that were never stepped and steps on the device too."""
         stepped = [each for each in self.chained_optimizers if not each.is_stub_optimizer]
         groups = [group for each in stepped for group in each.optimizer.param_groups]
         align_steps(groups)
@@ -288,7 +288,7 @@ class Chained(ChainedOptimizer):
 
 
 MEGATRONS = "megatrons_own"
-"""Of our function in the place of Megatron's the name of that one."""
+"""The attribute of our function that is Megatron's, in whose place it stands."""
 
 
 def owner_of(choices: Choices) -> type:

@@ -75,7 +75,7 @@ class Numbers:
     """What a group of an optimizer says in numbers, beside its step count."""
 
     ranges: Mapping[str, Range]
-    """By name; lr is the first."""
+    """What each number may be; lr is the first."""
     has_betas: bool = False
     """There is a pair of decays, in [0, 1), under the key betas."""
     flags: tuple[str, ...] = ()
@@ -448,7 +448,7 @@ class Options:
 
     @cached_property
     def format_names(self) -> dict[str, str]:
-        """Of moments and masters, by slot."""
+        """The names of the formats of moments and masters, by slot."""
         names = [name.removesuffix("_dtype") for name in self._moments]
         found = {name: self.moment_format(name).name for name in names}
         return {**found, "master": MASTERS[self._master_key].name}

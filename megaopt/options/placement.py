@@ -126,7 +126,7 @@ class Homes:
         return found if param.numel() >= found.at_least else Placement()
 
     def of(self, param: torch.Tensor) -> Home | None:
-        """None where the state is beside the weight; that of weights on the CPU is on the CPU."""
+        """The home of a parameter's state; None where that is beside the weight."""
         placement, device = self.placement(param), param.device
         if not placement or not self.by.serves(device):
             return None

@@ -104,7 +104,7 @@ class DTensorView(ParamView):
 
     @property
     def split(self) -> tuple[Any, tuple[int, ...]] | None:  # type: ignore[override]  # computed
-        """None for a fully replicated one."""
+        """The mesh, and its dimensions that split the parameter; None if fully replicated."""
         placements = enumerate(self.param.placements)
         dims = tuple(i for i, each in placements if not each.is_replicate())
         return (self.param.device_mesh, dims) if dims else None
@@ -117,7 +117,7 @@ class DTensorView(ParamView):
 
     @property
     def first_element(self) -> int:
-        """Of the shard's first element; a shard may hold rows in part."""
+        """The index of the shard's first element; a shard may hold rows in part."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         own = self.param
@@ -128,7 +128,7 @@ class DTensorView(ParamView):
         return sum(start * size for start, size in zip(starts, sizes, strict=True))
 
     def place(self, number: int) -> Place:
-        """Of the shard's elements in the parameter.
+        """The place of the shard's elements in the parameter.
 
         Raises ValueError for a shard of a part of two dimensions behind the first.
         """

@@ -65,15 +65,15 @@ class ParamView:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the parameter over all ranks."""
+        """The parameter's shape over all ranks."""
         return tuple(getattr(self.param, "megaopt_whole_shape", self.param.shape))
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """Of this rank's tensor of the state under a moment's or the master's name."""
+        """The shape of this rank's tensor of the state, by a moment's or the master's name."""
         return tuple(self.local.shape)
 
     def whole_state_shape(self, name: str) -> tuple[int, ...]:
-        """Of the same over all ranks, as the optimizer's user sees it."""
+        """The same shape over all ranks, as the optimizer's user sees it."""
         return tuple(self.param.shape)
 
     @property
@@ -82,7 +82,7 @@ class ParamView:
         return {}
 
     def state_device(self, name: str) -> torch.device:
-        """Of this rank's tensor of the state under a name."""
+        """The device of this rank's tensor of the state under a name."""
         is_apart = self.home is not None and name in self.home.placement
         return torch.device("cpu") if is_apart else self.local.device
 
@@ -278,7 +278,7 @@ class MatrixView(ParamView):
         return self.matrix.kept(self.local.shape)
 
     def keeps_blocks(self, form: Format) -> bool:
-        """By the size of the moments, whose rows have to be of whole blocks."""
+        """Whether the moments are large enough, and their rows of whole blocks."""
         shape = self.matrix.low_shape(self.whole_shape)
         return shape[1] % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
 

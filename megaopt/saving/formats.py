@@ -32,7 +32,7 @@ states are to be kept. Not in older ones, nor where there are none."""
 Said = Mapping[str, str]
 
 ROOM, LENGTHS = 64, 4093
-"""Of a contract as bytes: room for its name; and how many lengths there are."""
+"""Room for the name of a contract as bytes; and how many lengths there are."""
 
 
 def check_formats(

@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 import megaopt
 from megaopt.integration.drop_in import IN_BLOCKS, DropIn, DropInOptions
-from megaopt.models.cast import SHORT, compute_in_fp32
+from megaopt.models.cast import RUNNING, SHORT, compute_in_fp32
 from megaopt.models.release import GradientRelease as GradientReleaseHandle
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import one_of, refuse
@@ -180,7 +179,7 @@ def cast_model(
         full_precision_recast_layers: likewise; they give dtype.
 
     Raises:
-        ValueError: dtype or selective is not allowed, or a name or module is not the model's, which
+        ValueError: dtype or selective is another, or a name or module is not the model's, which
             flashoptim ignores in silence. Nothing has changed then.
     """
     one_of("dtype", dtype, SHORT)
@@ -188,7 +187,7 @@ def cast_model(
     ending = _layers(model, "full_precision_layers", full_precision_layers)
     recast = _layers(model, "full_precision_recast_layers", full_precision_recast_layers)
     kept = {id(module) for module in (*ending, *recast)}
-    kept |= {id(each) for each in model.modules() if selective and isinstance(each, _NormBase)}
+    kept |= {id(each) for each in model.modules() if selective and isinstance(each, RUNNING)}
     megaopt.cast_model(model, dtype, lambda name, module: id(module) in kept, recast=False)
     for modules, output in ((ending, None), (recast, dtype)):
         for module in modules:

@@ -179,11 +179,10 @@ def CPUOffloadOptimizer(
     minimal_size: int = 4096,
     **kwargs: Any,
 ) -> FusedOptimizer:
-    """Makes the optimizer with states in host memory that torchao's CPUOffloadOptimizer stands for.
+    """Makes an optimizer of `optimizer_class` itself, with state_device="cpu".
 
-    It is that of `optimizer_class` itself, with state_device="cpu": the step runs on the card and
-    reads and writes states in pinned host memory, where torchao steps on the CPU. Weights and
-    gradients stay on the card, and state dicts are the optimizer's own, not torchao's.
+    The step runs on the card and reads and writes states in pinned host memory, where torchao steps
+    on the CPU. Weights and gradients stay on the card, and state dicts are the optimizer's own.
 
     Args:
         params: parameters or groups.

@@ -29,13 +29,12 @@ SHORT = (torch.bfloat16, torch.float16)
 CAST = (torch.float64, torch.float32, *SHORT)
 """What is cast; codes of 8 bits are numbers only beside their scales, and stay."""
 
-NORMS: tuple[type[nn.Module], ...] = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
+RUNNING: tuple[type[nn.Module], ...] = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+"""Norms that may have running statistics; torch's own take 16-bit inputs beside fp32 weights."""
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *RUNNING)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called."""
 

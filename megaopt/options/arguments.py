@@ -76,12 +76,9 @@ def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
         kind.ARGUMENTS = tuple(each.name for each in own[2:])
         if optimizer.__doc__:
             first, raises, errors = inspect.cleandoc(optimizer.__doc__).partition("\n\nRaises:")
-            parts = [_arguments(each.__doc__ or "") for each in shared]
+            docs = [inspect.cleandoc(each.__doc__ or "") for each in shared]
+            parts = [doc.partition("Args:\n")[2] for doc in docs]
             optimizer.__doc__ = "\n".join([first, *parts]) + raises + errors
         return optimizer
 
     return show
-
-
-def _arguments(doc: str) -> str:
-    return inspect.cleandoc(doc).partition("Args:\n")[2]

@@ -105,14 +105,10 @@ def _states(states: Any, known: set[Key]) -> dict[Key, dict[str, Any]]:
         if not isinstance(state, Mapping):
             refuse(f"state {shown(key)} of the state dict", "a dict by name", state)
         # unflattened by torch.distributed.checkpoint, what was None comes back as {}
-        own = {name: value for name, value in state.items() if not _is_empty(value)}
+        own = {n: v for n, v in state.items() if not (isinstance(v, dict) and not v)}
         if own:  # otherwise someone looked: optimizer.state makes an entry for whom it lacks
             found[key] = own
     return found
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, dict) and not value
 
 
 def _names_by_key(not_made: Any) -> dict[Key, list[str]]:

@@ -486,12 +486,13 @@ def marked_frozen(owned: Owned, state: StateOf) -> list[str]:
 
     The places in the group of those whose states are to be kept; nothing where there are none.
     """
-    firsts = [owned.group_numbers.index(g) if owned.groups[g]["params"] else 0 for g in _all(owned)]
+    groups = range(len(owned.groups))
+    firsts = [owned.group_numbers.index(g) if owned.groups[g]["params"] else 0 for g in groups]
     found: dict[int, list[str]] = {}
     for place in _with_news(owned, state, range(len(owned.params))):
         group = owned.group_numbers[place]
         found.setdefault(group, []).append(str(place - firsts[group]))
-    return [f", {FROZEN}={' '.join(found[g])}" if g in found else "" for g in _all(owned)]
+    return [f", {FROZEN}={' '.join(found[g])}" if g in found else "" for g in groups]
 
 
 def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: StateOf) -> None:
@@ -514,10 +515,6 @@ def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: State
             f"loads no state of a frozen parameter, and {who} has one; or load_state_dict of what "
             "state_dict() gave"
         )
-
-
-def _all(owned: Owned) -> range:
-    return range(len(owned.groups))
 
 
 def _marked(groups: Sequence[Mapping[str, Any]], owned: Owned) -> set[int]:

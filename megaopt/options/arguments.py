@@ -55,9 +55,7 @@ def options_of(
 def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
     """Shows each of an optimizer's **options in its class's signature and docstring.
 
-    Args:
-        kind: of its options.
-        shared: SharedOptions, and what is based on it.
+    kind: of its options. shared: SharedOptions, and what is based on it.
     """
 
     def show(optimizer: Class) -> Class:

@@ -416,13 +416,8 @@ class Options:
     ) -> Any:
         """The plan of matrices of one combination of formats.
 
-        Args:
-            backend: what steps other parameters of the device.
-            formats: of every buffer.
-            shapes: of the matrices.
-            groups: for each, its row of scalars.
-            places: of each in its parameter.
-            device: of all.
+        backend: what steps other parameters of the device. shapes, groups and places are of each
+        matrix: its own, its row of scalars, and where it lies in its parameter.
         """
         step = LaunchedStep() if backend == "triton" else step_tensor
         return MatrixPlan(formats, groups, places, step)

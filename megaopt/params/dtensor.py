@@ -185,12 +185,7 @@ class DTensorView(ParamView):
         return made
 
     def wrap_state(self, state: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
-        """A state of DTensors.
-
-        Args:
-            state: what `locals_of` gave, with what was added to it.
-            known: DTensors whose shards may be in the state; they stay these objects.
-        """
+        """A state of DTensors; `known` ones, whose shards may be in it, stay these objects."""
         objects = {id(local_of(value)): value for value in known if isinstance(value, torch.Tensor)}
         made = {}
         for name, value in state.items():
@@ -276,12 +271,7 @@ class MatrixDTensorView(MatrixView, DTensorView):
         return self.matrix.low_shape(self.local.shape) == tuple(self.local.shape)
 
     def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """What is kept as DTensors that every rank has whole; others as of the parameter.
-
-        Args:
-            name: of the state tensor.
-            local: this rank's.
-        """
+        """What is kept as DTensors that every rank has whole; others as of the parameter."""
         return self.replicated(local) if name in self.kept else super().wrap_named(name, local)
 
     def replicated(self, local: torch.Tensor) -> torch.Tensor:

@@ -141,9 +141,7 @@ class ParamView:
     def number(self, place: int) -> int:
         """The parameter's number, the same on all ranks that hold a part of it; not checked.
 
-        Args:
-            place: among all parameters of the optimizer, in group order: the number of a parameter
-                to which nobody gave one.
+        Where nobody gave it one, its place among all parameters of the optimizer, in group order.
         """
         number: int = getattr(self.param, "megaopt_number", place)
         return number
@@ -177,14 +175,7 @@ class ParamView:
         return dict(state)
 
     def check(self, where: str, options: Options, moments: tuple[str, ...], masters: bool) -> None:
-        """Raises ValueError for a parameter that the optimizer cannot own.
-
-        Args:
-            where: what the error calls it.
-            options: of the optimizer.
-            moments: names of the rule's moments.
-            masters: whether weights have masters.
-        """
+        """Raises ValueError for a parameter that the optimizer cannot own."""
         self._check_kind(where, options, moments, masters)
         for name in moments:
             self._check_pairs(where, name, options.moment_format(name))

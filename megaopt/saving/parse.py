@@ -40,9 +40,7 @@ class Saved:
 def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
     """The parts of a state dict; raises ValueError where one is missing or of another kind.
 
-    Args:
-        state_dict: whatever was given for one.
-        sizes: how many parameters each of the optimizer's groups has.
+    sizes: how many parameters each of the optimizer's groups has.
     """
     if not isinstance(state_dict, Mapping):
         refuse("the state dict", "a dict of 'state' and 'param_groups'", state_dict)

@@ -86,11 +86,8 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None.
 
-    Args:
-        packed: as torch.optim.Optimizer gives it.
-        owned: the optimizer's.
-        versions: of the weights, as the last step left them.
-        sized: contracts are tensors, whose sizes torch compares before it loads.
+    versions: of the weights, as the last step left them. sized: contracts are tensors, whose sizes
+    torch compares before it loads.
     """
     owned.homes.wait()
     state = {

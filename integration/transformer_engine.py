@@ -15,7 +15,7 @@ import torch
 
 import megaopt
 import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
-from megaopt.integration.grad_scaler import PEERS, step_with
+from megaopt.integration.grad_scaler import passed_on, step_with
 from megaopt.options.choices import MasterWeights
 
 
@@ -76,6 +76,7 @@ class FusedAdam(megaopt.FusedAdam):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
+        given = locals()
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none in the constructor is deprecated: pass set_to_none to zero_grad",
@@ -83,26 +84,7 @@ class FusedAdam(megaopt.FusedAdam):
                 stacklevel=2,
             )
         self.set_grad_none = set_grad_none
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders,
-            direct_cast=True,
-            makes_states="all",
-            **PEERS,
-        )
+        super().__init__(**passed_on(given), direct_cast=True, makes_states="all")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]  # true for all there
@@ -146,7 +128,7 @@ class FusedAdam(megaopt.FusedAdam):
     def get_unscaled_state(
         self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
     ) -> torch.Tensor:
-        """As megaopt.FusedAdam.get_unscaled_state; with skip_unscale a bf16 state as it is."""
+        """The value as megaopt.FusedAdam gives it; with skip_unscale a bf16 state as it is."""
         stored = self.state.get(param, {}).get(state_name)
         if skip_unscale and isinstance(stored, torch.Tensor) and stored.dtype == torch.bfloat16:
             return stored

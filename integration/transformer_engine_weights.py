@@ -49,7 +49,6 @@ def _refuse(tensor: Any, found: str, allowed: str) -> ValueError:
 
 
 def _codes(tensor: Any, name: str) -> torch.Tensor:
-    """A tensor's buffer of codes, as fp8."""
     data = getattr(tensor, name)
     if data is None:
         raise _refuse(tensor, f"with {name}=None", "its codes row by row, columnwise beside them")
@@ -61,11 +60,9 @@ def _codes(tensor: Any, name: str) -> torch.Tensor:
     return codes
 
 
-def _initial(tensor: Any) -> Callable[[], torch.Tensor | None]:
-    """Reads what fp8_model_init(preserve_high_precision_init_val=True) kept."""
-    found: Callable[[], torch.Tensor | None]
-    found = getattr(tensor, "get_high_precision_init_val", lambda: None)
-    return found
+def _initial(tensor: Any) -> Any:
+    """What reads what fp8_model_init(preserve_high_precision_init_val=True) kept."""
+    return getattr(tensor, "get_high_precision_init_val", lambda: None)
 
 
 def _forget_initial(tensor: Any) -> None:
@@ -167,7 +164,7 @@ KINDS: dict[str, Callable[[Any], ForeignWeight]] = {
     "Float8BlockwiseQTensor": _blocks,
     "MXFP8Tensor": _mxfp8,
 }
-"""By the name of TransformerEngine's class."""
+"""What makes the view, for each of TransformerEngine's classes."""
 
 if transformer_engine_weight not in ADAPTERS:
     ADAPTERS.append(transformer_engine_weight)

@@ -79,12 +79,10 @@ class Choices:
     def _options(self) -> AdamOptions:
         """What Megatron has no word about; raises ValueError for what does not go together."""
         return AdamOptions(
-            dtype=None,
             master_weight_dtype=_given(self.master_weight_dtype, torch.float32),
             exp_avg_dtype=_given(self.exp_avg_dtype, torch.float32),
             exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, torch.float32),
             store_param_remainders=bool(self.store_param_remainders),
-            adam_w_mode=True,
             contract=self.contract,
             step_counts="group",
             backend=self.backend,

@@ -17,7 +17,7 @@ Norm = float | torch.Tensor
 
 
 def norm_groups() -> tuple[str | None, ...]:
-    """None for the norm of all other gradients, and the groups that Megatron gives their own."""
+    """The groups that Megatron gives a norm of their own, and None for all other gradients."""
     return (None, *getattr(base, "SEPARATE_GRAD_NORM_GROUPS", ()))
 
 
@@ -40,7 +40,6 @@ class Gradients(CheckpointedOptimizer):
     """Whether the norm is given gradients of 16 bits."""
 
     def _start(self) -> None:
-        """What there is before the first gradient."""
         self._has_clipped_grads = self._clips_in_place = False
         self._bound_to: list[tuple[torch.Tensor, int]] = []
         self._norm_shards: dict[str | None, list[Any]] = {}
@@ -151,7 +150,7 @@ class Gradients(CheckpointedOptimizer):
         return self.get_grads_for_grad_norm()
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """As releases after 0.16 call it, also for the norm of a group of its own."""
+        """The same for releases after 0.16, also for a group with a norm of its own."""
         grads = self._norm_grads.get(grad_norm_group, [])
         return [grad if self.has_16_bit_norm else grad.float() for grad in grads]
 

@@ -45,7 +45,7 @@ class ForeignWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight."""
+        """The weight's shape."""
         return self.owner.shape
 
     @property

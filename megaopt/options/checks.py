@@ -94,7 +94,7 @@ def number(name: str, value: Any, allowed: Range) -> float:
 
 
 def _float_of(value: Any) -> float | None:
-    """None for what is no real number, and for one that is too large for fp64."""
+    """The number; None for what is no real number, or too large for fp64."""
     if isinstance(value, torch.Tensor):
         is_known = is_dense(value) and not value.is_meta and not value.requires_grad
         fits = is_known and value.dtype in NUMBERS and value.numel() == 1

@@ -75,7 +75,7 @@ class Numbers:
     """What a group of an optimizer says in numbers, beside its step count."""
 
     ranges: Mapping[str, Range]
-    """By name; lr is the first."""
+    """What each number may be; lr is the first."""
     has_betas: bool = False
     """There is a pair of decays, in [0, 1), under the key betas."""
     flags: tuple[str, ...] = ()
@@ -208,6 +208,9 @@ OF_OPTIMIZERS = {
     "fused": None,
 }
 """SharedOptions that are no field of Options, with their defaults."""
+
+PEERS_WITH_SCALERS: dict[str, Any] = {"contract": "te", "write_unscaled_grads": True}
+"""What gives FusedAdam the bits of peers whose step takes a GradScaler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,13 +377,11 @@ class Options:
 
     @property
     def _moments(self) -> list[str]:
-        """The options that are dtypes of moments."""
         names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
         return [name for name in names if name != "master_weight_dtype"]
 
     @property
     def _drawing(self) -> list[str]:
-        """What asks for random bits."""
         formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
         found = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
@@ -415,13 +416,8 @@ class Options:
     ) -> Any:
         """The plan of matrices of one combination of formats.
 
-        Args:
-            backend: what steps other parameters of the device.
-            formats: of every buffer.
-            shapes: of the matrices.
-            groups: for each, its row of scalars.
-            places: of each in its parameter.
-            device: of all.
+        backend: what steps other parameters of the device. shapes, groups and places are of each
+        matrix: its own, its row of scalars, and where it lies in its parameter.
         """
         step = LaunchedStep() if backend == "triton" else step_tensor
         return MatrixPlan(formats, groups, places, step)
@@ -447,7 +443,7 @@ class Options:
 
     @cached_property
     def format_names(self) -> dict[str, str]:
-        """Of moments and masters, by slot."""
+        """The names of the formats of moments and masters, by slot."""
         names = [name.removesuffix("_dtype") for name in self._moments]
         found = {name: self.moment_format(name).name for name in names}
         return {**found, "master": MASTERS[self._master_key].name}

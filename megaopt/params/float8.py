@@ -36,7 +36,7 @@ class Float8View(ParamView):
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the whole weight."""
+        """The whole weight's shape."""
         return tuple(self.weight.shape)
 
     @property
@@ -60,7 +60,7 @@ class Float8View(ParamView):
         return read
 
     def cast(self, direct: bool | None = None) -> Cast | None:
-        """By the weight's recipe."""
+        """The cast by the weight's recipe."""
         recipe = self.weight.recipe
         recipe = recipe if direct is None else replace(recipe, direct=direct)
         return Cast(recipe, self.weight.dtype)

@@ -206,7 +206,7 @@ def test_capturable_te_bias_corrections_are_the_hosts():
             group["lr"] = torch.full((), 3e-3, device="cuda")
             group["step"] = torch.full((1,), step - 1, dtype=torch.int32, device="cuda")
         preparation = TritonPreparation(rule.capturable, torch.device("cuda"))
-        found, _ = preparation.make(groups, Request(), [])
+        found, _ = preparation.make(groups, len(groups), Request(), [])
         rows = [
             rule.scalars({**g, "lr": 3e-3, "step": n}) for g, n in zip(groups, steps, strict=True)
         ]

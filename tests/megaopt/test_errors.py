@@ -77,7 +77,7 @@ OPTIONS = {
     ),
     "dtype_against_no_masters": (
         {"dtype": FP32, "master_weights": False},
-        r"master_weights=False is not allowed with dtype=torch.float32",
+        r"master_weights must be True, None or a list with dtype=torch.float32, .*, got False",
     ),
     "remainders_without_masters": (
         {"store_param_remainders": True},

@@ -201,8 +201,8 @@ REFUSED = {
         lambda: FusedAdam(
             parameters(), master_weights=[None] * 4, master_weight_dtype="remainder8"
         ),
-        r"a list of master_weights is not allowed with master_weight_dtype=remainder8: "
-        r"torch.float32",
+        r"master_weight_dtype must be torch.float32, .* with a list of master_weights, got "
+        r"remainder8",
     ),
     "amsgrad": (
         lambda: FusedAdam(parameters(), amsgrad=True, exp_avg_sq_dtype=DRAWN),

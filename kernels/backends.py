@@ -39,22 +39,13 @@ class Plan(Protocol):
         """Adds the gradients' squares to the bins of megaopt.kernels.norm."""
 
     def ready(self, scalars: Any) -> Any:
-        """Takes the memory of the step before anything is written, where `step` only launches.
-
-        Args:
-            scalars: the rule's row for each group; None where a preparation makes them.
-
-        Returns:
-            The rows, for `step`.
-        """
+        """Takes the step's memory before anything is written; returns the rows for `step`."""
 
     def step(self, scalars: Any, controls: torch.Tensor | None = None) -> None:
         """One step of every tensor in the buffers that were looked at last.
 
-        Args:
-            scalars: the rule's row for each group, on the host, as `ready` returned them, or as the
-                backend's preparation made them.
-            controls: what the preparation made.
+        scalars: of each group, as `ready` returned them, or as the backend's preparation made them,
+        with the controls.
         """
 
 

@@ -26,10 +26,7 @@ OPTIONS = ("power_of_two_scales", "margin", "amax_history_len", "amax_compute_al
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How the values of a weight become fp8 codes and a scale; checked when it is made.
-
-    Raises ValueError for what is not allowed, naming it.
-    """
+    """How weights become fp8 codes and a scale; ValueError names what is not allowed."""
 
     scaling: str
     """"delayed": a scale per tensor, from the amaxes of earlier steps. "current": per tensor, from
@@ -118,10 +115,7 @@ class Float8Recipe:
         return round_to_fp32(1 / self.code_max)
 
     def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        """The shape of scales for a weight: (1,), or rows and columns of blocks.
-
-        Raises ValueError for block scaling of a weight that has not two dimensions.
-        """
+        """The shape of scales for a weight: (1,), or rows and columns of blocks of a matrix."""
         if self.block is not None and len(shape) != 2:
             raise ValueError(
                 f"shape {tuple(shape)} is not allowed with scaling={self.scaling!r}: two dimensions"
@@ -158,21 +152,12 @@ def quantize_reference(
     dtype: torch.dtype = torch.bfloat16,
     scale: torch.Tensor | None = None,
 ) -> Quantized:
-    """Encodes values, as the recipe says.
+    """Encodes values of any floating dtype, read as fp32, as the recipe says.
 
-    Args:
-        values: any floating dtype and, but for blocks, any shape; read as fp32.
-        recipe: with `direct` the values are taken as they are, else they are rounded to `dtype`
-            first; amaxes are of what is then encoded.
-        dtype: the weight's own, before it was fp8.
-        scale: fp32, one element: for delayed scaling, and only for it, the scale there is.
-
-    Returns:
-        Codes, scales, their inverses and amaxes.
-
-    Raises:
-        ValueError: `scale` is missing, or not allowed; values of other than two dimensions and a
-            recipe with blocks.
+    Without `direct` they are rounded to `dtype`, the weight's own, first; amaxes are of what is
+    then encoded. scale: fp32, one element, the scale there is: for delayed scaling, and only for
+    it. Raises ValueError where it is missing or not allowed, and for values of other than two
+    dimensions with blocks.
     """
     keeps_scale = recipe.quantizer.keeps_scale
     if keeps_scale != (scale is not None):

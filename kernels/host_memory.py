@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -27,62 +27,37 @@ class HostMemoryError(RuntimeError):
     """Host memory could not be pinned, or a card cannot map it."""
 
 
-class Pinning(Protocol):
-    """How host memory is pinned; tests have another than `CUDA`."""
+class Pinning:
+    """By NVIDIA's driver: exactly as many bytes as are asked for, given back at once.
 
-    def serves(self, device: torch.device) -> bool:
-        """Whether tensors beside this device would be elsewhere than in host memory."""
-
-    def why_not(self, device: torch.device) -> str | None:
-        """None where the device reads and writes pinned host memory, else the reason."""
-
-    def allocate(self, size: int, device: torch.device) -> int:
-        """The address of so many bytes; raises HostMemoryError with the reason."""
-
-    def free(self, address: int, device: torch.device) -> bool:
-        """Frees them, once no kernel uses them; False where that has to be tried again."""
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a device may be given the address of a tensor in host memory."""
-
-    def wait(self, device: torch.device) -> None:
-        """Returns when everything that the device was given to do is done."""
-
-
-class CudaPinning:
-    """By NVIDIA's driver: exactly as many bytes as are asked for, given back at once."""
+    Tests have another, with the same methods.
+    """
 
     # of cuda.h
     PORTABLE_AND_MAPPED = 1 | 2
     CAN_MAP_HOST_MEMORY, UNIFIED_ADDRESSING = 19, 41
 
     def serves(self, device: torch.device) -> bool:
-        """All but CPUs, and devices without memory."""
+        """Whether tensors beside this device would be elsewhere than in host memory."""
         return device.type not in ("cpu", "meta")
 
     def why_not(self, device: torch.device) -> str | None:
-        """The driver says what the card can."""
+        """None where the device reads and writes pinned host memory, else the reason."""
         if device.type != "cuda" or torch.version.hip is not None:
             kind = "AMD's GPUs" if device.type == "cuda" else f"device type {device.type!r}"
             return f"{kind} are not NVIDIA's GPUs, whose driver maps host memory"
+        asked = {
+            "map host memory": self.CAN_MAP_HOST_MEMORY,
+            "address host memory as its own (unified addressing)": self.UNIFIED_ADDRESSING,
+        }
         try:
-            lacks = [
-                words
-                for words, number in (
-                    ("map host memory", self.CAN_MAP_HOST_MEMORY),
-                    (
-                        "address host memory as its own (unified addressing)",
-                        self.UNIFIED_ADDRESSING,
-                    ),
-                )
-                if not self._attribute(number, device)
-            ]
+            lacks = [words for words, number in asked.items() if not self._says(number, device)]
         except (OSError, HostMemoryError) as error:
             return f"its driver does not say whether it maps host memory: {error}"
         return f"the card cannot {' or '.join(lacks)}" if lacks else None
 
     def allocate(self, size: int, device: torch.device) -> int:
-        """By cuMemHostAlloc."""
+        """The address of so many bytes; raises HostMemoryError with the reason."""
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # the driver needs torch's context on this thread
             host, mapped = ctypes.c_void_p(), ctypes.c_uint64()
@@ -97,7 +72,7 @@ class CudaPinning:
         return address
 
     def free(self, address: int, device: torch.device) -> bool:
-        """Waits for the device, which a capture does not allow."""
+        """Frees them behind the device's work; False within a capture, where it cannot wait."""
         if torch.cuda.is_current_stream_capturing():
             return False
         with torch.cuda.device(device):
@@ -106,14 +81,14 @@ class CudaPinning:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """As torch asks the driver."""
+        """Whether a device may be given the address of a tensor in host memory."""
         return tensor.is_pinned()
 
     def wait(self, device: torch.device) -> None:
-        """For all of its streams: a graph may be at work on any."""
+        """Returns when the work of all the device's streams is done: a graph may be on any."""
         torch.cuda.synchronize(device)
 
-    def _attribute(self, number: int, device: torch.device) -> int:
+    def _says(self, number: int, device: torch.device) -> int:
         index = torch.cuda.current_device() if device.index is None else device.index
         own, value = ctypes.c_int(), ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(own), ctypes.c_int(index))
@@ -130,8 +105,8 @@ class CudaPinning:
             raise HostMemoryError(f"{name} says {reason} ({code})")
 
 
-CUDA = CudaPinning()
-_pinning: Pinning = CUDA
+CUDA = Pinning()
+_pinning = CUDA
 
 
 def pinning() -> Pinning:
@@ -172,12 +147,8 @@ class Chunk:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """For numpy, whose array keeps the chunk."""
-        return {
-            "data": (self.address, False),
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        place = {"data": (self.address, False), "shape": (self.size,)}
+        return {**place, "typestr": "|u1", "version": 3}
 
     def take(self, size: int) -> torch.Tensor:
         """The next so many bytes, uint8: a tensor with a storage of its own."""
@@ -214,12 +185,7 @@ def padded(size: int) -> int:
 
 
 class HostMemory:
-    """Where tensors in pinned host memory are made, for one device.
-
-    Args:
-        device: reads and writes them.
-        by: pins; None: as it is done now.
-    """
+    """Where tensors in pinned host memory are made, for a device that reads and writes them."""
 
     def __init__(self, device: torch.device, by: Pinning | None = None) -> None:
         self.device, self.by = device, by or pinning()

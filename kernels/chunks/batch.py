@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from megaopt.kernels.rules.matrix import Matrix
 
 Buffers = dict[str, list[torch.Tensor]]
 """For each slot in use, one contiguous tensor per parameter, in one order."""
+Scalars = Sequence[tuple[float, ...]] | torch.Tensor
+"""The rule's row for each group; or these rows on the device, fp32."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,6 @@ class Formats:
     def block(self) -> int:
         """Elements that share a scale where moments are kept in blocks, else 0."""
         return max((form.block for form in self.moments), default=0)
-
-    @property
-    def loads_ahead(self) -> bool:
-        """Whether a block is loaded while the one before it is computed."""
-        return self.block > 0
 
     @property
     def block_pair(self) -> bool:

@@ -57,11 +57,9 @@ def load_block(ptr, offsets, mask):
     pointers = ptr + offsets
     if mask is not None:
         code = tl.load(pointers, mask=mask, other=0)
-    elif len(offsets.shape) == 2:
-        code = tl.load(tl.multiple_of(pointers, [16, 16]))
     else:
         # on the sum: a hint on a function's argument would be lost
-        code = tl.load(tl.multiple_of(pointers, 16))
+        code = tl.load(tl.multiple_of(pointers, [16, 16] if len(offsets.shape) == 2 else 16))
     return code
 
 
@@ -70,10 +68,8 @@ def store_block(ptr, offsets, code, mask):
     pointers = ptr + offsets
     if mask is not None:
         tl.store(pointers, code, mask=mask)
-    elif len(offsets.shape) == 2:
-        tl.store(tl.multiple_of(pointers, [16, 16]), code)
     else:
-        tl.store(tl.multiple_of(pointers, 16), code)
+        tl.store(tl.multiple_of(pointers, [16, 16] if len(offsets.shape) == 2 else 16), code)
 
 
 @helper
@@ -126,10 +122,9 @@ def store_where(condition, ptr, offsets, code, mask):
     chosen = tl.zeros_like(offsets) + condition != 0
     if mask is not None:
         tl.store(pointers, code, mask=mask & chosen)
-    elif len(offsets.shape) == 2:
-        tl.store(tl.multiple_of(pointers, [16, 16]), code, mask=chosen)
     else:
-        tl.store(tl.multiple_of(pointers, 16), code, mask=chosen)
+        hinted = tl.multiple_of(pointers, [16, 16] if len(offsets.shape) == 2 else 16)
+        tl.store(hinted, code, mask=chosen)
 
 
 @helper
@@ -206,10 +201,7 @@ def load_scale(
     if FORMAT.block:
         # unsigned: no row begins before its chunk
         pointers = scale_ptr + rows.to(tl.uint32) // FORMAT.block
-        if MASKED:  # noqa: SIM108 at compile time
-            code = tl.load(pointers, mask=rows < elements, other=1)
-        else:
-            code = tl.load(pointers)
+        code = tl.load(pointers, mask=rows < elements, other=1) if MASKED else tl.load(pointers)
     return code
 
 
@@ -248,11 +240,7 @@ def shared_scales(first, second, mask, SIZE: tl.constexpr):
 @helper
 def new_scale_of(moments, mask, FORMATS: tl.constexpr, INDEX: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    if FORMAT.block:  # noqa: SIM108 at compile time
-        scale = shared_scale(moments[INDEX], mask, FORMAT.block)
-    else:
-        scale = 0
-    return scale
+    return shared_scale(moments[INDEX], mask, FORMAT.block) if FORMAT.block else 0
 
 
 @helper

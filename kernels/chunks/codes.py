@@ -154,7 +154,7 @@ def decoded_param(weight, master, master_scale, FORMATS: tl.constexpr, WIDTH: tl
 @helper
 def decoded(words, scale, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
     """The numbers of rows of words, fp32 [rows, WIDTH]."""
-    if cuda_capability_geq(9, 0) and FORMAT.decodes_words:
+    if cuda_capability_geq(9, 0) and FORMAT.decode_words is not None:
         numbers = in_order(FORMAT.decode_words(words, scale), FORMAT.codes_a_word, WIDTH)
     else:
         numbers = FORMAT.decode(codes_of_words(words, FORMAT, WIDTH), scale)
@@ -176,11 +176,7 @@ def codes_of_words(words, FORMAT: tl.constexpr, WIDTH: tl.constexpr):
 @helper
 def code_of(word, FORMAT: tl.constexpr):
     """The code in a word's lower bits."""
-    if FORMAT.packed == 2:  # noqa: SIM108 at compile time
-        code = word & 15
-    else:
-        code = word.to(FORMAT.element)
-    return code
+    return word & 15 if FORMAT.packed == 2 else word.to(FORMAT.element)
 
 
 @helper

@@ -38,10 +38,7 @@ WEYL_1: tl.constexpr = tl.constexpr(WEYL[1])
 
 @helper
 def philox(counter_0, counter_1, counter_2, counter_3, key_0, key_1):
-    """Four uint32 words of random bits from a counter of four and a key of two.
-
-    The counter's words have one shape; the key's are single numbers.
-    """
+    """Four uint32 words from a counter of four, of one shape, and a key of two single numbers."""
     for _ in tl.static_range(ROUNDS):
         product_0 = counter_0.to(tl.uint64) * MULTIPLIER_0
         product_2 = counter_2.to(tl.uint64) * MULTIPLIER_2
@@ -58,10 +55,7 @@ def philox_reference(
 ) -> tuple[torch.Tensor, ...]:
     """The twin: four words as int64 tensors, each from 0 to 2**32 - 1.
 
-    Args:
-        counter: four int64 tensors of one shape, with numbers of 32 bits.
-        key: two numbers of 32 bits.
-        rounds: for known answers; a step takes ROUNDS.
+    counter: int64 of one shape, with numbers of 32 bits. rounds: other ones for known answers.
     """
     first, second, third, fourth = counter
     key_0, key_1 = key
@@ -87,13 +81,9 @@ def seed_and_step(numbers: tuple[float, ...]) -> tuple[tuple[int, int], int]:
 
 
 def words_reference(place: Place, numel: int, numbers: Any, device: torch.device) -> torch.Tensor:
-    """The words of a tensor's elements, int64 of shape (numel,), each from 0 to 2**32 - 1.
+    """The words of a tensor's elements, int64, each from 0 to 2**32 - 1.
 
-    Args:
-        place: of the tensor in its parameter.
-        numel: the tensor's elements.
-        numbers: of the group, as rules.base.draw_numbers makes them.
-        device: where the words are needed.
+    numbers: of the group, as rules.base.draw_numbers makes them.
     """
     key, step = seed_and_step(numbers)
     if not place.stride:

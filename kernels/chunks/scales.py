@@ -28,19 +28,9 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 
 
 @helper
-def finished_pointer(scratch_ptr, column, MOMENTS: tl.constexpr):
-    return scratch_ptr + 2 * (1 + MOMENTS) * column.tensors + column.tensor
-
-
-@helper
-def amax_pointer(scratch_ptr, index, column):
-    """To the bits of an amax: index 0 is the master's, then the moments'."""
-    return scratch_ptr + index * column.tensors + column.tensor
-
-
-@helper
-def old_scale_pointer(scratch_ptr, index, column, MOMENTS: tl.constexpr):
-    return scratch_ptr + (1 + MOMENTS + index) * column.tensors + column.tensor
+def cell(scratch_ptr, row, column):
+    """To what the scratch has of a tensor in a row: the amaxes, then old scales, then the count."""
+    return scratch_ptr + row * column.tensors + column.tensor
 
 
 @helper
@@ -56,7 +46,7 @@ def take_ticket(scratch_ptr, tensors, chunks, MOMENTS: tl.constexpr):
 @helper
 def wait_for_amaxes(scratch_ptr, column, own_chunks, MOMENTS: tl.constexpr):
     """Returns when every chunk of the tensor has been through the first phase."""
-    finished_ptr = finished_pointer(scratch_ptr, column, MOMENTS)
+    finished_ptr = cell(scratch_ptr, 2 * (1 + MOMENTS), column)
     while tl.atomic_add(finished_ptr, 0) < own_chunks:
         pass
 
@@ -66,27 +56,23 @@ def finish(scratch_ptr, column, own_chunks, MOMENTS: tl.constexpr):
     """Counts a chunk's phase; the tensor's very last leaves its scratch at zero."""
     # every thread has read the amaxes before one of them can be cleared
     tl.debug_barrier()
-    finished_ptr = finished_pointer(scratch_ptr, column, MOMENTS)
+    finished_ptr = cell(scratch_ptr, 2 * (1 + MOMENTS), column)
     if tl.atomic_add(finished_ptr, 1) == 2 * own_chunks - 1:
         tl.atomic_xchg(finished_ptr, 0)
         for index in tl.static_range(1 + MOMENTS):
-            tl.atomic_xchg(amax_pointer(scratch_ptr, index, column), 0)
+            tl.atomic_xchg(cell(scratch_ptr, index, column), 0)
 
 
 @helper
 def old_scale(column, row, FORMAT: tl.constexpr):
-    if FORMAT.scaled:  # noqa: SIM108 at compile time
-        scale = tl.load(entry(column, row).to(tl.pointer_type(tl.float32)))
-    else:
-        scale = 1.0
-    return scale
+    return tl.load(entry(column, row).to(tl.pointer_type(tl.float32))) if FORMAT.scaled else 1.0
 
 
 @helper
 def kept_scale(scratch_ptr, index, column, FORMAT: tl.constexpr, MOMENTS: tl.constexpr):
     """The scale from before the step, which the first phase put aside."""
     if FORMAT.scaled:
-        kept_ptr = old_scale_pointer(scratch_ptr, index, column, MOMENTS)
+        kept_ptr = cell(scratch_ptr, 1 + MOMENTS + index, column)
         bits = tl.load(kept_ptr, volatile=True)
         scale = bits.to(tl.float32, bitcast=True)
     else:
@@ -98,7 +84,7 @@ def kept_scale(scratch_ptr, index, column, FORMAT: tl.constexpr, MOMENTS: tl.con
 def new_scale(scratch_ptr, index, column, row, start, FORMAT: tl.constexpr):
     """Stores the tensor's new scale (its first chunk does) and gives the scale's reciprocal."""
     if FORMAT.scaled:
-        bits = tl.load(amax_pointer(scratch_ptr, index, column), volatile=True)
+        bits = tl.load(cell(scratch_ptr, index, column), volatile=True)
         code_max = tl.full((), FORMAT.code_max, tl.float32)
         scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), code_max)
         scale = tl.maximum(scale, SMALLEST_SCALE)
@@ -134,7 +120,7 @@ def keep_amax(
     Atomics throughout: one thread does them in this order, before it counts the chunk as finished.
     """
     if FORMAT.scaled:
-        tl.atomic_max(amax_pointer(scratch_ptr, index, chunk.column), tl.max(amax_bits, 0))
+        tl.atomic_max(cell(scratch_ptr, index, chunk.column), tl.max(amax_bits, 0))
         bits = scale.to(tl.int32, bitcast=True)
-        old_ptr = old_scale_pointer(scratch_ptr, index, chunk.column, MOMENTS)
+        old_ptr = cell(scratch_ptr, 1 + MOMENTS + index, chunk.column)
         tl.atomic_xchg(old_ptr, bits, mask=chunk.start == 0)

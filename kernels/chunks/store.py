@@ -86,12 +86,24 @@ class Store:
 
 
 @helper
-def put_plain(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
-    if FORMATS.weight.draws:
-        code = FORMATS.weight.encode(param, 1.0, weight_bits(words))
+def drawn_code(value, words, FORMAT: tl.constexpr):
+    if FORMAT.draws:
+        code = FORMAT.encode(value, 1.0, weight_bits(words))
     else:
-        code = FORMATS.weight.encode(param, 1.0)
-    store_block(pointers.weight, block.offsets, code, block.mask)
+        code = FORMAT.encode(value, 1.0)
+    return code
+
+
+@helper
+def joined_codes(value, words, FORMAT: tl.constexpr):
+    """The codes of a weight and of what lies beside it."""
+    return FORMAT.encode(value, weight_bits(words)) if FORMAT.draws else FORMAT.encode(value)
+
+
+@helper
+def put_plain(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
+    FORMAT: tl.constexpr = FORMATS.weight
+    store_block(pointers.weight, block.offsets, drawn_code(param, words, FORMAT), block.mask)
     return amax_bits
 
 

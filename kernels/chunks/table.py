@@ -16,30 +16,25 @@ from megaopt.kernels.optional_triton import INTERPRETED
 
 
 class CopyEvent:
-    """A CUDA event behind copies on the stream that is current when it is made.
+    """Behind copies on the stream that is current when it is made; those on a CPU are done at once.
 
     torch's own asks for the current stream at each record, which takes 5 us on an H200's host.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.query = self._event.query
+        self._event: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """Behind what is queued now."""
-        self._event.record(self._stream)
-
-
-class NoEvent:
-    """In its place where copies are done when they return."""
-
-    def record(self) -> None:
-        """Nothing is queued."""
+        if self._event is not None:
+            self._event.record(self._stream)
 
     def query(self) -> bool:
-        """All is done."""
-        return True
+        """Whether it has passed."""
+        return self._event is None or bool(self._event.query())
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ def new_piece(like: torch.Tensor) -> Piece:
     # a step within inference mode makes tensors that no other step could write
     with torch.inference_mode(False):
         memory = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=on_gpu)
-    return Piece(memory, CopyEvent(like.device) if on_gpu else NoEvent())
+    return Piece(memory, CopyEvent(like.device))
 
 
 GIVEN_UP: list[Piece] = []
@@ -78,11 +73,8 @@ class Upload:
     """A tensor on the device that the host writes again and again, while earlier copies wait.
 
     pin_memory() and .to() in each step took 0.07 ms on an H200's host. There are as many pieces of
-    memory as the host has ever been writes ahead of the device.
-
-    Args:
-        tensor: contiguous; it is written and read on one stream, current at every write.
-        new: makes a piece of memory of the tensor's shape and dtype.
+    memory as the host has ever been writes ahead of the device. The tensor is contiguous, and is
+    written and read on one stream, current at every write.
     """
 
     def __init__(
@@ -94,10 +86,7 @@ class Upload:
     def write(self, array: numpy.ndarray, first: int = 0, last: int | None = None) -> None:
         """Copies an array's rows from `first` up to `last` into the tensor's, after what is queued.
 
-        Args:
-            array: of the tensor's shape and dtype; it may change as soon as this returns.
-            first: the first row.
-            last: the row behind the last; None for all.
+        The array is of the tensor's shape and dtype, and may change as soon as this returns.
         """
         GIVEN_UP.clear()
         oldest_is_done = bool(self._pieces) and self._pieces[0].copied.query()
@@ -255,7 +244,10 @@ class DeviceTable:
         stream, own = stream_of(self.device), self._upload
         fits = own is not None and own.tensor.shape == host.shape and self._stream == stream
         if own is None or not fits or self._is_captured:
-            own, first, last = Upload(empty_like(host, self.device)), 0, None
+            # not what a step within inference mode would make: every later step may write it
+            with torch.inference_mode(False):
+                made = torch.empty_like(torch.from_numpy(host), device=self.device)
+            own, first, last = Upload(made), 0, None
         own.write(host, first, last)
         self._upload, self._stream = own, stream
         self._is_captured = self._waits_for_replay = False
@@ -269,13 +261,6 @@ class DeviceTable:
         self._upload = Upload(tensor)
         self._is_captured = self._waits_for_replay = True
         return tensor
-
-
-def empty_like(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
-    """Memory on the device for an array, that every later step may write."""
-    # not what a step within inference mode would make
-    with torch.inference_mode(False):
-        return torch.empty_like(torch.from_numpy(array), device=device)
 
 
 def stream_of(device: torch.device) -> int:
@@ -310,11 +295,6 @@ class Chunks:
     """Which chunk is of which tensor, on the device: 4 bytes a tensor and 4 a span of chunks.
 
     A row for each chunk, 8 bytes for 2,048 elements, was 0.01% of what Megatron holds.
-
-    Args:
-        numels: elements of each tensor.
-        geometry: how large a chunk is.
-        device: where the table is needed.
     """
 
     def __init__(self, numels: Sequence[int], geometry: Geometry, device: torch.device) -> None:
@@ -343,13 +323,8 @@ def chunk_rows(numels: Sequence[int], geometry: Geometry) -> numpy.ndarray:
 def two_phase_chunk_rows(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
     """Each tensor's chunks twice: for the amaxes, and, from `lag` programs later on, for the step.
 
-    A third row has the phase.
-
-    Args:
-        chunks: as chunk_rows gives it.
-        lag: programs that start between a tensor's last chunk for the amaxes and its first for the
-            step, where there is as much other work: so many are at work at a time, and a program
-            that waits keeps its place on the processor.
+    So many programs are at work at a time, and one that waits keeps its place on the processor. A
+    third row has the phase.
     """
     tensors = chunks[0]
     order = numpy.arange(len(tensors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from megaopt.kernels.formats.block8 import BLOCKS
 from megaopt.kernels.formats.float8 import FLOAT8_E4M3, SCALED_FLOAT8_E4M3
 from megaopt.kernels.formats.float8_drawn import FLOAT8_E4M3_STOCHASTIC, PAIRS
 from megaopt.kernels.formats.float16 import FLOAT16, FLOAT16_STOCHASTIC, SCALED_FLOAT16
-from megaopt.kernels.formats.float32 import FLOAT32, decode, decode_reference, encode
-from megaopt.kernels.formats.float32 import encode_reference as _encode_reference
+from megaopt.kernels.formats.float32 import FLOAT32
 from megaopt.kernels.formats.kahan import (
     KAHAN_BFLOAT16,
     KAHAN_BFLOAT16_STOCHASTIC,
@@ -25,7 +25,7 @@ from megaopt.kernels.formats.remainder8 import REMAINDER8, REMAINDER8_STOCHASTIC
 from megaopt.kernels.formats.remainder16 import REMAINDER16
 from megaopt.kernels.optional_triton import tl
 
-NONE = Format("none", None, tl.int8, decode, encode, decode_reference, _encode_reference)
+NONE = replace(FLOAT32, name="none", dtype=None, element=tl.int8)
 """No buffer."""
 
 GRADS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -68,15 +68,15 @@ class Format:
     their first, second, ... numbers. For NVIDIA's GPUs from compute capability 9.0 on; elsewhere,
     and where it is None, codes are taken from the words one by one."""
 
+    def drawn(self, encode: Any, encode_reference: Callable[..., Any], **more: Any) -> Format:
+        """The same, rounded stochastically by these functions; more: other fields."""
+        own = {"encode": encode, "encode_reference": encode_reference, "draws": True}
+        return replace(self, name=f"{self.name}_stochastic", **own, **more)
+
     @property
     def codes_a_word(self) -> int:
         """How many codes are in 32 bits."""
         return 32 // int(self.element.primitive_bitwidth) * self.packed
-
-    @property
-    def decodes_words(self) -> bool:
-        """Whether `decode_words` is there."""
-        return self.decode_words is not None
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the tensor that holds the codes of a tensor of this shape.
@@ -93,7 +93,7 @@ class Format:
         return (*shape[:-1], shape[-1] // self.packed)
 
     def encode_by_hand(self, value: torch.Tensor, *inverse: torch.Tensor | None) -> Any:
-        """As encode_reference, for what no step stores; a format that draws rounds to nearest then.
+        """As encode_reference, but a format that draws rounds to nearest: for what no step stores.
 
         Ties go away from zero there: 0x8000 is half of the last place in 16 random bits.
         """
@@ -127,20 +127,23 @@ class Format:
         names = ("dtype", "decode_reference", "joined", "requires_weight", *scales)
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
-    @property
-    def _functions(self) -> tuple[Any, ...]:
-        own = (self.decode, self.encode)
-        return (*own, self.decode_words) if self.decodes_words else own
-
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        functions = [getattr(f, "cache_key", "") for f in self._functions]
-        fields: tuple[Any, ...]
-        fields = (self.name, self.element, self.code_max, self.scale_of_inverse, self.joined)
-        fields = (*fields, self.block) if self.block else fields
-        fields = (*fields, self.packed) if self.packed > 1 else fields
-        return f"{':'.join(map(str, fields))}:{functions}"
+        own = (self.decode, self.encode, self.decode_words)
+        functions = [getattr(function, "cache_key", "") for function in own]
+        scale = (self.code_max, self.scale_of_inverse, self.block, self.packed)
+        return f"{(self.name, self.element, self.joined, *scale)}:{functions}"
+
+
+def converted(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """A twin of `decode`: the value, fp32; times the scale where there is one.
+
+    A NaN is the canonical one: torch's conversions differ within one tensor, by place.
+    """
+    value = code.float()
+    value = value.masked_fill(value.isnan(), torch.nan)
+    return value if scale is None else value * scale.reshape(())
 
 
 class FormatTable(dict[Any, Format]):
@@ -197,12 +200,7 @@ class FormatTable(dict[Any, Format]):
 
 
 def scale_shape(block: Sequence[int] | None, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a buffer's scales: one number, or one for each block of each dimension.
-
-    Args:
-        block: elements of a block by dimension; None: the whole tensor shares a scale.
-        shape: of the parameter; as many dimensions as the block.
-    """
+    """The shape of the scales of a parameter: one number, or, with a block, one for each block."""
     if block is None:
         return (1,)
     return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))

@@ -73,15 +73,4 @@ BFLOAT16 = Format(
     encode_reference,
     decode_words=decode_words,
 )
-BFLOAT16_STOCHASTIC = Format(
-    "bfloat16_stochastic",
-    torch.bfloat16,
-    tl.int16,
-    decode,
-    encode_stochastic,
-    decode_reference,
-    encode_stochastic_reference,
-    draws=True,
-    one_nan=True,
-    decode_words=decode_words,
-)
+BFLOAT16_STOCHASTIC = BFLOAT16.drawn(encode_stochastic, encode_stochastic_reference, one_nan=True)

@@ -46,7 +46,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.block8 import some
+from megaopt.kernels.formats.block8 import cut, cut_reference, half, nearest_of, some
 from megaopt.kernels.optional_triton import helper, tl
 
 SIZE = 32
@@ -68,19 +68,6 @@ UNSIGNED_UP: tl.constexpr = tl.constexpr(E4M0_UP)
 
 
 @helper
-def half_of_a_code(pattern):
-    """What rounds a pattern's upper 9 bits to nearest even when the lower 23 are cut."""
-    return 0x3FFFFF + ((pattern >> 23) & 1)
-
-
-@helper
-def cut_to_exponent(pattern, rest, LARGEST_CODE: tl.constexpr):
-    """The code, int32, not beyond the largest; NaN and infinities as the largest, too."""
-    code = (pattern + rest).to(tl.uint32, bitcast=True) >> 23
-    return tl.minimum(code, LARGEST_CODE).to(tl.int32)
-
-
-@helper
 def decode_e3m0(code, scale):
     # the sign and the three bits come to their places
     number = (((code & 7) << 23) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
@@ -99,14 +86,14 @@ def with_sign(value, scaled, code):
 def encode_e3m0(value, inverse, bits):
     scaled = tl.abs(value) * inverse
     pattern = (scaled * SIGNED_DOWN).to(tl.int32, bitcast=True)
-    return with_sign(value, scaled, cut_to_exponent(pattern, (bits << 7) | 64, LARGEST_MAGNITUDE))
+    return with_sign(value, scaled, cut(pattern, (bits << 7) | 64, LARGEST_MAGNITUDE, 23))
 
 
 @helper
 def encode_e3m0_nearest(value, inverse):
     scaled = tl.abs(value) * inverse
     pattern = (scaled * SIGNED_DOWN).to(tl.int32, bitcast=True)
-    code = cut_to_exponent(pattern, half_of_a_code(pattern), LARGEST_MAGNITUDE)
+    code = cut(pattern, half(pattern, 23), LARGEST_MAGNITUDE, 23)
     return with_sign(value, scaled, code)
 
 
@@ -120,25 +107,17 @@ def decode_e4m0(code, scale):
 @helper
 def encode_e4m0(value, inverse, bits):
     pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-    return tl.maximum(cut_to_exponent(pattern, (bits << 7) | 64, NAN_OF_E4M0), some(value))
+    return tl.maximum(cut(pattern, (bits << 7) | 64, NAN_OF_E4M0, 23), some(value))
 
 
 @helper
 def encode_e4m0_nearest(value, inverse):
     pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-    code = cut_to_exponent(pattern, half_of_a_code(pattern), NAN_OF_E4M0)
+    code = cut(pattern, half(pattern, 23), NAN_OF_E4M0, 23)
     return tl.maximum(code, some(value))
 
 
 # --- the twins: a code of its own, uint8, for each element, as scale and inverse are of each
-
-
-def _cut_reference(scaled: torch.Tensor, bits: tuple[torch.Tensor, ...], most: int) -> torch.Tensor:
-    """int32, the code of a scaled magnitude; with random bits stochastically."""
-    pattern = scaled.view(torch.int32)
-    rest = (bits[0] << 7) | 64 if bits else 0x3FFFFF + ((pattern >> 23) & 1)
-    code = (pattern.long() + rest) >> 23  # a NaN's pattern leaves no room in an int32
-    return code.clamp(max=most).int()
 
 
 def decode_e3m0_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +135,7 @@ def encode_e3m0_reference(
     What rounds to 0 loses its sign.
     """
     scaled = value.abs() * inverse
-    code = _cut_reference(scaled * E3M0_DOWN, bits, LARGEST)
+    code = cut_reference(scaled * E3M0_DOWN, bits, LARGEST, 23)
     code = torch.where((value < 0) & (code > 0), code | 8, code)
     return torch.where(scaled <= 2, code, SIGNED_NAN).to(torch.uint8)
 
@@ -171,23 +150,19 @@ def encode_e4m0_reference(
     value: torch.Tensor, inverse: torch.Tensor, *bits: torch.Tensor
 ) -> torch.Tensor:
     """The code of the magnitude, uint8, at least 1 where the value is not +0; 15 is NaN."""
-    code = _cut_reference(value.abs() * inverse * E4M0_DOWN, bits, UNSIGNED_NAN)
+    code = cut_reference(value.abs() * inverse * E4M0_DOWN, bits, UNSIGNED_NAN, 23)
     return torch.maximum(code, (value.view(torch.int32) != 0).int()).to(torch.uint8)
 
 
 def _rows() -> list[Format]:
-    same: dict[str, Any] = {"dtype": torch.uint8, "element": tl.uint8, "block": SIZE, "packed": 2}
-    same |= {"one_nan": True}
-    signed = {**same, "decode": decode_e3m0, "decode_reference": decode_e3m0_reference}
-    signed |= {"encode_reference": encode_e3m0_reference}
-    unsigned = {**same, "decode": decode_e4m0, "decode_reference": decode_e4m0_reference}
-    unsigned |= {"encode_reference": encode_e4m0_reference, "unsigned": True}
-    return [
-        Format("block32_e3m0", encode=encode_e3m0, draws=True, **signed),
-        Format("block32_e3m0_nearest", encode=encode_e3m0_nearest, **signed),
-        Format("block32_e4m0", encode=encode_e4m0, draws=True, **unsigned),
-        Format("block32_e4m0_nearest", encode=encode_e4m0_nearest, **unsigned),
-    ]
+    same: dict[str, Any] = {"block": SIZE, "packed": 2, "one_nan": True, "draws": True}
+    twins = (decode_e3m0_reference, encode_e3m0_reference)
+    signed = Format("block32_e3m0", torch.uint8, tl.uint8, decode_e3m0, encode_e3m0, *twins, **same)
+    twins = (decode_e4m0_reference, encode_e4m0_reference)
+    own = (torch.uint8, tl.uint8, decode_e4m0, encode_e4m0, *twins)
+    unsigned = Format("block32_e4m0", *own, unsigned=True, **same)
+    pairs = ((signed, encode_e3m0_nearest), (unsigned, encode_e4m0_nearest))
+    return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
 
 
 BLOCKS_OF_4_BITS = tuple(_rows())

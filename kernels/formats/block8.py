@@ -26,6 +26,7 @@ starts from 0.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,15 +80,15 @@ def inverse_factor(scale):
 
 
 @helper
-def half(pattern):
-    """What rounds a pattern's upper 12 bits to nearest even when the lower 20 are cut."""
-    return 0x7FFFF + ((pattern >> 20) & 1)
+def half(pattern, DROPPED: tl.constexpr):
+    """What rounds a pattern to nearest even when its lower bits are dropped."""
+    return ((1 << (DROPPED - 1)) - 1) + ((pattern >> DROPPED) & 1)
 
 
 @helper
-def cut(pattern, rest, LARGEST: tl.constexpr):
+def cut(pattern, rest, LARGEST: tl.constexpr, DROPPED: tl.constexpr):
     """The code: NaN and what is too large are beyond the largest, as numbers without a sign."""
-    code = (pattern + rest).to(tl.uint32, bitcast=True) >> 20
+    code = (pattern + rest).to(tl.uint32, bitcast=True) >> DROPPED
     return tl.minimum(code, LARGEST).to(tl.int32)
 
 
@@ -116,7 +117,7 @@ def decode_words_e4m3(words, scale):
 
 @helper
 def signed_code(value, pattern, rest):
-    code = cut(pattern, rest, LARGEST_SIGNED)
+    code = cut(pattern, rest, LARGEST_SIGNED, 20)
     # no NaN is less than 0; its sign depends on the processor
     return tl.where(value < 0.0, code | 0x80, code).to(tl.int8)
 
@@ -137,7 +138,7 @@ def encode_e4m3_nearest(value, inverse):
         code = hopper.encode_e4m3_nearest(value, inverse)
     else:
         pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
-        code = signed_code(value, pattern, half(pattern))
+        code = signed_code(value, pattern, half(pattern, 20))
     return code
 
 
@@ -157,7 +158,7 @@ def decode_words_e5m3(words, scale):
 
 @helper
 def unsigned_code(value, pattern, rest):
-    return tl.maximum(cut(pattern, rest, LARGEST_UNSIGNED), some(value)).to(tl.uint8)
+    return tl.maximum(cut(pattern, rest, LARGEST_UNSIGNED, 20), some(value)).to(tl.uint8)
 
 
 @helper
@@ -176,7 +177,7 @@ def encode_e5m3_nearest(value, inverse):
         code = hopper.encode_e5m3_nearest(value, inverse)
     else:
         pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-        code = unsigned_code(value, pattern, half(pattern))
+        code = unsigned_code(value, pattern, half(pattern, 20))
     return code
 
 
@@ -198,12 +199,17 @@ def inverse_factor_reference(scale: torch.Tensor) -> torch.Tensor:
     return ((254 - scale.int()) << 23).view(torch.float32)
 
 
-def _cut_reference(scaled: torch.Tensor, bits: tuple[torch.Tensor, ...], nan: int) -> torch.Tensor:
-    """int32, the code of a scaled magnitude; with random bits stochastically."""
+def cut_reference(
+    scaled: torch.Tensor, bits: tuple[torch.Tensor, ...], most: int, dropped: int = 20
+) -> torch.Tensor:
+    """int32, the code of a scaled magnitude, at most `most`; with random bits stochastically."""
     pattern = scaled.view(torch.int32)
-    rest = (bits[0] << 4) | 8 if bits else 0x7FFFF + ((pattern >> 20) & 1)
-    code = (pattern.long() + rest) >> 20  # a NaN's pattern leaves no room in an int32
-    return code.clamp(max=nan).int()
+    if bits:
+        rest = (bits[0] << (dropped - 16)) | 1 << (dropped - 17)
+    else:
+        rest = (1 << (dropped - 1)) - 1 + ((pattern >> dropped) & 1)
+    code = (pattern.long() + rest) >> dropped  # a NaN's pattern leaves no room in an int32
+    return code.clamp(max=most).int()
 
 
 def decode_e4m3_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -220,7 +226,7 @@ def encode_e4m3_reference(
 
     -0 has code 0, as +0; what is less than 0 and rounds to 0 has code 0x80, which is read as -0.
     """
-    code = _cut_reference(value.abs() * inverse * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
+    code = cut_reference(value.abs() * inverse * 2.0**-SIGNED_SHIFT, bits, SIGNED_NAN)
     return torch.where(value < 0, code | 0x80, code).to(torch.uint8)
 
 
@@ -234,32 +240,28 @@ def encode_e5m3_reference(
     value: torch.Tensor, inverse: torch.Tensor, *bits: torch.Tensor
 ) -> torch.Tensor:
     """The code of the magnitude, uint8, at least 1 where the value is not +0."""
-    code = _cut_reference(value.abs() * inverse * 2.0**-UNSIGNED_SHIFT, bits, UNSIGNED_NAN)
+    code = cut_reference(value.abs() * inverse * 2.0**-UNSIGNED_SHIFT, bits, UNSIGNED_NAN)
     return torch.maximum(code, (value.view(torch.int32) != 0).int()).to(torch.uint8)
 
 
 def _rows(block: int) -> list[Format]:
     """Those with so many elements in a block."""
     name = "block" if block == 128 else f"block{block}"
-    same: dict[str, Any] = {"dtype": torch.uint8, "block": block, "one_nan": True}
-    signed = {**same, "element": tl.int8, "decode": decode_e4m3, "decode_words": decode_words_e4m3}
-    signed |= {"decode_reference": decode_e4m3_reference}
-    signed |= {"encode_reference": encode_e4m3_reference}
-    unsigned = {
-        **same,
-        "element": tl.uint8,
-        "decode": decode_e5m3,
-        "decode_words": decode_words_e5m3,
-        "unsigned": True,
-    }
-    unsigned |= {"decode_reference": decode_e5m3_reference}
-    unsigned |= {"encode_reference": encode_e5m3_reference}
-    return [
-        Format(f"{name}_e4m3", encode=encode_e4m3, draws=True, **signed),
-        Format(f"{name}_e4m3_nearest", encode=encode_e4m3_nearest, **signed),
-        Format(f"{name}_e5m3", encode=encode_e5m3, draws=True, **unsigned),
-        Format(f"{name}_e5m3_nearest", encode=encode_e5m3_nearest, **unsigned),
-    ]
+    same: dict[str, Any] = {"block": block, "one_nan": True, "draws": True}
+    twins = (decode_e4m3_reference, encode_e4m3_reference)
+    own = (torch.uint8, tl.int8, decode_e4m3, encode_e4m3, *twins)
+    signed = Format(f"{name}_e4m3", *own, decode_words=decode_words_e4m3, **same)
+    twins = (decode_e5m3_reference, encode_e5m3_reference)
+    own = (torch.uint8, tl.uint8, decode_e5m3, encode_e5m3, *twins)
+    same |= {"decode_words": decode_words_e5m3, "unsigned": True}
+    unsigned = Format(f"{name}_e5m3", *own, **same)
+    pairs = ((signed, encode_e4m3_nearest), (unsigned, encode_e5m3_nearest))
+    return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
+
+
+def nearest_of(form: Format, encode: Any) -> Format:
+    """The same, rounded to nearest."""
+    return replace(form, name=f"{form.name}_nearest", encode=encode, draws=False)
 
 
 BLOCKS = (*_rows(128), *_rows(64))

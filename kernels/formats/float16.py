@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megaopt.kernels.formats.base import Format
+from megaopt.kernels.formats.base import Format, converted
 from megaopt.kernels.optional_triton import helper, tl
 
 # Half of fp16's largest number, as TransformerEngine scales: the tensor's largest magnitude lands
@@ -55,16 +55,6 @@ def encode_scaled(value, inverse):
     return encode(tl.where(value == value, value * inverse, value), inverse)
 
 
-def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The value, shape of `code`, fp32; times the scale where there is one.
-
-    A NaN is the canonical one: torch's conversions differ within one tensor, by place.
-    """
-    value = code.float()
-    value = value.masked_fill(value.isnan(), torch.nan)
-    return value if scale is None else value * scale.reshape(())
-
-
 def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest fp16 (of value * inverse), ties to even; a NaN keeps its upper mantissa."""
     scaled = value if inverse is None else value * inverse.reshape(())
@@ -92,26 +82,15 @@ def encode_stochastic_reference(
     return torch.where(value.isnan(), nan, code).to(torch.int16).view(torch.float16)
 
 
-FLOAT16 = Format(
-    "float16", torch.float16, tl.int16, decode, encode, decode_reference, encode_reference
-)
+FLOAT16 = Format("float16", torch.float16, tl.int16, decode, encode, converted, encode_reference)
 SCALED_FLOAT16 = Format(
     "scaled_float16",
     torch.float16,
     tl.int16,
     decode_scaled,
     encode_scaled,
-    decode_reference,
+    converted,
     encode_reference,
     code_max=CODE_MAX,
 )
-FLOAT16_STOCHASTIC = Format(
-    "float16_stochastic",
-    torch.float16,
-    tl.int16,
-    decode,
-    encode_stochastic,
-    decode_reference,
-    encode_stochastic_reference,
-    draws=True,
-)
+FLOAT16_STOCHASTIC = FLOAT16.drawn(encode_stochastic, encode_stochastic_reference)

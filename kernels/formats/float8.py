@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megaopt.kernels.formats.base import Format
+from megaopt.kernels.formats.base import Format, converted
 from megaopt.kernels.optional_triton import helper, tl
 
 # The code of NaN; 0xFF is read as one too.
@@ -73,13 +73,6 @@ def decode_scaled_e4m3(code, scale):
     return decode_e4m3(code, scale) * scale
 
 
-def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The value, shape of `code`, fp32; times the scale where there is one."""
-    value = code.float()
-    value = value.masked_fill(value.isnan(), torch.nan)
-    return value if scale is None else value * scale.reshape(())
-
-
 def encode_e4m3_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest e4m3fn, ties to even; beyond 448, infinities too, 448; NaN is 0x7F."""
     # beyond 448 torch's own cast differs by version
@@ -101,7 +94,7 @@ FLOAT8_E4M3 = Format(
     tl.int8,
     decode_e4m3,
     encode_e4m3,
-    decode_reference,
+    converted,
     encode_e4m3_reference,
 )
 SCALED_FLOAT8_E4M3 = Format(
@@ -110,7 +103,7 @@ SCALED_FLOAT8_E4M3 = Format(
     tl.int8,
     decode_scaled_e4m3,
     encode_scaled_e4m3,
-    decode_reference,
+    converted,
     encode_scaled_e4m3_reference,
     code_max=CODE_MAX,
     scale_of_inverse=True,

@@ -12,13 +12,12 @@ the largest as that.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.float8 import FLOAT8_E4M3, NAN_CODE, decode_e4m3, decode_reference
+from megaopt.kernels.formats.base import Format, converted
+from megaopt.kernels.formats.float8 import FLOAT8_E4M3, NAN_CODE, decode_e4m3
 from megaopt.kernels.optional_triton import helper, tl
 
 # What brings values to the code's place and back, how many bits of fp32's mantissa are dropped,
@@ -131,7 +130,7 @@ def decode_pair_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Ten
     wide = (((own & 0x7F) << 8) + code.int()).clamp(0, 0x7E << 8)
     value = (wide << 12).view(torch.float32) * 2.0**120
     value = torch.where(own >= 0x80, -value, value)
-    return torch.where((own & 0x7F) > 0x7E, decode_reference(weight), value)
+    return torch.where((own & 0x7F) > 0x7E, converted(weight), value)
 
 
 def remainder_of(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -144,27 +143,22 @@ def remainder_of(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.where(usable, distance.clamp(-128, 127), 0).to(torch.int8)
 
 
-FLOAT8_E4M3_STOCHASTIC = replace(
-    FLOAT8_E4M3,
-    name="float8_e4m3_stochastic",
-    encode=encode_e4m3,
-    encode_reference=encode_e4m3_reference,
-    draws=True,
+FLOAT8_E4M3_STOCHASTIC = FLOAT8_E4M3.drawn(encode_e4m3, encode_e4m3_reference)
+PAIR = Format(
+    "remainder8_float8_e4m3",
+    torch.int8,
+    tl.int8,
+    decode_pair,
+    encode_pair,
+    decode_pair_reference,
+    encode_pair_reference,
+    joined=True,
+    requires_weight=torch.float8_e4m3fn,
 )
-
-
-def _pair(name: str, encode: Any, reference: Any, draws: bool) -> Format:
-    functions = (decode_pair, encode, decode_pair_reference, reference)
-    rest: dict[str, Any] = {"joined": True, "requires_weight": torch.float8_e4m3fn, "draws": draws}
-    return Format(f"remainder8_float8_e4m3{name}", torch.int8, tl.int8, *functions, **rest)
-
-
 PAIRS: dict[torch.dtype, dict[Any, Format]] = {
     torch.float8_e4m3fn: {
-        "remainder8": _pair("", encode_pair, encode_pair_reference, False),
-        "remainder8_stochastic": _pair(
-            "_stochastic", encode_drawn_pair, encode_drawn_pair_reference, True
-        ),
+        "remainder8": PAIR,
+        "remainder8_stochastic": PAIR.drawn(encode_drawn_pair, encode_drawn_pair_reference),
     }
 }
 """Remainders beside codes of a dtype, by the name of master_weight_dtype."""

@@ -13,6 +13,7 @@ the value, so that weight and compensation are what their sum gives again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -82,44 +83,6 @@ def settled_float16(weight, code):
     return tl.where(moved, again, weight), tl.where(moved, rest, code)
 
 
-@helper
-def decode_bfloat16(weight_code, code):
-    return added(bfloat16.decode(weight_code, 1.0), bfloat16.decode(code, 1.0))
-
-
-@helper
-def encode_bfloat16(value):
-    weight = bfloat16.encode(value, 1.0)
-    rest = lost(value, bfloat16.decode(weight, 1.0))
-    return settled_bfloat16(weight, nearest(rest))
-
-
-@helper
-def encode_bfloat16_stochastic(value, bits):
-    weight = bfloat16.encode(value, 1.0)
-    rest = lost(value, bfloat16.decode(weight, 1.0))
-    return settled_bfloat16(weight, drawn(rest, bits))
-
-
-@helper
-def decode_float16(weight_code, code):
-    return added(float16.decode(weight_code, 1.0), bfloat16.decode(code, 1.0))
-
-
-@helper
-def encode_float16(value):
-    weight = float16.encode(value, 1.0)
-    rest = lost(value, float16.decode(weight, 1.0))
-    return settled_float16(weight, nearest(rest))
-
-
-@helper
-def encode_float16_stochastic(value, bits):
-    weight = float16.encode(value, 1.0)
-    rest = lost(value, float16.decode(weight, 1.0))
-    return settled_float16(weight, drawn(rest, bits))
-
-
 def lost_reference(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """What an fp32 weight lacks of an fp32 value; a 0 of its sign where that is nothing."""
     difference = value - weight
@@ -156,52 +119,33 @@ def _encoded(
     return torch.where(moved, again, weight), torch.where(moved, rest, code)
 
 
-def encode_bfloat16_reference(
-    value: torch.Tensor, *bits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bf16 weight of an fp32 value, and its compensation; with bits stochastically."""
-    return _encoded(bfloat16.encode_reference, value, bits)
+def _rows(name: str, of: Any, settled: Any) -> tuple[Format, Format]:
+    """Beside weights of a format's module; to nearest, and stochastically."""
+    decode_weight, encode_weight = of.decode, of.encode
+
+    @helper
+    def decode(weight_code, code):  # noqa: ANN202
+        return added(decode_weight(weight_code, 1.0), bfloat16.decode(code, 1.0))
+
+    @helper
+    def encode(value):  # noqa: ANN202
+        weight = encode_weight(value, 1.0)
+        return settled(weight, nearest(lost(value, decode_weight(weight, 1.0))))
+
+    @helper
+    def encode_stochastic(value, bits):  # noqa: ANN202
+        weight = encode_weight(value, 1.0)
+        return settled(weight, drawn(lost(value, decode_weight(weight, 1.0)), bits))
+
+    def twin(value: torch.Tensor, *bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight of an fp32 value, and its compensation; with bits stochastically."""
+        return _encoded(of.encode_reference, value, bits)
+
+    own = (torch.bfloat16, tl.int16, decode, encode, decode_reference, twin)
+    weight = torch.float16 if of is float16 else torch.bfloat16
+    form = Format(name, *own, joined=True, requires_weight=weight)
+    return form, form.drawn(encode_stochastic, twin)
 
 
-def encode_float16_reference(
-    value: torch.Tensor, *bits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fp16 weight of an fp32 value, and its compensation; with bits stochastically."""
-    return _encoded(float16.encode_reference, value, bits)
-
-
-def _row(name: str, decode: object, encode: object, twin: object, weight: torch.dtype) -> Format:
-    return Format(
-        name,
-        torch.bfloat16,
-        tl.int16,
-        decode,
-        encode,
-        decode_reference,
-        twin,  # type: ignore[arg-type]
-        joined=True,
-        requires_weight=weight,
-        draws=name.endswith("_stochastic"),
-    )
-
-
-KAHAN_BFLOAT16 = _row(
-    "kahan", decode_bfloat16, encode_bfloat16, encode_bfloat16_reference, torch.bfloat16
-)
-KAHAN_BFLOAT16_STOCHASTIC = _row(
-    "kahan_stochastic",
-    decode_bfloat16,
-    encode_bfloat16_stochastic,
-    encode_bfloat16_reference,
-    torch.bfloat16,
-)
-KAHAN_FLOAT16 = _row(
-    "kahan_float16", decode_float16, encode_float16, encode_float16_reference, torch.float16
-)
-KAHAN_FLOAT16_STOCHASTIC = _row(
-    "kahan_float16_stochastic",
-    decode_float16,
-    encode_float16_stochastic,
-    encode_float16_reference,
-    torch.float16,
-)
+KAHAN_BFLOAT16, KAHAN_BFLOAT16_STOCHASTIC = _rows("kahan", bfloat16, settled_bfloat16)
+KAHAN_FLOAT16, KAHAN_FLOAT16_STOCHASTIC = _rows("kahan_float16", float16, settled_float16)

@@ -43,17 +43,17 @@ def encode(value):
     return tl.where(code < 0, upper + 1, upper).to(tl.int16), code
 
 
-def or_weight_reference(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def joined_reference(weight: torch.Tensor, code: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
     """The fp32 values of pairs; of those that no encoding makes the bf16 weights' own."""
+    upper = weight.view(torch.int16).int() - (code < 0).int()
+    value = ((upper << 16) | lower).view(torch.float32)
     own = (weight.view(torch.int16).int() << 16).view(torch.float32)
     return torch.where(value.isnan(), own, value)
 
 
 def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """The fp32 master of a bf16 weight and its int16 remainder, all of one shape."""
-    lower = code.int()
-    upper = weight.view(torch.int16).int() - (lower < 0).int()
-    return or_weight_reference(((upper << 16) | (lower & 0xFFFF)).view(torch.float32), weight)
+    return joined_reference(weight, code, code.int() & 0xFFFF)
 
 
 def encode_reference(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.formats.remainder16 import or_weight, or_weight_reference
+from megaopt.kernels.formats.remainder16 import joined_reference, or_weight
 from megaopt.kernels.optional_triton import helper, tl
 
 
@@ -49,9 +49,7 @@ def encode_stochastic(value, bits):
 
 def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """The fp32 value of a bf16 weight and its int8 remainder, all of one shape."""
-    lower = code.int()
-    upper = weight.view(torch.int16).int() - (lower < 0).int()
-    return or_weight_reference(((upper << 16) | ((lower & 0xFF) << 8)).view(torch.float32), weight)
+    return joined_reference(weight, code, (code.int() & 0xFF) << 8)
 
 
 def split_reference(
@@ -90,15 +88,4 @@ REMAINDER8 = Format(
     joined=True,
     requires_weight=torch.bfloat16,
 )
-REMAINDER8_STOCHASTIC = Format(
-    "remainder8_stochastic",
-    torch.int8,
-    tl.int8,
-    decode,
-    encode_stochastic,
-    decode_reference,
-    encode_stochastic_reference,
-    joined=True,
-    requires_weight=torch.bfloat16,
-    draws=True,
-)
+REMAINDER8_STOCHASTIC = REMAINDER8.drawn(encode_stochastic, encode_stochastic_reference)

@@ -230,10 +230,9 @@ def _random_basis(wide: int, rank: int, seed: int, device: torch.device) -> torc
 
 
 def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torch.Tensor:
-    """galore_torch's projection: the first singular vectors of a gradient [m, n].
+    """galore_torch's projection: the first singular vectors of a gradient, by an SVD in fp32.
 
-    By an SVD in fp32, for which the host waits. known: what stays for a gradient that is zero, or
-    not finite.
+    The host waits for it. known: what stays for a gradient that is zero, or not finite.
     """
     if not bool(says_something(grad)):
         return known.clone()
@@ -255,14 +254,8 @@ def iterated(
     A pass projects the gradient, multiplies it by what it found, adds a little of the projection,
     and makes that orthonormal: an iteration of G^T G + shift. The shift is what rounding alone may
     be, and what a gradient has less of than that stays as it was. The columns go on with their
-    signs, as the moments do.
-
-    Args:
-        grad: [m, n], fp32 or fp64.
-        low_rank: of the projection.
-        known: the projection so far.
-        passes: how many.
-        parts: of the gradient's rows, on the right; of its columns, on the left.
+    signs, as the moments do. parts: of the gradient's rows, on the right; of its columns, on the
+    left.
     """
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known.mT) if right else (grad.mT, known)
@@ -330,11 +323,8 @@ def _floor(squares: torch.Tensor, rows: int) -> torch.Tensor:
     places; errors of random signs add up to sqrt(k) of that. Partial sums are at most the norm of
     the matrix's column times that of the image's (Cauchy-Schwarz), and all columns of the matrix
     together have the matrix's norm. 4: so many times the mean error is not met by chance. Sums of
-    parts, added up in fp64, are no worse.
-
-    Args:
-        squares: of the norms of the image's columns, and behind them of the matrix's.
-        rows: k, of all parts.
+    parts, added up in fp64, are no worse. squares: of the norms of the image's columns, and behind
+    them of the matrix's. rows: k, of all parts.
     """
     own, norm = squares[:-1].sqrt(), squares[-1].sqrt()
     floor: torch.Tensor = norm * own * (4.0 * UNIT * math.sqrt(rows))
@@ -342,17 +332,11 @@ def _floor(squares: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def orthonormal(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An orthonormal basis of what columns span, by Cholesky's QR, twice.
+    """An orthonormal basis of what columns span, fp64 [k, rank], and whether there is one.
 
+    By Cholesky's QR, twice; the longest combination of the columns at most 1e7 times the shortest.
     The diagonal of its triangle is positive, so that a basis that is one already stays as it is,
     signs included.
-
-    Args:
-        columns: fp64 [k, rank]; the longest combination of them at most 1e7 times the shortest.
-
-    Returns:
-        The basis, fp64 [k, rank], and whether there is one, a bool of shape (). The basis means
-        nothing where there is none.
     """
     first, is_definite = _cholesky_qr(columns)
     second, again = _cholesky_qr(first)
@@ -374,11 +358,7 @@ def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:
 def captured_energy(
     grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor, parts: Parts = ALONE
 ) -> torch.Tensor:
-    """How much of a gradient's square the projection keeps, from 0 to 1, fp32 of shape ().
-
-    At most 1, whatever roundings add up to; 0 of a gradient that is 0, NaN of one that is not
-    finite.
-    """
+    """How much of a gradient's square the projection keeps, fp32 from 0 to 1; 0 where all is 0."""
     low = projected(grad, projection, low_rank.side)
     kept, whole = parts.add_up(torch.stack([square(low), square(grad)])).unbind()
     return torch.where(whole == 0, 0.0, (kept / whole).clamp(max=1.0)).float()

@@ -42,6 +42,17 @@ def shape_of(column, PRODUCT: tl.constexpr):
     return rows, columns
 
 
+@helper
+def operand_tile(
+    ptr, row, rows, column, columns, stride, FORMAT: tl.constexpr, PRODUCT: tl.constexpr
+):
+    """[row, column] as a product takes it; 0 where the matrix ends. stride: of its rows."""
+    PRECISION: tl.constexpr = PRODUCT.precision  # Triton 3.6 passes no attribute that is a string
+    mask = (row[:, None] < rows) & (column[None, :] < columns)
+    tile = loaded(ptr, row[:, None] * stride + column[None, :], mask, PRODUCT.even)
+    return taken(tile, FORMAT, PRECISION)
+
+
 # --- the gradients projected
 
 
@@ -49,33 +60,22 @@ def shape_of(column, PRODUCT: tl.constexpr):
 def gradient_tile(grad_ptr, outer, outer_end, inner, inner_end, columns, PRODUCT: tl.constexpr):
     """[outer, inner], as a product takes it."""
     FORMAT: tl.constexpr = PRODUCT.form
-    PRECISION: tl.constexpr = PRODUCT.precision
     if PRODUCT.on_left:  # as it lies in memory, and then turned
-        mask = (inner[:, None] < inner_end) & (outer[None, :] < outer_end)
-        tile = loaded(grad_ptr, inner[:, None] * columns + outer[None, :], mask, PRODUCT.even)
-    else:
-        mask = (outer[:, None] < outer_end) & (inner[None, :] < inner_end)
-        tile = loaded(grad_ptr, outer[:, None] * columns + inner[None, :], mask, PRODUCT.even)
-    tile = taken(tile, FORMAT, PRECISION)
-    if PRODUCT.on_left:
+        tile = operand_tile(grad_ptr, inner, inner_end, outer, outer_end, columns, FORMAT, PRODUCT)
         tile = tl.trans(tile)
+    else:
+        tile = operand_tile(grad_ptr, outer, outer_end, inner, inner_end, columns, FORMAT, PRODUCT)
     return tile
 
 
 @helper
-def projection_tile(projection_ptr, inner, inner_end, rank, rank_end, terms, PRODUCT: tl.constexpr):
+def projection_tile(ptr, inner, inner_end, rank, rank_end, terms, PRODUCT: tl.constexpr):
     """[inner, rank], as a product takes it."""
     FORMAT: tl.constexpr = PRODUCT.projection
-    PRECISION: tl.constexpr = PRODUCT.precision
     if PRODUCT.on_left:
-        mask = (inner[:, None] < inner_end) & (rank[None, :] < rank_end)
-        offsets = inner[:, None] * PRODUCT.rank + rank[None, :]
-        tile = loaded(projection_ptr, offsets, mask, PRODUCT.even)
+        tile = operand_tile(ptr, inner, inner_end, rank, rank_end, PRODUCT.rank, FORMAT, PRODUCT)
     else:
-        mask = (rank[:, None] < rank_end) & (inner[None, :] < inner_end)
-        tile = loaded(projection_ptr, rank[:, None] * terms + inner[None, :], mask, PRODUCT.even)
-    tile = taken(tile, FORMAT, PRECISION)
-    if not PRODUCT.on_left:
+        tile = operand_tile(ptr, rank, rank_end, inner, inner_end, terms, FORMAT, PRODUCT)
         tile = tl.trans(tile)
     return tile
 
@@ -198,22 +198,14 @@ def add_slabs_kernel(
 
 @helper
 def left_tile(ptr, row, rows, inner, PRODUCT: tl.constexpr):
-    """[row, inner] of the left factor, as a product takes it; 0 where the matrix ends."""
-    FORMAT: tl.constexpr = PRODUCT.left
-    PRECISION: tl.constexpr = PRODUCT.precision
-    mask = (row[:, None] < rows) & (inner[None, :] < PRODUCT.rank)
-    tile = loaded(ptr, row[:, None] * PRODUCT.rank + inner[None, :], mask, PRODUCT.even)
-    return taken(tile, FORMAT, PRECISION)
+    FORMAT: tl.constexpr = PRODUCT.projection if PRODUCT.on_left else PRODUCT.form
+    return operand_tile(ptr, row, rows, inner, PRODUCT.rank, PRODUCT.rank, FORMAT, PRODUCT)
 
 
 @helper
 def right_tile(ptr, inner, column, columns, stride, PRODUCT: tl.constexpr):
-    """[inner, column] of the right factor, likewise; stride: of its rows."""
-    FORMAT: tl.constexpr = PRODUCT.right
-    PRECISION: tl.constexpr = PRODUCT.precision
-    mask = (inner[:, None] < PRODUCT.rank) & (column[None, :] < columns)
-    tile = loaded(ptr, inner[:, None] * stride + column[None, :], mask, PRODUCT.even)
-    return taken(tile, FORMAT, PRECISION)
+    FORMAT: tl.constexpr = PRODUCT.form if PRODUCT.on_left else PRODUCT.projection
+    return operand_tile(ptr, inner, PRODUCT.rank, column, columns, stride, FORMAT, PRODUCT)
 
 
 @helper
@@ -226,15 +218,12 @@ def product_tile(
     ends: the matrix's rows and columns from the pointers on; stride: of the right factor's rows;
     whole: the left factor's tile, where it has the whole rank.
     """
-    PRECISION: tl.constexpr = PRODUCT.precision  # Triton 3.6 passes no attribute that is a string
+    PRECISION: tl.constexpr = PRODUCT.precision
     rows, columns = ends
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for first in range(0, PRODUCT.rank, INNER):
         inner = first + tl.arange(0, INNER)
-        if PRODUCT.rank <= INNER:  # noqa: SIM108 at compile time
-            left = whole
-        else:
-            left = left_tile(left_ptr, row, rows, inner, PRODUCT)
+        left = whole if PRODUCT.rank <= INNER else left_tile(left_ptr, row, rows, inner, PRODUCT)
         right = right_tile(right_ptr, inner, column, columns, stride, PRODUCT)
         total = added_product(left, right, total, PRECISION)
     return total

@@ -13,7 +13,7 @@ import torch
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
-from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
@@ -207,16 +207,9 @@ def launched_plan(
     grouped: bool = False,
     tiles: Tiles | None = None,
 ) -> MatrixPlan:
-    """The plan of launches over many matrices.
+    """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
 
-    Args:
-        formats: of every buffer; `matrix` is GALORE's, and no master has a scale.
-        shapes: of the matrices.
-        groups: for each matrix, its row in the scalars that `step` is given.
-        device: a CUDA device, or the CPU under Triton's interpreter.
-        places: of each matrix in its parameter, for random bits.
-        grouped: gradients are projected by one launch, not by torch.
-        tiles: for tests; otherwise those of the formats.
+    grouped: gradients are projected by one launch, not by torch. tiles: for tests.
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
@@ -237,14 +230,9 @@ class How:
     tiles: Tiles
 
     @property
-    def precision(self) -> str:
-        """Of the products, of products.PRECISIONS."""
-        return self.low_rank.precision
-
-    @property
     def direction(self) -> Formats:
         """Of Adam's step, which writes the direction as the last product takes it: rounded."""
-        is_bf16 = self.precision == BF16
+        is_bf16 = self.low_rank.precision == BF16
         return inner_formats(self.formats, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
 
     def low_numel(self, shape: torch.Size) -> int:
@@ -254,7 +242,7 @@ class How:
     @property
     def casts(self) -> bool:
         """Projections are cast to bf16 ahead, once for both launches."""
-        return self.tiles.cast and self.precision == BF16
+        return self.tiles.cast and self.low_rank.precision == BF16
 
     def workspace_bytes(self, shape: torch.Size) -> int:
         """What a step takes for a while: the projected gradient, its direction, the projection."""
@@ -288,12 +276,8 @@ class How:
 class GaLoreLaunches:
     """The launches of a batch, in waves of as many matrices as a small workspace has room for.
 
-    Args:
-        how: of the batch.
-        device: a CUDA device, or the CPU under Triton's interpreter.
-        shapes: of the matrices.
-        groups: for each, its row in the scalars that `step` is given.
-        places: of each matrix in its parameter, for random bits.
+    For each matrix `groups` is its row in the scalars that `step` is given, and `places` where it
+    lies in its parameter, for random bits.
     """
 
     def __init__(
@@ -319,11 +303,7 @@ class GaLoreLaunches:
         self._measured.accumulate(bins)
 
     def step(
-        self,
-        buffers: Buffers,
-        works: Sequence[Work],
-        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
-        controls: torch.Tensor | None,
+        self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
     ) -> None:
         """One step of every matrix, by its projection."""
         for own, wave in self._waves:
@@ -353,10 +333,7 @@ def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list
 
 
 class Wave:
-    """Steps some matrices of a batch, all with as many slabs and of even shape, or not.
-
-    Arguments are those of GaLoreLaunches, for the wave's own matrices.
-    """
+    """Steps some matrices of a batch, all with as many slabs and of even shape, or not."""
 
     def __init__(
         self,
@@ -395,14 +372,18 @@ class Wave:
         self,
         buffers: Buffers,
         projections: Sequence[torch.Tensor],
-        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
+        scalars: Scalars,
         controls: torch.Tensor | None,
     ) -> None:
         """One step; buffers, projections: of the wave's matrices."""
         projections = self._cast(projections) if self._casts else projections
         low = self._new(torch.float32)
         direction = low if self.how.direction.weight is FLOAT32 else self._new(torch.bfloat16)
-        self._note(buffers, projections, low, direction)
+        for slot in self._apply.slots:
+            self._rows[self._apply.rows[slot]] = list(map(torch.Tensor.data_ptr, buffers[slot]))
+        self._rows[kernel.PROJECTION.value] = list(map(torch.Tensor.data_ptr, projections))
+        self._rows[kernel.LOW.value] = self._addresses(low)
+        self._rows[kernel.DIRECTION.value] = self._addresses(direction)
         if self.how.grouped:
             self._project(low)
         else:
@@ -428,24 +409,10 @@ class Wave:
         found: numpy.ndarray = whole.data_ptr() + self._firsts * whole.element_size()
         return found
 
-    def _note(
-        self,
-        buffers: Buffers,
-        projections: Sequence[torch.Tensor],
-        low: torch.Tensor,
-        direction: torch.Tensor,
-    ) -> None:
-        """Writes all addresses into the table."""
-        for slot in self._apply.slots:
-            self._rows[self._apply.rows[slot]] = list(map(torch.Tensor.data_ptr, buffers[slot]))
-        self._rows[kernel.PROJECTION.value] = list(map(torch.Tensor.data_ptr, projections))
-        self._rows[kernel.LOW.value] = self._addresses(low)
-        self._rows[kernel.DIRECTION.value] = self._addresses(direction)
-
     def _project_by_torch(
         self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
     ) -> None:
-        precision, side = self.how.precision, self.how.low_rank.side
+        precision, side = self.how.low_rank.precision, self.how.low_rank.side
         own = zip(self._firsts.tolist(), grads, projections, strict=True)
         for first, grad, projection in own:
             if precision != BF16 or grad.dtype != torch.bfloat16:
@@ -468,12 +435,8 @@ class Wave:
         }
         slabs = self._new(torch.float32, self._slabs) if self._apart else low
         self._rows[kernel.LOW.value] = self._addresses(slabs)
-        arguments = (
-            self._table.update(self._rows),
-            self._project_tiles.table,
-            len(self.shapes),
-            self._numel,
-        )
+        tables = (self._table.update(self._rows), self._project_tiles.table)
+        arguments = (*tables, len(self.shapes), self._numel)
         call(kernel.project_kernel, self._project_tiles.count, arguments, options)
         if self._apart:
             options = {"SLABS": self._slabs, "BLOCK": ADDED}
@@ -519,21 +482,15 @@ class Wave:
         }
         if own.registers is not None and torch.version.hip is None:
             options["maxnreg"] = own.registers
-        sizes = (len(self.shapes), scalars.shape[1])
-        arguments = (
-            self._table.update(self._rows),
-            self._back_tiles.table,
-            scalars,
-            controls,
-            *sizes,
-        )
+        tables = (self._table.update(self._rows), self._back_tiles.table)
+        arguments = (*tables, scalars, controls, len(self.shapes), scalars.shape[1])
         call(kernel.back_project_kernel, self._back_tiles.count, arguments, options)
 
     def _product(self, form: Format, even: bool) -> Product:
         """A launch's; form: of the matrix; even: whether all shapes are."""
         used = [*self._apply.rows.values(), kernel.PROJECTION.value]
         aligned = not bool((numpy.bitwise_or.reduce(self._rows[used], None) & 15).any())
-        low_rank, precision = self.how.low_rank, self.how.precision
+        low_rank, precision = self.how.low_rank, self.how.low_rank.precision
         on_left, even = low_rank.side == LEFT, even and aligned
         return Product(form, self.projection, precision, on_left, even, low_rank.rank)
 

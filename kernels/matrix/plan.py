@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.draws import words_reference
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.norm.reference import accumulate_reference
@@ -47,8 +47,7 @@ class MatrixPlan:
         groups: for each matrix, its row in the scalars that `step` is given.
         places: of each matrix in its parameter, for random bits.
         step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
-        launches: in its place, of a rule that has launches over many matrices: has
-            `accumulate(buffers, bins)` and `step(buffers, works, scalars, controls)`.
+        launches: in its place, of a rule that has launches over many matrices (GaLoreLaunches).
     """
 
     def __init__(
@@ -88,11 +87,7 @@ class MatrixPlan:
         """Returns the rows: memory is taken on the way of the step."""
         return scalars
 
-    def step(
-        self,
-        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
-        controls: torch.Tensor | None = None,
-    ) -> None:
+    def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
         """One step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
         if self._launches:
             self._launches.step(self._buffers, self.works, scalars, controls)
@@ -208,14 +203,9 @@ class CompiledStep:
         # flat, as torch.compile takes a Parameter's shape as fixed; a tensor in two slots is one
         flat = {id(tensor): tensor.detach().view(-1) for tensor in tensors.values()}
         own = {slot: flat[id(tensor)] for slot, tensor in tensors.items()}
-        with torch._dynamo.config.patch(recompile_limit=LIMIT):
-            self._function(rule, formats)(
-                own, row=row, controls=controls, first=place.first, words=words
-            )
-
-    def _function(self, rule: Rule, formats: Formats) -> Any:
         key = (rule.name, formats)
         if key not in self._known:
-            own = partial(step_with_words, formats=formats, rule=rule)
-            self._known[key] = torch.compile(own, dynamic=True)
-        return self._known[key]
+            function = partial(step_with_words, formats=formats, rule=rule)
+            self._known[key] = torch.compile(function, dynamic=True)
+        with torch._dynamo.config.patch(recompile_limit=LIMIT):
+            self._known[key](own, row=row, controls=controls, first=place.first, words=words)

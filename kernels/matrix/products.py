@@ -109,24 +109,9 @@ class Product:
         """Likewise the projection."""
         return element_of(self.projection, self.precision)
 
-    @property
-    def left(self) -> Format:
-        """Of the left factor of the product that projects back."""
-        return self.projection if self.on_left else self.form
-
-    @property
-    def right(self) -> Format:
-        """Likewise of the right one."""
-        return self.form if self.on_left else self.projection
-
 
 def operand_reference(value: torch.Tensor, precision: str) -> torch.Tensor:
-    """fp32 values as a product takes them, in fp32; fp64 ones stay.
-
-    Args:
-        value: fp32 or fp64, or bf16, which every precision has.
-        precision: of PRECISIONS.
-    """
+    """fp32 values as a product takes them, in fp32; fp64 ones stay. Every precision has bf16's."""
     if value.dtype == torch.bfloat16:
         return value.float()
     if value.dtype != torch.float32 or precision == IEEE:
@@ -181,13 +166,10 @@ def _bf16_products() -> Iterator[None]:
 
 @_without_autocast()
 def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> torch.Tensor:
-    """The matrix product of fp32 tensors, fp32; or of fp64 ones, fp64.
+    """The matrix product of fp32 tensors [m, k] and [k, n], fp32; or of fp64 ones, fp64.
 
-    Args:
-        some: [m, k]; with precision bf16 it may be of bf16.
-        others: [k, n]; likewise.
-        precision: of fp32 numbers in products, of PRECISIONS; sums are fp32's. On a CPU
-            they are rounded to it; CUDA's own TF32 rounds or cuts off.
+    precision: of fp32 numbers in products, of PRECISIONS, and with bf16 they may be bf16; sums are
+    fp32's. On a CPU numbers are rounded to it; CUDA's own TF32 rounds or cuts off.
     """
     some, others = _aligned(some), _aligned(others)
     if some.is_cuda and some.dtype != torch.float64 and precision != IEEE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaopt.kernels.chunks.blocks import load_block, pointer, store_block
 from megaopt.kernels.chunks.chunk import Block, Column, chunk_of, entry, place_of
-from megaopt.kernels.chunks.draws import block_words, draw_of, weight_bits
+from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import (
     MASTER,
     MASTER_SCALE,
@@ -17,6 +17,7 @@ from megaopt.kernels.chunks.rows import (
     WEIGHT_SCALE_STRIDE,
 )
 from megaopt.kernels.chunks.scales import old_scale
+from megaopt.kernels.chunks.store import drawn_code, joined_codes
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.quantizers.scale import magnitude_bits
 from megaopt.kernels.step.kernel import draw_row, is_left_out
@@ -59,21 +60,8 @@ def remainder_pointer(column, start, FORMATS: tl.constexpr):
 @helper
 def cast_draw(column, scalars_ptr, scalar_count, FORMATS: tl.constexpr, RULE: tl.constexpr):
     """What the random words of a cast are made from, where it draws."""
-    if FORMATS.cast_draws:
-        draw = draw_of(column, draw_row(column, scalars_ptr, scalar_count, RULE), True)
-    else:
-        draw = ((0, 0, 0), 0, 0, 0, 0)
-    return draw
-
-
-@helper
-def drawn_code(product, words, FORMATS: tl.constexpr):
-    """The codes of values times scales."""
-    if FORMATS.weight.draws:
-        code = FORMATS.weight.encode(product, 1.0, weight_bits(words))
-    else:
-        code = FORMATS.weight.encode(product, 1.0)
-    return code
+    row_ptr = draw_row(column, scalars_ptr, scalar_count, RULE)
+    return draw_of(column, row_ptr, FORMATS.cast_draws)
 
 
 @helper
@@ -81,13 +69,11 @@ def store_codes(weight_ptr, remainder_ptr, block, product, words, FORMATS: tl.co
     """Stores the codes of values times scales, and what lies beside them."""
     REMAINDER: tl.constexpr = FORMATS.remainder
     if REMAINDER.present:
-        if REMAINDER.draws:
-            code, remainder = REMAINDER.encode(product, weight_bits(words))
-        else:
-            code, remainder = REMAINDER.encode(product)
+        code, remainder = joined_codes(product, words, REMAINDER)
         store_block(remainder_ptr, block.offsets, remainder, block.mask)
     else:
-        code = drawn_code(product, words, FORMATS)
+        WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
+        code = drawn_code(product, words, WEIGHT_FORMAT)
     store_block(weight_ptr, block.offsets, code, block.mask)
 
 
@@ -144,6 +130,29 @@ def values_kernel(
         block += 1
 
 
+@helper
+def cast_block(
+    pointers, scales, draw, start, begin, block, amax_bits, FORMATS: tl.constexpr,
+    ONLY_AMAX: tl.constexpr,
+):  # fmt: skip
+    """Casts a block of masters, whose first is `begin` in the chunk; or only raises amax_bits."""
+    master_ptr, weight_ptr, remainder_ptr = pointers
+    master_scale, scale = scales
+    code = load_block(master_ptr, block.offsets, block.mask)
+    param = FORMATS.master.decode(code, master_scale)
+    if ONLY_AMAX:
+        _value, amax_bits = noted(param, amax_bits, block.mask, FORMATS)
+    else:
+        value = rounded(param, FORMATS)
+        IN_QUADS: tl.constexpr = block.mask is None
+        BLOCK: tl.constexpr = block.offsets.shape[0]
+        words = block_words(
+            draw, start, begin, block.offsets, FORMATS.cast_draws, False, BLOCK, IN_QUADS
+        )
+        store_codes(weight_ptr, remainder_ptr, block, value * scale, words, FORMATS)
+    return amax_bits
+
+
 @jit(do_not_specialize=["tensors", "scalar_count"])
 def cast_kernel(
     table_ptr,  # *int64 [Formats.row_count, tensors]
@@ -180,33 +189,21 @@ def cast_kernel(
         scale, scale_inv = FORMATS.cast.quantizer.scale(column, tl.load(amax_ptr), FORMATS)
         tl.store(scale_inv_pointer(column, FORMATS), scale_inv, mask=start == 0)
     amax_bits = tl.zeros((BLOCK,), tl.int32)
+    pointers, scales = (master_ptr, weight_ptr, remainder_ptr), (master_scale, scale)
     block = tl.zeros((), tl.int32)
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
-        code = load_block(master_ptr, offsets, None)
-        value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
-        if ONLY_AMAX:
-            amax_bits = tl.maximum(amax_bits, magnitude_bits(value))
-        else:
-            words = block_words(
-                draw, start, block * BLOCK, offsets, FORMATS.cast_draws, False, BLOCK, True
-            )
-            whole = Block(offsets, 0, None)
-            store_codes(weight_ptr, remainder_ptr, whole, value * scale, words, FORMATS)
+        amax_bits = cast_block(
+            pointers, scales, draw, start, block * BLOCK, Block(offsets, 0, None), amax_bits,
+            FORMATS, ONLY_AMAX,
+        )  # fmt: skip
         block += 1
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < elements
-        code = load_block(master_ptr, offsets, mask)
-        value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
-        if ONLY_AMAX:
-            amax_bits = tl.maximum(amax_bits, magnitude_bits(tl.where(mask, value, 0.0)))
-        else:
-            words = block_words(
-                draw, start, block * BLOCK, offsets, FORMATS.cast_draws, False, BLOCK, False
-            )
-            rest = Block(offsets, 0, mask)
-            store_codes(weight_ptr, remainder_ptr, rest, value * scale, words, FORMATS)
+        amax_bits = cast_block(
+            pointers, scales, draw, start, block * BLOCK, Block(offsets, 0, offsets < elements),
+            amax_bits, FORMATS, ONLY_AMAX,
+        )  # fmt: skip
         block += 1
     if ONLY_AMAX:
         tl.atomic_max(amax_ptr, tl.max(amax_bits, 0))

@@ -109,11 +109,7 @@ def move_scales_reference(
 ) -> None:
     """The twin for one weight, whose amax of this step is the history's first; nothing waits.
 
-    Args:
-        history: fp32, (amax_history_len,).
-        scale: fp32, (1,).
-        recipe: with delayed scaling.
-        skip: one boolean on the device; where it is true nothing moves.
+    skip: one boolean on the device; where it is true nothing moves.
     """
     newest = recipe.amax_compute_algo == "most_recent"
     # the largest passes NaNs over, the newest is taken as it is
@@ -129,14 +125,7 @@ def move_scales_reference(
 
 
 def move_scales(table: torch.Tensor, recipe: Recipe, controls: torch.Tensor | None) -> None:
-    """Launches the kernel over weights.
-
-    Args:
-        table: int64 [4, weights]: addresses on the device, of histories, scales, this step's
-            amaxes; and the row of the controls.
-        recipe: with delayed scaling.
-        controls: the step's, a row a group.
-    """
+    """Launches the kernel over weights; table: int64 [4, weights], as the kernel has it."""
     count, length = table.shape[1], recipe.amax_history_len
     options: dict[str, object] = {
         "CODE_MAX": recipe.code_max,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
 
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
-from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
+from megaopt.kernels.chunks.batch import Buffers, Extent, Formats, Scalars
 from megaopt.kernels.chunks.spec import Spec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.optional_triton import INTERPRETED
@@ -97,11 +98,7 @@ class CastPlan:
             rows.append(self._steps.rows[table_rows.GROUP.value].tolist())
         return numpy.array(rows, numpy.int64)
 
-    def step(
-        self,
-        scalars: Sequence[tuple[float, ...]] | torch.Tensor,
-        controls: torch.Tensor | None = None,
-    ) -> None:
+    def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
         """As TritonPlan.step; raises the buffers of amaxes, and casts what it can."""
         self._controls, scalars = controls, self._steps.on_device(scalars)
         self._step_scalars = scalars
@@ -114,16 +111,10 @@ class CastPlan:
             tiles = self._tiles.shape[1]
             spec = Spec(self.formats, self.rule, controls is not None)
             options = {"SPEC": spec, "SHARDED": self.shared, **store.tile_options}
-            arguments = (
-                self._steps.table(),
-                self._tiles,
-                scalars,
-                controls,
-                len(self.extents),
-                tiles,
-            )
+            sizes = (len(self.extents), tiles, scalars.shape[1])
             if tiles:
-                call(tile_kernel, tiles, (*arguments, scalars.shape[1]), options)
+                arguments = (self._steps.table(), self._tiles, scalars, controls, *sizes)
+                call(tile_kernel, tiles, arguments, options)
         if store.left is Left.ALL:
             self._pass_over_masters(only_amax=True)
 
@@ -153,12 +144,8 @@ class CastPlan:
         elif not self.in_blocks and self._steps.chunks.count:
             own = {"FORMATS": self.formats, "ITERATIONS": self._steps.geometry.iterations}
             arguments = (table, self._steps.chunks.table, count)
-            call(
-                values_kernel,
-                self._steps.chunks.count,
-                arguments,
-                {**own, **dealt_out(self._steps.geometry)},
-            )
+            own |= dealt_out(self._steps.geometry)
+            call(values_kernel, self._steps.chunks.count, arguments, own)
 
     def _pass_over_masters(self, only_amax: bool) -> None:
         options: dict[str, object] = {"ONLY_AMAX": only_amax, "RULE": self.rule}
@@ -169,10 +156,8 @@ class CastPlan:
             arguments = (self._tiles, self._controls, scalars, count, tiles, scalars.shape[1])
             self._launch(cast_tiles_kernel, tiles, arguments, options)
         else:
-            options |= {
-                "ITERATIONS": self._steps.geometry.iterations,
-                **dealt_out(self._steps.geometry),
-            }
+            geometry = self._steps.geometry
+            options |= {"ITERATIONS": geometry.iterations, **dealt_out(geometry)}
             arguments = (self._steps.chunks.table, self._controls, scalars, count, scalars.shape[1])
             self._launch(cast_kernel, self._steps.chunks.count, arguments, options)
 
@@ -184,11 +169,7 @@ class CastPlan:
         self._launch(cast_columns_kernel, tiles, (*arguments, scalars.shape[1]), options)
 
     def _launch(
-        self,
-        function: object,
-        programs: int,
-        arguments: tuple[object, ...],
-        options: Mapping[str, object],
+        self, function: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         """A kernel over chunks or tiles; arguments: those behind the table."""
         if programs:

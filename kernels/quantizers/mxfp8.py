@@ -7,6 +7,7 @@ dimension, in the weight's own order. They are made of the masters, once more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,9 +16,9 @@ from megaopt.kernels.chunks.chunk import Column, entry
 from megaopt.kernels.chunks.draws import block_words
 from megaopt.kernels.chunks.rows import MASTER, MASTER_SCALE
 from megaopt.kernels.chunks.scales import old_scale
-from megaopt.kernels.chunks.store import Quantizer, Recipe
+from megaopt.kernels.chunks.store import Quantizer, Recipe, drawn_code
 from megaopt.kernels.optional_triton import helper, jit, tl
-from megaopt.kernels.quantizers.cast import cast_draw, drawn_code, rounded
+from megaopt.kernels.quantizers.cast import cast_draw, rounded
 from megaopt.kernels.quantizers.scale import (
     amax_reference,
     e8m0_from_amax,
@@ -98,7 +99,7 @@ def cast_columns_kernel(
         bits = tl.max(magnitude_bits(tl.where(mask, value, 0.0)), 0)
         scale, scale_inv = scale_of_exponent(own, bits, FORMATS)
         words = block_words(draw, 0, 0, offsets, FORMATS.weight.draws, False, 0, False)
-        code = drawn_code(value * scale[None, :], words, FORMATS)
+        code = drawn_code(value * scale[None, :], words, WEIGHT_FORMAT)
         tl.store(codes_ptr + offsets, code, mask=mask)
         block = first_row // BAND + band
         # not & of the two comparisons: a scalar's is no mask in Triton 3.9's interpreter
@@ -112,10 +113,7 @@ def columns_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes in the values' shape, and scale_inv, a row for each 32 rows.
 
-    Args:
-        values: fp32, (rows, columns), rounded as the recipe says.
-        recipe: with scaling "mxfp8".
-        encode: makes the codes of values times scales, both of the values' shape.
+    The values are rounded as the recipe says; encode: makes codes of values times scales.
     """
     turned = values.t()
     amax = amax_reference(turned, recipe)
@@ -127,15 +125,6 @@ def columns_reference(
 STORE = store_of_tiles("mxfp8", tile_in_lines, True, PIECE=1024, PIECE_AGAIN=1024, num_warps=4)
 SCALES = (scale_of_exponent, scales_of_exponent_reference)
 OPTIONS = ("power_of_two_scales",)
-MXFP8 = Quantizer(
-    "mxfp8",
-    OPTIONS,
-    STORE,
-    *SCALES,
-    1,
-    32,
-    torch.uint8,
-    tl.uint8,
-    e8m0_value_reference,
-    value_of_exponent,
-)
+KEPT: dict[str, Any] = {"scale_dtype": torch.uint8, "scale_element": tl.uint8}
+KEPT |= {"value_reference": e8m0_value_reference, "value": value_of_exponent}
+MXFP8 = Quantizer("mxfp8", OPTIONS, STORE, *SCALES, 1, 32, **KEPT)

@@ -62,15 +62,7 @@ def multiplied(
 
 
 def amax_reference(values: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """The largest magnitude of a tensor or of each block, NaNs passed over, infinities not.
-
-    Args:
-        values: fp32; two dimensions for a recipe with blocks.
-        recipe: its `scale_shape` is the result's shape.
-
-    Returns:
-        fp32; 0 where there are no values.
-    """
+    """The largest magnitude of a tensor or of each block, fp32; passes over NaN, not infinity."""
     shape = recipe.scale_shape(values.shape)
     if values.numel() == 0:
         return values.new_zeros(shape)
@@ -100,18 +92,11 @@ def scale_from_amax_reference(
     otherwise: torch.Tensor | float = 1.0,
     power_of_two: bool = False,
 ) -> torch.Tensor:
-    """What values are multiplied by before they are encoded.
+    """What values are multiplied by before they are encoded: code_max / amax, rounded once; fp32.
 
-    Args:
-        amax: fp32, any shape, not negative; below `epsilon` it counts as `epsilon`.
-        code_max: what the largest magnitude shall become: the dtype's largest number, or less.
-        epsilon: a number of fp32.
-        otherwise: the scale where amax is 0, infinity or NaN: 1, or with delayed scaling the one
-            there is.
-        power_of_two: rounds the scale down to a power of two.
-
-    Returns:
-        fp32, amax's shape: code_max / amax, rounded once; what overflows is fp32's largest number.
+    What overflows is fp32's largest number. An amax below `epsilon`, a number of fp32, counts as
+    that. `otherwise` is the scale where amax is 0, infinity or NaN: with delayed scaling the one
+    there is. power_of_two rounds the scale down.
     """
     # a Python number divided by a tensor is a product with the reciprocal in torch, rounded twice
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
@@ -127,12 +112,11 @@ def scale_from_amax_reference(
 
 @helper
 def reciprocal(scale):
-    """1 / scale, rounded once; a subnormal result too."""
     return tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)
 
 
 def reciprocal_reference(scale: torch.Tensor) -> torch.Tensor:
-    """scale_inv of a scale, fp32, any shape: 1 / scale, rounded once; a subnormal result too."""
+    """scale_inv of a scale: 1 / scale, rounded once; a subnormal result too."""
     return torch.ones_like(scale) / scale
 
 
@@ -149,15 +133,10 @@ def e8m0_from_amax(amax, code_max_inverse):
 
 
 def e8m0_from_amax_reference(amax: torch.Tensor, code_max: float) -> torch.Tensor:
-    """The E8M0 scale of MXFP8 blocks, as TransformerEngine rounds it: up.
+    """The E8M0 scale of MXFP8 blocks, uint8, as TransformerEngine rounds it: up.
 
-    Args:
-        amax: fp32, any shape, not negative.
-        code_max: the fp8 dtype's largest number.
-
-    Returns:
-        uint8, amax's shape: the exponent of amax * (1 / code_max), both rounded to fp32, rounded up
-        to a power of two; 0 (2**-127) for 0 and what is below, 0xFE for infinity, 0xFF for NaN.
+    The exponent of amax * (1 / code_max), both rounded to fp32: 0 (2**-127) for 0 and what is
+    below, 0xFE for infinity, 0xFF for NaN.
     """
     inverse = torch.full((), 1.0 / code_max, dtype=torch.float32, device=amax.device)
     quotient = amax * inverse

@@ -170,9 +170,7 @@ def piece_words(chunk, tile, piece, DRAWS: tl.constexpr, MASKED: tl.constexpr):
 
 @helper
 def step_piece(chunk, tile, piece, scale_inv, SPEC: tl.constexpr, MASKED: tl.constexpr):
-    """The step of a piece but for its weights.
-
-    Returns the weights' values, rounded, fp32, and random words.
+    """The step of a piece but for its weights: returns their rounded values, and random words.
 
     scale_inv: of the weights' codes, where these are read.
     """

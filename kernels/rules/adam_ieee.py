@@ -6,7 +6,7 @@ reciprocals that the host rounds once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megaopt.kernels.rules.adam_numbers import (
     WEIGHT_DECAY,
     hyper,
 )
-from megaopt.kernels.rules.base import Moment, Rule, power, round_row
+from megaopt.kernels.rules.base import Rule, power, round_row
 from megaopt.kernels.rules.loading import number
 
 Scalars = tuple[float, ...]
@@ -35,15 +35,10 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
 
 
 def numbers(group: Mapping[str, Any]) -> Scalars:
-    """The same row in fp64.
+    """The same row in fp64; both corrections, reciprocals, are 1 without bias correction.
 
-    Args:
-        group: lr (step size, in units of the parameter), betas, eps, weight_decay (per unit of lr),
-            bias_correction, and step, the number of this update, counted from 1.
-
-    Returns:
-        beta1, 1 - beta1, beta2, 1 - beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps,
-        weight_decay, lr; both corrections are 1 without bias correction.
+    group: lr (in units of the parameter), betas, eps, weight_decay (per unit of lr),
+    bias_correction, and step, the number of this update, counted from 1.
     """
     beta1, beta2 = map(float, group["betas"])
     corrections = [1.0, 1.0]
@@ -93,15 +88,6 @@ def canonical(value):
     # compiler cannot reason that one NaN is as good as another
     bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
     return bits.to(tl.float32, bitcast=True)
-
-
-@helper
-def averages(moments, grad, scalars):
-    exp_avg, exp_avg_sq = moments
-    beta1, one_minus_beta1, beta2, one_minus_beta2, _, _, _, _, _ = scalars
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * grad
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad)
-    return exp_avg, exp_avg_sq
 
 
 # n / (sqrt(x) + eps), each operation rounded to nearest, eight elements at a time:
@@ -187,27 +173,18 @@ def quotient(numerator, square, eps):
 
 
 @helper
+def averages(moments, grad, scalars):
+    exp_avg, exp_avg_sq = moments[0], moments[1]
+    beta1, one_minus_beta1, beta2, one_minus_beta2, _, _, _, _, _ = scalars
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad)
+    return exp_avg, exp_avg_sq
+
+
+@helper
 def direction(exp_avg, exp_avg_sq, scalars):
     _, _, _, _, correction1, correction2, eps, _, _ = scalars
     return quotient(exp_avg * correction1, exp_avg_sq * correction2, eps)
-
-
-@helper
-def adamw(param, moments, grad, scalars):
-    _, _, _, _, _, _, _, weight_decay, lr = scalars
-    exp_avg, exp_avg_sq = averages(moments, grad, scalars)
-    update = direction(exp_avg, exp_avg_sq, scalars) + weight_decay * param
-    param = param - lr * update
-    return param, (exp_avg, exp_avg_sq)
-
-
-@helper
-def adam(param, moments, grad, scalars):
-    _, _, _, _, _, _, _, weight_decay, lr = scalars
-    grad = grad + weight_decay * param
-    exp_avg, exp_avg_sq = averages(moments, grad, scalars)
-    param = param - lr * direction(exp_avg, exp_avg_sq, scalars)
-    return param, (exp_avg, exp_avg_sq)
 
 
 @helper
@@ -218,28 +195,19 @@ def largest(max_exp_avg_sq, exp_avg_sq):
 
 
 @helper
-def amsgrad(param, moments, grad, scalars, DECOUPLED: tl.constexpr):
+def updated(param, moments, grad, scalars, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr):
     _, _, _, _, _, _, _, weight_decay, lr = scalars
-    exp_avg, exp_avg_sq, max_exp_avg_sq = moments
     if not DECOUPLED:
         grad = grad + weight_decay * param
-    exp_avg, exp_avg_sq = averages((exp_avg, exp_avg_sq), grad, scalars)
-    max_exp_avg_sq = largest(max_exp_avg_sq, exp_avg_sq)
-    update = direction(exp_avg, max_exp_avg_sq, scalars)
+    exp_avg, exp_avg_sq = averages(moments, grad, scalars)
+    squares, after = exp_avg_sq, (exp_avg, exp_avg_sq)
+    if AMSGRAD:
+        squares = largest(moments[2], exp_avg_sq)
+        after = (exp_avg, exp_avg_sq, squares)
+    update = direction(exp_avg, squares, scalars)
     if DECOUPLED:
         update = update + weight_decay * param
-    param = param - lr * update
-    return param, (exp_avg, exp_avg_sq, max_exp_avg_sq)
-
-
-@helper
-def adamw_amsgrad(param, moments, grad, scalars):
-    return amsgrad(param, moments, grad, scalars, True)
-
-
-@helper
-def adam_amsgrad(param, moments, grad, scalars):
-    return amsgrad(param, moments, grad, scalars, False)
+    return param - lr * update, after
 
 
 def canonical_reference(value: torch.Tensor) -> torch.Tensor:
@@ -248,10 +216,10 @@ def canonical_reference(value: torch.Tensor) -> torch.Tensor:
 
 
 def square_root_reference(value: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded fp32 square root.
+    """The correctly rounded fp32 root; torch's own is off by a last place for some values on a CPU.
 
-    torch's own is off by one unit in the last place for some values on a CPU. Rounding the fp64
-    root again is exact: 53 >= 2 * 24 + 2 (Figueroa, When is double rounding innocuous?).
+    Rounding the fp64 root again is exact: 53 >= 2 * 24 + 2 (Figueroa, When is double rounding
+    innocuous?).
     """
     return value.double().sqrt().float()
 
@@ -260,7 +228,7 @@ def averages_reference(
     moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The new exp_avg and exp_avg_sq, fp32, of one shape with grad."""
-    exp_avg, exp_avg_sq = moments
+    exp_avg, exp_avg_sq = moments[:2]
     beta1, one_minus_beta1, beta2, one_minus_beta2 = scalars[:4]
     exp_avg = exp_avg * beta1 + grad * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * one_minus_beta2
@@ -276,77 +244,43 @@ def direction_reference(
     return (exp_avg * correction1) / denominator
 
 
-def adamw_reference(
-    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
-) -> tuple[torch.Tensor, Moments]:
-    """One AdamW update (Loshchilov & Hutter 2019, arXiv:1711.05101) of fp32 tensors of one shape.
+def reference(decoupled: bool) -> Callable[..., tuple[torch.Tensor, Moments]]:
+    """The twin of an update: with decoupled weight decay, or with L2 decay."""
 
-    Returns:
-        The new param, and exp_avg and exp_avg_sq; the arguments stay as they are.
-    """
-    weight_decay, lr = scalars[7:]
-    exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
-    update = direction_reference(exp_avg, exp_avg_sq, scalars) + param * weight_decay
-    param = param - update * lr
-    return param, (exp_avg, exp_avg_sq)
+    def update(
+        param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
+    ) -> tuple[torch.Tensor, Moments]:
+        """One update of fp32 tensors of one shape; the arguments stay as they are.
 
+        AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or Adam (Kingma & Ba 2015,
+        arXiv:1412.6980). With a third moment AMSGrad (Reddi et al. 2018, arXiv:1904.09237): the
+        largest exp_avg_sq so far takes its place in the root.
+        """
+        weight_decay, lr = scalars[7:]
+        grad = grad if decoupled else grad + param * weight_decay
+        exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
+        after: Moments = (exp_avg, exp_avg_sq)
+        if len(moments) > len(after):
+            after = (*after, torch.maximum(moments[2], exp_avg_sq))  # NaN where one is
+        found = direction_reference(exp_avg, after[-1], scalars)
+        found = found + param * weight_decay if decoupled else found
+        return param - found * lr, after
 
-def adam_reference(
-    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
-) -> tuple[torch.Tensor, Moments]:
-    """One Adam update (Kingma & Ba 2015, arXiv:1412.6980) with L2 decay, as adamw_reference."""
-    weight_decay, lr = scalars[7:]
-    grad = grad + param * weight_decay
-    exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
-    param = param - direction_reference(exp_avg, exp_avg_sq, scalars) * lr
-    return param, (exp_avg, exp_avg_sq)
-
-
-def amsgrad_reference(
-    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars, decoupled: bool
-) -> tuple[torch.Tensor, Moments]:
-    """One AMSGrad update (Reddi et al. 2018, arXiv:1904.09237) of fp32 tensors of one shape.
-
-    The largest exp_avg_sq so far takes its place in the root. moments: exp_avg, exp_avg_sq and
-    max_exp_avg_sq; the new ones are returned in that order.
-    """
-    weight_decay, lr = scalars[7:]
-    grad = grad if decoupled else grad + param * weight_decay
-    exp_avg, exp_avg_sq = averages_reference(moments[:2], grad, scalars)
-    largest_so_far = torch.maximum(moments[2], exp_avg_sq)  # NaN where one is
-    update = direction_reference(exp_avg, largest_so_far, scalars)
-    update = update + param * weight_decay if decoupled else update
-    param = param - update * lr
-    return param, (exp_avg, exp_avg_sq, largest_so_far)
+    return update
 
 
-def adamw_amsgrad_reference(
-    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
-) -> tuple[torch.Tensor, Moments]:
-    """AMSGrad with decoupled weight decay."""
-    return amsgrad_reference(param, moments, grad, scalars, True)
-
-
-def adam_amsgrad_reference(
-    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
-) -> tuple[torch.Tensor, Moments]:
-    """AMSGrad with L2 weight decay."""
-    return amsgrad_reference(param, moments, grad, scalars, False)
-
-
-def rule(
-    name: str, moments: tuple[Moment, ...], update: Any, reference: Any, decoupled: bool
-) -> Rule:
+def rule(name: str, decoupled: bool) -> Rule:
     """One kind of Adam."""
-    row = (scalars, 9, hyper, prepare)
-    return Rule(name, "ieee", moments, *row, update, reference, moments_use_param=not decoupled)
+    moments = AMSGRAD_MOMENTS if name.endswith("amsgrad") else MOMENTS
+    DECOUPLED, AMSGRAD = tl.constexpr(decoupled), tl.constexpr(moments is AMSGRAD_MOMENTS)
+
+    @helper
+    def update(param, moments, grad, scalars):  # noqa: ANN202
+        return updated(param, moments, grad, scalars, DECOUPLED, AMSGRAD)
+
+    own = (scalars, 9, hyper, prepare, update, reference(decoupled))
+    return Rule(name, "ieee", moments, *own, moments_use_param=not decoupled)
 
 
-ADAMW_IEEE = rule("adamw", MOMENTS, adamw, adamw_reference, True)
-ADAM_IEEE = rule("adam", MOMENTS, adam, adam_reference, False)
-ADAMW_AMSGRAD_IEEE = rule(
-    "adamw_amsgrad", AMSGRAD_MOMENTS, adamw_amsgrad, adamw_amsgrad_reference, True
-)
-ADAM_AMSGRAD_IEEE = rule(
-    "adam_amsgrad", AMSGRAD_MOMENTS, adam_amsgrad, adam_amsgrad_reference, False
-)
+ADAMW_IEEE, ADAM_IEEE = rule("adamw", True), rule("adam", False)
+ADAMW_AMSGRAD_IEEE, ADAM_AMSGRAD_IEEE = rule("adamw_amsgrad", True), rule("adam_amsgrad", False)

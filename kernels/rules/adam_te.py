@@ -32,12 +32,8 @@ from megaopt.kernels.rules.loading import number
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     """One row of fp32 numbers for a parameter group, as TransformerEngine's host code rounds them.
 
-    Args:
-        group: as for megaopt.kernels.rules.adam_ieee.scalars.
-
-    Returns:
-        beta1, beta2, 1 - beta1, 1 - beta2 (in fp32), the bias corrections 1 - beta**step (of the
-        fp32 beta, by the C library's pow, in fp64), eps, weight_decay, lr.
+    1 - beta in fp32; the bias corrections 1 - beta**step, of the fp32 beta, by the C library's pow
+    in fp64.
     """
     betas = [numpy.float32(beta) for beta in group["betas"]]
     corrections = [1.0, 1.0]
@@ -76,57 +72,6 @@ PARAM_CAPTURABLE = "mul.rn.ftz.f32 update, update, $15;\nsub.rn.ftz.f32 $0, $3, 
 
 WITH_DECAY = DECLARATIONS + PLAIN_GRAD + DIRECTION + DECAY
 WITH_L2 = DECLARATIONS + GRAD_WITH_DECAY + DIRECTION
-ADAMW: tl.constexpr = tl.constexpr(WITH_DECAY + PARAM)
-ADAM: tl.constexpr = tl.constexpr(WITH_L2 + PARAM)
-ADAMW_CAPTURABLE: tl.constexpr = tl.constexpr(WITH_DECAY + PARAM_CAPTURABLE)
-ADAM_CAPTURABLE: tl.constexpr = tl.constexpr(WITH_L2 + PARAM_CAPTURABLE)
-
-
-@helper
-def instructions(param, moments, grad, scalars, ASSEMBLY: tl.constexpr):
-    param, exp_avg, exp_avg_sq = tl.inline_asm_elementwise(
-        ASSEMBLY,
-        "=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f",
-        [
-            param,
-            moments[0],
-            moments[1],
-            grad,
-            scalars[0],
-            scalars[1],
-            scalars[2],
-            scalars[3],
-            scalars[4],
-            scalars[5],
-            scalars[6],
-            scalars[7],
-            scalars[8],
-        ],
-        dtype=(tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
-    return param, (exp_avg, exp_avg_sq)
-
-
-@helper
-def adamw(param, moments, grad, scalars):
-    return instructions(param, moments, grad, scalars, ADAMW)
-
-
-@helper
-def adam(param, moments, grad, scalars):
-    return instructions(param, moments, grad, scalars, ADAM)
-
-
-@helper
-def adamw_capturable(param, moments, grad, scalars):
-    return instructions(param, moments, grad, scalars, ADAMW_CAPTURABLE)
-
-
-@helper
-def adam_capturable(param, moments, grad, scalars):
-    return instructions(param, moments, grad, scalars, ADAM_CAPTURABLE)
 
 
 @helper
@@ -167,24 +112,31 @@ def no_twin(*_: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     raise NotImplementedError("contract 'te' has no twin: its approximations are an NVIDIA GPU's")
 
 
-def rule(name: str, update: Any, update_capturable: Any, moments_use_param: bool) -> Rule:
+def update_of(assembly: str) -> Any:
+    """The update by these instructions."""
+    ASSEMBLY = tl.constexpr(assembly)
+
+    @helper
+    def update(param, moments, grad, scalars):  # noqa: ANN202
+        param, exp_avg, exp_avg_sq = tl.inline_asm_elementwise(
+            ASSEMBLY,
+            "=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+            (param,) + moments + (grad,) + scalars,  # noqa: RUF005 Triton takes no * there
+            dtype=(tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+        return param, (exp_avg, exp_avg_sq)
+
+    return update
+
+
+def rule(name: str, assembly: str, **more: Any) -> Rule:
     """TransformerEngine's two kernels for one update: with lr on the host, and on the device."""
-    plain = Rule(
-        name,
-        "te",
-        MOMENTS,
-        scalars,
-        9,
-        hyper,
-        prepare,
-        update,
-        no_twin,
-        unscale,
-        moments_use_param=moments_use_param,
-    )
-    capturable = dataclasses.replace(plain, update=update_capturable)
+    own = (scalars, 9, hyper, prepare, update_of(assembly + PARAM), no_twin, unscale)
+    plain = Rule(name, "te", MOMENTS, *own, **more)
+    capturable = dataclasses.replace(plain, update=update_of(assembly + PARAM_CAPTURABLE))
     return dataclasses.replace(plain, capturable=capturable)
 
 
-ADAMW_TE = rule("adamw", adamw, adamw_capturable, False)
-ADAM_TE = rule("adam", adam, adam_capturable, True)
+ADAMW_TE, ADAM_TE = rule("adamw", WITH_DECAY), rule("adam", WITH_L2, moments_use_param=True)

@@ -53,12 +53,7 @@ def powers(beta: float, block: int) -> numpy.ndarray[Any, numpy.dtype[numpy.floa
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     """One row of fp32 numbers for a parameter group, each operation rounded to fp32.
 
-    Args:
-        group: as for megaopt.kernels.rules.adam_ieee.scalars.
-
-    Returns:
-        beta1, beta2, lr / (1 - beta1**step), sqrt(1 - beta2**step), eps, weight_decay,
-        lr * weight_decay; without bias correction the powers are 0.
+    Without bias correction the powers are 0.
     """
     one = numpy.float32(1)
     betas = [numpy.float32(beta) for beta in group["betas"]]
@@ -81,8 +76,7 @@ MOST_POWERS = 2**26
 def table_of_powers(beta: float, device: torch.device) -> torch.Tensor:
     """fp32 beta**step by torch's pow, for every step until 1 - beta**step rounds to 1.
 
-    Raises:
-        ValueError: beta is so close to 1 that the table would not fit.
+    Raises ValueError where beta is so close to 1 that the table would not fit.
     """
     # beyond, beta**step is below 2**-26, a quarter of the last place of 1
     count = 2 if beta == 0 else 2 + math.ceil(-26 * math.log(2) / math.log(beta))
@@ -148,28 +142,17 @@ def averaged(average, beta, value):
 
 
 @helper
-def stepped(param, exp_avg, squares, scalars):
-    """The parameter after the step against exp_avg, by the root of what stands for its square."""
+def updated(param, moments, grad, scalars, AMSGRAD: tl.constexpr):
     _, _, step_size, correction2, eps, _, _ = scalars
+    exp_avg = averaged(moments[0], scalars[0], grad)
+    exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
+    squares, after = exp_avg_sq, (exp_avg, exp_avg_sq)
+    if AMSGRAD:
+        # std::max: the first where neither is larger, and where the second is NaN
+        squares = tl.where(moments[2] < exp_avg_sq, exp_avg_sq, moments[2])
+        after = (exp_avg, exp_avg_sq, squares)
     root = tl.math.div_rn(tl.math.sqrt_rn(squares), correction2 + tl.zeros_like(param))
-    return param - tl.math.div_rn(step_size * exp_avg, root + eps)
-
-
-@helper
-def updated(param, moments, grad, scalars):
-    exp_avg = averaged(moments[0], scalars[0], grad)
-    exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
-    return stepped(param, exp_avg, exp_avg_sq, scalars), (exp_avg, exp_avg_sq)
-
-
-@helper
-def updated_amsgrad(param, moments, grad, scalars):
-    exp_avg = averaged(moments[0], scalars[0], grad)
-    exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
-    # std::max: the first where neither is larger, and where the second is NaN
-    max_exp_avg_sq = tl.where(moments[2] < exp_avg_sq, exp_avg_sq, moments[2])
-    param = stepped(param, exp_avg, max_exp_avg_sq, scalars)
-    return param, (exp_avg, exp_avg_sq, max_exp_avg_sq)
+    return param - tl.math.div_rn(step_size * exp_avg, root + eps), after
 
 
 @helper
@@ -189,25 +172,25 @@ def decayed_grad(param, grad, scalars, is_rounded):
 
 @helper
 def adamw(param, moments, grad, scalars):
-    return updated(decayed_param(param, scalars), moments, grad, scalars)
+    return updated(decayed_param(param, scalars), moments, grad, scalars, False)
 
 
 @helper
 def adam(param, moments, grad, scalars, is_rounded):
     grad = decayed_grad(param, grad, scalars, is_rounded)
-    return updated(param, moments, grad, scalars)
+    return updated(param, moments, grad, scalars, False)
 
 
 @helper
 def adamw_amsgrad(param, moments, grad, scalars):
-    return updated_amsgrad(decayed_param(param, scalars), moments, grad, scalars)
+    return updated(decayed_param(param, scalars), moments, grad, scalars, True)
 
 
 @helper
 def adam_amsgrad(param, moments, grad, scalars):
     # contracted for every element, unlike Adam's (megaopt.kernels.rules.lanes)
     grad = decayed_grad(param, grad, scalars, tl.zeros_like(param) != 0)
-    return updated_amsgrad(param, moments, grad, scalars)
+    return updated(param, moments, grad, scalars, True)
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -243,10 +226,9 @@ def averaged_reference(
 def updated_reference(
     param: torch.Tensor, moments: Moments, grad: torch.Tensor, row: list[torch.Tensor]
 ) -> tuple[torch.Tensor, Moments]:
-    """The new param, and the new moments, after weight decay, fp32 of one shape.
+    """The new param and moments, after weight decay, fp32 of one shape.
 
-    With a third moment, max_exp_avg_sq, that is the largest exp_avg_sq so far, and takes its place
-    in the root.
+    A third moment is the largest exp_avg_sq so far, and takes its place in the root.
     """
     beta1, beta2, step_size, correction2, eps = row[:5]
     exp_avg = averaged_reference(moments[0], beta1, grad)
@@ -277,8 +259,8 @@ def adam_reference(
 ) -> tuple[torch.Tensor, Moments]:
     """One Adam update with L2 weight decay as torch's fused kernel computes it.
 
-    `is_rounded` (bool, param's shape): for which elements the decay is rounded before it is added;
-    None: for none, as with AMSGrad.
+    is_rounded: bool, for which elements the decay is rounded before it is added; None: for none,
+    as with AMSGrad.
     """
     row = row_of(scalars, param)
     if scalars[5]:

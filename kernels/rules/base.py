@@ -114,7 +114,58 @@ class Rule:
         The other one's moments and numbers come behind this one's, and its param is the result.
         Raises ValueError where `other` has lanes or tables, or no hyper_length.
         """
-        return followed(self, other)
+        if other.lanes or other.tables is not no_tables or other.hyper_length is None:
+            raise ValueError(f"other must be a rule that may follow one, like EMA, got {other!r}")
+        count, length = len(self.kept), self.row_length
+        COUNT, LENGTH = tl.constexpr(count), tl.constexpr(length)
+        NUMBERS = tl.constexpr(other.hyper_length)
+        first_prepare, first_update = self.prepare, self.update
+        other_prepare, other_update = other.prepare, other.update
+
+        @helper
+        def prepare(hyper_ptr, lr, step):  # noqa: ANN202
+            own = first_prepare(hyper_ptr + NUMBERS, lr, step)
+            return own + other_prepare(hyper_ptr, lr, step)
+
+        @helper
+        def update(param, moments, grad, scalars):  # noqa: ANN202
+            param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH])
+            param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
+            return param, own + behind
+
+        @helper
+        def update_in_lanes(param, moments, grad, scalars, rounded):  # noqa: ANN202
+            param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH], rounded)
+            param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
+            return param, own + behind
+
+        def reference(
+            param: torch.Tensor,
+            moments: Any,
+            grad: torch.Tensor,
+            scalars: Any,
+            *lanes: torch.Tensor,
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            param, own = self.update_reference(
+                param, moments[:count], grad, scalars[:length], *lanes
+            )
+            param, behind = other.update_reference(param, moments[count:], grad, scalars[length:])
+            return param, (*own, *behind)
+
+        return replace(
+            self,
+            name=f"{self.name}_{other.name}",
+            kept=(*self.kept, *other.kept),
+            scalars=lambda group: (*self.scalars(group), *other.scalars(group)),
+            row_length=length + other.row_length,
+            # the first one's last: its tables stand behind them
+            hyper=lambda group: (*other.hyper(group), *self.hyper(group)),
+            prepare=prepare,
+            update=update_in_lanes if self.lanes else update,
+            update_reference=reference,
+            moments_use_param=True,
+            capturable=self.capturable and self.capturable.then(other),
+        )
 
     @property
     def makes_nan_canonical(self) -> bool:
@@ -141,64 +192,12 @@ class Rule:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         functions = (self.prepare, self.update, self.unscale)
         keys = [getattr(function, "cache_key", "") for function in functions]
-        fields = (self.name, self.contract, self.row_length, self.moments_use_param, self.lanes)
-        fields = (*fields, self.draws) if self.draws else fields
-        fields = fields if self.reads_param else (*fields, self.reads_param)
-        return digest(f"{fields}:{keys}")
+        reads = (self.moments_use_param, self.reads_param, self.lanes, self.draws)
+        return digest(f"{(self.name, self.contract, self.row_length, *reads)}:{keys}")
 
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""
         return f"Rule({self.name}, {self.contract}, {self.cache_key})"
-
-
-def followed(first: Rule, other: Rule) -> Rule:
-    """As Rule.then."""
-    if other.lanes or other.tables is not no_tables or other.hyper_length is None:
-        raise ValueError(f"other must be a rule that may follow one, like EMA, got {other!r}")
-    count, length = len(first.kept), first.row_length
-    COUNT, LENGTH = tl.constexpr(count), tl.constexpr(length)
-    NUMBERS = tl.constexpr(other.hyper_length)
-    first_prepare, first_update = first.prepare, first.update
-    other_prepare, other_update = other.prepare, other.update
-
-    @helper
-    def prepare(hyper_ptr, lr, step):  # noqa: ANN202
-        own = first_prepare(hyper_ptr + NUMBERS, lr, step)
-        return own + other_prepare(hyper_ptr, lr, step)
-
-    @helper
-    def update(param, moments, grad, scalars):  # noqa: ANN202
-        param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH])
-        param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
-        return param, own + behind
-
-    @helper
-    def update_in_lanes(param, moments, grad, scalars, rounded):  # noqa: ANN202
-        param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH], rounded)
-        param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
-        return param, own + behind
-
-    def reference(
-        param: torch.Tensor, moments: Any, grad: torch.Tensor, scalars: Any, *lanes: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        param, own = first.update_reference(param, moments[:count], grad, scalars[:length], *lanes)
-        param, behind = other.update_reference(param, moments[count:], grad, scalars[length:])
-        return param, (*own, *behind)
-
-    return replace(
-        first,
-        name=f"{first.name}_{other.name}",
-        kept=(*first.kept, *other.kept),
-        scalars=lambda group: (*first.scalars(group), *other.scalars(group)),
-        row_length=length + other.row_length,
-        # the first one's last: its tables stand behind them
-        hyper=lambda group: (*other.hyper(group), *first.hyper(group)),
-        prepare=prepare,
-        update=update_in_lanes if first.lanes else update,
-        update_reference=reference,
-        moments_use_param=True,
-        capturable=first.capturable and followed(first.capturable, other),
-    )
 
 
 def digest(text: str) -> str:

@@ -35,14 +35,9 @@ def hyper(group: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def numbers(group: Mapping[str, Any]) -> Scalars:
-    """One row of fp64 numbers for a parameter group.
+    """One row of fp64 numbers for a parameter group: AdamW's nine, step_size and decay.
 
-    Args:
-        group: as AdamW's, and scale, by which the update of a matrix of low rank is multiplied.
-
-    Returns:
-        AdamW's nine numbers; step_size, lr * scale * sqrt(1 - beta2**step) / (1 - beta1**step),
-        without bias correction lr * scale; and decay, lr * weight_decay.
+    scale: by which the update of a matrix of low rank is multiplied.
     """
     beta1, beta2 = map(float, group["betas"])
     lr = float(group["lr"])
@@ -54,7 +49,7 @@ def numbers(group: Mapping[str, Any]) -> Scalars:
 
 
 def scalars(group: Mapping[str, Any]) -> Scalars:
-    """The row of `numbers`, of lr as it is on a device, in fp32; each rounded to fp32 once."""
+    """The row of `numbers`, of lr as it is on a device, each rounded to fp32 once."""
     return round_row(numbers({**group, "lr": round_to_fp32(float(group["lr"]))}))
 
 
@@ -82,7 +77,7 @@ def adams(scalars):
 
 @helper
 def adamw(param, moments, grad, scalars):
-    return adam_ieee.adamw(param, moments, grad, adams(scalars))
+    return adam_ieee.updated(param, moments, grad, adams(scalars), True, False)
 
 
 @helper
@@ -105,16 +100,13 @@ def adamw_reference(
     param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, Moments]:
     """AdamW's update, by the first nine numbers of the row."""
-    return adam_ieee.adamw_reference(param, moments, grad, scalars[:9])
+    return adam_ieee.ADAMW_IEEE.update_reference(param, moments, grad, scalars[:9])
 
 
 def direction_reference(
     param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, Moments]:
-    """Adam's direction without bias correction, and the new moments; fp32 or fp64, of one shape.
-
-    param is not read. grad is the projected gradient.
-    """
+    """Adam's direction of a projected gradient, without bias correction; fp32 or fp64."""
     exp_avg, exp_avg_sq = adam_ieee.averages_reference(moments, grad, scalars)
     root = exp_avg_sq.double().sqrt().to(exp_avg_sq.dtype)
     return exp_avg / (root + scalars[6]), (exp_avg, exp_avg_sq)
@@ -123,10 +115,7 @@ def direction_reference(
 def apply_reference(
     param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, Moments]:
-    """The weight after an update and after the decay of what it has become; fp32 or fp64.
-
-    grad is Adam's direction, projected back. There are no moments.
-    """
+    """The weight after an update, `grad`, and the decay of what it has become; fp32 or fp64."""
     step_size, decay = scalars[9:]
     param = param - grad * step_size
     return param - param * decay, ()

@@ -29,9 +29,7 @@ def vectorized(
 ) -> numpy.ndarray:
     """For each tensor whether torch's kernel takes four neighbours a thread.
 
-    Args:
-        numels: elements of each tensor.
-        columns: for each kind of buffer the tensors' addresses and the bytes of an element.
+    columns: for each kind of buffer the tensors' addresses and the bytes of an element.
     """
     fits: numpy.ndarray = numels % PER_THREAD == 0
     for addresses, size in columns:

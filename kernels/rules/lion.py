@@ -25,12 +25,7 @@ def hyper(group: Mapping[str, Any]) -> tuple[float, ...]:
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     """One row of fp32 numbers for a parameter group, computed in fp64 and rounded once.
 
-    Args:
-        group: lr (in units of the parameter: each element moves by lr), betas, and weight_decay
-            (per unit of lr).
-
-    Returns:
-        beta1, 1 - beta1, beta2, 1 - beta2, weight_decay, lr.
+    lr in units of the parameter: each element moves by it; weight_decay per unit of lr.
     """
     beta1, beta2, weight_decay = hyper(group)
     row = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, weight_decay, float(group["lr"]))
@@ -73,11 +68,7 @@ def lion_reference(
     grad: torch.Tensor,
     scalars: tuple[float, ...],
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """One Lion update (Chen et al. 2023, arXiv:2302.06675) of fp32 tensors of one shape.
-
-    Returns:
-        The new param, and exp_avg; the arguments stay as they are.
-    """
+    """One Lion update (Chen et al. 2023, arXiv:2302.06675) of fp32 tensors of one shape."""
     beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, lr = scalars
     (exp_avg,) = moments
     mixed = exp_avg * beta1 + grad * one_minus_beta1

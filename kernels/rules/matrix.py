@@ -100,14 +100,6 @@ SAME = Transform(lambda matrix, work: matrix)
 """Makes nothing, and nothing comes together for it."""
 
 
-def _same_shape(how: Any, shape: Shape) -> tuple[int, ...]:
-    return tuple(shape)
-
-
-def _nothing(how: Any, shape: Shape) -> dict[str, tuple[int, ...]]:
-    return {}
-
-
 @dataclass(frozen=True)
 class MatrixRule:
     """A rule that works on whole matrices.
@@ -123,9 +115,9 @@ class MatrixRule:
     after: Transform
     apply: Rule
     """Takes the update, in the gradient's place, from the weight; without moments."""
-    low_shape: Callable[[Any, Shape], tuple[int, ...]] = _same_shape
+    low_shape: Callable[[Any, Shape], tuple[int, ...]] = lambda how, shape: tuple(shape)
     """The shape of what `before` makes, and of the moments, by `Matrix.how` and a matrix's."""
-    kept: Callable[[Any, Shape], dict[str, tuple[int, ...]]] = _nothing
+    kept: Callable[[Any, Shape], dict[str, tuple[int, ...]]] = lambda how, shape: {}
     """Names and shapes of fp32 tensors that a state has beside moments and master."""
     meets: str = NOBODY
     """NOBODY, ROWS or WHOLE."""
@@ -148,12 +140,7 @@ class Matrix:
         return self.rule.kept(self.how, shape)
 
     def low_place(self, place: Place, shape: Shape) -> Place:
-        """Where the moments of a part lie in those of the whole matrix.
-
-        Args:
-            place: of the part in the matrix.
-            shape: of the part.
-        """
+        """Where the moments of a part of the matrix, of this shape, lie in all moments."""
         low = self.low_shape(shape)
         if not place.first or low == tuple(shape):
             return place

@@ -31,12 +31,7 @@ def hyper(group: Mapping[str, Any]) -> tuple[float, ...]:
 def scalars(group: Mapping[str, Any]) -> Scalars:
     """One row of fp32 numbers for a parameter group, computed in fp64 and rounded once.
 
-    Args:
-        group: lr (in units of the parameter per unit of the gradient), momentum, dampening,
-            weight_decay, and step, the number of this update, counted from 1.
-
-    Returns:
-        momentum, 1 - dampening (1 at the first step), weight_decay, lr.
+    lr in units of the parameter per unit of the gradient. 1 - dampening is 1 at the first step.
     """
     momentum, dampening, weight_decay = hyper(group)
     kept = 1.0 if group["step"] == 1 else 1.0 - dampening
@@ -73,47 +68,15 @@ def updated(
     return param - lr * update, after
 
 
-@helper
-def sgd(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 0, False, False)
-
-
-@helper
-def sgd_momentum(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 1, False, False)
-
-
-@helper
-def sgd_nesterov(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 1, True, False)
-
-
-@helper
-def sgdw(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 0, False, True)
-
-
-@helper
-def sgdw_momentum(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 1, False, True)
-
-
-@helper
-def sgdw_nesterov(param, moments, grad, scalars):
-    return updated(param, moments, grad, scalars, 1, True, True)
-
-
 def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tensor, Moments]]:
     """The twin of one kind of SGD."""
 
     def update(
         param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
     ) -> tuple[torch.Tensor, Moments]:
-        """One SGD update of fp32 tensors of one shape; the arguments stay as they are.
+        """One SGD update of fp32 tensors of one shape, as torch.optim.SGD has it.
 
-        As torch.optim.SGD has it (Sutskever et al. 2013), with decoupled decay as Loshchilov &
-        Hutter 2019, arXiv:1711.05101. Returns the new param, and the momentum buffer if there is
-        one.
+        (Sutskever et al. 2013); with decoupled decay as Loshchilov & Hutter 2019, arXiv:1711.05101.
         """
         momentum, kept, weight_decay, lr = scalars
         found = grad if decoupled else grad + param * weight_decay
@@ -128,27 +91,25 @@ def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tens
     return update
 
 
-def rule(name: str, update: Any, momentum: bool, nesterov: bool, decoupled: bool) -> Rule:
+def rule(name: str, momentum: bool, nesterov: bool, decoupled: bool) -> Rule:
     """One kind of SGD."""
-    return Rule(
-        name,
-        "ieee",
-        (Moment("momentum_buffer"),) if momentum else (),
-        scalars,
-        4,
-        hyper,
-        prepare,
-        update,
-        reference(nesterov, decoupled),
-        moments_use_param=not decoupled,
-    )
+    MOMENTS, NESTEROV = tl.constexpr(int(momentum)), tl.constexpr(nesterov)
+    DECOUPLED = tl.constexpr(decoupled)
+
+    @helper
+    def update(param, moments, grad, scalars):  # noqa: ANN202
+        return updated(param, moments, grad, scalars, MOMENTS, NESTEROV, DECOUPLED)
+
+    kept = (Moment("momentum_buffer"),) if momentum else ()
+    own = (scalars, 4, hyper, prepare, update, reference(nesterov, decoupled))
+    return Rule(name, "ieee", kept, *own, moments_use_param=not decoupled)
 
 
 SGD_RULES = (
-    rule("sgd", sgd, False, False, False),
-    rule("sgd_momentum", sgd_momentum, True, False, False),
-    rule("sgd_nesterov", sgd_nesterov, True, True, False),
-    rule("sgdw", sgdw, False, False, True),
-    rule("sgdw_momentum", sgdw_momentum, True, False, True),
-    rule("sgdw_nesterov", sgdw_nesterov, True, True, True),
+    rule("sgd", False, False, False),
+    rule("sgd_momentum", True, False, False),
+    rule("sgd_nesterov", True, True, False),
+    rule("sgdw", False, False, True),
+    rule("sgdw_momentum", True, False, True),
+    rule("sgdw_nesterov", True, True, True),
 )

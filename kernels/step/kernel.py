@@ -265,7 +265,7 @@ def step_chunk(scratch_ptr, chunk, lead, unmasked, SPEC: tl.constexpr):
     amax_bits = tl.zeros_like(offsets_of(0, SPEC))
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
     index = first_block(start, FORMATS)
-    if FORMATS.loads_ahead and SPEC.width == 8:
+    if SPEC.width == 8:
         amax_bits, index = step_ahead(chunk, scales, index, unmasked, amax_bits, SPEC)
     else:
         while index < unmasked:

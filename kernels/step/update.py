@@ -5,8 +5,8 @@ from __future__ import annotations
 from megaopt.kernels.chunks.blocks import load_block, store_block, store_where, stored_moments
 from megaopt.kernels.chunks.chunk import entry
 from megaopt.kernels.chunks.codes import loaded_moments, loaded_param
-from megaopt.kernels.chunks.draws import weight_bits
 from megaopt.kernels.chunks.rows import VECTORIZED
+from megaopt.kernels.chunks.store import joined_codes
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules.adam_ieee import canonical
 
@@ -108,7 +108,8 @@ def stored_block(chunk, scales, block, values, amax_bits, words, FORMATS: tl.con
     """Encodes and stores what `updated` gave; raises the bits of amaxes, if any are kept."""
     param, moments = values
     if FORMATS.master.joined and not FORMATS.in_place:
-        weight_code, master_code = encoded_jointly(param, words, FORMATS)
+        MASTER: tl.constexpr = FORMATS.master
+        weight_code, master_code = joined_codes(param, words, MASTER)
         store_block(chunk.pointers.master, block.offsets, master_code, block.mask)
         store_block(chunk.pointers.weight, block.offsets, weight_code, block.mask)
     else:
@@ -120,13 +121,3 @@ def stored_block(chunk, scales, block, values, amax_bits, words, FORMATS: tl.con
         )
     stored_moments(chunk, block, moments, scales.moment_inverses, words, FORMATS)
     return amax_bits
-
-
-@helper
-def encoded_jointly(param, words, FORMATS: tl.constexpr):
-    """The codes of a weight and of the master that lies beside it."""
-    if FORMATS.master.draws:
-        codes = FORMATS.master.encode(param, weight_bits(words))
-    else:
-        codes = FORMATS.master.encode(param)
-    return codes

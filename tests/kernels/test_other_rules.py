@@ -70,7 +70,7 @@ MUTANTS = {
     "amsgrad kernel: the root of the newest": (
         "adam_ieee.py",
         (
-            "update = direction(exp_avg, max_exp_avg_sq, scalars)",
+            "update = direction(exp_avg, squares, scalars)",
             "update = direction(exp_avg, exp_avg_sq, scalars)",
         ),
         "ADAMW_AMSGRAD_IEEE",

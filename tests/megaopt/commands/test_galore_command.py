@@ -111,14 +111,14 @@ def test_the_plain_step_is_the_twin_in_fp64(side):
 # In a file of the kernels, what the command has to notice, and where.
 KERNEL_MUTANTS = {
     "the last of the rank dropped": (
-        "(inner[None, :] < PRODUCT.rank)", "(inner[None, :] < PRODUCT.rank - 1)",
+        "rows, inner, PRODUCT.rank, ", "rows, inner, PRODUCT.rank - 1, ",
     ),
     "a product in 16 bits": (
         "right, total, PRECISION)\n    return total",
         "right, total, PRECISION)\n    return total.to(tl.float16).to(tl.float32)",
     ),
     "the last column dropped": (
-        "rank) & (column[None, :] < columns)", "rank) & (column[None, :] < columns - 1)",
+        "PRODUCT.rank, column, columns, ", "PRODUCT.rank, column, columns - 1, ",
     ),
 }  # fmt: skip
 

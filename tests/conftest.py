@@ -75,10 +75,10 @@ def on_ranks(tmp_path_factory):
     """
     pools = {}
 
-    def run(world, function, *arguments):
+    def run(world, function, *arguments, **named):
         if world not in pools or pools[world].failed:
             pools[world] = Ranks(world, tmp_path_factory.mktemp("ranks"))
-        return pools[world](function, *arguments)
+        return pools[world](function, *arguments, **named)
 
     yield run
     for pool in pools.values():

@@ -1,14 +1,19 @@
 """Every equality check is able to fail: each mutant changes one operation in the source.
 
-A mutant is the module with one piece of its text replaced, loaded beside the true one; the check is
-the one that tests/kernels/test_step.py makes.
+A mutant is the module with one piece of its text replaced, loaded beside the true one; the checks
+are those that tests/kernels makes.
 """
 
 import dataclasses
+import sys
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
+import block_cases
 import pytest
 import torch
+from block_cases import BLOCKS, BLOCKS_OF_4_BITS, assert_stored, random_values
 from draw_cases import CASES, assert_words
 from encoding_cases import (
     assert_encoded,
@@ -25,6 +30,7 @@ from step_cases import (
     GROUP,
     assert_all_agree,
     assert_same_buffers,
+    block_combinations,
     buffers,
     copied,
     name_of,
@@ -32,431 +38,587 @@ from step_cases import (
     reference_step,
     triton_step,
     with_format,
+    with_rule,
 )
 
 from megaopt import kernels
-from megaopt.kernels.chunks import draws as true_draws
-from megaopt.kernels.formats import FLOAT8_E4M3
+from megaopt.kernels.chunks import codes
+from megaopt.kernels.chunks.table import Geometry
+from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.formats.base import Format
-from megaopt.kernels.quantizers import scale as true_scale
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules import RULES
+from megaopt.kernels.rules.base import Rule
+from megaopt.kernels.step import kernel, update
 
-SOURCES = Path(kernels.__file__).parent
-PLAIN = next(f for f in CURATED if name_of(f) == "bfloat16-bfloat16-float32-float32-float32")
-REMAINDER = next(
-    f for f in CURATED if name_of(f) == "bfloat16-bfloat16-remainder16-float32-float32"
-)
-SCALED = next(f for f in CURATED if name_of(f) == "float32-float32-none-scaled_float16-bfloat16")
-FLOAT8 = next(f for f in CURATED if name_of(f) == "float32-float32-none-scaled_float8_e4m3-float32")
-KAHAN = next(f for f in CURATED if f.master.name == "kahan_stochastic")
+ADAMW = RULES["adamw", "ieee"]
+FORMATS = {
+    name_of(each): each
+    for each in (*CURATED, *block_combinations([128]), *block_combinations([32]))
+}
+PLAIN = FORMATS["bfloat16-bfloat16-float32-float32-float32"]
+REMAINDER = FORMATS["bfloat16-bfloat16-remainder16-float32-float32"]
+SCALED = FORMATS["float32-float32-none-scaled_float16-bfloat16"]
+FLOAT8 = FORMATS["float32-float32-none-scaled_float8_e4m3-float32"]
+KAHAN = next(each for each in CURATED if each.master.name == "kahan_stochastic")
+IN_BLOCKS = FORMATS["bfloat16-bfloat16_stochastic-none-block_e4m3-block_e5m3"]
+OF_4_BITS = FORMATS["bfloat16-bfloat16_stochastic-none-block32_e3m0-block32_e4m0"]
 COUNTS = [1, 1000]
 
-RULE_MUTANTS = {
-    "kernel: contraction of exp_avg": (
-        "exp_avg = beta1 * exp_avg + one_minus_beta1 * grad\n    exp_avg_sq = beta2 * exp_avg_sq",
-        # in fp64, since the interpreter's fma rounds twice
-        "exp_avg = (beta1.to(tl.float64) * exp_avg.to(tl.float64)"
-        " + (one_minus_beta1 * grad).to(tl.float64)).to(tl.float32)\n"
-        "    exp_avg_sq = beta2 * exp_avg_sq",
-    ),
-    "kernel: contraction of param": (
-        "return param - lr * update, after",
-        "return (param.to(tl.float64) - lr.to(tl.float64) * update.to(tl.float64)).to(tl.float32)"
-        ", after",
-    ),
-    "kernel: eps outside the root": (
-        "exp_avg_sq * correction2, eps)",
-        "exp_avg_sq * correction2 + eps, 0.0)",
-    ),
-    "kernel: other association of the square": (
-        "one_minus_beta2 * (grad * grad)\n    return exp_avg, exp_avg_sq\n\n\n@helper",
-        "(one_minus_beta2 * grad) * grad\n    return exp_avg, exp_avg_sq\n\n\n@helper",
-    ),
-    "kernel: reciprocal instead of division": (
-        "quotient(exp_avg * correction1, exp_avg_sq",
-        "(exp_avg * correction1) * quotient(tl.full((), 1.0, tl.float32), exp_avg_sq",
-    ),
-    "kernel: no weight decay": (
-        "update = update + weight_decay * param",
-        "pass",
-    ),
-    "twin: eps outside the root": (
-        "square_root_reference(exp_avg_sq * correction2) + eps",
-        "square_root_reference(exp_avg_sq * correction2 + eps)",
-    ),
-    "twin: contraction of exp_avg": (
-        "exp_avg * beta1 + grad * one_minus_beta1",
-        "(exp_avg.double() * beta1 + (grad * one_minus_beta1).double()).float()",
-    ),
-    "twin: update in fp64": (
-        "return param - found * lr, after",
-        "return (param.double() - found.double() * lr).float(), after",
-    ),
-    "both: bias correction off by one step": (
-        'power(beta, group["step"])',
-        'power(beta, group["step"] - 1)',
-    ),
-    "both: beta rounded to fp32 before the power": (
-        'power(beta, group["step"])',
-        'power(round_row([beta])[0], group["step"])',
-    ),
-}
 
-FORMAT_MUTANTS = {
-    "bfloat16 kernel: truncation": (
-        "bfloat16.py",
-        ("rounded = bits + 0x7FFF + ((bits >> 16) & 1)", "rounded = bits"),
-        (PLAIN, "weight"),
-    ),
-    "bfloat16 kernel: ties away": (
-        "bfloat16.py",
-        ("rounded = bits + 0x7FFF + ((bits >> 16) & 1)", "rounded = bits + 0x8000"),
-        (PLAIN, "weight"),
-    ),
-    "bfloat16 twin: truncation": (
-        "bfloat16.py",
-        (
-            "code = value.to(torch.bfloat16)",
-            "code = (value.view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)",
-        ),
-        (PLAIN, "weight"),
-    ),
-    "remainder16 kernel: no carry": (
-        "remainder16.py",
-        ("tl.where(code < 0, upper + 1, upper)", "upper"),
-        (REMAINDER, "master"),
-    ),
-    "remainder16 kernel: no carry taken back": (
-        "remainder16.py",
-        ("tl.where(code < 0, weight_code - 1, weight_code)", "weight_code"),
-        (REMAINDER, "master"),
-    ),
-    "scaled fp16 kernel: scale left out": (
-        "float16.py",
-        ("return decode(code, scale) * scale", "return decode(code, scale)"),
-        (SCALED, "exp_avg"),
-    ),
-    "scaled fp16 twin: other largest code": (
-        "float16.py",
-        ("CODE_MAX = 32752.0", "CODE_MAX = 65504.0"),
-        (SCALED, "exp_avg"),
-    ),
-    "scaled fp8 kernel: scale left out": (
-        "float8.py",
-        ("return decode_e4m3(code, scale) * scale", "return decode_e4m3(code, scale)"),
-        (FLOAT8, "exp_avg"),
-    ),
-    "scaled fp8 kernel: infinities saturate": (
-        "float8.py",
-        ("& 0x7FFFFFFF) < 0x7F800000", "& 0x7FFFFFFF) <= 0x7F800000"),
-        (FLOAT8, "exp_avg"),
-    ),
-    "scaled fp8 twin: infinities saturate": (
-        "float8.py",
-        ("torch.where(value.isfinite(), scaled, torch.nan)", "scaled"),
-        (FLOAT8, "exp_avg"),
-    ),
-    "scaled fp8 twin: other largest code": (
-        "float8.py",
-        ("CODE_MAX = 448.0", "CODE_MAX = 224.0"),
-        (FLOAT8, "exp_avg"),
-    ),
-}  # fmt: skip
-
-FLOAT8_MUTANTS = {
-    "kernel: truncation": (
-        "power = (tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000) + (DROPPED << 23)\n",
-        "power = (tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000) + (DROPPED << 23)\n"
-        "    magnitude = tl.where(magnitude < E4M3_NORMAL, magnitude, (magnitude >> DROPPED)"
-        " << DROPPED)\n",
-    ),
-    "kernel: ties away": (
-        "total = magnitude.to(tl.float32, bitcast=True)",
-        "total = (magnitude | 1).to(tl.float32, bitcast=True)",
-    ),
-    "kernel: no subnormal codes": (
-        "tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000",
-        "magnitude & 0x7F800000",
-    ),
-    "kernel: subnormals end one binade too early": (
-        "tl.maximum(magnitude, E4M3_NORMAL) & 0x7F800000",
-        "tl.maximum(magnitude, E4M3_NORMAL - 0x800000) & 0x7F800000",
-    ),
-    "kernel: nothing saturates": (
-        "tl.minimum(bits & 0x7FFFFFFF, E4M3_LARGEST)",
-        "(bits & 0x7FFFFFFF)",
-    ),
-    "kernel: no sign": (" | ((bits >> 24) & 0x80)", ""),
-    "twin: nothing saturates": (
-        "value.clamp(-CODE_MAX, CODE_MAX).to(",
-        "torch.where(value.abs() > CODE_MAX, torch.nan, value).to(",
-    ),
-    "twin: NaN as torch casts it": (
-        "torch.where(value.isnan(), 0x7F, code)",
-        "torch.where(value.isnan() & (value > 0), 0x7F, code)",
-    ),
-    "twin: rounded to bf16 first": (
-        "value.clamp(-CODE_MAX, CODE_MAX).to(",
-        "value.clamp(-CODE_MAX, CODE_MAX).bfloat16().to(",
-    ),
-}
+def named(module, name):
+    """A module's rule or format of a name."""
+    own = [each for value in vars(module).values() for each in _all_of(value)]
+    return next(each for each in own if isinstance(each, (Rule, Format)) and each.name == name)
 
 
-SCALE_MUTANTS = {
-    "kernel: approximate quotient": (
-        "quotient = tl.math.div_rn(tl.full((), code_max, tl.float32), tl.where(usable, amax, 1.0))",
-        "quotient = code_max * tl.math.div_rn(tl.full((), 1.0, tl.float32), "
-        "tl.where(usable, amax, 1.0))",
-    ),
-    "kernel: infinite scales": ("tl.minimum(quotient.to(tl.int32, bitcast=True), LARGEST)",
-                                "quotient.to(tl.int32, bitcast=True)"),
-    "kernel: epsilon left out": ("tl.where(amax < epsilon, epsilon, amax)", "amax"),
-    "kernel: infinite amaxes": ("(bits < INFINITY)", "(bits <= INFINITY)"),
-    "kernel: powers of two to nearest": ("bits & INFINITY  #", "(bits + 0x400000) & INFINITY  #"),
-    "kernel: 1 in place of the scale there is": (
-        "bits.to(tl.float32, bitcast=True), otherwise)", "bits.to(tl.float32, bitcast=True), 1.0)",
-    ),
-    "kernel: subnormal reciprocals flushed": (
-        "    return tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)",
-        "    inverse = tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)\n"
-        "    return tl.where(inverse < 2.0**-126, 0.0, inverse)",
-    ),
-    "twin: approximate quotient": (
-        "torch.full_like(amax, code_max) / amax.masked_fill(~usable, 1.0)",
-        "code_max / amax.masked_fill(~usable, 1.0)",
-    ),
-    "twin: infinite scales": ("quotient.clamp(max=FP32_MAX)", "quotient"),
-    "twin: NaN is below epsilon": (
-        "torch.where(amax < epsilon,", "torch.where(~(amax >= epsilon),",
-    ),
-    "twin: powers of two up": (
-        "(quotient.view(torch.int32) & int(INFINITY))",
-        "((quotient.view(torch.int32) + 0x7FFFFF) & int(INFINITY))",
-    ),
-}  # fmt: skip
-ENCODING_MUTANTS = {
-    "bf16 kernel: 15 bits": (
-        ("bfloat16.py", "bfloat16_stochastic"),
-        ("tl.where(value == value, pattern + bits", "tl.where(value == value, pattern + bits // 2"),
-    ),
-    "bf16 twin: to nearest": (
-        ("bfloat16.py", "bfloat16_stochastic"),
-        ("value.view(torch.int32) + bits)", "value.view(torch.int32) + 0x8000)"),
-    ),
-    "fp16 kernel: the lower of the bits": (
-        ("float16.py", "float16_stochastic"),
-        ("normal = ((magnitude + (bits >> 3)) >> 13) - ((127 - 15) << 10)\n    small = tl.",
-         "normal = ((magnitude + (bits & 0x1FFF)) >> 13) - ((127 - 15) << 10)\n    small = tl."),
-    ),
-    "fp16 kernel: no subnormals": (
-        ("float16.py", "float16_stochastic"),
-        ("tl.where(magnitude < SMALLEST_NORMAL, (multiples + bits) >> 16, normal)", "normal"),
-    ),
-    "fp16 kernel: beyond infinity": (
-        ("float16.py", "float16_stochastic"),
-        ("tl.minimum(code, INFINITY)", "code"),
-    ),
-    "fp16 twin: no sign": (
-        ("float16.py", "float16_stochastic"),
-        ("code.clamp(max=INFINITE) | ((pattern >> 16) & 0x8000)",
-         "code.clamp(max=INFINITE)"),
-    ),
-    "24 bits kernel: truncation": (
-        ("remainder8.py", "remainder8"),
-        ("split(value, bits + 0x7F + ((bits >> 8) & 1))", "split(value, bits)"),
-    ),
-    "24 bits kernel: ties away": (
-        ("remainder8.py", "remainder8"),
-        ("split(value, bits + 0x7F + ((bits >> 8) & 1))", "split(value, bits + 0x80)"),
-    ),
-    "24 bits kernel: no carry": (
-        ("remainder8.py", "remainder8"),
-        ("tl.where(code < 0, upper + 1, upper)", "upper"),
-    ),
-    "24 bits twin: no carry": (
-        ("remainder8.py", "remainder8_stochastic"),
-        ("upper = (pattern >> 16) + (code < 0).int()", "upper = (pattern >> 16) + 0 * code"),
-    ),
-    "24 bits kernel: the lower of the bits": (
-        ("remainder8.py", "remainder8_stochastic"),
-        ("value.to(tl.int32, bitcast=True) + (bits >> 8)",
-         "value.to(tl.int32, bitcast=True) + (bits & 0xFF)"),
-    ),
-    "Kahan kernel: zeros without a sign": (
-        ("kahan.py", "kahan"),
-        ("(weight.to(tl.int32, bitcast=True) & -2147483648)",
-         "(weight.to(tl.int32, bitcast=True) & 0)"),
-    ),
-    "Kahan kernel: infinities less infinity": (
-        ("kahan.py", "kahan_float16"),
-        ("is_some = (tl.abs(difference) > 0.0) & (tl.abs(weight) < float(\"inf\"))",
-         "is_some = tl.abs(difference) > 0.0"),
-    ),
-    "Kahan twin: zeros without a sign": (
-        ("kahan.py", "kahan_stochastic"),
-        ("torch.copysign(torch.zeros_like(weight), weight)", "torch.zeros_like(weight)"),
-    ),
-    "Kahan twin: what the weight has too much": (
-        ("kahan.py", "kahan"),
-        ("difference = value - weight\n    is_some = (difference.abs()",
-         "difference = weight - value\n    is_some = (difference.abs()"),
-    ),
-}  # fmt: skip
-DRAW_MUTANTS = {
-    "kernel: constant seed": ("none + key[2], key[0], key[1])", "none + key[2], none, none)"),
-    "kernel: half of the seed": ("none + key[2], key[0], key[1])", "none + key[2], key[0], none)"),
-    "kernel: step left out": ("none + key[2], key[0]", "none, key[0]"),
-    "kernel: the step's upper half left out": (
-        "sixteens(row_ptr, 4))",
-        "tl.load(row_ptr + 4).to(tl.uint32))",
-    ),
-    "kernel: number left out": ("high, none + number,", "high, none,"),
-    "kernel: local index": ("index = first + place\n", "index = place\n"),
-    "kernel: local index, four at a time": ("quad = (first + start) // 4", "quad = start // 4"),
-    "kernel: index in the chunk": ("place = start + offsets", "place = offsets"),
-    "kernel: index of 32 bits": ("high = (index >> 32).to(tl.uint32)", "high = tl.zeros_like(low)"),
-    "kernel: rows without their distance": ("(place // run) * stride", "(place // run) * run"),
-    "kernel: another order": (
-        "tl.join(words[0], words[2]), tl.join(words[1], words[3])",
-        "tl.join(words[0], words[1]), tl.join(words[2], words[3])",
-    ),
-    "kernel: moments draw the same": ("    if INDEX != 1:", "    if INDEX != 2:"),
-    "kernel: a third moment draws the first's": (
-        "tl.static_range(INDEX - 1)",
-        "tl.static_range(0)",
-    ),
-    "kernel: another polynomial": ("& 1) * REDUCED_BY", "& 1) * (REDUCED_BY ^ 2)"),
-    "kernel: weights draw as exp_avg_sq": (
-        "return word & 0xFFFF\n",
-        "return (word >> 16) & 0xFFFF\n",
-    ),
-    "twin: constant seed": ("index >> 32, *rest), key)", "index >> 32, *rest), (0, 0))"),
-    "twin: step left out": ("torch.full_like(index, step)", "torch.zeros_like(index)"),
-    "twin: number left out": ("torch.full_like(index, number)", "torch.zeros_like(index)"),
-    "twin: local index": ("index = place.first + offset", "index = offset"),
-    "twin: lanes not skipped": ("skipped = place.first % 4", "skipped = 0"),
-    "twin: exp_avg draws as the weight": ("upper = upper ^ words", "upper = words"),
-}
-E8M0_MUTANTS = {
-    "kernel: rounded down": ("tl.minimum(exponent + 1, E8M0_LARGEST)", "exponent"),
-    "kernel: 2**-127 rounded up": ("(bits <= TWO_TO_MINUS_127)", "(bits < TWO_TO_MINUS_127)"),
-    "kernel: infinity is the NaN": ("tl.where(bits == INFINITY, E8M0_LARGEST, code)", "code"),
-    "kernel: multiplier of 0xFE": (
-        "tl.where(code == E8M0_LARGEST, TWO_TO_MINUS_127, (E8M0_LARGEST - code) << 23)",
-        "(E8M0_LARGEST - code) << 23",
-    ),
-    "kernel: value of 0": ("tl.where(code == 0, TWO_TO_MINUS_127, code << 23)", "code << 23"),
-    "twin: infinity is the NaN": (
-        "masked_fill(quotient == torch.inf, 0xFE)",
-        "masked_fill(quotient == torch.inf, 0xFF)",
-    ),
-    "twin: always up": ("torch.where(mantissa == 0.5, exponent - 1, exponent)", "exponent"),
-    "twin: no NaN": (".masked_fill(nan, torch.nan)", ""),
-}  # fmt: skip
+def _all_of(value):
+    return value if isinstance(value, tuple) else [value]
 
 
-@pytest.mark.parametrize("formats", [PLAIN, REMAINDER, SCALED, FLOAT8, KAHAN], ids=name_of)
-def test_the_check_passes_on_the_true_source(formats, device):
-    assert_all_agree(formats, RULES["adamw", "ieee"], GROUP, COUNTS, device)
+# --- the checks: of a module, true or changed, and what more a mutant says
 
 
-@pytest.mark.parametrize("change", RULE_MUTANTS.values(), ids=RULE_MUTANTS)
-def test_the_check_notices_a_mutant_of_the_rule(change, tmp_path, device):
-    module = mutant(SOURCES / "rules" / "adam_ieee.py", change, tmp_path)
-    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        assert_all_agree(PLAIN, module.ADAMW_IEEE, GROUP, COUNTS, device)
+class Here(NamedTuple):
+    """What checks are made with."""
+
+    device: torch.device
+    patch: pytest.MonkeyPatch
+    folder: Path
 
 
-def test_the_check_notices_a_decay_without_the_compensation(tmp_path, device):
-    """Of the weight as it is stored, instead of the value that it and what it lost are."""
-    stored = "(param.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)"
-    old = "update = update + weight_decay * "
-    module = mutant(SOURCES / "rules" / "adam_ieee.py", (f"{old}param", f"{old}{stored}"), tmp_path)
-    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        assert_all_agree(KAHAN, module.ADAMW_IEEE, GROUP, COUNTS, device)
+def steps(module, here, name="adamw", formats=PLAIN, step=GROUP["step"]):
+    """name: of the rule."""
+    rule = named(module, name)
+    if rule.name == "galore_direction":  # it has neither weight nor master
+        formats = with_format(with_format(formats, "weight", WEIGHTS["float32"]), "master", NONE)
+    group = {**GROUP, "scale": 0.3, "step": step}
+    assert_all_agree(with_rule(formats, rule), rule, group, COUNTS, here.device)
 
 
-def form_of(module, name):
-    """A module's format of a name."""
-    return next(f for f in vars(module).values() if isinstance(f, Format) and f.name == name)
+def steps_of_galore(module, here):
+    steps(module, here, "galore_direction", FORMATS["float32-float32-none-float32-float32"])
+    steps(module, here, "galore_apply", FORMATS["float32-float32-none-float32-float32"])
 
 
-def assert_encodes_upper_halves(form, device):
-    values = upper_halves()
+def steps_with(module, here, formats, slot):
+    mutated = with_format(formats, slot, named(module, formats.by_slot[slot].name))
+    group = {**GROUP, "weight_decay": 0.0}  # it would move ties
+    assert_all_agree(mutated, ADAMW, group, COUNTS, here.device, ties=True)
+
+
+def encodes(module, here, name):
+    form, values = named(module, name), upper_halves().view(-1, 9)[::8].flatten()
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2**16, values.shape, generator=generator, dtype=torch.int32)
-    assert_encoded(form, values, device, bits if form.draws else None)
+    assert_encoded(form, values, here.device, bits if form.draws else None)
 
 
-@pytest.mark.parametrize("case", ENCODING_MUTANTS.values(), ids=ENCODING_MUTANTS)
-@pytest.mark.halved
-def test_the_check_notices_a_mutant_of_an_encoding(case, tmp_path, device):
-    """The unchanged formats are checked in tests/kernels/test_stochastic.py."""
-    (file, name), change = case
-    module = mutant(SOURCES / "formats" / file, change, tmp_path)
-    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        assert_encodes_upper_halves(form_of(module, name), device)
+def encodes_fp8(module, here):
+    form, values = module.FLOAT8_E4M3, every_pattern_of_16_bits()
+    assert_encodes(form, values, oracle_codes(form, values).view(form.dtype), here.device)
+    assert_encodes(form, *ties(form), here.device)
 
 
-def assert_draws_all(module, device):
-    for place, start in CASES:
-        assert_words(place, start, 32, device, module=module)
-
-
-@pytest.mark.parametrize("change", DRAW_MUTANTS.values(), ids=DRAW_MUTANTS)
-def test_the_check_notices_a_mutant_of_the_draws(change, tmp_path, device):
-    assert_draws_all(true_draws, device)
-    module = mutant(SOURCES / "chunks" / "draws.py", change, tmp_path)
-    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        assert_draws_all(module, device)
-
-
-@pytest.mark.parametrize("case", FORMAT_MUTANTS.values(), ids=FORMAT_MUTANTS)
-def test_the_check_notices_a_mutant_of_a_format(case, tmp_path, device):
-    file, change, (formats, slot) = case
-    module = mutant(SOURCES / "formats" / file, change, tmp_path)
-    mutated = with_format(formats, slot, getattr(module, formats.by_slot[slot].name.upper()))
-    group = {**GROUP, "weight_decay": 0.0}  # it would move ties
-    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        assert_all_agree(mutated, RULES["adamw", "ieee"], group, COUNTS, device, ties=True)
-
-
-def assert_encodes_all(form, device):
-    values = every_pattern_of_16_bits()
-    assert_encodes(form, values, oracle_codes(form, values).view(form.dtype), device)
-    assert_encodes(form, *ties(form), device)
-
-
-@pytest.mark.parametrize("change", FLOAT8_MUTANTS.values(), ids=FLOAT8_MUTANTS)
-def test_the_check_notices_a_mutant_of_fp8(change, tmp_path, device):
-    assert_encodes_all(FLOAT8_E4M3, device)
-    module = mutant(SOURCES / "formats" / "float8.py", change, tmp_path)
-    with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        assert_encodes_all(module.FLOAT8_E4M3, device)
-
-
-def assert_scales_all(module, device):
+def scales(module, here):
     amax = torch.cat([EDGES, random_amaxes(500)])
     for epsilon in (0.0, 2.0):
         for power_of_two in (False, True):
-            assert_scales(module, amax, 448.0, epsilon, power_of_two, device)
+            assert_scales(module, amax, 448.0, epsilon, power_of_two, here.device)
 
 
-def assert_e8m0_all(module, device):
-    assert_e8m0(module, hard_amaxes(448.0), 448.0, device)
+def scales_e8m0(module, here):
+    assert_e8m0(module, hard_amaxes(448.0), 448.0, here.device)
 
 
-@pytest.mark.parametrize(
-    ("check", "change"),
-    [(assert_scales_all, change) for change in SCALE_MUTANTS.values()]
-    + [(assert_e8m0_all, change) for change in E8M0_MUTANTS.values()],
-    ids=[*(f"scale {name}" for name in SCALE_MUTANTS), *(f"e8m0 {name}" for name in E8M0_MUTANTS)],
-)
-def test_the_check_notices_a_mutant_of_fp8_scales(check, change, tmp_path, device):
-    check(true_scale, device)
-    module = mutant(SOURCES / "quantizers" / "scale.py", change, tmp_path)
+def draws(module, here):
+    for place, start in CASES:
+        assert_words(place, start, 32, here.device, module=module)
+
+
+def hard_blocks(size):
+    """A power of two, beyond the smallest scale and the largest, an infinity; each in a block."""
+    values = torch.zeros(6, size)
+    values[:, 20] = torch.tensor([1.0, 1e-40, 3.4e38, torch.inf, 0.75, 0.0])
+    values[:, 21] = 1e-42
+    return values.view(-1)
+
+
+TIES = torch.tensor([2.0, 1.0625, 1.1875, 1.3125, -1.0625, 0.53125])
+# beside 2: numbers, ties, one below the smallest, and what rounds to 0 with a sign
+TIES_OF_4_BITS = torch.tensor([2.0, 1.5, 1.125, -0.5625, 0.375, 1e-4, -1e-9, 0.75] * 4)
+VALUES = {
+    1: torch.cat([TIES, torch.zeros(122), random_values(2000)]),
+    2: torch.cat([TIES_OF_4_BITS, hard_blocks(32), random_values(2000)]),
+}
+
+
+def assert_stores(form, here, values=None, **more):
+    values = VALUES[form.packed] if values is None else values
+    assert_stored(form, values, here.device, 12 + form.packed, **more)
+
+
+def stores(module, here, name):
+    assert_stores(named(module, name), here)
+
+
+def stores_in_windows(module, here):
+    """By tiles that take their windows from the module."""
+    here.patch.setitem(sys.modules, module.__name__, module)
+    imports = ("from megaopt.kernels.formats.block8 import", f"from {module.__name__} import")
+    tiles = mutant(SOURCES / "chunks" / "blocks.py", imports, here.folder)
+    assert_stores(BLOCKS[0], here, hard_blocks(128), module=tiles)
+    assert_stores(BLOCKS_OF_4_BITS[0], here, module=tiles)
+
+
+def stores_tiles(module, here, form):
+    assert_stores(form, here, module=module)
+
+
+def stores_as_twin(module, here, form):
+    for name in ("store_blocks", "decoded"):
+        here.patch.setattr(block_cases, name, getattr(module, name))
+    assert_stores(form, here)
+
+
+def steps_in_blocks(module, here, name, formats):
+    """The kernel as a whole; name: of the changed function."""
+    for where in (kernel, update, codes):
+        if hasattr(where, name):
+            here.patch.setattr(where, name, getattr(module, name))
+    places = [Place(0), Place(1, 128 + 5 if formats is IN_BLOCKS else 32 + 6)]
+    own = (ADAMW, GROUP, [4000, 700], here.device, Geometry(1024, 3))
+    assert_all_agree(formats, *own, places=places)
+
+
+# --- the mutants
+
+
+E8, E4 = BLOCKS[0], BLOCKS_OF_4_BITS[0]
+E4M3, E5M3, E3M0, E4M0 = "block_e4m3", "block_e5m3", "block32_e3m0", "block32_e4m0"
+FP16, BF16, DRAWN24 = "float16_stochastic", "bfloat16_stochastic", "remainder8_stochastic"
+AVERAGE = "beta1 * exp_avg + one_minus_beta1 * grad"
+TWIN_AVERAGE = "exp_avg * beta1 + grad * one_minus_beta1"
+AMSGRAD = "adamw_amsgrad"
+DECAYED = "update + weight_decay * param"
+MOVED = "return param - lr * update, after"
+WIDE = "(param.to(tl.float64) - lr.to(tl.float64) * update.to(tl.float64)).to(tl.float32)"
+DRAWN, DRAWN_OF_4_BITS = "(bits << 4) | 8", "(bits << 7) | 64"
+MUTANTS = {
+    ("rules/adam_ieee.py", steps): {
+        # in fp64, since the interpreter's fma rounds twice
+        "kernel: contraction of exp_avg": (
+            AVERAGE,
+            "(beta1.to(tl.float64) * exp_avg.to(tl.float64)"
+            " + (one_minus_beta1 * grad).to(tl.float64)).to(tl.float32)",
+        ),
+        "kernel: contraction of param": (MOVED, MOVED.replace("param - lr * update", WIDE)),
+        "kernel: eps outside the root": ("correction2, eps)", "correction2 + eps, 0.0)"),
+        "kernel: other association of the square": (
+            "_beta2 * (grad * grad)",
+            "_beta2 * grad * grad",
+        ),
+        "kernel: reciprocal instead of division": (
+            "quotient(exp_avg * correction1",
+            "(exp_avg * correction1) * quotient(tl.full((), 1.0, tl.float32)",
+        ),
+        "kernel: no weight decay": (DECAYED, "update"),
+        # of the weight as it is stored, instead of the value that it and what it lost are
+        "kernel: a decay without the compensation": (
+            DECAYED,
+            "update + weight_decay"
+            " * (param.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)",
+            "adamw",
+            KAHAN,
+        ),
+        "twin: eps outside the root": ("correction2) + eps", "correction2 + eps)"),
+        "twin: contraction of exp_avg": (
+            TWIN_AVERAGE,
+            "(exp_avg.double() * beta1 + (grad * one_minus_beta1).double()).float()",
+        ),
+        "twin: update in fp64": (
+            "return param - found * lr",
+            "return (param.double() - found.double() * lr).float()",
+        ),
+        "both: bias correction off by one step": ('group["step"])', 'group["step"] - 1)'),
+        "both: beta rounded before the power": ("power(beta,", "power(round_row([beta])[0],"),
+        "kernel: AMSGrad by the newest": (
+            "exp_avg, squares, s",
+            "exp_avg, exp_avg_sq, s",
+            AMSGRAD,
+        ),
+        "kernel: AMSGrad forgets NaN": ("max_exp_avg_sq != max_exp_avg_sq", "False", AMSGRAD),
+        "twin: AMSGrad by fmax": ("torch.maximum(", "torch.fmax(", AMSGRAD),
+    },
+    ("rules/lion.py", steps): {
+        "kernel: the direction by beta2": (AVERAGE, AVERAGE.replace("beta1", "beta2"), "lion"),
+        "kernel: sign of a zero is 1": ("value > 0.0", "value >= 0.0", "lion"),
+        "kernel: no decay": (" grad) + weight_decay * param", " grad)", "lion"),
+        "twin: average by beta1": (TWIN_AVERAGE.replace("beta1", "beta2"), TWIN_AVERAGE, "lion"),
+    },
+    ("rules/sgd.py", steps): {
+        "kernel: Nesterov is plain momentum": (
+            "update + momentum * momentum_b",
+            "momentum_b",
+            "sgd_nesterov",
+        ),
+        "kernel: dampening left out": ("kept * update", "update", "sgd_momentum"),
+        "twin: decay before the momentum": (
+            "grad if decoupled",
+            "grad if not decoupled",
+            "sgdw_momentum",
+        ),
+        "both: the first step is dampened": (
+            'group["step"] == 1',
+            'group["step"] == 0',
+            "sgd_momentum",
+            PLAIN,
+            1,
+        ),
+    },
+    ("rules/galore.py", steps_of_galore): {
+        "no scale": ('lr * float(group["scale"])', "lr"),
+        "no bias correction": ('if group["bias_correction"]:', "if False:"),
+        "bias correction of the next step": ('beta1, group["step"])', 'beta1, group["step"] + 1)'),
+        "kernel: eps under the root": ("(exp_avg_sq) + eps", "(exp_avg_sq + eps)"),
+        "kernel: decay of the weight before": ("grad\n    param = param", "grad"),
+        "twin: eps under the root": ("root = exp_avg_sq", "root = (exp_avg_sq + scalars[6])"),
+        "twin: decay first": (
+            "param - grad * step_size\n    return param - param * decay",
+            "param - param * decay\n    return param - grad * step_size",
+        ),
+        "twin: the root in fp32": ("exp_avg_sq.double()", "(exp_avg_sq * (1 + 2**-23))"),
+    },
+    ("formats/bfloat16.py", steps_with): {
+        "kernel: ties away": ("0x7FFF + ((bits >> 16) & 1)", "0x8000", PLAIN, "weight"),
+        "twin: truncation": (
+            "code = value.to",
+            "code = (value.view(torch.int32) & -65536).view(torch.float32).to",
+            PLAIN,
+            "weight",
+        ),
+    },
+    ("formats/remainder16.py", steps_with): {
+        "kernel: no carry": ("upper + 1, upper)", "upper, upper)", REMAINDER, "master"),
+        "kernel: no carry taken back": (
+            "code - 1, weight_code)",
+            "code, weight_code)",
+            REMAINDER,
+            "master",
+        ),
+    },
+    ("formats/float16.py", steps_with): {
+        "kernel: scale left out": ("decode(code, scale) * scale", "code", SCALED, "exp_avg"),
+        "twin: other largest code": ("32752.0", "65504.0", SCALED, "exp_avg"),
+    },
+    ("formats/float8.py", steps_with): {
+        "kernel: scale left out": ("scale) * scale", "scale)", FLOAT8, "exp_avg"),
+        "kernel: infinities saturate": ("< 0x7F800000", "<= 0x7F800000", FLOAT8, "exp_avg"),
+        "twin: infinities saturate": (
+            "torch.where(value.isfinite(), scaled, torch.nan)",
+            "scaled",
+            FLOAT8,
+            "exp_avg",
+        ),
+        "twin: other largest code": ("CODE_MAX = 448.0", "CODE_MAX = 224.0", FLOAT8, "exp_avg"),
+    },
+    ("formats/float8.py", encodes_fp8): {
+        "kernel: ties away": ("= magnitude.to", "= (magnitude | 1).to"),
+        "kernel: subnormals end too early": (
+            "(magnitude, E4M3_NORMAL)",
+            "(magnitude, E4M3_NORMAL - 0x800000)",
+        ),
+        "kernel: nothing saturates": (", E4M3_LARGEST)", ", 0x7FFFFFFF)"),
+        "kernel: no sign": (" | ((bits >> 24) & 0x80)", ""),
+        "twin: nothing saturates": (
+            "value.clamp(-CODE_MAX, CODE_MAX)",
+            "torch.where(value.abs() > CODE_MAX, torch.nan, value)",
+        ),
+        "twin: NaN as torch casts it": ("value.isnan(), 0x7F", "value.isnan() & (value > 0), 127"),
+        "twin: rounded to bf16 first": ("CODE_MAX).to(", "CODE_MAX).bfloat16().to("),
+    },
+    ("formats/bfloat16.py", encodes): {
+        "kernel: 15 bits": ("pattern + bits,", "pattern + bits // 2,", BF16),
+        "twin: to nearest": ("+ bits)", "+ 0x8000)", BF16),
+    },
+    ("formats/float16.py", encodes): {
+        "kernel: the lower of the bits": (
+            "(bits >> 3)) >> 13) - ((127 - 15) << 10)\n    small = tl",
+            "(bits & 0x1FFF)) >> 13) - ((127 - 15) << 10)\n    small = tl",
+            FP16,
+        ),
+        "kernel: no subnormals": ("< SMALLEST_NORMAL", "< 0", FP16),
+        "kernel: beyond infinity": ("(code, INFINITY)", "(code, code)", FP16),
+        "twin: no sign": ("INFINITE) | ((pattern >> 16) & 0x8000)", "INFINITE)", FP16),
+    },
+    ("formats/remainder8.py", encodes): {
+        "kernel: ties away": ("0x7F + ((bits >> 8) & 1))\n\n\n@", "0x80)\n\n\n@", "remainder8"),
+        "kernel: no carry": ("upper + 1, upper)", "upper, upper)", "remainder8"),
+        "twin: no carry": ("(code < 0).int()", "0 * code", DRAWN24),
+        "kernel: the lower of the bits": (
+            "(bits >> 8))\n\n\ndef",
+            "(bits & 0xFF))\n\n\ndef",
+            DRAWN24,
+        ),
+    },
+    ("formats/kahan.py", encodes): {
+        "kernel: zeros without a sign": ("& -2147483648", "& 0", "kahan"),
+        "kernel: infinities less infinity": (
+            ' & (tl.abs(weight) < float("inf"))',
+            "",
+            "kahan_float16",
+        ),
+        "twin: zeros without a sign": (
+            "torch.copysign(torch.zeros_like(weight), weight)",
+            "torch.zeros_like(weight)",
+            "kahan_stochastic",
+        ),
+        "twin: what the weight has too much": (
+            "value - weight\n    is_some",
+            "weight - value\n    is_some",
+            "kahan",
+        ),
+    },
+    ("quantizers/scale.py", scales): {
+        "kernel: approximate quotient": (
+            "tl.math.div_rn(tl.full((), code_max,",
+            "code_max * tl.math.div_rn(tl.full((), 1.0,",
+        ),
+        "kernel: infinite scales": ("bitcast=True), LARGEST)", "bitcast=True), 0x7FFFFFFF)"),
+        "kernel: epsilon left out": ("amax < epsilon, epsilon, amax)", "False, amax, amax)"),
+        "kernel: infinite amaxes": ("(bits < INFINITY)", "(bits <= INFINITY)"),
+        "kernel: powers of two to nearest": ("= bits & INF", "= (bits + 0x400000) & INF"),
+        "kernel: 1 in place of the scale there is": ("True), otherwise)", "True), 1.0)"),
+        "kernel: subnormal reciprocals flushed": (
+            "    return tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)",
+            "    inverse = tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)\n"
+            "    return tl.where(inverse < 2.0**-126, 0.0, inverse)",
+        ),
+        "twin: approximate quotient": ("torch.full_like(amax, code_max)", "code_max"),
+        "twin: infinite scales": (".clamp(max=FP32_MAX)", ""),
+        "twin: NaN is below epsilon": ("amax < epsilon, torch", "~(amax >= epsilon), torch"),
+        "twin: powers of two up": (
+            "(quotient.view(torch.int32)",
+            "((quotient.view(torch.int32) + 0x7FFFFF)",
+        ),
+    },
+    ("quantizers/scale.py", scales_e8m0): {
+        "kernel: rounded down": ("tl.minimum(exponent + 1, E8M0_LARGEST)", "exponent"),
+        "kernel: 2**-127 rounded up": ("<= TWO_TO_MINUS_127", "< TWO_TO_MINUS_127"),
+        "kernel: infinity is the NaN": ("INFINITY, E8M0_LARGEST, code", "INFINITY, code, code"),
+        "kernel: multiplier of 0xFE": ("(code == E8M0_LARGEST, TWO", "(code == 999, TWO"),
+        "kernel: value of 0": ("(code == 0, TWO", "(code == 999, TWO"),
+        "twin: infinity is the NaN": ("torch.inf, 0xFE)", "torch.inf, 0xFF)"),
+        "twin: always up": ("(mantissa == 0.5, exponent - 1", "(mantissa == 0.5, exponent"),
+        "twin: no NaN": (".masked_fill(nan, torch.nan)", ""),
+    },
+    ("chunks/draws.py", draws): {
+        "kernel: half of the seed": ("key[0], key[1]", "key[0], none"),
+        "kernel: half of the step": ("sixteens(row_ptr, 4)", "tl.load(row_ptr + 4).to(tl.uint32)"),
+        "kernel: number left out": ("high, none + number,", "high, none,"),
+        "kernel: local index": ("index = first + place\n", "index = place\n"),
+        "kernel: local index, four at a time": ("(first + start) // 4", "start // 4"),
+        "kernel: index in the chunk": ("place = start + offsets", "place = offsets"),
+        "kernel: index of 32 bits": ("(index >> 32).to(tl.uint32)", "tl.zeros_like(low)"),
+        "kernel: rows without their distance": ("(place // run) * stride", "place // run * run"),
+        "kernel: another order": ("words[2]), tl.join(words[1],", "words[1]), tl.join(words[2],"),
+        "kernel: moments draw the same": ("if INDEX != 1:", "if INDEX != 2:"),
+        "kernel: a third moment draws the first's": ("range(INDEX - 1)", "range(0)"),
+        "kernel: another polynomial": ("& 1) * REDUCED_BY", "& 1) * (REDUCED_BY ^ 2)"),
+        "kernel: weights draw as exp_avg_sq": ("word & 0xFFFF\n", "(word >> 16) & 0xFFFF\n"),
+        "twin: constant seed": ("index >> 32, *rest), key)", "index >> 32, *rest), (0, 0))"),
+        "twin: step left out": ("torch.full_like(index, step)", "torch.zeros_like(index)"),
+        "twin: number left out": ("torch.full_like(index, number)", "torch.zeros_like(index)"),
+        "twin: local index": ("place.first + offset", "offset"),
+        "twin: lanes not skipped": ("place.first % 4", "0"),
+        "twin: exp_avg draws as the weight": ("upper ^ words", "words"),
+    },
+    ("formats/block8.py", stores): {
+        "kernel: no floor": (
+            "LARGEST_UNSIGNED, 20), some(value))",
+            "LARGEST_UNSIGNED, 20), 0)",
+            E5M3,
+        ),
+        "twin: no floor": ("(value.view(torch.int32) != 0).int()", "code", E5M3),
+        "kernel: exp_avg_sq to nearest": (
+            f"unsigned_code(value, pattern, {DRAWN})",
+            "unsigned_code(value, pattern, half(pattern, 20))",
+            E5M3,
+        ),
+        "twin: to nearest": ("    if bits:", "    if False:", E4M3),
+        "kernel: the lower of the bits": (
+            f"= signed_code(value, pattern, {DRAWN})",
+            "= signed_code(value, pattern, ((bits & 0xFF) << 12) | 8)",
+            E4M3,
+        ),
+        "kernel: ties away": (
+            "((1 << (DROPPED - 1)) - 1) + ((pattern >> DROPPED) & 1)",
+            "1 << (DROPPED - 1)",
+            "block_e4m3_nearest",
+        ),
+        "twin: ties away": (
+            "rest = (1 << (dropped - 1)) - 1 + ((pattern >> dropped) & 1)",
+            "rest = 1 << (dropped - 1)",
+            "block_e5m3_nearest",
+        ),
+        "kernel: NaN without a sign alone": ("tl.abs(number)", "number", E4M3),
+        "kernel: NaN of exp_avg_sq is a number": ("== E5M3_NAN, NAN", "== E5M3_NAN, value", E5M3),
+        "twin: NaN is a number": ("(code == UNSIGNED_NAN, torch.nan)", "(code < 0, 0)", E5M3),
+        "kernel: no sign": ("value < 0.0, code | 0x80", "value < 0.0, code", E4M3),
+        "kernel: a sign of zeros": (
+            "tl.where(value < 0.0, code | 0x80, code)",
+            "code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)",
+            E4M3,
+        ),
+        "kernel: no NaN code": ("(code, LARGEST)", "(code, LARGEST - 1)", "block64_e5m3"),
+    },
+    ("formats/block8.py", stores_in_windows): {
+        "off by one": ("(amax_bits - 1) >> 23", "((amax_bits - 1) >> 23) + 1"),
+        "a power of two is the next one": ("(amax_bits - 1)", "amax_bits"),
+        "no smallest": (">> 23, SMALLEST_SCALE)", ">> 23, 0)"),
+        "no largest": ("SMALLEST_SCALE), LARGEST_SCALE)", "SMALLEST_SCALE), 254)"),
+        "infinities count": ("0x1000000", "0x0FFFFFF"),
+    },
+    ("formats/block4.py", stores): {
+        "kernel: no floor": ("NAN_OF_E4M0, 23), some(value))\n", "NAN_OF_E4M0, 23), 0)\n", E4M0),
+        "twin: no floor": ("(value.view(torch.int32) != 0).int()", "code", E4M0),
+        "kernel: exp_avg_sq to nearest": (
+            f"{DRAWN_OF_4_BITS}, NAN_OF_E4M0",
+            "half(pattern, 23), NAN_OF_E4M0",
+            E4M0,
+        ),
+        "twin: to nearest": ("E3M0_DOWN, bits, LARGEST", "E3M0_DOWN, (), LARGEST", E3M0),
+        "kernel: the lower of the bits": (
+            f"{DRAWN_OF_4_BITS}, LARGEST_MAGNITUDE",
+            "((bits & 0xFF) << 15) | 64, LARGEST_MAGNITUDE",
+            E3M0,
+        ),
+        "kernel: ties away": (
+            "half(pattern, 23), NAN_OF_E4M0",
+            "0x400000, NAN_OF_E4M0",
+            "block32_e4m0_nearest",
+        ),
+        "twin: ties away": (
+            "cut_reference(value.abs() * inverse * E4M0_DOWN, bits, UNSIGNED_NAN, 23)",
+            "(((value.abs() * inverse * E4M0_DOWN).view(torch.int32).long() + 0x400000)"
+            " >> 23).int()",
+            "block32_e4m0_nearest",
+        ),
+        "kernel: the sign is lost": (
+            "0.0) & (code > 0), code | 8",
+            "0.0) & (code > 0), code",
+            E3M0,
+        ),
+        "kernel: a sign of what rounds to 0": ("(value < 0.0) & (code > 0)", "value < 0.0", E3M0),
+        "twin: a sign of what rounds to 0": ("(value < 0) & (code > 0)", "value < 0", E3M0),
+        "kernel: the sign is not read": ("((code & 8) << 28)", "0", E3M0),
+        "kernel: NaN of exp_avg is a number": ("NAN_OF_4_BITS, NAN", "NAN_OF_4_BITS, value", E3M0),
+        "kernel: NaN of exp_avg_sq is a number": ("NAN_OF_E4M0, NAN", "NAN_OF_E4M0, value", E4M0),
+        "kernel: infinities are the largest": (
+            "code, NAN_OF_4_BITS)",
+            "code, code)",
+            "block32_e3m0_nearest",
+        ),
+        "twin: NaN is a number": ("(code == UNSIGNED_NAN, torch.nan)", "(code < 0, 0)", E4M0),
+        "the numbers are powers of two": (
+            "TWO_THIRDS * 2.0**-120, 1.5 * 2.0**120",
+            "2.0**-120, 2.0**120",
+            E3M0,
+        ),
+        "exp_avg_sq's window is one off": ("2.0**-114, 2.0**114", "2.0**-115, 2.0**115", E4M0),
+    },
+    ("chunks/blocks.py", stores_tiles): {
+        "the neighbour's scale is read": (
+            "scale_ptr + rows.to(tl.uint32) // FORMAT.block",
+            "scale_ptr + tl.maximum(rows // FORMAT.block - 1, 0)",
+            E8,
+        ),
+        "one scale a tile": (
+            "largest = tl.max(tl.reshape(key, SHAPE), 1)",
+            "largest = tl.max(key, 0) + tl.zeros((SHAPE[0],), tl.uint32)",
+            E8,
+        ),
+        "what lies outside counts": ("(mask, key, 0)", "(mask, key, 0xFE000000)", E8),
+        "halves exchanged when stored": ("even | (odd << 4)", "odd | (even << 4)", E4),
+        "halves exchanged when read": ("pair & 15, pair >> 4", "pair >> 4, pair & 15", E4),
+        "both codes of a byte are one": ("pair & 15, pair >> 4", "pair & 15, pair & 15", E4),
+    },
+    ("step/reference.py", stores_as_twin): {
+        "a window counted from the tensor": (
+            "[lead : lead + value.numel()]",
+            "[: value.numel()]",
+            E8,
+        ),
+        "the scale is the neighbour's": ("[lead : lead + like.numel()]", "[: like.numel()]", E8),
+        "infinities count": (
+            "torch.where(value.isfinite(), value.abs(), 0.0).r",
+            "value.abs().nan_to_num(0.0).r",
+            E8,
+        ),
+        "halves exchanged when stored": (
+            "code[..., ::2] | code[..., 1::2]",
+            "code[..., 1::2] | code[..., ::2]",
+            E4,
+        ),
+        "halves exchanged when read": ("stored & 15, stored >> 4", "stored >> 4, stored & 15", E4),
+    },
+    ("chunks/blocks.py", steps_in_blocks): {
+        "a lead is ignored": ("% FORMATS.block", "* 0", "lead_of", IN_BLOCKS),
+        "moments draw as weights": (
+            "moment_bits(words, INDEX)",
+            "words & 0xFFFF",
+            "stored_moments",
+            IN_BLOCKS,
+        ),
+        "the neighbour's scale is read": (
+            "scale_ptr + rows.to(tl.uint32) // FORMAT.block",
+            "scale_ptr + tl.maximum(rows // FORMAT.block - 1, 0)",
+            "load_scale",
+            OF_4_BITS,
+        ),
+        "another tile's first elements": (
+            "rows = index * SPEC.block + tl",
+            "rows = tl",
+            "rows_of",
+            IN_BLOCKS,
+        ),
+        "another chunk's bytes": ("start // 2", "start // 4", "pointers_of", OF_4_BITS),
+    },
+}
+"""By source and check: what goes wrong, by the old text, the new one, and what more checks take."""
+SOURCES = Path(kernels.__file__).parent
+
+
+EVERY = [
+    pytest.param(file, check, change, id=f"{check.__name__} {file}: {name}")
+    for (file, check), own in MUTANTS.items()
+    for name, change in own.items()
+    if not (torch.cuda.is_available() and check is steps_in_blocks)
+]
+"""What is compiled keeps what it calls."""
+
+
+@pytest.fixture
+def here(device, monkeypatch, tmp_path):
+    return Here(device, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(("file", "check", "change"), EVERY)
+def test_the_check_notices_a_mutant(file, check, change, here):
+    old, new, *more = change
+    module = mutant(SOURCES / file, (old, new), here.folder)
     with pytest.raises(AssertionError, match=r"\d+ of \d+ differ"):
-        check(module, device)
+        check(module, here, *more)
+
+
+# the unchanged encodings are checked in tests/kernels/test_stochastic.py
+@pytest.mark.parametrize(("file", "check"), [each for each in MUTANTS if each[1] is not encodes])
+def test_the_checks_pass_on_the_true_sources(file, check, here):
+    module, seen = import_module(f"megaopt.kernels.{file[:-3].replace('/', '.')}"), []
+    for _, _, *more in MUTANTS[file, check].values():
+        if more not in seen:
+            seen.append(more)
+            check(module, here, *more)
 
 
 @pytest.mark.parametrize("step", [triton_step, reference_step], ids=["kernel", "twin"])
@@ -465,11 +627,10 @@ def test_the_check_notices_an_fp8_scale_that_is_the_quotient(step, device):
     other = dataclasses.replace(FLOAT8.by_slot["exp_avg"], scale_of_inverse=False)
     found = buffers(FLOAT8, [3] * 40, device)
     wrong, expected = copied(found), copied(found)
-    rule = RULES["adamw", "ieee"]
-    oracle_step(expected, FLOAT8, rule, GROUP)
-    step(found, FLOAT8, rule, GROUP)
+    oracle_step(expected, FLOAT8, ADAMW, GROUP)
+    step(found, FLOAT8, ADAMW, GROUP)
     assert_same_buffers(found, expected)
-    step(wrong, with_format(FLOAT8, "exp_avg", other), rule, GROUP)
+    step(wrong, with_format(FLOAT8, "exp_avg", other), ADAMW, GROUP)
     with pytest.raises(AssertionError, match="exp_avg_scale"):
         assert_same_buffers(wrong, expected)
 

@@ -8,16 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from modules import loaded
 
 FOLDER = Path(__file__).parents[2] / "examples"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_each_is_short():
@@ -27,9 +20,12 @@ def test_each_is_short():
         assert len(path.read_text(encoding="utf-8").splitlines()) < 80, path
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "galore", "8bit"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("lion", "sgd")]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "galore", "8bit", *SLOW])
 def test_a_gpt_learns_with_each_optimizer(monkeypatch, optimizer):
-    gpt = load("train_gpt")
+    gpt = loaded("examples/train_gpt.py")
     assert optimizer in gpt.NAMES
     monkeypatch.setattr(gpt, "BATCH", 4)
     losses = gpt.main(["--optimizer", optimizer, "--steps", "8"])
@@ -38,7 +34,7 @@ def test_a_gpt_learns_with_each_optimizer(monkeypatch, optimizer):
 
 def test_a_fine_tuning_holds_five_bytes():
     pytest.importorskip("transformers")
-    trainer = load("finetune_8bit").main(["--steps", "3"])
+    trainer = loaded("examples/finetune_8bit.py").main(["--steps", "3"])
     optimizer = trainer.optimizer.optimizer
     weight = trainer.model.model.layers[0].mlp.up_proj.weight
     held = [weight, *(each for each in optimizer.state[weight].values() if each is not None)]
@@ -48,7 +44,7 @@ def test_a_fine_tuning_holds_five_bytes():
 
 
 def test_a_fine_tuning_without_transformers_says_what_it_needs(monkeypatch, capsys):
-    example, find_spec = load("finetune_8bit"), importlib.util.find_spec
+    example, find_spec = loaded("examples/finetune_8bit.py"), importlib.util.find_spec
     hide = lambda name, *rest: None if name == "transformers" else find_spec(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hide)
     assert example.main([]) is None

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from how_to import everything, run_ranks, script
+from how_to import everything, mean_of_two_ranks, run_ranks, script
 from runs import assert_same
 
 
@@ -14,20 +14,6 @@ def folders(tmp_path_factory):
     return straight, resumed
 
 
-def plain_loop():
-    """One process, no DDP: the mean of both ranks' gradients, in the gradients' own dtype."""
-    ddp = script("ddp")
-    model = ddp.build_model()
-    optimizer, warmup = ddp.build_optimizer(model)
-    for step in range(ddp.STEPS):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (ddp.loss_of(model, ddp.batch_of(step, rank)) / 2).backward()
-        optimizer.step()
-        warmup.step()
-    return everything(model, optimizer)
-
-
 def load(folder, name):
     saved = torch.load(folder / name)
     return {"model": dict(saved["model"]), "optimizer": saved["optimizer"]}
@@ -35,8 +21,9 @@ def load(folder, name):
 
 def test_ranks_have_the_bits_of_a_plain_loop(folders):
     straight, _ = folders
-    assert_same(load(straight, "step-6.pt"), plain_loop())
-    assert_same(load(straight, "step-6-rank-1.pt"), plain_loop())
+    expected = everything(*mean_of_two_ranks(script("ddp")))
+    assert_same(load(straight, "step-6.pt"), expected)
+    assert_same(load(straight, "step-6-rank-1.pt"), expected)
 
 
 def test_resumed_is_straight(folders):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from how_to import needs, run_ranks, script
+from how_to import mean_of_two_ranks, needs, run_ranks, script
 from runs import assert_same
 
 pytestmark = needs("deepspeed")
@@ -35,16 +35,7 @@ def is_of_rank(path):
 
 
 def plain_loop():
-    """One process, no DeepSpeed: the mean of both ranks' gradients, in the gradients' own dtype."""
-    how_to = script("deepspeed_zero1")
-    model = how_to.build_model()
-    optimizer, warmup = how_to.build_optimizer(model, masters=True)
-    for step in range(how_to.STEPS):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (how_to.loss_of(model, how_to.batch_of(step, rank)) / 2).backward()
-        optimizer.step()
-        warmup.step()
+    model, optimizer = mean_of_two_ranks(script("deepspeed_zero1"), masters=True)
     masters = {n: optimizer.state[p]["master_param"] for n, p in model.named_parameters()}
     return dict(model.state_dict()), masters
 

@@ -2,7 +2,7 @@ from contextlib import nullcontext
 
 import pytest
 from fake_pinning import FakePinning
-from how_to import everything
+from how_to import everything, plain_loop
 from runs import assert_same
 
 from megaopt.kernels.host_memory import pinned_by
@@ -11,12 +11,7 @@ from megaopt.kernels.host_memory import pinned_by
 @pytest.fixture(scope="module")
 def plain(how_to):
     """The same steps, none released, with states beside the weights."""
-    model, optimizer = how_to.build(None)
-    for step in range(how_to.STEPS):
-        optimizer.zero_grad()
-        how_to.loss_of(model, step).backward()
-        optimizer.step()
-    return everything(model, optimizer)
+    return plain_loop(how_to, None)
 
 
 def on_cpu(value):

@@ -1,17 +1,12 @@
 import torch
-from how_to import everything
+from how_to import everything, plain_loop
 from runs import assert_same
 
 from megaopt.saving import checkpoint
 
 
 def test_the_run_has_the_bits_of_a_plain_loop(how_to, straight):
-    model, optimizer = how_to.build()
-    for step in range(how_to.STEPS):
-        optimizer.zero_grad()
-        how_to.loss_of(model, step).backward()
-        optimizer.step()
-    assert_same(everything(*straight[0]), everything(model, optimizer))
+    assert_same(everything(*straight[0]), plain_loop(how_to))
 
 
 def test_resumed_is_straight(how_to, straight, tmp_path):

@@ -1,36 +1,45 @@
-"""Pools of processes in which Megatron-Core runs on the CPU."""
+"""Processes in which Megatron-Core runs on the CPU."""
+
+import functools
+import itertools
 
 import pytest
 from ranks import Ranks
 
 
-@pytest.fixture(scope="module")
-def megatron_pools(tmp_path_factory):
-    """For each number of ranks processes that live as long as a module's tests."""
+@pytest.fixture(scope="session")
+def pools(tmp_path_factory):
+    """For each number of ranks what calls a function on so many processes.
+
+    The same ones for all tests and numbers: each takes seconds to import Megatron.
+    """
     from megatron_cpu import prepare
+    from megatron_gpt import among
 
-    started = {}
+    started, counter = {}, itertools.count()
 
-    def start(world):
-        if world not in started or started[world].failed:
+    def run(world, function, *arguments):
+        size = max(world, 3)
+        if size not in started or started[size].failed:
             folder = tmp_path_factory.mktemp("ranks")
-            started[world] = Ranks(world, folder, prepare, fresh=True, patience=300)
-        return started[world]
+            started[size] = Ranks(size, folder, prepare, fresh=True, patience=300)
+        meeting = tmp_path_factory.getbasetemp() / f"meeting-{next(counter)}"
+        return started[size](among, world, meeting, function, *arguments)[:world]
 
-    yield start
+    yield lambda world: functools.partial(run, world)
     for each in started.values():
         each.close()
 
 
-@pytest.fixture(scope="module")
-def megatron_stock(megatron_pools):
-    """Runs of Megatron's own optimizer, each made once."""
+@pytest.fixture(scope="session")
+def once(pools):
+    """Runs of so many ranks, each made once: such as those of Megatron's own optimizer."""
     kept = {}
 
-    def run(world, function, case, *args):
-        key = (world, function, repr(case), args)
+    def run(world, function, *arguments):
+        key = (world, function, repr(arguments))
         if key not in kept:
-            kept[key] = megatron_pools(world)(function, case, *args)
+            kept[key] = pools(world)(function, *arguments)
         return kept[key]
 
     return run

@@ -3,10 +3,8 @@
 import re
 
 import agreement_ranks as attacks
-import float8_agreement_ranks as float8
 import pytest
-from agreement_ranks import DTENSORS
-from float8_agreement_ranks import BOTH, SHARDS
+from agreement_ranks import KINDS
 from runs import assert_same
 
 CLIP = {"clip_norm": 1.0}
@@ -38,16 +36,16 @@ def assert_refused(found, name=None):
         assert_same(after[1][: len(before[1])], before[1], f"rank {rank}")
 
 
-@pytest.mark.parametrize("name", DTENSORS.built)
+@pytest.mark.parametrize("name", KINDS["DTensors"].built)
 @worlds
 def test_optimizers_that_are_not_alike(on_ranks, world, name):
-    assert_refused(on_ranks(world, attacks.built, DTENSORS, name, {}, CLIP))
+    assert_refused(on_ranks(world, attacks.built, "DTensors", name, {}, CLIP))
 
 
-@pytest.mark.parametrize("name", SHARDS.built)
+@pytest.mark.parametrize("name", KINDS["fp8"].built)
 @worlds
 def test_optimizers_of_fp8_weights_that_are_not_alike(on_ranks, world, name):
-    assert_refused(on_ranks(world, attacks.built, SHARDS, name, {}, {}))
+    assert_refused(on_ranks(world, attacks.built, "fp8", name, {}, {}))
 
 
 def test_a_rank_that_is_the_mean_of_the_others_raises_too(on_ranks):
@@ -56,35 +54,35 @@ def test_a_rank_that_is_the_mean_of_the_others_raises_too(on_ranks):
 
 @modes
 def test_another_order_is_refused_wherever_there_is_a_norm(on_ranks, options, step):
-    assert_refused(on_ranks(2, attacks.built, DTENSORS, "other_order", options, step))
+    assert_refused(on_ranks(2, attacks.built, "DTensors", "other_order", options, step))
 
 
-@pytest.mark.parametrize("name", DTENSORS.between)
+@pytest.mark.parametrize("name", KINDS["DTensors"].between)
 @modes
 def test_one_rank_changes_between_steps(on_ranks, options, step, name):
-    assert_refused(on_ranks(3, attacks.between, DTENSORS, name, options, step), name)
+    assert_refused(on_ranks(3, attacks.between, "DTensors", name, options, step), name)
 
 
-@pytest.mark.parametrize("name", SHARDS.between)
+@pytest.mark.parametrize("name", KINDS["fp8"].between)
 @pytest.mark.parametrize("options", [{}, SKIP, {"capturable": True}], ids=str)
 def test_one_rank_changes_fp8_weights_between_steps(on_ranks, options, name):
-    assert_refused(on_ranks(3, attacks.between, SHARDS, name, options, {}), name)
+    assert_refused(on_ranks(3, attacks.between, "fp8", name, options, {}), name)
 
 
-@pytest.mark.parametrize("name", BOTH.between)
+@pytest.mark.parametrize("name", KINDS["both"].between)
 def test_ranks_meet_once_for_dtensors_and_once_for_fp8_weights(on_ranks, name):
-    assert_refused(on_ranks(2, attacks.between, BOTH, name, SKIP, {}), name)
+    assert_refused(on_ranks(2, attacks.between, "both", name, SKIP, {}), name)
 
 
 def test_kernels_are_asked_too(on_ranks):
     for name in ("no_gradient", "gradient_of_float64"):
-        found = on_ranks(2, attacks.between, DTENSORS, name, {"backend": "triton"}, CLIP)
+        found = on_ranks(2, attacks.between, "DTensors", name, {"backend": "triton"}, CLIP)
         assert_refused(found, name)
 
 
 @pytest.mark.parametrize("innermost_first", [False, True])
 def test_ranks_of_an_outer_group_hear_of_an_inner_one(on_ranks, innermost_first):
-    assert_refused(on_ranks(3, float8.inner_group, innermost_first))
+    assert_refused(on_ranks(3, attacks.inner_group, innermost_first))
 
 
 def test_another_clip_norm(on_ranks):
@@ -128,29 +126,29 @@ def assert_heard_later(found, name, options):
 
 
 @pytest.mark.parametrize("by", ["step", "state_dict"])
-@pytest.mark.parametrize("name", DTENSORS.between)
+@pytest.mark.parametrize("name", KINDS["DTensors"].between)
 def test_the_others_leave_the_step_out_and_raise_in_the_next(on_ranks, name, by):
-    found = on_ranks(3, attacks.heard_later, DTENSORS, name, {}, CLIP, by)
+    found = on_ranks(3, attacks.heard_later, "DTensors", name, {}, CLIP, by)
     assert_heard_later(found, name, {})
 
 
-@pytest.mark.parametrize("name", SHARDS.between)
+@pytest.mark.parametrize("name", KINDS["fp8"].between)
 @pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["host", "capturable"])
 def test_the_others_leave_the_step_of_fp8_weights_out(on_ranks, options, name):
-    found = on_ranks(3, attacks.heard_later, SHARDS, name, options, {}, "step")
+    found = on_ranks(3, attacks.heard_later, "fp8", name, options, {}, "step")
     assert_heard_later(found, name, options)
 
 
 def test_the_device_counts_no_step_that_is_left_out(on_ranks):
     options = {"capturable": True}
-    found = on_ranks(2, attacks.heard_later, DTENSORS, "no_gradient", options, CLIP, "step")
+    found = on_ranks(2, attacks.heard_later, "DTensors", "no_gradient", options, CLIP, "step")
     assert_heard_later(found, "no_gradient", options)
 
 
 @pytest.mark.parametrize("name", ["no_gradient", "of_a_shard", "bad_lr"])
 def test_the_others_leave_the_step_of_dtensors_and_fp8_weights_out(on_ranks, name):
     options = {**SKIP, "capturable": True}
-    found = on_ranks(2, attacks.heard_later, BOTH, name, options, {}, "step")
+    found = on_ranks(2, attacks.heard_later, "both", name, options, {}, "step")
     assert_heard_later(found, name, options)
 
 
@@ -183,6 +181,6 @@ def test_torch_asks_for_the_states_at_which_one_rank_has_looked(on_ranks):
 
 @pytest.mark.parametrize("looks", [False, True], ids=["alike", "one_looks_at_its_state"])
 def test_a_first_step_of_fp8_weights_with_lr_0_is_a_step(on_ranks, looks):
-    for message, _, after in on_ranks(3, float8.warm_up, looks):
+    for message, _, after in on_ranks(3, attacks.warm_up_fp8, looks):
         assert message == ""
         assert after[2] == [1]

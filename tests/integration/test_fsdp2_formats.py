@@ -33,23 +33,24 @@ def on(on_ranks):
     return run
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize("worlds", WORLDS, ids=str)
+UNLIKE = [
+    *(("fp32", "blocks"), ("blocks", "fp32"), ("blocks", "blocks of 64"), ("blocks", "4 bits")),
+    *(("fp32", "bf16"), ("masters", "fp32"), ("fp32", "remainders"), ("remainders", "masters")),
+    ("masters", "24 bits"),
+]
+
+
 @pytest.mark.parametrize(
-    ("saved", "own"),
+    ("saved", "own", "worlds", "flat"),
     [
-        ("fp32", "blocks"),
-        ("blocks", "fp32"),
-        ("blocks", "blocks of 64"),
-        ("blocks", "4 bits"),
-        ("fp32", "bf16"),
-        ("masters", "fp32"),
-        ("fp32", "remainders"),
-        ("remainders", "masters"),
-        ("masters", "24 bits"),
+        pytest.param(*names, worlds, flat, marks=[pytest.mark.slow] * is_slow)
+        for place, names in enumerate(UNLIKE)
+        for number, worlds in enumerate(WORLDS)
+        for flat in (False, True)
+        for is_slow in [(number, flat) != (place % 4, place % 3 == 0)]
     ],
+    ids=str,
 )
-@pytest.mark.sample(4)
 @pytest.mark.thirds
 def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat):
     """Also with what is missing left out: the run goes on with the bits of one that did not try."""

@@ -2,10 +2,12 @@
 
 import re
 
+import fsdp2_models
 import galore_ranks
 import pytest
 import torch
 from bits import assert_same_bits
+from fsdp2_ranks import assert_same_on_all
 from galore_ranks import (
     GAP,
     RANK,
@@ -25,11 +27,6 @@ from megaopt import GaLoreAdamW
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
 all_layouts = pytest.mark.parametrize(("world", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
 MATRICES = [shape for shape in SHAPES if len(shape) == 2]
-
-
-def assert_same_on_all(found, expected):
-    for rank, own in enumerate(found):
-        assert_same(own, expected, f"rank {rank}")
 
 
 # --- steps
@@ -59,9 +56,9 @@ EXACT = [
 @pytest.mark.parametrize(("options", "world", "replicas"), EXACT)
 def test_steps_are_whole_steps_where_products_are_exact(on_ranks, options, world, replicas):
     """By projections of 0 and 1: moments, weights, masters, random bits, norm, to the bit."""
-    own = (options, 3, replicas)
-    found = on_ranks(world, galore_ranks.selected_and_clipped, *own)
-    assert_same_on_all(found, galore_ranks.selected_and_clipped(*own))
+    own = (options, 3, replicas, SHAPES[:3] if "kernel" in options else SHAPES)
+    found = on_ranks(world, selected, *own, clip_norm=1.0)
+    assert_same_on_all(found, selected(*own, clip_norm=1.0))
 
 
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3", "seed": 3}
@@ -84,7 +81,7 @@ def test_moments_in_blocks_are_those_of_whole_matrices(on_ranks, rank, dtype):
     [
         pytest.param("torch", False, LAYOUTS, id="torch at once"),
         pytest.param("torch", True, ["3"], id="torch"),
-        pytest.param("hybrid", True, ["2"], id="hybrid", marks=interpreted),
+        pytest.param("hybrid", True, ["2"], id="hybrid", marks=[interpreted, pytest.mark.slow]),
     ],
 )
 def test_weights_are_off_by_no_more_than_twice_what_one_process_is(
@@ -113,8 +110,8 @@ def test_refreshes_between_steps_are_those_of_steps(on_ranks):
 
 
 def test_gradients_may_be_released(on_ranks):
-    found = on_ranks(2, galore_ranks.released, True)
-    assert_same(found, on_ranks(2, galore_ranks.released, False))
+    own = (fsdp2_models.released, galore_ranks.ranked({}))
+    assert_same(*(on_ranks(2, *own, releases, steps=2 * GAP) for releases in (True, False)))
 
 
 # --- what ranks tell each other
@@ -198,7 +195,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(on_ranks):
 @pytest.mark.parametrize("what", ["gradient", "error"])
 def test_a_rank_that_raises_before_a_refresh_keeps_none_waiting(on_ranks, what):
     """Where ranks meet for a norm, all raise, and the step can be taken again."""
-    expected = on_ranks(3, galore_ranks.trained_by_norm, GAP + 1)[0]
+    expected = on_ranks(3, trained, {"stagger": False}, GAP + 1, clip_norm=1.0)[0]
     for message, before, changed, after in on_ranks(3, galore_ranks.differing, what):
         assert message != "nothing was refused"
         assert_same(changed, before)
@@ -241,7 +238,7 @@ def test_moments_are_sharded_and_projections_replicated(on_ranks, world, replica
     ids=["between refreshes", "at a refresh", "before all", "stochastic"],
 )
 @pytest.mark.parametrize("worlds", [(2, 2), (3, 2), (2, 3)], ids=lambda w: f"{w[0]}to{w[1]}")
-@pytest.mark.halved
+@pytest.mark.sample(4)
 def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, worlds, kind, steps, flat):
     """Every bit is loaded; on as many ranks the run goes on as if it had not stopped."""
     options, folder = {**KINDS[kind], "kernel": "torch"}, str(tmp_path / "checkpoint")

@@ -28,16 +28,6 @@ main_is_quick, aware_is_quick = (
 """Both modes, of which one is slow."""
 
 
-@pytest.fixture(scope="module")
-def pools(megatron_pools):
-    return megatron_pools
-
-
-@pytest.fixture(scope="module")
-def stock(megatron_stock):
-    return megatron_stock
-
-
 # --- the same bits as Megatron's own passes
 
 SETTINGS = {
@@ -77,10 +67,10 @@ def is_slow(place, mode):
         for place in PLACES
     ],
 )
-def test_every_bit_is_megatrons(pools, stock, mode, name, world):
+def test_every_bit_is_megatrons(pools, once, mode, name, world):
     settings = SETTINGS[name]
     steps = 5 if "overflows" in name else 3
-    expected = stock(world, train, Case(**settings), steps)
+    expected = once(world, train, Case(**settings), steps)
     found = pools(world)(train, Case(plug=mode, **settings), steps)
     assert found == expected
     assert len({step[0] for step in found[0]["steps"]}) == steps
@@ -89,12 +79,12 @@ def test_every_bit_is_megatrons(pools, stock, mode, name, world):
 
 
 @main_is_quick
-def test_clipped_gradients_rounded_as_megatron_rounds_them(pools, stock, mode):
+def test_clipped_gradients_rounded_as_megatron_rounds_them(pools, once, mode):
     bf16 = {"fp32_grads": False, "clip_grad": 0.1}
     rounding = Case(plug=mode, options={"round_scaled_grads": True}, **bf16)
     found = pools(2)(train, rounding, 3)
-    assert found == stock(2, train, Case(rounds_clipped=True, **bf16), 3)
-    assert found != stock(2, train, Case(**bf16), 3)
+    assert found == once(2, train, Case(rounds_clipped=True, **bf16), 3)
+    assert found != once(2, train, Case(**bf16), 3)
 
 
 @pytest.mark.parametrize("chosen", [None, True, False])
@@ -109,25 +99,25 @@ def test_whether_it_rounds_is_chosen_or_the_configs(chosen, aware):
 
 
 @aware_is_quick
-def test_a_norm_that_is_nan_clips_nothing(pools, stock, mode):
+def test_a_norm_that_is_nan_clips_nothing(pools, once, mode):
     """As in Megatron, where the host compares: elements with other gradients stay numbers."""
     settings = {"overlap": False, "clip_grad": 0.5}
-    expected = stock(2, cases.step_with_a_nan, Case(**settings))
+    expected = once(2, cases.step_with_a_nan, Case(**settings))
     assert pools(2)(cases.step_with_a_nan, Case(plug=mode, **settings)) == expected
     norms, counts, _ = expected[0]
     assert norms[0] == "nan"
     assert 0 < sum(counts) < 9
 
 
-def test_the_context_manager_makes_the_same(pools, stock):
+def test_the_context_manager_makes_the_same(pools, once):
     found = pools(2)(train, Case(plug="main_shards", as_context=True), 3)
-    assert found == stock(2, train, Case(), 3)
+    assert found == once(2, train, Case(), 3)
 
 
 @main_is_quick
-def test_kernels_under_the_interpreter(pools, stock, mode):
+def test_kernels_under_the_interpreter(pools, once, mode):
     found = pools(1)(train, Case(plug=mode, options={"backend": "triton"}), 2)
-    assert found == stock(1, train, Case(), 2)
+    assert found == once(1, train, Case(), 2)
 
 
 @aware_is_quick
@@ -151,9 +141,9 @@ def test_gradients_are_read_where_they_lie(pools, mode):
 
 
 @aware_is_quick
-def test_a_norm_that_takes_16_bits_is_given_them(pools, stock, mode):
+def test_a_norm_that_takes_16_bits_is_given_them(pools, once, mode):
     settings = {"fp32_grads": False}
-    expected = stock(2, train, Case(**settings), 3)
+    expected = once(2, train, Case(**settings), 3)
     found = pools(2)(cases.norm_of_16_bits, Case(plug=mode, **settings))
     assert [each["steps"] for each in found] == [each["steps"] for each in expected]
     assert {dtype for each in found for dtype in each["dtypes"]} == {torch.bfloat16}
@@ -162,23 +152,23 @@ def test_a_norm_that_takes_16_bits_is_given_them(pools, stock, mode):
 # --- what Megatron's own code, and users, do with main shards
 
 
-def test_main_params_can_be_edited_in_place(pools, stock):
-    expected = stock(2, cases.edit_main_params, Case())
+def test_main_params_can_be_edited_in_place(pools, once):
+    expected = once(2, cases.edit_main_params, Case())
     assert pools(2)(cases.edit_main_params, Case(plug="main_shards")) == expected
     assert expected[0]["norms"]
 
 
 @pytest.mark.parametrize("with_state_dict", [False, True])
 @main_is_quick
-def test_weights_are_reloaded(pools, stock, mode, with_state_dict):
-    expected = stock(2, cases.reload_weights, Case(), with_state_dict)
+def test_weights_are_reloaded(pools, once, mode, with_state_dict):
+    expected = once(2, cases.reload_weights, Case(), with_state_dict)
     assert pools(2)(cases.reload_weights, Case(plug=mode), with_state_dict) == expected
 
 
 @aware_is_quick
-def test_shards_that_moved_are_put_back(pools, stock, mode):
+def test_shards_that_moved_are_put_back(pools, once, mode):
     for dtype in (torch.bfloat16, torch.float32):
-        expected = stock(2, train, Case(dtype=dtype), 3)
+        expected = once(2, train, Case(dtype=dtype), 3)
         assert pools(2)(cases.move_shards, Case(plug=mode, dtype=dtype)) == expected
 
 
@@ -247,9 +237,9 @@ def test_remainders_are_whole_masters_to_checkpoints(pools, tmp_path):
         for place, kind in enumerate(KINDS)
     ],
 )
-def test_resuming_equals_going_straight_on(pools, stock, tmp_path, mode, kind):
+def test_resuming_equals_going_straight_on(pools, once, tmp_path, mode, kind):
     case = Case(plug=mode)
-    straight = stock(2, train, Case(), 4)
+    straight = once(2, train, Case(), 4)
     saved = pools(2)(train_and_save, case, tmp_path / "a", kind)
     back = pools(2)(load_and_train, case, tmp_path / "a", kind)
     assert [each["loaded"] for each in back] == saved
@@ -270,9 +260,9 @@ def test_each_instance_of_several_is_loaded(pools, tmp_path, mode, kind):
 
 
 @main_is_quick
-def test_lr_may_wait_for_megatrons_scheduler(pools, stock, tmp_path, mode):
+def test_lr_may_wait_for_megatrons_scheduler(pools, once, tmp_path, mode):
     """config.lr is None, as by default: what is made, saved and loaded before the first step."""
-    case, straight = Case(plug=mode, lr=None), stock(2, train, Case(), 3)
+    case, straight = Case(plug=mode, lr=None), once(2, train, Case(), 3)
     assert pools(2)(train, case, 3) == straight
     saved = pools(2)(train_and_save, case, tmp_path / "a", "dp_reshardable", 0)
     back = pools(2)(load_and_train, case, tmp_path / "a", "dp_reshardable", 0, 3)
@@ -322,8 +312,8 @@ def test_weights_follow_their_masters_after_a_load(pools, tmp_path, mode):
 
 
 @main_is_quick
-def test_checkpoints_in_megatrons_older_files(pools, stock, tmp_path, mode):
-    straight = stock(2, train, Case(), 4)
+def test_checkpoints_in_megatrons_older_files(pools, once, tmp_path, mode):
+    straight = once(2, train, Case(), 4)
     saved = pools(2)(cases.save_legacy, Case(plug=mode), str(tmp_path / "a"))
     groups = saved[0]["groups"]
     back = pools(2)(cases.load_legacy, Case(plug=mode), str(tmp_path / "a"), groups)

@@ -14,9 +14,7 @@ import megatron_cases
 import megatron_gpt
 from bits import assert_same_bits
 from megatron_blocks import MOMENTS, SIZES
-from megatron_cpu import prepare
 from megatron_gpt import Case, hash_of
-from ranks import Ranks
 
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3", "seed": 3}
 NEAREST = {"exp_avg_dtype": "block_e4m3_nearest", "exp_avg_sq_dtype": "block_e5m3_nearest"}
@@ -32,38 +30,6 @@ EXACT_FROM = {"exp_avg": 2.0**-13, "exp_avg_sq": 2.0**-29}
 
 def case_of(options, mode="main_shards", **settings):
     return Case(plug=mode, options=options, **{**SIZES, **settings})
-
-
-@pytest.fixture(scope="module")
-def on_some(tmp_path_factory):
-    """Calls a function on so many of three or more processes; `fresh`: they may have their own."""
-    pools, counter = {}, itertools.count()
-
-    def run(world, function, *arguments, fresh=False):
-        kind = max(world, 3), fresh
-        if kind not in pools or pools[kind].failed:
-            folder = tmp_path_factory.mktemp("ranks")
-            pools[kind] = Ranks(kind[0], folder, prepare, fresh, patience=300)
-        meeting = tmp_path_factory.getbasetemp() / f"meeting-{next(counter)}"
-        return pools[kind](blocks.among, world, meeting, function, *arguments)[:world]
-
-    yield run
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def once(on_some):
-    """As on_some, each call made once."""
-    kept = {}
-
-    def run(world, function, *arguments):
-        key = (world, function, repr(arguments))
-        if key not in kept:
-            kept[key] = on_some(world, function, *arguments)
-        return kept[key]
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +136,7 @@ def assert_within_bound(ranks, expected, fp32):
 
 
 @pytest.fixture(scope="module")
-def differences(on_some, once, whole, saved):
+def differences(pools, once, whole, saved):
     """Of a step from a state that one rank saved and others have loaded, cut into their parts."""
 
     def run(options, world, fault=None, folder=None):
@@ -179,7 +145,7 @@ def differences(on_some, once, whole, saved):
         step = (blocks.load_and_train, case, 2, 1, saved(options), "one file")
         if fault:
             step = (blocks.with_fault, fault, folder, *step)
-        found = on_some(world, *step)
+        found = pools(world)(*step)
         loaded, after = ([rank[key] for rank in found] for key in ("loaded", "after"))
         assert_values(loaded, expected[2])
         assert_whole(after, expected[3], but=MOMENTS)
@@ -237,11 +203,11 @@ def test_a_fault_is_noticed(differences, tmp_path, fault):
     assert noticed.type is AssertionError, noticed.value  # no rank's own error
 
 
-def test_a_forgotten_first_element_is_noticed_where_no_block_is_cut(on_some, whole, tmp_path):
+def test_a_forgotten_first_element_is_noticed_where_no_block_is_cut(pools, whole, tmp_path):
     """By the random bits."""
     fault = FAULTS["the first element is forgotten"]
     step = (blocks.with_fault, fault, tmp_path, blocks.train, case_of(BLOCKS64), 3)
-    found = on_some(2, *step)
+    found = pools(2)(*step)
     with pytest.raises(AssertionError, match="differ"):
         assert_whole(found, whole(BLOCKS64)[3])
 
@@ -249,19 +215,19 @@ def test_a_forgotten_first_element_is_noticed_where_no_block_is_cut(on_some, who
 # --- checkpoints
 
 
-def resume(on_some, whole, folder, worlds, kind, fresh=False, mode="main_shards"):
+def resume(pools, whole, folder, worlds, kind, mode="main_shards"):
     """Saved by some ranks, loaded by others: values are the whole run's, and go on as it does."""
     case, expected = case_of(BLOCKS64, mode), whole(BLOCKS64)
-    assert_whole(on_some(worlds[0], blocks.save, case, 2, folder, kind, fresh=fresh), expected[2])
+    assert_whole(pools(worlds[0])(blocks.save, case, 2, folder, kind), expected[2])
     step = (blocks.load_and_train, case, 2, 2, folder, kind)
-    found = on_some(worlds[1], *step, fresh=fresh)
+    found = pools(worlds[1])(*step)
     assert_values([rank["loaded"] for rank in found], expected[2])
     assert_whole([rank["after"] for rank in found], expected[4])
 
 
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=str)
-def test_saved_on_some_ranks_goes_on_on_others(on_some, whole, tmp_path, worlds):
-    resume(on_some, whole, tmp_path, worlds, "one file")
+def test_saved_on_some_ranks_goes_on_on_others(pools, whole, tmp_path, worlds):
+    resume(pools, whole, tmp_path, worlds, "one file")
 
 
 @pytest.mark.slow
@@ -269,18 +235,18 @@ def test_saved_on_some_ranks_goes_on_on_others(on_some, whole, tmp_path, worlds)
 @pytest.mark.parametrize("mode", ["main_shards", "precision_aware"])
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 2), (2, 3), (3, 1), (3, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_checkpoint(on_some, whole, tmp_path, kind, worlds, mode):
-    resume(on_some, whole, tmp_path, worlds, kind, True, mode)
+def test_every_kind_of_checkpoint(pools, whole, tmp_path, kind, worlds, mode):
+    resume(pools, whole, tmp_path, worlds, kind, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "one file"])
-def test_cut_blocks_are_saved_and_loaded_exactly(on_some, tmp_path, kind):
+def test_cut_blocks_are_saved_and_loaded_exactly(pools, tmp_path, kind):
     """By as many ranks: what goes on is what went straight on, with the same bits."""
     case = case_of(BLOCKS)
-    straight = on_some(2, blocks.train, case, 4, fresh=True)
-    saved = on_some(2, blocks.save, case, 2, tmp_path, kind, fresh=True)
-    found = on_some(2, blocks.load_and_train, case, 2, 2, tmp_path, kind, fresh=True)
+    straight = pools(2)(blocks.train, case, 4)
+    saved = pools(2)(blocks.save, case, 2, tmp_path, kind)
+    found = pools(2)(blocks.load_and_train, case, 2, 2, tmp_path, kind)
     for rank, own, end in zip(found, saved, straight, strict=True):
         for name, (_, content) in own["parts"].items():
             for key, tensor in content.items():
@@ -298,12 +264,12 @@ def test_cut_blocks_are_saved_and_loaded_exactly(on_some, tmp_path, kind):
     [("main_shards", {"experts": 2}), ("precision_aware", {"tensor_parallel": 2})],
     ids=str,
 )
-def test_training_goes_on_from_a_checkpoint(on_some, tmp_path, mode, settings):
+def test_training_goes_on_from_a_checkpoint(pools, tmp_path, mode, settings):
     """Forward and backward passes, clipping and buckets of Megatron's own."""
     case = Case(plug=mode, options=BLOCKS, hidden=64, **settings)
 
     def values(function, *arguments):
-        return on_some(2, blocks.without_signs_of_zeros, function, *arguments, fresh=True)
+        return pools(2)(blocks.without_signs_of_zeros, function, *arguments)
 
     straight = values(megatron_gpt.train, case, 5)
     saved = values(megatron_gpt.train_and_save, case, tmp_path, KINDS[0], 3)
@@ -340,8 +306,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("asked", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_go_together_is_refused(on_some, asked, message):
+def test_what_does_not_go_together_is_refused(pools, asked, message):
     mode, options, change = asked
-    ((error, unchanged),) = on_some(1, megatron_cases.error_of, case_of(options, mode), change)
+    ((error, unchanged),) = pools(1)(megatron_cases.error_of, case_of(options, mode), change)
     assert error.startswith(f"ValueError: {message}")
     assert unchanged

@@ -17,17 +17,17 @@ def case_of(mode, **more):
 
 @pytest.mark.parametrize("settings", [{}, {"fp32_grads": False, "overlap": False}], ids=["", "16"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_repeated_step_has_the_eager_ones_bits(megatron_pools, megatron_stock, mode, settings):
+def test_a_repeated_step_has_the_eager_ones_bits(pools, once, mode, settings):
     settings = {"clip_grad": 0.2, **settings}
-    expected = megatron_stock(2, captures.train, Case(**settings))
-    assert megatron_pools(2)(captures.train, case_of(mode, **settings)) == expected
+    expected = once(2, captures.train, Case(**settings))
+    assert pools(2)(captures.train, case_of(mode, **settings)) == expected
     assert len({step[0] for step in expected[0]["steps"]}) == 4
 
 
-def test_checkpoints_have_numbers_of_the_host(megatron_pools, tmp_path):
+def test_checkpoints_have_numbers_of_the_host(pools, tmp_path):
     case = case_of("main_shards", experts=2)
     eager = Case(plug="main_shards", experts=2)
-    for group, *found in megatron_pools(2)(captures.save_and_load, case, eager, tmp_path / "a"):
+    for group, *found in pools(2)(captures.save_and_load, case, eager, tmp_path / "a"):
         assert (type(group["step"]), type(group["lr"])) == (int, float)
         assert found[1] == found[2] != found[0]
 
@@ -41,7 +41,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_the_host_has_to_read_is_refused(megatron_pools, changes, message):
+def test_what_the_host_has_to_read_is_refused(pools, changes, message):
     case = Case(plug="main_shards", config={**GRAPH, **changes})
-    for error in megatron_pools(2)(captures.error_of, case, changes):
+    for error in pools(2)(captures.error_of, case, changes):
         assert error.startswith(message)

@@ -41,21 +41,21 @@ def is_slow(place, name, mode):
         for place, name in enumerate(LAYOUTS)
     ],
 )
-def test_layouts(megatron_pools, megatron_stock, mode, name):
+def test_layouts(pools, once, mode, name):
     world, settings = LAYOUTS[name]
     if "instances" in settings:
         pytest.importorskip("einops", reason="Megatron's groups of several instances need einops")
-    expected = megatron_stock(world, train, Case(**settings), 3)
-    found = megatron_pools(world)(train, Case(plug=mode, **settings), 3)
+    expected = once(world, train, Case(**settings), 3)
+    found = pools(world)(train, Case(plug=mode, **settings), 3)
     assert found == expected
     assert len({step[0] for step in found[0]["steps"]}) == 3
 
 
 @pytest.mark.parametrize(("mode", "kind"), [*zip(MODES, KINDS, strict=True)])
-def test_an_optimizer_without_parameters_beside_another(megatron_pools, tmp_path, mode, kind):
+def test_an_optimizer_without_parameters_beside_another(pools, tmp_path, mode, kind):
     """That of the dense parameters, all of them frozen: nothing of it is saved, or loaded."""
     case = Case(plug=mode, experts=2, trained="experts")
-    assert megatron_pools(2)(zero_gradients, case) == [[True, False]] * 2
-    saved = megatron_pools(2)(train_and_save, case, tmp_path / "a", kind)
-    back = megatron_pools(2)(load_and_train, case, tmp_path / "a", kind)
+    assert pools(2)(zero_gradients, case) == [[True, False]] * 2
+    saved = pools(2)(train_and_save, case, tmp_path / "a", kind)
+    back = pools(2)(load_and_train, case, tmp_path / "a", kind)
     assert [each["loaded"] for each in back] == saved

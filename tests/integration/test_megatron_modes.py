@@ -21,10 +21,10 @@ def case_of(name, mode, **more):
 @pytest.mark.parametrize(
     ("name", "mode"), [("lion", "main_shards"), ("sgd", "precision_aware"), ("sgd", "main_shards")]
 )
-def test_other_rules_step_as_they_do_alone(megatron_pools, tmp_path, name, mode):
+def test_other_rules_step_as_they_do_alone(pools, tmp_path, name, mode):
     keys = {"lion": ("exp_avg",), "sgd": ("momentum_buffer",)}[name]
-    expected, _ = megatron_pools(2)(modes.alone, case_of(name, mode), name)
-    for found in megatron_pools(2)(modes.plugged, case_of(name, mode), tmp_path / "a"):
+    expected, _ = pools(2)(modes.alone, case_of(name, mode), name)
+    for found in pools(2)(modes.plugged, case_of(name, mode), tmp_path / "a"):
         assert found["keys"] == keys
         assert found["weights"] == found["loaded"] == expected
         assert found["same"]
@@ -35,13 +35,13 @@ DELAYED = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 
 
 @pytest.mark.parametrize("delayed", [True, False])
-def test_precision_aware_with_masters_of_megatrons(megatron_pools, delayed):
+def test_precision_aware_with_masters_of_megatrons(pools, delayed):
     """As beside fp8 parameters; with delayed scaling it has gradients clipped in their dtype."""
     options = {"exp_avg_dtype": torch.bfloat16, "round_scaled_grads": delayed}
     settings = {"plug": "main_shards", "clip_grad": 0.2, "fp32_grads": False}
     config = {**AWARE, DELAYED: delayed}
-    found = megatron_pools(2)(modes.train_aware, Case(config=config, **settings))
-    assert found == megatron_pools(2)(modes.train_aware, Case(options=options, **settings))
+    found = pools(2)(modes.train_aware, Case(config=config, **settings))
+    assert found == pools(2)(modes.train_aware, Case(options=options, **settings))
     assert found[0]["dtype"] == torch.bfloat16
     assert found[0]["rounds"] is delayed
 
@@ -63,13 +63,13 @@ STATES = {
         for place, name in enumerate(STATES)
     ],
 )
-def test_saves_and_loads_take_the_state_and_a_bucket_at_most(megatron_pools, tmp_path, mode, name):
+def test_saves_and_loads_take_the_state_and_a_bucket_at_most(pools, tmp_path, mode, name):
     """Megatron issue 7288: a resume made the state twice. Decoded values go to the host.
 
     Decoding and encoding takes another three fp32 copies of one shard at most, and some scales.
     """
     case = Case(plug=mode, hidden=64, inner=128, buckets=20000, **STATES[name])
-    for found in megatron_pools(2)(megatron_memory.bytes_of, case, tmp_path / "a"):
+    for found in pools(2)(megatron_memory.bytes_of, case, tmp_path / "a"):
         is_fp32 = name in ("fp32", "host")
         most = found["bucket"] if is_fp32 else 4 * found["shard"] + 64
         assert found["in_place"] is is_fp32
@@ -79,13 +79,11 @@ def test_saves_and_loads_take_the_state_and_a_bucket_at_most(megatron_pools, tmp
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_asynchronous_save_leaves_states_in_pinned_memory(megatron_pools, mode):
+def test_an_asynchronous_save_leaves_states_in_pinned_memory(pools, mode):
     """And what is written is the state at the save, whatever is stepped meanwhile."""
     settings = {"plug": mode, "overlap": False}
-    straight = megatron_pools(2)(train, Case(**settings), 2)
-    found = megatron_pools(2)(
-        megatron_memory.steps_beside_a_writer, Case(**settings, **STATES["host"])
-    )
+    straight = pools(2)(train, Case(**settings), 2)
+    found = pools(2)(megatron_memory.steps_beside_a_writer, Case(**settings, **STATES["host"]))
     for (steps, count, same), expected in zip(found, straight, strict=True):
         assert steps == expected["steps"]
         assert count > 9

@@ -21,38 +21,38 @@ PLACES += [pytest.param(*each, marks=pytest.mark.slow) for each in (("overlap", 
 
 
 @pytest.mark.parametrize(("name", "world"), PLACES)
-def test_every_bit_is_megatrons(megatron_pools, megatron_stock, name, world):
+def test_every_bit_is_megatrons(pools, once, name, world):
     settings = {"mxfp8": True, "clip_grad": 0.2, **SETTINGS[name]}
-    expected = megatron_stock(world, stand_ins.train, Case(**settings))
-    found = megatron_pools(world)(stand_ins.train, Case(plug="main_shards", **settings))
+    expected = once(world, stand_ins.train, Case(**settings))
+    found = pools(world)(stand_ins.train, Case(plug="main_shards", **settings))
     assert found == expected
     assert len({step[0] for step in found[0]["steps"]}) == 3
 
 
 @pytest.mark.parametrize("name", ["overlap, 16 bits", "late", "late, 16 bits"])
-def test_bf16_weights_in_place_of_bf16_gradients_need_no_second_pass(megatron_pools, name):
+def test_bf16_weights_in_place_of_bf16_gradients_need_no_second_pass(pools, name):
     """With overlap Megatron copies before the next forward pass."""
     case = Case(plug="main_shards", mxfp8=True, **SETTINGS[name])
-    for mains, copied, in_place in megatron_pools(2)(stand_ins.second_passes, case):
+    for mains, copied, in_place in pools(2)(stand_ins.second_passes, case):
         assert in_place == (mains if name == "late, 16 bits" else 0)
         assert copied == ([] if name == "late, 16 bits" else [mains, mains])
         assert mains > 1
 
 
-def test_precision_aware_leaves_masters_to_megatron(megatron_pools):
+def test_precision_aware_leaves_masters_to_megatron(pools):
     own, other = (
-        megatron_pools(2)(stand_ins.train, Case(plug=mode, mxfp8=True))
+        pools(2)(stand_ins.train, Case(plug=mode, mxfp8=True))
         for mode in ("main_shards", "precision_aware")
     )
     assert own == other
-    assert own[0]["steps"] != megatron_pools(2)(train, Case(plug="main_shards"))[0]["steps"]
+    assert own[0]["steps"] != pools(2)(train, Case(plug="main_shards"))[0]["steps"]
 
 
 @pytest.mark.parametrize("name", ["overlap", "late, 16 bits"])
-def test_resuming_equals_going_straight_on(megatron_pools, tmp_path, name):
+def test_resuming_equals_going_straight_on(pools, tmp_path, name):
     case = Case(plug="main_shards", mxfp8=True, **SETTINGS[name])
-    straight = megatron_pools(2)(stand_ins.train, case, 4)
-    found = megatron_pools(2)(stand_ins.save_and_load, case, tmp_path / "a")
+    straight = pools(2)(stand_ins.train, case, 4)
+    found = pools(2)(stand_ins.save_and_load, case, tmp_path / "a")
     for (saved, back, grads), whole in zip(found, straight, strict=True):
         assert not any(grads)
         assert back["loaded"] == saved

@@ -9,6 +9,7 @@ from parity import (
     FP16,
     FP32,
     HYPER,
+    SIZES,
     STEPS,
     assert_same_grads,
     assert_same_in_extremes,
@@ -22,62 +23,62 @@ from megaopt import FusedAdam
 pytestmark = pytest.mark.gpu
 
 EXTREME_BETAS = [(0.1, 0.3), (0.9, 0.999), (0.0, 0.0)]
+MASTERS = {"master_weights": True}
+REMAINDERS = {**MASTERS, "store_param_remainders": True}
+
+
+def moments(exp_avg, exp_avg_sq=None):
+    return {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": exp_avg_sq or exp_avg}
+
+
+# weights, options, and gradients where these are decoupled
 TE_CASES = {
-    "bf16, fp32 masters": (BF16, {"master_weights": True}, None),
-    "bf16, fp32 masters, fp32 gradients": (
-        BF16,
-        {"master_weights": True, "use_decoupled_grad": True},
-        FP32,
-    ),
-    "fp16, fp32 masters": (FP16, {"master_weights": True}, None),
+    "bf16, fp32 masters": (BF16, MASTERS, None),
+    "bf16, fp32 masters, fp32 gradients": (BF16, MASTERS, FP32),
+    "fp16, fp32 masters": (FP16, MASTERS, None),
     "fp32": (FP32, {}, None),
     "bf16": (BF16, {}, None),
     "fp16": (FP16, {}, None),
-    "remainders": (BF16, {"master_weights": True, "store_param_remainders": True}, None),
-    "bf16 moments": (
-        BF16,
-        {"master_weights": True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
-        None,
-    ),
-    "remainders, bf16 moments": (
-        BF16,
-        {
-            "master_weights": True,
-            "store_param_remainders": True,
-            "exp_avg_dtype": BF16,
-            "exp_avg_sq_dtype": BF16,
-        },
-        None,
-    ),
-    "fp16 moments": (
-        BF16,
-        {"master_weights": True, "exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16},
-        None,
-    ),
-    "fp8 moments": (
-        BF16,
-        {"master_weights": True, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
-        None,
-    ),
-    "remainders, fp8 moments, fp32 gradients": (
-        BF16,
-        {
-            "master_weights": True,
-            "store_param_remainders": True,
-            "exp_avg_dtype": FP8,
-            "exp_avg_sq_dtype": FP8,
-            "use_decoupled_grad": True,
-        },
-        FP32,
-    ),
-    "fp32, fp8 and fp16 moments": (FP32, {"exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP16}, None),
-    "fp16, bf16 and fp8 moments": (
-        FP16,
-        {"master_weights": True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": FP8},
-        None,
-    ),
-    "fp16 masters": (BF16, {"master_weights": True, "master_weight_dtype": FP16}, None),
+    "remainders": (BF16, REMAINDERS, None),
+    "bf16 moments": (BF16, {**MASTERS, **moments(BF16)}, None),
+    "remainders, bf16 moments": (BF16, {**REMAINDERS, **moments(BF16)}, None),
+    "fp16 moments": (BF16, {**MASTERS, **moments(FP16)}, None),
+    "fp8 moments": (BF16, {**MASTERS, **moments(FP8)}, None),
+    "remainders, fp8 moments, fp32 gradients": (BF16, {**REMAINDERS, **moments(FP8)}, FP32),
+    "fp32, fp8 and fp16 moments": (FP32, moments(FP8, FP16), None),
+    "fp16, bf16 and fp8 moments": (FP16, {**MASTERS, **moments(BF16, FP8)}, None),
+    "fp16 masters": (BF16, {**MASTERS, "master_weight_dtype": FP16}, None),
 }
+capturable_or_not = pytest.mark.parametrize(
+    "capturable", [False, True], ids=["plain", "capturable"]
+)
+corrected_or_not = pytest.mark.parametrize(
+    "bias_correction", [True, False], ids=["corrected", "uncorrected"]
+)
+both_modes = pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
+both_names = pytest.mark.parametrize("name", ["AdamW", "Adam"])
+each_dtype = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+
+
+def of_torch(name, dtype, sizes=SIZES, shift=0, own=None, **options):
+    """torch's optimizer and ours over equal parameters, with moments of their dtype; own: ours."""
+    given = {**HYPER, "weight_decay": 0.1, **options}
+    theirs, ours = (
+        [torch.nn.Parameter(base.detach()[shift:]) for base in parameters(dtype, sizes)]
+        for _ in range(2)
+    )
+    peer = getattr(torch.optim, name)(theirs, fused=True, **given)
+    given |= {"adam_w_mode": name == "AdamW", **moments(dtype), **(own or {})}
+    return peer, theirs, FusedAdam(ours, **{"contract": "torch", **given}), ours
+
+
+def of_te(te, dtype, **options):
+    """TransformerEngine's optimizer and ours over equal parameters."""
+    from megaopt.integration.transformer_engine import FusedAdam as Ours
+
+    options = {**HYPER, "weight_decay": 0.1, **options}
+    theirs, ours = parameters(dtype), parameters(dtype)
+    return te.FusedAdam(theirs, **options), theirs, Ours(ours, **options), ours
 
 
 @pytest.fixture
@@ -95,8 +96,12 @@ def assert_same_steps(peer, theirs, optimizer, ours, dtype=None, attribute="grad
         assert_same_state(theirs, ours, peer, optimizer)
 
 
-def assert_same_scaled_steps(sides):
-    """Parameters, optimizer and GradScaler of each; where that is on, the third step overflows."""
+def assert_same_scaled_steps(peer, theirs, optimizer, ours, scale):
+    """Under a GradScaler of each; where that is on, the third step overflows."""
+    sides = [
+        (*own, torch.amp.GradScaler("cuda", init_scale=scale or 1.0, enabled=scale is not None))
+        for own in ((theirs, peer), (ours, optimizer))
+    ]
     for step in range(STEPS):
         for params, optimizer, scaler in sides:
             give_grads(params, step)
@@ -105,25 +110,19 @@ def assert_same_scaled_steps(sides):
             scaler.scale(torch.zeros((), device="cuda"))  # as a loss would, it makes the scale
             scaler.step(optimizer)
             scaler.update()
-        (theirs, peer, _), (ours, optimizer, _) = sides
         assert_same_state(theirs, ours, peer, optimizer)
         assert_same_grads(theirs, ours)
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
+@corrected_or_not
+@both_modes
 @pytest.mark.parametrize("case", TE_CASES.values(), ids=TE_CASES)
 def test_te_is_transformer_engine(te, case, adam_w_mode, bias_correction):
-    from megaopt.integration.transformer_engine import FusedAdam as Ours
-
     dtype, options, grad_dtype = case
-    options = {**HYPER, **options, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
-    theirs, ours = parameters(dtype), parameters(dtype)
-    peer = te.FusedAdam(theirs, bias_correction=bias_correction, **options)
-    optimizer = Ours(ours, bias_correction=bias_correction, **options)
-    attribute = "decoupled_grad" if grad_dtype else "grad"
-    assert_same_steps(peer, theirs, optimizer, ours, grad_dtype, attribute)
+    options = {**options, "adam_w_mode": adam_w_mode, "bias_correction": bias_correction}
+    pair = of_te(te, dtype, use_decoupled_grad=grad_dtype is not None, **options)
+    assert_same_steps(*pair, grad_dtype, "decoupled_grad" if grad_dtype else "grad")
 
 
 # remainders and scaled states differ there on purpose: docs/numbers.md
@@ -138,34 +137,25 @@ PLAIN_TE_CASES = [
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
+@capturable_or_not
 @pytest.mark.parametrize("betas", EXTREME_BETAS, ids=str)
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
+@both_modes
 @pytest.mark.parametrize("case", PLAIN_TE_CASES)
 def test_te_is_transformer_engine_in_extremes(te, case, adam_w_mode, betas, capturable):
-    from megaopt.integration.transformer_engine import FusedAdam as Ours
-
     dtype, options, _ = TE_CASES[case]
-    options = {**HYPER, **options, "weight_decay": 0.1, "betas": betas}
-    options = {**options, "adam_w_mode": adam_w_mode, "capturable": capturable}
-    theirs, ours = parameters(dtype), parameters(dtype)
-    peer, optimizer = te.FusedAdam(theirs, **options), Ours(ours, **options)
-    assert_same_in_extremes(peer, theirs, optimizer, ours)
+    own = {"betas": betas, "adam_w_mode": adam_w_mode, "capturable": capturable}
+    assert_same_in_extremes(*of_te(te, dtype, **options, **own))
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
+@capturable_or_not
 @pytest.mark.parametrize("betas", EXTREME_BETAS, ids=str)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@each_dtype
+@both_names
 def test_torch_is_torch_in_extremes(name, dtype, weight_decay, betas, capturable):
-    options = {**HYPER, "weight_decay": weight_decay, "betas": betas}
-    theirs, ours = parameters(dtype), parameters(dtype)
-    peer = getattr(torch.optim, name)(theirs, fused=True, **options)
-    options |= {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "capturable": capturable}
-    optimizer = FusedAdam(ours, contract="torch", adam_w_mode=name == "AdamW", **options)
-    assert_same_in_extremes(peer, theirs, optimizer, ours)
+    options = {"weight_decay": weight_decay, "betas": betas, "own": {"capturable": capturable}}
+    assert_same_in_extremes(*of_torch(name, dtype, **options))
 
 
 def test_te_frozen_and_empty_parameters(te):
@@ -188,24 +178,16 @@ def test_te_frozen_and_empty_parameters(te):
 @pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 @pytest.mark.parametrize("scale", [None, 3.0, 65536.0])
-@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
+@corrected_or_not
+@both_modes
 @pytest.mark.parametrize("case", PLAIN_TE_CASES)
 def test_te_is_transformer_engine_capturable(te, case, adam_w_mode, bias_correction, scale):
     """With a GradScaler the third step's gradients overflow, and it is skipped."""
-    from megaopt.integration.transformer_engine import FusedAdam as Ours
-
     dtype, options, _ = TE_CASES[case]
     if dtype == BF16 and scale is not None:
         pytest.skip("torch's GradScaler does not unscale bf16 gradients")
-    options = {**HYPER, **options, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
-    sides = []
-    for cls in (te.FusedAdam, Ours):
-        params = parameters(dtype)
-        optimizer = cls(params, bias_correction=bias_correction, capturable=True, **options)
-        scaler = torch.amp.GradScaler("cuda", init_scale=scale or 1.0, enabled=scale is not None)
-        sides.append((params, optimizer, scaler))
-    assert_same_scaled_steps(sides)
+    own = {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction, "capturable": True}
+    assert_same_scaled_steps(*of_te(te, dtype, **options, **own), scale)
 
 
 def test_capturable_te_bias_corrections_are_the_hosts():
@@ -233,44 +215,30 @@ def test_capturable_te_bias_corrections_are_the_hosts():
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("start", [0, 3, 1000, 4094, 99_990])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize(
-    ("name", "weight_decay"), [("AdamW", 0.0), ("AdamW", 0.1), ("Adam", 0.0), ("Adam", 0.1)]
-)
-@pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
+@each_dtype
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@both_names
+@capturable_or_not
 def test_torch_is_torch(name, dtype, weight_decay, start, capturable):
     """Moments have the parameter's dtype, as torch keeps them; steps from 1 to 100,000."""
-    options = {**HYPER, "weight_decay": weight_decay}
-    theirs, ours = parameters(dtype), parameters(dtype)
-    peer = getattr(torch.optim, name)(theirs, fused=True, **options)
-    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-    adam_w_mode = name == "AdamW"
-    options = {**options, **moments, "adam_w_mode": adam_w_mode, "capturable": capturable}
-    # by the group's count, which may be set
-    optimizer = FusedAdam(ours, contract="torch", step_counts="group", **options)
+    own = {"capturable": capturable, "step_counts": "group"}  # whose count may be set
+    peer, theirs, optimizer, ours = of_torch(name, dtype, weight_decay=weight_decay, own=own)
     optimizer.param_groups[0]["step"] += start
     for param in theirs:
-        peer.state[param] = {
-            "step": torch.tensor(float(start), device="cuda"),
-            "exp_avg": torch.zeros_like(param),
-            "exp_avg_sq": torch.zeros_like(param),
-        }
+        zeros = {moment: torch.zeros_like(param) for moment in ("exp_avg", "exp_avg_sq")}
+        peer.state[param] = {"step": torch.tensor(float(start), device="cuda"), **zeros}
     assert_same_steps(peer, theirs, optimizer, ours)
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["plain", "capturable"])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@each_dtype
+@both_names
 def test_a_run_goes_from_torch_to_ours_and_back(name, dtype, capturable):
     """Two steps of torch's, two of ours, two of torch's: the bits of six of torch's."""
-    options = {**HYPER, "weight_decay": 0.1}
-    own = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "adam_w_mode": name == "AdamW"}
-    straight, moved = parameters(dtype), parameters(dtype)
-    peer, first, last = (
-        getattr(torch.optim, name)(params, fused=True, **options)
-        for params in (straight, moved, moved)
+    peer, straight, middle, moved = of_torch(name, dtype, own={"capturable": capturable})
+    first, last = (
+        getattr(torch.optim, name)(moved, fused=True, **HYPER, weight_decay=0.1) for _ in range(2)
     )
-    middle = FusedAdam(moved, contract="torch", capturable=capturable, **options, **own)
     for step in range(6):
         if step == 2:
             middle.load_state_dict(first.state_dict())
@@ -284,38 +252,19 @@ def test_a_run_goes_from_torch_to_ours_and_back(name, dtype, capturable):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@each_dtype
 def test_torch_is_torch_wherever_its_tensors_lie(dtype, shift):
     """L2 decay: torch's bits depend on alignment and size, for one tensor and its copy."""
-    options = {**HYPER, "weight_decay": 0.1}
-    sides = []
-    for _ in range(2):
-        bases = parameters(dtype, (200_000, 70_003, 4099, 516))
-        views = [base.detach()[shift:] for base in bases]
-        sides.append([torch.nn.Parameter(view) for view in views])
-    peer = torch.optim.Adam(sides[0], fused=True, **options)
-    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-    optimizer = FusedAdam(sides[1], contract="torch", adam_w_mode=False, **options, **moments)
-    assert_same_steps(peer, sides[0], optimizer, sides[1])
+    assert_same_steps(*of_torch("Adam", dtype, (200_000, 70_003, 4099, 516), shift))
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, 65536.0])
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@both_names
 def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
     """torch divides by the scale inside its kernel; the third step overflows and is skipped."""
-    options = {**HYPER, "weight_decay": 0.1}
-    own = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "adam_w_mode": name == "AdamW"}
-    sides = []
-    for make in (
-        lambda params: getattr(torch.optim, name)(params, fused=True, **options),
-        lambda params: FusedAdam(
-            params, contract="torch", capturable=True, write_unscaled_grads=True, **options, **own
-        ),
-    ):
-        params = parameters(dtype)
-        sides.append((params, make(params), torch.amp.GradScaler("cuda", init_scale=scale)))
-    assert_same_scaled_steps(sides)
+    own = {"capturable": True, "write_unscaled_grads": True}
+    assert_same_scaled_steps(*of_torch(name, dtype, own=own), scale)
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
@@ -336,25 +285,19 @@ def test_torch_twin_on_the_gpu_is_the_kernel(adam_w_mode, step):
 
 def test_parity_would_notice_another_contract():
     """ieee in the place of torch does not pass."""
-    theirs, ours = parameters(FP32), parameters(FP32)
-    peer = torch.optim.AdamW(theirs, fused=True, **HYPER)
-    optimizer = FusedAdam(ours, contract="ieee", weight_decay=1e-2, **HYPER)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_steps(peer, theirs, optimizer, ours)
+        assert_same_steps(*of_torch("AdamW", FP32, own={"contract": "ieee"}))
 
 
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["adam", "amsgrad"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+@both_names
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_torch_is_torch_with_amsgrad_and_maximize(scale, name, dtype, amsgrad, maximize):
     """With a loss scale its kernel contracts other elements' decay."""
-    options = {**HYPER, "weight_decay": 0.1, "amsgrad": amsgrad, "maximize": maximize}
-    theirs, ours = parameters(dtype), parameters(dtype)
-    peer = getattr(torch.optim, name)(theirs, fused=True, **options)
-    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-    optimizer = FusedAdam(ours, contract="torch", adam_w_mode=name == "AdamW", **options, **moments)
+    options = {"amsgrad": amsgrad, "maximize": maximize}
+    peer, theirs, optimizer, ours = of_torch(name, dtype, **options)
     if scale is not None:  # as a GradScaler hands it over
         for each in (peer, optimizer):
             each.grad_scale = torch.tensor(scale, device="cuda")

@@ -112,15 +112,8 @@ def test_checkpoints_go_to_torchao_and_back(peer, name):
 
 @pytest.mark.parametrize("name", [name for name in IN_BLOCKS if "4bit" not in name])
 def test_exp_avg_sq_is_no_further_from_fp64_than_theirs(name, peer):
-    """Half of the gradients stop: to nearest their exp_avg_sq stands still before it is small."""
-    param = stopped.parameter()
-    theirs = getattr(peer, name)([param], betas=stopped.BETAS)
-    found = stopped.our_errors(getattr(torchao, name))
-    other = stopped.exp_avg_sq_errors(
-        theirs, param, lambda: theirs.state[param]["exp_avg_sq"].dequantize()
-    )
-    assert all(own <= their for own, their in zip(found, other, strict=True)), (found, other)
-    assert found[0] < 0.05
+    kinds = getattr(torchao, name), getattr(peer, name)
+    stopped.assert_no_further(*kinds, lambda state: state["exp_avg_sq"].dequantize())
 
 
 def test_codes_in_dtensors_load_shard_by_shard(on_ranks):

@@ -6,12 +6,17 @@ import pytest
 import torch
 from bits import INTEGERS, assert_same_bits
 from encoding_cases import (
+    assert_encoded,
+    assert_encodes,
     by_kernel,
     by_twin,
     decode_kernel,
-    kernel_codes,
+    every_pattern_of_16_bits,
     oracle_codes,
+    random_patterns,
     run,
+    ties,
+    upper_halves,
 )
 
 from megaopt.kernels.formats import (
@@ -26,41 +31,16 @@ from megaopt.kernels.step.reference import scale_reference
 REMAINDER16 = MASTERS[torch.int16]
 JOINED = [form for form in MASTERS.values() if form.joined]
 SCALED = MOMENTS[torch.float16]
-FLOAT8 = [FLOAT8_E4M3]
 SCALED_FLOAT8 = MOMENTS[torch.float8_e4m3fn]
 
-# Around every tie of a conversion that drops 16 bits (bf16) or 13 (fp16): both neighbours of each.
-LOWER_HALVES = [
-    0,
-    1,
-    0x0FFF,
-    0x1000,
-    0x1001,
-    0x2FFF,
-    0x3000,
-    0x3001,
-    0x7FFF,
-    0x8000,
-    0x8001,
-    0xFFFF,
-]
-
-
-def edges():
-    """Every upper half of an fp32 pattern with each of the lower halves; NaNs made canonical."""
-    upper = np.arange(2**16, dtype=np.uint32)[:, None] << 16
-    patterns = (upper | np.array(LOWER_HALVES, dtype=np.uint32)).reshape(-1)
-    return torch.from_numpy(oracle.canonical(patterns.view(np.float32)))
-
-
-EDGES = edges()
+# around every tie of a conversion that drops 16 bits (bf16) or 13 (fp16): both neighbours of each
+LOWER = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+EDGES = upper_halves(LOWER)
 
 
 @pytest.mark.parametrize("form", WEIGHTS.values(), ids=lambda form: form.name)
 def test_encode_at_every_edge(form, device):
-    expected = oracle_codes(form, EDGES).view(form.dtype)
-    assert_same_bits(form.encode_reference(EDGES), expected, "twin")
-    assert_same_bits(kernel_codes(form, EDGES, device), expected, "kernel")
+    assert_encoded(form, EDGES, device)
 
 
 @pytest.mark.parametrize("form", list(WEIGHTS.values())[1:], ids=lambda form: form.name)
@@ -80,10 +60,7 @@ def test_decode_of_every_code(form, device):
 
 
 def test_split_is_lossless_and_rounds_ties_away(device):
-    weight, code = REMAINDER16.encode_reference(EDGES)
-    upper, lower = oracle.split(EDGES.numpy())
-    assert_same_bits(weight.view(torch.int16), torch.from_numpy(upper.view(np.int16)), "weight")
-    assert_same_bits(code, torch.from_numpy(lower), "remainder")
+    weight, code = assert_encoded(REMAINDER16, EDGES, device)
     assert_same_bits(REMAINDER16.decode_reference(weight, code), EDGES, "joined again")
     assert weight.isnan().equal(EDGES.isnan())
 
@@ -93,7 +70,7 @@ def test_split_is_lossless_and_rounds_ties_away(device):
 )
 @pytest.mark.parametrize(
     "form",
-    [*WEIGHTS.values(), *STOCHASTIC_WEIGHTS.values(), SCALED, *JOINED, *FLOAT8, SCALED_FLOAT8],
+    [*WEIGHTS.values(), *STOCHASTIC_WEIGHTS.values(), SCALED, *JOINED, FLOAT8_E4M3, SCALED_FLOAT8],
     ids=lambda f: f.name,
 )
 def test_any_nan_stays_one(form, pattern, device):
@@ -142,3 +119,62 @@ def test_bits_tell_nan_payloads_and_zeros_apart(dtype):
     other[1] = 1
     with pytest.raises(AssertionError, match="1 of 3 differ, first at 1"):
         assert_same_bits(one, other)
+
+
+# --- fp8: against ml_dtypes and at the middles between codes
+
+
+def test_the_largest_magnitude_of_a_tensor_has_the_largest_code():
+    """Whatever the three roundings on the way do: 448 never becomes 416, nor NaN."""
+    amax = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, 2000).astype(np.float32))
+    for value in torch.cat([amax, amax * 2.0**-100, torch.tensor([3.4028235e38])]).split(1):
+        _, inverse = scale_reference(value, SCALED_FLOAT8)
+        assert SCALED_FLOAT8.encode_reference(value, inverse).float() == 448.0
+
+
+def test_fp8_of_every_16_bit_number(device):
+    values = every_pattern_of_16_bits()
+    expected = oracle_codes(FLOAT8_E4M3, values).view(FLOAT8_E4M3.dtype)
+    assert len(expected.view(torch.uint8).unique()) == 255
+    assert_encodes(FLOAT8_E4M3, values, expected, device)
+
+
+def test_fp8_at_every_tie(device):
+    assert_encodes(FLOAT8_E4M3, *ties(FLOAT8_E4M3), device)
+
+
+def test_fp8_of_random_patterns(device):
+    values = random_patterns(2**22)
+    expected = oracle_codes(FLOAT8_E4M3, values).view(FLOAT8_E4M3.dtype)
+    assert_same_bits(FLOAT8_E4M3.encode_reference(values), expected, "twin")
+    some = slice(None, None, 1 if device.type == "cuda" else 16)  # the interpreter is slow
+    assert_encodes(FLOAT8_E4M3, values[some].contiguous(), expected[some].contiguous(), device)
+
+
+def test_fp8_saturates(device):
+    """Where torch's own cast gives NaN or infinity, in some versions of torch."""
+    largest = torch.finfo(FLOAT8_E4M3.dtype).max
+    beyond = torch.tensor([largest, largest * 1.2, 1e30, 3.4028235e38, torch.inf]).repeat(2)
+    beyond[5:] *= -1
+    expected = torch.full((10,), largest).copysign(beyond).to(FLOAT8_E4M3.dtype)
+    assert_encodes(FLOAT8_E4M3, beyond, expected, device)
+
+
+def test_decode_of_every_fp8_code(device):
+    """NaNs too: they are read as 0x7FC00000 everywhere."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = torch.from_numpy(oracle.decode(FLOAT8_E4M3.name, codes.numpy(), None))
+    assert_same_bits(FLOAT8_E4M3.decode_reference(codes.view(FLOAT8_E4M3.dtype)), expected, "twin")
+    value = torch.zeros(4096, device=device)
+    run(decode_kernel, codes.view(torch.int8).repeat(16).to(device), value, form=FLOAT8_E4M3)
+    assert_same_bits(value, expected.repeat(16), "kernel")
+    numbers = ~expected.isnan() & ~expected.isinf()
+    again = FLOAT8_E4M3.encode_reference(expected).view(torch.uint8)
+    assert_same_bits(again[numbers], codes[numbers], "encoded again")
+
+
+def test_fp8_moments_that_overflowed_are_nan(device):
+    """A number in an infinity's place would hide that the moment is lost."""
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, 448.0, 449.0, -1e30])
+    expected = torch.tensor([0x7F, 0x7F, 0x7F, 0x7F, 0x7E, 0x7E, 0xFE], dtype=torch.uint8)
+    assert_encodes(SCALED_FLOAT8, values, expected.view(torch.float8_e4m3fn), device)

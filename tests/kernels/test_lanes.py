@@ -1,5 +1,6 @@
 """Contract torch's L2 decay: contracted for three of a thread's four elements, as torch deals."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +27,7 @@ def formats_of(dtype):
     return Formats(GRADS[dtype], WEIGHTS[dtype], NONE, (MOMENTS[dtype],) * 2, ADAM.moments)
 
 
+@functools.cache
 def lanes_of_torchs_loops(numel, is_aligned):
     """Which of a thread's four each element is, by the loops over chunks, rounds and threads."""
     lanes = np.full(numel, -1)

@@ -1,5 +1,6 @@
 """The kernel that projects back and updates, beside the twin."""
 
+import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -169,17 +170,27 @@ STRIPS = {
 }
 
 
+WHOLE = [(32, 96), (48, 96)]
+"""Of whole tiles, as many as make whole strips."""
+
+
+@functools.cache
+def by_strips(low_rank, device, **strip):
+    """What a step by such strips makes, and what was before."""
+    own = (formats_of(PLAIN, low_rank), WHOLE, projections_of(low_rank, WHOLE), device)
+    back = replace(BackTile(16, 16, 16, 4, 1), **strip)
+    found, _, before = both_step(*own, replace(SMALL, back=back))
+    return moved(found, "cpu"), before
+
+
 @pytest.mark.parametrize("strip", STRIPS.values(), ids=STRIPS)
 @pytest.mark.parametrize("rank", [16, 32])  # a part of the rank, loaded once for a strip, and two
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 def test_strips_show_in_no_bit(side, rank, strip, device):
-    low_rank, shapes = LowRank(side, rank), [(48, 96), (32, 192)]
-    own = (formats_of(PLAIN, low_rank), shapes, projections_of(low_rank, shapes), device)
-    back = BackTile(16, 16, 16, 4, 1)
-    expected, _, _ = both_step(*own, replace(SMALL, back=back))
-    found, _, before = both_step(*own, replace(SMALL, back=replace(back, **strip)))
-    assert_same_buffers(found, moved(expected, "cpu"))
-    assert not torch.equal(found["weight"][0].cpu(), before["weight"][0])
+    expected, _ = by_strips(LowRank(side, rank), device)
+    found, before = by_strips(LowRank(side, rank), device, **strip)
+    assert_same_buffers(found, expected)
+    assert not torch.equal(found["weight"][0], before["weight"][0])
 
 
 def shifted(tensor):
@@ -204,7 +215,7 @@ def checked(load):
 @pytest.mark.parametrize("strip", ["strip", "ahead"])
 def test_alignment_shows_in_no_bit(strip, slot, device, monkeypatch):
     """Of whole tiles, of which one matrix begins elsewhere; a GPU refuses such loads itself."""
-    low_rank, shapes = LowRank(RIGHT, 16), [(48, 96), (32, 192)]
+    low_rank, shapes = LowRank(RIGHT, 16), WHOLE
     formats = formats_of((FLOAT32, MASTERS["float32"] if slot == "master" else NONE), low_rank)
     projections = projections_of(low_rank, shapes)
     tiles = replace(SMALL, back=BackTile(16, 16, 16, 4, 1, **STRIPS[strip]))

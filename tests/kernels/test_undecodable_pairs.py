@@ -1,22 +1,11 @@
 """A weight beside a remainder that no encoding puts there: somebody else wrote the weight."""
 
-import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
 
 from megaopt import FusedAdam
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.optional_triton import jit, tl
-
-BLOCK = 1 << 16
-
-
-@jit
-def decode_kernel(weight_ptr, code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = FORMAT.decode(tl.load(weight_ptr + offsets), tl.load(code_ptr + offsets))
-    tl.store(value_ptr + offsets, value)
 
 
 def every_weight():
@@ -29,9 +18,12 @@ def remainders(form):
     return [-32768, -32767, -256, -1, 0, 1, 255, 32766, 32767]
 
 
-@pytest.mark.parametrize("name", ["remainder16", "remainder8", "remainder8_stochastic"])
-def test_a_pair_is_no_nan_where_its_weight_is_none(name, device):
-    """All weights beside all remainders of 8 bits, and beside the edges of 16 bits.
+DRAWN = pytest.param("remainder8_stochastic", marks=pytest.mark.slow)  # is read as remainder8 is
+
+
+@pytest.mark.parametrize("name", ["remainder16", "remainder8", DRAWN])
+def test_a_pair_is_no_nan_where_its_weight_is_none(name):
+    """All weights beside all remainders of 8 bits, and beside the edges of 16 bits, by the twin.
 
     Pairs that an encoding makes come back; of the others a zero is a zero, an infinity infinite.
     """
@@ -48,11 +40,6 @@ def test_a_pair_is_no_nan_where_its_weight_is_none(name, device):
         assert_same_bits(found[alone], number[alone])
         assert (number[alone].isinf() | (number[alone] == 0)).all()
         unlike += int(alone.sum())
-        made = torch.empty(BLOCK, device=device)
-        arguments = (weight.to(device), code.to(device), made, form, BLOCK)
-        with np.errstate(all="ignore"):
-            decode_kernel[(1,)](*arguments, enable_fp_fusion=False)
-        assert_same_bits(made.cpu(), found, "kernel")
     # two zeros beside what is below 0, two infinities beside what is above
     below = sum(rest < 0 for rest in remainders(form))
     above = sum(rest > 0 for rest in remainders(form))

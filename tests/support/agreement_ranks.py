@@ -1,11 +1,14 @@
 """One rank does something else than the others: what each of them says, and what it has then."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
+import float8_ranks
 import torch
 import torch.distributed as dist
+from float8_ranks import initial_weights, shards_of
 from fsdp2_ranks import Bare, give, gradients, mesh_of, sharded, snapshot, values
 from runs import BF16, FP32, REMAINDERS, copied, params_of
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -14,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedAdam
+from megaopt.float8 import RECIPES, Float8Weight
 from megaopt.float8.shard import Float8Shard
 from megaopt.step.ranks.peers import Peers
 
@@ -85,68 +89,35 @@ def parameters(dtype=BF16):
     return list(sharded(Bare(dtype=dtype)).parameters())
 
 
-def other_order():
-    return parameters()[::-1], MASTERS
-
-
-def one_more():
-    return [*parameters(), split(values((4, 2), 9).to(BF16))], MASTERS
-
-
-def one_more_plain():
-    return [*parameters(), torch.nn.Parameter(values((4, 2), 9).to(BF16))], MASTERS
-
-
-def one_less():
-    return parameters()[:-1], MASTERS
-
-
-def another_shape():
+def changed(index, value, *placements):
+    """The parameters with another one in a place."""
     params = parameters()
-    params[1] = split(values((8,), 9).to(BF16))
+    params[index] = split(value, *placements)
     return params, MASTERS
 
 
-def another_dtype():
-    params = parameters()
-    params[1] = split(values((7,), 9))
-    return params, MASTERS
-
-
-def replicated():
-    params = parameters()
-    params[1] = split(values((7,), 9).to(BF16), Replicate())
-    return params, MASTERS
-
-
-def another_dimension():
-    params = parameters()
-    params[0] = split(values((5, 3), 9).to(BF16), Shard(1))
-    return params, MASTERS
-
-
-def remainders():
-    return parameters(), {**HYPER, **REMAINDERS}
-
-
-def no_masters():
-    return parameters(), HYPER
-
-
-def bf16_moments():
-    return parameters(), {**MASTERS, "exp_avg_dtype": BF16}
-
-
-def two_groups():
+def in_two_groups():
     params = parameters()
     return [{"params": params[:2]}, {"params": params[2:]}], MASTERS
 
 
-BUILT = (
-    other_order, one_more, one_more_plain, one_less, another_shape, another_dtype, replicated,
-    another_dimension, remainders, no_masters, bf16_moments, two_groups,
-)  # fmt: skip
-BUILT = {make.__name__: make for make in BUILT}
+BUILT = {
+    "other_order": lambda: (parameters()[::-1], MASTERS),
+    "one_more": lambda: ([*parameters(), split(values((4, 2), 9).to(BF16))], MASTERS),
+    "one_more_plain": lambda: (
+        [*parameters(), torch.nn.Parameter(values((4, 2), 9).to(BF16))],
+        MASTERS,
+    ),
+    "one_less": lambda: (parameters()[:-1], MASTERS),
+    "another_shape": lambda: changed(1, values((8,), 9).to(BF16)),
+    "another_dtype": lambda: changed(1, values((7,), 9)),
+    "replicated": lambda: changed(1, values((7,), 9).to(BF16), Replicate()),
+    "another_dimension": lambda: changed(0, values((5, 3), 9).to(BF16), Shard(1)),
+    "remainders": lambda: (parameters(), {**HYPER, **REMAINDERS}),
+    "no_masters": lambda: (parameters(), HYPER),
+    "bf16_moments": lambda: (parameters(), {**MASTERS, "exp_avg_dtype": BF16}),
+    "two_groups": in_two_groups,
+}
 
 
 def each_another():
@@ -159,8 +130,8 @@ def each_another():
 # --- something that changes between steps
 
 
-def no_gradient(optimizer):
-    params_of(optimizer)[1].grad = None
+def no_gradient(optimizer, index=1):
+    params_of(optimizer)[index].grad = None
 
 
 def no_gradients(optimizer):
@@ -185,15 +156,63 @@ def bad_lr(optimizer):
     optimizer.param_groups[0]["lr"] = -1.0
 
 
-BETWEEN = (no_gradient, no_gradients, another_group, gradient_of_float64, bad_lr)
+BETWEEN = (no_gradient, no_gradients, gradient_of_float64, bad_lr)
 BETWEEN = {change.__name__: change for change in BETWEEN}
+OF_DTENSORS = {**BETWEEN, "another_group": another_group}
 
 
-DTENSORS = Kind(parameters, give_all, BUILT, BETWEEN)
+# --- fp8 weights that ranks share
+
+
+def give_shards(shards, step):
+    """A gradient for every shard: the part of its weight's, by the weight's shape."""
+    grads = {grad.shape: grad for grad in float8_ranks.gradients(step)}
+    for shard in shards:
+        whole = grads.get(shard.weight.shape, torch.ones(shard.weight.shape).bfloat16())
+        shard.grad = whole.flatten()[shard.start : shard.start + shard.numel()]
+
+
+def shards(recipe="current", group=None):
+    weights = initial_weights(RECIPES[recipe])
+    return shards_of(weights, dist.get_world_size(), dist.get_rank(), group)
+
+
+def small_shard():
+    weight = Float8Weight.from_values(torch.ones(4, 8).bfloat16(), RECIPES["current"])
+    return Float8Shard(torch.nn.Parameter(weight), 0, 0)
+
+
+SHARDS_BUILT = {
+    "other_order": lambda: (shards()[::-1], MASTERS),
+    "one_less": lambda: (shards()[:-1], MASTERS),
+    "one_more": lambda: ([*shards(), small_shard()], MASTERS),
+    "another_recipe": lambda: ([*shards()[:-1], shards("delayed")[-1]], MASTERS),
+    "no_masters": lambda: (shards(), HYPER),
+    "bf16_moments": lambda: (shards(), {**MASTERS, "exp_avg_dtype": BF16}),
+}
+
+
+def both():
+    return [*parameters(), *shards()]
+
+
+def give_both(params, step):
+    count = len(parameters())
+    give_all(params[:count], step)
+    give_shards(params[count:], step)
+
+
+OF_BOTH = {**OF_DTENSORS, "of_a_shard": partial(no_gradient, index=-1)}
+KINDS = {
+    "DTensors": Kind(parameters, give_all, BUILT, OF_DTENSORS),
+    "fp8": Kind(shards, give_shards, SHARDS_BUILT, BETWEEN),
+    "both": Kind(both, give_both, {}, OF_BOTH),
+}
 
 
 def built(kind, name, options, step):
     """The first step, of optimizers that were not built alike."""
+    kind = KINDS[kind]
     params, own_options = kind.built[name]() if is_odd_one() else (kind.made(), MASTERS)
     optimizer = FusedAdam(params, **{**own_options, **options})
     kind.give(params_of(optimizer), 0)
@@ -202,6 +221,7 @@ def built(kind, name, options, step):
 
 def between(kind, name, options, step):
     """The second step, before which one rank changed something."""
+    kind = KINDS[kind]
     optimizer = FusedAdam(kind.made(), **{**MASTERS, **options})
     kind.give(params_of(optimizer), 0)
     optimizer.step(**step)
@@ -213,6 +233,7 @@ def between(kind, name, options, step):
 
 def heard_later(kind, name, options, step, by):
     """As `between` on a GPU: after the step comes another, or a look at the state."""
+    kind = KINDS[kind]
     optimizer = FusedAdam(kind.made(), **{**MASTERS, **options})
     with without_waiting():
         for number in range(2):
@@ -314,6 +335,33 @@ def checkpointed():
     found = outcome(optimizer, lambda: saved.append(get_optimizer_state_dict(model, optimizer)))
     names = [sorted(own) for own in saved[0]["state"].values()] if saved else None
     return *found, names
+
+
+def warm_up_fp8(look):
+    """A first step with lr=0, before which one rank may have looked at a state."""
+    optimizer = FusedAdam(shards(), **{**MASTERS, "lr": 0.0})
+    if look and is_odd_one():
+        looked_at(optimizer)
+    give_shards(params_of(optimizer), 0)
+    return outcome(optimizer, optimizer.step)
+
+
+def inner_group(innermost_first):
+    """All ranks share one weight, the last two another, of which one of them has no gradient."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inner = dist.new_group([world - 2, world - 1])
+    weights = initial_weights(RECIPES["current"])
+    own = [shards_of(weights, 3, rank, None)[1]]
+    if rank >= world - 2:
+        place = rank - (world - 2)
+        bounds = [(0, 4097), (4097, 26000)][place]
+        own.insert(0 if innermost_first else 1, Float8Shard(weights[0], *bounds, inner))
+    optimizer = FusedAdam(own, **MASTERS)
+    give_shards(params_of(optimizer), 0)
+    if is_odd_one():
+        for shard in own:
+            shard.grad = None if shard.weight is weights[0] else shard.grad
+    return outcome(optimizer, optimizer.step)
 
 
 # --- models

@@ -121,6 +121,15 @@ def trained(options, steps, replicas=1, shapes=SHAPES, **step):
     return snapshot(optimizer)
 
 
+def said(action):
+    """What is said of an action that is refused."""
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def assert_same_on_all(found, expected):
     for rank, own in enumerate(found):
         assert_same(own, expected, f"rank {rank}")
@@ -172,6 +181,7 @@ def save(options, steps, folder, flat, shapes=SHAPES):
     model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, steps)
     dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
+    return snapshot(optimizer)
 
 
 def load(options, folder, flat, shapes=SHAPES):

@@ -1,7 +1,9 @@
 """What is refused of DTensors, each as a function that a rank calls; nothing may change."""
 
+from functools import partial
+
 import torch
-from fsdp2_ranks import build, give, gradients, mesh_of, snapshot, train, values
+from fsdp2_ranks import build, give, gradients, mesh_of, said, snapshot, train, values
 from runs import BF16, FP16, FP32, assert_same
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -16,15 +18,6 @@ def trained(options=OPTIONS):
     train(model, optimizer, 1)
     give(model.parameters(), gradients(1, dtype=next(model.parameters()).dtype))
     return model, optimizer
-
-
-def said(action):
-    """What is said of an action that is refused."""
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
 
 
 def refused(action, optimizer):
@@ -47,16 +40,10 @@ def gradient(placements, kind="grad"):
     return refused(optimizer.step, optimizer)
 
 
-def partial_gradient():
-    return gradient([Partial()])
-
-
-def replicated_gradient():
-    return gradient([Replicate()])
-
-
-def plain_gradient():
-    return gradient([Replicate()], "plain")
+_GIVEN = ([[Partial()]], [[Replicate()]], [[Replicate()], "plain"])
+partial_gradient, replicated_gradient, plain_gradient = (
+    partial(gradient, *given) for given in _GIVEN
+)
 
 
 def gradient_of_a_subclass():
@@ -112,16 +99,9 @@ def scaled(**options):
     return said(lambda: build({**OPTIONS, **options}))
 
 
-def scaled_exp_avg():
-    return scaled(exp_avg_dtype=FP16)
-
-
-def scaled_exp_avg_sq():
-    return scaled(exp_avg_sq_dtype=torch.float8_e4m3fn)
-
-
-def scaled_masters():
-    return scaled(dtype=None, master_weights=True, master_weight_dtype=FP16)
+scaled_exp_avg = partial(scaled, exp_avg_dtype=FP16)
+scaled_exp_avg_sq = partial(scaled, exp_avg_sq_dtype=torch.float8_e4m3fn)
+scaled_masters = partial(scaled, dtype=None, master_weights=True, master_weight_dtype=FP16)
 
 
 def plain_masters():

@@ -1,30 +1,17 @@
 """What ranks do in the tests of GaLore's DTensors: real fully_shard, on CPUs, over gloo."""
 
+import fsdp2_ranks as ranks
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from fsdp2_ranks import (
-    Bare,
-    content_of,
-    give,
-    gradients,
-    mesh_of,
-    options_of,
-    sharded,
-    snapshot,
-    train,
-    whole,
-)
+from fsdp2_ranks import Bare, give, gradients, mesh_of, said, sharded, snapshot, train, whole
 from galore_cases import GAP as TWINS_GAP
 from galore_cases import Twin
-from runs import BF16, FP32, values
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from runs import BF16, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megaopt
 from megaopt import FusedAdam, GaLoreAdamW
 from megaopt.params import view_of
 from megaopt.step.matrix import parts_of
@@ -36,22 +23,18 @@ NUMBERS = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}
 RANKED = {"rank": RANK, "update_proj_gap": GAP, "scale": 0.25, "proj_type": "auto"}
 
 
-def build(options, replicas=1, shapes=SHAPES, seed=0):
-    """A model and its GaLoreAdamW; without a process group a whole one.
+def ranked(options):
+    """A GaLoreAdamW's, as fsdp2_ranks takes them."""
+    return {**NUMBERS, **RANKED, "optimizer": GaLoreAdamW, **options}
 
-    options: the optimizer's; "weights" among them is the parameters' dtype.
-    """
-    options = {**NUMBERS, **RANKED, **options}
-    model = Bare(shapes, options.pop("weights", FP32), seed)
-    if dist.is_initialized():
-        sharded(model, replicas)
-    return model, GaLoreAdamW(model.parameters(), **options)
+
+def build(options, replicas=1, shapes=SHAPES):
+    """A model and its GaLoreAdamW; without a process group a whole one."""
+    return ranks.build(ranked(options), replicas, shapes=shapes)
 
 
 def trained(options, steps, replicas=1, shapes=SHAPES, **step):
-    model, optimizer = build(options, replicas, shapes)
-    train(model, optimizer, steps, **step)
-    return snapshot(optimizer)
+    return ranks.trained(ranked(options), steps, replicas, shapes, **step)
 
 
 def refreshed_by_hand(options, steps):
@@ -277,23 +260,13 @@ def kinds_of_state(options, replicas):
 
 
 def save(options, steps, folder, flat):
-    model, optimizer = build(options)
-    train(model, optimizer, steps)
-    dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
-    return snapshot(optimizer)
+    return ranks.save(ranked(options), steps, folder, flat, SHAPES)
 
 
 def load_and_train(options, steps, first, folder, flat):
-    """From a checkpoint of another number of ranks on; all that was made here is overwritten."""
-    model, optimizer = build({**options, "lr": 77.0, "seed": 5}, seed=50)
-    given = options_of(flat)
-    content = content_of(model, optimizer, given)
-    dcp.load(content, checkpoint_id=folder)
-    set_model_state_dict(model, content["model"])
-    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=given)
-    loaded = snapshot(optimizer)
-    train(model, optimizer, steps, first)
-    return loaded, snapshot(optimizer)
+    """The seed too is the checkpoint's."""
+    own = ranked({**options, "seed": 5})
+    return ranks.load_and_train(own, steps, first, folder, flat, SHAPES)
 
 
 def values_read_and_set(options, shapes):
@@ -314,22 +287,6 @@ def values_read_and_set(options, shapes):
 # --- beside other parameters
 
 
-def released(releases):
-    """Steps of a model whose gradients are released within the backward pass, or not."""
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 24), torch.nn.Tanh(), torch.nn.Linear(24, 10))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh_of())
-    optimizer = GaLoreAdamW(model.parameters(), **NUMBERS, **RANKED)
-    if releases:
-        megaopt.release_gradients(model, optimizer)
-    for step in range(2 * GAP):
-        model(values((6, 10), step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return snapshot(optimizer)
-
-
 def beside_fused_adam(options, steps):
     """Parameters without a rank: of this optimizer, and of FusedAdam."""
     runs = []
@@ -347,19 +304,12 @@ def beside_fused_adam(options, steps):
     return runs
 
 
-def selected_and_clipped(options, steps, replicas=1):
-    return selected(options, steps, replicas, clip_norm=1.0)
-
-
 # --- the whole gradient
 
 
 def norm_of(steps, kind):
     options = {} if kind == "FusedAdam" else RANKED
-    model = Bare(SHAPES)
-    if dist.is_initialized():
-        sharded(model)
-    optimizer = getattr(megaopt, kind)(model.parameters(), **options)
+    model, optimizer = ranks.build({"optimizer": kind, **options}, shapes=SHAPES)
     train(model, optimizer, steps, clip_norm=1.0)
     return optimizer.grad_norm.clone()
 
@@ -378,18 +328,10 @@ def one_infinity(options):
 # --- what is refused
 
 
-def message_of(action):
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def refusals():
     def build_one(dim=0, **options):
         own = distribute_tensor(torch.ones(6, 30), mesh_of(), [Shard(dim)], src_data_rank=None)
-        return message_of(lambda: GaLoreAdamW([torch.nn.Parameter(own)], rank=3, **options))
+        return said(lambda: GaLoreAdamW([torch.nn.Parameter(own)], rank=3, **options))
 
     return [
         build_one(),
@@ -407,7 +349,7 @@ def under_fsdp1():
         wrapped = FullyShardedDataParallel(
             model, use_orig_params=originals, device_id=torch.device("cpu")
         )
-        found.append(message_of(lambda own=wrapped: GaLoreAdamW(own.parameters(), rank=3)))
+        found.append(said(lambda own=wrapped: GaLoreAdamW(own.parameters(), rank=3)))
     return found
 
 
@@ -424,7 +366,7 @@ def differing(what):
         model.p0.grad = torch.ones(24, 10)
     if is_other and what == "error":
         optimizer.param_groups[0]["update_proj_gap"] = 0
-    found = message_of(lambda: optimizer.step(clip_norm=1.0))
+    found = said(lambda: optimizer.step(clip_norm=1.0))
     optimizer.param_groups[0]["update_proj_gap"] = GAP
     give(model.parameters(), gradients(GAP, SHAPES))
     changed = snapshot(optimizer)
@@ -432,13 +374,9 @@ def differing(what):
     return found, before, changed, snapshot(optimizer)
 
 
-def trained_by_norm(steps):
-    return trained({"stagger": False}, steps, clip_norm=1.0)
-
-
 def of_another_rank():
     """The first step of an optimizer whose matrices one rank would project to other dimensions."""
     _, optimizer = build({"rank": 2 + dist.get_rank()})
     params = optimizer.param_groups[0]["params"]
     give(params, gradients(0, SHAPES))
-    return message_of(lambda: optimizer.step(clip_norm=1.0))
+    return said(lambda: optimizer.step(clip_norm=1.0))

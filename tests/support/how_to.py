@@ -3,13 +3,10 @@
 import importlib.util
 import os
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+from modules import loaded
 
 
 def needs(*packages):
@@ -20,17 +17,35 @@ def needs(*packages):
 
 def script(name):
     """docs/how-to/<name>.py as a module."""
-    qualified = f"how_to_{name}"
-    spec = importlib.util.spec_from_file_location(qualified, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[qualified] = module  # dataclasses and pickle look there
-    spec.loader.exec_module(module)
-    return module
+    return loaded(f"docs/how-to/{name}.py")
 
 
 def everything(model, optimizer):
     """All that a run leaves behind."""
     return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+
+
+def mean_of_two_ranks(how_to, **options):
+    """A run in one process: the mean of both ranks' gradients, in the gradients' own dtype."""
+    model = how_to.build_model()
+    optimizer, warmup = how_to.build_optimizer(model, **options)
+    for step in range(how_to.STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (how_to.loss_of(model, how_to.batch_of(step, rank)) / 2).backward()
+        optimizer.step()
+        warmup.step()
+    return model, optimizer
+
+
+def plain_loop(how_to, *given):
+    """A run of whole backward passes, and steps after them."""
+    model, optimizer = how_to.build(*given)
+    for step in range(how_to.STEPS):
+        optimizer.zero_grad()
+        how_to.loss_of(model, step).backward()
+        optimizer.step()
+    return everything(model, optimizer)
 
 
 def free_port():

@@ -7,14 +7,7 @@ from pathlib import Path
 import megatron_gpt
 import torch
 import torch.distributed as dist
-from megatron_gpt import (
-    BETAS,
-    EPS,
-    MADE,
-    Trainer,
-    hash_of,
-    megatron,
-)
+from megatron_gpt import BETAS, EPS, Trainer, hash_of
 from mutants import mutant
 
 from megaopt import FusedAdam
@@ -23,30 +16,6 @@ SIZES = {"hidden": 106, "inner": 38, "clip_grad": 0.0}
 """Most weights have no whole number of blocks; those of 38 x 106 are small, by 68 elements. 2 ranks
 and 3 cut blocks of 128. Without clipping, whose norm has other bits on other numbers of ranks."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-# --- some of a pool's processes
-
-
-_own = []
-
-
-def among(world, meeting, function, *arguments):
-    """What a function returns on the first ranks, which meet anew; None on the others.
-
-    A process that has imported Megatron is worth keeping. meeting: a file that is not there yet.
-    """
-    states = megatron("parallel_state")
-    if not _own:
-        _own.append(dist.get_rank())
-    states.destroy_model_parallel()
-    MADE.clear()
-    dist.destroy_process_group()
-    if _own[0] >= world:
-        dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
-        return None
-    dist.init_process_group("gloo", f"file://{meeting}", world_size=world, rank=_own[0])
-    return function(*arguments)
 
 
 # --- steps

@@ -49,29 +49,8 @@ def canonical(value):
     return np.where(np.isnan(value), NAN, value).astype(F32)
 
 
-def adam(param, exp_avg, exp_avg_sq, grad, group, decoupled):
-    """The numbered list of docs/numbers.md."""
-    beta1, beta2 = group["betas"]
-    correction1 = correction2 = 1.0
-    if group["bias_correction"]:
-        correction1 = 1.0 / (1.0 - power(beta1, group["step"]))
-        correction2 = 1.0 / (1.0 - power(beta2, group["step"]))
-    lr, eps, decay = (F32(group[name]) for name in ("lr", "eps", "weight_decay"))
-    if not decoupled:
-        grad = add(grad, multiply(decay, param))
-    exp_avg = add(multiply(F32(beta1), exp_avg), multiply(F32(1.0 - beta1), grad))
-    square = multiply(grad, grad)
-    exp_avg_sq = add(multiply(F32(beta2), exp_avg_sq), multiply(F32(1.0 - beta2), square))
-    denominator = add(root(multiply(exp_avg_sq, F32(correction2))), eps)
-    update = divide(multiply(exp_avg, F32(correction1)), denominator)
-    if decoupled:
-        update = add(update, multiply(decay, param))
-    param = subtract(param, multiply(lr, update))
-    return canonical(param), canonical(exp_avg), canonical(exp_avg_sq)
-
-
-def amsgrad(param, moments, grad, group, decoupled):
-    """As adam, with the largest exp_avg_sq so far in the root."""
+def adam_family(param, moments, grad, group, decoupled):
+    """The numbered list of docs/numbers.md; AMSGrad has a third moment, the largest so far."""
     beta1, beta2 = group["betas"]
     correction1 = correction2 = 1.0
     if group["bias_correction"]:
@@ -82,14 +61,20 @@ def amsgrad(param, moments, grad, group, decoupled):
         grad = add(grad, multiply(decay, param))
     exp_avg = add(multiply(F32(beta1), moments[0]), multiply(F32(1.0 - beta1), grad))
     square = multiply(F32(1.0 - beta2), multiply(grad, grad))
-    exp_avg_sq = add(multiply(F32(beta2), moments[1]), square)
-    with np.errstate(invalid="ignore"):
-        largest = np.maximum(moments[2], exp_avg_sq)
-    denominator = add(root(multiply(largest, F32(correction2))), eps)
+    after = [exp_avg, add(multiply(F32(beta2), moments[1]), square)]
+    if len(moments) == 3:
+        with np.errstate(invalid="ignore"):
+            after.append(np.maximum(moments[2], after[1]))
+    denominator = add(root(multiply(after[-1], F32(correction2))), eps)
     update = divide(multiply(exp_avg, F32(correction1)), denominator)
     if decoupled:
         update = add(update, multiply(decay, param))
-    return subtract(param, multiply(lr, update)), (exp_avg, exp_avg_sq, largest)
+    return subtract(param, multiply(lr, update)), after
+
+
+def adam(param, exp_avg, exp_avg_sq, grad, group, decoupled):
+    param, moments = adam_family(param, (exp_avg, exp_avg_sq), grad, group, decoupled)
+    return canonical(param), *map(canonical, moments)
 
 
 def lion(param, moments, grad, group):
@@ -121,13 +106,11 @@ def sgd(param, moments, grad, group, nesterov, decoupled):
 def galore(param, moments, grad, group, kind):
     """The three rules of a step of low rank: AdamW, Adam's direction alone, and its use."""
     if kind == "adamw":
-        param, *moments = adam(param, *moments, grad, group, True)
-        return param, moments
+        return adam_family(param, moments, grad, group, True)
     if kind == "direction":
         own = {**group, "bias_correction": False}
-        _, exp_avg, exp_avg_sq = adam(param, *moments, grad, own, True)
-        denominator = add(root(exp_avg_sq), F32(group["eps"]))
-        return divide(exp_avg, denominator), (exp_avg, exp_avg_sq)
+        _, after = adam_family(param, moments, grad, own, True)
+        return divide(after[0], add(root(after[1]), F32(group["eps"]))), after
     lr = float(F32(group["lr"]))
     rate = lr * group["scale"]
     if group["bias_correction"]:
@@ -142,10 +125,8 @@ def update(rule, param, moments, grad, group):
     name, _, kind = rule.partition("_")
     if name == "galore":
         param, moments = galore(param, moments, grad, group, kind)
-    elif kind == "amsgrad":
-        param, moments = amsgrad(param, moments, grad, group, name == "adamw")
     elif name in ("adam", "adamw"):
-        param, *moments = adam(param, *moments, grad, group, name == "adamw")
+        param, moments = adam_family(param, moments, grad, group, name == "adamw")
     elif name == "lion":
         param, moments = lion(param, moments, grad, group)
     else:

@@ -31,7 +31,6 @@ GROUP = {
 
 EVERY_RULE = [rule for (_, contract), rule in RULES.items() if contract == "ieee"]
 IEEE_RULES = [rule for rule in EVERY_RULE if rule.name in ("adamw", "adam")]
-OTHER_RULES = [rule for rule in EVERY_RULE if rule not in IEEE_RULES]
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -60,15 +59,17 @@ def combinations():
         yield Formats(grad, weight, master, tuple(moments), ADAM)
 
 
-def one_in(count, remainder=0):
-    """One in so many of all combinations.
+def one_in_15(remainder=0):
+    """One in 15 of all combinations, in which each two formats of any two slots are together.
 
-    One in up to 7 has each two formats of any two slots: the others' places add up to any
-    remainder.
+    Two moments' places differ by that of weight and master, modulo 5, which are more than 5; the
+    gradient's goes by these and the first moment's, modulo 3.
     """
-    sizes = [range(len(each)) for each in (GRADS, PAIRS, NO_BLOCKS, NO_BLOCKS)]
-    for place, formats in zip(itertools.product(*sizes), combinations(), strict=True):
-        if sum(place) % count == remainder:
+    sizes = [len(each) for each in (GRADS, PAIRS, NO_BLOCKS, NO_BLOCKS)]
+    assert (sizes[0], sizes[2], sizes[1] > 5) == (3, 5, True)
+    for place, formats in zip(itertools.product(*map(range, sizes)), combinations(), strict=True):
+        grad, pair, first, second = place
+        if (second - first - pair) % 5 * 3 + (grad - pair - first) % 3 == remainder:
             yield formats
 
 

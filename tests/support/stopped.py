@@ -36,10 +36,17 @@ def parameter():
     return torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
 
 
-def our_errors(kind):
-    """Of one of this package's optimizers."""
-    param = parameter()
-    optimizer = kind([param], betas=BETAS)
-    return exp_avg_sq_errors(
-        optimizer, param, lambda: optimizer.get_unscaled_state(param, "exp_avg_sq")
+def assert_no_further(ours, theirs, values):
+    """Half of the gradients stop: to nearest a peer's exp_avg_sq stands still before it is small.
+
+    ours, theirs: kinds of optimizers; values: of the peer's state of the parameter.
+    """
+    (own, optimizer), (param, peer) = (
+        (each, kind([each], betas=BETAS))
+        for kind, each in ((ours, parameter()), (theirs, parameter()))
     )
+    read = lambda: optimizer.get_unscaled_state(own, "exp_avg_sq")  # noqa: E731
+    found = exp_avg_sq_errors(optimizer, own, read)
+    other = exp_avg_sq_errors(peer, param, lambda: values(peer.state[param]))
+    assert all(one <= two for one, two in zip(found, other, strict=True)), (found, other)
+    assert found[0] < 0.05

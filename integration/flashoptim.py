@@ -186,8 +186,8 @@ def cast_model(
         full_precision_recast_layers: likewise; they give dtype.
 
     Raises:
-        ValueError: dtype or selective is not allowed, or a name or module is not the model's, which
-            flashoptim ignores in silence. Nothing has changed then.
+        ValueError: dtype or selective is something else, or a name or module is not the model's,
+            which flashoptim ignores in silence. Nothing has changed then.
     """
     one_of("dtype", dtype, casting.SHORT)
     one_of("selective", selective, (True, False))

@@ -40,7 +40,7 @@ Args:
     seed: of the random bits, from 0 to 2**64 - 1.
 
 Raises:
-    ValueError: as megaopt.FusedAdam; block_size is not allowed.
+    ValueError: as megaopt.FusedAdam; block_size is no whole number >= 64 (4 bits: 32).
 """
 
 
@@ -76,7 +76,7 @@ class _Base(DropIn, megaopt.FusedAdam):
         }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As megaopt.FusedAdam's; the group's lr becomes an fp32 tensor, as in torchao."""
+        """Adds a group as megaopt.FusedAdam; its lr becomes an fp32 tensor, as in torchao."""
         super().add_param_group(param_group)
         self._make_tensors()
 
@@ -251,7 +251,7 @@ def CPUOffloadOptimizer(
         **kwargs: other arguments of the optimizer.
 
     Raises:
-        ValueError, TypeError: an argument is not allowed; as the optimizer.
+        ValueError, TypeError: an argument is wrong, as for the optimizer.
     """
     one_of("offload_gradients", offload_gradients, (False,))
     home = {"moments": "cpu", "masters": "cpu", "at_least": minimal_size}

@@ -1,7 +1,8 @@
-"""FusedAdam in the place of transformer_engine.pytorch.optimizers.FusedAdam: its face, its bits.
+"""FusedAdam with the arguments, methods and bits of TransformerEngine's FusedAdam.
 
-Changing the import is all it takes, and moves no loss: the contract is te. TransformerEngine itself
-is not needed. Where TransformerEngine ignores an option in silence, this one raises.
+It takes the place of transformer_engine.pytorch.optimizers.FusedAdam. Changing the import is all it
+takes, and moves no loss: the contract is te. TransformerEngine itself is not needed. Where it
+ignores an option in silence, this one raises.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class FusedAdam(megaopt.FusedAdam):
     def get_unscaled_state(
         self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
     ) -> torch.Tensor:
-        """As megaopt.FusedAdam.get_unscaled_state; with skip_unscale a bf16 state as it is."""
+        """The value as megaopt.FusedAdam gives it; with skip_unscale a bf16 state as it is."""
         stored = self.state.get(param, {}).get(state_name)
         if skip_unscale and isinstance(stored, torch.Tensor) and stored.dtype == torch.bfloat16:
             return stored

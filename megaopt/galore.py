@@ -29,14 +29,14 @@ from megaopt.saving.galore import from_galore_torch
 from megaopt.state.owned import Owned
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
-"""What FullyShardedDataParallel says of its flat parameters, and of views into them."""
+"""The mark of FullyShardedDataParallel's flat parameters, and of views into them."""
 FLAT = (
     "flat part of a matrix, which has neither its rows nor its columns; FSDP2 (fully_shard) splits "
     "matrices by rows"
 )
 PROJ_TYPES = get_args(ProjType)
 PROJECTING = ("rank", "update_proj_gap", "proj_type")
-"""What groups say beside numbers of the step."""
+"""Keys of groups that choose projections: no numbers of the step."""
 
 
 def side_of(proj_type: str, rows: int, columns: int) -> str:
@@ -79,7 +79,7 @@ class GaLoreOptions(Options):
     MATRIX = GALORE
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is not allowed."""
+        """Raises ValueError for an option out of its range, or options that contradict."""
         super().__post_init__()
         if self.kernel in LAUNCHED and MASTERS[self.master_weight_dtype].scaled:
             raise ValueError(
@@ -381,7 +381,7 @@ class GaLoreAdamW(FusedOptimizer):
         return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As FusedAdam's."""
+        """Adds a group, as FusedAdam does."""
         super().add_param_group(param_group)
         if self._given is not None:
             self._given.update(map(id, self.param_groups[-1]["params"]))
@@ -392,5 +392,5 @@ class GaLoreAdamW(FusedOptimizer):
         super()._check(owned, places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As FusedAdam's; state dicts of galore_torch's AdamW load too, projections included."""
+        """Loads as FusedAdam; state dicts of galore_torch's AdamW too, projections included."""
         super().load_state_dict(from_galore_torch(state_dict))

@@ -78,7 +78,7 @@ def get_megatron_optimizer(
     Raises:
         ImportError: megatron-core is not installed.
         RuntimeError: it is another release.
-        ValueError: an argument, a field of config or the kind of a parameter is not allowed.
+        ValueError: an argument, a field of config or the kind of a parameter cannot be used.
     """
     options: dict[str, Any] = {
         "mode": mode,
@@ -122,7 +122,7 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     Raises:
         ImportError: megatron-core is not installed.
         RuntimeError: it is another release.
-        ValueError: an option is not allowed.
+        ValueError: an option is out of its range, or contradicts another.
     """
     choices = Choices(**options)
     _check_version(any_version)

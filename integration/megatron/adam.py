@@ -28,11 +28,11 @@ class Shards(FusedOptimizer):
         return super().step(closure, clip_coefficient=coefficient, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the fused optimizer's, in dicts of its own: Megatron writes step counts into them."""
+        """The fused optimizer's, in dicts of its own: Megatron writes step counts into them."""
         return copied(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the fused optimizer's; tensors that are its own stay, without a copy in between.
+        """Loads as the fused optimizer; tensors that are its own stay, without a copy.
 
         Megatron first hands over what `state_dict` gave, then fills the tensors.
         """
@@ -104,7 +104,7 @@ class MainShardsFace(torch.optim.Optimizer):
 
     @property
     def clip_coefficient(self) -> torch.Tensor | None:
-        """As that of Shards."""
+        """What the next step of the shards multiplies gradients by."""
         return self.fused.clip_coefficient
 
     @clip_coefficient.setter
@@ -128,8 +128,8 @@ class MainShardsFace(torch.optim.Optimizer):
         lists = [group["params"] for group in self.param_groups]
         if [*map(id, lists)] != [*map(id, self._lists)]:
             raise ValueError(
-                f"{len(lists)} groups with other lists of parameters are not allowed: those that "
-                "Megatron's distributed optimizer made"
+                "groups must have the lists of parameters that Megatron's distributed optimizer "
+                f"made, got {len(lists)} groups with others"
             )
         known = self.param_groups, self.fused.param_groups
         for group, own in itertools.zip_longest(*known, fillvalue=self.param_groups[0]):
@@ -147,7 +147,7 @@ class MainShardsFace(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As that of Shards; the main shards stay as they are."""
+        """Loads as Shards do; the main shards stay as they are."""
         self._hand_over()
         state_dict = cleaned(state_dict)
         if state_dict["state"]:
@@ -166,7 +166,7 @@ class MainShardsFace(torch.optim.Optimizer):
             group.update({name: value for name, value in own.items() if name != "params"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients are DDP's buffer, which it zeroes itself."""
+        """Does nothing: gradients are DDP's buffer, which it zeroes itself."""
 
 
 class MainState(Mapping[torch.Tensor, State]):

@@ -47,15 +47,13 @@ class Chained(ChainedOptimizer):
         return not is_skipped and self.step_with_ready_grads(), grad_norm, zeros
 
     def _synchronize_steps(self) -> int | None:
-        """As Megatron's, for groups that were never stepped and steps on the device too."""
+        """Megatron's, for groups that were never stepped and steps on the device too."""
         stepped = [each for each in self.chained_optimizers if not each.is_stub_optimizer]
         groups = [group for each in stepped for group in each.optimizer.param_groups]
         align_steps(groups)
         steps = {int(group["step"]) for group in groups if group["params"]}
         if len(steps) > 1:
-            raise ValueError(
-                f"optimizers at steps {sorted(steps)} are not allowed in one: one step"
-            )
+            raise ValueError(f"chained optimizers must be at one step, got steps {sorted(steps)}")
         return steps.pop() if steps else None
 
     def count_zeros(self) -> Any:

@@ -21,7 +21,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     fused: Any = None
     """The fused optimizer that steps the shards; None without parameters."""
     shards: dict[Any, Any]
-    """Of each model parameter that this rank owns part of, that part."""
+    """This rank's part of each model parameter that it owns part of."""
     _outside: dict[Any, torch.Tensor]
     """Main shards of MXFP8 parameters: Megatron casts those weights, and none at a load."""
 
@@ -37,7 +37,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     @property
     def _names(self) -> dict[str, str]:
-        """By those names, what the state calls it."""
+        """What the state calls each of them."""
         return {"param": MASTER, **{name: name for name in self.optimizer_state_keys}}
 
     def state_dict(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Sharded(Gradients):
         self.fused = self.optimizer
 
     def _say_what_shards_are(self) -> None:
-        """Of which parameter a shard is a part, and where it begins, as megaopt.params reads it."""
+        """Tells megaopt.params which parameter a shard is a part of, and where it begins."""
         numbers = numbers_of(self)
         for model, shard in self.shards.items():
             shard.megaopt_first_element = self._get_model_param_range_map(model)["param"].start

@@ -17,7 +17,7 @@ Norm = float | torch.Tensor
 
 
 def norm_groups() -> tuple[str | None, ...]:
-    """None for the norm of all other gradients, and the groups that Megatron gives their own."""
+    """The groups that Megatron gives a norm of their own, and None for all other gradients."""
     return (None, *getattr(base, "SEPARATE_GRAD_NORM_GROUPS", ()))
 
 
@@ -47,7 +47,7 @@ class Gradients(CheckpointedOptimizer):
         self._norm_grads: dict[str | None, list[torch.Tensor]] = {}
 
     def _look_at_shards(self) -> None:
-        """What is known of the shards' gradients once, when the optimizer is made."""
+        """Notes what does not change about the shards' gradients, when the optimizer is made."""
         # parameters with a norm of their own: the step knows one coefficient for all
         self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, self.shards))
         self._norm_shards = {group: self._ask_for_norm_shards(group) for group in norm_groups()}
@@ -126,7 +126,7 @@ class Gradients(CheckpointedOptimizer):
             setattr(param, self.grad_name, grad)
 
     def _flat_shards(self) -> list[Any]:
-        """In the order of Megatron's parameters; those that it gives this rank nothing of apart."""
+        """This rank's shards in the order of Megatron's parameters, without absent ones."""
         groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
         return [shard for group in groups for shard in group["params"]]
 
@@ -151,7 +151,7 @@ class Gradients(CheckpointedOptimizer):
         return self.get_grads_for_grad_norm()
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """As releases after 0.16 call it, also for the norm of a group of its own."""
+        """The same for releases after 0.16, also for a group with a norm of its own."""
         grads = self._norm_grads.get(grad_norm_group, [])
         return [grad if self.has_16_bit_norm else grad.float() for grad in grads]
 

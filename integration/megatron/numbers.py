@@ -9,11 +9,11 @@ import torch
 EXPERTS = 1 << 30
 """Added for parameters of experts, which an optimizer of their own numbers from 0 again."""
 SHARED_EMBEDDING = 1 << 31
-"""Of the word embeddings: copies on the first and the last pipeline stage have to stay equal."""
+"""The word embeddings: copies on the first and the last pipeline stage have to stay equal."""
 
 
 def numbers_of(optimizer: Any) -> dict[torch.Tensor, int]:
-    """Of each parameter in the buffers of a distributed optimizer its place there.
+    """The place of each parameter in the buffers of a distributed optimizer.
 
     All data-parallel ranks lay out their buffers alike, and so do tensor-parallel ranks, which keep
     copies of norms and biases. Parts of one weight on tensor-parallel ranks, and parameters of

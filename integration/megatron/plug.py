@@ -15,7 +15,7 @@ from megaopt.integration.megatron.choices import Choices
 from megaopt.integration.megatron.distributed import MainShards, PrecisionAware
 
 MEGATRONS = "megatrons_own"
-"""Of our function in the place of Megatron's the name of that one."""
+"""The attribute of our function that is Megatron's, in whose place it stands."""
 
 
 def owner_of(choices: Choices) -> type:

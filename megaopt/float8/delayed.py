@@ -26,5 +26,5 @@ def update_scales(weight: Float8Weight, skip: torch.Tensor | None = None) -> Non
     """
     history, scale, recipe = weight.amax_history, weight.scale, weight.recipe
     if history is None or scale is None:
-        raise ValueError(f"scaling={recipe.scaling!r} is not allowed: only 'delayed'")
+        raise ValueError(f"scaling must be 'delayed', got {recipe.scaling!r}")
     move_scales_reference(history, scale, recipe, skip)

@@ -45,12 +45,12 @@ class ForeignWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight."""
+        """The weight's shape."""
         return self.owner.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weight is to everybody else."""
+        """The dtype that the weight has for everybody else."""
         return self.owner.dtype
 
     def dim(self) -> int:

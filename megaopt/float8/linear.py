@@ -80,7 +80,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """As torch differentiates F.linear: the same products, in the same order."""
+        """Gradients as torch has them of F.linear: the same products, in the same order."""
         input, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         grad_input = grad_weight = grad_bias = None

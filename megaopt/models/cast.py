@@ -83,9 +83,9 @@ def cast_model(
         The model.
 
     Raises:
-        ValueError: dtype or keep is not allowed, or a name in it is no module's; the optimizer has
-            none of the parameters, no masters, a list of the caller's, or masters in a format that
-            weights of dtype cannot have. Nothing has changed then.
+        ValueError: dtype or keep is something else, or a name in keep is no module's; the optimizer
+            has none of the parameters, no masters, a list of the caller's, or masters in a format
+            that weights of dtype cannot have. Nothing has changed then.
     """
     one_of("dtype", dtype, SHORT)
     one_of("recast", recast, (True, False))
@@ -126,7 +126,7 @@ def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _kept_modules(model: nn.Module, keep: Keep) -> dict[str, nn.Module]:
-    """By name, with the modules in them."""
+    """The modules to keep by name, with the modules in them."""
     chosen = _chooser(model, keep)
     named = list(model.named_modules(remove_duplicate=False))
     tops = [name for name, module in named if chosen(name, module)]

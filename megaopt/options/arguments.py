@@ -28,7 +28,7 @@ def options_of(
 
     Raises:
         TypeError: given has a name that the optimizer does not take.
-        ValueError: an option is not allowed, or contradicts another.
+        ValueError: an option is out of its range, or contradicts another.
     """
     for name in given:
         if name not in kind.ARGUMENTS:

@@ -27,7 +27,7 @@ NUMBERS = {
 
 
 def refuse(name: str, allowed: str, value: object) -> NoReturn:
-    """Raises ValueError for a value that is not allowed."""
+    """Raises ValueError: names a value, says what it must be, and shows what it is."""
     raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
@@ -94,7 +94,7 @@ def number(name: str, value: Any, allowed: Range) -> float:
 
 
 def _float_of(value: Any) -> float | None:
-    """None for what is no real number, and for one that is too large for fp64."""
+    """The number; None for what is no real number, or too large for fp64."""
     if isinstance(value, torch.Tensor):
         is_known = is_dense(value) and not value.is_meta and not value.requires_grad
         fits = is_known and value.dtype in NUMBERS and value.numel() == 1

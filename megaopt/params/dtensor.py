@@ -66,7 +66,7 @@ def check_sharding(value: Any, param: Any, where: str) -> None:
         return
     if not same_sharding(value, param):
         raise ValueError(
-            f"{where}: {_sharding(value)} is not allowed: {_sharding(param)}{_hint(param)}"
+            f"{where} must be {_sharding(param)}, got {_sharding(value)}{_hint(param)}"
         )
     local = local_of(value)
     if is_dtensor(value) and type(local) not in PLAIN:
@@ -86,8 +86,8 @@ def _hint(param: Any) -> str:
     if not is_dtensor(param):
         return ""
     return (
-        ", the parameter's; redistribute(placements=...) changes a DTensor's, and "
-        "distribute_tensor(..., param.device_mesh, param.placements) splits a whole tensor"
+        "; redistribute(placements=...) changes a DTensor's, and distribute_tensor(..., "
+        "param.device_mesh, param.placements) splits a whole tensor"
     )
 
 
@@ -104,7 +104,7 @@ class DTensorView(ParamView):
 
     @property
     def split(self) -> tuple[Any, tuple[int, ...]] | None:  # type: ignore[override]  # computed
-        """None for a fully replicated one."""
+        """The mesh, and its dimensions that split the parameter; None if fully replicated."""
         placements = enumerate(self.param.placements)
         dims = tuple(i for i, each in placements if not each.is_replicate())
         return (self.param.device_mesh, dims) if dims else None
@@ -117,7 +117,7 @@ class DTensorView(ParamView):
 
     @property
     def first_element(self) -> int:
-        """Of the shard's first element; a shard may hold rows in part."""
+        """The index of the shard's first element; a shard may hold rows in part."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         own = self.param
@@ -128,7 +128,7 @@ class DTensorView(ParamView):
         return sum(start * size for start, size in zip(starts, sizes, strict=True))
 
     def place(self, number: int) -> Place:
-        """Of the shard's elements in the parameter.
+        """The place of the shard's elements in the parameter.
 
         Raises ValueError for a shard of a part of two dimensions behind the first.
         """
@@ -210,13 +210,13 @@ class DTensorView(ParamView):
         param, local = self.param, self.param._local_tensor
         if type(local) not in PLAIN:
             raise ValueError(
-                f"{where}: a DTensor of {type(local).__name__} is not allowed: of a plain "
-                "torch.Tensor"
+                f"{where}: a DTensor must be of a plain torch.Tensor, got one of "
+                f"{type(local).__name__}"
             )
         if any(placement.is_partial() for placement in param.placements):
             raise ValueError(
-                f"{where}: placements {tuple(param.placements)} are not allowed: Shard and "
-                "Replicate; a Partial is the weight only when the ranks' are added up"
+                f"{where}: placements must be Shard and Replicate, got {tuple(param.placements)}; "
+                "a Partial is the weight only when the ranks' are added up"
             )
         formats = {
             **{f"{name}_dtype": options.moment_format(name) for name in moments},
@@ -225,11 +225,11 @@ class DTensorView(ParamView):
         for name, form in formats.items():
             self._check_blocks(where, name, form)
             if form.scaled:
+                more = " or torch.bfloat16" if name != "master_weight_dtype" else ""
                 raise ValueError(
-                    f"{where}: {name}={getattr(options, name)} is not allowed for a DTensor: each "
-                    "rank's shard would have a scale of its own, and neither bits nor checkpoints "
-                    "would be independent of the number of ranks; torch.float32"
-                    + (" or torch.bfloat16" if name != "master_weight_dtype" else "")
+                    f"{where}: {name} must be torch.float32{more} for a DTensor, got "
+                    f"{getattr(options, name)}: each rank's shard would have a scale of its own, "
+                    "and neither bits nor checkpoints would be independent of the number of ranks"
                 )
 
     def _check_blocks(self, where: str, name: str, form: Format) -> None:

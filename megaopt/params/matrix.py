@@ -46,7 +46,7 @@ class MatrixView(ParamView):
         return self.matrix.kept(self.local.shape)
 
     def keeps_blocks(self, form: Format) -> bool:
-        """By the size of the moments, whose rows have to be of whole blocks."""
+        """Whether the moments are large enough, and their rows of whole blocks."""
         shape = self.matrix.low_shape(self.whole_shape)
         return shape[1] % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
 

@@ -64,15 +64,15 @@ class ParamView:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the parameter over all ranks."""
+        """The parameter's shape over all ranks."""
         return tuple(getattr(self.param, "megaopt_whole_shape", self.param.shape))
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """Of this rank's tensor of the state under a moment's or the master's name."""
+        """The shape of this rank's tensor of the state, by a moment's or the master's name."""
         return tuple(self.local.shape)
 
     def whole_state_shape(self, name: str) -> tuple[int, ...]:
-        """Of the same over all ranks, as the optimizer's user sees it."""
+        """The same shape over all ranks, as the optimizer's user sees it."""
         return tuple(self.param.shape)
 
     @property
@@ -81,7 +81,7 @@ class ParamView:
         return {}
 
     def state_device(self, name: str) -> torch.device:
-        """Of this rank's tensor of the state under a name."""
+        """The device of this rank's tensor of the state under a name."""
         is_apart = self.home is not None and name in self.home.placement
         return torch.device("cpu") if is_apart else self.local.device
 
@@ -209,10 +209,10 @@ class ParamView:
     ) -> None:
         if is_traceable_wrapper_subclass(self.param):
             raise ValueError(
-                f"{where}: tensor subclass {type(self.param).__name__} is not allowed: "
-                "torch.Tensor, torch.distributed.tensor.DTensor, megaopt.float8.Float8Weight, or, "
-                "once megaopt.integration.transformer_engine is imported, the fp8 tensors of "
-                "TransformerEngine"
+                f"{where}: the tensor must be a torch.Tensor, torch.distributed.tensor.DTensor, "
+                "megaopt.float8.Float8Weight, or, once megaopt.integration.transformer_engine is "
+                "imported, one of TransformerEngine's fp8 tensors, got the tensor subclass "
+                f"{type(self.param).__name__}"
             )
 
     def check_shared(self, where: str) -> None:

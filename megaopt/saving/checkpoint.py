@@ -41,7 +41,7 @@ class _Digested:
             raise
 
     def flush(self) -> None:
-        """As torch asks for: whoever opened the file flushes it."""
+        """Does nothing: torch asks for it, and whoever opened the file flushes it."""
 
 
 def save(path: str | os.PathLike[str], payload: dict[str, Any]) -> None:

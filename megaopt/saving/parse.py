@@ -30,9 +30,9 @@ class Saved:
     """Without parameters that have none."""
     groups: list[dict[str, Any]]
     order: list[Key]
-    """Of all parameters, in group order."""
+    """Keys of all parameters, in group order."""
     not_made: dict[Key, list[str]] | None
-    """None in a state dict that does not say it: another optimizer's, or one taken apart."""
+    """Left out (None) by another optimizer's state dict, or one taken apart."""
     written: list[Key]
     """Parameters whose weights were written since the last step."""
 

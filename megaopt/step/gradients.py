@@ -75,7 +75,7 @@ def check_plain(grad: torch.Tensor, where: str) -> None:
 
 def check_readable(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
     """Raises ValueError for a gradient that the step of a parameter cannot read."""
-    check_sharding(grad, param, f"{where}: as a gradient")
+    check_sharding(grad, param, f"{where}: the gradient")
     check_grad(grad, param, where)
     check_plain(local_of(grad), where)
     if local_of(param) is not param:  # a shard has its own shape

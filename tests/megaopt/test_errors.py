@@ -32,7 +32,7 @@ OPTIONS = {
     ),
     "error_that_nothing_waits_for": (
         {"nonfinite": "error", "capturable": True},
-        r"nonfinite='error' is not allowed with capturable=True: .*'propagate' or 'skip'",
+        r"nonfinite must be 'propagate' or 'skip' with capturable=True, .*, got 'error'",
     ),
     "contract": ({"contract": "fast"}, r"contract must be one of ieee.*, got 'fast'"),
     "backend": ({"backend": "cuda"}, r"backend must be one of auto, triton, reference, got 'cuda'"),
@@ -181,7 +181,7 @@ def test_parameters_that_are_none_are_refused(params, kind, message):
 @pytest.mark.filterwarnings("ignore:.*of nested tensors is in prototype:UserWarning")
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(ValueError, match="parameter 0 of group 0: layout nested is not allowed"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0: layout must be .*, got nested"):
         FusedAdam([nested])
 
 
@@ -196,8 +196,8 @@ OF_ALL_GROUPS = {
         {"exp_avg_dtype": BF16},
         r"exp_avg_dtype must be torch.float32.* torch.bfloat16",
     ),
-    "master_weights": ({"master_weights": True}, r"master_weights is not allowed in a group"),
-    "use_decoupled_grad": ({"use_decoupled_grad": True}, r"use_decoupled_grad is not allowed in a"),
+    "master_weights": ({"master_weights": True}, r"master_weights must .* not of a group, .* True"),
+    "use_decoupled_grad": ({"use_decoupled_grad": True}, r"use_decoupled_grad must be .* a group"),
     "amsgrad": ({"amsgrad": True}, r"amsgrad must be False, got True"),
     "maximize": ({"maximize": True}, r"maximize must be False, got True"),
 }
@@ -246,31 +246,32 @@ def test_a_step_count_that_is_none_is_refused(step):
 
 
 WEIGHTS = {
-    "integers": (torch.int32, {}, "dtype torch.int32"),
-    "fp64": (torch.float64, {}, "dtype torch.float64"),
-    "complex": (torch.complex64, {}, "dtype torch.complex64"),
+    "integers": (torch.int32, {}, "torch.int32"),
+    "fp64": (torch.float64, {}, "torch.float64"),
+    "complex": (torch.complex64, {}, "torch.complex64"),
 }
 
 
 @pytest.mark.parametrize(("dtype", "options", "message"), WEIGHTS.values(), ids=WEIGHTS)
 def test_weights_of_other_dtypes_are_refused(dtype, options, message):
     params = [torch.ones(3), torch.ones(3, dtype=dtype)]
-    allowed = "is not allowed: torch.float32, torch.bfloat16, torch.float16"
-    with pytest.raises(ValueError, match=f"parameter 1 of group 0: {message} {allowed}"):
+    allowed = "dtype must be one of torch.float32, torch.bfloat16, torch.float16, got"
+    with pytest.raises(ValueError, match=f"parameter 1 of group 0: {allowed} {message}"):
         FusedAdam(params, **options)
-    with pytest.raises(ValueError, match=f"parameter 'b': {message} {allowed}"):
+    with pytest.raises(ValueError, match=f"parameter 'b': {allowed} {message}"):
         FusedAdam([("a", params[0]), ("b", params[1])], **options)
 
 
 def test_sparse_weights_are_refused():
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0: layout torch.sparse_coo"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0: layout must .* torch.sparse"):
         FusedAdam([torch.ones(3).to_sparse()])
 
 
 def test_weights_whose_elements_share_memory_are_refused():
     """torch refuses to write them only after other parameters were stepped."""
     params = [torch.ones(3), torch.ones(1).expand(4)]
-    with pytest.raises(ValueError, match=r"parameter 1 of group 0: strides \(0,\) of shape \(4,\)"):
+    message = r"parameter 1 of group 0: .* memory of its own, got strides \(0,\) of shape \(4,\)"
+    with pytest.raises(ValueError, match=message):
         FusedAdam(params)
 
 
@@ -278,7 +279,7 @@ def test_weights_whose_elements_share_memory_are_refused():
 def test_remainders_of_fp16_weights_are_refused(dtypes):
     params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
     index = dtypes.index(FP16)
-    message = rf"parameter {index} of group 0: store_param_remainders=True .*torch.float16 weights"
+    message = rf"parameter {index} of group 0: dtype must be .*_remainders=True, got torch.float16"
     with pytest.raises(ValueError, match=message):
         FusedAdam(params, dtype=FP32, store_param_remainders=True)
 

@@ -1,7 +1,5 @@
 """Weights in fp8 as tensors: what operations return, what is refused, and to_float8."""
 
-import re
-
 import pytest
 import torch
 from bits import assert_same_bits
@@ -88,7 +86,7 @@ def test_other_optimizers_are_refused(make):
 
 def test_another_dtype_of_the_module_is_refused():
     net = megaopt.to_float8(model(), "current")
-    with pytest.raises(TypeError, match="nor is another dtype for its module"):
+    with pytest.raises(TypeError, match="so its module takes no other dtype"):
         net.float()
     net.to(BF16)
 
@@ -97,7 +95,7 @@ def test_quantize_refuses_before_it_changes():
     weight = Float8Weight.from_values(torch.ones(3, 4), "delayed")
     before = parts(weight)
     for values in (torch.ones(4, 3), torch.ones(3, 4, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"not allowed: shape \(3, 4\), a floating dtype"):
+        with pytest.raises(ValueError, match=r"values must have shape \(3, 4\) and a floating"):
             weight.quantize_(values)
     assert_same_parts(parts(weight), before)
 
@@ -105,11 +103,11 @@ def test_quantize_refuses_before_it_changes():
 def test_parts_that_do_not_fit_are_refused():
     weight = Float8Weight.from_values(torch.ones(40, 40), "mxfp8")
     other = weight.data8.view(torch.float8_e5m2)
-    with pytest.raises(ValueError, match=re.escape("data8 (torch.float8_e5m2, (40, 40)) is not")):
+    with pytest.raises(ValueError, match=r"data8 must .*, got \(torch.float8_e5m2, \(40, 40\)\)"):
         Float8Weight(other, weight.scale_inv, None, None, weight.recipe)
-    with pytest.raises(ValueError, match=r"scale_inv .* is not allowed with scaling='current'"):
+    with pytest.raises(ValueError, match=r"scale_inv must be .* with scaling='current', got"):
         Float8Weight(weight.data8, weight.scale_inv, None, None, RECIPES["current"])
-    with pytest.raises(ValueError, match=r"scale None is not allowed with scaling='delayed'"):
+    with pytest.raises(ValueError, match=r"scale must be .* with scaling='delayed', got None"):
         Float8Weight(weight.data8, torch.ones(1), None, None, RECIPES["delayed"])
 
 
@@ -148,11 +146,11 @@ def test_to_float8_refuses_before_it_changes():
     with pytest.raises(ValueError, match=r"the weight of 'head' .* also 'weight' of 'table'"):
         megaopt.to_float8(net, "current")
     assert type(net["head"].weight) is nn.Parameter
-    with pytest.raises(ValueError, match="recipe='fp8' is not allowed: one of delayed, current"):
+    with pytest.raises(ValueError, match=r"recipe must be one of delayed, .* got 'fp8'"):
         megaopt.to_float8(net, "fp8")
-    with pytest.raises(TypeError, match="recipe=None is not allowed"):
+    with pytest.raises(TypeError, match="recipe must be a Float8Recipe or a name, got None"):
         megaopt.to_float8(net, None)
     double = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).double())
-    with pytest.raises(ValueError, match=r"values torch.float64 is not allowed"):
+    with pytest.raises(ValueError, match=r"values.dtype must be .*, got torch.float64"):
         megaopt.to_float8(double, "current")
     assert type(double[0].weight) is nn.Parameter

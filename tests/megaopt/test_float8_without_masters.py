@@ -270,5 +270,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("asked", REFUSED)
 def test_what_16_bit_weights_alone_have_is_refused_by_name(asked):
-    with pytest.raises(ValueError, match=rf"{asked}.* not allowed for fp8 weights.*'remainder8'"):
+    message = rf"master_weight_dtype of fp8 weights must be .*'remainder8' .*, got .*'{asked}'"
+    with pytest.raises(ValueError, match=message):
         FusedAdam(weights_of(RECIPES["current"]), **REFUSED[asked])

@@ -13,6 +13,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # torch's pool of compilers once kept pytest from ending for 5 minutes
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# two threads that share small products wait for each other: a step of GaLoreAdamW took 40 times as
+# much of the processor; test_switches.py compares one with two
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+torch.set_num_threads(1)
 # what a shell, a CI system or a launcher says for programs of its own
 for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
     os.environ.pop(name, None)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
+from handling import both_backends, refused, train_all
 from kinds import BLOCKS, BLOCKS4, NEAREST, NEAREST4
 from runs import (
     BF16,
@@ -19,7 +20,6 @@ from runs import (
     assert_same_run,
     parameters,
     params_of,
-    snapshot,
     through_a_file,
     train,
     values,
@@ -34,7 +34,6 @@ SHAPES = [(33, 128), (5, 8, 128), (40, 192), (40, 104), (10,)]
 HYPER = {"lr": 2e-3, "weight_decay": 0.1}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 both_sizes = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-both_backends = pytest.mark.parametrize("backend", ["reference", "triton"])
 
 
 def made(options, params=None, **more):
@@ -84,15 +83,6 @@ def test_rows_of_whole_blocks_have_codes_and_small_parameters_fp32(options, bloc
         assert (value.dtype, value.shape) == (FP32, param.shape)
 
 
-def test_small_parameters_step_as_with_fp32_moments():
-    found, expected = FusedAdam(parameters(), **HYPER, **BLOCKS), FusedAdam(parameters(), **HYPER)
-    train(found, 3)
-    train(expected, 3)
-    for own, other in zip(params_of(found), params_of(expected), strict=True):
-        assert_same_bits(own, other)
-        assert_same(dict(found.state[own]), dict(expected.state[other]))
-
-
 # --- layouts
 
 
@@ -105,8 +95,7 @@ def test_parameters_that_are_not_contiguous(options, backend):
     assert not turned[0].is_contiguous()
     expected = made(options, whole, backend="reference")
     found = made(options, turned, backend=backend)
-    train(expected, 2)
-    train(found, 2)
+    train_all((expected, found), 2)
     for own, other in zip(params_of(found), params_of(expected), strict=True):
         assert_same_bits(own, other)
         for name, tensor in expected.state[other].items():
@@ -241,18 +230,38 @@ def test_groups_say_what_the_optimizer_does():
 
 SIGNED, UNSIGNED = r"must be one of .*has a sign, got ", r"must be one of .*never negative, got "
 BESIDE = r"must not be given beside "
+FP16_MASTERS = {"master_weights": True, "master_weight_dtype": torch.float16}
+NEAR_TO = {"block_e4m3": NEAREST, "block32_e3m0": NEAREST4}
+
+
+def refused_in_blocks(options):
+    """What neither size of codes goes with."""
+    signed, unsigned = options.values()
+    nearest = NEAR_TO[signed]
+    return {
+        f"{signed} has a sign": (
+            FusedAdam, {"exp_avg_dtype": unsigned}, rf"exp_avg_dtype {SIGNED}'{unsigned}'",
+        ),
+        f"{unsigned} is never negative": (
+            FusedAdam, {"exp_avg_sq_dtype": signed}, rf"exp_avg_sq_dtype {UNSIGNED}'{signed}'",
+        ),
+        f"{signed}, contract torch": (
+            FusedAdam, {"contract": "torch", **nearest},
+            rf"exp_avg_dtype='{signed}_nearest'.* must not be given with contract='torch'",
+        ),
+        f"{signed}, scaled masters": (
+            FusedAdam, {**FP16_MASTERS, **options}, rf"{BESIDE}master_weight_dtype=torch.float16",
+        ),
+        f"{unsigned} is drawn, amsgrad": (
+            FusedAdam, {"amsgrad": True, **options},
+            rf"exp_avg_sq_dtype must round to nearest with amsgrad=True, got '{unsigned}'",
+        ),
+    }  # fmt: skip
+
+
 REFUSED = {
-    "a sign": (FusedAdam, {"exp_avg_dtype": "block_e5m3"}, rf"exp_avg_dtype {SIGNED}'block_e5m3'"),
-    "a sign of 4 bits": (
-        FusedAdam, {"exp_avg_dtype": "block32_e4m0"}, rf"exp_avg_dtype {SIGNED}'block32_e4m0'",
-    ),
-    "never negative": (
-        FusedAdam, {"exp_avg_sq_dtype": "block_e4m3"}, rf"exp_avg_sq_dtype {UNSIGNED}'block_e4m3'",
-    ),
-    "never negative, 4 bits": (
-        FusedAdam, {"exp_avg_sq_dtype": "block32_e3m0"},
-        rf"exp_avg_sq_dtype {UNSIGNED}'block32_e3m0'",
-    ),
+    **refused_in_blocks(BLOCKS),
+    **refused_in_blocks(BLOCKS4),
     "lion": (
         FusedLion, {"exp_avg_dtype": "block_e5m3_nearest"},
         rf"exp_avg_dtype {SIGNED}'block_e5m3_nearest'",
@@ -260,14 +269,6 @@ REFUSED = {
     "sgd": (
         FusedSGD, {"momentum": 0.9, "momentum_buffer_dtype": "block_e5m3"},
         rf"momentum_buffer_dtype {SIGNED}'block_e5m3'",
-    ),
-    "contract torch": (
-        FusedAdam, {"contract": "torch", **NEAREST},
-        r"exp_avg_dtype='block_e4m3_nearest'.* must not be given with contract='torch'",
-    ),
-    "contract torch, 4 bits": (
-        FusedAdam, {"contract": "torch", **NEAREST4},
-        r"exp_avg_dtype='block32_e3m0_nearest'.* must not be given with contract='torch'",
     ),
     "contract torch and draws": (
         FusedAdam, {"contract": "torch", **BLOCKS},
@@ -284,22 +285,6 @@ REFUSED = {
     "scaled fp8 beside": (
         FusedAdam, {**BLOCKS, "exp_avg_dtype": torch.uint8},
         rf"exp_avg_sq_dtype='block_e5m3' {BESIDE}exp_avg_dtype=",
-    ),
-    "scaled masters": (
-        FusedAdam, {"master_weights": True, "master_weight_dtype": torch.float16, **BLOCKS},
-        rf"{BESIDE}master_weight_dtype=torch.float16",
-    ),
-    "scaled masters, 4 bits": (
-        FusedAdam, {"master_weights": True, "master_weight_dtype": torch.float16, **BLOCKS4},
-        rf"{BESIDE}master_weight_dtype=torch.float16",
-    ),
-    "amsgrad and draws": (
-        FusedAdam, {"amsgrad": True, **BLOCKS},
-        r"exp_avg_sq_dtype must round to nearest with amsgrad=True, got 'block_e5m3'",
-    ),
-    "amsgrad and draws, 4 bits": (
-        FusedAdam, {"amsgrad": True, **BLOCKS4},
-        r"exp_avg_sq_dtype must round to nearest with amsgrad=True, got 'block32_e4m0'",
     ),
     "another name": (
         FusedAdam, {"exp_avg_dtype": "block32_e4m3"},
@@ -343,17 +328,14 @@ def test_a_part_that_got_its_place_later_is_refused_before_anything_has_changed(
     theirs = torch.optim.AdamW([torch.nn.Parameter(values((101,), 0, BF16))])
     train(theirs, 1)
     part.megaopt_whole_shape, part.megaopt_first_element = (64, 128), 64
-    before = snapshot(optimizer)
     for act in (
         lambda: train(optimizer, 1),
         optimizer.initialize_states,
         lambda: optimizer.load_state_dict(theirs.state_dict()),
         lambda: optimizer.set_scaled_state(part, "exp_avg", torch.ones(101)),
     ):
-        with pytest.raises(ValueError, match=r"block32_e3m0.* keeps \w+ elements in a byte"):
+        with refused(optimizer, r"block32_e3m0.* keeps \w+ elements in a byte"):
             act()
-    part.grad = None
-    assert_same(snapshot(optimizer), before)
 
 
 DAMAGE = {
@@ -374,18 +356,14 @@ def test_a_state_that_does_not_fit_is_refused(options, where, name, change):
     saved = copy.deepcopy(optimizer.state_dict())
     own = saved["state"][0] if where == "loaded" else optimizer.state[params_of(optimizer)[0]]
     own[name] = change(own[name])
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="parameter 0 of group 0"):
+    with refused(optimizer, "parameter 0 of group 0"):
         optimizer.load_state_dict(saved) if where == "loaded" else train(optimizer, 1, first=1)
-    assert_same(snapshot(optimizer), before)
 
 
 def test_scales_are_not_set_by_themselves():
     optimizer = made(BLOCKS)
     train(optimizer, 1)
-    param, before = params_of(optimizer)[0], snapshot(optimizer)
-    own = optimizer.state[param]["exp_avg_scale"]
-    for value in (own.clone(), torch.ones(1)):
-        with pytest.raises(ValueError, match="exp_avg_scale"):
+    param = params_of(optimizer)[0]
+    for value in (optimizer.state[param]["exp_avg_scale"].clone(), torch.ones(1)):
+        with refused(optimizer, "exp_avg_scale"):
             optimizer.set_scaled_state(param, "exp_avg_scale", value)
-    assert_same(snapshot(optimizer), before)

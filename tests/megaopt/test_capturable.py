@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from bits import assert_same_bits
+from handling import assert_same_numbers, both_backends, copy_weights, refused, train_all
 from runs import (
     FORMATS,
     MASTER,
@@ -21,7 +22,6 @@ from megaopt import FusedAdam
 
 BACKENDS = ["reference", "triton"]
 SHAPES = [(3, 4), (5,), (0,), (), (7,), (2, 2)]
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def groups():
@@ -40,21 +40,6 @@ def made(options, capturable=True, **others):
 
 def plain(options, **others):
     return made(options, capturable=False, **others)
-
-
-def numbers_of_the_host(found):
-    """A snapshot with lr and step as numbers."""
-    for group in found["groups"]:
-        group["lr"], group["step"] = float(group["lr"]), int(group["step"])
-    return found
-
-
-def assert_same_numbers(found, expected):
-    """Fails unless weights, states and step counts are the same, and lr in fp32."""
-    found, expected = (numbers_of_the_host(snapshot(each)) for each in (found, expected))
-    for group in expected["groups"]:
-        group["lr"] = float(torch.tensor(group["lr"]))
-    assert_same(found, expected)
 
 
 def test_lr_and_step_are_tensors_of_the_documented_kind():
@@ -85,8 +70,7 @@ def test_a_scheduler_writes_into_the_tensors(backend, schedule):
         seen.append(float(tensors[0]))
         for ours, theirs in zip(found.param_groups, expected.param_groups, strict=True):
             theirs["lr"] = float(ours["lr"])
-        train(found, 1, first=step)
-        train(expected, 1, first=step)
+        train_all((found, expected), 1, first=step)
         scheduler.step()
     assert [id(group["lr"]) for group in found.param_groups] == [id(each) for each in tensors]
     assert len(set(seen)) == 6 or isinstance(scheduler, CosineAnnealingLR)
@@ -152,16 +136,6 @@ def test_what_is_assigned_to_a_group_is_checked(backend, name, value, message):
     assert_same_numbers(optimizer, expected)
 
 
-@pytest.mark.parametrize("lr", [-1.0, float("nan"), "fast", torch.ones(2)], ids=str)
-def test_a_bad_lr_is_refused_at_construction_and_later(lr):
-    with pytest.raises(ValueError, match="group 0: lr"):
-        FusedAdam(parameters(), lr=lr, capturable=True)
-    optimizer = made(MASTER)
-    with pytest.raises(ValueError, match="group 3: lr"):
-        optimizer.add_param_group({"params": parameters([(9,)]), "lr": lr})
-    assert len(optimizer.param_groups) == 3
-
-
 def test_parameters_on_several_devices_are_refused():
     here, elsewhere = parameters([(3,)]), [torch.nn.Parameter(torch.ones(3, device="meta"))]
     message = r"parameters must be on one device with capturable=True, got them on cpu, meta"
@@ -203,10 +177,8 @@ def test_resumed_is_straight(name, before, after, backend, backend_after):
     train(source, 3)
     straight = plain(options, backend="reference")
     train(straight, 5)
-    weights = [param.detach().clone() for param in params_of(source)]
     resumed = made(options, after, backend=backend_after)
-    for param, weight in zip(params_of(resumed), weights, strict=True):
-        param.data.copy_(weight)
+    copy_weights(source, resumed)
     resumed.load_state_dict(source.state_dict())
     kinds = [(type(group["lr"]), type(group["step"])) for group in resumed.param_groups]
     assert kinds == [(torch.Tensor, torch.Tensor) if after else (float, int)] * 3
@@ -234,10 +206,8 @@ def test_a_bad_tensor_in_a_state_dict_is_refused(capturable, name, value, messag
     train(source, 1)
     saved = source.state_dict()
     saved["param_groups"][0] = {**saved["param_groups"][0], name: value}
-    before = snapshot(target)
-    with pytest.raises(ValueError, match=message):
+    with refused(target, message):
         target.load_state_dict(saved)
-    assert_same(snapshot(target), before)
 
 
 def test_torchs_and_transformer_engines_capturable_state_dicts_load():

@@ -13,6 +13,7 @@ from runs import (
     assert_same_run,
     give_gradients,
     parameters,
+    params_of,
     snapshot,
     train,
     values,
@@ -22,24 +23,13 @@ from megaopt import FusedAdam
 from megaopt.kernels.chunks import table
 from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.rules import RULES
-from megaopt.kernels.step import kernel, preparation
+from megaopt.kernels.step import kernel
 from megaopt.kernels.step.preparation import Request, TritonPreparation
-from megaopt.step import stepper
+
+pytestmark = pytest.mark.usefixtures("young_heap")
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (5,)]
-
-
-@pytest.fixture
-def capturing(monkeypatch):
-    """Calling it makes every device one on which a graph is being captured, or none."""
-    monkeypatch.setattr(stepper, "can_capture", lambda device: True)
-
-    def begin(on=True):
-        for module in (stepper, table, preparation):
-            monkeypatch.setattr(module, "is_capturing", lambda device: on)
-
-    return begin
 
 
 @pytest.fixture
@@ -68,10 +58,6 @@ def test_only_cuda_devices_are_asked(monkeypatch, captured):
 
 def made(**options):
     return FusedAdam(parameters(SHAPES), **{"capturable": True, "backend": "triton", **options})
-
-
-def params_of(own):
-    return own.param_groups[0]["params"]
 
 
 def refused(own, message):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from bits import assert_same_bits
 from runs import FORMATS, MASTER, REMAINDERS, assert_same, params_of, snapshot, values
-from torch.optim.lr_scheduler import LambdaLR
 
 from megaopt import FusedAdam
 
@@ -169,27 +168,6 @@ def test_a_plain_step_without_controls(options, bank):
     assert_same_numbers(found, expected, "the end")
 
 
-def test_a_scheduler_reaches_the_graph(bank):
-    found, expected = made(MASTER, True), made(MASTER, False)
-    scheduler = LambdaLR(found, lambda step: 1 / (1 + step))
-    give(found, bank[0])
-    give(expected, bank[0])
-    warm_up(lambda step: found.step())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found.step()
-    for step in range(12):
-        for ours, theirs in zip(found.param_groups, expected.param_groups, strict=True):
-            theirs["lr"] = float(ours["lr"])
-        expected.step()
-        if step > 1:  # two were the warm-up
-            graph.replay()
-            scheduler.step()
-    assert float(found.param_groups[0]["lr"]) < 0.002
-    for part in ("weights", "states"):
-        assert_same(snapshot(found)[part], snapshot(expected)[part], part)
-
-
 def test_nonfinite_gradients_skip_replays(bank):
     found, expected = made(REMAINDERS, True, nonfinite="skip"), made(REMAINDERS, False)
     give(found, bank[0])
@@ -268,29 +246,3 @@ def test_eager_steps_between_replays_do_not_disturb_the_graph(bank):
         give(expected, others)
         expected.step()
     assert_same_numbers(found, expected, "the end")
-
-
-def refused_in_a_capture(optimizer, message):
-    graph, before = torch.cuda.CUDAGraph(), snapshot(optimizer)
-    with torch.cuda.graph(graph):
-        torch.zeros(1, device="cuda").add_(1)  # torch warns of empty graphs
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.step()
-    assert_same(snapshot(optimizer), before)
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_capturing_without_capturable_is_refused(steps, bank):
-    optimizer = made(MASTER, False)
-    give(optimizer, bank[0])
-    for _ in range(steps):
-        optimizer.step()
-    refused_in_a_capture(optimizer, "capturable=False")
-    optimizer.step()
-
-
-def test_a_first_step_in_a_capture_is_refused(bank):
-    optimizer = made(MASTER, True)
-    give(optimizer, bank[0])
-    refused_in_a_capture(optimizer, "no step yet.* take one step like this one before")
-    optimizer.step()

@@ -3,10 +3,12 @@
 import copy
 import itertools
 import math
+import re
 
 import pytest
 import torch
 from bits import assert_same_bits
+from handling import both_backends, both_modes, refused
 from norm_oracle import norm_of
 from runs import (
     BF16,
@@ -26,11 +28,8 @@ from runs import (
 
 from megaopt import FusedAdam
 
-BACKENDS = ["reference", "triton"]
 SHAPES = [(3, 4), (), (0,), (5,), (300,)]
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
-both_modes = pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
 every_format = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 
 
@@ -58,11 +57,10 @@ def coefficient_of(norm, clip_norm):
     return torch.tensor(1.0) if bool(found > 1) else found
 
 
-def clipped_by_hand(grads, clip_norm, scale=1.0):
-    """fp32 gradients, unscaled and clipped, each product rounded once."""
-    inverse = (1 / torch.tensor(scale).double()).float()
-    coefficient = coefficient_of(norm_of(grads) * inverse, clip_norm)
-    return [grad.float() * inverse * coefficient for grad in grads]
+def clipped_by_hand(grads, clip_norm):
+    """fp32 gradients, each product rounded once."""
+    coefficient = coefficient_of(norm_of(grads), clip_norm)
+    return [grad.float() * coefficient for grad in grads]
 
 
 def assert_clips(options, clip_norm, grads, **others):
@@ -162,10 +160,6 @@ def test_the_coefficient_is_of_all_batches_groups_and_dtypes_together(backend):
     assert_same_run(found, expected)
 
 
-def split_up(tensor, sizes):
-    return [piece.clone() for piece in tensor.split(sizes)]
-
-
 @both_backends
 @pytest.mark.parametrize(
     "options", [{}, MASTER, REMAINDERS, FORMATS["bf16_moments"]], ids=["no", "fp32", "16", "bf16"]
@@ -177,11 +171,11 @@ def test_the_cutting_of_parameters_shows_in_no_bit(cut, options, backend):
     """One tensor, its pieces, in reversed order and in a group each."""
     weight, grads = values((300,), 5).to(BF16), [values((300,), step) for step in range(2)]
     whole = made(options, [torch.nn.Parameter(weight.clone())], backend="reference")
-    pieces = [torch.nn.Parameter(piece) for piece in split_up(weight, cut)]
+    pieces = [torch.nn.Parameter(piece.clone()) for piece in weight.split(cut)]
     found = made(options, [{"params": [piece]} for piece in reversed(pieces)], backend=backend)
     for grad in grads:
         give(whole, [grad])
-        give(found, list(reversed(split_up(grad, cut))))
+        give(found, [piece.clone() for piece in reversed(grad.split(cut))])
         whole.step(clip_norm=0.5)
         found.step(clip_norm=0.5)
         assert_same_bits(found.grad_norm, whole.grad_norm)
@@ -248,20 +242,15 @@ def test_parameters_without_gradients_have_no_part_in_the_norm(backend):
     assert_same_bits(optimizer.grad_norm, torch.tensor(0.0))
 
 
+NO_NORMS = (0.0, 1e-60, -1.0, math.nan, math.inf, 1e39, "one")
 BAD = {
-    "zero": ({"clip_norm": 0.0}, r"clip_norm must be a finite number > 0 in .*got 0\.0"),
-    "zero in fp32": (
-        {"clip_norm": 1e-60},
-        r"clip_norm must be a finite number > 0 in .*got 1e-60",
-    ),
-    "negative": ({"clip_norm": -1.0}, r"clip_norm must be a finite number > 0 in .*got -1\.0"),
-    "nan": ({"clip_norm": math.nan}, r"clip_norm must be a finite number > 0 in .*got nan"),
-    "inf": ({"clip_norm": math.inf}, r"clip_norm must be a finite number > 0 in .*got inf"),
-    "inf in fp32": (
-        {"clip_norm": 1e39},
-        r"clip_norm must be a finite number > 0 in .*got 1e\+39",
-    ),
-    "text": ({"clip_norm": "one"}, r"clip_norm must be a finite number > 0 in .*got 'one'"),
+    **{
+        f"clip_norm={bad}": (
+            {"clip_norm": bad},
+            "clip_norm must be a finite number > 0 in .*got " + re.escape(repr(bad)),
+        )
+        for bad in NO_NORMS
+    },
     "a tensor": (
         {"clip_norm": torch.ones(())},
         r"clip_norm must be .*clip_coeff.*, got tensor\(1\.\)",
@@ -296,10 +285,8 @@ def test_bad_arguments_change_nothing(arguments, message, steps, capturable):
         give(optimizer, grads_of(step))
         optimizer.step()
     give(optimizer, grads_of(7))
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=message):
+    with refused(optimizer, message):
         optimizer.step(**arguments)
-    assert_same(snapshot(optimizer), before)
 
 
 def test_a_norm_over_several_devices_is_refused_before_anything_changed():
@@ -337,7 +324,7 @@ def test_scaled_gradients_rounded_to_their_dtype(name, dtype, backend, capturabl
     scale, coefficient = torch.tensor(3.0), torch.tensor(0.37)
     rounding = {"round_scaled_grads": True, "backend": backend, "capturable": capturable}
     found = made(FORMATS[name], **rounding)
-    kept = made(FORMATS[name], backend=backend)
+    kept = made(FORMATS[name], backend="reference")
     expected = made(FORMATS[name], backend="reference")
     for step in range(2):
         grads = grads_of(step, dtype)
@@ -349,12 +336,9 @@ def test_scaled_gradients_rounded_to_their_dtype(name, dtype, backend, capturabl
         expected.step()
     for part in ("weights", "states"):
         assert_same(snapshot(found)[part], snapshot(expected)[part], part)
-    differ = any(
-        not torch.equal(one, other)
-        for one, other in zip(moments_of(kept), moments_of(expected), strict=True)
-    )
-    assert differ == (dtype != FP32), "whether the rounding is to be seen here at all"
-
-
-def moments_of(optimizer):
-    return [optimizer.state[param]["exp_avg"].float() for param in params_of(optimizer)]
+    moments = [
+        torch.cat([own.state[p]["exp_avg"].float().flatten() for p in params_of(own)])
+        for own in (kept, expected)
+    ]
+    seen = not torch.equal(*moments)
+    assert seen == (dtype != FP32), "whether the rounding is to be seen here at all"

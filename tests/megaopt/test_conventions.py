@@ -6,17 +6,8 @@ import pickle
 
 import pytest
 import torch
-from bits import assert_same_bits
-from runs import (
-    FP32,
-    MASTER,
-    assert_same,
-    assert_same_run,
-    give_gradients,
-    parameters,
-    snapshot,
-    train,
-)
+from handling import both_backends, copy_weights, train_all
+from runs import FP32, MASTER, assert_same, assert_same_run, parameters, snapshot, train
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from megaopt import FusedAdam
@@ -24,7 +15,7 @@ from megaopt import FusedAdam
 SHAPES = [(3, 4), (5,)]
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@both_backends
 @pytest.mark.parametrize(
     "lr", [0.5, torch.tensor(0.5), torch.tensor([0.5])], ids=["float", "0d", "1d"]
 )
@@ -36,8 +27,7 @@ def test_a_scheduler_changes_lr_between_steps(backend, lr):
     group = scheduled.param_groups[0]
     for step in range(3):
         by_hand.param_groups[0]["lr"] = 0.5 * 0.5**step
-        train(scheduled, 1, first=step)
-        train(by_hand, 1, first=step)
+        train_all((scheduled, by_hand), 1, first=step)
         assert isinstance(group["lr"], type(lr))
         found, expected = snapshot(scheduled), snapshot(by_hand)
         assert_same(found["weights"], expected["weights"])
@@ -59,10 +49,7 @@ def test_a_schedule_resumes():
     straight, before, after = made(), made(), made()
     run(*straight, 4, 0)
     run(*before, 2, 0)
-    for own, param in zip(
-        after[0].param_groups[0]["params"], before[0].param_groups[0]["params"], strict=True
-    ):
-        own.data.copy_(param.data)
+    copy_weights(before[0], after[0])
     after[0].load_state_dict(before[0].state_dict())
     after[1].load_state_dict(before[1].state_dict())
     run(*after, 2, 2)
@@ -85,35 +72,13 @@ def test_a_hyper_parameter_changed_between_steps_counts_at_the_next(name, value)
     saved = changed.state_dict()
     for optimizer in (given, untouched):
         optimizer.load_state_dict(saved)
-        for own, param in zip(
-            optimizer.param_groups[0]["params"], changed.param_groups[0]["params"], strict=True
-        ):
-            own.data.copy_(param.data)
+        copy_weights(changed, optimizer)
     given.param_groups[0][name] = given.defaults[name]
     changed.param_groups[0][name] = value
-    for optimizer in (changed, given, untouched):
-        train(optimizer, 1, first=2)
+    train_all((changed, given, untouched), 1, first=2)
     assert_same_run(changed, given)
     weights = [optimizer.param_groups[0]["params"][0] for optimizer in (changed, untouched)]
     assert not torch.equal(*weights)
-
-
-def test_a_parameter_group_added_later():
-    first, second = parameters(SHAPES)
-    optimizer = FusedAdam([first], lr=0.25, eps=1e-4, **MASTER)
-    train(optimizer, 2)
-    optimizer.add_param_group({"params": second, "lr": 0.5})
-    group = optimizer.param_groups[1]
-    assert (group["lr"], group["eps"], group["step"]) == (0.5, 1e-4, 0)
-    twin = parameters(SHAPES)
-    alone = FusedAdam([twin[1]], lr=0.5, eps=1e-4, **MASTER)
-    for step in (2, 3):
-        give_gradients([first, second], step)
-        give_gradients(twin, step)
-        optimizer.step()
-        alone.step()
-    assert_same_bits(second.detach(), twin[1].detach())
-    assert_same(optimizer.state[second], alone.state[twin[1]])
 
 
 def test_groups_and_parameters_keep_their_order():
@@ -209,8 +174,7 @@ def test_hooks_and_schedulers_do_not_stop_deepcopy_and_pickle():
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert_same_run(twin, optimizer)
         expected = copy.deepcopy(optimizer)
-        train(twin, 1, first=1)
-        train(expected, 1, first=1)
+        train_all((twin, expected), 1, first=1)
         assert_same_run(twin, expected)
 
 
@@ -222,10 +186,14 @@ def test_repr_names_the_class_and_the_groups():
 
 
 def test_defaults_fill_groups_and_stay():
-    optimizer = FusedAdam(parameters(SHAPES), lr=0.25)
-    assert optimizer.defaults["lr"] == 0.25
+    """Groups that are added later too, whose steps are in test_random_bits.py."""
+    first, second = parameters(SHAPES)
+    optimizer = FusedAdam([first], lr=0.25, eps=1e-4)
     train(optimizer, 3)
-    assert optimizer.defaults["step"] == 0
+    optimizer.add_param_group({"params": second, "lr": 0.5})
+    group = optimizer.param_groups[1]
+    assert (group["lr"], group["eps"], group["step"]) == (0.5, 1e-4, 0)
+    assert (optimizer.defaults["lr"], optimizer.defaults["step"]) == (0.25, 0)
 
 
 def overridden():

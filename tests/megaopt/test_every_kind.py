@@ -4,11 +4,13 @@ import contextlib
 import copy
 import dataclasses
 import io
+import itertools
 import pickle
 
 import pytest
 import torch
-from kinds import IN_BLOCKS, KINDS, PLAIN, made, on_the_host, params_for, with_weights_of
+from handling import assert_same_numbers, train_all
+from kinds import IN_BLOCKS, KINDS, PLAIN, made, params_for, with_weights_of
 from runs import (
     MASTER,
     assert_same,
@@ -29,22 +31,29 @@ from megaopt.kernels.place import Place
 from megaopt.params import view_of
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
-both_modes = pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
+MODES = [False, True]
 
 
-def assert_same_numbers(found, expected):
-    assert_same(on_the_host(snapshot(found)), on_the_host(snapshot(expected)))
+def some_of_each_kind(times=1, **others):
+    """Of each kind so many cases, with the others' values in turn; all others are slow."""
+    values, cases = list(itertools.product(*others.values())), []
+    for place, kind in enumerate(KINDS):
+        # 7 and their number, a product of 2s and 5s, have no factor in common
+        quick = {7 * (times * place + k) % len(values) for k in range(times)}
+        cases += [
+            pytest.param(kind, *own, marks=[] if number in quick else pytest.mark.slow)
+            for number, own in enumerate(values)
+        ]
+    return pytest.mark.parametrize(("kind", *others), cases)
 
 
-@each_kind
-@both_modes
-@pytest.mark.sample(2)
+@some_of_each_kind(capturable=MODES)
 @pytest.mark.thirds
 def test_kernel_and_twin_take_the_same_steps(kind, capturable):
     """Clipped and not, with lr and step on the device and not."""
     kernel = made(kind, backend="triton", capturable=capturable)
     twin = made(kind, backend="reference")
-    for step in range(3):
+    for step in range(2):
         for optimizer in (kernel, twin):
             give_gradients(params_of(optimizer), step)
             if step == 1:  # one that is not stepped
@@ -119,11 +128,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("done", [0, 2])
-@pytest.mark.parametrize("way", WAYS)
-@each_kind
-@both_modes
-@pytest.mark.sample(4)
+@some_of_each_kind(2, way=WAYS, done=[0, 2], capturable=MODES)
 @pytest.mark.thirds
 def test_a_run_goes_on_elsewhere_as_here(kind, way, done, capturable):
     """Before the first step and after some; the two share no memory."""
@@ -150,8 +155,7 @@ def test_copies_keep_external_masters_external(way):
     for param, master in zip(params_of(twin), twin.master_weights, strict=True):
         assert twin.state[param]["master_param"] is master
     assert twin.master_weights[0] is not masters[0]
-    train(optimizer, 2, first=2)
-    train(twin, 2, first=2)
+    train_all((optimizer, twin), 2, first=2)
     assert_same_run(twin, optimizer)
 
 
@@ -179,9 +183,7 @@ def scaler(optimizer, scale, found_inf):
     del optimizer.grad_scale, optimizer.found_inf
 
 
-@each_kind
-@both_modes
-@pytest.mark.sample(2)
+@some_of_each_kind(capturable=MODES)
 @pytest.mark.thirds
 def test_a_power_of_two_as_loss_scale_moves_no_bit(kind, capturable):
     """The norm is that of the unscaled gradients."""
@@ -208,11 +210,8 @@ def left_out_for_an_infinity(optimizer):
     optimizer.step(clip_norm=1.0)
 
 
-@pytest.mark.parametrize("leave_out", [left_out_by_the_scaler, left_out_for_an_infinity])
+@some_of_each_kind(leave_out=[left_out_by_the_scaler, left_out_for_an_infinity], capturable=MODES)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
-@each_kind
-@both_modes
-@pytest.mark.sample(2)
 @pytest.mark.thirds
 def test_a_step_that_is_left_out_changes_nothing(kind, capturable, backend, leave_out):
     """Nor the random bits of the next one."""
@@ -289,7 +288,6 @@ def test_moments_in_blocks_that_are_read_and_set_again_stay(kind):
             assert bool((other.get_unscaled_state(theirs, name) > 0).all())
             other.set_scaled_state(theirs, name, value.clone())
             assert torch.equal(other.get_unscaled_state(theirs, name), value)
-    train(optimizer, 2, first=3)
-    train(other, 2, first=3)
+    train_all((optimizer, other), 2, first=3)
     for own, theirs in zip(params_of(optimizer), params_of(other), strict=True):
         assert torch.equal(theirs, own)

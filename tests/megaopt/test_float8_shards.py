@@ -1,5 +1,6 @@
 """fp8 weights on several processes: what each rank writes is what the whole weight would get."""
 
+import multiprocessing
 import re
 
 import float8_ranks
@@ -7,6 +8,9 @@ import pytest
 import torch
 from bits import assert_same_bits
 from float8_ranks import BOUNDS, Case
+from handling import both_backends
+from ranks import PRELOADED
+from runs import assert_same
 
 from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Weight
@@ -56,16 +60,43 @@ SCALED = {
 TWINS = {f"{name}, twin": case._replace(backend="reference") for name, case in SCALED.items()}
 
 
+KERNELS = (
+    *("delayed, 2 ranks", "current, 3 ranks", "mxfp8, no masters", "delayed, fp16 moment"),
+    *("block_128x128, stochastic, triton", "current, remainder8_stochastic, triton"),
+    "mxfp8, fp16 masters",
+)
+"""Those that are quick enough for each test run: the interpreter takes its time."""
+
+
+def some_of(cases):
+    slow = {name: case.backend == "triton" and name not in KERNELS for name, case in cases.items()}
+    marks = {name: [pytest.mark.slow] * is_slow for name, is_slow in slow.items()}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=own) for n, own in marks.items()])
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """What each rank has after all the cases."""
-    folder = tmp_path_factory.mktemp("ranks")
-    arguments = (str(folder / "meeting"), {**WHOLE, **SCALED, **TWINS}, str(folder))
-    torch.multiprocessing.spawn(float8_ranks.step_cases, arguments, nprocs=float8_ranks.WORLD)
+def saved(request, tmp_path_factory):
+    """What each rank has after the cases of the tests that are asked for."""
+    own = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in own if hasattr(item, "callspec")}
+    cases = {**WHOLE, **SCALED, **TWINS}
+    cases = {name: cases[name] for name in cases if name.removesuffix(", twin") in asked}
+    return in_processes(float8_ranks.step_cases, tmp_path_factory.mktemp("ranks"), cases)
+
+
+def in_processes(function, folder, *arguments):
+    """Forked from one that has torch already; what each rank has saved in the folder."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    torch.multiprocessing.start_processes(
+        function,
+        (str(folder / "meeting"), *arguments, str(folder)),
+        nprocs=float8_ranks.WORLD,
+        start_method="forkserver",
+    )
     return [torch.load(folder / str(rank)) for rank in range(float8_ranks.WORLD)]
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@some_of(WHOLE)
 def test_shards_are_the_whole(name, saved):
     case = WHOLE[name]
     weights, optimizer = float8_ranks.whole(case)
@@ -74,16 +105,20 @@ def test_shards_are_the_whole(name, saved):
             assert_same_shard(saved[rank][name], case, index, rank, weight, optimizer.state[weight])
 
 
+def assert_same_codes(found, ranks, index, rank, weight):
+    """The rank's codes are those of the whole, and all else that a weight is made of is."""
+    start, stop = BOUNDS[ranks][index][rank : rank + 2]
+    own, expected = (
+        {**parts, "data8": parts["data8"].flatten()[start:stop]}
+        for parts in (found, float8_ranks.bytes_of(weight))
+    )
+    assert_same(own, expected, f"weight {index} of rank {rank}")
+
+
 def assert_same_shard(found, case, index, rank, weight, state):
     """The rank's codes and state are those of the whole; its scales are the whole's."""
     start, stop = BOUNDS[case.ranks][index][rank : rank + 2]
-    parts = float8_ranks.bytes_of(weight)
-    assert found["parts"][index].keys() == parts.keys()
-    for kind, tensor in parts.items():
-        own, expected = found["parts"][index][kind], tensor
-        if kind == "data8":
-            own, expected = own.flatten()[start:stop], expected.flatten()[start:stop]
-        assert_same_bits(own, expected, f"weight {index}, {kind} of rank {rank}")
+    assert_same_codes(found["parts"][index], case.ranks, index, rank, weight)
     for kind, tensor in state.items():
         own = found["state"][index][kind]
         if tensor is None:
@@ -93,15 +128,10 @@ def assert_same_shard(found, case, index, rank, weight, state):
             assert_same_bits(own, expected, f"weight {index}, {kind} of rank {rank}")
 
 
-@pytest.mark.parametrize("name", SCALED)
+@some_of(SCALED)
 def test_kernels_on_shards_are_the_reference(name, saved):
     for rank in range(SCALED[name].ranks):
-        found, expected = saved[rank][name], saved[rank][f"{name}, twin"]
-        for index in range(len(float8_ranks.SHAPES)):
-            for part in ("parts", "state"):
-                for kind, tensor in expected[part][index].items():
-                    what = f"weight {index}, {kind} of rank {rank}"
-                    assert_same_bits(found[part][index][kind], tensor, what)
+        assert_same(saved[rank][name], saved[rank][f"{name}, twin"], f"rank {rank}")
 
 
 # --- what one rank does alone
@@ -109,10 +139,7 @@ def test_kernels_on_shards_are_the_reference(name, saved):
 
 @pytest.fixture(scope="module")
 def hazards(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hazards")
-    arguments = (str(folder / "meeting"), str(folder))
-    torch.multiprocessing.spawn(float8_ranks.meet_hazards, arguments, nprocs=float8_ranks.WORLD)
-    return [torch.load(folder / str(rank)) for rank in range(float8_ranks.WORLD)]
+    return in_processes(float8_ranks.meet_hazards, tmp_path_factory.mktemp("hazards"))
 
 
 @pytest.mark.parametrize("name", float8_ranks.SKIPS)
@@ -123,11 +150,7 @@ def test_a_step_that_one_rank_skips_is_skipped_by_all(name, hazards):
         assert found["steps"] == 2
         assert found["raised"] is (name == "error")
         for index, weight in enumerate(weights):
-            start, stop = BOUNDS[3][index][rank : rank + 2]
-            expected, own = float8_ranks.bytes_of(weight), found["parts"][index]
-            assert_same_bits(own["scale_inv"], expected["scale_inv"], f"rank {rank}")
-            codes = [part["data8"].flatten()[start:stop] for part in (own, expected)]
-            assert_same_bits(*codes, f"codes of weight {index}, rank {rank}")
+            assert_same_codes(found["parts"][index], 3, index, rank, weight)
 
 
 def test_a_rank_without_a_gradient_that_others_have_is_refused(hazards):
@@ -143,14 +166,10 @@ def test_groups_of_other_ranks_and_batches_of_other_dtypes(hazards):
     for rank, found in enumerate(hazards):
         for index, ranks in ((0, 2), (1, 3)):
             if rank < ranks:
-                start, stop = BOUNDS[ranks][index][rank : rank + 2]
-                expected, own = float8_ranks.bytes_of(weights[index]), found["groups"][index]
-                assert_same_bits(own["scale_inv"], expected["scale_inv"], f"rank {rank}")
-                codes = [part["data8"].flatten()[start:stop] for part in (own, expected)]
-                assert_same_bits(*codes, f"codes of weight {index}, rank {rank}")
+                assert_same_codes(found["groups"][index], ranks, index, rank, weights[index])
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@both_backends
 def test_a_part_alone_is_refused_and_the_whole_is_not(backend):
     weight = float8_ranks.initial_weights(RECIPES["current"])[1]
     before = {name: tensor.clone() for name, tensor in float8_ranks.bytes_of(weight).items()}

@@ -1,5 +1,9 @@
 """Weights in fp8 as tensors: what operations return, what is refused, and to_float8."""
 
+import copy
+import logging
+import pickle
+
 import pytest
 import torch
 from bits import assert_same_bits
@@ -114,7 +118,12 @@ def test_parts_that_do_not_fit_are_refused():
 # --- to_float8
 
 
+class Own(nn.Linear):
+    """A class of a user's own, which stays."""
+
+
 def test_which_weights_become_fp8():
+    assert type(megaopt.to_float8(Own(32, 32), "current")) is Own
     net = nn.ModuleDict(
         {
             "fits": nn.Linear(32, 48), "odd": nn.Linear(30, 48), "table": nn.Embedding(32, 48),
@@ -154,3 +163,53 @@ def test_to_float8_refuses_before_it_changes():
     with pytest.raises(ValueError, match=r"values.dtype must be .*, got torch.float64"):
         megaopt.to_float8(double, "current")
     assert type(double[0].weight) is nn.Parameter
+
+
+# --- it says what it did, a model shows it, and an optimizer made too early is told
+
+
+def small_model():
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 17)).bfloat16()
+
+
+def test_layers_that_nobody_chose_to_leave_are_named(caplog):
+    """Those that a filter left are no warning."""
+    with caplog.at_level(logging.INFO, "megaopt"):
+        megaopt.to_float8(small_model(), "current")
+        megaopt.to_float8(small_model(), "current", filter=lambda name, layer: name == "0")
+    left, chosen = caplog.records
+    assert [left.levelno, chosen.levelno] == [logging.WARNING, logging.INFO]
+    assert left.getMessage() == (
+        "to_float8: 1 linear layers have fp8 weights now (current); 1 stay as they are, as a size "
+        "is no multiple of 16: 2 (17 x 48)"
+    )
+    assert chosen.getMessage().startswith("to_float8: 1 linear layers have fp8 weights now")
+
+
+def test_a_printed_model_shows_what_is_in_fp8():
+    net = megaopt.to_float8(small_model(), "block_128x128")
+    lines = str(net).splitlines()
+    assert "(0): Float8Linear(in_features=32" in lines[1]
+    assert "fp8 weight=block_128x128" in lines[1]
+    assert "(2): Linear(" in lines[3]
+    assert "fp8" not in lines[3]
+    for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert str(again) == str(net)
+        x = torch.randn(3, 32).bfloat16()
+        assert torch.equal(again(x), net(x))
+
+
+@pytest.mark.parametrize("stepped_before", [False, True])
+def test_an_optimizer_of_the_weights_before_is_told_at_its_next_step(stepped_before):
+    net = small_model()
+    optimizer = megaopt.FusedAdam(net.parameters(), dtype=torch.float32, backend="reference")
+    x = torch.randn(4, 32).bfloat16()
+    if stepped_before:
+        net(x).sum().backward()
+        optimizer.step()
+    megaopt.to_float8(net, "current")
+    optimizer.zero_grad()
+    net(x).sum().backward()
+    message = r"parameter 0 of group 0 must be a weight of the model.*replaced, '0\.weight'"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()

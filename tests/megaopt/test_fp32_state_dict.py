@@ -6,7 +6,19 @@ import fsdp2_models
 import pytest
 import torch
 from bits import assert_same_bits
-from runs import BF16, FP16, FP32, MASTER, assert_same, assert_same_run, snapshot, train, values
+from handling import train_all
+from runs import (
+    BF16,
+    FP16,
+    FP32,
+    MASTER,
+    REMAINDERS,
+    assert_same,
+    assert_same_run,
+    snapshot,
+    train,
+    values,
+)
 from torch import nn
 
 import megaopt
@@ -22,7 +34,7 @@ FORMATS = {
     "fp32": (BF16, MASTER),
     "fp32 beside fp16": (FP16, MASTER),
     "scaled fp16": (BF16, {"master_weights": True, "master_weight_dtype": FP16}),
-    "remainder16": (BF16, {"dtype": FP32, "store_param_remainders": True}),
+    "remainder16": (BF16, REMAINDERS),
     "remainder8": (BF16, {"master_weights": True, "master_weight_dtype": "remainder8"}),
     "kahan": (BF16, {"master_weights": True, "master_weight_dtype": "kahan"}),
     "kahan beside fp16": (FP16, {"master_weights": True, "master_weight_dtype": "kahan"}),
@@ -103,8 +115,7 @@ def test_what_is_set_is_what_is_read(name):
         for moment in ("exp_avg", "exp_avg_sq"):  # the runs had the same gradients before
             stepped.state[own][moment].copy_(optimizer.state[param][moment])
     assert all(stepped.state[param] is state for param, state in states.items())
-    train(optimizer, 2, first=2)
-    train(stepped, 2, first=2)
+    train_all((optimizer, stepped), 2, first=2)
     assert_same_run(stepped, optimizer)
 
 
@@ -251,19 +262,36 @@ def refused(message, change, strict=True, name="fp32"):
     assert_same(dict(model.state_dict()), dict(weights))
 
 
-def test_names_are_strict():
-    refused("got one that lacks head.bias; strict=False", lambda given: given.pop("head.bias"))
-    refused("lacks frozen and has other;", lambda g: g.update(other=g.pop("frozen")))
-    refused("lacks _extra_state;", lambda given: given.pop("_extra_state"))
+SPOILT = {
+    "a name less": (
+        lambda given: given.pop("head.bias"), "got one that lacks head.bias; strict=False",
+    ),
+    "another name": (lambda g: g.update(other=g.pop("frozen")), "lacks frozen and has other;"),
+    "no extra state": (lambda given: given.pop("_extra_state"), "lacks _extra_state;"),
+    "tied names of two values": (
+        lambda given: given.update({"head.weight": given["embedding.weight"] + 1}),
+        r"state_dict\['head.weight'\] must be state_dict\['embedding.weight'\], as these names are",
+    ),
+    "a buffer's shape": (
+        lambda given: given.update({"norm.running_mean": torch.ones(5)}),
+        r"state_dict\['norm.running_mean'\] must be a tensor of shape \(4,\), got",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), SPOILT.values(), ids=SPOILT)
+def test_what_does_not_fit_is_refused_before_anything_is_set(change, message):
+    refused(message, change)
+
+
+def test_other_arguments_are_refused():
     for strict in (0, None):
         refused("strict must be one of True, False", lambda given: None, strict=strict)
+    with pytest.raises(ValueError, match="state_dict must be a dict of tensors by name, got 3"):
+        set_fp32_model_state_dict(*made(), 3)
 
 
-def test_one_of_tied_names_is_enough_and_two_must_agree():
-    refused(
-        r"state_dict\['head.weight'\] must be state_dict\['embedding.weight'\], as these names are",
-        lambda given: given.update({"head.weight": given["embedding.weight"] + 1}),
-    )
+def test_one_of_tied_names_is_enough():
     model, optimizer = made()
     given = dict(get_fp32_model_state_dict(model, optimizer))
     given["head.weight"] = given.pop("embedding.weight") + 1
@@ -314,19 +342,6 @@ def test_states_are_checked_before_anything_is_set(name):
         set_fp32_model_state_dict(model, optimizer, given, strict=False)
     assert_same(snapshot(optimizer), saved)
     assert_same(dict(model.state_dict()), dict(buffers))
-
-
-def test_buffers_are_checked_before_weights_are_set():
-    refused(
-        r"state_dict\['norm.running_mean'\] must be a tensor of shape \(4,\), got",
-        lambda given: given.update({"norm.running_mean": torch.ones(5)}),
-    )
-
-
-def test_what_is_no_dict_is_refused():
-    model, optimizer = made()
-    with pytest.raises(ValueError, match="state_dict must be a dict of tensors by name, got 3"):
-        set_fp32_model_state_dict(model, optimizer, 3)
 
 
 def test_another_model_is_refused():

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megaopt import FusedAdam
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 def give(params, step, pattern):
     """Gradients for those whose place in the pattern is 1."""
@@ -63,7 +65,6 @@ WAYS = {
 @pytest.mark.parametrize("makes_states", [None, "all"])
 @pytest.mark.parametrize("target", ["fresh", "started", "running"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_frozen_parameters_state_is_lost_by_no_load(way, target, makes_states, tmp_path):
     source = late_frozen(makes_states=makes_states)
     own = late_frozen(3 if target == "running" else 0, makes_states=makes_states)
@@ -75,7 +76,6 @@ def test_a_frozen_parameters_state_is_lost_by_no_load(way, target, makes_states,
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_of_an_older_checkpoint_the_optimizers_own_state_shows_it(way, tmp_path):
     """It does not say which states it has; what it wrote into the optimizer is there."""
     source, own = late_frozen(), late_frozen(3)
@@ -86,7 +86,6 @@ def test_of_an_older_checkpoint_the_optimizers_own_state_shows_it(way, tmp_path)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_parameter_that_is_not_frozen_meanwhile_gets_its_state(way, tmp_path):
     """As the error says."""
     source, target = late_frozen(), late_frozen(0)
@@ -109,7 +108,6 @@ def test_load_state_dict_takes_a_frozen_parameters_state():
 @pytest.mark.parametrize("initialized", [False, True])
 @pytest.mark.parametrize("makes_states", [None, "all"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_parameter_that_was_always_frozen_loads(way, makes_states, initialized, tmp_path):
     """Its state, if it has one, is as the next step makes it."""
     runs = []

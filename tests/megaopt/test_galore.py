@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from handling import train_all
 from interpreted import interpreted
 from runs import BF16, FP32, assert_same, copied, give_gradients, params_of, snapshot, train, values
 
@@ -34,7 +35,7 @@ MOMENTS = {
         "exp_avg_dtype": "bfloat16_stochastic", "exp_avg_sq_dtype": "bfloat16_stochastic",
     },
     "fp8": {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16},
-    "blocks": BLOCKS,
+    "blocks": {"exp_avg_dtype": "block64_e4m3", "exp_avg_sq_dtype": "block64_e5m3"},
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def test_a_step_is_its_operations_in_their_order(proj_type, refresh):
     """Over three refreshes; that these operations are GaLore's, tests/kernels/test_lowrank.py."""
     optimizer = galore(parameters(SHAPES[:2]), proj_type=proj_type, refresh=refresh)
     params = params_of(optimizer)
-    for step in range(9):
+    for step in range(7):
         weights, before = copied(params), snapshot(optimizer)["states"]
         train(optimizer, 1, first=step)
         group = optimizer.param_groups[0]
@@ -93,8 +94,7 @@ def test_other_parameters_take_fused_adams_step(rank):
     groups = [{"params": ours[:1], "rank": None}, {"params": ours[1:]}]
     optimizer = galore(groups, rank=rank)
     plain = FusedAdam(theirs, **NUMBERS)
-    for each in (optimizer, plain):
-        train(each, 4)
+    train_all((optimizer, plain), 4)
     assert_same([p.detach() for p in ours], [p.detach() for p in theirs])
     assert_same([optimizer.state[p] for p in ours], [plain.state[p] for p in theirs])
 
@@ -140,15 +140,15 @@ def test_every_master_follows_fp32_weights(options):
         assert not torch.equal(own.detach(), start)
 
 
-@pytest.mark.parametrize("options", MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.parametrize("name", MOMENTS)
 @pytest.mark.parametrize("proj_type", ["right", "left"])
-def test_moments_are_those_of_fused_adam_on_the_projected_gradient(proj_type, options):
+def test_moments_are_those_of_fused_adam_on_the_projected_gradient(proj_type, name):
     """In every format, codes and scales; FusedAdam's moments do not depend on its weights."""
-    shape = (1152, 300) if proj_type == "right" else (300, 1152)
-    kinds = {"master_weights": False, "seed": 11, **options}
-    optimizer = galore(parameters([shape]), rank=128, proj_type=proj_type, **kinds)
+    shape = (192, 136) if proj_type == "right" else (136, 192)
+    kinds = {"master_weights": False, "seed": 11, **MOMENTS[name]}
+    optimizer = galore(parameters([shape]), rank=64, proj_type=proj_type, **kinds)
     (param,) = params_of(optimizer)
-    low = torch.nn.Parameter(torch.zeros((1152, 128) if proj_type == "right" else (128, 1152)))
+    low = torch.nn.Parameter(torch.zeros((192, 64) if proj_type == "right" else (64, 192)))
     plain = FusedAdam([low], **NUMBERS, **kinds)
     for step in range(4):
         train(optimizer, 1, first=step)
@@ -157,9 +157,7 @@ def test_moments_are_those_of_fused_adam_on_the_projected_gradient(proj_type, op
         plain.step()
         own = {name: state[name] for name in plain.state[low]}
         assert_same(own, plain.state[low])
-    assert ("exp_avg_scale" in own) == (
-        options is BLOCKS or "fp8" in str(options) or "float8" in str(options)
-    )
+    assert ("exp_avg_scale" in own) == (name in ("fp8", "blocks"))
 
 
 # --- what shows in no bit
@@ -219,22 +217,11 @@ def test_two_runs_are_one(options):
     assert_same(again, expected)
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_no_setting_of_torch_changes_a_bit(precision):
-    expected, was = weights_after(parameters()), torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(precision)
-        assert_same(weights_after(parameters()), expected)
-    finally:
-        torch.set_float32_matmul_precision(was)
-
-
 @interpreted
 def test_kernels_of_other_parameters_change_no_bit():
     backends = ("triton", "reference")
     found, expected = (galore(parameters(), backend=b, kernel="torch") for b in backends)
-    for optimizer in (found, expected):
-        train(optimizer, 4)
+    train_all((found, expected), 4)
     assert_same(snapshot(found), snapshot(expected))
 
 
@@ -282,7 +269,7 @@ def assert_kernels_agree(kernels, options):
 @pytest.mark.parametrize(("precision", "taken"), [("ieee", "hybrid"), ("bf16", "grouped")])
 def test_auto_is_the_kernels_where_these_step_the_rest(precision, taken):
     # sums of 70 and 300 numbers, whose order shows in bits
-    shapes, own = [(150, 300)], {"steps": 2, "rank": 70, "precision": precision}
+    shapes, own = [(150, 300)], {"steps": 1, "rank": 70, "precision": precision}
     names = (("auto", "triton"), (taken, "triton"), ("auto", "reference"), ("torch", "triton"))
     weights = [
         weights_after(parameters(shapes), kernel=kernel, backend=backend, **own)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from handling import assert_same_numbers, copy_weights, refused
 from interpreted import interpreted, marks_of
 from runs import (
     BF16,
@@ -16,11 +17,8 @@ from runs import (
     values,
 )
 
-from megaopt import GaLoreAdamW, galore
-from megaopt.kernels.chunks import table
+from megaopt import GaLoreAdamW
 from megaopt.kernels.matrix import kernel
-from megaopt.kernels.step import preparation
-from megaopt.step import stepper
 
 SHAPES = [(24, 10), (6, 30), (9,)]
 GAP = 3
@@ -39,7 +37,11 @@ KINDS = {
     "svd": {"backend": "reference", "refresh": "svd", "proj_type": "left"},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize(
-    "options", [pytest.param(own, id=kind, marks=marks_of(own)) for kind, own in KINDS.items()]
+    "options",
+    [
+        pytest.param(own, id=kind, marks=marks_of(own) + [pytest.mark.slow] * (kind == "compiled"))
+        for kind, own in KINDS.items()
+    ],
 )
 
 
@@ -49,19 +51,6 @@ def made(options, capturable=True, device="cpu", shapes=SHAPES):
     params = [torch.nn.Parameter(values(s, i, dtype).to(device)) for i, s in enumerate(shapes)]
     groups = [{"params": params[:1], "lr": 0.02}, {"params": params[1:], "rank": 2}]
     return GaLoreAdamW(groups, capturable=capturable, **{**RANKED, **options})
-
-
-def numbers_of_the_host(found):
-    for group in found["groups"]:
-        group["lr"], group["step"] = (
-            float(torch.as_tensor(group["lr"], dtype=FP32)),
-            int(group["step"]),
-        )
-    return found
-
-
-def assert_same_numbers(found, expected):
-    assert_same(*(numbers_of_the_host(snapshot(each)) for each in (found, expected)))
 
 
 def scaled(optimizer, step):
@@ -161,50 +150,27 @@ def test_resumed_is_straight(before, after):
             optimizer.step()
         if step == 1:
             resumed = made(options, after)
-            with torch.no_grad():
-                for own, param in zip(params_of(resumed), params_of(runs[0]), strict=True):
-                    own.copy_(param)
+            copy_weights(runs[0], resumed)
             resumed.load_state_dict(through_a_file(runs[0].state_dict()))
             runs[0] = resumed
     assert_same_numbers(*runs)
 
 
-@pytest.mark.parametrize("steps", [-1, 1.0, True, "3"], ids=str)
-def test_numbers_of_steps_that_are_none(steps):
+def test_a_refresh_refuses_numbers_that_are_none_and_what_a_step_refuses():
     optimizer = made(KINDS["fp32"])
-    with pytest.raises(ValueError, match=r"steps must be None or a whole number >= 0, got"):
-        optimizer.refresh(steps)
-
-
-def test_a_refresh_has_no_place_without_capturable():
+    give_gradients(params_of(optimizer), 0)
+    optimizer.refresh()
+    for steps in (-1, 1.0, True, "3"):
+        with refused(optimizer, "steps must be None or a whole number >= 0, got"):
+            optimizer.refresh(steps)
+    optimizer.param_groups[1]["update_proj_gap"] = 0
+    with refused(optimizer, "group 1: update_proj_gap must be"):
+        optimizer.refresh()
     with pytest.raises(RuntimeError, match=r"refresh\(\) is for capturable=True, got .*False"):
         made(KINDS["fp32"], capturable=False).refresh()
 
 
-def test_a_refresh_refuses_what_a_step_refuses():
-    optimizer = made(KINDS["fp32"])
-    give_gradients(params_of(optimizer), 0)
-    optimizer.refresh()
-    optimizer.param_groups[1]["update_proj_gap"] = 0
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="group 1: update_proj_gap must be"):
-        optimizer.refresh()
-    assert_same(snapshot(optimizer), before)
-
-
 # --- captured
-
-
-@pytest.fixture
-def capturing(monkeypatch):
-    """Calling it makes every device one on which a graph is being captured, or none."""
-    monkeypatch.setattr(stepper, "can_capture", lambda device: True)
-
-    def begin(on=True):
-        for module in (stepper, galore, table, preparation):
-            monkeypatch.setattr(module, "is_capturing", lambda device: on)
-
-    return begin
 
 
 def stepped(options, steps=1):
@@ -217,10 +183,8 @@ def stepped(options, steps=1):
 
 
 def assert_refused(optimizer, call, message):
-    before = snapshot(optimizer)
-    with pytest.raises(RuntimeError, match=message):
+    with refused(optimizer, message, RuntimeError):
         call()
-    assert_same(snapshot(optimizer), before)
 
 
 @interpreted

@@ -4,13 +4,8 @@ import copy
 
 import pytest
 import torch
-from runs import (
-    FP32,
-    assert_same,
-    parameters,
-    snapshot,
-    train,
-)
+from handling import refused
+from runs import FP32, assert_same, parameters, train
 
 from megaopt import FusedAdam, FusedLion, FusedSGD
 
@@ -87,7 +82,6 @@ def test_amsgrad_goes_to_torch_and_back(theirs):
 REFUSED = {
     "amsgrad, te": (FusedAdam, {"amsgrad": True, "contract": "te"}, "amsgrad must be False with"),
     "maximize, te": (FusedAdam, {"maximize": True, "contract": "te"}, "maximize must be False wi"),
-    "amsgrad": (FusedAdam, {"amsgrad": 1}, "amsgrad must be one of True, False, got 1"),
     "maximize": (FusedLion, {"maximize": None}, "maximize must be one of True, False, got None"),
     "betas": (FusedLion, {"betas": (0.9,)}, r"group 0: betas must be two numbers, got \(0.9,\)"),
     "beta": (FusedLion, {"betas": (0.9, 1.0)}, r"group 0: betas\[1\] must be a number >= 0 and < "),
@@ -126,10 +120,8 @@ def test_another_optimizers_state_is_refused(kind, other):
     train(source, 2)
     if source.rule.moments == target.rule.moments and kind[:4] == other[:4]:
         return  # the same state: sgd's and sgdw's kinds are told apart below
-    before = snapshot(target)
-    with pytest.raises(ValueError, match=r"^(group|parameter) 0"):
+    with refused(target, r"^(group|parameter) 0"):
         target.load_state_dict(source.state_dict())
-    assert_same(snapshot(target), before)
 
 
 def test_other_kinds_of_sgd_are_refused():

@@ -8,6 +8,7 @@ import own_muon
 import pytest
 import torch
 from fsdp2_ranks import trained
+from handling import copy_weights
 from interpreted import interpreted
 from own_muon import Muon
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same, parameters, snapshot, through_a_file
@@ -24,15 +25,6 @@ KINDS = {
         "momentum_buffer_dtype": "bfloat16_stochastic",
     },
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As ranks have: products promise their bits under one number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_it_is_one_file():
@@ -129,11 +121,7 @@ def test_it_resumes_to_the_bit():
     straight, before, after = (Muon(parameters(SHAPES, BF16), **MASTER) for _ in range(3))
     train_params(straight, 4)
     train_params(before, 2)
-    with torch.no_grad():
-        for own, other in zip(
-            after.param_groups[0]["params"], before.param_groups[0]["params"], strict=True
-        ):
-            own.copy_(other)
+    copy_weights(before, after)
     after.load_state_dict(through_a_file(before.state_dict()))
     train_params(after, 2, first=2)
     assert_same(snapshot(after), snapshot(straight))

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from handling import copy_weights, train_all
 from runs import BF16, FP32, assert_same, parameters, snapshot, through_a_file, train
 
 from megaopt.kernels.formats import MOMENTS
@@ -158,8 +159,7 @@ def test_kernel_and_twin_take_the_same_steps(toy, options, capturable):
         for backend in ("triton", "reference")
     )
     start = snapshot(kernel)["weights"]
-    for optimizer in (kernel, twin):
-        train(optimizer, 3)
+    train_all((kernel, twin), 3)
     assert_same(snapshot(kernel), snapshot(twin))
     with pytest.raises(AssertionError):
         assert_same(snapshot(kernel)["weights"], start)
@@ -167,8 +167,7 @@ def test_kernel_and_twin_take_the_same_steps(toy, options, capturable):
 
 def test_two_formats_of_one_dtype_are_two(toy):
     runs = [toy(parameters(), dtype=FP32, velocity_dtype=key) for key in (torch.int8, "eighths")]
-    for optimizer in runs:
-        train(optimizer, 3)
+    train_all(runs, 3)
     with pytest.raises(AssertionError):
         assert_same(*(snapshot(optimizer)["weights"] for optimizer in runs))
 
@@ -178,11 +177,7 @@ def test_it_resumes_and_refuses_as_every_optimizer(toy):
     straight, before, after = (toy(parameters(), **options) for _ in range(3))
     train(straight, 4)
     train(before, 2)
-    with torch.no_grad():
-        for param, other in zip(
-            after.param_groups[0]["params"], before.param_groups[0]["params"], strict=True
-        ):
-            param.copy_(other)
+    copy_weights(before, after)
     after.load_state_dict(through_a_file(before.state_dict()))
     train(after, 2, first=2)
     assert_same(snapshot(after), snapshot(straight))

@@ -5,9 +5,10 @@ import functools
 import planted_ranks
 import pytest
 import torch
+from handling import both_backends
 from kinds import KINDS, params_for
 from planted import everything, fail_everywhere
-from runs import BF16, FP32, assert_same, parameters, values
+from runs import BF16, FP32, assert_same, give_gradients, parameters, values
 
 from megaopt import FusedAdam, GaLoreAdamW
 
@@ -48,12 +49,7 @@ SLOW = [
     for place, name in enumerate(CASES)
 ]
 """One kind in eight."""
-QUICK = ("fp32_masters", "apart", "capturable", "galore", "fp8 delayed, remainder8")
-
-
-def give(params, step):
-    for index, param in enumerate(params):
-        param.grad = values(param.shape, 1000 * (step + 1) + index, param.dtype)
+QUICK = ("fp32_masters", "apart", "capturable", "galore", "fp8 mxfp8, masters")
 
 
 def made(name, backend=REFERENCE):
@@ -72,7 +68,7 @@ def failed(name, first, backend=REFERENCE, scaled=False, missing=False, **argume
         params, optimizer = made(name, backend)
         step = functools.partial(optimizer.step, **arguments)
         for number in range(first + 2):
-            give(params, number)
+            give_gradients(params, number)
             if missing and number < first:
                 params[0].grad = None
             if scaled:
@@ -108,22 +104,22 @@ def test_projections_that_were_lost_are_not_there_after_a_failure():
     """A step makes them anew; one that fails leaves the states without them, as they were."""
     params, optimizer = made("galore")
     for number in range(2):
-        give(params, number)
+        give_gradients(params, number)
         optimizer.step()
     for name in ("projection", "captured_energy"):
         del optimizer.state[params[0]][name]
-    give(params, 2)
+    give_gradients(params, 2)
     assert fail_everywhere(optimizer, optimizer.step) > 5
     assert bool(optimizer.state[params[0]]["projection"].any())
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@both_backends
 def test_galores_gradients_that_cannot_be_measured_raise_what_happened(backend, monkeypatch):
     """Where kernels step it, taking back raised an error of its own."""
     params, optimizer = made("galore", {"backend": backend})
-    give(params, 0)
+    give_gradients(params, 0)
     optimizer.step(clip_norm=0.5)
-    give(params, 1)
+    give_gradients(params, 1)
     before = everything(optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "zero_", planted)

@@ -1,18 +1,18 @@
 """`p.data = new` between steps: another tensor in a weight's place, which torch does not count."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
 import torch
 from bits import assert_same_bits
+from handling import both_backends, train_all
 from runs import (
     BF16,
     FP16,
-    FP16_MASTER,
     FP32,
     MASTER,
-    REMAINDERS,
     assert_same,
     give_gradients,
     parameters,
@@ -21,24 +21,16 @@ from runs import (
     values,
 )
 
-from megaopt import FusedAdam, GaLoreAdamW
+from megaopt import FusedAdam, GaLoreAdamW, get_fp32_model_state_dict
 from megaopt.float8 import RECIPES, Float8Weight
 
 SHAPES = [(3, 40), (), (0,), (50,)]
-KINDS = {
-    "fp32": MASTER,
-    "fp16": FP16_MASTER,
-    "remainder16": REMAINDERS,
-    "remainder8": {"master_weights": True, "master_weight_dtype": "remainder8"},
-    "kahan": {"master_weights": True, "master_weight_dtype": "kahan"},
-}
-each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
 
 
-def optimizer_of(kind="fp32", dtype=BF16, **options):
-    params = parameters(SHAPES, dtype)
+def optimizer_of(**options):
+    params = parameters(SHAPES)
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 3e-2}]
-    return FusedAdam(groups, lr=1e-2, **KINDS[kind], **options)
+    return FusedAdam(groups, lr=1e-2, **MASTER, **options)
 
 
 def replace(param, new=None):
@@ -65,7 +57,7 @@ def noticed():
 # --- what is noticed
 
 
-@each_backend
+@both_backends
 def test_writes_after_a_replacement_are_noticed_too(backend):
     optimizer = optimizer_of(backend=backend, on_external_write="error")
     train(optimizer, 1)
@@ -79,7 +71,7 @@ def test_writes_after_a_replacement_are_noticed_too(backend):
     assert len(kept) == 50
 
 
-@each_backend
+@both_backends
 def test_what_a_step_did_not_write_is_noticed_when_one_does(backend):
     """The batches are made anew, as other parameters have gradients."""
     optimizer = optimizer_of(backend=backend, makes_states="stepped")
@@ -105,8 +97,7 @@ def test_what_a_step_did_not_write_is_noticed_when_one_does(backend):
 
 def test_another_dtype_goes_on_from_its_masters():
     optimizer, expected = (optimizer_of() for _ in range(2))
-    for each in (optimizer, expected):
-        train(each, 2)
+    train_all((optimizer, expected), 2)
     for param in params_of(optimizer):
         param.data = param.data.to(FP16)
     give_gradients(params_of(expected), 2)
@@ -124,7 +115,7 @@ def test_another_dtype_goes_on_from_its_masters():
 # --- other kinds of weights
 
 
-@each_backend
+@both_backends
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.sample(2)
 @pytest.mark.thirds
@@ -139,8 +130,7 @@ def test_fp8_weights(backend, recipe):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):
-            for each in (found, expected, strict):
-                train(each, 1, first=step)
+            train_all((found, expected, strict), 1, first=step)
             for each in (found, strict):
                 (param,) = params_of(each)
                 param.data = copy.deepcopy(param.data)
@@ -170,3 +160,80 @@ def test_projected_matrices():
     replace(param, torch.zeros_like(kept))
     with pytest.raises(RuntimeError, match="must not be written"):
         train(optimizer, 1, first=2)
+
+
+# --- writes that no step has taken over yet: copies, files and fp32 weights have them
+
+
+PENDING = {
+    "fp32": {"dtype": torch.float32},
+    "kahan": {"master_weights": True, "master_weight_dtype": "kahan_stochastic"},
+}
+
+
+def made(weight, options):
+    return FusedAdam([weight], lr=0.1, backend="reference", **options)
+
+
+def resumed(weight, optimizer, options, model_first):
+    other = torch.nn.Parameter(torch.zeros_like(weight))
+    again, saved = made(other, options), copy.deepcopy(optimizer.state_dict())
+    if not model_first:
+        again.load_state_dict(saved)
+    with torch.no_grad():
+        other.copy_(weight)
+    if model_first:
+        again.load_state_dict(saved)
+    return other, again
+
+
+WAYS = {
+    "saved, model first": lambda *run: resumed(*run, model_first=True),
+    "saved, optimizer first": lambda *run: resumed(*run, model_first=False),
+    "deepcopy": lambda *run: copy.deepcopy(run[:2]),
+    "pickle": lambda *run: pickle.loads(pickle.dumps(run[:2])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*was written outside the optimizer")
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("options", PENDING.values(), ids=PENDING)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_write_before_a_copy_counts_after_it(replaced, options, way):
+    weight = torch.nn.Parameter(torch.randn(300).bfloat16())
+    optimizer = made(weight, options)
+    grads = [torch.randn(300).bfloat16() for _ in range(3)]
+    weight.grad = grads[0]
+    optimizer.step()
+    new = weight.detach().clamp(-0.5, 0.5)
+    new[7] = 5.0
+    if replaced:
+        weight.data = new
+    else:
+        with torch.no_grad():
+            weight.copy_(new)
+    found = []
+    for own, its in (way(weight, optimizer, options), (weight, optimizer)):
+        for grad in grads[1:]:
+            own.grad = grad.clone()
+            its.step()
+        found.append((own.detach(), its.get_unscaled_state(own, "master_param")))
+    (one, its_master), (other, master) = found
+    assert_same_bits(one, other)
+    assert_same_bits(its_master, master)
+    assert float(one[7]) > 4
+
+
+@pytest.mark.filterwarnings("ignore:.*was written outside the optimizer")
+def test_fp32_weights_have_writes_of_weights_that_had_no_gradient():
+    model = torch.nn.Linear(4, 4).bfloat16()
+    optimizer = FusedAdam(model.parameters(), lr=0.1, dtype=torch.float32, backend="reference")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    model.bias.grad = None
+    optimizer.step()
+    with torch.no_grad():
+        model.bias.fill_(3.0)
+    found = get_fp32_model_state_dict(model, optimizer)["bias"]
+    assert found.tolist() == [3.0] * 4

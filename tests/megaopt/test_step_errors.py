@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
+from handling import both_backends, refused, train_all
 from runs import BF16, FP16, MASTER, assert_same, give_gradients, parameters, snapshot, train
 
 from megaopt import FusedAdam
 
-BACKENDS = ["reference", "triton"]
 SHAPES = [(3, 4), (5,)]
 
 # --- gradients
@@ -40,7 +40,7 @@ GRADS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@both_backends
 @pytest.mark.parametrize("steps", [0, 2], ids=["at_the_first_step", "later"])
 @pytest.mark.parametrize(("bad", "message"), GRADS.values(), ids=GRADS)
 @pytest.mark.sample(2)
@@ -62,11 +62,9 @@ def test_gradients_that_cannot_be_read_are_refused(backend, steps, bad, message)
         expected.step()
     give(params, steps)
     params[1].decoupled_grad = bad(params[1])
-    before = snapshot(found)
     for _ in range(2):
-        with pytest.raises(ValueError, match="parameter 1 of group 0: the gradient's " + message):
+        with refused(found, "parameter 1 of group 0: the gradient's " + message):
             found.step()
-        assert_same(snapshot(found), before)
     give(params, steps)
     give(same, steps)
     found.step()
@@ -78,24 +76,18 @@ def test_a_sparse_gradient_of_an_embedding_is_refused():
     embedding = torch.nn.Embedding(4, 3, sparse=True)
     optimizer = FusedAdam([("table", embedding.weight)])
     embedding(torch.tensor([1, 2])).sum().backward()
-    before = snapshot(optimizer)
-    with pytest.raises(
-        ValueError, match=r"parameter 'table': the gradient's layout must .* torch.sparse_coo"
-    ):
+    with refused(optimizer, r"parameter 'table': the gradient's layout must .* torch.sparse_coo"):
         optimizer.step()
-    assert_same(snapshot(optimizer), before)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@both_backends
 def test_a_sparse_gradient_of_a_transposed_weight_is_refused(backend):
     param = torch.nn.Parameter(torch.ones(3, 4).t())
     optimizer = FusedAdam([param], backend=backend)
     train(optimizer, 1)
     param.grad = torch.ones(4, 3).to_sparse()
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=r"the gradient's layout must .* torch.sparse_coo"):
+    with refused(optimizer, r"the gradient's layout must be .*, got torch.sparse_coo"):
         optimizer.step()
-    assert_same(snapshot(optimizer), before)
 
 
 # --- states that someone replaced
@@ -109,23 +101,24 @@ STATES = {
     "another_device": ("exp_avg", lambda t: t.to("meta"), r"on meta; allowed: .*on cpu"),
     "no_master": ("master_param", lambda t: t.to(BF16), r"torch.bfloat16.*allowed: torch.float32"),
     "a_scale_of_another_dtype": ("exp_avg_scale", lambda t: t.double(), r"torch.float64"),
+    "a_number": ("exp_avg", lambda t: 0.5, "Tensor"),
+    "a_list": ("exp_avg", lambda t: t.tolist(), "Tensor"),
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("looks")
+@both_backends
 @pytest.mark.parametrize(("name", "change", "message"), STATES.values(), ids=STATES)
 def test_states_replaced_by_other_ones_are_refused(backend, name, change, message):
     scaled = {"exp_avg_dtype": FP16} if name == "exp_avg_scale" else {}
     optimizer = FusedAdam(parameters(SHAPES), backend=backend, **MASTER, **scaled)
     train(optimizer, 2)
     param = optimizer.param_groups[0]["params"][1]
-    good = optimizer.state[param][name]
-    before = snapshot(optimizer)
+    good, before = optimizer.state[param][name], snapshot(optimizer)
     optimizer.state[param][name] = change(good)
+    message = f"parameter 1 of group 0: state '{name}' is .*{message}"
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=f"parameter 1 of group 0: state '{name}' is .*{message}"
-        ):
+        with pytest.raises(ValueError, match=message):
             train(optimizer, 1, first=2)
     optimizer.state[param][name] = good
     assert_same(snapshot(optimizer), before)
@@ -137,17 +130,8 @@ def test_a_refused_first_step_makes_no_state():
     params = parameters(SHAPES)
     optimizer = FusedAdam(params, **MASTER)
     optimizer.state[params[1]]["exp_avg"] = torch.zeros(5, dtype=BF16)
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="parameter 1 of group 0: state 'exp_avg'"):
+    with refused(optimizer, "parameter 1 of group 0: state 'exp_avg'"):
         train(optimizer, 1)
-    assert_same(snapshot(optimizer), before)
-
-
-def test_a_parameter_of_another_optimizer_is_refused():
-    optimizer = FusedAdam(parameters(SHAPES))
-    with pytest.raises(ValueError, match=r"param must be a parameter .*tensor of shape \(7,\)"):
-        optimizer.initialize_state(torch.zeros(7))
-    assert len(optimizer.state) == 0
 
 
 # --- closures
@@ -156,14 +140,12 @@ def test_a_parameter_of_another_optimizer_is_refused():
 def test_the_closures_error_changes_nothing():
     optimizer = FusedAdam(parameters(SHAPES))
     give_gradients(optimizer.param_groups[0]["params"], 0)
-    before = snapshot(optimizer)
 
     def closure():
         raise KeyError("the data ran out")
 
-    with pytest.raises(KeyError, match="the data ran out"):
+    with refused(optimizer, "the data ran out", KeyError):
         optimizer.step(closure)
-    assert_same(snapshot(optimizer), before)
 
 
 # --- what a GradScaler sets, clip_coefficient, and what is put into a group
@@ -186,7 +168,7 @@ NO_NUMBER = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@both_backends
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("value", "shown"), NO_NUMBER.values(), ids=NO_NUMBER)
 @pytest.mark.sample(2)
@@ -195,16 +177,14 @@ def test_numbers_of_the_device_that_are_none_are_refused(value, shown, steps, ba
     optimizer = FusedAdam(parameters(SHAPES), backend=backend, **MASTER)
     train(optimizer, steps)
     give_gradients(optimizer.param_groups[0]["params"], steps)
-    before = snapshot(optimizer)
     for name, message in {"grad_scale": NO_SCALE, "found_inf": NO_INF}.items():
         optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
         setattr(optimizer, name, value())
-        with pytest.raises(ValueError, match=f"^{message}{shown}"):
+        with refused(optimizer, f"^{message}{shown}"):
             optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf
-    with pytest.raises(ValueError, match=f"^{NO_COEFFICIENT}{shown}"):
+    with refused(optimizer, f"^{NO_COEFFICIENT}{shown}"):
         optimizer.step(clip_coefficient=value())
-    assert_same(snapshot(optimizer), before)
     train(optimizer, 1, first=steps)
 
 
@@ -214,17 +194,8 @@ def test_numbers_of_the_device_that_are_none_are_refused(value, shown, steps, ba
 def test_what_a_scaler_may_set_is_taken(found_inf):
     found, expected = (FusedAdam(parameters(SHAPES), **MASTER) for _ in range(2))
     found.grad_scale, found.found_inf = torch.ones(()), found_inf
-    train(found, 2)
-    train(expected, 2)
+    train_all((found, expected), 2)
     assert_same(snapshot(found), snapshot(expected))
-
-
-USES = {
-    "step": lambda optimizer: optimizer.step(),
-    "state_dict": lambda optimizer: optimizer.state_dict(),
-    "initialize_states": lambda optimizer: optimizer.initialize_states(),
-    "refresh_masters": lambda optimizer: optimizer.refresh_masters(),
-}
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -241,11 +212,10 @@ def test_what_is_no_tensor_among_the_parameters_is_refused(place, junk, options,
     give_gradients(own, steps)
     before, kept = snapshot(optimizer), list(own)
     own[place : place + 1] = [junk]
-    for use in USES.values():
-        with pytest.raises(
-            ValueError, match=f"^parameter {place} of group 0 must be a tensor, got"
-        ):
-            use(optimizer)
+    message = f"^parameter {place} of group 0 must be a tensor, got"
+    for name in ("step", "state_dict", "initialize_states", "refresh_masters"):
+        with pytest.raises(ValueError, match=message):
+            getattr(optimizer, name)()
     own[:] = kept
     assert_same(snapshot(optimizer), before)
     train(optimizer, 1, first=steps)
@@ -255,5 +225,5 @@ def test_a_parameter_that_its_groups_names_do_not_reach_has_its_place_for_a_name
     (named,) = parameters([(3,)])
     optimizer = FusedAdam([("a", named)], **MASTER)
     optimizer.param_groups[0]["params"].append(torch.ones(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"^parameter 1 of group 0: dtype torch.int64 is not"):
+    with pytest.raises(ValueError, match=r"^parameter 1 of group 0: dtype must .* torch.int64"):
         optimizer.initialize_states()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from handling import both_backends, refused, train_all
 from runs import (
     BF16,
     FORMATS,
@@ -21,22 +22,9 @@ from runs import (
 )
 
 from megaopt import FusedAdam
-from megaopt.state import native
 
-BACKENDS = ["reference", "triton"]
 UNSCALED = {n: o for n, o in FORMATS.items() if not SCALED & {*o.values()}}
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
-
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(params=["python", "native"])
-def looks(request, monkeypatch):
-    """Tensors are looked at by the Python twin, and by the extension."""
-    if request.param == "python":
-        monkeypatch.setenv(native.SWITCH, "0")
-    elif native.build()[0] is None:
-        pytest.skip(f"the extension cannot be built here: {native.build()[1]}")
 
 
 both_looks = pytest.mark.usefixtures("looks")
@@ -138,28 +126,6 @@ def test_a_step_without_any_gradient_changes_nothing_but_the_count(backend):
     assert_same(after, before)
 
 
-def test_a_frozen_parameter_gets_no_state_and_joins_when_thawed():
-    params = parameters([(3,), (4,)])
-    params[1].requires_grad_(False)
-    optimizer = FusedAdam(params, **MASTER)
-
-    def backward():
-        optimizer.zero_grad()
-        loss = (params[0].float() ** 2).sum() + (params[1].float() ** 2).sum()
-        loss.backward()
-
-    frozen = params[1].detach().clone()
-    backward()
-    optimizer.step()
-    assert_same_bits(params[1].detach(), frozen)
-    assert params[1] not in optimizer.state
-    params[1].requires_grad_()
-    backward()
-    optimizer.step()
-    assert params[1] in optimizer.state
-    assert not torch.equal(params[1], frozen)
-
-
 # --- layouts
 
 SPREAD = {
@@ -212,8 +178,7 @@ def test_a_transposed_weight_beside_other_formats(backend, options):
         **options,
     )
     expected = FusedAdam([torch.nn.Parameter(values((3, 4), 0, BF16))], **options)
-    train(found, 3)
-    train(expected, 3)
+    train_all((found, expected), 3)
     assert_same_run(found, expected)
 
 
@@ -294,8 +259,7 @@ def test_tensors_that_move_between_steps(backend, move):
     moving = FusedAdam(parameters([(4, 4), (3,)]), backend=backend, **MASTER)
     still = FusedAdam(parameters([(4, 4), (3,)]), backend="reference", **MASTER)
     params = moving.param_groups[0]["params"]
-    train(moving, 2)
-    train(still, 2)
+    train_all((moving, still), 2)
     old = {
         id(params[0].data): params[0].data,
         **{id(t): t for t in moving.state[params[0]].values()},
@@ -333,13 +297,9 @@ def test_a_weight_that_changed_its_shape_is_refused(backend, shape):
     train(optimizer, 2)
     param.data = values(shape, 3, BF16)
     param.grad = values(shape, 4, BF16)
-    before = snapshot(optimizer)
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"parameter 0 of group 0: .*state 'master_param'|exp_avg"
-        ):
+        with refused(optimizer, r"parameter 0 of group 0: .*state 'master_param'|exp_avg"):
             optimizer.step()
-    assert_same(snapshot(optimizer), before)
 
 
 @both_looks
@@ -372,8 +332,7 @@ def test_a_weight_and_all_its_states_change_their_size(backend):
     for param, twin in zip(moving, still, strict=True):
         found.state[param].update({n: t.clone() for n, t in expected.state[twin].items()})
     found.param_groups[0]["step"] = 1
-    train(found, 2, first=1)
-    train(expected, 2, first=1)
+    train_all((found, expected), 2, first=1)
     assert_same_run(found, expected)
 
 
@@ -386,21 +345,6 @@ def test_a_master_set_to_none_is_made_from_the_weight(backend):
     optimizer.state[param]["master_param"] = None
     train(optimizer, 1, first=2)
     assert_same_bits(optimizer.state[param]["master_param"], param.detach().float())
-
-
-@both_looks
-@both_backends
-@pytest.mark.parametrize("value", [0.5, [0.0] * 5], ids=["number", "list"])
-def test_a_state_that_is_no_tensor_is_refused(backend, value):
-    (param,) = parameters([(5,)])
-    optimizer = FusedAdam([param], backend=backend, **MASTER)
-    train(optimizer, 1)
-    optimizer.state[param]["exp_avg"] = value
-    before = param.detach().clone()
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0: state 'exp_avg' is .*Tensor"):
-        train(optimizer, 1, first=1)
-    assert_same_bits(param.detach(), before)
-    assert optimizer.param_groups[0]["step"] == 1
 
 
 @both_looks

@@ -1,12 +1,22 @@
 """State dicts for torch.optim.AdamW and Adam: loaded, stepped on, and taken back, bit for bit."""
 
 import copy
-import io
 
 import pytest
 import torch
 from bits import assert_same_bits
-from runs import BF16, FP16, FP32, assert_same, parameters, params_of, snapshot, train
+from handling import both_modes, copy_weights, train_all
+from runs import (
+    BF16,
+    FP16,
+    FP32,
+    assert_same,
+    parameters,
+    params_of,
+    snapshot,
+    through_a_file,
+    train,
+)
 
 from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Weight
@@ -24,18 +34,6 @@ def made(cls=FusedAdam, dtype=FP32, **options):
     return cls(groups, **{**HYPER, **options})
 
 
-def same_weights(source, target):
-    for own, other in zip(params_of(target), params_of(source), strict=True):
-        own.data.copy_(other.data)
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def assert_torch_has(theirs, ours, count):
     """Step counts and moments of torch's optimizer are the values of ours."""
     for other, param in zip(params_of(theirs), params_of(ours), strict=True):
@@ -48,18 +46,18 @@ def assert_torch_has(theirs, ours, count):
 
 
 @both_rules
-@pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
+@both_modes
 def test_torch_loads_it_and_steps_on(adam_w_mode, capturable):
     """torch's own arithmetic, from the same numbers: as if torch had had them from the start."""
     ours = made(adam_w_mode=adam_w_mode, capturable=capturable)
     train(ours, 3)
     cls = THEIRS[adam_w_mode]
     theirs = made(cls)
-    same_weights(ours, theirs)
+    copy_weights(ours, theirs)
     theirs.load_state_dict(through_a_file(ours.to_torch_state_dict()))
     assert_torch_has(theirs, ours, 3)
     plain = made(cls)
-    same_weights(ours, plain)
+    copy_weights(ours, plain)
     for param, other in zip(params_of(plain), params_of(ours), strict=True):
         moments = {name: ours.state[other][name].clone() for name in ("exp_avg", "exp_avg_sq")}
         plain.state[param] = {"step": torch.tensor(3.0), **moments}
@@ -68,8 +66,7 @@ def test_torch_loads_it_and_steps_on(adam_w_mode, capturable):
         group["lr"] = float(group["lr"])
     for group, own in zip(plain.param_groups, theirs.param_groups, strict=True):
         group["lr"] = own["lr"]
-    train(theirs, 2, first=3)
-    train(plain, 2, first=3)
+    train_all((theirs, plain), 2, first=3)
     assert_same(
         [param.detach() for param in params_of(theirs)], [*map(torch.detach, params_of(plain))]
     )
@@ -105,7 +102,7 @@ def test_it_comes_back_with_the_same_bits(adam_w_mode, dtype):
         ways.append(theirs.state_dict())
     for state_dict in ways:
         back = made(dtype=dtype, adam_w_mode=adam_w_mode, **moments)
-        same_weights(ours, back)
+        copy_weights(ours, back)
         back.load_state_dict(through_a_file(state_dict))
         found = snapshot(back)
         assert_same(found["weights"], before["weights"])
@@ -160,7 +157,7 @@ def test_masters_are_left_out_on_purpose_alone():
         ours.to_torch_state_dict()
     packed = ours.to_torch_state_dict(drop_masters=True)
     theirs = made(torch.optim.AdamW, BF16)
-    same_weights(ours, theirs)
+    copy_weights(ours, theirs)
     theirs.load_state_dict(packed)
     assert_torch_has(theirs, ours, 2)
     train(theirs, 1, first=2)

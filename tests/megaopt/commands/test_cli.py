@@ -142,6 +142,7 @@ def run_as_a_process(folder, config):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_runs_from_the_command_line(tmp_path, config):
     config.write_text(small(backend="triton"), encoding="utf-8")

@@ -80,28 +80,24 @@ def test_an_interrupt_is_130(ended_by):
 # --- as a process, since the interpreter has its say at the end
 
 
-def run_doctor(redirection, **environment):
-    command = f"{sys.executable} -m megaopt doctor {redirection}"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(arguments):
+    command = ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m megaopt {arguments}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
-def test_output_that_cannot_be_written_is_told():
-    assert run_doctor("> /dev/full") == (2, "megaopt: [Errno 28] No space left on device\n")
+@pytest.mark.parametrize("command", ["--version", pytest.param("doctor", marks=pytest.mark.slow)])
+def test_output_that_cannot_be_written_is_told(command):
+    told = "megaopt: [Errno 28] No space left on device\n"
+    assert run(f"{command} > /dev/full") == (2, told)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_a_reader_that_has_gone_is_no_error_to_tell():
     # `true` reads nothing: its end of the pipe is closed before the first line comes
-    assert run_doctor("| true") == (2, "")
+    assert run("doctor | true") == (2, "")
 
 
 def test_an_interrupt_within_an_exec_has_our_status(tmp_path):

@@ -143,9 +143,10 @@ def interrupt(command, moment, later=0.0, group=False):
     assert_interrupted(command)
 
 
-def test_an_interrupted_run_leaves_nothing(start):
+@pytest.mark.parametrize("name", ["plain", pytest.param("ranks", marks=pytest.mark.slow)])
+def test_an_interrupted_run_leaves_nothing(start, name):
     """The command alone is interrupted, and ends its ranks; the other kinds of runs are below."""
-    interrupt(start("ranks"), found("meeting"))
+    interrupt(start(name), found(MOMENTS[name]))
 
 
 def test_an_interrupt_while_modules_are_imported(start):

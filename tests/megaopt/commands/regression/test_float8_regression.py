@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from megaopt.commands.bits import pack
-from megaopt.commands.config import read_config
 from megaopt.commands.regression import fake_quantize
-from megaopt.commands.regression.lockstep import Regression
 from megaopt.commands.regression.processes import RankError
 from megaopt.commands.regression.workers import Reply, WorkerTrainer
-from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.float8 import RECIPES
 
 CPU = torch.device("cpu")
@@ -42,24 +38,12 @@ def write_float8(write_run):
 
 
 @pytest.fixture
-def build(write_float8, tmp_path):
-    def build(recipes=ALL, perturb=None, **run):
-        path = write_float8(recipes, **run)
-        config = read_config(path)
-        batches = batches_of(config, load_corpus())
-        return Regression(config, batches, CPU, config_path=path, folder=tmp_path, perturb=perturb)
-
-    return build
-
-
-def run(regression):
-    with deterministic(1):
-        regression.run(lambda step: None)
-    return {trial.variant.name: trial for trial in regression.trials}
+def build(write_float8, regression_of):
+    return lambda recipes=ALL, **run: regression_of(write_float8(recipes, **run))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_every_recipe_equals_fake_quantization(build, scaled):
+def test_every_recipe_equals_fake_quantization(build, run, scaled):
     regression = build(scaled=scaled, **FORMS)
     trials = run(regression)
     assert regression.first_difference() is None
@@ -76,7 +60,7 @@ def test_every_recipe_equals_fake_quantization(build, scaled):
 
 
 @pytest.mark.slow
-def test_ranks_and_resumed_runs_equal_the_baseline(build):
+def test_ranks_and_resumed_runs_equal_the_baseline(build, run):
     forms = {
         "resumed": {"backend": "reference", "resume_after": 2},
         "ranks_2": {"backend": "reference", "ranks": 2},
@@ -91,7 +75,7 @@ def test_ranks_and_resumed_runs_equal_the_baseline(build):
 
 
 @pytest.mark.parametrize("kind", ["codes", "scale_inv", "scale", "amax_history", "exp_avg"])
-def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
+def test_a_flip_planted_in_any_tensor_is_found(build, run, monkeypatch, kind):
     regression = build(["current", "delayed"], **FORMS)
     trial = next(each for each in regression.trials if each.variant.name == "delayed.fp8")
     name, owner = "blocks.0.feed_forward.expand.weight", trial.trainer.owner
@@ -115,7 +99,7 @@ def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("recipe", ALL)
-def test_other_codes_are_found(build, monkeypatch, recipe):
+def test_other_codes_are_found(build, run, monkeypatch, recipe):
     """The two do not agree by sharing code: a baseline that scales to 240 differs at once."""
     monkeypatch.setattr(fake_quantize, "CODE_MAX", 240.0)
     regression = build([recipe], fp8=FORMS["fp8"])
@@ -157,7 +141,7 @@ REASONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", REASONS)
-def test_a_rank_that_fails_is_told(build, monkeypatch, fault):
+def test_a_rank_that_fails_is_told(build, run, monkeypatch, fault):
     regression = build(["current"], ranks={"backend": "reference", "ranks": 2})
     begin = regression.workers.begin
 
@@ -172,6 +156,3 @@ def test_a_rank_that_fails_is_told(build, monkeypatch, fault):
     with pytest.raises(RankError, match=REASONS[fault]):
         run(regression)
     assert regression.workers._processes.all == []
-
-
-# --- the command, and the config of the repository

@@ -1,15 +1,11 @@
 """Small whole regressions of GaLoreAdamW: its runs are one; planted differences."""
 
 import pytest
-import torch
 from interpreted import interpreted
 from tiny_runs import UNFUSED, tiny_run, variant
 
-from megaopt.commands.config import ConfigError, read_config
+from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.galore import GaLoreWeights
-from megaopt.commands.regression.lockstep import Regression
-from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.text import batches_of, load_corpus
 
 GALORE = "\n[galore]\nrank = 4\nupdate_proj_gap = 12\nscale = 0.5\n"
 
@@ -24,28 +20,19 @@ BETWEEN, AT = (galore("resumed", "first", resume_after=after) for after in (11, 
 
 
 @pytest.fixture
-def build(tmp_path):
+def build(tmp_path, regression_of):
     def build(text, steps=3, perturb=None):
         path = tmp_path / "tiny.toml"
         path.write_text(tiny_run(steps) + text, encoding="utf-8")
-        config = read_config(path)
-        batches = batches_of(config, load_corpus())
-        own = {"config_path": path, "folder": tmp_path, "perturb": perturb}
-        return Regression(config, batches, torch.device("cpu"), **own)
+        return regression_of(path, perturb)
 
     return build
-
-
-def run(regression):
-    with deterministic(1):
-        regression.run(lambda step: None)
-    return {trial.variant.name: trial for trial in regression.trials}
 
 
 @pytest.mark.parametrize(
     "more", [BETWEEN, pytest.param(AT, marks=pytest.mark.slow)], ids=["between", "at"]
 )
-def test_runs_are_one_for_any_groups_and_resumed(build, more):
+def test_runs_are_one_for_any_groups_and_resumed(build, run, more):
     """Between two refreshes, and at one."""
     trials = run(build(GALORE + galore("first") + FORMS + more, steps=14))
     for trial in trials.values():
@@ -56,7 +43,7 @@ def test_runs_are_one_for_any_groups_and_resumed(build, more):
 
 @pytest.mark.slow
 @interpreted
-def test_kernels_too(build):
+def test_kernels_too(build, run):
     text = galore("first", kernel="hybrid") + FORMS.replace(
         '"galore"', '"galore"\nkernel = "hybrid"'
     )
@@ -65,7 +52,7 @@ def test_kernels_too(build):
     assert regression.first_difference() is None
 
 
-def test_a_flipped_bit_is_seen(build):
+def test_a_flipped_bit_is_seen(build, run):
     regression = build(GALORE + galore("first") + galore("again", "first"), perturb=2)
     trials = run(regression)
     assert trials["again"].difference.step == 2
@@ -73,7 +60,7 @@ def test_a_flipped_bit_is_seen(build):
 
 
 @pytest.mark.parametrize("part", ["projection", "order of numbers"])
-def test_what_a_run_depends_on_is_seen(build, monkeypatch, part):
+def test_what_a_run_depends_on_is_seen(build, run, monkeypatch, part):
     """A projection that a resume would lose; a turn that goes by the place in groups."""
     step = GaLoreWeights.step
 

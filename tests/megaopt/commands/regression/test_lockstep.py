@@ -6,13 +6,9 @@ import math
 import pytest
 import torch
 
-from megaopt.commands.config import ConfigError, read_config
-from megaopt.commands.regression.lockstep import Regression
-from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.text import batches_of, load_corpus
+from megaopt.commands.config import ConfigError
 from megaopt.kernels.optional_triton import INTERPRETED
 
-CPU = torch.device("cpu")
 FORMS = {
     "reference": ("unfused", {"backend": "reference"}),
     "external_masters": ("unfused", {"backend": "reference", "masters": "external"}),
@@ -25,42 +21,28 @@ TRITON_FORMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus():
-    return load_corpus()
+@pytest.fixture
+def build(write_run, regression_of):
+    return lambda perturb=None, **run: regression_of(write_run(**run), perturb)
 
 
 @pytest.fixture
-def build(write_run, corpus, tmp_path):
-    def build(perturb=None, **run):
-        path = write_run(**run)
-        config = read_config(path)
-        return Regression(
-            config,
-            batches_of(config, corpus),
-            CPU,
-            config_path=path,
-            folder=tmp_path,
-            perturb=perturb,
-        )
+def run(run):
+    def run_and_count(regression):
+        steps = []
+        trials = run(regression, steps.append)
+        here = regression.config.steps
+        assert steps[:here] == list(range(1, here + 1))
+        # then what fresh processes tell: it never goes back, and ends at all
+        assert steps == sorted(steps)
+        assert steps[-1] == regression.total_steps
+        return trials
 
-    return build
-
-
-def run(regression):
-    steps = []
-    with deterministic(1):
-        regression.run(steps.append)
-    here = regression.config.steps
-    assert steps[:here] == list(range(1, here + 1))
-    # then what fresh processes tell: it never goes back, and ends at all
-    assert steps == sorted(steps)
-    assert steps[-1] == regression.total_steps
-    return {trial.variant.name: trial for trial in regression.trials}
+    return run_and_count
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
-def test_every_form_equals_its_baseline(build, backend):
+def test_every_form_equals_its_baseline(build, run, backend):
     if backend == "triton" and not INTERPRETED:
         pytest.skip("on a CPU, Triton runs on its interpreter only; test_cli runs it on the GPU")
     forms = FORMS if backend == "reference" else TRITON_FORMS
@@ -74,7 +56,7 @@ def test_every_form_equals_its_baseline(build, backend):
 
 
 @pytest.mark.slow
-def test_a_run_that_reaches_nan_is_identical(build):
+def test_a_run_that_reaches_nan_is_identical(build, run):
     """Plain torch operations and FusedAdam leave NaNs of other signs and payloads."""
     forms = {**FORMS, "ranks": ("unfused", {"backend": "reference", "ranks": 2})}
     regression = build(learning_rate=1e20, **forms)
@@ -87,7 +69,7 @@ def test_a_run_that_reaches_nan_is_identical(build):
             assert all(tensor.isnan().all() for tensor in kinds.values())
 
 
-def test_a_resumed_run_equals_a_straight_one(build):
+def test_a_resumed_run_equals_a_straight_one(build, run):
     resumed = ("unfused", {"backend": "reference", "resume_after": 2})
     regression = build(resumed=resumed)
     trials = run(regression)
@@ -97,7 +79,7 @@ def test_a_resumed_run_equals_a_straight_one(build):
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_perturbed_master_is_found_at_its_step(build, step):
+def test_a_perturbed_master_is_found_at_its_step(build, run, step):
     regression = build(perturb=step, **FORMS)
     trials = run(regression)
     found = regression.first_difference()
@@ -112,7 +94,7 @@ def test_a_perturbed_master_is_found_at_its_step(build, step):
 
 @pytest.mark.filterwarnings("ignore:parameter .* was written outside the optimizer:UserWarning")
 @pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq"])
-def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
+def test_a_flip_planted_in_any_tensor_is_found(build, run, monkeypatch, kind):
     regression = build(**FORMS)
     name, index = "blocks.0.feed_forward.expand.weight", 77
     owner = next(x for x in regression.trials if x.variant.name == "groups_and_views").trainer.owner
@@ -135,7 +117,7 @@ def test_a_flip_planted_in_any_tensor_is_found(build, monkeypatch, kind):
     assert int(found.bits, 16) ^ int(found.baseline_bits, 16) == 4
 
 
-def test_a_differing_loss_is_found(build, monkeypatch):
+def test_a_differing_loss_is_found(build, run, monkeypatch):
     regression = build(reference=FORMS["reference"])
     trainer = next(x for x in regression.trials if x.variant.name == "reference").trainer
     train_step = trainer.train_step

@@ -147,9 +147,8 @@ RESUMES = "resume_after = 2\n"
 @needs_megatron
 @needs_plug
 def test_ours_equals_stock(run):
-    resumed = OURS.format(name="resumed", baseline="stock", keys=RESUMES)
     aware = OURS.format(name="precision_aware", baseline="stock", keys=PRECISION_AWARE)
-    assert_identical(run(STOCK + resumed + aware))
+    assert_identical(run(STOCK + aware))
 
 
 @needs_megatron

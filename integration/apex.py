@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import megaopt
-from megaopt.integration.grad_scaler import PEERS, step_with
+from megaopt.integration.grad_scaler import passed_on, step_with
 
 
 class FusedAdam(megaopt.FusedAdam):
@@ -44,26 +44,14 @@ class FusedAdam(megaopt.FusedAdam):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
+        given = locals()
         if master_weights and not capturable:
             raise ValueError(
                 "master_weights must be False without capturable=True, as apex keeps masters only "
                 "then, got True; megaopt.FusedAdam(..., contract='te', master_weights=True) keeps "
                 "them"
             )
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            master_weights=master_weights,
-            capturable=capturable,
-            makes_states="stepped",
-            **PEERS,
-        )
+        super().__init__(**passed_on(given), makes_states="stepped")
         self.set_grad_none = set_grad_none
         for param, where in zip(self._owned.params, self._owned.labels, strict=True):
             self._check_param(param, where)

@@ -2,83 +2,96 @@
 
 Changing the import keeps a script; the bits are this package's, and not bitsandbytes': 8-bit
 moments are rounded stochastically, and one launch steps all parameters, where bitsandbytes waits
-for the GPU after each. bitsandbytes itself is needed by `to_bitsandbytes_state_dict` alone.
-GlobalOptimManager has no counterpart: parameters for which it asks for 32 bits go to an optimizer
-of their own.
+for the GPU after each. bitsandbytes itself is not needed. GlobalOptimManager has no counterpart:
+parameters for which it asks for 32 bits go to an optimizer of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib import import_module
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from typing_extensions import Unpack
 
 import megaopt
-from megaopt.integration.drop_in import DropIn
-from megaopt.options.checks import refuse
+from megaopt.integration.drop_in import IN_BLOCKS, DropIn, DropInOptions
+from megaopt.options.checks import one_of, refuse
 from megaopt.params import view_of
+from megaopt.saving.parse import with_states
 
+Class = TypeVar("Class", bound=type)
+
+BITS = {"optim_bits": 32}
 LAST = {"args": None, "min_8bit_size": 4096, "is_paged": False}
 LAST |= {"percentile_clipping": 100, "block_wise": True, "seed": 0}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
+ADAMW = {**ADAM, "weight_decay": 1e-2}
 LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
-BITS = {"optim_bits": 32}
-SHARED = """\
-Arguments are bitsandbytes', with its order and defaults. Moments of 8 bits are in blocks of 128
-elements, "block_e4m3" and "block_e5m3", rounded stochastically; bitsandbytes has codes of its own
-in blocks of 256, rounded to nearest. Of small parameters, and where rows are no whole blocks,
-moments are fp32 (docs/how-to/low_memory.md). An infinity or NaN among gradients goes through the
-arithmetic, where bitsandbytes' 8-bit kernels pass over it.
-
-Args:
-    params, lr, betas, eps: as megaopt.FusedAdam takes them; Lion, as megaopt.FusedLion.
-    weight_decay: decoupled, also of Adam, as in bitsandbytes; at least 0.
-    amsgrad: only False; bitsandbytes' 32-bit optimizers ignore it in silence.
-    optim_bits: of a moment, 32 or 8; only 32, and not used, where the name says 8bit.
-    args: only None.
-    min_8bit_size: parameters with fewer elements keep moments in fp32. Refused where that is more
-        than what a parameter has that would get 8 bits here.
-    is_paged: True, and the Paged optimizers, keep moments in pinned host memory all the time, as
-        state_device="cpu" does; bitsandbytes moves pages there when the GPU's memory is full.
-    percentile_clipping: only 100: no clipping. `step(clip_norm=...)` clips by the norm of all
-        gradients.
-    block_wise: only True.
-    seed: of the random bits, from 0 to 2**64 - 1.
-
-Raises:
-    ValueError: as megaopt.FusedAdam; an argument that has to have one value has another.
-"""
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""Says how bitsandbytes' names of each moment's tensors end."""
+"""How bitsandbytes' names of each moment's tensors end."""
 INNER = "__bnb_optimizer_quant_state__"
-"""Under which name newer releases hide all of a state's tensors from FSDP."""
-OTHER_GROUP_KEYS = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
-"""Names numbers of AdEMAMix, which all groups have."""
+"""The name under which newer releases hide all of a state's tensors from FSDP."""
+OTHER_KEYS = ("alpha", "t_alpha", "t_beta3")
+"""Keys of AdEMAMix, which all groups have."""
 BLOCK, OLDER_BLOCK = 256, 2048
 
 
-class _Base(DropIn):
-    """What bitsandbytes' optimizers have in common."""
+class BitsandbytesOptions(DropInOptions, total=False):
+    """Arguments are bitsandbytes', with its order and defaults.
 
-    _keywords: tuple[str, ...] = ("percentile_clipping", "block_wise", "seed")
-    _shared = SHARED
-    _allowed: ClassVar = {"amsgrad": (False,), "optim_bits": (32, 8), "args": (None,)}
-    _allowed |= {"is_paged": (False, True), "percentile_clipping": (100,), "block_wise": (True,)}
-    _formats: ClassVar = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+    Moments of 8 bits are "block_e4m3" and "block_e5m3", in blocks of 128 elements; bitsandbytes has
+    codes of its own in blocks of 256, rounded to nearest. Small ones, and where rows are no whole
+    blocks, are fp32 (docs/how-to/low_memory.md). An infinity or NaN among gradients goes through
+    the arithmetic, where bitsandbytes' 8-bit kernels pass over it.
+
+    Args:
+        params, lr, betas, eps: as megaopt.FusedAdam takes them; Lion, as megaopt.FusedLion.
+        weight_decay: decoupled, also of Adam, as in bitsandbytes; at least 0.
+        amsgrad, args: only False, and None; bitsandbytes ignores them in silence.
+        optim_bits: of a moment, 32 or 8; only 32, and not used, where the name says 8bit.
+        min_8bit_size: parameters with fewer elements keep moments in fp32. Refused where that is
+            more than what a parameter has that would get 8 bits here.
+        is_paged: True, and the Paged optimizers, keep moments in pinned host memory all the time,
+            as state_device="cpu" does; bitsandbytes moves them there when the GPU's memory is full.
+        percentile_clipping, block_wise: only 100, and True. `step(clip_norm=...)` clips by the norm
+            of all gradients.
+        seed: of the random bits, from 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: as megaopt.FusedAdam; an argument that has to have one value has another.
+    """
+
+    amsgrad: bool
+    optim_bits: int
+    args: Any
+    min_8bit_size: int
+    is_paged: bool
+    percentile_clipping: int
+    block_wise: bool
+
+
+class _Base(DropIn):
+    _library: ClassVar[Any] = BitsandbytesOptions
+    _keywords: ClassVar[tuple[str, ...]] = ("percentile_clipping", "block_wise", "seed")
+    _only: ClassVar = {"amsgrad": (False,), "args": (None,), "is_paged": (False, True)}
+    _only |= {"percentile_clipping": (100,), "block_wise": (True,)}
     _is_8bit = _is_paged = False
     _min_8bit_size = 0
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        least, bits = given.pop("min_8bit_size"), given.pop("optim_bits", 32)
+    def __init__(
+        self, params: Iterable[Any], *arguments: Any, **options: Unpack[BitsandbytesOptions]
+    ) -> None:
+        super().__init__(params, *arguments, **options)
+
+    def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
+        least, bits = given["min_8bit_size"], given.get("optim_bits", 32)
+        one_of("optim_bits", bits, (32,) if self._is_8bit else (32, 8))
         if type(least) is not int or least < 0:
             refuse("min_8bit_size", "a whole number >= 0", least)
         self._min_8bit_size = least
-        formats = self._formats if self._is_8bit or bits == 8 else {}
-        is_paged = given.pop("is_paged") or self._is_paged
-        rule = {name: value for name, value in given.items() if name not in self._allowed}
-        return {**rule, **formats, **({"state_device": "cpu"} if is_paged else {})}
+        home = {"state_device": "cpu"} if given["is_paged"] or self._is_paged else {}
+        return {**home, **(IN_BLOCKS if self._is_8bit or bits == 8 else {})}
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)
@@ -87,41 +100,12 @@ class _Base(DropIn):
             allowed = f"at most {numel}, its number of elements, as it would have 8-bit moments"
             refuse(f"{label}: min_8bit_size", allowed, self._min_8bit_size)
 
-    def _read(self, state_dict: dict[str, Any]) -> Any:
-        return unpacked_state_dict(state_dict)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as this package's optimizer, also state dicts of bitsandbytes, by their values.
 
-    @torch.no_grad()
-    def to_bitsandbytes_state_dict(self) -> dict[str, Any]:
-        """A state dict that bitsandbytes' optimizer of this name loads; needs bitsandbytes.
-
-        Moments are in its 8-bit codes where this optimizer has 8 bits, otherwise fp32. Raises
-        ImportError without bitsandbytes, ValueError for a DTensor.
+        Raises ValueError for codes without their map or amaxes; nothing has changed then.
         """
-        states, groups, key = {}, [], 0
-        for own, group in zip(self.state_dict()["param_groups"], self.param_groups, strict=True):
-            for param in group["params"]:
-                if view_of(param).is_sharded:
-                    refuse(f"parameter {key}", "a plain tensor", param)
-                if self.state.get(param):
-                    states[key] = {"step": int(group["step"]), **self._packed(param)}
-                key += 1
-            named = {name: own[name] for name in ("lr", "betas", "weight_decay", "params")}
-            theirs = OTHER_GROUP_KEYS if "eps" in own else {}
-            groups.append({**named, "eps": own.get("eps", 0.0), **theirs})
-        return {"state": states, "param_groups": groups}
-
-    def _packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = {}
-        for name in self.rule.moments:
-            number, value = MOMENTS[name], self.get_unscaled_state(param, name)
-            found[f"state{number}"] = value
-            if self.state[param][name].dtype == torch.uint8:
-                functional = import_module("bitsandbytes.functional")
-                table = functional.create_dynamic_map(signed=name == "exp_avg").to(param.device)
-                code, rest = functional.quantize_blockwise(value, code=table, blocksize=BLOCK)
-                own = {"state": code, "qmap": table, "absmax": rest.absmax}
-                found.update({f"{kind}{number}": tensor for kind, tensor in own.items()})
-        return found
+        super().load_state_dict(unpacked_state_dict(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
@@ -134,25 +118,13 @@ def unpacked_state_dict(state_dict: Any) -> Any:
     megaopt.FusedAdam, or FusedLion, and torch.optim.AdamW load it. What has no state1 is passed on
     as it is. Raises ValueError for 8-bit states that are not block-wise.
     """
-    whole = state_dict if isinstance(state_dict, Mapping) else {}
-    states, groups = whole.get("state"), whole.get("param_groups")
-    if not isinstance(states, Mapping) or not isinstance(groups, (list, tuple)):
+    flat = with_states(state_dict, lambda own, _: {**own, **own.get(INNER, {})})
+    states = [] if flat is state_dict else [*filter(None, flat["state"].values())]
+    if not any("state1" in own for own in states):
         return state_dict
-    flat = {key: _flat(state) for key, state in states.items()}
-    if not any(isinstance(state, Mapping) and "state1" in state for state in flat.values()):
-        return state_dict
-    eps = () if any("state2" in state for state in flat.values()) else ("eps",)
-    dropped = (*OTHER_GROUP_KEYS, *eps)
-    return {
-        **state_dict,
-        "state": {key: _unpacked(state, f"state {key}") for key, state in flat.items()},
-        "param_groups": [{k: v for k, v in g.items() if k not in dropped} for g in groups],
-    }
-
-
-def _flat(state: Any) -> Any:
-    inner = state.get(INNER) if isinstance(state, Mapping) else None
-    return {**state, **inner} if isinstance(inner, Mapping) else state
+    left_out = (*OTHER_KEYS, *(() if any("state2" in own for own in states) else ("eps",)))
+    groups = [{k: own[k] for k in own if k not in left_out} for own in flat["param_groups"]]
+    return {**with_states(flat, _unpacked), "param_groups": groups}
 
 
 def _unpacked(state: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -176,51 +148,41 @@ def _unpacked(state: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-class Adam(_Base, megaopt.FusedAdam, face={**ADAM, **BITS, **LAST}):
+class Adam(_Base, megaopt.FusedAdam, takes={**ADAM, **BITS, **LAST}, makes_states="stepped"):
     """bitsandbytes' Adam: megaopt.FusedAdam, with decoupled weight decay of 0 by default."""
 
-    _fixed: ClassVar = {"makes_states": "stepped"}
 
-
-class AdamW(_Base, megaopt.FusedAdam, face={**ADAM, "weight_decay": 1e-2, **BITS, **LAST}):
+class AdamW(_Base, megaopt.FusedAdam, takes={**ADAMW, **BITS, **LAST}, makes_states="stepped"):
     """bitsandbytes' AdamW: megaopt.FusedAdam, with a weight_decay of 0.01 by default."""
 
-    _fixed: ClassVar = {"makes_states": "stepped"}
 
-
-class _Lion(_Base, megaopt.FusedLion):
-    """Translates the arguments of Lion and Lion8bit."""
-
-    _formats: ClassVar = {"exp_avg_dtype": "block_e4m3"}
-
-
-class Lion(_Lion, face={**LION, **BITS, **LAST}):
+class Lion(_Base, megaopt.FusedLion, takes={**LION, **BITS, **LAST}):
     """bitsandbytes' Lion: megaopt.FusedLion."""
 
 
 class Adam8bit(Adam):
     """bitsandbytes' Adam8bit: Adam with moments of 8 bits."""
 
-    _is_8bit, _allowed = True, {**_Base._allowed, "optim_bits": (32,)}
+    _is_8bit = True
 
 
 class AdamW8bit(AdamW):
     """bitsandbytes' AdamW8bit: AdamW with moments of 8 bits."""
 
-    _is_8bit, _allowed = True, Adam8bit._allowed
+    _is_8bit = True
 
 
-class Lion8bit(_Lion, face={**LION, **LAST}):
+class Lion8bit(Lion, takes={**LION, **LAST}):
     """bitsandbytes' Lion8bit: Lion with a moment of 8 bits."""
 
     _is_8bit = True
 
 
-def _paged(base: Any) -> Any:
-    """Makes the optimizer of states that bitsandbytes pages to the host: here all are there."""
+def _paged(base: Class) -> Class:
+    """The optimizer whose states bitsandbytes pages to the host; here all of them are there."""
     doc = f"Paged{base.__name__}: {base.__name__}, with its states in pinned host memory."
     members = {"_is_paged": True, "__doc__": doc, "__module__": __name__}
-    return type(f"Paged{base.__name__}", (base,), members)
+    return type(base)(f"Paged{base.__name__}", (base,), members)
 
 
 PagedAdam, PagedAdam8bit = _paged(Adam), _paged(Adam8bit)

@@ -1,82 +1,76 @@
-"""Shows and checks the arguments of another library's optimizers, from a table of each."""
+"""Optimizers that take another library's arguments, from a table of their names and defaults."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, TypedDict
+
+import torch
 
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import one_of
 
 PACKAGE = "megaopt.integration."
 
+IN_BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+IN_BLOCKS |= {"momentum_buffer_dtype": "block_e4m3"}
+"""Moments of 8 bits, of whatever rule."""
 
-class _Face:
-    """The signature of a class that has no constructor of its own."""
 
-    def __get__(self, instance: object, kind: Any) -> inspect.Signature | None:
-        is_ours = kind.__init__.__module__.startswith(PACKAGE) and hasattr(kind, "_face")
-        return kind._face if is_ours else None
+class DropInOptions(TypedDict, total=False):
+    """Arguments that most of these optimizers have."""
+
+    lr: float | torch.Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    seed: int
 
 
 class DropIn(FusedOptimizer):
     """Takes the arguments of another library's optimizer; the bits are this package's.
 
-    A subclass names them, with their defaults, as its face. Those that are no arguments of the
-    optimizer of this package that it stands for, `_options` translates.
+    A class statement gives their names and defaults in order (`takes`), and the options of this
+    package's optimizer that are fixed. Arguments that it has too go to it.
     """
 
-    __signature__ = _Face()
-    _face: ClassVar[inspect.Signature]
-    _keywords: tuple[str, ...] = ("seed",)
+    __signature__: ClassVar[inspect.Signature | None] = None
+    _signature: ClassVar[inspect.Signature]
+    _library: ClassVar[Any]
+    """The TypedDict of the library's arguments, whose docstring ends each class's."""
+    _keywords: ClassVar[tuple[str, ...]] = ("seed",)
     """Arguments that are given by name alone."""
-    _allowed: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Names, of arguments that may have few values, these."""
-    _shared: ClassVar[str] = ""
-    """Ends each class's docstring: the same for all of the library's optimizers."""
+    _only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """The values that arguments may have."""
     _fixed: ClassVar[dict[str, Any]] = {}
-    """Options of this package's optimizer that are the same for all of the class."""
 
-    def __init_subclass__(cls, face: Mapping[str, Any] | None = None, **more: Any) -> None:
-        super().__init_subclass__(**more)
+    def __init_subclass__(cls, takes: Mapping[str, Any] | None = None, **fixed: Any) -> None:
+        super().__init_subclass__()
         kind = inspect.Parameter
-        if face is not None:
-            found = [kind("params", kind.POSITIONAL_OR_KEYWORD)]
-            for name, default in face.items():
-                by_name = name in cls._keywords
-                how = kind.KEYWORD_ONLY if by_name else kind.POSITIONAL_OR_KEYWORD
-                found.append(kind(name, how, default=default))
-            cls._face = inspect.Signature(found)
-        if cls.__module__.startswith(PACKAGE) and hasattr(cls, "_face"):
-            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{cls._shared}"
+        if "__init__" in vars(cls):
+            cls.__signature__ = None
+        if takes is not None:
+            cls._fixed, found = fixed, [kind("params", kind.POSITIONAL_OR_KEYWORD)]
+            for name, default in takes.items():
+                how = kind.KEYWORD_ONLY if name in cls._keywords else kind.POSITIONAL_OR_KEYWORD
+                text = cls._library.__annotations__[name].__forward_arg__
+                found.append(kind(name, how, default=default, annotation=text))
+            cls._signature = cls.__signature__ = inspect.Signature(found)
+        if cls.__module__.startswith(PACKAGE) and hasattr(cls, "_signature"):
+            cls.__doc__ = f"{cls.__doc__}\n\n{inspect.cleandoc(cls._library.__doc__)}"
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        bound = self._face.bind(*arguments, **named)
+    def __init__(self, params: Iterable[Any], *arguments: Any, **options: Any) -> None:
+        bound = self._signature.bind(params, *arguments, **options)
         bound.apply_defaults()
         given = bound.arguments
-        for name, allowed in self._allowed.items():
+        for name, allowed in self._only.items():
             if name in given:
                 one_of(name, given[name], allowed)
-        init: Any = super().__init__
-        init(given.pop("params"), **{**self._options(given), **self._fixed})
+        own, init = {**given, **self._translated(given), **self._fixed}, super().__init__
+        known: Any = inspect.signature(init).parameters
+        init(**{name: value for name, value in own.items() if name in known})
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of this package's optimizer; ValueError for what is not here."""
-        return given
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of this package's, of torch's or of the library's optimizer.
-
-        The library's moments of 8 or 4 bits are read as fp32 values and stored in the formats here,
-        to nearest; others likewise, exactly where the format is as wide.
-
-        Raises:
-            ValueError: as megaopt.FusedAdam.load_state_dict; codes without their map or scales.
-                Nothing has changed then.
-        """
-        super().load_state_dict(self._read(state_dict))
-
-    def _read(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The library's state dict in this package's names; anything else as it is."""
-        return state_dict
+    def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The options that the arguments ask for; raises ValueError for what is not here."""
+        return {}

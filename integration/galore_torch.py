@@ -7,7 +7,7 @@ their files alone.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import megaopt
 from megaopt.integration import bitsandbytes
@@ -17,12 +17,32 @@ from megaopt.params.view import FEWEST_IN_ROWS
 __all__ = ["GaLoreAdamW8bit"]
 
 
-FACE = {**bitsandbytes.ADAM, "weight_decay": 1e-2, "optim_bits": 32, "args": None}
-FACE |= {"min_8bit_size": FEWEST_IN_ROWS, "percentile_clipping": 100, "block_wise": True}
-FACE |= {"is_paged": False, "seed": 0}
+TAKES = {**bitsandbytes.ADAMW, "optim_bits": 32, "args": None, "min_8bit_size": FEWEST_IN_ROWS}
+TAKES |= {"percentile_clipping": 100, "block_wise": True, "is_paged": False, "seed": 0}
 
 
-class GaLoreAdamW8bit(bitsandbytes._Base, megaopt.GaLoreAdamW, face=FACE):
+class GaLoreOptions(bitsandbytes.BitsandbytesOptions, total=False):
+    """Arguments are galore_torch's, with its order and defaults.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as megaopt.GaLoreAdamW takes them.
+        amsgrad: only False; galore_torch ignores it in silence.
+        optim_bits, args: only 32, and None; not used.
+        min_8bit_size: at most 4,096: how many elements a projected gradient has to have for moments
+            of 8 bits, beside rows of whole blocks. Here it is always 4,096.
+        percentile_clipping, block_wise: only 100, and True. `step(clip_norm=...)` clips by the norm
+            of all gradients.
+        is_paged: only False: GaLore's states are on the card.
+        seed: of the random bits, from 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: as megaopt.GaLoreAdamW; an argument that has to have one value has another.
+    """
+
+
+class GaLoreAdamW8bit(
+    bitsandbytes._Base, megaopt.GaLoreAdamW, takes=TAKES, refresh="svd", stagger=False
+):
     """galore_torch's GaLoreAdamW8bit: megaopt.GaLoreAdamW with moments of 8 bits in blocks.
 
     Groups say rank, update_proj_gap, scale and proj_type. Moments are "block_e4m3" and
@@ -33,39 +53,13 @@ class GaLoreAdamW8bit(bitsandbytes._Base, megaopt.GaLoreAdamW, face=FACE):
     Projections are galore_torch's, by an SVD, all in one step.
     """
 
-    _keywords: tuple[str, ...] = ("seed",)
+    _library: ClassVar[Any] = GaLoreOptions
+    _keywords = ("seed",)
+    _only: ClassVar = {**bitsandbytes._Base._only, "is_paged": (False,)}
     _is_8bit = True
-    _allowed: ClassVar = {**bitsandbytes._Base._allowed, "optim_bits": (32,), "is_paged": (False,)}
-    _fixed: ClassVar = {"refresh": "svd", "stagger": False}
-    _shared = """\
-Arguments are galore_torch's, with its order and defaults.
 
-Args:
-    params, lr, betas, eps, weight_decay: as megaopt.GaLoreAdamW takes them.
-    amsgrad: only False; galore_torch ignores it in silence.
-    optim_bits: only 32, and not used.
-    args: only None.
-    min_8bit_size: at most 4,096: how many elements a projected gradient has to have for moments of
-        8 bits, beside rows of whole blocks. Here it is always 4,096.
-    percentile_clipping: only 100: no clipping. `step(clip_norm=...)` clips by the norm of all
-        gradients.
-    block_wise: only True.
-    is_paged: only False: GaLore's states are on the card.
-    seed: of the random bits, from 0 to 2**64 - 1.
-
-Raises:
-    ValueError: as megaopt.GaLoreAdamW; an argument that has to have one value has another.
-"""
-
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
         size = given["min_8bit_size"]
         if isinstance(size, int) and size > FEWEST_IN_ROWS:
             refuse("min_8bit_size", f"at most {FEWEST_IN_ROWS}", size)
-        return super()._options(given)
-
-    def to_bitsandbytes_state_dict(self) -> NoReturn:
-        """Raises ValueError: bitsandbytes' optimizers have no projections."""
-        raise ValueError(
-            "to_bitsandbytes_state_dict must be called of an optimizer without projections, got "
-            "GaLoreAdamW8bit; state_dict() has all of it"
-        )
+        return super()._translated(given)

@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-PEERS: dict[str, Any] = {"contract": "te", "write_unscaled_grads": True}
-"""The options of a drop-in for a peer whose step takes a GradScaler."""
+from megaopt.options.options import PEERS_WITH_SCALERS
+
+
+def passed_on(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of megaopt.FusedAdam for a peer's: of the constructor's locals()."""
+    left_out = ("self", "__class__", "set_grad_none")
+    return {**PEERS_WITH_SCALERS, **{n: given[n] for n in given if n not in left_out}}
 
 
 def step_with(

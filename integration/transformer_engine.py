@@ -16,7 +16,7 @@ import torch
 
 import megaopt
 import megaopt.integration.transformer_engine_weights  # fp8 tensors become known
-from megaopt.integration.grad_scaler import PEERS, step_with
+from megaopt.integration.grad_scaler import passed_on, step_with
 from megaopt.options.choices import MasterWeights
 
 
@@ -77,6 +77,7 @@ class FusedAdam(megaopt.FusedAdam):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
+        given = locals()
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none in the constructor is deprecated: pass set_to_none to zero_grad",
@@ -84,26 +85,7 @@ class FusedAdam(megaopt.FusedAdam):
                 stacklevel=2,
             )
         self.set_grad_none = set_grad_none
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders,
-            direct_cast=True,
-            makes_states="all",
-            **PEERS,
-        )
+        super().__init__(**passed_on(given), direct_cast=True, makes_states="all")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]  # true for all there

@@ -49,7 +49,6 @@ def _refuse(tensor: Any, allowed: str, found: object) -> ValueError:
 
 
 def _codes(tensor: Any, name: str) -> torch.Tensor:
-    """A tensor's buffer of codes, as fp8."""
     data = getattr(tensor, name)
     if data is None:
         raise _refuse(tensor, "codes row by row, columnwise ones beside them", f"{name}=None")
@@ -61,11 +60,9 @@ def _codes(tensor: Any, name: str) -> torch.Tensor:
     return codes
 
 
-def _initial(tensor: Any) -> Callable[[], torch.Tensor | None]:
-    """Reads what fp8_model_init(preserve_high_precision_init_val=True) kept."""
-    found: Callable[[], torch.Tensor | None]
-    found = getattr(tensor, "get_high_precision_init_val", lambda: None)
-    return found
+def _initial(tensor: Any) -> Any:
+    """A function for the values that fp8_model_init(preserve_high_precision_init_val=True) kept."""
+    return getattr(tensor, "get_high_precision_init_val", lambda: None)
 
 
 def _forget_initial(tensor: Any) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.matrix.galore import GALORE, LEFT, RIGHT, LowRank, saves
+from megaopt.kernels.matrix.galore import GALORE, LEFT, PROJECTION, RIGHT, LowRank, saves
 from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, why_not_kernel
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
@@ -25,7 +25,7 @@ from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
-from megaopt.saving.galore import from_galore_torch
+from megaopt.saving.parse import with_states
 from megaopt.state.owned import Owned
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
@@ -290,30 +290,8 @@ class GaLoreAdamW(FusedOptimizer):
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         **options: Unpack[SharedOptions],
     ) -> None:
-        made, masters = options_of(
-            self,
-            GaLoreOptions,
-            options,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            kernel=kernel,
-            precision=precision,
-            refresh=refresh,
-            stagger=stagger,
-        )
-        numbers = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "rank": rank,
-            "update_proj_gap": update_proj_gap,
-            "scale": scale,
-            "proj_type": proj_type,
-        }
         self._given = set()
-        super().__init__(params, numbers, made, masters)
+        super().__init__(params, *options_of(self, GaLoreOptions, locals()))
 
     @property
     def rule(self) -> Rule:
@@ -394,3 +372,41 @@ class GaLoreAdamW(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as FusedAdam; state dicts of galore_torch's AdamW too, projections included."""
         super().load_state_dict(from_galore_torch(state_dict))
+
+
+# --- state dicts of galore_torch
+
+
+PROJECTOR = "projector"
+"""Key of galore_torch's states: an object that has the projection, as ortho_matrix."""
+
+
+def from_galore_torch(state_dict: Any) -> Any:
+    """A state dict of galore_torch's in this package's names; anything else as it is.
+
+    Its arguments stay as they are. Raises ValueError for a projection on both sides.
+    """
+    found = with_states(state_dict, _state)
+    groups = found.get("param_groups") if isinstance(found, Mapping) else None
+    if not isinstance(groups, (list, tuple)):
+        return found
+    return {**found, "param_groups": [_group(each) for each in groups]}
+
+
+def _state(own: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    if PROJECTOR not in own:
+        return own
+    matrix = getattr(own[PROJECTOR], "ortho_matrix", None)
+    rest = {name: value for name, value in own.items() if name != PROJECTOR}
+    if matrix is None:
+        return rest
+    if not isinstance(matrix, torch.Tensor):
+        refuse(f"{where}: {PROJECTOR!r}", "one of type std, reverse_std, right or left", matrix)
+    return {**rest, PROJECTION: matrix}
+
+
+def _group(group: Any) -> Any:
+    if not isinstance(group, Mapping) or "correct_bias" not in group:
+        return group
+    rest = {name: value for name, value in group.items() if name != "correct_bias"}
+    return {**rest, "bias_correction": group["correct_bias"]}

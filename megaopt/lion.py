@@ -59,9 +59,7 @@ class FusedLion(FusedOptimizer):
         exp_avg_dtype: torch.dtype | str = torch.float32,
         **options: Unpack[StepOptions],
     ) -> None:
-        made, masters = options_of(self, LionOptions, options, exp_avg_dtype=exp_avg_dtype)
-        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, numbers, made, masters)
+        super().__init__(params, *options_of(self, LionOptions, locals()))
 
     @property
     def rule(self) -> Rule:

@@ -88,17 +88,8 @@ class FusedSGD(FusedOptimizer):
         momentum_buffer_dtype: torch.dtype | str = torch.float32,
         **options: Unpack[StepOptions],
     ) -> None:
-        made, masters = options_of(
-            self,
-            SGDOptions,
-            options,
-            momentum_buffer_dtype=momentum_buffer_dtype,
-            has_momentum=number("momentum", momentum, DECAY) > 0,
-            nesterov=nesterov,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        super().__init__(params, {**numbers, "weight_decay": weight_decay}, made, masters)
+        own = {"has_momentum": number("momentum", momentum, DECAY) > 0}
+        super().__init__(params, *options_of(self, SGDOptions, {**locals(), **own}))
 
     @property
     def rule(self) -> Rule:

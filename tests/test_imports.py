@@ -65,8 +65,8 @@ ADDED = {
     },
     "circle of folders": {
         "megaopt/options/checks.py": "\nimport megaopt.saving.formats\n",
-        "megaopt/saving/formats.py": "import megaopt.options.names\n",
-        "megaopt/options/names.py": "",
+        "megaopt/saving/formats.py": "import megaopt.options.others\n",
+        "megaopt.options.others.py": "",
     },
     "asks for a parameter's kind: megaopt.saving.parse, line": {
         "megaopt/saving/parse.py": f"{LATE}return isinstance(param, Float8Shard)\n"

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import importlib
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -80,19 +81,8 @@ def get_megatron_optimizer(
         RuntimeError: it is another release.
         ValueError: an argument, a field of config or the kind of a parameter cannot be used.
     """
-    options: dict[str, Any] = {
-        "mode": mode,
-        "contract": contract,
-        "backend": backend,
-        "exp_avg_dtype": exp_avg_dtype,
-        "exp_avg_sq_dtype": exp_avg_sq_dtype,
-        "master_weight_dtype": master_weight_dtype,
-        "store_param_remainders": store_param_remainders,
-        "round_scaled_grads": round_scaled_grads,
-        "seed": seed,
-        "capturable": capturable,
-        "any_version": any_version,
-    }
+    given = locals()
+    options = {each.name: given[each.name] for each in fields(Choices) if each.name in given}
     _check_version(any_version)
     check_arguments(config, model_chunks)
     one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd"))
@@ -101,7 +91,7 @@ def get_megatron_optimizer(
         options["asked"] = config  # of its own paths to them none is the distributed optimizer's
         told = copy.copy(config)
         told.optimizer = "adam"
-    with plugged_in(**options):
+    with plugged_in(any_version=any_version, **options):
         module = importlib.import_module("megatron.core.optimizer")
         return module.get_megatron_optimizer(told, model_chunks, *args, **kwargs)
 
@@ -127,7 +117,7 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     choices = Choices(**options)
     _check_version(any_version)
     # by name: it imports Megatron, which this module does not
-    plug: Any = importlib.import_module("megaopt.integration.megatron.plug")
+    plug: Any = importlib.import_module("megaopt.integration.megatron.distributed")
     with contextlib.ExitStack() as stack:
         for module, name, value in plug.replacements(choices):
             stack.callback(setattr, module, name, getattr(module, name))

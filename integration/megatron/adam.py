@@ -66,8 +66,8 @@ class ShardSGD(Shards, megaopt.FusedSGD):
     """megaopt.FusedSGD over shards."""
 
 
-class MainShardsFace(torch.optim.Optimizer):
-    """The face of a fused optimizer: groups and state are those of Megatron's main shards.
+class MainShardsAdapter(torch.optim.Optimizer):
+    """Shows Megatron a fused optimizer whose groups and state are those of its main shards.
 
     Args:
         fused: its groups have the main shards, all fp32. It steps `weights` from then on, with the
@@ -207,7 +207,6 @@ def cleaned(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_the_same(given: dict[Any, State], held: dict[Any, State]) -> bool:
-    """Whether all tensors given are those held."""
     return given.keys() == held.keys() and all(
         all(held[place].get(name) is tensor for name, tensor in state.items())
         for place, state in given.items()

@@ -32,7 +32,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     @property
     def _keys(self) -> tuple[str, ...]:
-        """The names of all that is saved of a parameter."""
         return ("param", *self.optimizer_state_keys)
 
     @property
@@ -53,7 +52,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
             for group in packed["param_groups"]
         ]
         for group in groups:  # with capturable they are on the device
-            group |= {"step": int(group["step"]), "lr": host_number(group["lr"])}
+            lr = group["lr"]
+            group["lr"] = lr.item() if isinstance(lr, torch.Tensor) else lr
+            group["step"] = int(group["step"])
         align_steps(groups)
         found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         if self.grad_scaler:
@@ -239,11 +240,6 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in host memory of their own."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
-
-
-def host_number(value: Any) -> Any:
-    """A number that may be on the device."""
-    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def padded(compact: torch.Tensor, buffer: Any) -> torch.Tensor:

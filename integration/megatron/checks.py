@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megaopt.adam import AdamOptions
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8
 from megaopt.options.checks import refuse
@@ -68,11 +67,6 @@ def check_release(config: Any, asked: Any) -> None:
 
 def check_offload(config: Any) -> None:
     """Raises ValueError for an offload of other states than all."""
-    if not hasattr(AdamOptions, "state_device"):
-        raise ValueError(
-            "config.optimizer_cpu_offload must be False, as this release of megaopt has no states "
-            "in host memory, got True"
-        )
     fraction = config.optimizer_offload_fraction
     if fraction != 1.0:
         raise ValueError(

@@ -80,12 +80,10 @@ class Choices:
     def _options(self) -> AdamOptions:
         """The options that Megatron's config does not give; ValueError where they contradict."""
         return AdamOptions(
-            dtype=None,
             master_weight_dtype=_given(self.master_weight_dtype, torch.float32),
             exp_avg_dtype=_given(self.exp_avg_dtype, torch.float32),
             exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, torch.float32),
             store_param_remainders=bool(self.store_param_remainders),
-            adam_w_mode=True,
             contract=self.contract,
             step_counts="group",
             backend=self.backend,

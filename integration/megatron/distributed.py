@@ -1,16 +1,23 @@
-"""Megatron's DistributedOptimizer, whose passes over gradients and weights are left to the step."""
+"""Stands in the place of Megatron's optimizers: the step does their passes over the weights."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import optimizer as factory
+from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
+from megatron.core.optimizer.clip_grads import l2_norm_impl
+from megatron.core.utils import local_multi_tensor_l2_norm
 
-from megaopt.integration.megatron.adam import MainShardsFace
+from megaopt.integration.megatron.adam import MainShardsAdapter, Shards
+from megaopt.integration.megatron.checkpoints import align_steps
+from megaopt.integration.megatron.choices import Choices
 from megaopt.integration.megatron.float8 import absent_shards, is_mxfp8, own_shards, weights_of
-from megaopt.integration.megatron.gradients import Gradients
-from megaopt.integration.megatron.numbers import numbers_of
+from megaopt.integration.megatron.gradients import Gradients, norm_groups
 from megaopt.params import view_of
 from megaopt.state.tensors import MASTER
 
@@ -119,7 +126,7 @@ class MainShards(Sharded):
             self._outside.update(outside)
         both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
         weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
-        self.optimizer = MainShardsFace(self.fused, weights, absent_shards(self))
+        self.optimizer = MainShardsAdapter(self.fused, weights, absent_shards(self))
 
     def _is_in_place(self, model: torch.Tensor) -> bool:
         """Whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
@@ -194,3 +201,122 @@ class PrecisionAware(Sharded):
             part = self._get_model_param_range_map(model)["param"]
             value = named.get(model, model).detach().reshape(-1)[part.start : part.end]
             self.fused.set_scaled_state(shard, MASTER, value)
+
+
+# --- numbers
+
+
+EXPERTS = 1 << 30
+"""Added for parameters of experts, which an optimizer of their own numbers from 0 again."""
+SHARED_EMBEDDING = 1 << 31
+"""The word embeddings: copies on the first and the last pipeline stage have to stay equal."""
+
+
+def numbers_of(optimizer: Any) -> dict[torch.Tensor, int]:
+    """The place of each parameter in the buffers of a distributed optimizer.
+
+    All data-parallel ranks lay out their buffers alike, and so do tensor-parallel ranks, which keep
+    copies of norms and biases. Parts of one weight on tensor-parallel ranks, and parameters of
+    different pipeline stages, draw the same bits for other elements.
+    """
+    params = [param for buffer in optimizer.buffers for param in buffer.params]
+    return {param: _number(param, place) for place, param in enumerate(params)}
+
+
+def _number(param: Any, place: int) -> int:
+    if getattr(param, "shared_embedding", False):
+        return SHARED_EMBEDDING
+    return place if getattr(param, "allreduce", True) else place + EXPERTS
+
+
+# --- several optimizers
+
+
+class Chained(ChainedOptimizer):
+    """Steps one or several optimizers of ours (dense and expert parameters, say)."""
+
+    def __init__(self, chained_optimizers: list[Any]) -> None:
+        super().__init__(chained_optimizers)
+        # one list for the norm's kernel, which has one dtype
+        allowed = l2_norm_impl is not local_multi_tensor_l2_norm and all(
+            optimizer.has_16_bit_norm for optimizer in chained_optimizers
+        )
+        for optimizer in chained_optimizers:
+            optimizer.has_16_bit_norm = allowed
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, Any, Any]:
+        """Megatron's step, where gradients stay as they are and the steps are told a coefficient.
+
+        Returns:
+            Whether there was an update; the gradients' norm and how many of them are 0, both None
+            after an overflow, the latter also if config.log_num_zeros_in_grad is not set.
+        """
+        self.grad_norms_by_group: dict[str, Any] = {}
+        if self.prepare_grads():
+            return False, None, None
+        grad_norm = self.get_grad_norm()
+        if len(norm_groups()) > 1 and self.config.clip_grad > 0.0:
+            self._compute_grad_norms_by_group()  # ranks ask each other, once
+        for optimizer in self.chained_optimizers:
+            optimizer.clip(grad_norm, self.grad_norms_by_group)
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        is_skipped = any(each.skips(grad_norm) for each in self.chained_optimizers)
+        return not is_skipped and self.step_with_ready_grads(), grad_norm, zeros
+
+    def _synchronize_steps(self) -> int | None:
+        """Megatron's, for groups that were never stepped and steps on the device too."""
+        stepped = [each for each in self.chained_optimizers if not each.is_stub_optimizer]
+        groups = [group for each in stepped for group in each.optimizer.param_groups]
+        align_steps(groups)
+        steps = {int(group["step"]) for group in groups if group["params"]}
+        if len(steps) > 1:
+            raise ValueError(f"chained optimizers must be at one step, got steps {sorted(steps)}")
+        return steps.pop() if steps else None
+
+    def count_zeros(self) -> Any:
+        """How many of the clipped gradients are 0, over all ranks."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.chained_optimizers:
+                stack.enter_context(optimizer.clipped_grads())
+            return super().count_zeros()
+
+
+# --- in the place of Megatron's
+
+
+MEGATRONS = "megatrons_own"
+"""The attribute of our function that is Megatron's, in whose place it stands."""
+
+
+def owner_of(choices: Choices) -> type:
+    """The distributed optimizer of a mode."""
+    return PrecisionAware if choices.mode == "precision_aware" else MainShards
+
+
+def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
+    """Modules, names in them, and what these are to be while Megatron makes an optimizer."""
+    make = factory._get_megatron_optimizer_based_on_param_groups
+    make = getattr(make, MEGATRONS, make)  # within another's block: its choices would win
+
+    def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        own = replace(choices.for_model(model_chunks), offloads=config.optimizer_cpu_offload)
+        own.check_config(config, model_chunks)
+        if own.offloads:  # Megatron itself would make an optimizer a device
+            config = copy.copy(config)
+            config.optimizer_cpu_offload = False
+        factory.Adam = own.make_adam
+        factory.DistributedOptimizer = owner_of(own)
+        return make(config, model_chunks, *args, **kwargs)
+
+    setattr(checked, MEGATRONS, make)
+    return [
+        (factory, "_get_megatron_optimizer_based_on_param_groups", checked),
+        (factory, "Adam", choices.make_adam),
+        # otherwise it takes torch's AdamW, whatever Adam is
+        (factory, "USING_PYTORCH_OPTIMIZER", False),
+        (factory, "DistributedOptimizer", owner_of(choices)),
+        (factory, "ChainedOptimizer", Chained),
+        # release 0.16 looks whether it is given an instance of this
+        (distrib_optimizer, "Adam", Shards),
+    ]

@@ -40,7 +40,6 @@ class Gradients(CheckpointedOptimizer):
     """Whether the norm is given gradients of 16 bits."""
 
     def _start(self) -> None:
-        """What there is before the first gradient."""
         self._has_clipped_grads = self._clips_in_place = False
         self._bound_to: list[tuple[torch.Tensor, int]] = []
         self._norm_shards: dict[str | None, list[Any]] = {}

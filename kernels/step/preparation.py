@@ -58,7 +58,7 @@ class Request:
 
         rows: the group of each row of scalars behind those of the groups, whose numbers it takes.
         """
-        moved = {}
+        moved: dict[str, Any] = {}
         for name, number in self.numbers.items():
             if number is not None:
                 moved[name] = number.to(device, non_blocking=True)

@@ -8,9 +8,8 @@ and back at every use.
 """
 
 from megaopt.float8.convert import to_float8
-from megaopt.float8.delayed import update_scales
 from megaopt.float8.linear import scaled_matmul
-from megaopt.float8.weight import Float8Weight
+from megaopt.float8.weight import Float8Weight, update_scales
 from megaopt.kernels.float8 import RECIPES, Float8Recipe
 
 __all__ = [

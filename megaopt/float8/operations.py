@@ -47,7 +47,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_weight_alone(input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> bool:
-    """Whether F.linear has its fp8 tensor where a weight is."""
     return is_float8(weight) and not is_float8(input) and not is_float8(bias)
 
 

@@ -56,17 +56,8 @@ class Float8Shard(Tensor):
         made: Float8Shard = Tensor._make_wrapper_subclass(
             cls, (stop - start,), dtype=weight.dtype, device=weight.device, requires_grad=True
         )
+        made.weight, made.start, made.group, made.order = weight, start, group, order
         return made
-
-    def __init__(
-        self,
-        weight: Tensor,
-        start: int,
-        stop: int,
-        group: dist.ProcessGroup | None = None,
-        order: int | None = None,
-    ) -> None:
-        self.weight, self.start, self.group, self.order = weight, start, group, order
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what its printer passes
         return f"Float8Shard({self.start}:{self.start + self.numel()} of {self.weight!r})"

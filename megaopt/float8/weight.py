@@ -17,6 +17,7 @@ from megaopt.kernels.float8 import (
     dequantize_reference,
     quantize_reference,
 )
+from megaopt.kernels.quantizers.delayed import move_scales_reference
 from megaopt.kernels.quantizers.scale import amax_reference, scale_from_amax_reference
 
 TENSORS = ("data8", "scale_inv", "scale", "amax_history")
@@ -79,23 +80,11 @@ class Float8Weight(Tensor):
         made: Float8Weight = Tensor._make_wrapper_subclass(
             cls, data8.shape, dtype=dtype, device=data8.device, requires_grad=requires_grad
         )
+        made.data8, made.scale_inv, made.recipe = data8, scale_inv, recipe
+        made.scale, made.amax_history = scale, amax_history
+        made._initial = []
+        made._check()
         return made
-
-    def __init__(
-        self,
-        data8: Tensor,
-        scale_inv: Tensor,
-        scale: Tensor | None,
-        amax_history: Tensor | None,
-        recipe: Float8Recipe,
-        dtype: torch.dtype = torch.bfloat16,
-        requires_grad: bool = False,
-    ) -> None:
-        self.data8, self.scale_inv = data8, scale_inv
-        self.scale, self.amax_history = scale, amax_history
-        self.recipe = recipe
-        self._initial = []
-        self._check()
 
     def _check(self) -> None:
         recipe, shape = self.recipe, self.recipe.scale_shape(self.shape)
@@ -334,3 +323,27 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])  # it runs nothing but the checks of what it makes
+
+# --- delayed scaling
+
+
+@torch.no_grad()
+def update_scales(weight: Float8Weight, skip: torch.Tensor | None = None) -> None:
+    """Delayed scaling, once a step: the next scale from the amaxes so far, which move on by one.
+
+    As TransformerEngine: the first of the history, the amax since the last call, becomes its last,
+    all others move towards the front, and the first is 0. The scale becomes the recipe's code_max /
+    amax; where amax is 0, infinity or NaN it stays. Codes and `scale_inv` belong together and stay,
+    too. On the device; nothing waits.
+
+    Args:
+        weight: with delayed scaling.
+        skip: one boolean on the weight's device; where it is true nothing moves.
+
+    Raises:
+        ValueError: another recipe: its scales come from the values.
+    """
+    history, scale, recipe = weight.amax_history, weight.scale, weight.recipe
+    if history is None or scale is None:
+        raise ValueError(f"scaling must be 'delayed', got {recipe.scaling!r}")
+    move_scales_reference(history, scale, recipe, skip)

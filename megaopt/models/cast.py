@@ -29,13 +29,12 @@ SHORT = (torch.bfloat16, torch.float16)
 CAST = (torch.float64, torch.float32, *SHORT)
 """What is cast; codes of 8 bits are numbers only beside their scales, and stay."""
 
-NORMS: tuple[type[nn.Module], ...] = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
+RUNNING: tuple[type[nn.Module], ...] = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+"""Norms that may have running statistics; torch's own take 16-bit inputs beside fp32 weights."""
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *RUNNING)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called."""
 
@@ -102,8 +101,6 @@ def cast_model(
 
 
 class _Cast:
-    """What Module._apply calls with each parameter, gradient and buffer."""
-
     def __init__(self, dtype: torch.dtype, fixed: Mapping[int, torch.Tensor]) -> None:
         self._dtype, self._fixed = dtype, fixed
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -126,7 +123,6 @@ def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _kept_modules(model: nn.Module, keep: Keep) -> dict[str, nn.Module]:
-    """The modules to keep by name, with the modules in them."""
     chosen = _chooser(model, keep)
     named = list(model.named_modules(remove_duplicate=False))
     tops = [name for name, module in named if chosen(name, module)]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megaopt.models.side_stream import SideStream
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import refuse, shown
 from megaopt.params import view_of
@@ -91,8 +90,6 @@ def release_gradients(
 
 @dataclass
 class _Spot:
-    """Where a parameter is among the optimizer's."""
-
     group: int
     place: int
     entry: int | None
@@ -317,9 +314,48 @@ def _check_options(optimizer: FusedOptimizer, is_new: bool = True) -> None:
 
 
 def _check_together(owned: Owned, optimizer: FusedOptimizer) -> None:
-    """What a step checks of all parameters together."""
     owned.check_places()
     written: list[Named] = []
     for view, label in zip(owned.views, owned.labels, strict=True):
         written += written_tensors(view, optimizer.state.get(view.param, {}), label)
     check_memory(written)
+
+
+class SideStream:
+    """One stream a device; what is stepped there is done before what follows the backward pass."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._is_awaited = False
+
+    @contextmanager
+    def after(self, grad: torch.Tensor) -> Iterator[None]:
+        """Within it, work goes to the side stream, behind all that the device was given so far.
+
+        grad: what that work reads; its memory is not used again before.
+        """
+        device = grad.device
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            yield
+        grad.record_stream(side)
+        self._await()
+
+    def join(self) -> None:
+        """The current streams wait for what was stepped on the side."""
+        self._is_awaited = False
+        for device, side in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(side)
+
+    def _await(self) -> None:
+        if self._is_awaited:
+            return
+        self._is_awaited = True
+        try:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.join)
+        except RuntimeError:  # no backward pass is going on
+            self.join()

@@ -16,25 +16,29 @@ Class = TypeVar("Class", bound=type)
 
 
 def options_of(
-    optimizer: Any, kind: type[Kind], given: Mapping[str, object], **own: Any
-) -> tuple[Kind, MasterWeights]:
-    """Makes an optimizer's options and master_weights; sets use_decoupled_grad on it.
+    optimizer: Any, kind: type[Kind], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], Kind, MasterWeights]:
+    """Sorts a constructor's arguments; sets use_decoupled_grad on the optimizer.
 
     Args:
         optimizer: that is being made.
         kind: of its options.
-        given: the options that the caller named, of SharedOptions or StepOptions.
-        **own: the optimizer's own ones.
+        given: the arguments by name, as locals() has them: `options` is the dict of those of
+            SharedOptions or StepOptions. Other names are left out.
+
+    Returns:
+        The numbers of groups, the options, and master_weights.
 
     Raises:
-        TypeError: given has a name that the optimizer does not take.
+        TypeError: options have a name that the optimizer does not take.
         ValueError: an option is out of its range, or contradicts another.
     """
-    for name in given:
+    for name, value in given["options"].items():
         if name not in kind.ARGUMENTS:
             allowed = ", ".join(kind.ARGUMENTS)
-            raise TypeError(f"argument {name!r} must be one of {allowed}, got {shown(given[name])}")
-    found: dict[str, Any] = {**OF_OPTIMIZERS, **own, **given}
+            raise TypeError(f"argument {name!r} must be one of {allowed}, got {shown(value)}")
+    own = {field.name: given[field.name] for field in fields(kind) if field.name in given}
+    found: dict[str, Any] = {**OF_OPTIMIZERS, **own, **given["options"]}
     one_of("differentiable", found.pop("differentiable"), [False])
     for name in ("foreach", "fused"):
         value = found.pop(name)
@@ -44,15 +48,14 @@ def options_of(
     decoupled = found.pop("use_decoupled_grad")
     one_of("use_decoupled_grad", decoupled, FLAGS)
     optimizer.use_decoupled_grad = decoupled
-    return kind(**found), masters
+    options = kind(**found)
+    return {n: given[n] for n in options.names_but_step if n in given}, options, masters
 
 
 def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
     """Shows each of an optimizer's **options in its class's signature and docstring.
 
-    Args:
-        kind: of its options.
-        shared: SharedOptions, and what is based on it.
+    kind: of its options. shared: SharedOptions, and what is based on it.
     """
 
     def show(optimizer: Class) -> Class:
@@ -71,12 +74,9 @@ def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
         kind.ARGUMENTS = tuple(each.name for each in own[2:])
         if optimizer.__doc__:
             first, raises, errors = inspect.cleandoc(optimizer.__doc__).partition("\n\nRaises:")
-            parts = [_arguments(each.__doc__ or "") for each in shared]
+            docs = [inspect.cleandoc(each.__doc__ or "") for each in shared]
+            parts = [doc.partition("Args:\n")[2] for doc in docs]
             optimizer.__doc__ = "\n".join([first, *parts]) + raises + errors
         return optimizer
 
     return show
-
-
-def _arguments(doc: str) -> str:
-    return inspect.cleandoc(doc).partition("Args:\n")[2]

@@ -209,6 +209,9 @@ OF_OPTIMIZERS = {
 }
 """SharedOptions that are no field of Options, with their defaults."""
 
+PEERS_WITH_SCALERS: dict[str, Any] = {"contract": "te", "write_unscaled_grads": True}
+"""What gives FusedAdam the bits of peers whose step takes a GradScaler."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -374,13 +377,11 @@ class Options:
 
     @property
     def _moments(self) -> list[str]:
-        """The options that are dtypes of moments."""
         names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
         return [name for name in names if name != "master_weight_dtype"]
 
     @property
     def _drawing(self) -> list[str]:
-        """What asks for random bits."""
         formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
         found = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
@@ -415,13 +416,8 @@ class Options:
     ) -> Any:
         """The plan of matrices of one combination of formats.
 
-        Args:
-            backend: what steps other parameters of the device.
-            formats: of every buffer.
-            shapes: of the matrices.
-            groups: for each, its row of scalars.
-            places: of each in its parameter.
-            device: of all.
+        backend: what steps other parameters of the device. shapes, groups and places are of each
+        matrix: its own, its row of scalars, and where it lies in its parameter.
         """
         step = LaunchedStep() if backend == "triton" else step_tensor
         return MatrixPlan(formats, groups, places, step)

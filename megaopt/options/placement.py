@@ -71,16 +71,12 @@ def _is_cpu(value: object) -> bool:
     return isinstance(value, str) and value == "cpu"
 
 
+@dataclass(frozen=True)
 class Home:
-    """Where the state of one parameter is: in part in host memory.
+    """What of a parameter's state is in host memory, and what makes that memory."""
 
-    Args:
-        placement: which part.
-        memory: makes it.
-    """
-
-    def __init__(self, placement: Placement, memory: HostMemory) -> None:
-        self.placement, self.memory = placement, memory
+    placement: Placement
+    memory: HostMemory
 
     def check(self, tensor: torch.Tensor, where: str) -> None:
         """Raises ValueError for a tensor that the step's launch cannot reach."""
@@ -93,11 +89,7 @@ class Home:
 
 
 class Homes:
-    """Where an optimizer's states are, by parameter.
-
-    Args:
-        default: of parameters whose group says nothing.
-    """
+    """The homes of an optimizer's states; `default` is of parameters whose group says nothing."""
 
     def __init__(self, default: Placement) -> None:
         self.default, self.by = default, pinning()

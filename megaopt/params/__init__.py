@@ -7,9 +7,10 @@ from typing import Any
 from megaopt.float8.foreign import foreign_weight
 from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
-from megaopt.params.dtensor import DTensorView, is_dtensor
+from megaopt.kernels.rules.matrix import Matrix
+from megaopt.params.dtensor import DTensorView, MatrixDTensorView, is_dtensor
 from megaopt.params.float8 import Float8ShardView, Float8View
-from megaopt.params.view import PLAIN, ParamView
+from megaopt.params.view import PLAIN, MatrixView, ParamView
 
 
 def view_of(param: Any) -> ParamView:
@@ -27,8 +28,14 @@ def view_of(param: Any) -> ParamView:
     return ParamView(param) if weight is None else Float8View(param, weight)
 
 
+def matrix_view(param: Any, matrix: Matrix) -> ParamView:
+    """A plain matrix or a DTensor that a rule for whole matrices steps so."""
+    kind = MatrixDTensorView if is_dtensor(param) else MatrixView
+    return kind(param, matrix)
+
+
 def _weight_of(whole: Any) -> Any:
     return whole if isinstance(whole, Float8Weight) else foreign_weight(whole)
 
 
-__all__ = ["ParamView", "view_of"]
+__all__ = ["ParamView", "matrix_view", "view_of"]

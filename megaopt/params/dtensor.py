@@ -16,7 +16,7 @@ import torch
 from megaopt.kernels.formats import Format
 from megaopt.kernels.place import Place
 from megaopt.options.options import Options
-from megaopt.params.view import PLAIN, SCALE, STEP, ParamView
+from megaopt.params.view import MASTER, PLAIN, SCALE, STEP, MatrixView, ParamView
 
 
 def dtensor_class() -> Any:
@@ -185,12 +185,7 @@ class DTensorView(ParamView):
         return made
 
     def wrap_state(self, state: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
-        """A state of DTensors.
-
-        Args:
-            state: what `locals_of` gave, with what was added to it.
-            known: DTensors whose shards may be in the state; they stay these objects.
-        """
+        """A state of DTensors; `known` ones, whose shards may be in it, stay these objects."""
         objects = {id(local_of(value)): value for value in known if isinstance(value, torch.Tensor)}
         made = {}
         for name, value in state.items():
@@ -250,3 +245,41 @@ class DTensorView(ParamView):
                 f"{tuple(param.shape)}; allowed: rows split over any number of ranks, columns of "
                 f"two dimensions, and one dimension, in equal parts of whole blocks"
             )
+
+
+class MatrixDTensorView(MatrixView, DTensorView):
+    """A DTensor whose moments are sharded as it is, and of which every rank has what is kept."""
+
+    def first_of(self, name: str) -> int:
+        """The index of the shard's first element in the whole state tensor of this name."""
+        if name == MASTER:
+            return self.first_element
+        return self.matrix.low_place(Place(0, self.first_element), self.local.shape).first
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor split as the parameter is, with the shard's memory."""
+        if local.shape == self.local.shape or self._keeps_shape:
+            return super().wrap(local)
+        return self._reshaped(local, (self.matrix.low_shape(self.param.shape)[0], local.shape[1]))
+
+    def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
+        """The scales of the moments' blocks, likewise."""
+        return super().wrap_scales(local) if self._keeps_shape else self.wrap(local)
+
+    @property
+    def _keeps_shape(self) -> bool:
+        return self.matrix.low_shape(self.local.shape) == tuple(self.local.shape)
+
+    def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """What is kept as DTensors that every rank has whole; others as of the parameter."""
+        return self.replicated(local) if name in self.kept else super().wrap_named(name, local)
+
+    def replicated(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor on the parameter's mesh that every rank has whole."""
+        from torch.distributed.tensor import Replicate
+
+        own = self.param._spec
+        meta = own.tensor_meta._replace(shape=local.shape, stride=local.stride(), dtype=local.dtype)
+        spec = type(own)(own.mesh, (Replicate(),) * own.mesh.ndim, meta)
+        made: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
+        return made

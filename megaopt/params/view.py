@@ -14,6 +14,7 @@ from megaopt.kernels.formats import Format
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.options import Options, check_weight
+from megaopt.options.placement import MASTER as MASTER
 from megaopt.options.placement import SCALE as SCALE
 from megaopt.options.placement import STEP as STEP
 from megaopt.options.placement import Home
@@ -140,9 +141,7 @@ class ParamView:
     def number(self, place: int) -> int:
         """The parameter's number, the same on all ranks that hold a part of it; not checked.
 
-        Args:
-            place: among all parameters of the optimizer, in group order: the number of a parameter
-                to which nobody gave one.
+        Where nobody gave it one, its place among all parameters of the optimizer, in group order.
         """
         number: int = getattr(self.param, "megaopt_number", place)
         return number
@@ -176,14 +175,7 @@ class ParamView:
         return dict(state)
 
     def check(self, where: str, options: Options, moments: tuple[str, ...], masters: bool) -> None:
-        """Raises ValueError for a parameter that the optimizer cannot own.
-
-        Args:
-            where: what the error calls it.
-            options: of the optimizer.
-            moments: names of the rule's moments.
-            masters: whether weights have masters.
-        """
+        """Raises ValueError for a parameter that the optimizer cannot own."""
         self._check_kind(where, options, moments, masters)
         for name in moments:
             self._check_pairs(where, name, options.moment_format(name))
@@ -249,3 +241,39 @@ class ParamView:
         None where the weight has to stay, and `code` gets what brings it nearest.
         """
         return encode_joined(code, value, form, self.local)
+
+
+class MatrixView(ParamView):
+    """A plain matrix whose moments are of the rule's low shape."""
+
+    matrix: Matrix
+
+    def __init__(self, param: Any, matrix: Matrix) -> None:
+        super().__init__(param)
+        self.matrix = matrix
+
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """The low shape, but for the master."""
+        return self._shape(name, tuple(self.local.shape))
+
+    def whole_state_shape(self, name: str) -> tuple[int, ...]:
+        """The same over all ranks."""
+        return self._shape(name, tuple(self.param.shape))
+
+    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if name == MASTER else self.matrix.low_shape(shape)
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What the rule keeps."""
+        return self.matrix.kept(self.local.shape)
+
+    def keeps_blocks(self, form: Format) -> bool:
+        """Whether the moments are large enough, and their rows of whole blocks."""
+        shape = self.matrix.low_shape(self.whole_shape)
+        return shape[1] % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
+
+    def block_scales_shape(self, block: int) -> tuple[int, ...]:
+        """The shape of the moments' scales: (rows, blocks of a row)."""
+        rows, columns = self.matrix.low_shape(self.local.shape)
+        return (rows, columns // block)

@@ -29,21 +29,22 @@ FROZEN = "frozen"
 """Name in the same, for torch.distributed.checkpoint: the places in the group of frozen parameters
 whose states are to be kept. Not in older ones, nor where there are none."""
 
+Said = Mapping[str, str]
+
 ROOM, LENGTHS = 64, 4093
 """Room for the name of a contract as bytes; and how many lengths there are."""
 
 
 def check_formats(
-    mark: Any, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+    said: Said, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
 ) -> None:
     """Raises ValueError for a moment or master whose codes are other values in our format.
 
-    mark: a group's FORMATS. None in older state dicts: dtypes and shapes are all there is then.
-    state: of one parameter, as saved.
+    Where nothing is said, dtypes and shapes are all there is. state: of one parameter, as saved.
     """
-    formats, saved = owned.formats(view), _names_of(mark, where)
+    formats = owned.formats(view)
     for slot, own in owned.options.format_names.items():
-        name, theirs, held = state_name(slot), saved.get(slot, own), formats.by_slot.get(slot)
+        name, theirs, held = state_name(slot), said.get(slot, own), formats.by_slot.get(slot)
         if theirs == own or held is None or not held.present or state.get(name) is None:
             continue  # the rule has no such moment (SGD without momentum), or there is no master
         form = _format_of(theirs, slot, view)
@@ -101,17 +102,13 @@ def _first_like(form: Format, table: Mapping[Any, Format]) -> str:
     return next((own.name for own in table.values() if own.reads_as(form)), form.name)
 
 
-def check_masters(mark: Any, owned: Owned, view: ParamView, where: str) -> None:
+def check_masters(said: Said, owned: Owned, view: ParamView, where: str) -> None:
     """Raises ValueError where only one side has masters beside such a weight.
 
     torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
     """
-    saved, own = _names_of(mark, where).get(MASTERS_KEPT), str(owned.wants_masters)
-    is_float8 = view.code_dtype
-    if saved in (None, own):
-        return
-    if owned.options.master_format(view.param.dtype, True, is_float8).present:
-        refuse(f"{where}: {MASTERS_KEPT} of the state dict", f"this optimizer's, {own}", saved)
+    if owned.options.master_format(view.param.dtype, True, view.code_dtype).present:
+        _check_same(said, MASTERS_KEPT, owned.wants_masters, where)
 
 
 def beside_of(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
@@ -137,21 +134,24 @@ def _dtype_of(param: torch.Tensor) -> str:
     return str(param.dtype).removeprefix("torch.")
 
 
-def check_sign(mark: Any, owned: Owned, where: str) -> None:
+def check_sign(said: Said, owned: Owned, where: str) -> None:
     """Raises ValueError for a state of gradients of the other sign."""
-    saved, own = _names_of(mark, where).get(MAXIMIZE), str(owned.options.maximize)
-    if saved not in (None, own):
-        refuse(f"{where}: {MAXIMIZE} of the state dict", f"this optimizer's, {own}", saved)
+    _check_same(said, MAXIMIZE, owned.options.maximize, where)
 
 
-def check_count(mark: Any, state: Mapping[str, Any], any_has: bool, where: str) -> None:
+def _check_same(said: Said, name: str, own: bool, where: str) -> None:
+    if said.get(name) not in (None, str(own)):
+        refuse(f"{where}: {name} of the state dict", f"this optimizer's, {own}", said[name])
+
+
+def check_count(said: Said, state: Mapping[str, Any], any_has: bool, where: str) -> None:
     """Raises ValueError for a state whose step count was lost, or comes from somewhere else.
 
     torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
 
-    mark: a group's FORMATS. state: of one parameter, as saved. any_has: some state has a count.
+    state: of one parameter, as saved. any_has: some state has a count.
     """
-    counts, has = _names_of(mark, where).get(COUNTS), STEP in state
+    counts, has = said.get(COUNTS), STEP in state
     if not has and (counts == "parameter" or any_has):
         who = "other states have" if any_has else f"{COUNTS}='parameter' keeps with each"
         raise ValueError(f"{where}: the state dict has no {STEP!r}, which {who}")
@@ -164,26 +164,25 @@ def check_count(mark: Any, state: Mapping[str, Any], any_has: bool, where: str) 
 
 def frozen_of(group: Mapping[str, Any]) -> list[int]:
     """What a group of a state dict says under FROZEN."""
-    mark = group.get(FORMATS)
-    places = _names_of(mark, "").get(FROZEN, "") if isinstance(mark, str) else ""
-    return [int(place) for place in places.split() if place.isdecimal()]
+    said = said_by(group, "") if isinstance(group.get(FORMATS), str) else {}
+    return [int(place) for place in said.get(FROZEN, "").split() if place.isdecimal()]
 
 
 def in_our_blocks(
-    mark: Any, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+    said: Said, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
 ) -> dict[str, Any]:
     """The state as the rule of today has it, by which moments are kept in blocks or fp32.
 
     Older versions decided otherwise for plain tensors and for DTensors, and mark nothing. Values
     stay as they are. Raises ValueError where torch.distributed.checkpoint may have cast codes.
 
-    mark: a group's FORMATS. state: of one parameter, as saved: this rank's tensors.
+    state: of one parameter, as saved: this rank's tensors.
     """
-    formats, found, saved = owned.formats(view), dict(state), _names_of(mark, where)
-    if BLOCKS in saved:
+    formats, found = owned.formats(view), dict(state)
+    if BLOCKS in said:
         return found
     for name, held in zip(formats.moment_names, formats.moments, strict=True):
-        asked = MOMENTS.get(saved.get(name)) or owned.options.moment_format(name)
+        asked = MOMENTS.get(said.get(name, "")) or owned.options.moment_format(name)
         if asked.block and not held.block and _had_blocks(asked, view):
             _take_out_of_blocks(found, name, asked, view, where)
     return found
@@ -214,8 +213,9 @@ def _had_blocks(form: Format, view: ParamView) -> bool:
     return math.prod(shape) >= FEWEST_IN_ROWS and form.packed == 1 and len(shape) > 1
 
 
-def _names_of(mark: Any, where: str) -> dict[str, str]:
-    """The formats' names by slot."""
+def said_by(group: Mapping[str, Any], where: str) -> dict[str, str]:
+    """What a group says under FORMATS, by name; nothing in older ones."""
+    mark = group.get(FORMATS)
     if mark is None:
         return {}
     parts = [each.split("=", 1) for each in mark.split(", ")] if isinstance(mark, str) else [[]]

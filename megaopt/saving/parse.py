@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,7 @@ class Saved:
 def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
     """The parts of a state dict; raises ValueError where one is missing or of another kind.
 
-    Args:
-        state_dict: whatever was given for one.
-        sizes: how many parameters each of the optimizer's groups has.
+    sizes: how many parameters each of the optimizer's groups has.
     """
     if not isinstance(state_dict, Mapping):
         refuse("the state dict", "a dict of 'state' and 'param_groups'", state_dict)
@@ -105,14 +103,10 @@ def _states(states: Any, known: set[Key]) -> dict[Key, dict[str, Any]]:
         if not isinstance(state, Mapping):
             refuse(f"state {shown(key)} of the state dict", "a dict by name", state)
         # unflattened by torch.distributed.checkpoint, what was None comes back as {}
-        own = {name: value for name, value in state.items() if not _is_empty(value)}
+        own = {n: v for n, v in state.items() if not (isinstance(v, dict) and not v)}
         if own:  # otherwise someone looked: optimizer.state makes an entry for whom it lacks
             found[key] = own
     return found
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, dict) and not value
 
 
 def _names_by_key(not_made: Any) -> dict[Key, list[str]]:
@@ -129,3 +123,18 @@ def _written(keys: Any, order: list[Key]) -> list[Key]:
     if not known or not set(keys) <= set(order):
         refuse(f"{WRITTEN!r} of the state dict", "a list of keys of its parameters", keys)
     return list(keys)
+
+
+def with_states(state_dict: Any, read: Callable[[Mapping[str, Any], str], Any]) -> Any:
+    """A state dict of what `read` gives for each state and its name; the given one stays.
+
+    What is no state dict, and states that are no mappings, are passed on as they are.
+    """
+    states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    if not isinstance(states, Mapping):
+        return state_dict
+    found = {
+        key: read(state, f"state {key!r}") if isinstance(state, Mapping) else state
+        for key, state in states.items()
+    }
+    return {**state_dict, "state": found}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,23 +38,27 @@ from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.view import SCALE, STEP
 from megaopt.saving.formats import (
+    FROZEN,
     beside_of,
     check_beside,
     check_count,
     check_formats,
     check_masters,
     check_sign,
+    frozen_of,
     in_our_blocks,
     mark_of,
+    said_by,
     sized_contract,
     text_of,
 )
-from megaopt.saving.frozen import check_frozen, marked_frozen
 from megaopt.saving.parse import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import MASTER, State, encoded, shape_of, state_name
+from megaopt.step.collect import completed_states
 from megaopt.step.counts import first_count, new_count
+from megaopt.step.probing import is_asked_by_torch, loads_frozen, on_any_rank
 
 # Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
 # torch's and TransformerEngine's groups: implementation choices that move no number.
@@ -62,28 +66,18 @@ IGNORED = ("foreach", "fused", "capturable", "differentiable")
 # what only some kinds of optimizer have, and these in every group
 TELLING = ("betas", "eps", "momentum")
 
-
-def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
-    """What an optimizer takes over of a state dict; see FusedOptimizer.load_state_dict."""
-    loaded = read(state_dict, owned)
-    check_frozen(state_dict["param_groups"], owned, state)
-    if owned.options.capturable:
-        numbers = owned.device_numbers(loaded.groups)
-        loaded.groups = [{**g, **n} for g, n in zip(loaded.groups, numbers, strict=True)]
-    loaded.masters = pairs_of_masters(loaded, owned)
-    loaded.states = States(dict, loaded.states)
-    return loaded
+StateOf = Mapping[Any, Mapping[str, Any]]
 
 
 @dataclass
 class Loaded:
     """A state dict, checked and converted, ready to be taken over."""
 
-    states: dict[torch.Tensor, State]
+    states: States
     groups: list[dict[str, Any]]
     written: list[int]
     """Places of parameters whose weights were written before the state dict was made."""
-    masters: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    masters: list[tuple[torch.Tensor, torch.Tensor]]
     """The caller's masters, and what is written into them."""
 
 
@@ -92,11 +86,8 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None.
 
-    Args:
-        packed: as torch.optim.Optimizer gives it.
-        owned: the optimizer's.
-        versions: of the weights, as the last step left them.
-        sized: contracts are tensors, whose sizes torch compares before it loads.
+    versions: of the weights, as the last step left them. sized: contracts are tensors, whose sizes
+    torch compares before it loads.
     """
     owned.homes.wait()
     state = {
@@ -136,19 +127,14 @@ def _device_of(state: dict[Any, State], owned: Owned) -> torch.device:
 def _by_param(
     states: Mapping[Key, State], keys: Sequence[Key], owned: Owned
 ) -> dict[torch.Tensor, State]:
-    """States of a packed state dict under their parameters."""
     pairs = zip(owned.params, keys, strict=True)
     return {param: states[key] for param, key in pairs if key in states}
 
 
-def read(
-    state_dict: Any,
-    owned: Owned,
-) -> Loaded:
-    """Checks and converts a state dict for an optimizer, which it leaves as it is.
+def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
+    """What an optimizer takes over of a state dict; both stay as they are.
 
-    Raises:
-        ValueError: see FusedAdam.load_state_dict.
+    Raises ValueError as FusedOptimizer.load_state_dict. state: the optimizer's.
     """
     owned.homes.wait()
     saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
@@ -160,25 +146,28 @@ def read(
         _group(own, owned.groups[index], options, _step(saved, options, index), index)
         for index, own in enumerate(saved.groups)
     ]
-    owned = owned.with_groups(groups)  # whose numbers decide the shapes of states
+    new = owned.with_groups(groups)  # whose numbers decide the shapes of states
     made = [place for place, key in enumerate(saved.order) if key in saved.states]
-    with owned.room({}, made):
-        states = _states(saved, owned, ours)
+    with new.room({}, made):
+        states = _states(saved, new, ours)
     place_of = {key: place for place, key in enumerate(saved.order)}
-    return Loaded(states, groups, [place_of[key] for key in saved.written])
+    check_frozen(state_dict["param_groups"], owned, state)
+    if options.capturable:
+        numbers = owned.device_numbers(groups)
+        groups = [{**group, **own} for group, own in zip(groups, numbers, strict=True)]
+    masters = _pairs_of_masters(states, owned)
+    written = [place_of[key] for key in saved.written]
+    return Loaded(States(dict, states), groups, written, masters)
 
 
 def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]:
-    """What the states become."""
     take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
     any_counts = any(STEP in state for state in saved.states.values())
     for key, view, where, group in places:
-        state, formats_mark = saved.states.get(key), None
-        if ours:
-            formats_mark = saved.groups[group].get(FORMATS)
-            check_sign(formats_mark, owned, where)
+        state, said = saved.states.get(key), said_by(saved.groups[group], where) if ours else {}
+        check_sign(said, owned, where)
         if state is None and saved.not_made is not None:
             _check_not_made(key, saved.not_made, owned, where)
         if state is not None:
@@ -187,16 +176,16 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
             not_made = (saved.not_made or {}).get(key, [])
             if ours:
                 check_beside(saved.groups[group], state, owned, view, where)
-                check_formats(formats_mark, state, owned, view, where)
+                check_formats(said, state, owned, view, where)
             # older versions gave none to states that are not complete
-            check_count(formats_mark, state, any_counts and not not_made, where)
+            check_count(said, state, any_counts and not not_made, where)
             own = locals_of(state)
             count = own.pop(STEP, None)
             if ours:
-                own = in_our_blocks(formats_mark, own, owned, view, where)
+                own = in_our_blocks(said, own, owned, view, where)
             made = take(own, owned, view, where, not_made)
             if ours and MASTER not in not_made:
-                check_masters(formats_mark, owned, view, where)
+                check_masters(said, owned, view, where)
             states[view.param] = view.wrap_state(made)
             if owned.options.counts_apart:
                 own_count = owned.groups[group]["step"] if count is None else count
@@ -204,11 +193,13 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
     return states
 
 
-def pairs_of_masters(loaded: Loaded, owned: Owned) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs_of_masters(
+    states: Mapping[torch.Tensor, State], owned: Owned
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The caller's masters, and what is to be written into each; states get the caller's."""
     pairs = []
     for param, master in zip(owned.params, owned.external_masters(), strict=True):
-        state = loaded.states.get(param, {})
+        state = states.get(param, {})
         if master is not None and state.get(MASTER) is not None:
             pairs.append((local_of(master), local_of(state[MASTER])))
             state[MASTER] = master
@@ -324,7 +315,8 @@ def _own_numbers(
     return ["param_numbers"]
 
 
-def _goes_by_names(saved: dict[str, Any]) -> bool:
+def _goes_by_names(saved: Mapping[str, Any]) -> bool:
+    """Whether a framework has put the state dict together; by places it is whole."""
     return any(isinstance(key, str) for key in saved["params"])
 
 
@@ -458,7 +450,6 @@ def _foreign(
 def _convert(
     state: State, name: str, value: Any, form: Format, view: ParamView, where: str
 ) -> None:
-    """Stores another optimizer's value in our format."""
     shape = view.state_shape(name)
     where = f"{where}: {name!r} of the state dict"
     if not _is_readable(value) or tuple(value.shape) != shape:
@@ -481,3 +472,83 @@ def _copy(value: torch.Tensor, view: ParamView, name: str) -> torch.Tensor:
 def _is_readable(value: Any) -> bool:
     """Whether it is a tensor with elements to copy, and its dtype says all about them."""
     return is_dense(value) and not value.is_meta and not is_traceable_wrapper_subclass(value)
+
+
+# --- frozen parameters: torch.distributed.checkpoint saves their states, and leaves them out when
+# it loads; a load that would lose one is refused
+
+
+def marked_frozen(owned: Owned, state: StateOf) -> list[str]:
+    """For each group what stands under FORMATS behind its formats, of frozen parameters.
+
+    The places in the group of those whose states are to be kept; nothing where there are none.
+    """
+    groups = range(len(owned.groups))
+    firsts = [owned.group_numbers.index(g) if owned.groups[g]["params"] else 0 for g in groups]
+    found: dict[int, list[str]] = {}
+    for place in _with_news(owned, state, range(len(owned.params))):
+        group = owned.group_numbers[place]
+        found.setdefault(group, []).append(str(place - firsts[group]))
+    return [f", {FROZEN}={' '.join(found[g])}" if g in found else "" for g in groups]
+
+
+def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: StateOf) -> None:
+    """Raises ValueError where torch leaves out, or has replaced, the state of a frozen parameter.
+
+    groups: of the state dict, as saved. state: the optimizer's, as it is before the load.
+    """
+    if not is_asked_by_torch() or not any(map(_goes_by_names, groups)):
+        return
+    frozen = [place for place, param in enumerate(owned.params) if not param.requires_grad]
+    marked = _marked(groups, owned)
+    lost = [place for place in frozen if place in marked]
+    held = [place for place in frozen if state.get(owned.params[place])]
+    lost = lost or _with_news(owned, state, held)
+    if lost and not loads_frozen():
+        who = "the checkpoint" if lost[0] in marked else "this optimizer"
+        raise ValueError(
+            f"{owned.labels[lost[0]]}: requires_grad must be True before get_optimizer_state_dict "
+            "and until set_optimizer_state_dict is done, got False: torch.distributed.checkpoint "
+            f"loads no state of a frozen parameter, and {who} has one; or load_state_dict of what "
+            "state_dict() gave"
+        )
+
+
+def _marked(groups: Sequence[Mapping[str, Any]], owned: Owned) -> set[int]:
+    """Places of parameters that were frozen, and had a state to keep, when they were saved."""
+    found, first = set(), 0
+    for saved, own in zip(groups, owned.groups, strict=True):
+        found |= {first + place for place in frozen_of(saved)}
+        first += len(own["params"])
+    return found
+
+
+def _with_news(owned: Owned, state: StateOf, places: Iterable[int]) -> list[int]:
+    """Finds the frozen ones of these places whose states a step would not make anew as they are.
+
+    Ranks with shards of them ask each other, as a checkpoint has what one of them says.
+    """
+    params = owned.params
+    chosen = [i for i in places if not params[i].requires_grad and state.get(params[i])]
+    flags = [not _is_new(owned, state[params[place]], place) for place in chosen]
+    found = on_any_rank(flags, [owned.views[place] for place in chosen])
+    return [place for place, has in zip(chosen, found, strict=True) if has]
+
+
+def _is_new(owned: Owned, own: Mapping[str, Any], place: int) -> bool:
+    try:
+        (made,) = completed_states(owned, {}, [place]).values()
+    except ValueError:  # a master of the caller's that is not its weight's
+        return False
+    return all(_same(value, made.get(name)) for name, value in own.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is None and other is None
+    parts = [local_of(each).detach() for each in (one, other)]
+    if parts[0].dtype != parts[1].dtype or parts[0].shape != parts[1].shape:
+        return False
+    # as bytes, which torch compares in all dtypes
+    codes = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    return torch.equal(codes[0], codes[1].to(codes[0].device))

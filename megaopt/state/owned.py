@@ -25,9 +25,8 @@ from megaopt.options.options import (
     is_param_number,
 )
 from megaopt.options.placement import Homes
-from megaopt.params import ParamView, view_of
+from megaopt.params import ParamView, matrix_view, view_of
 from megaopt.params.dtensor import local_of
-from megaopt.params.matrix import matrix_view
 from megaopt.state.masters import check_master_weights, of_each, places_of
 from megaopt.state.numbers import check_device_numbers, on_device
 from megaopt.state.tensors import MASTER, formats_of, host_bytes

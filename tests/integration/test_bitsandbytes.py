@@ -1,10 +1,9 @@
-"""bitsandbytes' checkpoints both ways; test_drop_in_classes.py has the rest of its names."""
+"""bitsandbytes' checkpoints; test_drop_in_classes.py has the rest of its names."""
 
 import pytest
 import stopped
 import torch
-from bits import assert_same_bits
-from runs import BF16, FP32, assert_same, assert_same_run, parameters, snapshot, train, values
+from runs import FP32, assert_same, assert_same_run, parameters, snapshot, train, values
 
 from megaopt.integration import bitsandbytes
 
@@ -75,40 +74,6 @@ def test_states_that_are_not_block_wise_are_refused(change, message):
 
 
 # --- beside bitsandbytes itself
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@each_class
-def test_checkpoints_go_to_bitsandbytes_and_back(name, dtype):
-    peer = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    ours = getattr(bitsandbytes, name)(parameters(LARGE, dtype))
-    train(ours, 3)
-    given = [torch.nn.Parameter(p.detach().clone()) for p in ours.param_groups[0]["params"]]
-    theirs = getattr(peer.optim, name)(given)
-    written = ours.to_bitsandbytes_state_dict()
-    for number in (1, 2):
-        if f"qmap{number}" in written["state"][0]:
-            own = peer.functional.create_dynamic_map(signed=number == 1)
-            assert_same_bits(written["state"][0][f"qmap{number}"], own)
-    theirs.load_state_dict(written)
-    train(theirs, 1, first=3)
-    packed = theirs.state[given[0]]
-    assert packed["state1"].dtype == (torch.uint8 if "8" in name else FP32)
-    copied = [torch.nn.Parameter(p.detach().clone()) for p in given]
-    back = getattr(bitsandbytes, name)(copied)
-    back.load_state_dict(theirs.state_dict())
-    assert back.param_groups[0]["step"] == 4
-    again = getattr(bitsandbytes, name)([torch.nn.Parameter(copied[0].detach().clone())])
-    (param,) = again.param_groups[0]["params"]
-    again.initialize_state(param)
-    for moment, number in {"exp_avg": 1, "exp_avg_sq": 2}.items():
-        if f"state{number}" in packed:
-            exact = packed[f"state{number}"]
-            if "8" in name:
-                exact = decoded(packed, number)
-            again.set_scaled_state(param, moment, exact)
-            assert_same_bits(back.state[copied[0]][moment], again.state[param][moment])
-    train(back, 1, first=4)
 
 
 def decoded(state, number):

@@ -51,11 +51,6 @@ def test_what_has_no_meaning_here_is_refused(options, message):
         GaLoreAdamW8bit(groups(), **options)
 
 
-def test_no_checkpoint_of_bitsandbytes_is_written():
-    with pytest.raises(ValueError, match="of an optimizer without projections, got GaLoreAdamW8"):
-        GaLoreAdamW8bit(groups()).to_bitsandbytes_state_dict()
-
-
 def test_a_checkpoint_of_its_names_loads():
     """State1 and state2 of bitsandbytes, here of 32 bits, and galore_torch's projector."""
     moments = [values((24, 2), 5 + i) for i in range(2)]

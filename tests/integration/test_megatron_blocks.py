@@ -178,13 +178,13 @@ FAULTS = {
         "megaopt.integration.megatron.distributed",
         ("self._get_model_param_range_map(model)[\"param\"].start\n            shard.meg",
          "0\n            shard.meg"),
-        "megaopt.integration.megatron.plug",
+        "megaopt.integration.megatron.distributed",
         ("MainShards",),
     ),
     "the whole shape is forgotten": (
         "megaopt.integration.megatron.distributed",
         ("shard.megaopt_whole_shape = tuple(model.shape)", "pass"),
-        "megaopt.integration.megatron.plug",
+        "megaopt.integration.megatron.distributed",
         ("MainShards",),
     ),
     "the scale of the neighbour": (

@@ -81,9 +81,7 @@ def test_other_optimizers_are_refused(make):
     before = parts(net[0].weight)
     optimizer = make(net.parameters())
     net(torch.randn(3, 48).bfloat16()).sum().backward()
-    with pytest.raises(
-        TypeError, match=r"in place on a Float8Weight.* an optimizer must know fp8"
-    ):
+    with pytest.raises(TypeError, match=r"in place on a Float8Weight.* an optimizer must know fp8"):
         optimizer.step()
     assert_same_parts(parts(net[0].weight), before)
 

@@ -9,7 +9,7 @@ from runs import FP32, MASTER, assert_same, assert_same_run, parameters, snapsho
 
 from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
 from megaopt.integration import bitsandbytes, flashoptim, torchao
-from megaopt.options.names import KEYS
+from megaopt.options.groups import KEYS
 
 SHAPES = [(3, 4), (5,)]
 

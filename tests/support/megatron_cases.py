@@ -187,7 +187,7 @@ def norm_of_16_bits(case):
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 
-    from megaopt.integration.megatron import chained
+    from megaopt.integration.megatron import distributed
 
     dtypes = set()
 
@@ -196,11 +196,11 @@ def norm_of_16_bits(case):
         copies = [[grad.float() for grad in each] for each in lists]
         return local_multi_tensor_l2_norm(size, flag, copies, per_tensor)
 
-    clip_grads.l2_norm_impl = chained.l2_norm_impl = l2_norm
+    clip_grads.l2_norm_impl = distributed.l2_norm_impl = l2_norm
     try:
         return {"steps": Trainer(case).train(3), "dtypes": dtypes}
     finally:
-        clip_grads.l2_norm_impl = chained.l2_norm_impl = local_multi_tensor_l2_norm
+        clip_grads.l2_norm_impl = distributed.l2_norm_impl = local_multi_tensor_l2_norm
 
 
 def names_of_megatron():

@@ -1,6 +1,5 @@
 """States in the layout of torchao's, without torchao: plain, and in DTensors."""
 
-import pytest
 import torch
 from bits import assert_same_bits
 from runs import BF16, values
@@ -62,7 +61,7 @@ def codes(shape, seed, signed, kind):
 
 
 def loads_shards():
-    """A DTensor whose shard has torchao's codes, loaded; what is written of it is refused."""
+    """A DTensor whose shard has torchao's codes, loaded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -87,6 +86,4 @@ def loads_shards():
     (plain,) = alone.param_groups[0]["params"]
     alone.set_scaled_state(plain, "exp_avg", code.dequantize())
     assert_same_bits(found, alone.get_unscaled_state(plain, "exp_avg"))
-    with pytest.raises(ValueError, match="parameter 0 must be a plain tensor, got"):
-        optimizer.to_torchao_state_dict()
     return True

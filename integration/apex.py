@@ -47,8 +47,9 @@ class FusedAdam(megaopt.FusedAdam):
         given = locals()
         if master_weights and not capturable:
             raise ValueError(
-                "master_weights=True is not allowed: apex keeps masters only with capturable=True; "
-                "megaopt.FusedAdam(..., contract='te', master_weights=True) keeps them"
+                "master_weights must be False without capturable=True, as apex keeps masters only "
+                "then, got True; megaopt.FusedAdam(..., contract='te', master_weights=True) keeps "
+                "them"
             )
         super().__init__(**passed_on(given), makes_states="stepped")
         self.set_grad_none = set_grad_none
@@ -64,8 +65,8 @@ class FusedAdam(megaopt.FusedAdam):
         super()._check_param(param, where)
         if self._owned.wants_masters and param.dtype == torch.bfloat16:
             raise ValueError(
-                f"{where}: master_weights=True is not allowed for torch.bfloat16 weights, whose "
-                "masters apex makes and never uses: torch.float16, torch.float32; "
+                f"{where}: dtype must be torch.float16 or torch.float32 with master_weights=True, "
+                "got torch.bfloat16, whose masters apex makes and never uses; "
                 "megaopt.FusedAdam(..., contract='te', master_weights=True) has masters for both"
             )
 
@@ -96,7 +97,7 @@ class FusedAdam(megaopt.FusedAdam):
         given = {"grads": grads, "output_params": output_params, "scale": scale}
         for name, value in {**given, "grad_norms": grad_norms}.items():
             if value is not None:
-                raise ValueError(f"{name}={value!r} is not allowed: None")
+                raise ValueError(f"{name} must be None, got {value!r}")
         return step_with(self, functools.partial(super().step, closure), grad_scaler, "apex")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -42,12 +42,12 @@ def step_with(
         return step()
     if not optimizer.options.capturable:
         raise ValueError(
-            f"grad_scaler={grad_scaler!r} is not allowed with capturable=False, where {peer} "
-            "ignores it and steps with the scaled gradients: None; grad_scaler.step(optimizer) "
-            "unscales before the step"
+            f"grad_scaler must be None with capturable=False, where {peer} ignores it and steps "
+            f"with the scaled gradients, got {grad_scaler!r}; grad_scaler.step(optimizer) unscales "
+            "before the step"
         )
     if not isinstance(grad_scaler, torch.amp.GradScaler):
-        raise ValueError(f"grad_scaler={grad_scaler!r} is not allowed: a torch.amp.GradScaler")
+        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
     if not grad_scaler.is_enabled():
         return step()
     _hand_over(optimizer, grad_scaler)

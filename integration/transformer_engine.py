@@ -1,7 +1,8 @@
-"""FusedAdam in the place of transformer_engine.pytorch.optimizers.FusedAdam: its face, its bits.
+"""FusedAdam with the arguments, methods and bits of TransformerEngine's FusedAdam.
 
-Changing the import is all it takes, and moves no loss: the contract is te. TransformerEngine itself
-is not needed. Where TransformerEngine ignores an option in silence, this one raises.
+It takes the place of transformer_engine.pytorch.optimizers.FusedAdam. Changing the import is all it
+takes, and moves no loss: the contract is te. TransformerEngine itself is not needed. Where it
+ignores an option in silence, this one raises.
 """
 
 from __future__ import annotations

@@ -44,24 +44,24 @@ def transformer_engine_weight(tensor: torch.Tensor) -> ForeignWeight | None:
     return None
 
 
-def _refuse(tensor: Any, found: str, allowed: str) -> ValueError:
-    return ValueError(f"{type(tensor).__name__} {found} is not allowed: {allowed}")
+def _refuse(tensor: Any, allowed: str, found: object) -> ValueError:
+    return ValueError(f"{type(tensor).__name__} must have {allowed}, got {found}")
 
 
 def _codes(tensor: Any, name: str) -> torch.Tensor:
     data = getattr(tensor, name)
     if data is None:
-        raise _refuse(tensor, f"with {name}=None", "its codes row by row, columnwise beside them")
+        raise _refuse(tensor, "codes row by row, columnwise ones beside them", f"{name}=None")
     if not data.is_contiguous():
-        raise _refuse(tensor, f"with {name} of strides {data.stride()}", "contiguous")
+        raise _refuse(tensor, f"a contiguous {name}", f"strides {data.stride()}")
     if tensor._fp8_dtype.name != "kFloat8E4M3":
-        raise _refuse(tensor, f"of {tensor._fp8_dtype.name}", "kFloat8E4M3, as in all its recipes")
+        raise _refuse(tensor, "codes of kFloat8E4M3, as in all its recipes", tensor._fp8_dtype.name)
     codes: torch.Tensor = data.view(torch.float8_e4m3fn)
     return codes
 
 
 def _initial(tensor: Any) -> Any:
-    """What reads what fp8_model_init(preserve_high_precision_init_val=True) kept."""
+    """A function for the values that fp8_model_init(preserve_high_precision_init_val=True) kept."""
     return getattr(tensor, "get_high_precision_init_val", lambda: None)
 
 
@@ -78,16 +78,14 @@ def _per_tensor(tensor: Any) -> ForeignWeight:
         scale, amax = quantizer.scale.view(1), quantizer.amax.view(1)
     elif kind == "Float8CurrentScalingQuantizer":
         if quantizer.with_amax_reduction or getattr(tensor, "amax_reduction_group", None):
-            raise _refuse(
-                tensor, "with a reduction of amaxes of its own", "Float8Shard has a group"
-            )
+            raise _refuse(tensor, "no reduction of amaxes, as Float8Shard has a group", "one")
         recipe = Float8Recipe(
             "current",
             power_of_two_scales=quantizer.force_pow_2_scales,
             amax_epsilon=round_to_fp32(quantizer.amax_epsilon),
         )
     else:
-        raise _refuse(tensor, f"with quantizer {kind}", "delayed or current scaling")
+        raise _refuse(tensor, "delayed or current scaling", f"quantizer {kind}")
 
     def changed() -> None:
         tensor._reset_caches()  # the transpose
@@ -105,9 +103,8 @@ def _per_tensor(tensor: Any) -> ForeignWeight:
 
 def _blocks(tensor: Any) -> ForeignWeight:
     if not tensor._is_2D_scaled or tensor.dim() != 2:
-        raise _refuse(
-            tensor, f"of {tensor.dim()} dimensions, blocks 1x128", "two, and blocks 128x128"
-        )
+        found = f"{tensor.dim()} dimensions, blocks 1x128"
+        raise _refuse(tensor, "two dimensions, and blocks 128x128", found)
     quantizer = tensor._quantizer
     recipe = Float8Recipe(
         "block_128x128",
@@ -129,11 +126,11 @@ def _mxfp8(tensor: Any) -> ForeignWeight:
     if tensor._with_gemm_swizzled_scales or tensor.dim() != 2:
         raise _refuse(
             tensor,
-            f"of {tensor.dim()} dimensions, swizzled={tensor._with_gemm_swizzled_scales}",
-            "two dimensions, scales in rows",
+            "two dimensions, and scales in rows",
+            f"{tensor.dim()} dimensions, swizzled={tensor._with_gemm_swizzled_scales}",
         )
     if getattr(tensor._quantizer, "with_2d_quantization", False):
-        raise _refuse(tensor, "with blocks of 32 x 32", "with_2d_quantization=False")
+        raise _refuse(tensor, "with_2d_quantization=False", "blocks of 32 x 32")
     recipe = Float8Recipe("mxfp8")
     codes = _codes(tensor, "_rowwise_data")
     columnwise = None

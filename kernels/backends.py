@@ -57,7 +57,7 @@ class Triton:
     """A step of fp8 weights may read and store codes alone (Formats.in_place)."""
 
     def why_not(self, device: torch.device) -> str | None:
-        """None where the backend works on the device, else the reason."""
+        """The reason why the backend does not work on the device; None where it does."""
         if MISSING is not None:
             return MISSING
         if device.type == "cuda" and INTERPRETED:
@@ -98,7 +98,7 @@ class Reference:
     steps_codes = False
 
     def why_not(self, device: torch.device) -> str | None:
-        """None: it works everywhere."""
+        """No reason, as it works everywhere."""
         return None
 
     def plan(
@@ -111,7 +111,7 @@ class Reference:
         extents: Sequence[Extent] | None = None,
         places: Sequence[Place] | None = None,
     ) -> Plan:
-        """Nothing is laid out ahead."""
+        """The plan of a batch; it lays nothing out ahead."""
         if formats.cast is not None and extents is not None:
             return CastReferencePlan(formats, rule, groups, extents, places)
         return ReferencePlan(formats, rule, groups, places)
@@ -127,7 +127,7 @@ BACKENDS: dict[str, Triton | Reference] = {
 
 
 def why_not(backend: str, contract: Contract, device: torch.device) -> str | None:
-    """None where a backend keeps a contract on a device, else the reason."""
+    """The reason why a backend does not keep a contract on a device; None where it does."""
     if contract.needs_gpu is not None and (device.type != "cuda" or torch.version.hip):
         return f"contract {contract.name!r} needs an NVIDIA GPU: {contract.needs_gpu}"
     if backend not in contract.backends:

@@ -62,7 +62,7 @@ def _launch(
 
 
 def _kinds(arguments: tuple[object, ...]) -> list[object]:
-    """What of arguments Triton specialises a kernel for, where it looks at no number's value."""
+    """The kinds of arguments for which Triton specialises a kernel, the values of numbers apart."""
     kinds: list[object] = []
     for argument in arguments:
         if argument is None:

@@ -26,7 +26,7 @@ OPTIONS = ("power_of_two_scales", "margin", "amax_history_len", "amax_compute_al
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How weights become fp8 codes and a scale; ValueError names what is not allowed."""
+    """How weights become fp8 codes and a scale; ValueError says what an option must be."""
 
     scaling: str
     """"delayed": a scale per tensor, from the amaxes of earlier steps. "current": per tensor, from
@@ -63,34 +63,35 @@ class Float8Recipe:
         for name in ("margin", "amax_history_len"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} is not allowed: a whole number")
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
         if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len={self.amax_history_len} is not allowed: at least 1")
+            raise ValueError(f"amax_history_len must be at least 1, got {self.amax_history_len}")
         if abs(self.margin) > 100:  # code_max / 2**margin is a normal number of fp32
-            raise ValueError(f"margin={self.margin} is not allowed: from -100 to 100")
+            raise ValueError(f"margin must be from -100 to 100, got {self.margin}")
         epsilon = self.amax_epsilon
         if not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= torch.finfo().max:
-            raise ValueError(f"amax_epsilon={epsilon!r} is not allowed: finite, at least 0")
+            raise ValueError(f"amax_epsilon must be finite and at least 0, got {epsilon!r}")
         if torch.tensor(epsilon, dtype=torch.float32, device="cpu").item() != epsilon:
-            raise ValueError(f"amax_epsilon={epsilon!r} is not allowed: a number of fp32")
+            raise ValueError(f"amax_epsilon must be a number of fp32, got {epsilon!r}")
         object.__setattr__(self, "amax_epsilon", float(epsilon))  # kernels take it as a constant
 
     def _check_scaling(self) -> None:
         """Refuses what the scaling would not look at."""
         if not self.quantizer.scale_dtype.is_floating_point and self.power_of_two_scales is False:
             raise ValueError(
-                f"power_of_two_scales=False is not allowed with scaling={self.scaling!r}: "
-                "E8M0 scales are"
+                f"power_of_two_scales must be True or None with scaling={self.scaling!r}, whose "
+                "scales are E8M0, got False"
             )
         for name in (name for name in OPTIONS if name not in self.quantizer.options):
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             # False is what None has become here: dataclasses.replace passes it
             if value != default and value is not False:
-                raise ValueError(f"{name}={value!r} is not allowed with scaling={self.scaling!r}")
+                own = f"{name} must be left at {default!r} with scaling={self.scaling!r}"
+                raise ValueError(f"{own}, got {value!r}")
 
     @property
     def quantizer(self) -> Quantizer:
-        """What the scaling names."""
+        """The quantizer that `scaling` names."""
         return QUANTIZERS[self.scaling]
 
     @property
@@ -118,7 +119,7 @@ class Float8Recipe:
         """The shape of scales for a weight: (1,), or rows and columns of blocks of a matrix."""
         if self.block is not None and len(shape) != 2:
             raise ValueError(
-                f"shape {tuple(shape)} is not allowed with scaling={self.scaling!r}: two dimensions"
+                f"shape must have two dimensions with scaling={self.scaling!r}, got {tuple(shape)}"
             )
         return scale_shape(self.block, shape)
 
@@ -126,7 +127,7 @@ class Float8Recipe:
 def _one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     choices = list(allowed)
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not allowed: one of {', '.join(map(str, choices))}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 RECIPES = {scaling: Float8Recipe(scaling) for scaling in QUANTIZERS}
@@ -156,14 +157,14 @@ def quantize_reference(
 
     Without `direct` they are rounded to `dtype`, the weight's own, first; amaxes are of what is
     then encoded. scale: fp32, one element, the scale there is: for delayed scaling, and only for
-    it. Raises ValueError where it is missing or not allowed, and for values of other than two
-    dimensions with blocks.
+    it. Raises ValueError where it is missing, or given with another scaling, and for values of
+    other than two dimensions with blocks.
     """
     keeps_scale = recipe.quantizer.keeps_scale
     if keeps_scale != (scale is not None):
         raise ValueError(
-            f"scale={scale!r} is not allowed with scaling={recipe.scaling!r}: "
-            + ("the current one" if keeps_scale else "None, it is found from the values")
+            f"scale must be {'the current one' if keeps_scale else 'None'} with "
+            f"scaling={recipe.scaling!r}, got {scale!r}"
         )
     values = values.float() if recipe.direct else values.to(dtype).float()
     amax = amax_reference(values, recipe)

@@ -28,7 +28,7 @@ class HostMemoryError(RuntimeError):
 
 
 class Pinning:
-    """By NVIDIA's driver: exactly as many bytes as are asked for, given back at once.
+    """Pins host memory by NVIDIA's driver: as many bytes as are asked for, given back at once.
 
     Tests have another, with the same methods.
     """
@@ -42,7 +42,7 @@ class Pinning:
         return device.type not in ("cpu", "meta")
 
     def why_not(self, device: torch.device) -> str | None:
-        """None where the device reads and writes pinned host memory, else the reason."""
+        """The reason why the device cannot read and write pinned host memory; None where it can."""
         if device.type != "cuda" or torch.version.hip is not None:
             kind = "AMD's GPUs" if device.type == "cuda" else f"device type {device.type!r}"
             return f"{kind} are not NVIDIA's GPUs, whose driver maps host memory"

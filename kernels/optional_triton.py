@@ -30,7 +30,7 @@ except ImportError as error:
             return name
 
     class CompiledKernel:  # type: ignore[no-redef]
-        """What nothing is."""
+        """A class without instances."""
 
     tl: Any = _Names()  # type: ignore[no-redef]
     libdevice: Any = _Names()  # type: ignore[no-redef]

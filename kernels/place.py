@@ -31,5 +31,5 @@ class Place(NamedTuple):
 
 
 def in_order(count: int) -> list[Place]:
-    """Of so many whole parameters, by number."""
+    """The places of `count` whole parameters, which are numbered from 0."""
     return [Place(number) for number in range(count)]

@@ -47,7 +47,7 @@ class AdamOptions(Options):
     amsgrad: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is not allowed."""
+        """Raises ValueError for an option out of its range, or options that contradict."""
         super().__post_init__()
         if self.makes_states is None:
             habit = "stepped" if self.contract == "torch" else "trainable"
@@ -95,18 +95,21 @@ class FusedAdam(FusedOptimizer):
             lr; otherwise L2: added to the gradient per unit of the weight. At least 0.
         amsgrad: divides by the root of the largest exp_avg_sq so far (Reddi et al. 2018), which the
             state keeps as max_exp_avg_sq, in exp_avg_sq_dtype. Not under contract te.
-        exp_avg_dtype: torch.float32, torch.bfloat16, or, with a scale per tensor, torch.float16 or
-            torch.float8_e4m3fn (which torch.uint8 stands for too, as in TransformerEngine); or
-            "bfloat16_stochastic", which does not stall as torch.bfloat16 does: take it for both. Or
-            8 bits in blocks, "block_e4m3" (for exp_avg_sq "block_e5m3"), rounded stochastically:
-            128 elements share a scale of one byte, state["exp_avg_scale"]. "block64_e4m3" and its
-            like have blocks of 64; "..._nearest" rounds to nearest, where exp_avg_sq stalls. Or 4
-            bits, two a byte, in blocks of 32, "block32_e3m0" (for exp_avg_sq "block32_e4m0"), where
-            the last dimension is a multiple of 32: right in the mean too, with updates noisier by
-            84% of it; "..._nearest" is not for training: exp_avg stays where gradients stop. Those
-            of fewer than 4,096 elements, 65,536 in one dimension, keep fp32 moments then, and so do
-            those whose rows are no whole blocks. What draws is not for contract torch, nor for
-            exp_avg_sq with amsgrad; blocks are not for a rank's part of an fp8 weight.
+        exp_avg_dtype: the format of exp_avg. torch.float32; or torch.bfloat16; or
+            "bfloat16_stochastic", which does not stall as torch.bfloat16 does: take it for both.
+            With a scale per tensor: torch.float16 or torch.float8_e4m3fn (torch.uint8 means the
+            same, as in TransformerEngine).
+            With 8 bits in blocks: "block_e4m3" (for exp_avg_sq "block_e5m3"), rounded
+            stochastically. 128 elements share a scale of one byte, state["exp_avg_scale"]; those of
+            "block64_e4m3" and its like are 64. "..._nearest" rounds to nearest: exp_avg_sq stalls.
+            With 4 bits, two a byte, in blocks of 32: "block32_e3m0" (for exp_avg_sq
+            "block32_e4m0"), where the last dimension is a multiple of 32. They too are right in the
+            mean; updates are noisier by 84% of it. "..._nearest" is not for training: exp_avg stays
+            where gradients stop.
+            With blocks, parameters of fewer than 4,096 elements (65,536 in one dimension), or whose
+            rows are no whole blocks, keep fp32 moments; a rank's part of an fp8 weight has none in
+            blocks. Stochastic formats do not go with contract torch, and in exp_avg_sq not with
+            amsgrad.
         exp_avg_sq_dtype: likewise, chosen independently; blocks are of one size.
         bias_correction: divides the moments by 1 - beta**step.
         adam_w_mode: AdamW; False for Adam with L2 weight decay.

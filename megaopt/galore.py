@@ -29,14 +29,14 @@ from megaopt.saving.parse import with_states
 from megaopt.state.owned import Owned
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
-"""What FullyShardedDataParallel says of its flat parameters, and of views into them."""
+"""The mark of FullyShardedDataParallel's flat parameters, and of views into them."""
 FLAT = (
     "flat part of a matrix, which has neither its rows nor its columns; FSDP2 (fully_shard) splits "
     "matrices by rows"
 )
 PROJ_TYPES = get_args(ProjType)
 PROJECTING = ("rank", "update_proj_gap", "proj_type")
-"""What groups say beside numbers of the step."""
+"""Keys of groups that choose projections: no numbers of the step."""
 
 
 def side_of(proj_type: str, rows: int, columns: int) -> str:
@@ -79,7 +79,7 @@ class GaLoreOptions(Options):
     MATRIX = GALORE
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is not allowed."""
+        """Raises ValueError for an option out of its range, or options that contradict."""
         super().__post_init__()
         if self.kernel in LAUNCHED and MASTERS[self.master_weight_dtype].scaled:
             raise ValueError(

@@ -107,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            ValueError: a gradient, parameter, state tensor or hyper-parameter is not allowed; then
+            ValueError: a gradient, parameter, state tensor or hyper-parameter cannot be used; then
                 no weight, no state and no step count has changed. With a norm over ranks, and with
                 fp8 weights that ranks share, also on all ranks where they do not step the same or
                 one raises an error: nothing has changed then either, except that a first step has

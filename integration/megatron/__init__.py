@@ -79,7 +79,7 @@ def get_megatron_optimizer(
     Raises:
         ImportError: megatron-core is not installed.
         RuntimeError: it is another release.
-        ValueError: an argument, a field of config or the kind of a parameter is not allowed.
+        ValueError: an argument, a field of config or the kind of a parameter cannot be used.
     """
     given = locals()
     options = {each.name: given[each.name] for each in fields(Choices) if each.name in given}
@@ -112,7 +112,7 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     Raises:
         ImportError: megatron-core is not installed.
         RuntimeError: it is another release.
-        ValueError: an option is not allowed.
+        ValueError: an option is out of its range, or contradicts another.
     """
     choices = Choices(**options)
     _check_version(any_version)

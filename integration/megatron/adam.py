@@ -66,8 +66,8 @@ class ShardSGD(Shards, megaopt.FusedSGD):
     """megaopt.FusedSGD over shards."""
 
 
-class MainShardsFace(torch.optim.Optimizer):
-    """The face of a fused optimizer: groups and state are those of Megatron's main shards.
+class MainShardsAdapter(torch.optim.Optimizer):
+    """Shows Megatron a fused optimizer whose groups and state are those of its main shards.
 
     Args:
         fused: its groups have the main shards, all fp32. It steps `weights` from then on, with the
@@ -128,8 +128,8 @@ class MainShardsFace(torch.optim.Optimizer):
         lists = [group["params"] for group in self.param_groups]
         if [*map(id, lists)] != [*map(id, self._lists)]:
             raise ValueError(
-                f"{len(lists)} groups with other lists of parameters are not allowed: those that "
-                "Megatron's distributed optimizer made"
+                "groups must have the lists of parameters that Megatron's distributed optimizer "
+                f"made, got {len(lists)} groups with others"
             )
         known = self.param_groups, self.fused.param_groups
         for group, own in itertools.zip_longest(*known, fillvalue=self.param_groups[0]):

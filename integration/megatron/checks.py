@@ -45,7 +45,7 @@ def check_required(config: Any) -> None:
     for name, (allowed, reason) in REQUIRED.items():
         value = getattr(config, name, allowed)
         if value != allowed:
-            raise ValueError(f"config.{name}={value!r} is not allowed, only {allowed!r}: {reason}")
+            raise ValueError(f"config.{name} must be {allowed!r}, got {value!r}: {reason}")
 
 
 def check_release(config: Any, asked: Any) -> None:
@@ -55,13 +55,13 @@ def check_release(config: Any, asked: Any) -> None:
         return
     if asked is not None:
         raise ValueError(
-            f"config.optimizer={asked.optimizer!r} is not allowed with megatron-core "
-            "0.16, whose checkpoints have Adam's moments alone: 'adam'"
+            "config.optimizer must be 'adam' with megatron-core 0.16, whose checkpoints have "
+            f"Adam's moments alone, got {asked.optimizer!r}"
         )
     if config.reuse_grad_buf_for_mxfp8_param_ag:
         raise ValueError(
-            "config.reuse_grad_buf_for_mxfp8_param_ag=True is not allowed with megatron-core "
-            "0.16, which gathers all weights through it, also those that are not MXFP8: False"
+            "config.reuse_grad_buf_for_mxfp8_param_ag must be False with megatron-core 0.16, which "
+            "gathers all weights through it, also those that are not MXFP8, got True"
         )
 
 
@@ -70,8 +70,8 @@ def check_offload(config: Any) -> None:
     fraction = config.optimizer_offload_fraction
     if fraction != 1.0:
         raise ValueError(
-            f"config.optimizer_offload_fraction={fraction!r} is not allowed with "
-            "optimizer_cpu_offload=True, only 1.0: megaopt offloads the states of all parameters"
+            "config.optimizer_offload_fraction must be 1.0 with optimizer_cpu_offload=True, as "
+            f"megaopt offloads the states of all parameters, got {fraction!r}"
         )
 
 
@@ -88,21 +88,21 @@ def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
     for name, value, allowed, reason in refused:
         if value != allowed:
             raise ValueError(
-                f"config.{name}={value!r} is not allowed with optimizer_cuda_graph=True: "
-                f"{allowed!r}; {reason}"
+                f"config.{name} must be {allowed!r} with optimizer_cuda_graph=True, got {value!r}; "
+                f"{reason}"
             )
     norms = importlib.import_module("megatron.core.optimizer.clip_grads")  # only where it is used
     if getattr(norms, "multi_tensor_scale_tensor_impl", None) is None:
         raise ValueError(
-            "config.optimizer_cuda_graph=True is not allowed without TransformerEngine, or with "
-            "megatron-core 0.16: False; Megatron then reads the gradients' norm on the host"
+            "config.optimizer_cuda_graph must be False without TransformerEngine, or with "
+            "megatron-core 0.16, as Megatron then reads the gradients' norm on the host, got True"
         )
     for chunk in model_chunks:
         for name, param in chunk.named_parameters():
             if is_fp8(param) and not is_mxfp8(param):
                 raise ValueError(
-                    f"parameter {name!r} is a {type(param.data).__name__}, which is not allowed "
-                    "with optimizer_cuda_graph=True: the ranks find its scale after the step"
+                    f"parameter {name!r} must be MXFP8, or no fp8, with optimizer_cuda_graph=True, "
+                    f"got a {type(param.data).__name__}, whose scale the ranks find after the step"
                 )
 
 
@@ -115,12 +115,12 @@ def check_parameter(name: str, param: torch.Tensor, takes_mxfp8: bool) -> None:
     kind = type(param.data)
     if weight is not None and is_mxfp8(param) and not takes_mxfp8:
         raise ValueError(
-            f"parameter {name!r} is a {kind.__name__} ({weight.recipe.scaling}), which is not "
-            "allowed without config.reuse_grad_buf_for_mxfp8_param_ag=True: in fp8 those with "
-            "delayed, current or 128x128 scaling"
+            f"parameter {name!r} must have delayed, current or 128x128 scaling, if any, without "
+            "config.reuse_grad_buf_for_mxfp8_param_ag=True, got a "
+            f"{kind.__name__} ({weight.recipe.scaling})"
         )
     if weight is None and kind is not torch.Tensor:
         raise ValueError(
-            f"parameter {name!r} is a {kind.__name__}, which is not allowed: fp32, bf16, fp16, or "
-            "an fp8 tensor of TransformerEngine's"
+            f"parameter {name!r} must be fp32, bf16, fp16, or an fp8 tensor of "
+            f"TransformerEngine's, got a {kind.__name__}"
         )

@@ -47,12 +47,13 @@ class Choices:
     """Megatron's config where it names lion or sgd: Megatron is then told of adam."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is not allowed."""
+        """Raises ValueError for a choice out of its range, or choices that contradict."""
         one_of("mode", self.mode, MODES)
         if self.mode == "main_shards" and self.store_param_remainders:
             raise ValueError(
-                "store_param_remainders=True is not allowed with mode='main_shards', where "
-                "Megatron keeps whole fp32 masters: mode='precision_aware'"
+                "store_param_remainders must be False with mode='main_shards', where Megatron "
+                f"keeps whole fp32 masters, got {self.store_param_remainders!r}; "
+                "mode='precision_aware' takes it"
             )
         if self.mode == "main_shards" and self.master_weight_dtype not in (None, torch.float32):
             raise ValueError(
@@ -77,7 +78,7 @@ class Choices:
             )
 
     def _options(self) -> AdamOptions:
-        """What Megatron has no word about; raises ValueError for what does not go together."""
+        """The options that Megatron's config does not give; ValueError where they contradict."""
         return AdamOptions(
             master_weight_dtype=_given(self.master_weight_dtype, torch.float32),
             exp_avg_dtype=_given(self.exp_avg_dtype, torch.float32),
@@ -104,10 +105,10 @@ class Choices:
         capturable: bool = False,
         **kwargs: Any,
     ) -> Shards:
-        """In the place of TransformerEngine's FusedAdam, with the arguments that Megatron passes.
+        """Makes the optimizer; Megatron passes the arguments of TransformerEngine's FusedAdam.
 
-        Of dtypes and remainders those count that were not chosen here. use_decoupled_grad comes
-        with config.use_precision_aware_optimizer, where Megatron clips gradients in their dtype,
+        Its dtypes and remainders count where none were chosen here. use_decoupled_grad comes with
+        config.use_precision_aware_optimizer, where Megatron clips gradients in their dtype,
         capturable with config.optimizer_cuda_graph.
         """
         owns_masters = self.mode == "precision_aware"
@@ -170,8 +171,8 @@ class Choices:
             value = getattr(self, name)
             if value not in (None, False, torch.float32):
                 raise ValueError(
-                    f"{name}={value!r} is not allowed with fp8 parameters, whose masters are "
-                    "Megatron's, in fp32: None"
+                    f"{name} must be None with fp8 parameters, whose masters are Megatron's, in "
+                    f"fp32, got {value!r}"
                 )
         return replace(self, mode="main_shards", store_param_remainders=None)
 
@@ -184,8 +185,8 @@ class Choices:
         asks = config.use_precision_aware_optimizer and self.mode == "main_shards"
         if asks and config.main_params_dtype != torch.float32:
             raise ValueError(
-                f"config.main_params_dtype={config.main_params_dtype} is not allowed with "
-                "mode='main_shards', where Megatron keeps fp32 masters: torch.float32"
+                "config.main_params_dtype must be torch.float32 with mode='main_shards', where "
+                f"Megatron keeps fp32 masters, got {config.main_params_dtype}"
             )
         if getattr(config, "optimizer_cuda_graph", False):
             check_graph(config, model_chunks)
@@ -193,7 +194,8 @@ class Choices:
         for chunk in model_chunks:
             if chunk.ddp_config.use_megatron_fsdp:
                 raise ValueError(
-                    "use_megatron_fsdp=True is not allowed: shards are the distributed optimizer's"
+                    "use_megatron_fsdp must be False, as shards are the distributed optimizer's, "
+                    "got True"
                 )
             for name, param in chunk.named_parameters():
                 check_parameter(name, param, config.reuse_grad_buf_for_mxfp8_param_ag)
@@ -201,5 +203,5 @@ class Choices:
 
 
 def _given(value: torch.dtype | str | None, otherwise: torch.dtype) -> torch.dtype | str:
-    """What was chosen, also if it is wrong and false: that is to be refused."""
+    """The chosen value, also if it is wrong and false, to be refused; `otherwise` for None."""
     return otherwise if value is None else value

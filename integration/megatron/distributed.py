@@ -13,7 +13,7 @@ from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
 from megatron.core.optimizer.clip_grads import l2_norm_impl
 from megatron.core.utils import local_multi_tensor_l2_norm
 
-from megaopt.integration.megatron.adam import MainShardsFace, Shards
+from megaopt.integration.megatron.adam import MainShardsAdapter, Shards
 from megaopt.integration.megatron.checkpoints import align_steps
 from megaopt.integration.megatron.choices import Choices
 from megaopt.integration.megatron.float8 import absent_shards, is_mxfp8, own_shards, weights_of
@@ -126,7 +126,7 @@ class MainShards(Sharded):
             self._outside.update(outside)
         both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
         weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
-        self.optimizer = MainShardsFace(self.fused, weights, absent_shards(self))
+        self.optimizer = MainShardsAdapter(self.fused, weights, absent_shards(self))
 
     def _is_in_place(self, model: torch.Tensor) -> bool:
         """Whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
@@ -271,9 +271,7 @@ class Chained(ChainedOptimizer):
         align_steps(groups)
         steps = {int(group["step"]) for group in groups if group["params"]}
         if len(steps) > 1:
-            raise ValueError(
-                f"optimizers at steps {sorted(steps)} are not allowed in one: one step"
-            )
+            raise ValueError(f"chained optimizers must be at one step, got steps {sorted(steps)}")
         return steps.pop() if steps else None
 
     def count_zeros(self) -> Any:

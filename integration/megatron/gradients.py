@@ -46,7 +46,7 @@ class Gradients(CheckpointedOptimizer):
         self._norm_grads: dict[str | None, list[torch.Tensor]] = {}
 
     def _look_at_shards(self) -> None:
-        """What is known of the shards' gradients once, when the optimizer is made."""
+        """Notes what does not change about the shards' gradients, when the optimizer is made."""
         # parameters with a norm of their own: the step knows one coefficient for all
         self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, self.shards))
         self._norm_shards = {group: self._ask_for_norm_shards(group) for group in norm_groups()}
@@ -125,7 +125,7 @@ class Gradients(CheckpointedOptimizer):
             setattr(param, self.grad_name, grad)
 
     def _flat_shards(self) -> list[Any]:
-        """In the order of Megatron's parameters; those that it gives this rank nothing of apart."""
+        """This rank's shards in the order of Megatron's parameters, without absent ones."""
         groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
         return [shard for group in groups for shard in group["params"]]
 

@@ -35,7 +35,7 @@ class Cast:
     """Weights are whole, and each of their rows is whole blocks of the moments, which a tile's
     lines then hold."""
     remainder: Format = field(default=NONE, repr=False)
-    """What lies beside codes of which the step has values for its own time (plan_formats)."""
+    """The format beside codes of which the step has values for its own time (plan_formats)."""
 
     @property
     def rounding(self) -> Format:
@@ -49,7 +49,7 @@ class Cast:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """What lies beside the codes."""
+        """The slots of what lies beside the codes."""
         kept = ("weight_scale",) if self.quantizer.keeps_scale else ()
         beside = ("weight_remainder",) if self.remainder.present else ()
         return (*kept, "weight_scale_inv", "weight_amax", *beside)
@@ -73,7 +73,7 @@ class Formats:
     weight: Format
     master: Format
     moments: tuple[Format, ...]
-    """Of the rule's moments, in its order."""
+    """The formats of the rule's moments, in its order."""
     moment_names: tuple[str, ...]
     """What the rule calls them, and the optimizer's state."""
     cast: Cast | None = None
@@ -191,7 +191,7 @@ class Formats:
 
     @property
     def remainder(self) -> Format:
-        """What lies beside fp8 codes; NONE where nothing does."""
+        """The format of what lies beside fp8 codes; NONE where nothing does."""
         if self.cast is None:
             return NONE
         return self.master if self.master.joined else self.cast.remainder

@@ -74,7 +74,7 @@ def store_block(ptr, offsets, code, mask):
 
 @helper
 def pair_offsets(offsets, rows):
-    """Of the bytes of a tile's codes of 4 bits, [rows, width // 2]."""
+    """The offsets of the bytes of a tile's codes of 4 bits, [rows, width // 2]."""
     HALF: tl.constexpr = offsets.shape[1] // 2
     return rows[:, None] // 2 + tl.arange(0, HALF)[None, :]
 
@@ -116,7 +116,7 @@ def store_pairs(ptr, offsets, rows, code, mask):
 
 @helper
 def store_where(condition, ptr, offsets, code, mask):
-    """As store_block, where an int32, one for all elements, is not 0."""
+    """Stores as store_block does where `condition`, an int32 for all elements, is not 0."""
     pointers = ptr + offsets
     # a block from the beginning: the interpreter spreads bools as what was compared
     chosen = tl.zeros_like(offsets) + condition != 0
@@ -138,7 +138,7 @@ def lead_of(column, FORMATS: tl.constexpr):
 
 @helper
 def offsets_of(index, SPEC: tl.constexpr):
-    """Of a block's elements in the chunk: [block], or with rows [block // width, width]."""
+    """The offsets of a block's elements in the chunk: [block], or in rows of `width`."""
     if SPEC.formats.block:
         offsets = rows_of(index, SPEC)[:, None] + tl.arange(0, SPEC.width)[None, :]
     else:
@@ -207,7 +207,7 @@ def load_scale(
 
 @helper
 def row_key(value, mask):
-    """Of each row of a tile the key of its largest finite magnitude; uint32 [rows]."""
+    """The key of the largest finite magnitude of each row of a tile; uint32 [rows]."""
     key = finite_key(value)
     if mask is not None:
         key = tl.where(mask, key, 0)

@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
     """int32, the offset at which the tensor or the chunk ends."""
     pointers: Any
     scalars: Any
-    """Of the group: a tuple of the rule's numbers."""
+    """A tuple of the rule's numbers for the group."""
     controls: Any
     """A tuple: grad scale, its inverse, clip coefficient, whether gradients are unscaled."""
     draw: Any
@@ -49,7 +49,7 @@ class Scales(NamedTuple):
     """What the codes of a chunk are multiplied by when they are read and when they are stored."""
 
     param: Any
-    """Of the master, or scale_inv of an fp8 weight that has none."""
+    """The master's scale, or scale_inv of an fp8 weight that has none."""
     moments: Any
     """A tuple; of moments in blocks pointers to the chunk's scales."""
     master_inverse: Any
@@ -88,7 +88,7 @@ def place_of(chunks_ptr, tensors, chunk, SPAN):
 
 @helper
 def chunk_of(column, number, lead, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
-    """Of a tensor's chunk: first element, elements, and the blocks that go unmasked.
+    """The first element of a tensor's chunk, its elements, and the blocks that go unmasked.
 
     lead: elements before the tensor, from which on its first chunk is counted.
     """

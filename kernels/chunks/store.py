@@ -24,7 +24,7 @@ from megaopt.kernels.rules.base import digest
 
 
 class Left(Enum):
-    """What is left to do for a weight when the step's pass is through."""
+    """The work left to do for a weight when the step's pass is through."""
 
     NOTHING = "nothing"
     SHARED = "codes of blocks of which other ranks have a part"
@@ -74,10 +74,10 @@ class Store:
     finish: Any = finish_nothing
     tile: Any = None
     tile_options: Mapping[str, object] = field(default_factory=dict)
-    """Of the launch over tiles."""
+    """The options of the launch over tiles."""
     in_place: bool = False
-    """Of a weight without a master the pass reads codes and stores codes: no fp32 value of an
-    element lasts for longer. Of tiles only where no other rank has a part of the weight."""
+    """Whether the pass reads and stores the codes of a weight without a master: no fp32 value of an
+    element lasts for longer. With tiles only where no other rank has a part of the weight."""
 
     @cached_property
     def cache_key(self) -> str:
@@ -108,7 +108,7 @@ def put_plain(pointers, block, param, scale, amax_bits, words, FORMATS: tl.const
 
 
 PLAIN = Store("plain", put=put_plain)
-"""Of weights without scales: nothing of fp8 is here."""
+"""The store of weights without scales: nothing of fp8 is here."""
 LATER = Store("later", Left.ALL)
 """fp8 weights of which one pass over the masters finds the amaxes, and one stores the codes."""
 
@@ -158,11 +158,11 @@ class Quantizer:
     scale: Any
     scales_reference: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rows: int = 0
-    """Of a block, whose elements share a scale: 128, or 1; 0: the whole tensor shares one."""
+    """Rows of a block, whose elements share a scale: 128, or 1; 0: the whole tensor shares one."""
     columns: int = 0
     """Likewise: 128, or, of one row, a divisor of it."""
     scale_dtype: torch.dtype = torch.float32
-    """Of scale_inv."""
+    """The dtype of scale_inv."""
     scale_element: Any = tl.float32
     """The Triton type under which kernels store it."""
     value_reference: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
@@ -170,8 +170,9 @@ class Quantizer:
     value: Any = same_value
     """The same in Triton."""
     move: Callable[..., None] | None = None
-    """Where weights keep a scale and amaxes: `move(table, recipe, controls)` launches what makes
-    the next step's scales. table: int64 [3, weights], addresses of histories, scales, amaxes."""
+    """`move(table, recipe, controls)` launches the kernel that makes the next step's scales, for
+    weights that keep a scale and amaxes; else None. table: int64 [3, weights], addresses of
+    histories, scales, amaxes."""
     move_reference: Callable[..., None] | None = None
     """`move_reference(history, scale, recipe)`, its twin, of one weight."""
 

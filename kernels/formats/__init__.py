@@ -31,9 +31,9 @@ NONE = replace(FLOAT32, name="none", dtype=None, element=tl.int8)
 GRADS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)
 WEIGHTS = FormatTable(FLOAT32, BFLOAT16, FLOAT16)
 STOCHASTIC_WEIGHTS = FormatTable(BFLOAT16_STOCHASTIC, FLOAT16_STOCHASTIC)
-"""Of weights without a master that are rounded so."""
+"""The formats of weights without a master that are rounded stochastically."""
 STOCHASTIC_FLOAT8 = FormatTable(FLOAT8_E4M3_STOCHASTIC)
-"""The same of codes with scales."""
+"""The same for codes with scales."""
 MASTERS = FormatTable(
     FLOAT32,
     SCALED_FLOAT16,
@@ -60,7 +60,7 @@ BESIDE: dict[torch.dtype, dict[Any, Format]] = {
     torch.float16: {"kahan": KAHAN_FLOAT16, "kahan_stochastic": KAHAN_FLOAT16_STOCHASTIC},
     **PAIRS,
 }
-"""By the dtype of a weight or of its codes: masters that another format serves beside it."""
+"""The format that takes a named master's place beside weights, or codes, of a dtype."""
 
 
 __all__ = [

@@ -30,9 +30,9 @@ class Format:
     """
 
     name: str
-    """As errors, records and the documentation call it."""
+    """The name in errors, records and the documentation."""
     dtype: torch.dtype | None
-    """Of the tensor that holds the codes; None where there is no such buffer."""
+    """The dtype of the tensor that holds the codes; None where there is no such buffer."""
     element: Any
     """The Triton type under which the kernel loads and stores a code."""
     decode: Any
@@ -64,9 +64,9 @@ class Format:
     a code by itself, as an int32."""
 
     decode_words: Any = None
-    """As `decode`, of int32 words with several codes each, the first in the lowest bits: a tuple of
-    their first, second, ... numbers. For NVIDIA's GPUs from compute capability 9.0 on; elsewhere,
-    and where it is None, codes are taken from the words one by one."""
+    """Decodes int32 words with several codes each, the first in the lowest bits: a tuple of their
+    first, second, ... numbers. For NVIDIA's GPUs from compute capability 9.0 on; elsewhere, and
+    where it is None, codes are taken from the words one by one."""
 
     def drawn(self, encode: Any, encode_reference: Callable[..., Any], **more: Any) -> Format:
         """The same, rounded stochastically by these functions; more: other fields."""
@@ -79,7 +79,7 @@ class Format:
         return 32 // int(self.element.primitive_bitwidth) * self.packed
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the tensor that holds the codes of a tensor of this shape.
+        """The shape of the tensor that holds the codes of a tensor of this shape.
 
         Raises ValueError where codes are packed and the last dimension is cut within an element.
         """
@@ -93,9 +93,10 @@ class Format:
         return (*shape[:-1], shape[-1] // self.packed)
 
     def encode_by_hand(self, value: torch.Tensor, *inverse: torch.Tensor | None) -> Any:
-        """As encode_reference, but a format that draws rounds to nearest: for what no step stores.
+        """Encodes values outside a step: a format that draws random bits rounds to nearest here.
 
-        Ties go away from zero there: 0x8000 is half of the last place in 16 random bits.
+        Other formats encode as encode_reference does. Ties of one that draws go away from zero:
+        0x8000 is half of the last place in 16 random bits.
         """
         if not self.draws:
             return self.encode_reference(value, *inverse)
@@ -187,7 +188,7 @@ class FormatTable(dict[Any, Format]):
         return [first.get(name, name) for name in self]
 
     def _first_of_each(self) -> dict[torch.dtype | None, str]:
-        """By dtype: looked for several times for each parameter, whenever batches are made."""
+        """The first format of each dtype, which batches look for several times a parameter."""
         found: dict[torch.dtype | None, str] = {}
         for name, form in self.items():
             if not form.block:

@@ -77,7 +77,7 @@ def decode_e3m0(code, scale):
 
 @helper
 def with_sign(value, scaled, code):
-    """What rounds to 0 has no sign; what is in no window, as infinities and NaN, is NaN."""
+    """The code with the value's sign, but 0 has none; a value in no window, as infinity, is NaN."""
     code = tl.where((value < 0.0) & (code > 0), code | 8, code)
     return tl.where(scaled <= 2.0, code, NAN_OF_4_BITS)
 

@@ -36,7 +36,7 @@ from megaopt.kernels.formats.base import Format
 from megaopt.kernels.optional_triton import cuda_capability_geq, helper, tl
 
 SMALLEST, LARGEST = 1, 253
-"""Of the scales: beyond, a scale or its inverse would be no normal number."""
+"""The least and the largest scale: beyond, a scale or its inverse would be no normal number."""
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(SMALLEST)
 LARGEST_SCALE: tl.constexpr = tl.constexpr(LARGEST)
 SIGNED_NAN, UNSIGNED_NAN = 127, 255

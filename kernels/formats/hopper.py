@@ -162,7 +162,7 @@ def encode_e4m3_nearest(value, inverse):
 
 @helper
 def signed_pattern(value, inverse):
-    """What is scaled, with the sign of its code, and the pattern of its magnitude."""
+    """The scaled value, with the sign of its code, and the pattern of its magnitude."""
     # the sum makes -0 a 0, but not what is less than 0 and underflows; a NaN there has no sign
     scaled = tl.fma(value, inverse, 0.0)
     return scaled, (tl.abs(scaled) * DOWN_E4M3).to(tl.int32, bitcast=True)

@@ -41,7 +41,7 @@ class LowRank:
     """RIGHT or LEFT."""
     rank: int
     precision: str = IEEE
-    """Of the two products, of products.PRECISIONS."""
+    """The precision of the two products, one of products.PRECISIONS."""
     refresh: str = "subspace"
     """How projections are made: "subspace" or "svd"."""
     stagger: bool = True
@@ -80,7 +80,7 @@ def projected(
 def projected_back(
     low: torch.Tensor, projection: torch.Tensor, side: str, precision: str = IEEE
 ) -> torch.Tensor:
-    """What was projected, [m, n] again."""
+    """The matrix [m, n] that a projected one stands for."""
     if side == RIGHT:
         return product(low, projection, precision)
     return product(projection, low, precision)
@@ -295,9 +295,9 @@ def _amax(matrix: torch.Tensor) -> torch.Tensor:
 def _added_up(
     found: torch.Tensor, image: torch.Tensor, matrix: torch.Tensor, parts: Parts
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a pass found, and the squares of the image's columns and of the matrix, of all parts.
+    """The sums over all parts of what a pass found, and of squares of the image and the matrix.
 
-    fp64 [k, rank] and [rank + 1], in one sum.
+    fp64 [k, rank], and [rank + 1]: of each column of the image, then of the matrix. One sum of all.
     """
     squares = (square(image, 0), square(matrix).reshape(1))
     whole = parts.add_up(torch.cat([found.double().flatten(), *squares]))
@@ -311,7 +311,7 @@ def square(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
 
 def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
-    """What brings the largest magnitude to [0.5, 1): a loss scale shows in no bit of the basis."""
+    """The factor that brings the largest magnitude to [0.5, 1), so that no loss scale shows."""
     exponent = torch.frexp(amax).exponent.clamp(-125, 125)
     return torch.ldexp(torch.ones_like(amax), -exponent)
 

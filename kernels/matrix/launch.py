@@ -50,7 +50,7 @@ def part_of(most: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class ProjectTile:
-    """Of a projected gradient [outer, rank], as kernel.project_kernel has it."""
+    """The tile of a projected gradient [outer, rank], as kernel.project_kernel has it."""
 
     outer: int
     inner: int
@@ -63,12 +63,12 @@ class ProjectTile:
 
 @dataclass(frozen=True)
 class BackTile:
-    """Of a matrix [rows, columns]."""
+    """The tile of a matrix [rows, columns] that is projected back."""
 
     rows: int
     columns: int
     inner: int
-    """Of the rank, at a time, at most."""
+    """Terms of the sum over the rank at a time, at most."""
     warps: int
     stages: int
     strip: int = 1
@@ -86,7 +86,7 @@ class BackTile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of both launches; for matrices that have whole tiles only, and for others."""
+    """The tiles of both launches; for matrices that have whole tiles only, and for others."""
 
     project: ProjectTile
     back: BackTile
@@ -156,7 +156,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
 LAUNCHED = ("hybrid", "grouped")
 """Kernels that are Triton's."""
 AUTO = {"ieee": "hybrid", "tf32": "hybrid", "bf16": "grouped"}
-"""By precision, what "auto" takes on a GPU: whose projection of the gradient is faster.
+"""The kernel that "auto" takes on a GPU for each precision: whose projection is faster.
 
 One H200, ms, torch's and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank 128 0.270
 and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090. tf32, the
@@ -177,7 +177,7 @@ UNIT = 128
 
 
 def why_not_kernel(kernel: str, device: torch.device) -> str | None:
-    """None where a kernel steps matrices on a device, else the reason."""
+    """The reason why a kernel does not step matrices on a device; None where it does."""
     if kernel == "compiled":
         return why_not_compiled(device)
     return BACKENDS["triton"].why_not(device) if kernel in LAUNCHED else None
@@ -221,7 +221,7 @@ def launched_plan(
 
 @dataclass(frozen=True)
 class How:
-    """What is the same for all matrices of a batch."""
+    """The settings that all matrices of a batch share."""
 
     formats: Formats
     low_rank: LowRank
@@ -231,7 +231,7 @@ class How:
 
     @property
     def direction(self) -> Formats:
-        """Of Adam's step, which writes the direction as the last product takes it: rounded."""
+        """The formats of Adam's step, which writes the direction rounded for the last product."""
         is_bf16 = self.low_rank.precision == BF16
         return inner_formats(self.formats, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
 
@@ -251,7 +251,7 @@ class How:
         return 4 * low + direction + (2 * cast if self.casts else 0)
 
     def outer_and_terms(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Of a gradient: the dimension that stays, and that along which sums go."""
+        """The dimension of a gradient that stays, and the one along which sums go."""
         rows, columns = shape
         return (columns, rows) if self.low_rank.side == LEFT else (rows, columns)
 
@@ -264,7 +264,7 @@ class How:
         return not any((*first, wide)), not any((*last, wide))
 
     def slabs(self, shape: torch.Size) -> int:
-        """In how many slabs a matrix's sums are cut: as many as make PROGRAMS tiles of it.
+        """How many slabs a matrix's sums are cut into: as many as make PROGRAMS tiles of it.
 
         By the shape alone, as they say in which order numbers are added.
         """
@@ -393,7 +393,7 @@ class Wave:
         self._back_project(scalars, controls)
 
     def _cast(self, projections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As bf16, one behind another."""
+        """The projections as bf16, one behind another in memory."""
         sizes = [-(-each.numel() // UNIT) * UNIT for each in projections]
         room = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
         pairs = zip(torch.split(room, sizes), projections, strict=True)
@@ -405,7 +405,7 @@ class Wave:
         return torch.empty(count * self._numel, dtype=dtype, device=self.device)
 
     def _addresses(self, whole: torch.Tensor) -> numpy.ndarray:
-        """Of each matrix's part of a workspace."""
+        """The addresses of the matrices' parts of a workspace."""
         found: numpy.ndarray = whole.data_ptr() + self._firsts * whole.element_size()
         return found
 

@@ -124,7 +124,7 @@ class MatrixPlan:
     def _tensors(
         self, formats: Formats, index: int, **others: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """By slot of an elementwise step; others: in the place of the matrix's own."""
+        """The tensors of an elementwise step by slot; others: in the place of the matrix's own."""
         own = {slot: each[index] for slot, each in self._buffers.items()}
         return {slot: {**own, **others}[slot] for slot in formats.slots}
 
@@ -144,7 +144,7 @@ class LaunchedStep:
         controls: torch.Tensor | None = None,
         place: Place = Place(0),  # noqa: B008 a tuple
     ) -> None:
-        """As megaopt.kernels.step.reference.step_tensor; scalars may be a row on the device."""
+        """Steps as megaopt.kernels.step.reference.step_tensor; scalars may be on the device."""
         weight = tensors["weight"]
         key = (rule, formats, weight.numel(), weight.device, place)
         if key not in self._plans:
@@ -162,7 +162,7 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def why_not_compiled(device: torch.device) -> str | None:
-    """None where torch.compile works on the device, else the reason."""
+    """The reason why torch.compile does not work on the device; None where it does."""
     from torch._dynamo.eval_frame import is_dynamo_supported  # half a second
 
     if not is_dynamo_supported():
@@ -192,7 +192,7 @@ class CompiledStep:
         controls: torch.Tensor | None = None,
         place: Place = Place(0),  # noqa: B008 a tuple
     ) -> None:
-        """As megaopt.kernels.step.reference.step_tensor, for rules without lanes."""
+        """Steps as megaopt.kernels.step.reference.step_tensor, by rules without lanes."""
         weight = tensors["weight"]
         words = weight.new_zeros(0)
         if formats.draws:

@@ -89,10 +89,10 @@ class Product:
     """The product of a matrix, gradients or directions, with a projection of rank `rank`."""
 
     form: Format
-    """Of the matrix."""
+    """The format of the matrix."""
     projection: Format
     precision: str
-    """Of PRECISIONS."""
+    """One of PRECISIONS."""
     on_left: bool
     """The projection stands on the left (galore.LEFT)."""
     even: bool
@@ -153,7 +153,7 @@ def _fp32_products(precision: str) -> Iterator[None]:
 
 @contextmanager
 def _bf16_products() -> Iterator[None]:
-    """Of bf16 numbers on CUDA: partial sums are never rounded to bf16."""
+    """Keeps partial sums of products of bf16 numbers on CUDA from being rounded to bf16."""
     place: Any = torch.backends.cuda.matmul
     name = "allow_bf16_reduced_precision_reduction"
     was = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()

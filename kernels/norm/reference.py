@@ -17,7 +17,7 @@ def top_row(largest: float) -> int:
 
 
 def unit_of(row: int) -> float:
-    """What one in this row counts."""
+    """The number that a 1 in this row stands for."""
     return math.ldexp(1.0, WIDTH * (row + LOWEST))
 
 

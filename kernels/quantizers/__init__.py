@@ -9,6 +9,6 @@ from megaopt.kernels.quantizers.delayed import DELAYED
 from megaopt.kernels.quantizers.mxfp8 import MXFP8
 
 QUANTIZERS = {each.name: each for each in (DELAYED, CURRENT, BLOCK_128X128, MXFP8)}
-"""By name, which is Float8Recipe's `scaling`."""
+"""The quantizers by name, which is Float8Recipe's `scaling`."""
 
 __all__ = ["QUANTIZERS", "Left", "Quantizer", "Store"]

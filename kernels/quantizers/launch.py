@@ -99,7 +99,7 @@ class CastPlan:
         return numpy.array(rows, numpy.int64)
 
     def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
-        """As TritonPlan.step; raises the buffers of amaxes, and casts what it can."""
+        """Steps as TritonPlan does; raises the buffers of amaxes, and casts what it can."""
         self._controls, scalars = controls, self._steps.on_device(scalars)
         self._step_scalars = scalars
         if self.fills:

@@ -57,7 +57,7 @@ class CastReferencePlan:
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
     ) -> None:
-        """As ReferencePlan.step; raises the buffers of amaxes to those of the stored masters."""
+        """Steps as ReferencePlan does; raises the buffers of amaxes to the stored masters'."""
         self._scalars = scalars
         self._steps.step(scalars, controls)
         for index, extent in self._stepped():
@@ -91,7 +91,7 @@ class CastReferencePlan:
         return {slot: each[index] for slot, each in self._own.items()}
 
     def _values(self, own: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What codes are made of: the stored master, rounded as the recipe says; fp32."""
+        """The fp32 values that codes are made of: the stored master, rounded as the recipe says."""
         value = self.formats.master.decode_reference(own["master"], own.get("master_scale"))
         rounding = self._rounding
         return rounding.decode_reference(rounding.encode_reference(value))

@@ -82,8 +82,8 @@ def table_of_powers(beta: float, device: torch.device) -> torch.Tensor:
     count = 2 if beta == 0 else 2 + math.ceil(-26 * math.log(2) / math.log(beta))
     if count > MOST_POWERS:
         raise ValueError(
-            f"beta={beta!r} is not allowed with contract='torch' and capturable=True: "
-            f"its {count} powers that matter do not fit a table of {MOST_POWERS}"
+            f"beta must be so small that its powers fit a table of {MOST_POWERS} with "
+            f"contract='torch' and capturable=True, got {beta!r}, of which {count} powers matter"
         )
     steps = torch.arange(count, device=device).float()
     return torch.pow(torch.tensor(beta, dtype=torch.float32, device=device), steps)

@@ -15,7 +15,7 @@ import torch
 from megaopt.kernels.optional_triton import helper, tl
 
 MOST_TABLES = 2
-"""Of tensors on the device that a rule's prepare may read."""
+"""The most tensors on the device that a rule's prepare may read."""
 
 
 DRAW_NUMBERS = 6
@@ -42,7 +42,7 @@ def unscale_reference(
 
 
 def no_tables(group: Mapping[str, Any], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Of a rule that needs none."""
+    """The tables of a rule that needs none."""
     return ()
 
 
@@ -51,10 +51,10 @@ ZEROS, PARAM = "zeros", "param"
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rule keeps of a parameter from step to step."""
+    """A tensor that a rule keeps of each parameter from step to step."""
 
     name: str
-    """What the optimizer's state calls it."""
+    """Its name in the optimizer's state."""
     starts_as: str = ZEROS
     """ZEROS, or PARAM: the fp32 value that the rule updates, before the first step."""
 

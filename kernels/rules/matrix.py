@@ -24,7 +24,7 @@ from megaopt.kernels.rules.base import Rule
 Shape = Sequence[int]
 
 NOBODY, ROWS, WHOLE = "nobody", "rows", "whole"
-"""What of a matrix whose parts are on several ranks must come together: nothing; sums over its
+"""How much of a matrix whose parts are on several ranks must come together: nothing; sums over its
 rows, which a transform asks `Parts` for; or all of it, for the input of every transform."""
 
 
@@ -72,7 +72,7 @@ class Work:
     """What transforms know of one matrix beside its numbers."""
 
     how: Any
-    """As `Matrix` has it."""
+    """How the matrix is stepped: the `how` of its `Matrix`."""
     place: Place
     """Where the matrix lies in its parameter, and the parameter's number."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 GRAD_SCALE, INVERSE_SCALE, COEFFICIENT, SKIP, UNSCALED = range(5)
-"""Gradients are so many times too large; its reciprocal; what they are multiplied by; whether the
-step is left out; whether a gradient scale was given at all."""
+"""The places of the loss scale that gradients were multiplied by; its reciprocal; the factor of
+the unscaled gradients; whether the step is left out; whether there is a loss scale at all."""
 COUNT = 5

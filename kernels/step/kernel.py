@@ -99,7 +99,7 @@ def old_moment_scale(column, FORMATS: tl.constexpr, INDEX: tl.constexpr):
 
 @helper
 def param_scale(column, master_scale, FORMATS: tl.constexpr):
-    """What the codes of what is updated are multiplied by: a master's, or an fp8 weight's."""
+    """The scale of the codes that are updated: a master's, or scale_inv of an fp8 weight."""
     scale = master_scale
     if FORMATS.in_place:
         scale = tl.load(entry(column, WEIGHT_SCALE_INV).to(tl.pointer_type(tl.float32)))

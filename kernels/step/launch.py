@@ -103,7 +103,7 @@ class TritonPlan:
 
     @cached_property
     def _norm_chunks(self) -> tuple[Geometry, Chunks]:
-        """Of the tensors themselves: not counted from where their first blocks begin."""
+        """The norm's chunks, counted from the tensors themselves, not from their first blocks."""
         if not self.formats.block:
             return self.geometry, self.chunks
         numels = self.rows[table_rows.NUMEL.value].tolist()

@@ -32,11 +32,11 @@ class Request:
     """
 
     grad_scale: torch.Tensor | None = None
-    """Gradients are so many times too large (a loss scale): they are unscaled first."""
+    """The loss scale that gradients were multiplied by: they are divided by it first."""
     found_inf: torch.Tensor | None = None
     """Anything but 0 skips the step."""
     coefficient: torch.Tensor | None = None
-    """What the unscaled gradients are multiplied by."""
+    """The factor of the unscaled gradients."""
     clip_norm: float | None = None
     """Gradients whose norm, over all parameters and after unscaling, is larger are multiplied by
     clip_norm / (norm + 1e-6); not together with a coefficient."""
@@ -114,7 +114,7 @@ class Preparation:
 
 
 class TritonPreparation(Preparation):
-    """By one small launch."""
+    """Makes scalars and controls by one small launch."""
 
     def __init__(self, rule: Rule, device: torch.device) -> None:
         super().__init__(rule, device)
@@ -217,7 +217,7 @@ class ReferencePreparation(Preparation):
         request: Request,
         plans: Sequence[Measured],
     ) -> tuple[list[tuple[float, ...]] | None, torch.Tensor | None]:
-        """As TritonPreparation.make, with the scalars on the host."""
+        """Makes what TritonPreparation.make does, with the scalars on the host."""
         controls = None if request.is_empty else self._controls(count, request, plans)
         if groups is None:
             return None, controls

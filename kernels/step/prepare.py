@@ -81,7 +81,7 @@ def prepare_kernel(
     groups_ptr,  # *int64 [groups, columns], or None: the scalars come from the host
     scalars_ptr,  # *fp32 [groups, scalar_count], written
     controls_ptr,  # *fp32 [groups, CONTROLS], written
-    grad_scale_ptr,  # *fp32, or None: gradients are so many times too large
+    grad_scale_ptr,  # *fp32, or None: the loss scale that gradients were multiplied by
     found_inf_ptr,  # *fp32, or None: not 0 skips the step
     coefficient_ptr,  # *fp32, or None: what gradients are multiplied by
     bins_ptr,  # of megaopt.kernels.norm, or None

@@ -205,7 +205,7 @@ def step_with_words(
     words: torch.Tensor,
     *lanes: torch.Tensor,
 ) -> None:
-    """As step_tensor; row: of the rule alone; words: a word for each element where formats draw."""
+    """Steps as step_tensor; row: of the rule alone; words: one an element where formats draw."""
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
     own = list(zip(formats.moment_names, formats.moments, strict=True))
     moments = tuple(
@@ -284,7 +284,7 @@ class ReferencePlan:
         accumulate_reference(self.buffers["grad"], bins)
 
     def ready(self, scalars: Any) -> Any:
-        """Nothing: a step of many calls takes memory all the time."""
+        """The scalars as they are: a step of many calls takes memory all the time."""
         return scalars
 
     def step(

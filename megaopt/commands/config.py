@@ -169,7 +169,7 @@ class PeerVariant(Baseline):
     library: Literal["transformer_engine"]
     """Whose optimizer trains; it must be installed, and the device be an NVIDIA GPU."""
     recipe: Recipe | None = field(default=None, metadata=DERIVED)
-    """None."""
+    """The recipe of an fp8 variant: None, as none goes with this kind."""
 
     @property
     def recipe_misfit(self) -> tuple[str, object, str] | None:
@@ -240,7 +240,7 @@ class GaLoreVariant(Table):
     resume_after: Count | None = None
     """Step after which the run is saved and continued in a fresh process; None: never."""
     recipe: Recipe | None = field(default=None, metadata=DERIVED)
-    """None."""
+    """The recipe of an fp8 variant: None, as none goes with this kind."""
 
     def __post_init__(self) -> None:
         if self.baseline is None:

@@ -51,7 +51,7 @@ class Finding:
     backend: str
     contract: str
     works: bool | None
-    """None where it is not meant to work."""
+    """Whether it works; None where it is not meant to."""
     note: str
 
 

@@ -41,7 +41,7 @@ USERS_ERRORS = {
     "megaopt.commands.regression.processes": "RankError",
     "megaopt.commands.regression.single": "ResumeError",
 }
-"""By module the errors whose messages are for users."""
+"""The error of each module whose message is for users."""
 MEMORY_ERRORS = {"torch": "OutOfMemoryError"}
 
 

@@ -34,7 +34,7 @@ class Parity:
     mode: str
     against: str
     holds: bool | None
-    """None where the peer is not installed, or there is no GPU."""
+    """Whether the bits are equal; None where the peer is not installed, or there is no GPU."""
     note: str
 
 

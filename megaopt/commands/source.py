@@ -26,7 +26,7 @@ CHECKOUT = PACKAGE.parent
 
 
 class SourceError(ValueError):
-    """MEGAOPT_COMMIT is not allowed."""
+    """MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout."""
 
 
 def describe_source() -> Source:

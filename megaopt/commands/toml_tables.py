@@ -38,7 +38,7 @@ DERIVED = {"derived": True}
 
 
 class ConfigError(ValueError):
-    """A config, or an argument that goes with one, is not allowed."""
+    """A config, or an argument that goes with one, is wrong: the message says what it must be."""
 
 
 MOST = 2**31 - 1
@@ -47,7 +47,7 @@ MOST_SEED = 2**63 - 1
 LARGEST = 3.4028234663852886e38
 """fp32's largest number, in which all hyper-parameters are rounded."""
 MOST_BYTES = 2**16
-"""Of a config's file: the parser needs minutes for a megabyte of nested keys."""
+"""The largest file of a config: the parser needs minutes for a megabyte of nested keys."""
 MOST_THREADS = 1024
 """More than any machine has; so many threads start, far more make OpenMP end the process."""
 MOST_RANKS = 64
@@ -62,7 +62,7 @@ class ShortRepr(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 100, 60, 100
 
     def repr_int(self, x: int, level: int) -> str:
-        """As it is, or its size: Python refuses to write out thousands of digits."""
+        """The number, or its size: Python refuses to write out thousands of digits."""
         if x.bit_length() > 200:
             return f"a whole number of {x.bit_length()} bits"
         return repr(x)
@@ -123,7 +123,7 @@ def _check_kind(table: Any) -> Any:
 
 
 ByKind = Annotated[T, Field(discriminator="kind"), BeforeValidator(_check_kind)]
-"""Of a union of dataclasses, whose key `kind` says which one a table is."""
+"""A union of dataclasses, whose key `kind` says which one a table is."""
 
 
 class Table:

@@ -61,8 +61,8 @@ def to_float8(
         The module.
 
     Raises:
-        ValueError: another recipe's name; a weight whose dtype is not allowed, or that is shared
-            with what is no such layer. Nothing has changed then.
+        ValueError: an unknown recipe's name; a weight of another dtype than bf16, fp16 and fp32, or
+            one that is shared with what is no such layer. Nothing has changed then.
     """
     recipe = named_recipe(recipe)
     layers = dict(_chosen(module, filter))
@@ -114,8 +114,9 @@ def _check_shared(module: nn.Module, layers: dict[str, nn.Linear]) -> None:
         for own, param in owner.named_parameters(recurse=False):
             if param in weights and not (name in layers and own == "weight"):
                 raise ValueError(
-                    f"the weight of {weights[param]!r} is not allowed: it is also "
-                    f"{own!r} of {name!r}, which would stay as it is; leave it out by `filter`"
+                    f"the weight of {weights[param]!r} must be that of chosen layers alone, got "
+                    f"one that is also {own!r} of {name!r}, which would stay as it is; leave it "
+                    "out by `filter`"
                 )
 
 

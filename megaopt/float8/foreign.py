@@ -50,7 +50,7 @@ class ForeignWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weight is to everybody else."""
+        """The dtype that the weight has for everybody else."""
         return self.owner.dtype
 
     def dim(self) -> int:

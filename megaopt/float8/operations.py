@@ -81,8 +81,8 @@ def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
     same = ("recipe", "dtype", "shape")
     if any(getattr(source, name) != getattr(weight, name) for name in same):
         raise ValueError(
-            f"copy_ from {source!r} is not allowed: its codes would be others under {weight!r}; "
-            "source.dequantize() gives their values"
+            f"copy_ to {weight!r} must be from an fp8 weight of its recipe, dtype and shape, got "
+            f"{source!r}, whose codes would be others; source.dequantize() gives their values"
         )
     theirs = source.tensors()
     for name, tensor in weight.tensors().items():
@@ -100,12 +100,12 @@ def _share(weight: Any) -> Any:
 def _set_data(weight: Any, source: Any) -> None:
     if not is_float8(source):
         raise TypeError(
-            f"data={type(source).__name__} is not allowed for a Float8Weight, nor is another dtype "
-            "for its module: quantize_ sets values, module.weight = torch.nn.Parameter(values) "
-            "replaces it"
+            "data of a Float8Weight must be a Float8Weight, so its module takes no other dtype, "
+            f"got {type(source).__name__}; quantize_ sets values, module.weight = "
+            "torch.nn.Parameter(values) replaces it"
         )
     if source.shape != weight.shape or source.dtype != weight.dtype:
-        raise ValueError(f"data={source!r} is not allowed for {weight!r}: its shape and dtype")
+        raise ValueError(f"data must have the shape and dtype of {weight!r}, got {source!r}")
     for name in ("data8", "scale_inv", "scale", "amax_history", "recipe", "_initial"):
         setattr(weight, name, getattr(source, name))
 
@@ -115,7 +115,7 @@ def _refuse(weight: Any, *_: Any) -> None:
 
 
 def _set_item(weight: Any, *_: Any) -> None:
-    raise TypeError("weight[...] = is not allowed for a Float8Weight: quantize_ sets all values")
+    raise TypeError("a Float8Weight must be set whole, by quantize_, got weight[...] = values")
 
 
 OF_STORAGE: dict[Any, Callable[..., Any]] = {
@@ -124,7 +124,7 @@ OF_STORAGE: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _set_item,
     Tensor.data_ptr: _refuse,
 }
-"""What would go past the codes."""
+"""Functions of torch that would go past the codes, and what is done instead."""
 
 OWN: dict[Any, Callable[..., Tensor]] = {
     aten.detach.default: _alias,
@@ -153,8 +153,8 @@ def _refuse_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Raises TypeError where a Float8Weight would be written."""
     if any(is_float8(value) for value in _written(func, args, kwargs)):
         raise TypeError(
-            f"{func} in place on a Float8Weight is not allowed: it would write to a copy. "
-            "quantize_ sets them; an optimizer must know fp8 weights, as megaopt's do"
+            f"{func} must not be called in place on a Float8Weight: it would write to a copy. "
+            "quantize_ sets values; an optimizer must know fp8 weights, as megaopt's do"
         )
 
 

@@ -50,7 +50,8 @@ class Float8Shard(Tensor):
         """Checks the range."""
         if not 0 <= start <= stop <= weight.numel():
             raise ValueError(
-                f"start={start}, stop={stop} are not allowed: from 0 to {weight.numel()}, in order"
+                f"start and stop must be from 0 to {weight.numel()}, in order, got {start} and "
+                f"{stop}"
             )
         made: Float8Shard = Tensor._make_wrapper_subclass(
             cls, (stop - start,), dtype=weight.dtype, device=weight.device, requires_grad=True
@@ -73,4 +74,4 @@ class Float8Shard(Tensor):
             own = args[0]
             stop = own.start + own.numel()
             return Float8Shard(own.weight, own.start, stop, own.group, own.order)
-        raise TypeError(f"{func} is not allowed on a Float8Shard: use its weight")
+        raise TypeError(f"{func} must be given the weight of a Float8Shard, got the shard")

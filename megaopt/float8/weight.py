@@ -30,9 +30,9 @@ def named_recipe(recipe: Float8Recipe | str) -> Float8Recipe:
     if isinstance(recipe, Float8Recipe):
         return recipe
     if not isinstance(recipe, str):
-        raise TypeError(f"recipe={recipe!r} is not allowed: a Float8Recipe or a name")
+        raise TypeError(f"recipe must be a Float8Recipe or a name, got {recipe!r}")
     if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r} is not allowed: one of {', '.join(RECIPES)}")
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
     return RECIPES[recipe]
 
 
@@ -102,7 +102,7 @@ class Float8Weight(Tensor):
             found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
             if found != allowed:
                 raise ValueError(
-                    f"{name} {found} is not allowed with scaling={recipe.scaling!r}: {allowed}"
+                    f"{name} must be {allowed} with scaling={recipe.scaling!r}, got {found}"
                 )
 
     @classmethod
@@ -126,13 +126,15 @@ class Float8Weight(Tensor):
             requires_grad: of the weight.
 
         Raises:
-            ValueError: a dtype, shape or name that is not allowed.
+            ValueError: another dtype, other than two dimensions with block scaling, or an unknown
+                name.
         """
         recipe = named_recipe(recipe)
         dtype = values.dtype if dtype is None else dtype
-        for name, found in (("values", values.dtype), ("dtype", dtype)):
+        for name, found in (("values.dtype", values.dtype), ("dtype", dtype)):
             if found not in (torch.bfloat16, torch.float16, torch.float32):
-                raise ValueError(f"{name} {found} is not allowed: bfloat16, float16 or float32")
+                allowed = "torch.bfloat16, torch.float16 or torch.float32"
+                raise ValueError(f"{name} must be {allowed}, got {found}")
         values = values.detach()
         scale = history = None
         if recipe.quantizer.keeps_scale:
@@ -182,8 +184,8 @@ class Float8Weight(Tensor):
         """
         if values.shape != self.shape or not values.is_floating_point():
             raise ValueError(
-                f"values of shape {tuple(values.shape)} and dtype {values.dtype} are not allowed: "
-                f"shape {tuple(self.shape)}, a floating dtype"
+                f"values must have shape {tuple(self.shape)} and a floating dtype, got shape "
+                f"{tuple(values.shape)} and {values.dtype}"
             )
         own = values.to(self.device)
         made = quantize_reference(own, self.recipe, dtype or self.dtype, self.scale)
@@ -343,5 +345,5 @@ def update_scales(weight: Float8Weight, skip: torch.Tensor | None = None) -> Non
     """
     history, scale, recipe = weight.amax_history, weight.scale, weight.recipe
     if history is None or scale is None:
-        raise ValueError(f"scaling={recipe.scaling!r} is not allowed: only 'delayed'")
+        raise ValueError(f"scaling must be 'delayed', got {recipe.scaling!r}")
     move_scales_reference(history, scale, recipe, skip)

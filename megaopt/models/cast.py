@@ -82,9 +82,9 @@ def cast_model(
         The model.
 
     Raises:
-        ValueError: dtype or keep is not allowed, or a name in it is no module's; the optimizer has
-            none of the parameters, no masters, a list of the caller's, or masters in a format that
-            weights of dtype cannot have. Nothing has changed then.
+        ValueError: dtype or keep is something else, or a name in keep is no module's; the optimizer
+            has none of the parameters, no masters, a list of the caller's, or masters in a format
+            that weights of dtype cannot have. Nothing has changed then.
     """
     one_of("dtype", dtype, SHORT)
     one_of("recast", recast, (True, False))

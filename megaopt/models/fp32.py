@@ -122,7 +122,7 @@ def set_fp32_model_state_dict(
         strict: every name has to be there, and no others; False takes what is there.
 
     Raises:
-        ValueError: names, shapes, dtypes or placements are not allowed, tied names have different
+        ValueError: names, shapes, dtypes or placements are others, tied names have different
             values, or a weight cannot be set (a rank's part of an fp8 weight). Nothing has changed
             then.
     """

@@ -139,7 +139,7 @@ class GradientRelease:
             del RELEASED[optimizer]
 
     def join(self) -> None:
-        """What comes next on this stream comes after all steps."""
+        """Makes this stream wait for all steps: work that comes next on it comes after them."""
         self._side.join()
 
     def step(self, param: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ class GradientRelease:
         return self._side.after(local_of(param.grad))
 
     def _spot(self, optimizer: FusedOptimizer, param: torch.Tensor) -> _Spot:
-        """Where the parameter is now; a load makes new groups."""
+        """The place of the parameter now; a load makes new groups."""
         now, spot = (optimizer.param_groups, optimizer.master_weights), self._spots.get(param)
         numbers = given_numbers(now[0]) if optimizer.options.draws else []
         numbers.append(len(now[1]) if isinstance(now[1], list) else None)
@@ -194,7 +194,7 @@ class GradientRelease:
     def _own(
         self, optimizer: FusedOptimizer, param: torch.Tensor, spot: _Spot
     ) -> tuple[Stepper, dict[str, Any]]:
-        """What steps the parameter alone, and its group with the numbers of now."""
+        """The stepper of the parameter alone, and its group with the present numbers."""
         whole, masters = optimizer.stepper, optimizer.master_weights
         if isinstance(masters, (list, tuple)):
             masters = [] if spot.entry is None else [masters[spot.entry]]
@@ -231,7 +231,7 @@ def _check_step(optimizer: FusedOptimizer, _: Any, arguments: dict[str, Any]) ->
 
 
 def _hook(release: weakref.ref[GradientRelease]) -> Callable[[torch.Tensor], None]:
-    """What autograd calls with a parameter; it keeps nothing alive."""
+    """The function that autograd calls with a parameter; it keeps nothing alive."""
 
     def step(param: torch.Tensor) -> None:
         own = release()

@@ -31,7 +31,7 @@ def options_of(
 
     Raises:
         TypeError: options have a name that the optimizer does not take.
-        ValueError: an option is not allowed, or contradicts another.
+        ValueError: an option is out of its range, or contradicts another.
     """
     for name, value in given["options"].items():
         if name not in kind.ARGUMENTS:

@@ -27,7 +27,7 @@ NUMBERS = {
 
 
 def refuse(name: str, allowed: str, value: object) -> NoReturn:
-    """Raises ValueError for a value that is not allowed."""
+    """Raises ValueError: names a value, says what it must be, and shows what it is."""
     raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 

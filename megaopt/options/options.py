@@ -62,7 +62,7 @@ FORMATS = "state_formats"
 master=remainder16". A load compares them: dtypes do not tell all formats apart."""
 
 BLOCKS, IN_ROWS = "blocks", "in rows"
-"""In FORMATS: no block of a moment goes from a parameter's row into the next. Not in older ones."""
+"""Entry of FORMATS: no block of a moment goes from one row into the next. Not in older ones."""
 
 FLAGS = (True, False)
 
@@ -259,7 +259,7 @@ class Options:
     makes_states: MakesStates | None = None
 
     def __post_init__(self) -> None:
-        """Takes TransformerEngine's names over; raises ValueError for what is not allowed."""
+        """Takes TransformerEngine's names over; raises ValueError for wrong options."""
         moments = self._moments
         for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
@@ -281,8 +281,8 @@ class Options:
         self._check_blocks()
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
-                "nonfinite='error' is not allowed with capturable=True: nothing waits for the "
-                "gradients then; 'propagate' or 'skip'"
+                "nonfinite must be 'propagate' or 'skip' with capturable=True, where nothing waits "
+                "for the gradients, got 'error'"
             )
         if self.dtype is not None and self.master_weight_dtype != self.dtype:
             raise ValueError(
@@ -594,7 +594,8 @@ def check_group_options(group: Mapping[str, Any], options: Options, where: str) 
     for name in ("master_weights", "use_decoupled_grad"):
         if name in group:
             raise ValueError(
-                f"{where}: {name} is not allowed in a group: it is an argument of the optimizer"
+                f"{where}: {name} must be an argument of the optimizer, not of a group, got "
+                f"{shown(group[name])}"
             )
     # torch's groups all name capturable, which moves no number
     for name in {field.name for field in fields(options)} - {"capturable", "seed", STATE_DEVICE}:
@@ -619,14 +620,14 @@ def check_weight(
     """
     if not is_dense(weight):
         layout = "nested" if weight.is_nested else weight.layout
-        raise ValueError(f"{where}: layout {layout} is not allowed: torch.strided")
+        raise ValueError(f"{where}: layout must be torch.strided, got {layout}")
     if has_shared_elements(weight):
         raise ValueError(
-            f"{where}: strides {weight.stride()} of shape {tuple(weight.shape)} are not allowed: "
-            "each element in memory of its own"
+            f"{where}: each element must have memory of its own, got strides {weight.stride()} of "
+            f"shape {tuple(weight.shape)}"
         )
     if weight.dtype not in WEIGHTS:
-        raise ValueError(f"{where}: dtype {weight.dtype} is not allowed: {WEIGHTS}")
+        raise ValueError(f"{where}: dtype must be one of {WEIGHTS}, got {weight.dtype}")
     master = options.master_format(weight.dtype, masters, codes)
     if master.requires_weight in (None, codes or weight.dtype):
         return
@@ -635,11 +636,11 @@ def check_weight(
         asked = f"master_weight_dtype={options.master_weight_dtype!r}"
     if codes is not None:
         raise ValueError(
-            f"{where}: {asked} is not allowed for fp8 weights: such a master is what its 16-bit "
-            "weight does not hold; torch.float32, torch.float16, 'remainder8' or "
-            "'remainder8_stochastic'"
+            f"{where}: master_weight_dtype of fp8 weights must be torch.float32, torch.float16, "
+            f"'remainder8' or 'remainder8_stochastic', got {asked}: such a master is what its "
+            "16-bit weight does not hold"
         )
     raise ValueError(
-        f"{where}: {asked} is not allowed for {weight.dtype} weights: "
-        f"{master.requires_weight} (whose bits are a master's upper half), or torch.float32"
+        f"{where}: dtype must be {master.requires_weight} (whose bits are a master's upper half), "
+        f"or torch.float32, with {asked}, got {weight.dtype}"
     )

@@ -42,7 +42,7 @@ class Placement:
 
 
 def placement_of(value: Any, where: str = STATE_DEVICE) -> Placement:
-    """What state_device asks for; raises ValueError for what is not allowed."""
+    """The placement that state_device asks for; raises ValueError for a value that names none."""
     parts = dict(value if isinstance(value, Mapping) else {"moments": value, "masters": value})
     least = parts.pop("at_least", 0)
     known = all(isinstance(each, str) and each in ("moments", "masters") for each in parts)
@@ -56,7 +56,7 @@ def placement_of(value: Any, where: str = STATE_DEVICE) -> Placement:
 
 
 def taken_from(group: dict[str, Any], options: Any, where: str) -> Placement | None:
-    """What a new group says, which it says no more then: a load would look for it in groups."""
+    """Takes state_device out of a new group, as loads would look for it there; None without it."""
     if STATE_DEVICE not in group:
         return None
     asked = group.pop(STATE_DEVICE)
@@ -94,7 +94,7 @@ class Homes:
     def __init__(self, default: Placement) -> None:
         self.default, self.by = default, pinning()
         self.groups: dict[torch.Tensor, Placement] = {}
-        """What groups said of their parameters."""
+        """The placement of parameters whose group gave one."""
         self._memories: dict[torch.device, HostMemory] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Homes:
         self.groups = state["groups"]
 
     def put(self, params: Iterable[torch.Tensor], placement: Placement | None) -> None:
-        """What a group says of its parameters; None: nothing."""
+        """Sets where a group's parameters have their states; None: where all others have them."""
         for param in params:
             self.groups.pop(param, None)
             if placement is not None:

@@ -66,7 +66,7 @@ def check_sharding(value: Any, param: Any, where: str) -> None:
         return
     if not same_sharding(value, param):
         raise ValueError(
-            f"{where}: {_sharding(value)} is not allowed: {_sharding(param)}{_hint(param)}"
+            f"{where} must be {_sharding(param)}, got {_sharding(value)}{_hint(param)}"
         )
     local = local_of(value)
     if is_dtensor(value) and type(local) not in PLAIN:
@@ -86,8 +86,8 @@ def _hint(param: Any) -> str:
     if not is_dtensor(param):
         return ""
     return (
-        ", the parameter's; redistribute(placements=...) changes a DTensor's, and "
-        "distribute_tensor(..., param.device_mesh, param.placements) splits a whole tensor"
+        "; redistribute(placements=...) changes a DTensor's, and distribute_tensor(..., "
+        "param.device_mesh, param.placements) splits a whole tensor"
     )
 
 
@@ -205,13 +205,13 @@ class DTensorView(ParamView):
         param, local = self.param, self.param._local_tensor
         if type(local) not in PLAIN:
             raise ValueError(
-                f"{where}: a DTensor of {type(local).__name__} is not allowed: of a plain "
-                "torch.Tensor"
+                f"{where}: a DTensor must be of a plain torch.Tensor, got one of "
+                f"{type(local).__name__}"
             )
         if any(placement.is_partial() for placement in param.placements):
             raise ValueError(
-                f"{where}: placements {tuple(param.placements)} are not allowed: Shard and "
-                "Replicate; a Partial is the weight only when the ranks' are added up"
+                f"{where}: placements must be Shard and Replicate, got {tuple(param.placements)}; "
+                "a Partial is the weight only when the ranks' are added up"
             )
         formats = {
             **{f"{name}_dtype": options.moment_format(name) for name in moments},
@@ -220,11 +220,11 @@ class DTensorView(ParamView):
         for name, form in formats.items():
             self._check_blocks(where, name, form)
             if form.scaled:
+                more = " or torch.bfloat16" if name != "master_weight_dtype" else ""
                 raise ValueError(
-                    f"{where}: {name}={getattr(options, name)} is not allowed for a DTensor: each "
-                    "rank's shard would have a scale of its own, and neither bits nor checkpoints "
-                    "would be independent of the number of ranks; torch.float32"
-                    + (" or torch.bfloat16" if name != "master_weight_dtype" else "")
+                    f"{where}: {name} must be torch.float32{more} for a DTensor, got "
+                    f"{getattr(options, name)}: each rank's shard would have a scale of its own, "
+                    "and neither bits nor checkpoints would be independent of the number of ranks"
                 )
 
     def _check_blocks(self, where: str, name: str, form: Format) -> None:

@@ -76,7 +76,7 @@ class Float8View(ParamView):
     _has_other_parts = False
 
     def value(self, formats: Formats) -> torch.Tensor:
-        """What the codes stand for; exact where the step reads them so."""
+        """The values that the codes stand for; exact where the step reads them so."""
         if formats.cast is None or not formats.cast.exact:
             return self.part_of(self.weight.dequantize())
         weight = self.weight
@@ -127,8 +127,8 @@ class Float8View(ParamView):
         count, whole = self.param.numel(), self.weight.numel()
         if self.weight.columnwise and count != whole:
             raise ValueError(
-                f"{where}: a part ({count} of {whole} elements) of a weight with columnwise data "
-                "is not allowed: the whole"
+                f"{where}: a weight with columnwise data must be whole, got {count} of {whole} "
+                "elements"
             )
 
 
@@ -179,7 +179,7 @@ class Float8ShardView(Float8View):
             return
         found = "its group has no other" if dist.is_initialized() else "there is no process group"
         raise ValueError(
-            f"{where}: elements {param.start} to {param.start + param.numel()} of an fp8 weight of "
-            f"{whole} are not allowed where {found}: the whole weight, or a group "
-            "of the ranks that hold the rest, on torch.distributed"
+            f"{where}: an fp8 weight must be whole, or have a group of the ranks that hold the "
+            f"rest, on torch.distributed, got elements {param.start} to "
+            f"{param.start + param.numel()} of {whole} where {found}"
         )

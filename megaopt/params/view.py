@@ -201,10 +201,10 @@ class ParamView:
     ) -> None:
         if is_traceable_wrapper_subclass(self.param):
             raise ValueError(
-                f"{where}: tensor subclass {type(self.param).__name__} is not allowed: "
-                "torch.Tensor, torch.distributed.tensor.DTensor, megaopt.float8.Float8Weight, or, "
-                "once megaopt.integration.transformer_engine is imported, the fp8 tensors of "
-                "TransformerEngine"
+                f"{where}: the tensor must be a torch.Tensor, torch.distributed.tensor.DTensor, "
+                "megaopt.float8.Float8Weight, or, once megaopt.integration.transformer_engine is "
+                "imported, one of TransformerEngine's fp8 tensors, got the tensor subclass "
+                f"{type(self.param).__name__}"
             )
 
     def check_shared(self, where: str) -> None:

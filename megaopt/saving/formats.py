@@ -20,14 +20,14 @@ from megaopt.state.owned import Owned
 from megaopt.state.tensors import MASTER, state_name
 
 MASTERS_KEPT = "masters"
-"""In a state dict's FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
+"""Name in state dicts' FORMATS: whether 16-bit and fp8 weights have masters. Not in older ones."""
 
 COUNTS, MAXIMIZE = "step_counts", "maximize"
-"""In the same: whether states have step counts; the sign of updates. Not in older ones."""
+"""Names in the same: whether states have step counts; the sign of updates. Not in older ones."""
 
 FROZEN = "frozen"
-"""In the same, for torch.distributed.checkpoint: the places in the group of frozen parameters whose
-states are to be kept. Not in older ones, nor where there are none."""
+"""Name in the same, for torch.distributed.checkpoint: the places in the group of frozen parameters
+whose states are to be kept. Not in older ones, nor where there are none."""
 
 Said = Mapping[str, str]
 

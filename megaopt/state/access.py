@@ -51,7 +51,7 @@ def unscaled(
 
 
 def _made_by(owned: Owned) -> str:
-    """What makes a state, for an error message."""
+    """The words of an error message for what makes a state."""
     which = {"all": "any step", "trainable": "any step, where the parameter requires gradients,"}
     step = which.get(owned.options.makes_states or "", "the first step with a gradient")
     return f"{step} makes it, or initialize_state"
@@ -112,9 +112,9 @@ def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
     """A whole fp8 weight becomes an fp32 value; raises ValueError for a rank's part of one."""
     if view.extent.shared:
         raise ValueError(
-            f"{owned.labels[owned.index(view.param)]}: {MASTER!r} is not allowed for a "
-            "Float8Shard without an fp32 master: its codes go by the values of all ranks; "
-            "quantize_ sets the whole weight"
+            f"{owned.labels[owned.index(view.param)]}: {MASTER!r} must be of a whole weight, or of "
+            "one with an fp32 master, got that of a Float8Shard without one: its codes go by the "
+            "values of all ranks; quantize_ sets the whole weight"
         )
     formats = owned.formats(view)
     exact = formats.cast is not None and formats.cast.exact

@@ -27,20 +27,21 @@ def check_master_weights(
     """Raises ValueError unless `masters` can serve the parameters, which are in group order."""
     if masters is False and options.dtype is not None:
         raise ValueError(
-            f"master_weights=False is not allowed with dtype={options.dtype}: it asks for masters"
+            f"master_weights must be True, None or a list with dtype={options.dtype}, which asks "
+            "for masters, got False"
         )
     if masters is None or isinstance(masters, bool):
         return
     if not isinstance(masters, (list, tuple)):
         raise ValueError(
-            f"master_weights={type(masters).__name__} is not allowed: a bool, None, or a list with "
-            "one tensor for each parameter that is not fp32, in group order, or one for each "
-            "parameter (None for an fp32 weight)"
+            "master_weights must be a bool, None, or a list with one tensor for each parameter "
+            "that is not fp32, in group order, or one for each parameter (None for an fp32 "
+            f"weight), got a value of type {type(masters).__name__}"
         )
     if options.master_weight_dtype != torch.float32:
         raise ValueError(
-            "a list of master_weights is not allowed with master_weight_dtype="
-            f"{options.master_weight_dtype}: torch.float32, whose values need nothing beside them"
+            "master_weight_dtype must be torch.float32, whose values need nothing beside them, "
+            f"with a list of master_weights, got {options.master_weight_dtype}"
         )
     chosen = places_of(masters, views, options)
     if chosen is None:
@@ -116,7 +117,7 @@ def _check_master(
     dtype = options.master_format(param.dtype, True, view.code_dtype).dtype
     if dtype is None:
         if master is not None and not is_own_master(master, param):
-            raise ValueError(f"{where}: an fp32 weight is its own master: None is allowed")
+            refuse(where, "None, as an fp32 weight is its own master", master)
         return
     if not isinstance(master, torch.Tensor) or master.is_nested:
         refuse(where, f"a tensor of dtype {dtype}", master)
@@ -124,7 +125,7 @@ def _check_master(
     for name in ("shape", "dtype", "device", "layout"):
         wanted = own.get(name, getattr(param, name))
         if getattr(master, name) != wanted:
-            raise ValueError(f"{where}: {name} {getattr(master, name)} is not allowed: {wanted}")
+            raise ValueError(f"{where}: {name} must be {wanted}, got {getattr(master, name)}")
     check_sharding(master, param, where)
     check_writable(local_of(master), where)
     if view.home is not None and MASTER in view.home.placement:

@@ -19,7 +19,7 @@ class Named(NamedTuple):
     tensor: torch.Tensor
 
     def __str__(self) -> str:
-        """As in a message."""
+        """The tensor as messages call it."""
         return f"{self.where}: {self.name}"
 
 

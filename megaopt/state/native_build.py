@@ -51,7 +51,7 @@ def _build(source: Path, name: str, folder: Path) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Of processes that were killed."""
+    """Removes what processes that were killed have left."""
     for old in target.parent.glob(f"{target.stem}.*"):
         with contextlib.suppress(OSError):  # another removed it
             if old.is_dir() and time.time() - old.stat().st_mtime > AN_HOUR:

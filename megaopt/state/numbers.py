@@ -82,7 +82,7 @@ def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def shaping_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """What of each group that has a rank decides the shapes of states, None included."""
+    """The numbers that decide the shapes of states: rank and proj_type, of groups with a rank."""
     return [(group["rank"], group.get("proj_type")) for group in groups if "rank" in group]
 
 

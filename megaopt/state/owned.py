@@ -78,12 +78,12 @@ class Owned:
 
     @cached_property
     def views(self) -> list[ParamView]:
-        """Of all parameters."""
+        """The views of all parameters, in the groups' order."""
         groups = map(self.groups.__getitem__, self.group_numbers)
         return [self._view(param, own) for param, own in zip(self.params, groups, strict=True)]
 
     def view(self, param: torch.Tensor) -> ParamView:
-        """Of one parameter, also of one that is in no group any more."""
+        """The view of one parameter, which may be in no group any more."""
         # only these are looked through: whoever asks for all parameters asks one by one
         groups = self.groups if self.options.MATRIX else ()
         own = next((group for group in groups if any(param is p for p in group["params"])), {})
@@ -99,7 +99,7 @@ class Owned:
 
     @property
     def shared_views(self) -> list[ParamView]:
-        """Of the parameters of which other ranks hold parts; also where others are not allowed."""
+        """The views of parameters of which other ranks hold parts; others are passed over."""
         found = []
         for param in self.params:
             with contextlib.suppress(ValueError):
@@ -235,7 +235,7 @@ class Owned:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """Of each parameter, for its random bits: its group's, or that of its view."""
+        """The number of each parameter, for its random bits: its group's, or that of its view."""
         given = [each for group in self.groups for each in self._given_numbers(group)]
         pairs = enumerate(zip(self.views, given, strict=True))
         return [view.number(i) if own is None else own for i, (view, own) in pairs]
@@ -277,7 +277,7 @@ class Owned:
 
     @cached_property
     def device(self) -> torch.device:
-        """Of the first parameter; the CPU without parameters."""
+        """The device of the first parameter; the CPU without parameters."""
         first = next((group["params"][0] for group in self.groups if group["params"]), None)
         if not (first is None or isinstance(first, torch.Tensor)):
             return self.params[0].device  # which says what is wrong
@@ -293,8 +293,8 @@ class Owned:
         devices = {param.device for param in self.params}
         if len(devices) > 1:
             raise ValueError(
-                f"parameters on {', '.join(sorted(map(str, devices)))} are not allowed with "
-                f"{reason}: one device"
+                f"parameters must be on one device with {reason}, got them on "
+                f"{', '.join(sorted(map(str, devices)))}"
             )
 
     # --- checks

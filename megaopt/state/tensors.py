@@ -206,7 +206,7 @@ def written_tensors(view: ParamView, state: State, where: str) -> list[Named]:
 
 
 def shape_of(slot: str, formats: Formats, view: ParamView) -> tuple[int, ...]:
-    """Of a slot's tensor in the state of a parameter."""
+    """The shape of a slot's tensor in the state of a parameter."""
     if slot.endswith(SCALE):
         return _scale_shape(formats.by_slot[slot.removesuffix(SCALE)], view)
     return formats.by_slot[slot].stored_shape(view.state_shape(state_name(slot)))

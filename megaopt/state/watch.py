@@ -21,7 +21,7 @@ Grads = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Guards:
-    """What the tensors of a batch have to be still: guards, as torch.compile has them.
+    """Facts of a batch's tensors that must still hold: guards, as torch.compile has them.
 
     Something else needs another kernel, other tables, or an error message.
     """
@@ -31,12 +31,12 @@ class Guards:
     names: list[str]
     """Which tensors of a parameter's state take part."""
     dtypes: list[torch.dtype]
-    """Of the gradients, of the weights, and of each of the state's tensors."""
+    """The dtypes of the gradients, of the weights, and of each of the state's tensors."""
     scales: list[list[torch.Size] | None]
     """For each of these the shapes of scales or packed codes, by parameter; None: it has its
     parameter's shape."""
     shapes: list[torch.Size]
-    """Of each parameter."""
+    """The shape of each parameter."""
     devices: list[torch.device]
     """One for each dtype: states may be in host memory."""
     contiguous: bool

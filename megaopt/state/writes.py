@@ -41,7 +41,7 @@ class ExternalWrites:
         self.versions = Versions(owned.params, places, self.versions)
 
     def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
-        """What others wrote into the weights at these places becomes their masters' value.
+        """Gives masters the values that others wrote into the weights at these places.
 
         Raises RuntimeError instead with on_external_write="error".
         """

@@ -51,9 +51,9 @@ class Batch:
     source: Source
     plan: Plan
     float8: Float8 | None = None
-    """What is done beside the plan's step where weights are fp8 codes."""
+    """The fp8 weights, where weights are codes; None for others."""
     matrices: Matrices | None = None
-    """What is done before it where a rule steps whole matrices."""
+    """The matrices, where a rule steps whole ones; None for other rules."""
     apart: list[str] = field(default_factory=list)
     """Slots whose tensors are in host memory, while the weights are on a card."""
     undo: Undo = field(default_factory=Undo)
@@ -80,7 +80,7 @@ class Batch:
         return self.source.positions
 
     def guards(self) -> Guards:
-        """What the watch compares; the parameters of fp8 weights have no memory to look at."""
+        """The facts that the watch compares; fp8 weights' parameters have no memory to look at."""
         if self.float8 is not None:
             return self.float8.guards(self.source.guards())
         shape = (len(self.formats.slots), len(self.source.params))
@@ -143,7 +143,7 @@ class Batch:
         self.abandon()
 
     def why_not_captured(self) -> str | None:
-        """None where a CUDA graph can repeat the step of contiguous tensors, else the reason."""
+        """The reason why a CUDA graph cannot repeat the step of contiguous tensors, or None."""
         for own in (self.float8, self.matrices):
             reason = None if own is None else own.why_not_captured()
             if reason is not None:
@@ -178,7 +178,7 @@ class Batches:
         self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
         self.counted = self.counts.counted
-        """What goes up with a step of a group that the host counts, beside the group's count."""
+        """The counts that go up with a step of the host, beside those of the groups."""
         params = tuple(param for group in param_groups for param in group["params"])
         self.quantized = [batch for batch in batches if batch.float8 is not None]
         self.matrices = [batch.matrices for batch in batches if batch.matrices is not None]
@@ -211,7 +211,7 @@ class Batches:
     def look(
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
     ) -> Seen | None:
-        """What is there for a step with these batches, or None if they do not fit it."""
+        """Looks at the tensors of this step; None where they do not fit these batches."""
         if self._shaping and shaping_numbers(param_groups) != self._shaping:
             return None
         if self._draws and given_numbers(param_groups) != self._given:
@@ -244,7 +244,7 @@ class Batches:
             self.undo.keep(group["step"] for group in groups)
 
     def abandon(self) -> None:
-        """Nothing is stepped after all."""
+        """Lets go of all copies where nothing is stepped after all."""
         for batch in self.fed:
             batch.abandon()
         self.undo.forget()

@@ -39,11 +39,11 @@ class Collected:
     kinds: dict[Kind, list[int]]
     """Places of parameters by the kind of their batch."""
     states: dict[torch.Tensor, State]
-    """What states become."""
+    """The state that each parameter gets, complete."""
 
     @property
     def places(self) -> list[int]:
-        """Of all parameters that are stepped, in order."""
+        """The places of all parameters that are stepped, in order."""
         return sorted(place for places in self.kinds.values() for place in places)
 
 
@@ -59,7 +59,7 @@ def collect(
         check: called with the parameters that have a gradient; None: there is nothing to check.
 
     Raises:
-        ValueError: something is not allowed.
+        ValueError: a parameter, a gradient or a state's tensor cannot be stepped.
         RuntimeError: an fp8 weight was put in the place of a parameter.
     """
     if owned.options.capturable:
@@ -99,7 +99,7 @@ def _collected(
 def completed_states(
     owned: Owned, state: Mapping[Any, State], places: Iterable[int]
 ) -> dict[torch.Tensor, State]:
-    """What the states of parameters become; they stay as they are."""
+    """The completed states of parameters; their states themselves stay as they are."""
     external, chosen = owned.external_masters(), list(places)
     made = {}
     with owned.room(state, chosen):

@@ -38,7 +38,7 @@ class StepRows:
 
     @property
     def counted(self) -> list[tuple[int, Count]]:
-        """What goes up with a step that the host counts, each behind the number of its group."""
+        """The counts that go up with a step of the host, each behind the number of its group."""
         return [*self.apart, *self.with_group]
 
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def new_count(owned: Owned, value: int = 0) -> torch.Tensor:
 
 
 def first_count(owned: Owned, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What a state lacks: the count 0 where parameters have counts of their own."""
+    """The count 0 for a state that lacks one, where parameters have counts of their own."""
     return {STEP: new_count(owned)} if owned.options.counts_apart and STEP not in state else {}
 
 

@@ -96,13 +96,13 @@ class Float8:
         return False
 
     def guards(self, plain: Guards) -> Guards:
-        """As of plain weights; the parameters have no memory to look at."""
+        """The guards of plain weights, but the parameters have no memory to look at."""
         dtypes = list(plain.dtypes[: 2 + len(plain.names)])
         dtypes[1] = self._params[0].dtype
         return replace(plain, dtypes=dtypes, contiguous=False)
 
     def inputs(self, plan: Any, copies: Buffers) -> Buffers:
-        """What the plan is given: room for values, scales, and amaxes that are 0.
+        """The buffers of the plan: copies, room for values, scales, and amaxes that are 0.
 
         copies: the batch's tensors; "weight_remainder" and "master" may become others.
         """
@@ -175,7 +175,7 @@ class Float8:
         torch.autograd.graph.increment_version([weight.owner for weight in self._weights])
 
     def why_not_captured(self) -> str | None:
-        """None where a CUDA graph can repeat the step of these weights, else the reason."""
+        """The reason why a CUDA graph cannot repeat the step of these weights, or None."""
         if self.group is not None:
             return "fp8 weights are shared with other ranks, with which a graph would have to meet"
         if self._are_foreign:

@@ -46,20 +46,21 @@ def resolved(grad: Any) -> Any:
 def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
     """Raises ValueError for a gradient that the step cannot read."""
     if not isinstance(grad, torch.Tensor):
-        raise ValueError(f"{where}: {grad!r} as gradient is not allowed: a torch.Tensor")
+        raise ValueError(f"{where}: the gradient must be a torch.Tensor, got {grad!r}")
     if not is_dense(grad):
         layout = "nested" if grad.is_nested else grad.layout
-        raise ValueError(f"{where}: a gradient of layout {layout} is not allowed: torch.strided")
+        raise ValueError(f"{where}: the gradient's layout must be torch.strided, got {layout}")
     if grad.dtype not in GRADS:
-        raise ValueError(f"{where}: a gradient of dtype {grad.dtype} is not allowed: {GRADS}")
+        raise ValueError(f"{where}: the gradient's dtype must be one of {GRADS}, got {grad.dtype}")
     if grad.shape != param.shape:
         raise ValueError(
-            f"{where}: a gradient of shape {tuple(grad.shape)} is not allowed: the parameter's, "
-            f"{tuple(param.shape)}"
+            f"{where}: the gradient's shape must be the parameter's, {tuple(param.shape)}, got "
+            f"{tuple(grad.shape)}"
         )
     if grad.device != param.device:
         raise ValueError(
-            f"{where}: a gradient on {grad.device} is not allowed: the parameter's, {param.device}"
+            f"{where}: the gradient's device must be the parameter's, {param.device}, got "
+            f"{grad.device}"
         )
 
 
@@ -74,7 +75,7 @@ def check_plain(grad: torch.Tensor, where: str) -> None:
 
 def check_readable(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
     """Raises ValueError for a gradient that the step of a parameter cannot read."""
-    check_sharding(grad, param, f"{where}: as a gradient")
+    check_sharding(grad, param, f"{where}: the gradient")
     check_grad(grad, param, where)
     check_plain(local_of(grad), where)
     if local_of(param) is not param:  # a shard has its own shape

@@ -35,7 +35,7 @@ class Matrices:
     group_numbers: list[int]
     """The group of each matrix."""
     views: list[ParamView]
-    """Of each parameter."""
+    """The view of each parameter."""
     labels: list[str]
     """What errors call each parameter."""
     _had: list[set[str]] = field(default_factory=list)
@@ -79,7 +79,10 @@ class Matrices:
             work.is_made = None
 
     def why_not_captured(self) -> str | None:
-        """None for launches that need no host, of matrices of which everything is made."""
+        """The reason why a CUDA graph cannot repeat the step, or None where it can.
+
+        It can where launches need no host and every matrix has all that a state keeps for it.
+        """
         if self.plan.many_calls:
             return (
                 "kernel='torch' and 'compiled' read numbers on the host: only kernel='hybrid' and "
@@ -125,7 +128,7 @@ class Matrices:
             renew(self.plan.works, self.plan.grad, chosen, counted, skip)
 
     def _skip(self, controls: torch.Tensor, index: int) -> torch.Tensor:
-        """What leaves the step of a matrix out; one number on its device."""
+        """The number on its device that leaves the step of a matrix out where it is not 0."""
         return controls[self.group_numbers[index], SKIP]
 
 
@@ -165,11 +168,11 @@ class PartsOnRanks:
         self._copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in dims]
 
     def rows(self, own: int) -> int:
-        """Of all ranks."""
+        """The rows of the whole matrix, of all ranks together."""
         return self._rows
 
     def largest(self, own: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' magnitudes, fp32 of shape ()."""
+        """The largest of all ranks' magnitudes, fp32 of shape ()."""
         return reduced(own.view(torch.int32) & MAGNITUDE, self._groups).view(torch.float32)
 
     def add_up(self, own: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,6 @@ def _meshes(views: Sequence[ParamView]) -> list[Any]:
 
 
 def _largest(numbers: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """Of all ranks of a mesh, on its device."""
+    """The largest numbers among all ranks of a mesh, on its device."""
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     return reduced(numbers.to(mesh.device_type), groups)

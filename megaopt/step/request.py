@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 def request_of(asked: Asked, options: Options, groups: int) -> Request:
     """The request for so many groups; NOTHING where nothing is asked.
 
-    Raises ValueError for what is not allowed.
+    Raises ValueError for a clip_norm, clip_coefficient, grad_scale or found_inf of no use.
     """
     clip_norm, coefficient, grad_scale, found_inf, _ = asked
     given = (clip_norm, coefficient, grad_scale, found_inf)
@@ -71,7 +71,7 @@ def check_met(request: Request) -> None:
 
 
 def _check_clipping(clip_norm: Any, coefficient: Any, groups: int) -> None:
-    """Raises ValueError for a step's arguments that are not allowed."""
+    """Raises ValueError for a clip_norm or clip_coefficient that cannot be used, or for both."""
     if clip_norm is not None:
         if isinstance(clip_norm, torch.Tensor):
             refuse("clip_norm", "a number of the host; clip_coefficient may be a tensor", clip_norm)
@@ -83,7 +83,7 @@ def _check_clipping(clip_norm: Any, coefficient: Any, groups: int) -> None:
             "clip_coefficient", "one element of torch.float32, or one for each group", coefficient
         )
     if clip_norm is not None:
-        raise ValueError(f"clip_norm={clip_norm!r} is not allowed beside clip_coefficient: either")
+        refuse("clip_norm", "None beside clip_coefficient", clip_norm)
 
 
 def _check_scaler(grad_scale: Any, found_inf: Any, groups: int) -> None:

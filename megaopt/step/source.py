@@ -35,7 +35,7 @@ class Source:
     staged: bool
     """Some tensors are not contiguous."""
     _shards: Buffers = field(default_factory=dict)
-    """What `fits` saw."""
+    """The shards that `fits` saw."""
     _guards: Guards | None = None
     _addresses: list[int] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class Source:
     # --- what must be as it was
 
     def guards(self, rows: Sequence[numpy.ndarray] = ()) -> Guards:
-        """What the tensors are now, at which the batch was made.
+        """The facts of the tensors as they are now, when the batch is made.
 
         rows: int64, one for each slot, for the watch to note addresses in.
         """

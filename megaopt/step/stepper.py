@@ -32,7 +32,7 @@ from megaopt.step.ranks.meeting import Meeting, meeting_of
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
 
 States = Any
-"""By parameter its state; a defaultdict, as torch.optim.Optimizer has it."""
+"""The state of each parameter; a defaultdict, as torch.optim.Optimizer has it."""
 
 Prepared = dict[torch.device, tuple[Any, Any]]
 """For each device the scalars, if they are made there, and the controls."""
@@ -126,7 +126,7 @@ class Run:
         self.ready: list[Any] = []
         """For each batch the rows of scalars as its plan takes them."""
         self.prepared: Prepared = {}
-        """By device; nothing where scalars are the host's and gradients are taken as they are."""
+        """Empty where scalars are the host's and gradients are taken as they are."""
         self.meeting: Meeting | None = None
         """With the other ranks; None where none are met in this step."""
         self.gathered: Any = ()
@@ -190,7 +190,7 @@ class Stepper:
         """Whether a CUDA graph may capture a step; None: not known yet."""
 
     def owned(self, groups: Sequence[Group]) -> Owned:
-        """What there is to step now."""
+        """Groups with the stepper's options, rule, masters and homes: what a step works on."""
         return Owned(groups, self.options, self.rule, self.masters, self.homes)
 
     def reset(self, params: Iterable[torch.Tensor], written: Iterable[int] = ()) -> None:
@@ -509,7 +509,7 @@ def copy_results(run: Run) -> None:
 
 
 def _measured(batches: Batches, device: torch.device) -> Sequence[Measured]:
-    """What the norm of all gradients on a device is measured of."""
+    """The plans and peers whose gradients make the norm on a device."""
     meeting = batches.meetings.get(True)
     if meeting is not None:
         return meeting.measured(device)

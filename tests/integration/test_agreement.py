@@ -17,7 +17,7 @@ MODES = {
 SKIP = {"nonfinite": "skip"}
 OTHERS = r"ValueError: ranks that hold parts of the same parameters must step .* rank {}, "
 OWN = {
-    "gradient_of_float64": r"ValueError: parameter \d of group 0: a gradient of dtype",
+    "gradient_of_float64": r"ValueError: parameter \d of group 0: the gradient's dtype must",
     "bad_lr": r"ValueError: group 0: lr must be a",
 }
 """What the rank says that had an error anyway."""

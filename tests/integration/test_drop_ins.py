@@ -78,7 +78,7 @@ def test_no_backend_gives_a_gpus_bits_on_a_cpu(contract, backend):
 
 
 def test_apex_has_no_masters_without_capturable():
-    with pytest.raises(ValueError, match="master_weights=True is not allowed: apex keeps masters"):
+    with pytest.raises(ValueError, match=r"master_weights must be False .* apex keeps masters"):
         drop_in("apex")([parameter()], master_weights=True)
 
 
@@ -149,7 +149,7 @@ SCALERS = {"an object": object(), "0": 0, "GradScaler": torch.amp.GradScaler("cp
 @pytest.mark.parametrize("scaler", SCALERS.values(), ids=SCALERS)
 def test_a_scaler_that_the_peers_ignore_is_refused(system, scaler):
     optimizer = without_parameters(system)
-    with pytest.raises(ValueError, match=r"grad_scaler=.* not allowed with capturable=False"):
+    with pytest.raises(ValueError, match=r"grad_scaler must be None with capturable=False"):
         optimizer.step(grad_scaler=scaler)
     assert optimizer.param_groups[0]["step"] == 0
 
@@ -157,7 +157,7 @@ def test_a_scaler_that_the_peers_ignore_is_refused(system, scaler):
 @pytest.mark.parametrize("system", FACES)
 def test_what_is_no_scaler_is_refused(system):
     optimizer = without_parameters(system, capturable=True)
-    with pytest.raises(ValueError, match=r"grad_scaler=1024 is not allowed: a torch.amp.Grad"):
+    with pytest.raises(ValueError, match=r"grad_scaler must be a torch.amp.*, got 1024"):
         optimizer.step(grad_scaler=1024)
     assert int(optimizer.param_groups[0]["step"]) == 0
 
@@ -183,7 +183,7 @@ def test_capturable_counts_where_there_are_no_parameters(system):
 @pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
 def test_apexs_older_arguments_are_refused(name):
     optimizer = without_parameters("apex")
-    with pytest.raises(ValueError, match=rf"{name}=\[1\] is not allowed: None"):
+    with pytest.raises(ValueError, match=rf"{name} must be None, got \[1\]"):
         optimizer.step(**{name: [1]})
     assert optimizer.param_groups[0]["step"] == 0
 

@@ -347,27 +347,27 @@ ERRORS = [
     ),
     (
         ("config", "use_distributed_optimizer", False),
-        "config.use_distributed_optimizer=False is not allowed, only True",
+        "config.use_distributed_optimizer must be True, got False",
     ),
     (
         ("config", "optimizer_cpu_offload", True),
-        "config.optimizer_offload_fraction=0.0 is not allowed with optimizer_cpu_offload=True, "
-        "only 1.0",
+        "config.optimizer_offload_fraction must be 1.0 with optimizer_cpu_offload=True, ",
     ),
     (
         ("aware", "main_params_dtype", torch.float16),
-        "config.main_params_dtype=torch.float16 is not allowed with mode='main_shards'",
+        "config.main_params_dtype must be torch.float32 with mode='main_shards'",
     ),
-    (("ddp", "use_megatron_fsdp", True), "use_megatron_fsdp=True is not allowed"),
+    (("ddp", "use_megatron_fsdp", True), "use_megatron_fsdp must be False"),
     (
         ("quantized", WEIGHT, None),
-        f"parameter {WEIGHT!r} is a Quantized, which is not allowed: fp32, bf16, fp16, or an fp8",
+        f"parameter {WEIGHT!r} must be fp32, bf16, fp16, or an fp8 tensor of TransformerEngine's, "
+        "got a Quantized",
     ),
     (("option", "mode", "fast"), "mode must be one of main_shards, precision_aware, got 'fast'"),
     (("option", "exp_avg_dtype", ""), "exp_avg_dtype must be one of torch.float32"),
     (
         ("option", "store_param_remainders", True),
-        "store_param_remainders=True is not allowed with mode='main_shards'",
+        "store_param_remainders must be False with mode='main_shards'",
     ),
     (("version", None, "0.18.0"), "megatron-core 0.18.0 is not supported: 0.16.1 and 0.19.2 are"),
 ]

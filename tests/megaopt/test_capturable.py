@@ -138,7 +138,7 @@ def test_what_is_assigned_to_a_group_is_checked(backend, name, value, message):
 
 def test_parameters_on_several_devices_are_refused():
     here, elsewhere = parameters([(3,)]), [torch.nn.Parameter(torch.ones(3, device="meta"))]
-    message = r"parameters on cpu, meta are not allowed with capturable=True: one device"
+    message = r"parameters must be on one device with capturable=True, got them on cpu, meta"
     with pytest.raises(ValueError, match=message):
         FusedAdam([*here, *elsewhere], capturable=True, backend="reference")
     optimizer = FusedAdam(here, capturable=True, backend="reference")

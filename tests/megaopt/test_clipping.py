@@ -269,7 +269,7 @@ BAD = {
     ),
     "both": (
         {"clip_coefficient": torch.ones(()), "clip_norm": 2.0},
-        r"clip_norm=2\.0 is not allowed beside clip_coefficient",
+        r"clip_norm must be None beside clip_coefficient, got 2\.0",
     ),
 }
 
@@ -293,7 +293,7 @@ def test_a_norm_over_several_devices_is_refused_before_anything_changed():
     elsewhere = torch.nn.Parameter(torch.ones(3, device="meta"))
     optimizer = FusedAdam([*parameters([(3,)]), elsewhere], backend="reference")
     give_gradients(params_of(optimizer)[:1], 0)
-    with pytest.raises(ValueError, match=r"on cpu, meta are not allowed with clip_norm=1\.0"):
+    with pytest.raises(ValueError, match=r"one device with clip_norm=1\.0, got .* cpu, meta"):
         optimizer.step(clip_norm=1.0)
     assert len(optimizer.state) == 0
     assert optimizer.param_groups[0]["step"] == 0

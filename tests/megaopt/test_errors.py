@@ -40,7 +40,7 @@ OPTIONS = {
     "contract_in_a_list": ({"contract": []}, r"contract must be one of ieee.*, got \[\]"),
     "error_that_nothing_waits_for": (
         {"nonfinite": "error", "capturable": True},
-        r"nonfinite='error' is not allowed with capturable=True: .*'propagate' or 'skip'",
+        r"nonfinite must be 'propagate' or 'skip' with capturable=True, .*, got 'error'",
     ),
     "master_weight_dtype": (
         {"master_weights": True, "master_weight_dtype": BF16},
@@ -78,7 +78,7 @@ OPTIONS = {
     ),
     "dtype_against_no_masters": (
         {"dtype": FP32, "master_weights": False},
-        r"master_weights=False is not allowed with dtype=torch.float32",
+        r"master_weights must be True, None or a list with dtype=torch.float32, .*, got False",
     ),
     "remainders_without_masters": (
         {"store_param_remainders": True},
@@ -199,7 +199,7 @@ def test_parameters_that_are_none_are_refused(params, kind, message):
 @pytest.mark.filterwarnings("ignore:.*of nested tensors is in prototype:UserWarning")
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(ValueError, match="parameter 0 of group 0: layout nested is not allowed"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0: layout must be .*, got nested"):
         FusedAdam([nested])
 
 
@@ -214,8 +214,8 @@ OF_ALL_GROUPS = {
         {"exp_avg_dtype": BF16},
         r"exp_avg_dtype must be torch.float32.* torch.bfloat16",
     ),
-    "master_weights": ({"master_weights": True}, r"master_weights is not allowed in a group"),
-    "use_decoupled_grad": ({"use_decoupled_grad": True}, r"use_decoupled_grad is not allowed in a"),
+    "master_weights": ({"master_weights": True}, r"master_weights must .* not of a group, .* True"),
+    "use_decoupled_grad": ({"use_decoupled_grad": True}, r"use_decoupled_grad must be .* a group"),
     "amsgrad": ({"amsgrad": True}, r"amsgrad must be False, got True"),
     "maximize": ({"maximize": True}, r"maximize must be False, got True"),
 }
@@ -263,7 +263,7 @@ def test_a_step_count_that_is_none_is_refused(step):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.complex64], ids=str)
 def test_weights_of_other_dtypes_are_refused(dtype):
     params = [torch.ones(3), torch.ones(3, dtype=dtype)]
-    message = f"dtype {dtype} is not allowed: torch.float32, torch.bfloat16, torch.float16"
+    message = f"dtype must be one of torch.float32, torch.bfloat16, torch.float16, got {dtype}"
     with pytest.raises(ValueError, match=f"parameter 1 of group 0: {message}"):
         FusedAdam(params)
     with pytest.raises(ValueError, match=f"parameter 'b': {message}"):
@@ -271,14 +271,15 @@ def test_weights_of_other_dtypes_are_refused(dtype):
 
 
 def test_sparse_weights_are_refused():
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0: layout torch.sparse_coo"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0: layout must .* torch.sparse"):
         FusedAdam([torch.ones(3).to_sparse()])
 
 
 def test_weights_whose_elements_share_memory_are_refused():
     """torch refuses to write them only after other parameters were stepped."""
     params = [torch.ones(3), torch.ones(1).expand(4)]
-    with pytest.raises(ValueError, match=r"parameter 1 of group 0: strides \(0,\) of shape \(4,\)"):
+    message = r"parameter 1 of group 0: .* memory of its own, got strides \(0,\) of shape \(4,\)"
+    with pytest.raises(ValueError, match=message):
         FusedAdam(params)
 
 
@@ -286,7 +287,7 @@ def test_weights_whose_elements_share_memory_are_refused():
 def test_remainders_of_fp16_weights_are_refused(dtypes):
     params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
     index = dtypes.index(FP16)
-    message = rf"parameter {index} of group 0: store_param_remainders=True .*torch.float16 weights"
+    message = rf"parameter {index} of group 0: dtype must be .*_remainders=True, got torch.float16"
     with pytest.raises(ValueError, match=message):
         FusedAdam(params, dtype=FP32, store_param_remainders=True)
 

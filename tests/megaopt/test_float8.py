@@ -266,7 +266,7 @@ def test_update_scales(history, algo, margin, scale, after):
 
 def test_update_scales_needs_delayed_scaling():
     weight = Float8Weight.from_values(torch.ones(2, 2), "current")
-    with pytest.raises(ValueError, match="scaling='current' is not allowed: only 'delayed'"):
+    with pytest.raises(ValueError, match="scaling must be 'delayed', got 'current'"):
         update_scales(weight)
 
 

@@ -176,7 +176,7 @@ def test_a_part_alone_is_refused_and_the_whole_is_not(backend):
     part, all_of_it = Float8Shard(weight, 0, 899), Float8Shard(weight, 0, 900)
     part.grad, all_of_it.grad = torch.ones(899).bfloat16(), torch.ones(900).bfloat16()
     optimizer = FusedAdam([all_of_it, part], backend=backend)
-    with pytest.raises(ValueError, match=r"parameter 1 of group 0: elements 0 to 899 .* of 900"):
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0: .*elements 0 to 899 of 900"):
         optimizer.step()
     assert len(optimizer.state) == 0
     for name, tensor in float8_ranks.bytes_of(weight).items():

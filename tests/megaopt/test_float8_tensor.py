@@ -3,7 +3,6 @@
 import copy
 import logging
 import pickle
-import re
 
 import pytest
 import torch
@@ -82,16 +81,14 @@ def test_other_optimizers_are_refused(make):
     before = parts(net[0].weight)
     optimizer = make(net.parameters())
     net(torch.randn(3, 48).bfloat16()).sum().backward()
-    with pytest.raises(
-        TypeError, match=r"in place on a Float8Weight .* an optimizer must know fp8"
-    ):
+    with pytest.raises(TypeError, match=r"in place on a Float8Weight.* an optimizer must know fp8"):
         optimizer.step()
     assert_same_parts(parts(net[0].weight), before)
 
 
 def test_another_dtype_of_the_module_is_refused():
     net = megaopt.to_float8(model(), "current")
-    with pytest.raises(TypeError, match="nor is another dtype for its module"):
+    with pytest.raises(TypeError, match="so its module takes no other dtype"):
         net.float()
     net.to(BF16)
 
@@ -100,7 +97,7 @@ def test_quantize_refuses_before_it_changes():
     weight = Float8Weight.from_values(torch.ones(3, 4), "delayed")
     before = parts(weight)
     for values in (torch.ones(4, 3), torch.ones(3, 4, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"not allowed: shape \(3, 4\), a floating dtype"):
+        with pytest.raises(ValueError, match=r"values must have shape \(3, 4\) and a floating"):
             weight.quantize_(values)
     assert_same_parts(parts(weight), before)
 
@@ -108,11 +105,11 @@ def test_quantize_refuses_before_it_changes():
 def test_parts_that_do_not_fit_are_refused():
     weight = Float8Weight.from_values(torch.ones(40, 40), "mxfp8")
     other = weight.data8.view(torch.float8_e5m2)
-    with pytest.raises(ValueError, match=re.escape("data8 (torch.float8_e5m2, (40, 40)) is not")):
+    with pytest.raises(ValueError, match=r"data8 must .*, got \(torch.float8_e5m2, \(40, 40\)\)"):
         Float8Weight(other, weight.scale_inv, None, None, weight.recipe)
-    with pytest.raises(ValueError, match=r"scale_inv .* is not allowed with scaling='current'"):
+    with pytest.raises(ValueError, match=r"scale_inv must be .* with scaling='current', got"):
         Float8Weight(weight.data8, weight.scale_inv, None, None, RECIPES["current"])
-    with pytest.raises(ValueError, match=r"scale None is not allowed with scaling='delayed'"):
+    with pytest.raises(ValueError, match=r"scale must be .* with scaling='delayed', got None"):
         Float8Weight(weight.data8, torch.ones(1), None, None, RECIPES["delayed"])
 
 
@@ -156,12 +153,12 @@ def test_to_float8_refuses_before_it_changes():
     with pytest.raises(ValueError, match=r"the weight of 'head' .* also 'weight' of 'table'"):
         megaopt.to_float8(net, "current")
     assert type(net["head"].weight) is nn.Parameter
-    with pytest.raises(ValueError, match="recipe='fp8' is not allowed: one of delayed, current"):
+    with pytest.raises(ValueError, match=r"recipe must be one of delayed, .* got 'fp8'"):
         megaopt.to_float8(net, "fp8")
-    with pytest.raises(TypeError, match="recipe=None is not allowed"):
+    with pytest.raises(TypeError, match="recipe must be a Float8Recipe or a name, got None"):
         megaopt.to_float8(net, None)
     double = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).double())
-    with pytest.raises(ValueError, match=r"values torch.float64 is not allowed"):
+    with pytest.raises(ValueError, match=r"values.dtype must be .*, got torch.float64"):
         megaopt.to_float8(double, "current")
     assert type(double[0].weight) is nn.Parameter
 

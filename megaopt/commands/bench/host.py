@@ -21,9 +21,9 @@ from megaopt.state import native
 __all__ = ["COUNTS", "HostFigures", "host_record", "host_table", "measure_host"]
 
 COUNTS = (16, 148, 291, 723, 4000)
-"""Of a small model, GPT-2, Llama-3.1-8B, Llama-3.1-70B, and a mixture of experts."""
+"""The tensors of a small model, GPT-2, Llama-3.1-8B, Llama-3.1-70B, and a mixture of experts."""
 ELEMENTS = 1024
-"""Of each tensor: so few that the device is done before the host."""
+"""The elements of each tensor: so few that the device is done before the host."""
 WARM_UP, STEPS = 20, 100
 """After three steps of a fresh process the host still took 0.48 ms where it took 0.33 later."""
 MODE = MODES["bf16"]

@@ -29,7 +29,7 @@ class Figures:
     bytes: int
     """What a step must move, counted on the tensors."""
     held_bytes: int
-    """Of weights and states, counted on the tensors."""
+    """The bytes of weights and states, counted on the tensors."""
     repetitions: int
     """Steps behind each time."""
     step_ms: float
@@ -57,7 +57,7 @@ class Figures:
 
     @property
     def copy_bandwidth(self) -> float:
-        """Of the copy, in bytes per second."""
+        """The copy's bytes per second."""
         return self.copy_bytes / self.copy_ms * 1e3
 
     @property

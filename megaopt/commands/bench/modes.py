@@ -25,7 +25,7 @@ class Mode:
     name: str
     description: str
     weight_dtype: torch.dtype
-    """Of weights and of gradients."""
+    """The dtype of weights and of gradients."""
     options: Mapping[str, Any]
     """What the optimizer is given besides what every optimizer is given."""
     bytes_per_parameter: float

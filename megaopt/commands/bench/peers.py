@@ -31,7 +31,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "bitsandbytes": "bitsandbytes.optim",
     }
 )
-"""By what a peer's name begins with, the module that its class is in."""
+"""The module that a peer's class is in, by what the peer's name begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,15 @@ class Peer:
     kind: str
     """The optimizer's class in that module."""
     weight_dtype: torch.dtype
-    """Of weights and of gradients."""
+    """The dtype of weights and of gradients."""
     bytes_per_parameter: float
     """What a step must move in a large tensor, scales of blocks left out."""
     options: Mapping[str, Any]
     decoupled_grad: bool = False
     """Whether it can read `p.decoupled_grad`, of another dtype than the weight."""
     scaling: str | None = None
-    """Of fp8 matrices, which TransformerEngine's writes, by its name in megaopt.float8.RECIPES."""
+    """The recipe of fp8 matrices, which TransformerEngine's optimizer writes, by its name in
+    megaopt.float8.RECIPES."""
     separate_cast: bool = False
     """Whether the optimizer updates masters and another call casts them to fp8."""
 

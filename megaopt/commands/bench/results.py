@@ -23,7 +23,7 @@ class Result:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """As counted on the tensors where it was measured, else as declared."""
+        """The bytes counted on the tensors where the case was measured, else the declared ones."""
         if self.figures is None:
             return self.case.subject.bytes_per_parameter
         return self.figures.bytes / self.figures.elements

@@ -22,7 +22,7 @@ class TensorSet:
     flat: bool = False
     """Consecutive slices of one buffer, wherever they begin; otherwise a buffer for each tensor."""
     shapes: tuple[Shape, ...] = ()
-    """Of each tensor, for weights whose rows and columns matter; empty: there are only sizes."""
+    """The shape of each tensor, for weights whose rows and columns matter; else empty."""
 
     @classmethod
     def of_shapes(cls, name: str, description: str, shapes: Sequence[Shape]) -> "TensorSet":

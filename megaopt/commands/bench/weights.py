@@ -42,7 +42,10 @@ def weight_tensors(parameter: Parameter) -> dict[str, Tensor]:
 
 
 def _of_transformer_engine(parameter: Parameter) -> dict[str, Tensor]:
-    """Of a Float8Tensor or Float8BlockwiseQTensor in e4m3; bench.float8_peers adds the history."""
+    """The tensors of a Float8Tensor or Float8BlockwiseQTensor in e4m3.
+
+    bench.float8_peers adds the history.
+    """
     weight: Any = parameter
     if hasattr(weight, "_rowwise_data"):
         # columns of scales are filled up to a multiple of 4

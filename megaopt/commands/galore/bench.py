@@ -42,7 +42,7 @@ from megaopt.saving.files import write_json
 __all__ = ["main", "run"]
 
 SIDE = 8192
-"""Of the square matrices whose product says how fast the device multiplies."""
+"""Rows and columns of the matrices whose product says how fast the device multiplies."""
 NO_REFRESH = 2**30
 """Steps from refresh to refresh: more than are taken, but for the first one, which warms up."""
 
@@ -71,7 +71,8 @@ def main(
         0 where every case was measured, 1 where one was not.
 
     Raises:
-        ConfigError: an argument is not allowed, or there is no CUDA GPU on which the kernels run.
+        ConfigError: an argument is empty or out of its range, or there is no CUDA GPU on which the
+            kernels run.
         OSError: the record or the picture cannot be written.
     """
     if reason := why_not():

@@ -72,7 +72,7 @@ def select(
     """The cases of a run; kernels stand beside each other.
 
     Raises:
-        ValueError: there are none, or one of them is not allowed on the device.
+        ValueError: there are none, or `check_setup` refuses one of them on the device.
     """
     given = {"N": shapes, "ranks": ranks, "kernels": kernels, "weights": weights}
     given |= {"precisions": precisions, "matrices": matrices}

@@ -39,7 +39,7 @@ def main(setup: Setup, verbose: bool = False) -> int:
         0 where every error is within its bound, 1 otherwise.
 
     Raises:
-        ConfigError: the setup is not allowed, or the kernel does not run here.
+        ConfigError: `check_setup` refuses the setup, or the kernel does not run here.
     """
     device = _device()
     try:

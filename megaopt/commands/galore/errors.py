@@ -25,7 +25,8 @@ WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST = 2**20
 """Rows or columns; of their square in fp64 torch can still say that there is no memory for it."""
 FACTOR = 1.5
-"""Of torch's own error. Two orders of the same roundings give errors of about one size."""
+"""How much larger than torch's own an error may be: two orders of the same roundings give errors
+of about one size."""
 GROUP: Mapping[str, Any] = MappingProxyType(
     # with this lr an update is about as large as the weight, so that rounding the weight hides none
     # of the update's own error
@@ -42,17 +43,17 @@ class Setup:
     """One step of a matrix [rows, columns], or of several."""
 
     kernel: str
-    """Of KERNELS."""
+    """One of KERNELS."""
     rows: int
     columns: int
     rank: int
     weights: str = "float32"
-    """Of WEIGHTS."""
+    """One of WEIGHTS."""
     proj_type: str = "std"
     precision: str = IEEE
-    """Of products.PRECISIONS."""
+    """One of products.PRECISIONS."""
     matrices: int = 1
-    """Of this shape, stepped together."""
+    """How many matrices of this shape are stepped together."""
     seed: int = 0
 
     @property
@@ -78,7 +79,7 @@ class Finding:
     bound: float
     """What error may be."""
     norm: float
-    """Of what fp64 gives."""
+    """Norm of what fp64 gives."""
     mean: float
     """Mean magnitude in fp64; of an update that of the param that it makes."""
     value: torch.Tensor
@@ -92,7 +93,7 @@ class Finding:
 
 
 def check_setup(setup: Setup, device: torch.device) -> None:
-    """Raises ValueError for what is not allowed, or does not work on the device."""
+    """Raises ValueError for a field out of its range, or a kernel that the device cannot run."""
     one_of("kernel", setup.kernel, KERNELS)
     one_of("weights", setup.weights, WEIGHTS)
     one_of("proj_type", setup.proj_type, PROJ_TYPES)
@@ -172,7 +173,7 @@ def _give(grad: torch.Tensor, weights: list[Parameter]) -> None:
 
 
 def _copies(optimizer: GaLoreAdamW, weight: Parameter) -> Tensors:
-    """Of weight and moments; param is the master, or the weight that is its own."""
+    """Copies of weight and moments; param is the master, or a weight that is its own."""
     state = optimizer.state[weight]
     found = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
     found["weight"] = weight.detach().clone()

@@ -39,7 +39,7 @@ class Kind:
     moments: tuple[str, ...]
     """Those whose formats a case names."""
     numbers: tuple[str, ...]
-    """Of a group, beside lr and weight_decay."""
+    """The numbers of a group, beside lr and weight_decay."""
 
 
 ADAM = (("exp_avg", "exp_avg_sq"), ("betas", "eps"))

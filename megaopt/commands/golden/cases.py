@@ -284,4 +284,4 @@ CASES: dict[str, list[Case]] = {
         *_of("torch", "adam_amsgrad", AMSGRAD_OF_TORCH),
     ],
 }
-"""By part: what any machine can keep, and what an NVIDIA GPU alone can."""
+"""The cases of each part: those for any machine, and those for an NVIDIA GPU alone."""

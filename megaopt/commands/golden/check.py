@@ -17,10 +17,10 @@ from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 
 DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch", "triton")
-"""Of the machine on which the part of NVIDIA GPUs was made."""
+"""What a record says of the machine on which the part of NVIDIA GPUs was made."""
 
 EXAMPLE = "ieee/adamw/bf16*"
-"""Of a pattern that has cases."""
+"""A pattern that some cases match, for messages."""
 
 Advance = Callable[[], None]
 """Called after each case."""
@@ -51,7 +51,7 @@ class Outcome:
     task: Task
     identical: int = 0
     different: dict[str, str] = field(default_factory=dict)
-    """By case: the quantities that are not those of the record, or what went wrong."""
+    """For each case the quantities that are not those of the record, or what went wrong."""
 
 
 def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]]:

@@ -41,8 +41,8 @@ def verify(
 
     Returns:
         0 where all that was checked is identical, or the record is written; 1 where something
-        differs; 2 for an argument that is not allowed, a record that cannot be read, or where
-        nothing can be checked here.
+        differs; 2 for a pattern of no case, an unknown backend, either beside `record`, a record
+        that cannot be read, or where nothing can be checked here.
     """
     console = Console()
     try:

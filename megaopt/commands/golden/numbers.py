@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[numpy.uint64]
 Patterns = NDArray[numpy.int64]
-"""Of fp32 numbers."""
+"""The bits of fp32 numbers."""
 
 SIGN, INFINITY, NAN = 0x80000000, 0x7F800000, 0x7FC00000
 ONE = 0x3F800000
@@ -21,7 +21,7 @@ fp16 subnormal."""
 
 LOWEST_NORMAL_OF_FP16 = -14
 KEPT_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
-"""Of an fp32 mantissa, by dtype: a conversion has nothing to round."""
+"""How many bits of an fp32 mantissa each dtype has room for: a conversion rounds nothing."""
 
 COARSE_TOP = 0x41600000
 """14, the first number of a coarse row: a power of two times 448."""

@@ -15,7 +15,7 @@ MADE_ON = f"{NVIDIA_GPU}, made on"
 KEYS = (ANY_MACHINE, NVIDIA_GPU, MADE_ON)
 
 Digests = dict[str, dict[str, str]]
-"""By case, then by quantity."""
+"""The digest of each quantity of each case."""
 
 
 class RecordError(ValueError):
@@ -27,7 +27,7 @@ class Record:
     """What was recorded."""
 
     digests: Mapping[str, Digests]
-    """By part; a part that was not recorded yet is empty."""
+    """The digests of each part; a part that was not recorded yet is empty."""
     made_on: Mapping[str, str | None]
     """The versions and the hardware behind the part of NVIDIA GPUs."""
 
@@ -36,7 +36,7 @@ class Record:
         return bool(self.digests[part])
 
     def strays(self) -> dict[str, str]:
-        """By name: cases that a part lacks which was recorded, and lines that are of no case."""
+        """Cases that a recorded part lacks, and lines of no case: what is wrong, by name."""
         found = {}
         for part, cases in CASES.items():
             recorded, names = self.digests[part], {case.name for case in cases}

@@ -56,7 +56,7 @@ CLIP_NORMS = (100.0, 10_000.0)
 OVERFLOWS = (3, 13)
 
 DIGITS = 12
-"""Of a hash in the record, in hexadecimal."""
+"""The hexadecimal digits of a hash in the record."""
 
 SCALES = ("scale", "scale_inv", "amax_history")
 QUANTITIES = {"data8": "weights", "master_param": "masters"}

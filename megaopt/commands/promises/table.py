@@ -43,7 +43,7 @@ class Outcome:
 
     name: str
     holds: bool | None
-    """None: it could not be checked."""
+    """Whether it holds; None where it could not be checked."""
     note: str
     """What was compared, what differs, or why it could not be checked."""
 
@@ -72,7 +72,7 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "NVIDIA GPU": _nvidia,
     "TransformerEngine": _transformer_engine,
 }
-"""By name: None where it is here, else the reason."""
+"""For each need what says why it is not met here; that returns None where it is."""
 
 
 def parity(contract: str) -> str | None:

@@ -21,7 +21,7 @@ EXPONENT_BIAS = 127
 
 
 def magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """As fp32, without signs; 0 for a NaN, which moves no scale."""
+    """The magnitudes of values as fp32; 0 for a NaN, which moves no scale."""
     return values.float().abs().masked_fill(values.isnan(), 0.0)
 
 
@@ -64,13 +64,16 @@ def block_amax(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of blocks: CODE_MAX / amax rounded down to a power of two, and its inverse."""
+    """The scales of blocks, CODE_MAX / amax rounded down to a power of two, and their inverses."""
     _, exponent = torch.frexp(divide(amax))  # of a mantissa from a half to one
     return power_of_two(exponent - 1), power_of_two(1 - exponent)
 
 
 def e8m0_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of MXFP8's blocks; the inverse, amax / CODE_MAX rounded up to a power of two, as E8M0."""
+    """The scales of MXFP8's blocks, and their inverses as E8M0.
+
+    An inverse is amax / CODE_MAX rounded up to a power of two.
+    """
     inverse = torch.tensor(1 / CODE_MAX, dtype=torch.float32, device=amax.device)
     mantissa, exponent = torch.frexp(amax * inverse)
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)
@@ -138,7 +141,7 @@ class DelayedFakeQuantizer(FakeQuantizer):
         self.scale = self.next_scale.clone()
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the scale that there was when the weight got its values."""
+        """Casts by the scale that there was when the weight got its values."""
         return encode(weight.float(), self.scale), torch.ones_like(self.scale) / self.scale
 
     def after_step(self, weight: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ class Curve(Protocol):
 
     @property
     def losses(self) -> list[float]:
-        """Of each step."""
+        """The loss of each step."""
 
     @property
     def difference(self) -> Difference | None:

@@ -19,7 +19,7 @@ FILE = Path(__file__).with_name("losses.json")
 
 
 def recorded() -> dict[str, Any]:
-    """By config: the file's SHA-256, torch's version, and losses by processor and variant."""
+    """For each config its file's SHA-256, torch's version, and losses by processor and variant."""
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 

@@ -76,7 +76,8 @@ def train(
         0.
 
     Raises:
-        ConfigError: an argument is not allowed, or the checkpoint is of another run.
+        ConfigError: the config, variant, steps, save or result is wrong, or the checkpoint is of
+            another run.
         CheckpointError: the checkpoint cannot be read.
         CorpusError: the text is too short for the config's context.
         OSError: a file cannot be written.

@@ -51,7 +51,7 @@ def build_trainer_with(
     device: torch.device,
     build_owner: Callable[[GPT, RunConfig, V], WeightOwner],
 ) -> Trainer:
-    """As build_trainer, of any variant, with the weights' owner as given."""
+    """A fresh trainer, as build_trainer makes it, of any variant and with the given owner."""
     model = build_model(config.model, config.seed, device)
     scaled = config.float8 is not None and config.float8.scaled_matmul
     if isinstance(variant, UnfusedVariant) and variant.recipe is not None:

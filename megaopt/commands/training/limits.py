@@ -11,7 +11,7 @@ from megaopt.commands.config import GaLoreVariant, ModelConfig, RunConfig, Varia
 from megaopt.commands.toml_tables import ConfigError, require
 
 LEAST_BYTES = 12
-"""Of a parameter in one variant: two fp32 moments, and a master or what stands for it."""
+"""The bytes of a parameter in one variant: two fp32 moments, and a master or its like."""
 LEAST_BYTES_PROJECTED = 4
 """The same of kind "galore", whose moments may be of a rank of 1: the master alone."""
 MOST_HEAD_SIZE = 256

@@ -27,11 +27,11 @@ Gathered = list[tuple[dist.ProcessGroup, list[torch.Tensor], torch.Tensor]]
 
 
 class Meeting:
-    """What ranks that hold parts of the same parameters do together in each step.
+    """One rank's side of what ranks that hold parts of the same parameters do in each step.
 
     Args:
         peers: those of DTensors, which measure a norm, then those of fp8 weights.
-        whole: the batches of what no norm over ranks is of.
+        whole: the batches of parameters that each rank has whole.
         refusal: the error where ranks do not step the same.
         last: the meeting before, whose answer may not have been heard yet.
     """
@@ -49,7 +49,7 @@ class Meeting:
             self._vote = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def measured(self, device: torch.device) -> list[Measured]:
-        """What the norm of all gradients on a device is measured of, after the ranks met."""
+        """The plans and peers whose gradients make the norm on a device, after the ranks met."""
         whole = [each.plan for each in self._whole if each.device == device]
         return [*whole, *(p for p in self._peers if p.measures and p.device == device)]
 
@@ -93,7 +93,7 @@ class Meeting:
         return replace(request, found_inf=skip)  # in one form always: a graph may be captured next
 
     def _heard(self, request: Request, reads: bool, look: Look) -> torch.Tensor:
-        """What all ranks say: each meeting passes on what was heard in those before."""
+        """The sum of all ranks' words: each meeting passes on what was heard in those before."""
         heard = torch.zeros(WORDS, dtype=torch.int64, device=self._peers[0].device)
         if request.found_inf is not None:
             heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
@@ -249,7 +249,7 @@ def meeting_of(
 
 
 def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
-    """What ranks must have alike of a parameter; own: its formats, if it has a gradient."""
+    """The facts of a parameter that ranks must have alike; own: its formats, with a gradient."""
     kept = own and (own.master.name, *(each.name for each in own.moments), own.matrix)
     weight = None if view.weight is None else (view.weight.recipe, view.weight.dtype)
     return view.whole_shape, view.param.dtype, view.sharding, weight, kept

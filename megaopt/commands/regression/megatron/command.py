@@ -41,8 +41,8 @@ def regress_megatron(config_path: Path, out: Path, perturb: int | None = None) -
         0 where every variant equals its baseline, 1 where one differs, 2 where one failed.
 
     Raises:
-        ConfigError: the config or perturb is not allowed, or the run cannot be made here.
-        SourceError: MEGAOPT_COMMIT is not allowed.
+        ConfigError: the config or perturb is wrong, or the run cannot be made here.
+        SourceError: MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout.
         OSError: the record or a picture cannot be written.
     """
     run, source = read_megatron_run(config_path), describe_source()

@@ -26,7 +26,7 @@ def _signed(number: int) -> int:
 INCREMENT, FIRST, SECOND = map(
     _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-"""Of the splitmix64 generator, as int64."""
+"""The constants of the splitmix64 generator, as int64."""
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:

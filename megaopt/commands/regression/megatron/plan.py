@@ -13,7 +13,7 @@ class Job:
     """Steps of a variant that one group of fresh processes trains."""
 
     name: str
-    """Of the run; the processes' files are named by it."""
+    """Name of the run, by which the processes' files are named."""
     variant: MegatronVariant
     ranks: int
     first: int

@@ -41,7 +41,7 @@ TIMES = {"optimizer_milliseconds": "optimizer_seconds", "step_milliseconds": "se
 
 
 def times_of(regression: Regression) -> dict[str, Any]:
-    """Of each variant the medians of its runs, joined: their median, least and most.
+    """Joins the medians of each variant's runs: their median, least and most.
 
     of_baseline is the median over that of the baseline, which has runs between these.
     """

@@ -49,7 +49,7 @@ class Result:
     trial: Trial
     steps: tuple[Step, ...]
     summaries: tuple[dict[str, Any], ...]
-    """Of the last job's ranks."""
+    """The summaries of the last job's ranks."""
 
     @property
     def losses(self) -> list[float]:

@@ -21,11 +21,11 @@ class OwnShards(NamedTuple):
     """A rank's shards of one parameter."""
 
     name: str
-    """Of the parameter in the model."""
+    """Name of the parameter in the model."""
     start: int
     """Place of the shards' first element in the parameter."""
     tensors: dict[str, torch.Tensor]
-    """By kind: "weight", and those of KINDS; one-dimensional."""
+    """One-dimensional tensors by kind: "weight", and those of KINDS."""
 
 
 def memory_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class UnfusedAdam(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         if capturable:
-            raise ValueError("capturable = True is not allowed: plain torch operations wait")
+            raise ValueError("capturable must be False, as plain torch operations wait, got True")
         defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "adam_w_mode": adam_w_mode})
 

@@ -182,7 +182,7 @@ class MainState(Mapping[torch.Tensor, State]):
         return (main for main, weight in self._weights.items() if weight in self._fused.state)
 
     def __len__(self) -> int:
-        return len(self._fused.state)
+        return sum(1 for _ in self)
 
 
 def copied(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -285,6 +285,22 @@ def test_the_count_of_the_gpu_suite_is_the_records():
     assert found.keys() == {"passed", "skipped"}
 
 
+def test_the_count_of_the_gpu_sample_is_the_records():
+    found = read("h200-gpu-sample.json")["outcomes"]
+    text = "{passed} passed, {skipped} skipped, {failure} failed".format(**found)
+    for page in ("docs/benchmarks/README.md", "docs/reliability.md"):
+        assert text in (REPOSITORY / page).read_text(encoding="utf-8")
+
+
+def test_the_table_of_stages_is_the_records():
+    before, after = (cases(f"h200-bench-stages-{name}.json") for name in ("before", "after"))
+    rows = rows_of(PAGE, "| case | in one piece | in stages |")
+    assert [row[0] for row in rows] == list(before)
+    for row in rows:
+        assert_says(row[1:], before[row[0]]["step_ms"], *SPEED(after[row[0]]))
+        assert before[row[0]]["equal"] is after[row[0]]["equal"] is True
+
+
 def moments_of(stated):
     """The options of moments that take so many bytes."""
     names = {

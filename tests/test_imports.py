@@ -54,6 +54,7 @@ def test_arrows_and_drawing_are_right():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SLOW, TYPES = pytest.mark.slow, "if TYPE_CHECKING:\n    import "
 LATE = "\n\ndef late(param):\n    "
 # by what is found: lines at the ends of files, which may be new ones
 ADDED = {
@@ -105,11 +106,11 @@ def test_a_circle_is_found_and_types_make_none(tool, copy):
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("chunks/table.py", "import megaopt.kernels.step.launch"),
+        pytest.param("chunks/table.py", "import megaopt.kernels.step.launch", marks=SLOW),
         ("chunks/table.py", "if TYPE_CHECKING:\n    import megaopt.kernels.step.launch"),
         ("rules/lanes.py", "def f():\n    from megaopt.kernels.chunks.rows import GRAD"),
-        ("optional_triton.py", "if TYPE_CHECKING:\n    import megaopt.kernels.backends"),
-        ("quantizers/scale.py", "if TYPE_CHECKING:\n    import megaopt.kernels.float8"),
+        pytest.param("optional_triton.py", f"{TYPES}megaopt.kernels.backends", marks=SLOW),
+        pytest.param("quantizers/scale.py", f"{TYPES}megaopt.kernels.float8", marks=SLOW),
     ],
     ids=["folders", "types", "function", "table", "module"],
 )

@@ -32,6 +32,7 @@ def passes(settings, *tests):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_shell():
     table = "test_table_has_figures_and_no_speed_for_a_failed_case"
     passes(

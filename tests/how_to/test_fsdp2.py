@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import how_to_ranks
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "docs/how-to/fsdp2.py"
 
@@ -22,6 +23,7 @@ def run(ranks, folder):
     return [float(number) for number in said.split()]
 
 
+@pytest.mark.slow
 def test_resumed_on_one_rank_what_two_ranks_saved(on_ranks, tmp_path):
     """Both ranks have the same batches, and means of two equal gradients are exact."""
     straight = run(2, tmp_path)

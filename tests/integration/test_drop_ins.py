@@ -297,5 +297,7 @@ def test_a_disabled_scaler_that_is_passed_changes_nothing():
 
 @pytest.mark.gpu
 def test_apexs_unused_masters_are_refused():
-    with pytest.raises(ValueError, match=r"must be .* with master_weights=True, got torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"must be .* with master_weights=True, got torch.bfloat16"
+    ):
         drop_in("apex")([parameter("cuda")], master_weights=True, capturable=True)

@@ -10,7 +10,7 @@ STEPS = 8
 LARGE = [(1024, 512), (512, 1030), (700, 700), (33,), (4096, 640)]
 SMALL = [(24, 10), (7, 6), (9,), (4, 40)]
 PLACES = [
-    pytest.param("cpu", SMALL, 3, {"stagger": True}, id="cpu"),
+    pytest.param("cpu", SMALL, 3, {"stagger": True}, id="cpu", marks=pytest.mark.slow),
     *[
         pytest.param("cuda", LARGE, 16, options, id=f"{'-'.join(map(str, options.values()))}",
                      marks=pytest.mark.gpu)

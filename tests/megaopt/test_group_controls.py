@@ -73,10 +73,13 @@ def test_groups_are_stepped_as_if_alone(kind, capturable, backend):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param(own, id=kind, marks=marks_of(own)) for kind, own in GALORE.items()]
+    "options",
+    [
+        pytest.param(own, id=kind, marks=[*marks_of(own), pytest.mark.sample(1 + 3 * (number > 1))])
+        for number, (kind, own) in enumerate(GALORE.items())
+    ],
 )
 @both_modes
-@pytest.mark.halved
 def test_projections_of_a_skipped_group_stay(options, capturable):
     """A group's own count says when its projections are made anew."""
 

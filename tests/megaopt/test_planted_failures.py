@@ -90,7 +90,10 @@ def weights_of(optimizer):
     return [weights, counts, grads]
 
 
-@pytest.mark.parametrize(("name", "first"), [*((name, 1) for name in QUICK), ("galore", 0)])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [*((name, 1) for name in QUICK), pytest.param("galore", 0, marks=pytest.mark.slow)],
+)
 def test_a_step_that_fails_anywhere_changes_nothing(name, first):
     assert failed(name, first) > 5
 

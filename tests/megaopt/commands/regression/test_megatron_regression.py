@@ -166,6 +166,7 @@ def test_ours_equals_stock_in_every_mode_and_on_other_ranks(run):
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_a_variant_that_fails_is_told_and_the_others_go_on(run, capsys):
     # this contract has no backend on a CPU
     failing = OURS.format(name="failing", baseline="stock", keys='contract = "te"')
@@ -198,6 +199,7 @@ def tasks(write, tmp_path):
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_ranks_that_wait_are_ended(tasks):
     began, before = time.monotonic(), set(multiprocessing.active_children())
     with pytest.raises(RankError, match=r"(?s)rank 0 of stock failed|nothing for patience=5 s"):

@@ -321,12 +321,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         owned = self._owned
-        loaded = state_dicts.load(state_dict, owned, self.state)
+        with torch.inference_mode(False):  # later steps write what a load makes
+            loaded = state_dicts.load(state_dict, owned, self.state)
         new = {"state": loaded.states, "param_groups": loaded.groups}
         overwrite(loaded.masters, lambda: vars(self).update(new))
         self.stepper.reset(owned.params, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _written(self) -> list[int]:
+        """Places of parameters that were written since the last step."""
+        moved = self.stepper.writes.versions.moved_anywhere()
+        return [place for place, param in enumerate(self._owned.params) if param in moved]
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, torch.save and deepcopy: everything but the tables on the device.
@@ -342,7 +348,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_masters": self.master_weights,
             "_homes": self.stepper.homes,
             "use_decoupled_grad": self.use_decoupled_grad,
-            "_written": self.stepper.writes.versions.moved_anywhere(),
+            "_written": self._written(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

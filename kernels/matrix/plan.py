@@ -109,6 +109,11 @@ class MatrixPlan:
         place = self.matrix.low_place(work.place, grad.shape)
         self._step(own, self._inner, rule.inner, scalars, controls, place)
         update = self._through(rule.after, direction, work)
+        if update.dtype != torch.float32 or update.shape != grad.shape:
+            raise ValueError(
+                f"after of {rule.name} must return torch.float32 of shape {tuple(grad.shape)}, got "
+                f"{update.dtype} of shape {tuple(update.shape)}"
+            )
         own = self._tensors(self._apply, index, grad=update)
         self._step(own, self._apply, rule.apply, scalars, None, work.place)
 

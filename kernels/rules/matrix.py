@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.base import Rule
+from megaopt.kernels.rules.base import ZEROS, Rule
 
 Shape = Sequence[int]
 
@@ -121,6 +121,21 @@ class MatrixRule:
     """Names and shapes of fp32 tensors that a state has beside moments and master."""
     meets: str = NOBODY
     """NOBODY, ROWS or WHOLE."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no plan steps."""
+        if self.meets not in (NOBODY, ROWS, WHOLE):
+            ways = f"{NOBODY!r}, {ROWS!r} or {WHOLE!r}"
+            raise ValueError(f"meets of {self.name} must be {ways}, got {self.meets!r}")
+        if self.apply.moments:
+            names = ", ".join(self.apply.moments)
+            raise ValueError(f"apply of {self.name} must have no moments, got {names}")
+        copied = [each.name for each in self.inner.kept if each.starts_as != ZEROS]
+        if copied:
+            raise ValueError(
+                f"inner of {self.name} must have moments that start as zeros, as it never sees the "
+                f"weight, got {', '.join(copied)}: no average of weights follows a matrix rule"
+            )
 
 
 @dataclass(frozen=True)

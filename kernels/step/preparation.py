@@ -61,7 +61,10 @@ class Request:
         moved: dict[str, Any] = {}
         for name, number in self.numbers.items():
             if number is not None:
-                moved[name] = number.to(device, non_blocking=True)
+                # kernels read memory: a negation or zeros that are only said are made
+                moved[name] = number.to(device, non_blocking=True).contiguous().resolve_neg()
+                if number._is_zerotensor():
+                    moved[name] = torch.zeros(number.shape, dtype=number.dtype, device=device)
                 if number.numel() > 1 and rows:
                     moved[name] = torch.cat([moved[name], moved[name][list(rows)]])
         return replace(self, **moved) if moved else self

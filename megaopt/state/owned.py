@@ -301,11 +301,14 @@ class Owned:
 
     def check_groups(self) -> None:
         """Raises ValueError for a number of a group that the coming step cannot use."""
-        device = self.device
+        device, steps = self.device, dict[int, int]()
         for index, group in enumerate(self.groups):
             where = f"group {index}"
             if self.options.capturable:
                 check_device_numbers(group, device, where)
+                if steps.setdefault(id(group["step"]), index) != index:
+                    other = steps[id(group["step"])]
+                    refuse(f"{where}: step", f"another tensor than group {other}'s", group["step"])
                 group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
             check_group(group, self.options, where)
 

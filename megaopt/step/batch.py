@@ -12,6 +12,7 @@ import torch
 
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.options.placement import STEP
 from megaopt.state import native
 from megaopt.state.numbers import given_numbers, shaping_numbers
 from megaopt.state.ownership import Versions
@@ -186,6 +187,9 @@ class Batches:
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()
         """Copies of the counts on the device, as they were before the step on its way."""
+        own = [state[p] for b in batches for p in b.source.params] if self.counts.by_state else []
+        self._counts = [(each, each[STEP]) for each in own]
+        """The states that have counts of their own, and these."""
         self._shaping = shaping_numbers(param_groups)
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
@@ -219,6 +223,8 @@ class Batches:
         if self._masters is not None and not same_objects(self._masters, self._entries or ()):
             return None
         if self.counts.with_group and not self.counts.fit(param_groups):
+            return None
+        if any(own.get(STEP) is not count for own, count in self._counts):
             return None
         seen = self.watch.look(param_groups, state, decoupled)
         if seen is None:

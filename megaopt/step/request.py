@@ -10,7 +10,9 @@ import torch
 from megaopt.kernels.step.preparation import Request
 from megaopt.options.checks import NUMBERS, POSITIVE, is_dense, number, refuse
 from megaopt.options.options import Options
+from megaopt.params.view import PLAIN
 
+NUMBER_TENSOR = "a plain tensor of one number (or one for each group)"
 NOTHING = Request()
 """Gradients are taken as they are, in every case."""
 
@@ -56,9 +58,11 @@ def request_of(asked: Asked, options: Options, groups: int) -> Request:
         clip_norm=None if clip_norm is None else float(clip_norm),
         skip_nonfinite=asked.skips_nonfinite(options),
     )
-    if request.needs_norm and grad_scale is not None and grad_scale.numel() > 1:
-        wanted = "one number in a step that measures the gradients of all groups (clip_norm,"
-        refuse("grad_scale", f"{wanted} nonfinite other than 'propagate')", grad_scale)
+    for name in ("grad_scale", "found_inf") if request.needs_norm else ():
+        given = getattr(request, name)
+        if given is not None and given.numel() > 1:
+            wanted = "one number in a step that measures the gradients of all groups (clip_norm,"
+            refuse(name, f"{wanted} nonfinite other than 'propagate')", given)
     return request
 
 
@@ -80,7 +84,9 @@ def _check_clipping(clip_norm: Any, coefficient: Any, groups: int) -> None:
         return
     if not _is_one(coefficient, {torch.float32}, groups):
         refuse(
-            "clip_coefficient", "one element of torch.float32, or one for each group", coefficient
+            "clip_coefficient",
+            "one element of torch.float32, or one for each group, in a plain tensor",
+            coefficient,
         )
     if clip_norm is not None:
         refuse("clip_norm", "None beside clip_coefficient", clip_norm)
@@ -89,14 +95,19 @@ def _check_clipping(clip_norm: Any, coefficient: Any, groups: int) -> None:
 def _check_scaler(grad_scale: Any, found_inf: Any, groups: int) -> None:
     """Raises ValueError for attributes that no GradScaler sets."""
     if grad_scale is not None and not _is_one(grad_scale, NUMBERS, groups):
-        refuse("grad_scale", "None or a tensor of one number, as a GradScaler sets it", grad_scale)
+        refuse("grad_scale", f"None or {NUMBER_TENSOR}, as a GradScaler sets it", grad_scale)
     if found_inf is None or _is_one(found_inf, {*NUMBERS, torch.bool}, groups):
         return
     if not (isinstance(found_inf, (int, float)) and found_inf == 0):
-        refuse("found_inf", "None, 0 or a tensor of one number", found_inf)
+        refuse(
+            "found_inf",
+            "None, 0 or a plain tensor of one number, or of one for each group",
+            found_inf,
+        )
 
 
 def _is_one(value: Any, dtypes: Collection[torch.dtype], groups: int) -> bool:
     """Whether it is a tensor of one of these dtypes, of one number or one for each group."""
-    is_there = is_dense(value) and not value.is_meta and value.dtype in dtypes
+    is_there = type(value) in PLAIN and is_dense(value) and not value.is_meta
+    is_there = is_there and value.dtype in dtypes
     return is_there and (value.numel() == 1 or tuple(value.shape) == (groups,))

@@ -349,6 +349,9 @@ class Stepper:
         """The batches, made anew where they do not fit; refused where a graph captures that."""
         owned = self.owned(groups)
         if seen is None and resolve_grads(owned.params, decoupled) and batches is not None:
+            for batch in batches.batches:  # the look that failed may have noted some addresses
+                batch.plan.stale = True
+            self._is_elsewhere = True
             seen = batches.look(groups, state, decoupled)
         check_captured_batches(owned.device, batches, seen is not None)
         if seen is None:

@@ -257,7 +257,7 @@ BAD = {
     ),
     "coefficient: a number": (
         {"clip_coefficient": 0.5},
-        r"clip_coefficient must be one element of torch.float32, or one for each group, got 0\.5",
+        r"clip_coefficient must be one element of torch.float32, .*, in a plain tensor, got 0\.5",
     ),
     "coefficient: two": (
         {"clip_coefficient": torch.ones(2)},

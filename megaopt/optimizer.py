@@ -329,11 +329,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _written(self) -> list[int]:
-        """Places of parameters that were written since the last step."""
-        moved = self.stepper.writes.versions.moved_anywhere()
-        return [place for place, param in enumerate(self._owned.params) if param in moved]
-
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, torch.save and deepcopy: everything but the tables on the device.
 
@@ -348,7 +343,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_masters": self.master_weights,
             "_homes": self.stepper.homes,
             "use_decoupled_grad": self.use_decoupled_grad,
-            "_written": self._written(),
+            "_written": self.stepper.writes.versions.moved_anywhere(self._owned.params),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

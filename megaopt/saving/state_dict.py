@@ -113,8 +113,7 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
         {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(own["params"], owned)}
         for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
     ]
-    moved = versions.moved_anywhere()
-    written = [key for key, param in zip(keys, owned.params, strict=True) if param in moved]
+    written = [keys[place] for place in versions.moved_anywhere(owned.params)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
 

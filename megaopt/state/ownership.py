@@ -83,15 +83,15 @@ class Versions:
             places |= {i for i in self._stepped if self._is_replaced(view_of(self._params[i]))}
         return sorted(places)
 
-    def moved_anywhere(self) -> set[torch.Tensor]:
-        """The parameters that somebody has written or replaced since, wherever they are now."""
+    def moved_anywhere(self, params: Sequence[torch.Tensor]) -> list[int]:
+        """Places, among these parameters, of all that somebody has written or replaced since."""
         noted = self._noted()
-        return {
-            view.param
-            for view in map(view_of, self._params)
+        return [
+            place
+            for place, view in enumerate(map(view_of, params))
             if any(noted.get(each, each._version) != each._version for each in view.counted)
             or self._is_replaced(view)
-        }
+        ]
 
     def _is_replaced(self, view: ParamView) -> bool:
         """Whether the weight lies elsewhere, and is of the same dtype: model.half() is no write."""

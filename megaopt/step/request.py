@@ -99,11 +99,7 @@ def _check_scaler(grad_scale: Any, found_inf: Any, groups: int) -> None:
     if found_inf is None or _is_one(found_inf, {*NUMBERS, torch.bool}, groups):
         return
     if not (isinstance(found_inf, (int, float)) and found_inf == 0):
-        refuse(
-            "found_inf",
-            "None, 0 or a plain tensor of one number, or of one for each group",
-            found_inf,
-        )
+        refuse("found_inf", f"None, 0 or {NUMBER_TENSOR}", found_inf)
 
 
 def _is_one(value: Any, dtypes: Collection[torch.dtype], groups: int) -> bool:

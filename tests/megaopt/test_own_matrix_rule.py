@@ -1,5 +1,6 @@
 """A rule for whole matrices from a file outside the package: Muon, in tests/support/own_muon.py."""
 
+import dataclasses
 import inspect
 import math
 from functools import partial
@@ -13,6 +14,12 @@ from interpreted import interpreted
 from own_muon import Muon
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same, parameters, snapshot, through_a_file
 from runs import train as train_params
+
+from megaopt.kernels.rules import RULES
+from megaopt.kernels.rules.average import EMA
+from megaopt.kernels.rules.matrix import Transform
+
+ADAMW = RULES["adamw", "ieee"]
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 64), (4, 2, 3)]
 """Tall, wide, uneven on two ranks and empty on the second; and two that are no matrices."""
@@ -143,3 +150,29 @@ def test_a_step_that_fails_in_a_transform_leaves_everything(monkeypatch):
         train_params(optimizer, 1, first=1)
     monkeypatch.undo()
     assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"meets": "all"}, "meets of own must be 'nobody', 'rows' or 'whole', got 'all'"),
+        ({"apply": ADAMW}, "apply of own must have no moments, got exp_avg, exp_avg_sq"),
+        ({"inner": ADAMW.then(EMA)}, "inner of own must have moments that start as zeros"),
+    ],
+    ids=["meets", "apply", "inner"],
+)
+def test_a_matrix_rule_that_no_plan_steps_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(own_muon.MUON, name="own", **change)
+
+
+@pytest.mark.parametrize("made", [torch.Tensor.bfloat16, lambda x: x.mT], ids=["bf16", "shape"])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
+def test_what_comes_after_is_fp32_of_the_matrix_shape(made, backend, monkeypatch):
+    after = Transform(lambda matrix, work: made(own_muon.orthogonal(matrix, work)))
+    own = dataclasses.replace(own_muon.MUON, after=after)
+    monkeypatch.setattr(own_muon.MuonOptions, "MATRIX", own)
+    param = torch.nn.Parameter(torch.ones(4, 6))
+    param.grad = torch.ones(4, 6)
+    with pytest.raises(ValueError, match=r"after of muon must return torch.float32 of shape"):
+        Muon([param], backend=backend).step()

@@ -10,7 +10,6 @@ import torch
 from megaopt.kernels.step.preparation import Request
 from megaopt.options.checks import NUMBERS, POSITIVE, is_dense, number, refuse
 from megaopt.options.options import Options
-from megaopt.params.view import PLAIN
 
 NUMBER_TENSOR = "a plain tensor of one number (or one for each group)"
 NOTHING = Request()
@@ -104,6 +103,7 @@ def _check_scaler(grad_scale: Any, found_inf: Any, groups: int) -> None:
 
 def _is_one(value: Any, dtypes: Collection[torch.dtype], groups: int) -> bool:
     """Whether it is a tensor of one of these dtypes, of one number or one for each group."""
-    is_there = type(value) in PLAIN and is_dense(value) and not value.is_meta
+    is_there = is_dense(value) and not value.is_meta
+    is_there = is_there and not hasattr(value, "full_tensor")  # a DTensor has no memory of its own
     is_there = is_there and value.dtype in dtypes
     return is_there and (value.numel() == 1 or tuple(value.shape) == (groups,))

@@ -4,7 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from one_rank import group_of_one
 from runs import BF16, FP32, MASTER, assert_same, give_gradients, params_of, snapshot, values
+from torch.distributed.tensor import distribute_tensor
 
 from megaopt import FusedAdam, FusedSGD
 
@@ -79,16 +82,15 @@ def test_a_group_that_is_skipped_is_not_measured_with_the_others():
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_another_class_of_tensors_is_no_number(name):
-    class Wrapped(torch.Tensor):
-        pass
-
-    optimizer, given = three_groups(), torch.ones(()).as_subclass(Wrapped)
-    give_gradients(params_of(optimizer), 0)
-    if name != "clip_coefficient":
-        setattr(optimizer, name, given)
-    arguments = {name: given} if name == "clip_coefficient" else {}
-    refused(optimizer, f"{name} must be .*plain tensor", **arguments)
+def test_a_dtensor_is_no_number(name, tmp_path):
+    with group_of_one("gloo", tmp_path):
+        mesh = dist.init_device_mesh("cpu", (1,))
+        optimizer, given = three_groups(), distribute_tensor(torch.ones(()), mesh)
+        give_gradients(params_of(optimizer), 0)
+        if name != "clip_coefficient":
+            setattr(optimizer, name, given)
+        arguments = {name: given} if name == "clip_coefficient" else {}
+        refused(optimizer, f"{name} must be .*plain tensor", **arguments)
 
 
 def in_a_new_one(optimizer):

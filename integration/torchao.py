@@ -57,7 +57,7 @@ class TorchaoOptions(DropInOptions, total=False):
 
 
 class _Base(DropIn, megaopt.FusedAdam):
-    """Translates torchao's arguments, and reads and writes its state dicts."""
+    """Translates torchao's arguments, and reads its state dicts."""
 
     _library = TorchaoOptions
     _keywords = ("block_size", "bf16_stochastic_round", "seed")

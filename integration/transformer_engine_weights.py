@@ -161,7 +161,7 @@ KINDS: dict[str, Callable[[Any], ForeignWeight]] = {
     "Float8BlockwiseQTensor": _blocks,
     "MXFP8Tensor": _mxfp8,
 }
-"""What makes the view, for each of TransformerEngine's classes."""
+"""The maker of the view for each of TransformerEngine's classes."""
 
 if transformer_engine_weight not in ADAPTERS:
     ADAPTERS.append(transformer_engine_weight)

@@ -104,7 +104,7 @@ class MainShardsAdapter(torch.optim.Optimizer):
 
     @property
     def clip_coefficient(self) -> torch.Tensor | None:
-        """What the next step of the shards multiplies gradients by."""
+        """The number that the next step of the shards multiplies gradients by."""
         return self.fused.clip_coefficient
 
     @clip_coefficient.setter

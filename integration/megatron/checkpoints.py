@@ -36,7 +36,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     @property
     def _names(self) -> dict[str, str]:
-        """What the state calls each of them."""
+        """The name of each of them in the state."""
         return {"param": MASTER, **{name: name for name in self.optimizer_state_keys}}
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What every kernel reads and writes: batches of tensors, their tables, chunks and blocks."""
+"""Batches of tensors, their tables, chunks and blocks: all that every kernel reads and writes."""

@@ -1,4 +1,4 @@
-"""What a block of the step has in memory, loaded and decoded."""
+"""Loads and decodes what a block of the step has in memory."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MASK = 0xFFFFFFFF
 OWN_ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-"""What each round adds to the key."""
+"""The numbers that each round adds to the key."""
 
 ROUNDS: tl.constexpr = tl.constexpr(OWN_ROUNDS)
 MULTIPLIER_0: tl.constexpr = tl.constexpr(MULTIPLIERS[0])

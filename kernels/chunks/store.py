@@ -114,7 +114,7 @@ LATER = Store("later", Left.ALL)
 
 
 class Recipe(Protocol):
-    """What is asked of a megaopt.kernels.float8.Float8Recipe, which describes its options."""
+    """A megaopt.kernels.float8.Float8Recipe, which describes its options, as quantizers read it."""
 
     @property
     def quantizer(self) -> Quantizer: ...
@@ -171,7 +171,7 @@ class Quantizer:
     """The same in Triton."""
     move: Callable[..., None] | None = None
     """`move(table, recipe, controls)` launches the kernel that makes the next step's scales, for
-    weights that keep a scale and amaxes; else None. table: int64 [3, weights], addresses of
+    weights that keep a scale and amaxes; else None. table: int64 [4, weights], addresses of
     histories, scales, amaxes."""
     move_reference: Callable[..., None] | None = None
     """`move_reference(history, scale, recipe)`, its twin, of one weight."""

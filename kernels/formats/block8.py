@@ -81,7 +81,7 @@ def inverse_factor(scale):
 
 @helper
 def half(pattern, DROPPED: tl.constexpr):
-    """What rounds a pattern to nearest even when its lower bits are dropped."""
+    """The summand that rounds a pattern to nearest even when its lower bits are dropped."""
     return ((1 << (DROPPED - 1)) - 1) + ((pattern >> DROPPED) & 1)
 
 

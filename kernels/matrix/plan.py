@@ -12,7 +12,6 @@ import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
-from megaopt.kernels.chunks.draws import words_reference
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.optional_triton import INTERPRETED
@@ -20,7 +19,7 @@ from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import SAME, WHOLE, Transform, Work
 from megaopt.kernels.step.launch import TritonPlan
-from megaopt.kernels.step.reference import skips_of, step_tensor, step_with_words
+from megaopt.kernels.step.reference import skips_of, step_tensor, step_with_words, words_of
 
 FLOAT32 = WEIGHTS["float32"]
 Step = Callable[..., None]
@@ -200,10 +199,7 @@ class CompiledStep:
     ) -> None:
         """Steps as megaopt.kernels.step.reference.step_tensor, by rules without lanes."""
         weight = tensors["weight"]
-        words = weight.new_zeros(0)
-        if formats.draws:
-            numbers = scalars[rule.row_length :]
-            words = words_reference(place, weight.numel(), numbers, weight.device)
+        words = words_of(weight, rule, scalars, place, formats.draws)
         # as a tensor: a step with other numbers is not another program
         row = torch.as_tensor(scalars[: rule.row_length], device=weight.device).unbind()
         # flat, as torch.compile takes a Parameter's shape as fixed; a tensor in two slots is one

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
-from megaopt.kernels.chunks.draws import weight_bits_reference, words_reference
+from megaopt.kernels.chunks.draws import weight_bits_reference
 from megaopt.kernels.place import Place
 from megaopt.kernels.quantizers.mxfp8 import columns_reference
 from megaopt.kernels.quantizers.scale import amax_reference, multiplied
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.reference import ReferencePlan
+from megaopt.kernels.step.reference import ReferencePlan, words_of
 
 MOVED = ("weight_scale", "weight_amax", "weight_amax_history")
 """The buffers that `move_scales` computes with."""
@@ -109,9 +109,8 @@ class CastReferencePlan:
         assert self.formats.cast is not None
         if not (self.formats.weight.draws or self.formats.cast.remainder.draws):
             return ()
-        weight = self._own["weight"][index]
-        numbers = self._scalars[self._steps.groups[index]][self._steps.rule.row_length :]
-        words = words_reference(self._steps.places[index], weight.numel(), numbers, weight.device)
+        steps, scalars = self._steps, self._scalars[self._steps.groups[index]]
+        words = words_of(self._own["weight"][index], steps.rule, scalars, steps.places[index])
         return (weight_bits_reference(words),)
 
     def _store(

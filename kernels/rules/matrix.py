@@ -90,10 +90,11 @@ class Transform:
     """Makes a new tensor of an fp32 one; the input stays. `before` must be linear: loss scale and
     clip coefficient are taken from what it makes."""
     renew: Callable[..., None] | None = None
-    """Makes what is kept anew, before a step: works, the gradient of the matrix at an index, the
-    group of each matrix, the steps that each has taken (None: only what is not made yet), and a
-    tensor of one element that is not 0 where the step is left out. What is kept is written in
-    place, and `is_made` set."""
+    """Makes what is kept anew, before a step. It is given works, the gradient of the matrix at an
+    index, the group of each matrix, the steps that each has taken (None, for all or for one: only
+    what is not made yet), and, unless it is None, what gives for the matrix at an index one number
+    that is not 0 where its step is left out. It writes what is kept in place, and sets `is_made`.
+    """
 
 
 SAME = Transform(lambda matrix, work: matrix)

@@ -28,7 +28,7 @@ class Request:
     """What a step is asked to do with the gradients, and when to leave everything as it is.
 
     The tensors have one element, or one for each row of scalars, on the parameters' device, and may
-    be computed there just now: nothing waits for them.
+    be computed there just now: nothing waits for them. They are contiguous, with no sign pending.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -61,10 +61,7 @@ class Request:
         moved: dict[str, Any] = {}
         for name, number in self.numbers.items():
             if number is not None:
-                # kernels read memory: a negation or zeros that are only said are made
-                moved[name] = number.to(device, non_blocking=True).contiguous().resolve_neg()
-                if number._is_zerotensor():
-                    moved[name] = torch.zeros(number.shape, dtype=number.dtype, device=device)
+                moved[name] = number.to(device, non_blocking=True)
                 if number.numel() > 1 and rows:
                     moved[name] = torch.cat([moved[name], moved[name][list(rows)]])
         return replace(self, **moved) if moved else self

@@ -186,13 +186,19 @@ def step_tensor(
     """
     unscaled = controls is not None and bool(controls[UNSCALED])
     lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
-    weight = tensors["weight"]
-    words = weight.new_zeros(0)
-    if formats.draws:
-        numbers = scalars[rule.row_length :]
-        words = words_reference(place, weight.numel(), numbers, weight.device).view(weight.shape)
-    row = scalars[: rule.row_length]
+    weight, row = tensors["weight"], scalars[: rule.row_length]
+    words = words_of(weight, rule, scalars, place, formats.draws)
+    words = words.view(weight.shape) if formats.draws else words
     step_with_words(tensors, formats, rule, row, controls, place.first, words, *lanes)
+
+
+def words_of(
+    weight: torch.Tensor, rule: Rule, scalars: Sequence[float], place: Place, draws: bool = True
+) -> torch.Tensor:
+    """A random word for each element, in one dimension; no element where nothing draws."""
+    if not draws:
+        return weight.new_zeros(0)
+    return words_reference(place, weight.numel(), scalars[rule.row_length :], weight.device)
 
 
 def step_with_words(

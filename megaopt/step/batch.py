@@ -187,9 +187,9 @@ class Batches:
         """Those whose plans are given tensors in every step."""
         self.undo = Undo()
         """Copies of the counts on the device, as they were before the step on its way."""
-        own = [state[p] for b in batches for p in b.source.params] if self.counts.by_state else []
-        self._counts = [(each, each[STEP]) for each in own]
-        """The states that have counts of their own, and these."""
+        states = (own for batch in batches for own in batch.source.states)
+        self._with_counts = [own for own in states if STEP in own]
+        self._own_counts = [own[STEP] for own in self._with_counts]
         self._shaping = shaping_numbers(param_groups)
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
@@ -224,7 +224,8 @@ class Batches:
             return None
         if self.counts.with_group and not self.counts.fit(param_groups):
             return None
-        if any(own.get(STEP) is not count for own, count in self._counts):
+        now = [own.get(STEP) for own in self._with_counts]
+        if not same_objects(now, self._own_counts):
             return None
         seen = self.watch.look(param_groups, state, decoupled)
         if seen is None:

@@ -28,8 +28,6 @@ class StepRows:
     """The rows of parameters that do not take their group's."""
     apart: list[tuple[int, Count]] = field(default_factory=list)
     """The group and the count of each row behind those of the groups."""
-    by_state: bool = False
-    """Each parameter's state has its count."""
     with_group: list[tuple[int, Count]] = field(default_factory=list)
     """The count of parameters that take their group's row; none on the device, where it is the
     group's own tensor."""
@@ -73,7 +71,6 @@ def rows_of(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
     rows, chosen = StepRows(), list(places)
     if not owned.options.counts_apart:
         return rows
-    rows.by_state = True
     _leave_groups(owned, state, set(chosen))
     of_groups = [int(group["step"]) for group in owned.groups]
     shared: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}

@@ -10,6 +10,7 @@ import torch
 from megaopt.kernels.step.preparation import Request
 from megaopt.options.checks import NUMBERS, POSITIVE, is_dense, number, refuse
 from megaopt.options.options import Options
+from megaopt.step.gradients import resolved
 
 NUMBER_TENSOR = "a plain tensor of one number (or one for each group)"
 NOTHING = Request()
@@ -50,10 +51,10 @@ def request_of(asked: Asked, options: Options, groups: int) -> Request:
     _check_clipping(clip_norm, coefficient, groups)
     _check_scaler(grad_scale, found_inf, groups)
     request = Request(
-        grad_scale=grad_scale,
+        grad_scale=_in_memory(grad_scale),
         # a GradScaler that saw no gradient sets the number 0
-        found_inf=found_inf if isinstance(found_inf, torch.Tensor) else None,
-        coefficient=coefficient,
+        found_inf=_in_memory(found_inf) if isinstance(found_inf, torch.Tensor) else None,
+        coefficient=_in_memory(coefficient),
         clip_norm=None if clip_norm is None else float(clip_norm),
         skip_nonfinite=asked.skips_nonfinite(options),
     )
@@ -63,6 +64,11 @@ def request_of(asked: Asked, options: Options, groups: int) -> Request:
             wanted = "one number in a step that measures the gradients of all groups (clip_norm,"
             refuse(name, f"{wanted} nonfinite other than 'propagate')", given)
     return request
+
+
+def _in_memory(number: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor as kernels read it: contiguous, with no sign pending; None stays."""
+    return None if number is None else resolved(number).contiguous()
 
 
 def check_met(request: Request) -> None:

@@ -1,0 +1,369 @@
+"""The files of a recording: a folder for each rank, written by appending, read with numpy alone.
+
+docs/recording.md has every byte. A rank's folder holds
+
+    manifest.jsonl  what was run, the optimizers, and the values that rows name by number
+    samples.bin     sampled elements, a block a step
+    rows.bin        digests, a block a step
+    scalars.jsonl   numbers of the host, a line a step
+    kept/           step-N.safetensors, whole tensors of steps that were asked for
+
+A step is written in this order, its line in scalars.jsonl last, and is whole once that line is. So
+whatever ends a process leaves all whole steps readable. Ranks write without asking each other: the
+reader sums the digests of shards and compares those of replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy
+
+SCHEMA = 1
+SAMPLES = 64
+"""Words of 4 bytes in a row of samples: elements, or halves of elements of 8 bytes."""
+NOT_COUNTED = 0xFFFFFFFF
+"""Stands where nobody counted the elements that are not finite."""
+LANES = 2**64
+
+HEADER = numpy.dtype([("magic", "S4"), ("source", "<u4"), ("step", "<u8"), ("rows", "<u8")])
+ROW = numpy.dtype([("value", "<u4"), ("nonfinite", "<u4"), ("low", "<u8"), ("high", "<u8")])
+SAMPLE = numpy.dtype(
+    [("value", "<u4"), ("width", "<u4"), ("held", "<u8"), ("words", "<u4", SAMPLES)]
+)
+MAGIC = {"rows": b"ROWS", "samples": b"SAMP"}
+CHECK = numpy.dtype("<u4")
+
+
+class Value(NamedTuple):
+    """What a row is of: one quantity of one tensor, and the part of it that a rank holds."""
+
+    name: str
+    """Canonical: of the parameter, or of the module whose output it is."""
+    quantity: str
+    """As "grad", "weight", "old weight", "master", "exp_avg", "forward", "backward"."""
+    dtype: str
+    """As torch prints it, without "torch."."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, over all ranks."""
+    place: tuple[int, int, int, int] | None = None
+    """(first, run, stride, numel): element i < numel of the part is element
+    first + i // run * stride + i % run of the whole; with a stride of 0 element first + i. None:
+    the rank's own, which no other rank's belongs to (a block's output, an unreduced gradient)."""
+
+
+class Writer:
+    """Appends one rank's recording to its folder, which is made.
+
+    Args:
+        folder: of the run.
+        rank: of this process.
+        run: what is to be known of the run; JSON can hold it.
+
+    Raises FileExistsError where the rank has a recording there already.
+    """
+
+    def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
+        self.folder = folder / f"rank-{rank}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, BinaryIO] = {
+            name: open(self.folder / name, "xb", buffering=0)  # noqa: SIM115 closed by close
+            for name in ("manifest.jsonl", "samples.bin", "rows.bin", "scalars.jsonl")
+        }
+        self._numbers: dict[Value, int] = {}
+        self._append("manifest.jsonl", _line({"is": "run", "schema": SCHEMA, "rank": rank, **run}))
+
+    def optimizer(self, description: Mapping[str, Any]) -> None:
+        """Describes an optimizer; the first is source 0 of steps, the next source 1."""
+        self._append("manifest.jsonl", _line({"is": "optimizer", **description}))
+
+    def number(self, value: Value) -> int:
+        """The number by which rows name a value; a new value is written to the manifest."""
+        if value not in self._numbers:
+            self._numbers[value] = len(self._numbers)
+            self._append("manifest.jsonl", _line({"is": "value", **value._asdict()}))
+        return self._numbers[value]
+
+    def step(
+        self,
+        step: int,
+        source: int,
+        scalars: Mapping[str, Any],
+        rows: numpy.ndarray[Any, Any] | None = None,
+        samples: numpy.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """Writes one step of one optimizer.
+
+        Args:
+            step: from 1.
+            source: the optimizer's number.
+            scalars: JSON can hold them; floats as `hexadecimal` writes them.
+            rows: of dtype ROW. A value may have several, in the order in which they came.
+            samples: of dtype SAMPLE.
+        """
+        for name, array, dtype in (("samples", samples, SAMPLE), ("rows", rows, ROW)):
+            if array is not None and len(array):
+                self._append(f"{name}.bin", _block(MAGIC[name], source, step, array, dtype))
+        self._append("scalars.jsonl", _line({"step": step, "source": source, **scalars}))
+
+    def close(self) -> None:
+        """Closes the files; nothing was kept back before."""
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, name: str, data: bytes) -> None:
+        view = memoryview(data)
+        while view:  # a raw file may take a part
+            view = view[self._files[name].write(view) :]
+
+
+def hexadecimal(number: float) -> str:
+    """A float as a recording holds it: every bit, and readable."""
+    return float(number).hex()
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+
+
+def _block(
+    magic: bytes, source: int, step: int, array: numpy.ndarray[Any, Any], dtype: numpy.dtype[Any]
+) -> bytes:
+    header = numpy.array((magic, source, step, len(array)), HEADER).tobytes()
+    data = header + numpy.ascontiguousarray(array, dtype).tobytes()
+    return data + numpy.array(zlib.crc32(data), CHECK).tobytes()
+
+
+class Digest(NamedTuple):
+    """The digest of a whole tensor, or of a rank's own."""
+
+    low: int
+    high: int
+    nonfinite: int | None
+    """How many elements are not finite; None where nobody counted."""
+
+    def __str__(self) -> str:
+        return f"{self.high:016x}{self.low:016x}"
+
+
+class Summed(NamedTuple):
+    """What all ranks together say of one tensor."""
+
+    digest: Digest
+    """Of the whole; of what there is where a rank is missing."""
+    missing: int
+    """Elements that no rank has recorded."""
+    replicas: tuple[tuple[int, ...], ...]
+    """Ranks that hold the same part and differ in it, each group alike; empty where all agree."""
+
+
+Key = tuple[str, str]
+"""A tensor's name and a quantity."""
+
+
+class Rank:
+    """One rank's recording, its whole steps.
+
+    Raises ValueError for a folder without one, or one of another schema.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        lines = list(_lines(folder / "manifest.jsonl"))
+        if not lines or lines[0].get("is") != "run":
+            raise ValueError(f"recording must be a folder with manifest.jsonl, got {str(folder)!r}")
+        self.run: dict[str, Any] = lines[0]
+        if self.run["schema"] != SCHEMA:
+            raise ValueError(
+                f"schema of {str(folder)!r} must be {SCHEMA}, got {self.run['schema']!r}"
+            )
+        self.optimizers = [line for line in lines if line["is"] == "optimizer"]
+        self.values = [_value(line) for line in lines if line["is"] == "value"]
+        self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
+        """By step and source."""
+        for line in _lines(folder / "scalars.jsonl"):
+            self.scalars[line["step"]][line["source"]] = line
+        self._rows = _blocks(folder / "rows.bin", MAGIC["rows"], ROW)
+        self._samples = _blocks(folder / "samples.bin", MAGIC["samples"], SAMPLE)
+
+    @property
+    def number(self) -> int:
+        """The rank."""
+        return int(self.run["rank"])
+
+    def rows(self, step: int) -> Iterator[tuple[Value, Digest]]:
+        """The digests of a step, in the order in which they were written."""
+        for value, nonfinite, low, high in self._found(self._rows, step):
+            counted = None if nonfinite == NOT_COUNTED else int(nonfinite)
+            yield self.values[value], Digest(int(low), int(high), counted)
+
+    def samples(self, step: int) -> Iterator[tuple[Value, int, numpy.ndarray[Any, Any]]]:
+        """Each value's sampled elements: which of them the rank has (a bit each), and their bits.
+
+        The bits are of the dtype's width, as unsigned integers; 64 elements, 32 of 8 bytes.
+        """
+        for value, width, held, words in self._found(self._samples, step):
+            yield self.values[value], int(held), words.view("<u8") if width == 8 else words
+
+    def _found(
+        self, blocks: Mapping[tuple[int, int], numpy.ndarray[Any, Any]], step: int
+    ) -> Iterator[Any]:
+        for source in sorted(self.scalars.get(step, ())):
+            yield from blocks.get((step, source), ())
+
+
+def _value(line: Mapping[str, Any]) -> Value:
+    place = line["place"]
+    own = {**line, "shape": tuple(line["shape"]), "place": None if place is None else tuple(place)}
+    return Value(*(own[name] for name in Value._fields))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file, as JSON; none where there is no file."""
+    if not path.is_file():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield json.loads(line)
+
+
+def _blocks(
+    path: Path, magic: bytes, dtype: numpy.dtype[Any]
+) -> dict[tuple[int, int], numpy.ndarray[Any, Any]]:
+    """The rows of each whole block, by step and source: views of the file."""
+    if not path.is_file() or not path.stat().st_size:
+        return {}
+    data, place, found = numpy.memmap(path, "u1", "r"), 0, {}
+    while place + HEADER.itemsize <= len(data):
+        header = data[place : place + HEADER.itemsize].view(HEADER)[0]
+        end = place + HEADER.itemsize + int(header["rows"]) * dtype.itemsize
+        if header["magic"] != magic or end + CHECK.itemsize > len(data):
+            break
+        check = data[end : end + CHECK.itemsize].view(CHECK)[0]
+        if zlib.crc32(data[place:end]) != check:
+            break
+        rows = data[place + HEADER.itemsize : end].view(dtype)
+        found[int(header["step"]), int(header["source"])] = rows
+        place = end + CHECK.itemsize
+    return found
+
+
+@dataclass
+class Recording:
+    """The recording of a run, of all its ranks.
+
+    Args:
+        folder: with a folder rank-0, rank-1 ... for each rank.
+
+    Raises ValueError where there is none.
+    """
+
+    folder: Path
+    ranks: list[Rank] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder)
+        found = self.folder.glob("rank-*")
+        self.ranks = sorted((Rank(each) for each in found), key=lambda rank: rank.number)
+        if not self.ranks:
+            raise ValueError(f"recording must be a folder with rank-0, got {str(self.folder)!r}")
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What the first rank says of the run."""
+        return self.ranks[0].run
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The steps that are whole on all ranks, ascending."""
+        return sorted(set.intersection(*(set(rank.scalars) for rank in self.ranks)))
+
+    @cached_property
+    def values(self) -> dict[Key, Value]:
+        """The values that ranks hold together, by name and quantity, in the order of recording."""
+        found = (value for rank in self.ranks for value in rank.values)
+        return {(v.name, v.quantity): v for v in found if v.place is not None}
+
+    def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
+        """For each rank, by source, the line of a step."""
+        return [rank.scalars[step] for rank in self.ranks]
+
+    def digests(self, step: int) -> dict[Key, Summed]:
+        """What all ranks together say of each tensor after a step."""
+        parts: dict[Key, dict[Any, dict[int, Digest]]] = defaultdict(lambda: defaultdict(dict))
+        for rank in self.ranks:
+            for value, digest in rank.rows(step):
+                if value.place is not None:
+                    parts[value.name, value.quantity][value.place][rank.number] = digest
+        return {key: _summed(self.values[key], found) for key, found in parts.items()}
+
+    def own(self, step: int) -> dict[tuple[int, str, str], list[Digest]]:
+        """What each rank alone says, by rank, name and quantity: several where it ran often."""
+        found: dict[tuple[int, str, str], list[Digest]] = defaultdict(list)
+        for rank in self.ranks:
+            for value, digest in rank.rows(step):
+                if value.place is None:
+                    found[rank.number, value.name, value.quantity].append(digest)
+        return found
+
+    def samples(self, step: int) -> dict[Key, tuple[int, numpy.ndarray[Any, Any]]]:
+        """The sampled elements of each tensor: which are there (a bit each), and their bits.
+
+        Places of samples are those of `places_of_samples`.
+        """
+        found: dict[Key, tuple[int, numpy.ndarray[Any, Any]]] = {}
+        for rank in self.ranks:
+            for value, held, bits in rank.samples(step):
+                key = value.name, value.quantity
+                before, known = found.get(key, (0, numpy.zeros_like(bits)))
+                own = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
+                found[key] = before | held, numpy.where(own, bits, known)
+        return found
+
+
+def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
+    chosen = [next(iter(ranks.values())) for ranks in parts.values()]
+    counts = [digest.nonfinite for digest in chosen]
+    total = Digest(
+        sum(digest.low for digest in chosen) % LANES,
+        sum(digest.high for digest in chosen) % LANES,
+        None if None in counts else sum(count or 0 for count in counts),
+    )
+    numel = int(numpy.prod(value.shape, dtype=object))
+    missing = numel - sum(place[3] for place in parts)
+    unlike = [_alike(ranks) for ranks in parts.values() if len(set(ranks.values())) > 1]
+    return Summed(total, missing, tuple(unlike[0]) if unlike else ())
+
+
+def _alike(ranks: Mapping[int, Digest]) -> Iterable[tuple[int, ...]]:
+    groups: dict[Digest, list[int]] = defaultdict(list)
+    for rank, digest in ranks.items():
+        groups[digest].append(rank)
+    return (tuple(group) for group in groups.values())
+
+
+def places_of_samples(name: str, numel: int, width: int) -> Sequence[int]:
+    """The flat indices of a tensor's sampled elements, ascending; the same in every run.
+
+    Args:
+        name: the parameter's canonical name.
+        numel: of the whole tensor.
+        width: bytes of an element: 64 elements are sampled, 32 of 8 bytes; of small tensors all.
+    """
+    count = SAMPLES // 2 if width == 8 else SAMPLES
+    if numel <= count:
+        return range(numel)
+    # one of each of `count` equal stretches
+    draws = [zlib.crc32(f"{name} {numel} {i}".encode()) for i in range(count)]
+    bounds = [numel * i // count for i in range(count + 1)]
+    return [
+        low + draw * (high - low) // 2**32
+        for low, high, draw in zip(bounds, bounds[1:], draws, strict=False)
+    ]

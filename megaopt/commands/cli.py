@@ -110,7 +110,7 @@ def verify(
         only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
         backends: Names of the backends to check; all by default.
     """
-    from megaopt.commands.golden.command import verify as run
+    from megaopt.commands.golden.check import verify as run
 
     return run(record, only, backends)
 

@@ -15,7 +15,7 @@ from megaopt.commands.bench import equality
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.sets import TensorSet
-from megaopt.commands.console import make_console
+from megaopt.commands.console import make_console, make_table
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
 from megaopt.commands.golden.check import what_differs, why_not_compared
@@ -113,9 +113,9 @@ def main(check: bool = False) -> int:
     here["megatron-core"] = environment.installed_version("megatron-core")
     here |= {"extension": native.status(), **host_memory()}
     rows = ((name, value or "none, or not known") for name, value in here.items())
-    console.print(_table("here", ("", ""), rows))
+    console.print(make_table("here", ("", ""), rows))
     console.print(_findings_table(findings))
-    console.print(_table("other libraries", ("library", "version"), libraries().items()))
+    console.print(make_table("other libraries", ("library", "version"), libraries().items()))
     if peers is not None:
         console.print(_peers_table(peers))
     return exits.DONE if healthy else exits.DIFFERENT
@@ -222,26 +222,16 @@ def libraries() -> dict[str, str]:
     return {name: environment.installed_version(name) or absent[name] for name in names}
 
 
-def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table that folds what is too long for a terminal, and cuts nothing."""
-    table = Table(title=title, title_justify="left", show_header=any(headings))
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def _findings_table(findings: Sequence[Finding]) -> Table:
     headings = ("device", "backend", "contract", "works", "how, or why not")
     rows = (
         (str(each.device), each.backend, each.contract, WORKS[each.works], escape(each.note))
         for each in findings
     )
-    return _table("backends and contracts", headings, rows)
+    return make_table("backends and contracts", headings, rows)
 
 
 def _peers_table(peers: Sequence[Parity]) -> Table:
     headings = ("mode", "beside", "equal", "what it promises, differs, or why not")
     rows = ((each.mode, each.against, WORKS[each.works], escape(each.note)) for each in peers)
-    return _table("modes that promise a peer's bits", headings, rows)
+    return make_table("modes that promise a peer's bits", headings, rows)

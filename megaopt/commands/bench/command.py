@@ -19,10 +19,10 @@ from megaopt.commands.bench.measure import Copy, Figures, measure
 from megaopt.commands.bench.modes import Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.picture import draw
-from megaopt.commands.bench.report import print_table, record_of, table_of
+from megaopt.commands.bench.report import record_of, table_of
 from megaopt.commands.bench.results import Result
 from megaopt.commands.bench.sets import HOST
-from megaopt.commands.console import make_console
+from megaopt.commands.console import make_console, print_table
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import Source, describe_source, portable
 from megaopt.commands.toml_tables import ConfigError

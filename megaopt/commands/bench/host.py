@@ -16,6 +16,7 @@ from megaopt.commands.bench.instance import build
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.sets import HOST, TensorSet
+from megaopt.commands.console import make_table
 from megaopt.state import native
 
 __all__ = ["COUNTS", "HostFigures", "host_record", "host_table", "measure_host"]
@@ -108,13 +109,9 @@ def _median(
 
 def host_table(figures: Sequence[HostFigures]) -> Table:
     """Return the figures as a table for the terminal."""
-    table = Table(
-        title="the host's share: ms of step() until it returns, and torch AdamW(fused=True)'s",
-        title_justify="left",
-    )
-    headings = ("tensors", "ours", "torch", "faster", "new grads: ours", "torch", "faster")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    title = "the host's share: ms of step() until it returns, and torch AdamW(fused=True)'s"
+    headings = (">tensors", ">ours", ">torch", ">faster", ">new grads: ours", ">torch", ">faster")
+    table = make_table(title, headings)
     for each in figures:
         pairs = ((each.ours_ms, each.torch_ms), (each.ours_moved_ms, each.torch_moved_ms))
         cells = [[f"{o:.3f}", f"{t:.3f}", f"{t / o:.2f}x"] for o, t in pairs]

@@ -4,39 +4,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from megaopt.commands.bench.modes import Mode
 from megaopt.commands.bench.results import Result, ratios
+from megaopt.commands.console import make_table
 from megaopt.commands.source import Source
 
-__all__ = ["print_table", "record_of", "table_of"]
+__all__ = ["record_of", "table_of"]
 
-HEADINGS = ("B/param", "held", "ms", "of copy", "wall", "new grads", "launches", "scratch")
-
-
-def print_table(console: Console, table: Table) -> None:
-    """Print a table whole: wider than the terminal where it needs more than that."""
-    unlimited = console.options.update_width(10_000)
-    needed = Measurement.get(console, unlimited, table).maximum
-    console.width = max(console.width, needed)
-    console.print(table)
+HEADINGS = (
+    "case", "bits", ">B/param", ">held", ">ms", ">of copy", ">wall", ">new grads", ">launches",
+    ">scratch", "against: ours faster, ms / wall / new grads",
+)  # fmt: skip
 
 
 def table_of(results: Sequence[Result]) -> Table:
     """Return the figures as a table for the terminal."""
-    table = Table(
-        title="the step against a same-run copy: bytes moved and held a parameter, ms on the "
-        "device, wall ms, wall ms with new gradients, MiB of scratch",
-        title_justify="left",
+    title = (
+        "the step against a same-run copy: bytes moved and held a parameter, ms on the device, "
+        "wall ms, wall ms with new gradients, MiB of scratch"
     )
-    table.add_column("case")
-    table.add_column("bits")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    table.add_column("against: ours faster, ms / wall / new grads")
+    table = make_table(title, HEADINGS)
     previous = None
     for result in results:
         if previous not in (None, result.case.tensors):

@@ -21,9 +21,8 @@ from megaopt.commands.bench.command import why_not
 from megaopt.commands.bench.instance import Instance, build
 from megaopt.commands.bench.measure import Copy, measure
 from megaopt.commands.bench.peers import SHARED
-from megaopt.commands.bench.report import print_table
 from megaopt.commands.bench.sets import TensorSet
-from megaopt.commands.console import make_console
+from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.galore.cases import (
     Result,
     operations,
@@ -43,6 +42,14 @@ __all__ = ["main", "run"]
 
 SIDE = 8192
 """Rows and columns of the matrices whose product says how fast the device multiplies."""
+TITLE = (
+    "GaLore's step without a refresh: ms on the device; floor: a copy of its bytes, or its "
+    "operations at the speed of a large product"
+)
+HEADINGS = (
+    "matrix", "weights", "precision", ">rank", "kernel", ">ms", ">floor ms", ">of floor",
+    ">TFLOP/s", ">wall", ">launches", ">scratch MiB",
+)  # fmt: skip
 NO_REFRESH = 2**30
 """Steps from refresh to refresh: more than are taken, but for the first one, which warms up."""
 
@@ -160,17 +167,7 @@ def _instance(setup: Setup, device: torch.device) -> Instance:
 
 def table_of(results: Sequence[Result]) -> Table:
     """Times, floors, and the speed of the two products, as a table for the terminal."""
-    table = Table(
-        title="GaLore's step without a refresh: ms on the device; floor: a copy of its bytes, or "
-        "its operations at the speed of a large product",
-        title_justify="left",
-    )
-    for name in ("matrix", "weights", "precision"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("rank", justify="right")
-    table.add_column("kernel", no_wrap=True)
-    for name in ("ms", "floor ms", "of floor", "TFLOP/s", "wall", "launches", "scratch MiB"):
-        table.add_column(name, justify="right")
+    table = make_table(TITLE, HEADINGS)
     previous = None
     for result in results:
         setup = result.setup

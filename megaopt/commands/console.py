@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
@@ -57,7 +57,7 @@ def make_table(
     """
     table = Table(title=title, title_justify="left", show_header=any(headings))
     for heading in headings:
-        justify = "right" if heading.startswith(">") else "left"
+        justify: JustifyMethod = "right" if heading.startswith(">") else "left"
         table.add_column(heading.removeprefix(">"), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*row)

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from megaopt.commands.bench import command
-from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.command import main
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS, Peer
-from megaopt.commands.bench.results import Result
+from megaopt.commands.bench.results import Case, Result, select
 from megaopt.commands.bench.sets import SETS
 from megaopt.commands.source import describe_source
 from megaopt.commands.toml_tables import ConfigError

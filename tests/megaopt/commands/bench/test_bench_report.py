@@ -12,16 +12,15 @@ import torch
 from rich.console import Console
 from torch.autograd import DeviceType
 
-from megaopt.commands.bench import host
-from megaopt.commands.bench.cases import Case, select
+from megaopt.commands.bench import command
+from megaopt.commands.bench.command import HostFigures, host_record, host_table, measure_host
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.host import HostFigures, host_record, host_table, measure_host
 from megaopt.commands.bench.measure import Figures, count_device_work
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
-from megaopt.commands.bench.report import print_table, record_of, table_of
-from megaopt.commands.bench.results import Ratio, Result, ratios
+from megaopt.commands.bench.results import Case, Ratio, Result, ratios, record_of, select, table_of
 from megaopt.commands.bench.sets import HOST, SETS
+from megaopt.commands.console import print_table
 from megaopt.saving.files import write_json
 
 FIGURES = Figures(
@@ -148,7 +147,7 @@ def test_narrow_terminal_cuts_nothing_off() -> None:
 
 
 def test_both_are_measured_for_each_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "STEPS", 2)
+    monkeypatch.setattr(command, "HOST_STEPS", 2)
     found = measure_host(torch.device("cpu"), (2, 5), backend="reference")
     assert [each.tensors for each in found] == [2, 5]
     assert select((HOST,), ("bf16",)) == []  # it has no cases of its own

@@ -252,21 +252,17 @@ MODES = {"test": "test", "benchmark": "bench"}
 def _by_mode(arguments: Sequence[str]) -> list[str]:
     """`galore --mode=test ...` as `galore test ...`; other arguments as they are."""
     found = list(arguments)
-    places = [i for i, each in enumerate(found) if each.partition("=")[0] == "--mode"]
-    if not places:
+    place = next((i for i, each in enumerate(found) if each.partition("=")[0] == "--mode"), None)
+    if place is None:
         return found
-    if found[:1] != ["galore"]:
-        from megaopt.commands.toml_tables import ConfigError
+    from megaopt.commands.toml_tables import ConfigError, require
 
+    if found[0] != "galore":
         raise ConfigError("--mode is of `megaopt galore` alone, as `megaopt galore --mode=test`")
-    place = places[0]
     _, equals, mode = found.pop(place).partition("=")
     if not equals and place < len(found):
         mode = found.pop(place)
-    if mode not in MODES:
-        from megaopt.commands.toml_tables import ConfigError
-
-        raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    require(mode in MODES, "mode", mode, f"one of {', '.join(MODES)}")
     return ["galore", MODES[mode], *found[1:]]
 
 

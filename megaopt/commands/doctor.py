@@ -8,7 +8,6 @@ from importlib.util import find_spec
 
 import torch
 from rich.markup import escape
-from rich.table import Table
 
 from megaopt.commands import environment, exits
 from megaopt.commands.bench import equality
@@ -25,7 +24,7 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
 from megaopt.state import native
 
-__all__ = ["Finding", "Parity", "examine", "examine_peers", "main"]
+__all__ = ["Finding", "examine", "examine_peers", "main"]
 
 EVERYWHERE = (
     "ieee/adamw/bf16-weight/fp32-master/fp32-fp32",
@@ -66,31 +65,16 @@ MATRICES = TensorSet.of_shapes(
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one backend under one contract on one device."""
+    """What became of one backend under one contract on one device, or of a mode beside a peer."""
 
-    device: torch.device
-    backend: str
-    contract: str
+    of: tuple[str, ...]
+    """Device, backend and contract; or mode and peer."""
     works: bool | None
-    """Whether it works; None where it is not meant to."""
+    """Whether it works, or has the peer's bits; None where that cannot be tried here."""
     note: str
 
     def __str__(self) -> str:
-        return f"{self.backend} under {self.contract} on {self.device}: {self.note}"
-
-
-@dataclass(frozen=True)
-class Parity:
-    """What became of one of our modes beside the optimizer that it promises to equal."""
-
-    mode: str
-    against: str
-    works: bool | None
-    """Whether the bits are equal; None where the peer is not installed, or there is no GPU."""
-    note: str
-
-    def __str__(self) -> str:
-        return f"{self.mode} beside {self.against}: {self.note}"
+        return f"{', '.join(self.of)}: {self.note}"
 
 
 def main(check: bool = False) -> int:
@@ -114,10 +98,12 @@ def main(check: bool = False) -> int:
     here |= {"extension": native.status(), **host_memory()}
     rows = ((name, value or "none, or not known") for name, value in here.items())
     console.print(make_table("here", ("", ""), rows))
-    console.print(_findings_table(findings))
+    headings = ("device", "backend", "contract", "works", "how, or why not")
+    console.print(make_table("backends and contracts", headings, _rows(findings)))
     console.print(make_table("other libraries", ("library", "version"), libraries().items()))
     if peers is not None:
-        console.print(_peers_table(peers))
+        compared = ("mode", "beside", "equal", "what it promises, differs, or why not")
+        console.print(make_table("modes that promise a peer's bits", compared, _rows(peers)))
     return exits.DONE if healthy else exits.DIFFERENT
 
 
@@ -136,7 +122,7 @@ def host_memory() -> dict[str, str]:
     return found
 
 
-def judge(findings: Sequence[Finding], peers: Sequence[Parity] | None) -> tuple[str, bool]:
+def judge(findings: Sequence[Finding], peers: Sequence[Finding] | None) -> tuple[str, bool]:
     """The verdict in one line, and whether nothing is wrong.
 
     Args:
@@ -147,7 +133,7 @@ def judge(findings: Sequence[Finding], peers: Sequence[Parity] | None) -> tuple[
     wrong += [f"NOT the peer's bits: {each}" for each in peers or () if each.works is False]
     if wrong:
         return "; ".join(wrong), False
-    backends = sorted({f"{each.backend} on {each.device}" for each in findings if each.works})
+    backends = sorted({f"{each.of[1]} on {each.of[0]}" for each in findings if each.works})
     verdict = f"working, with the golden record's bits: {', '.join(backends)}"
     if peers is None:
         return f"{verdict}; --check steps more cases, and other libraries", True
@@ -172,9 +158,9 @@ def examine(device: torch.device, check: bool = False) -> list[Finding]:
 
 
 def _examine_one(device: torch.device, backend: str, contract: str, check: bool) -> Finding:
-    reason = why_not(backend, CONTRACTS[contract], device)
+    of, reason = (str(device), backend, contract), why_not(backend, CONTRACTS[contract], device)
     if reason is not None:
-        return Finding(device, backend, contract, None, reason)
+        return Finding(of, None, reason)
     interpreted = (device.type, backend) == ("cpu", "triton")
     names = CHECKED if check else EVERYWHERE if interpreted else QUICK
     cases = [Case(name) for name in names if name.startswith(f"{contract}/")]
@@ -185,13 +171,13 @@ def _examine_one(device: torch.device, backend: str, contract: str, check: bool)
         expected = None if uncompared else record.digests[part][case.name]
         different = what_differs(case, backend, device, expected)
         if different is not None:
-            return Finding(device, backend, contract, False, f"{case.name}: {different}")
+            return Finding(of, False, f"{case.name}: {different}")
     bits = f"bits not compared: {uncompared}" if uncompared else "the golden record's bits"
     note = f"cases stepped: {len(cases)}, {bits}{INTERPRETER if interpreted else ''}"
-    return Finding(device, backend, contract, True, note)
+    return Finding(of, True, note)
 
 
-def examine_peers(names: Iterable[str]) -> list[Parity]:
+def examine_peers(names: Iterable[str]) -> list[Finding]:
     """Steps modes of contracts that another library keeps beside that library, on the GPU.
 
     Args:
@@ -200,16 +186,16 @@ def examine_peers(names: Iterable[str]) -> list[Parity]:
     return [_examine_peer(name) for name in names if MODES[name].twin is not None]
 
 
-def _examine_peer(name: str) -> Parity:
+def _examine_peer(name: str) -> Finding:
     mode = MODES[name]
     peer = PEERS[str(mode.twin)]
     reason = peer.why_not() if torch.cuda.is_available() else "there is no CUDA GPU"
     if reason is not None:
-        return Parity(name, peer.name, None, reason)
+        return Finding((name, peer.name), None, reason)
     checked = VECTORS if mode.weight is None else MATRICES
     difference = equality.check(mode, checked, torch.device("cuda")).difference
     promise = CONTRACTS[mode.contract].promise
-    return Parity(name, peer.name, difference is None, difference or promise)
+    return Finding((name, peer.name), difference is None, difference or promise)
 
 
 def libraries() -> dict[str, str]:
@@ -222,16 +208,5 @@ def libraries() -> dict[str, str]:
     return {name: environment.installed_version(name) or absent[name] for name in names}
 
 
-def _findings_table(findings: Sequence[Finding]) -> Table:
-    headings = ("device", "backend", "contract", "works", "how, or why not")
-    rows = (
-        (str(each.device), each.backend, each.contract, WORKS[each.works], escape(each.note))
-        for each in findings
-    )
-    return make_table("backends and contracts", headings, rows)
-
-
-def _peers_table(peers: Sequence[Parity]) -> Table:
-    headings = ("mode", "beside", "equal", "what it promises, differs, or why not")
-    rows = ((each.mode, each.against, WORKS[each.works], escape(each.note)) for each in peers)
-    return make_table("modes that promise a peer's bits", headings, rows)
+def _rows(findings: Sequence[Finding]) -> list[tuple[str, ...]]:
+    return [(*each.of, WORKS[each.works], escape(each.note)) for each in findings]

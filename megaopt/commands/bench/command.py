@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shlex
-import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,17 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import Parameter
 
-from megaopt.commands import environment
 from megaopt.commands.bench.equality import check
 from megaopt.commands.bench.instance import build
-from megaopt.commands.bench.measure import Copy, Figures, measure
+from megaopt.commands.bench.measure import Copy, measure, wall_ms
 from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS, SHARED, Peer
 from megaopt.commands.bench.results import Case, Result, draw, record_of, select, table_of
 from megaopt.commands.bench.sets import HOST, TensorSet
 from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.regression.outputs import make_folder
-from megaopt.commands.source import Source, describe_source, portable
+from megaopt.commands.source import Source, describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
@@ -146,8 +141,7 @@ def _run_peer(case: Case, peer: Peer, device: torch.device, copy: Copy) -> Resul
     try:
         dtype, weight = peer.weight_dtype, peer.weight
         instance = build(peer.optimizer, case.tensors, dtype, device, weight=weight)
-        figures: Figures = measure(instance, copy)
-        return Result(case, figures)
+        return Result(case, measure(instance, copy))
     except Exception as error:  # another library fails in its own way; the run goes on
         return Result(case, None, f"{type(error).__name__}: {error}")
 
@@ -160,12 +154,10 @@ def _report(
     console: Console,
     host: Sequence[HostFigures] = (),
 ) -> None:
-    described = environment.describe()
     peers = [r.case.subject for r in results if isinstance(r.case.subject, Peer)]
     libraries = {peer.package: peer.version() for peer in peers}
-    command = shlex.join(portable(["megaopt", *sys.argv[1:]]))
-    versions = dict(sorted(libraries.items()))
-    record = record_of(results, source, described, command, versions, skipped)
+    record = made_with(source) | {"libraries": dict(sorted(libraries.items())), "skipped": skipped}
+    record |= record_of(results)
     # before the files are written, which may fail
     if results:
         print_table(console, table_of(results))
@@ -173,7 +165,7 @@ def _report(
         record["host"] = host_record(host)
         print_table(console, host_table(host))
     write_json(out / "record.json", record)
-    pictures = draw(out, results, described["gpu"])
+    pictures = draw(out, results, record["environment"]["gpu"])
     files = ", ".join(map(str, [out / "record.json", *pictures]))
     console.print(files, markup=False)
 
@@ -238,24 +230,9 @@ def _host_times(
     instance = build(make, tensors_of(count), torch.bfloat16, device)
     for _ in range(WARM_UP):  # compiles, allocates the state, fills the plan
         instance.optimizer.step()
-    return (
-        _host_median(instance.optimizer.step, lambda: None, device),
-        _host_median(instance.optimizer.step, instance.move_gradients, device),
-    )
-
-
-def _host_median(
-    step: Callable[[], object], prepare: Callable[[], object], device: torch.device
-) -> float:
-    times = []
-    for _ in range(HOST_STEPS):
-        prepare()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+    step, prepared = instance.optimizer.step, (lambda: None, instance.move_gradients)
+    in_place, moved = (wall_ms(step, each, HOST_STEPS, waits=False) for each in prepared)
+    return in_place, moved
 
 
 def host_table(figures: Sequence[HostFigures]) -> Table:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megaopt.commands.bench.weights import is_float8
+from megaopt.commands.bench.instance import is_float8
 from megaopt.float8 import RECIPES
 from megaopt.kernels.quantizers.scale import scale_from_amax_reference
 

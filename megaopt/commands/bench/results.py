@@ -1,6 +1,6 @@
 """The cases of a run, what came out of them, and the table, record and pictures of that."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.sets import HOST, SETS, TensorSet
 from megaopt.commands.console import make_table
 from megaopt.commands.regression.picture import save
-from megaopt.commands.source import Source
 from megaopt.commands.toml_tables import require
 
 __all__ = ["Case", "Ratio", "Result", "draw", "ratios", "record_of", "select", "table_of"]
@@ -191,30 +190,9 @@ def _against(result: Result, results: Sequence[Result]) -> str:
     )
 
 
-def record_of(
-    results: Sequence[Result],
-    source: Source,
-    environment: Mapping[str, str | None],
-    command: str,
-    libraries: Mapping[str, str] | None = None,
-    skipped: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Return everything that was measured, and with what, ready for JSON.
-
-    Args:
-        results: Of the run, in its order.
-        source: What describe_source gave when it began.
-        environment: What environment.describe gave.
-        command: The command line.
-        libraries: Versions of the peers' libraries.
-        skipped: Libraries that could not be imported, and why.
-    """
+def record_of(results: Sequence[Result]) -> dict[str, Any]:
+    """Return everything that was measured, ready for JSON."""
     return {
-        "source": source,
-        "environment": dict(environment),
-        "command": command,
-        "libraries": dict(libraries or {}),
-        "skipped": dict(skipped or {}),
         "sets": {result.case.tensors.name: result.case.tensors.description for result in results},
         "cases": [_case_record(result, results) for result in results],
     }

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import Parameter
 
-from megaopt.commands import environment, exits
+from megaopt.commands import exits
 from megaopt.commands.bench.command import why_not
 from megaopt.commands.bench.instance import Instance, build
 from megaopt.commands.bench.measure import Copy, Figures, measure
@@ -30,7 +28,7 @@ from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.galore.errors import WEIGHTS, Setup, check_setup, measure_errors
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import save
-from megaopt.commands.source import describe_source, portable
+from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.matrix.products import BF16, IEEE, product
@@ -183,12 +181,9 @@ def main(
     make_folder(out)
     results = _measure_all(setups, device, console)
     print_table(console, table_of(results))
-    described = environment.describe()
-    record: dict[str, Any] = {"source": source, "environment": described}
-    record["command"] = shlex.join(portable(["megaopt", *sys.argv[1:]]))
-    record["cases"] = [record_of_result(result) for result in results]
+    record = made_with(source) | {"cases": [record_of_result(result) for result in results]}
     write_json(out / "record.json", record)
-    draw(out / "speed.png", results, described["gpu"])
+    draw(out / "speed.png", results, record["environment"]["gpu"])
     console.print(f"{out / 'record.json'}, {out / 'speed.png'}", markup=False)
     return exits.DONE if all(result.figures for result in results) else exits.DIFFERENT
 

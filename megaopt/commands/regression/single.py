@@ -72,7 +72,6 @@ def train(
         ConfigError: the config, variant, steps, save or result is wrong, or the checkpoint is of
             another run.
         CheckpointError: the checkpoint cannot be read.
-        CorpusError: the text is too short for the config's context.
         OSError: a file cannot be written.
     """
     config = read_config(config_path)

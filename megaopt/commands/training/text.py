@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from megaopt.commands.toml_tables import require
+
 if TYPE_CHECKING:
     from megaopt.commands.config import RunConfig
     from megaopt.commands.regression.megatron.config import MegatronRun
@@ -62,10 +64,6 @@ WORDS = {
 }
 GRAMMAR = PHRASES | {name: words.split() for name, words in WORDS.items()}
 NAME = re.compile("[A-Z]+")
-
-
-class CorpusError(ValueError):
-    """There is too little text to train on."""
 
 
 class _Writer:
@@ -129,10 +127,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         length = self.corpus.tokens.numel()
-        if length <= self.context:
-            raise CorpusError(
-                f"context must be less than the {length} bytes of the text, got {self.context}"
-            )
+        allowed = f"less than the {length} bytes of the text"
+        require(length > self.context, "context", self.context, allowed)
 
     def at(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of a step, int64 of shape (batch_size, context), on the CPU.

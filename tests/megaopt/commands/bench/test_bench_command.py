@@ -72,6 +72,9 @@ def test_peers_are_measured_unless_refused(
     record = json.loads((tmp_path / "record.json").read_text())
     assert [case["case"] for case in record["cases"]] == [case.name for case in seen]
     assert record["source"] == describe_source()
+    assert record["libraries"] == ({"apex": "1.0", "torch": "1.0"} if peers else {})
+    assert record["skipped"] == {}
+    assert record["command"].startswith("megaopt")
     assert (tmp_path / "speed_A.png").exists()
 
 

@@ -153,15 +153,9 @@ def galore_test(
         require(precision in ("ieee", "tf32"), "precision", precision, f"'tf32' beside {name}")
         precision = "tf32"
     setup = Setup(
-        kernel=kernel,
-        rows=M,
-        columns=N,
-        rank=rank,
-        weights=weights,
-        precision=precision,
-        proj_type=proj_type,
-        seed=seed,
-    )
+        kernel=kernel, rows=M, columns=N, rank=rank, weights=weights, precision=precision,
+        proj_type=proj_type, seed=seed,
+    )  # fmt: skip
     return main(setup, verbose)
 
 

@@ -105,9 +105,7 @@ def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]
     tensors = weight_tensors(parameter)
     for name in STATES:
         value, scale_name = state.get(name), f"{name}_scale"
-        if hasattr(
-            value, "_scale_inv"
-        ):  # TransformerEngine's Float8Tensor, which calls itself fp32
+        if hasattr(value, "_scale_inv"):  # TransformerEngine's, which calls itself fp32
             tensors[name] = value._data.view(torch.float8_e4m3fn)
             tensors[scale_name] = value._scale_inv
         elif isinstance(value, Tensor):

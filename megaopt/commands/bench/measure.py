@@ -146,13 +146,9 @@ def _quartiles(times: list[float]) -> tuple[float, float]:
 def wall_ms(
     step: Callable[[], object], prepare: Callable[[], object], count: int, waits: bool = True
 ) -> float:
-    """Return the median milliseconds of a step's call on a device that is idle.
+    """Return the median milliseconds of a step on an idle device; `prepare` goes before, untimed.
 
-    Args:
-        step: What is timed.
-        prepare: Called before each step, not timed.
-        count: How often.
-        waits: Until the device has finished the step; else until the call returns.
+    Until the device has finished the step or, where it does not wait, until the call returns.
     """
     times = []
     for _ in range(count):
@@ -183,11 +179,7 @@ def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int
 
 
 def count_device_work(events: Iterable[Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Count a profile's kernels, and its copies and fills, by name.
-
-    Args:
-        events: What a profile's `events()` gives.
-    """
+    """Count the kernels of a profile's `events()`, and its copies and fills, by name."""
     # torch annotates each optimizer's step: a range on the device that is no work of its own
     work = [
         event.name

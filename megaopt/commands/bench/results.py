@@ -49,12 +49,8 @@ def select(
 ) -> list[Case]:
     """Return the cases of a run, set by set, a peer behind the modes that it is compared with.
 
-    fp8 weights are measured on sets whose tensors have shapes.
-
-    Args:
-        sets: Names of SETS, and HOST, which has no cases; none means all.
-        only: Names of modes and peers; none means all. A mode brings the peers it is against.
-        peers: Those that may be measured.
+    fp8 weights are measured on sets whose tensors have shapes. HOST has no cases. No names mean
+    all; a mode brings those of the peers that it is against.
 
     Raises:
         ConfigError: A name is none of SETS, or none of MODES and PEERS; or all names are of fp8
@@ -231,13 +227,7 @@ def _case_record(result: Result, results: Sequence[Result]) -> dict[str, Any]:
 def draw(folder: Path, results: Sequence[Result], hardware: str | None) -> list[Path]:
     """Draw percentages of a same-run copy as horizontal bars, into speed_<set>.png for each set.
 
-    Args:
-        folder: Where the files go.
-        results: Of the run; neighbours with one description stand together under it.
-        hardware: The GPU's name, for the title.
-
-    Returns:
-        The files.
+    Neighbours with one description stand together under it. Returns the files.
     """
     paths = []
     for name in dict.fromkeys(result.case.tensors.name for result in results):

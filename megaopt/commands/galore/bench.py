@@ -284,13 +284,7 @@ def _cells(result: Result) -> list[str]:
 
 
 def draw(path: Path, results: Sequence[Result], hardware: str | None) -> None:
-    """Draws a field for each matrix and dtype, with a line for each kernel.
-
-    Args:
-        path: the PNG file.
-        results: of the run; those without figures leave a gap.
-        hardware: the GPU's name, for the title.
-    """
+    """Draws a field for each matrix and dtype into a PNG file, with a line for each kernel."""
     fields = list(dict.fromkeys(map(_field, results)))
     columns = min(2, len(fields))
     rows = -(-len(fields) // columns)

@@ -104,6 +104,21 @@ REFUSED = {
         *("[model]", '[float8]\nrecipes = ["current"]\n[model]', "stopped.masters"),
         *("one of created, external under [float8]", "'remainders'"),
     ),
+    "views in fp8": (
+        *("[model]", '[float8]\nrecipes = ["current"]\n[model]', "stopped.layout"),
+        *("one of whole under [float8]", "'groups_and_views'"),
+    ),
+    "ties away in fp8": (
+        *("[model]", '[float8]\nrecipes = ["current"]\n[model]', "unfused.rounding"),
+        *("one of nearest_even under [float8]", "'nearest_away'"),
+    ),
+    "galore baseline resumed": (
+        *('kind = "galore"', 'kind = "galore"\nresume_after = 2', "alone.resume_after"),
+        *("left out of a baseline", "2"),
+    ),
+    "galore without its table": (
+        *("[galore]\nrank = 2\n", "", "galore", "a table, as a variant is 'galore'", "None"),
+    ),
     "a peer in fp8": (
         *("[model]", '[float8]\nrecipes = ["current"]\n[model]', "beside.kind"),
         *("one of unfused, fused under [float8]", "'peer'"),
@@ -116,6 +131,15 @@ REFUSED = {
 }
 # what a case needs beside GOOD
 ALSO = {
+    "views in fp8": ("resume_after = 5", 'layout = "groups_and_views"'),
+    "ties away in fp8": ('kind = "unfused"', 'kind = "unfused"\nrounding = "nearest_away"'),
+    **dict.fromkeys(
+        ("galore baseline resumed", "galore without its table"),
+        (
+            "[[variant]]",
+            '[galore]\nrank = 2\n[[variant]]\nname = "alone"\nkind = "galore"\n[[variant]]',
+        ),
+    ),
     "remainders in fp8": ("resume_after = 5", 'masters = "remainders"'),
     "a peer in fp8": (
         "[[variant]]",

@@ -187,7 +187,6 @@ class MegatronRun(Run):
         if variant.baseline is None:
             return
         others = {each.name: each for each in self.variant if each.baseline is None}
-        others.pop(variant.name, None)
         names = ", ".join(others) or "there is none"
         allowed = f"the name of another variant, without a baseline: {names}"
         variant.need(variant.baseline in others, "baseline", allowed)

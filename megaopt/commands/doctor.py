@@ -40,7 +40,6 @@ QUICK = (
 """Cases for each time where they take no seconds: rules, fp8, random bits."""
 CHECKED = (
     *QUICK,
-    "ieee/adamw/fp32-weight/no-master/fp32-fp32",
     "ieee/adamw/fp16-weight/fp32-master/fp32-fp32/clip/grad-scale",
     "ieee/adamw/bf16-weight/remainder/fp16-fp8/capturable",
     "ieee/adamw/delayed-weight/remainder8-stochastic-master/fp32-fp32",

@@ -94,7 +94,8 @@ def doctor(*, check: bool = False) -> int:
     """Show what is installed, and which backends and contracts work here.
 
     Args:
-        check: Also step beside the installed peers whose bits a contract promises, and compare.
+        check: Also step more cases of the golden record, some 20 seconds on a CPU, and installed
+            peers whose bits a contract promises.
     """
     return _load("megaopt.commands.doctor", "main")(check)
 
@@ -109,7 +110,7 @@ def verify(
         only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
         backends: Names of the backends to check; all by default.
     """
-    from megaopt.commands.golden.command import verify as run
+    from megaopt.commands.golden.check import verify as run
 
     return run(record, only, backends)
 
@@ -152,15 +153,9 @@ def galore_test(
         require(precision in ("ieee", "tf32"), "precision", precision, f"'tf32' beside {name}")
         precision = "tf32"
     setup = Setup(
-        kernel=kernel,
-        rows=M,
-        columns=N,
-        rank=rank,
-        weights=weights,
-        precision=precision,
-        proj_type=proj_type,
-        seed=seed,
-    )
+        kernel=kernel, rows=M, columns=N, rank=rank, weights=weights, precision=precision,
+        proj_type=proj_type, seed=seed,
+    )  # fmt: skip
     return main(setup, verbose)
 
 
@@ -251,21 +246,17 @@ MODES = {"test": "test", "benchmark": "bench"}
 def _by_mode(arguments: Sequence[str]) -> list[str]:
     """`galore --mode=test ...` as `galore test ...`; other arguments as they are."""
     found = list(arguments)
-    places = [i for i, each in enumerate(found) if each.partition("=")[0] == "--mode"]
-    if not places:
+    place = next((i for i, each in enumerate(found) if each.partition("=")[0] == "--mode"), None)
+    if place is None:
         return found
-    if found[:1] != ["galore"]:
-        from megaopt.commands.toml_tables import ConfigError
+    from megaopt.commands.toml_tables import ConfigError, require
 
+    if found[0] != "galore":
         raise ConfigError("--mode is of `megaopt galore` alone, as `megaopt galore --mode=test`")
-    place = places[0]
     _, equals, mode = found.pop(place).partition("=")
     if not equals and place < len(found):
         mode = found.pop(place)
-    if mode not in MODES:
-        from megaopt.commands.toml_tables import ConfigError
-
-        raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    require(mode in MODES, "mode", mode, f"one of {', '.join(MODES)}")
     return ["galore", MODES[mode], *found[1:]]
 
 

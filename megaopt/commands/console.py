@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -13,8 +15,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
-__all__ = ["make_console", "step_progress"]
+__all__ = ["make_console", "make_table", "print_table", "step_progress"]
 
 UNLIMITED = 10_000
 """Columns of what is no terminal: more than any line has."""
@@ -43,3 +46,27 @@ def step_progress(console: Console) -> Progress:
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     # steps may take seconds: the estimate is of the last five minutes, not of thirty seconds
     return Progress(*columns, *times, console=console, speed_estimate_period=300)
+
+
+def make_table(
+    title: str | None, headings: Sequence[str], rows: Iterable[Sequence[str]] = ()
+) -> Table:
+    """A table whose long cells fold, without a head where all headings are empty.
+
+    A heading ">ms" is of a column of numbers, which stand to the right.
+    """
+    table = Table(title=title, title_justify="left", show_header=any(headings))
+    for heading in headings:
+        justify: JustifyMethod = "right" if heading.startswith(">") else "left"
+        table.add_column(heading.removeprefix(">"), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table whole: wider than the terminal where it needs more than that."""
+    unlimited = console.options.update_width(UNLIMITED)
+    needed = Measurement.get(console, unlimited, table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)

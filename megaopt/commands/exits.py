@@ -37,7 +37,6 @@ USERS_ERRORS = {
     "megaopt.commands.source": "SourceError",
     "megaopt.commands.toml_tables": "ConfigError",
     "megaopt.saving.checkpoint": "CheckpointError",
-    "megaopt.commands.training.text": "CorpusError",
     "megaopt.commands.regression.processes": "RankError",
     "megaopt.commands.regression.single": "ResumeError",
 }

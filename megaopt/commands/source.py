@@ -6,13 +6,17 @@ import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import megaopt
+from megaopt.commands import environment
 
-__all__ = ["COMMIT_VARIABLE", "Source", "SourceError", "describe_source", "portable"]
+__all__ = ["COMMIT_VARIABLE", "Source", "SourceError", "describe_source", "made_with", "portable"]
 
 Source = dict[str, str | bool | None]
 
@@ -54,6 +58,12 @@ def describe_source() -> Source:
         "dirty": None if changes is None else changes != "",
         "sha256": _digest(),
     }
+
+
+def made_with(source: Source) -> dict[str, Any]:
+    """What a record begins with: the source, versions and hardware, and the command line."""
+    command = shlex.join(portable(["megaopt", *sys.argv[1:]]))
+    return {"source": source, "environment": environment.describe(), "command": command}
 
 
 def portable(words: Iterable[str]) -> list[str]:

@@ -1,37 +1,44 @@
 """`megaopt bench`: checks every case of ours, then times it beside other libraries' optimizers."""
 
+from __future__ import annotations
+
 import gc
-import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
+from torch.nn import Parameter
 
-from megaopt.commands import environment
-from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.equality import check
-from megaopt.commands.bench.host import HostFigures, host_record, host_table, measure_host
 from megaopt.commands.bench.instance import build
-from megaopt.commands.bench.measure import Copy, Figures, measure
-from megaopt.commands.bench.modes import Mode
-from megaopt.commands.bench.peers import PEERS, Peer
-from megaopt.commands.bench.picture import draw
-from megaopt.commands.bench.report import print_table, record_of, table_of
-from megaopt.commands.bench.results import Result
-from megaopt.commands.bench.sets import HOST
-from megaopt.commands.console import make_console
+from megaopt.commands.bench.measure import Copy, measure, wall_ms
+from megaopt.commands.bench.modes import MODES, Mode
+from megaopt.commands.bench.peers import PEERS, SHARED, Peer
+from megaopt.commands.bench.results import Case, Result, draw, record_of, select, table_of
+from megaopt.commands.bench.sets import HOST, TensorSet
+from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.regression.outputs import make_folder
-from megaopt.commands.source import Source, describe_source, portable
+from megaopt.commands.source import Source, describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
+from megaopt.state import native
 
-__all__ = ["main", "why_not"]
+__all__ = ["HostFigures", "host_record", "host_table", "main", "measure_host", "why_not"]
 
 CHECKED_ELEMENTS = 2**20
+HOST_COUNTS = (16, 148, 291, 723, 4000)
+"""The tensors of a small model, GPT-2, Llama-3.1-8B, Llama-3.1-70B, and a mixture of experts."""
+HOST_ELEMENTS = 1024
+"""The elements of each tensor: so few that the device is done before the host."""
+WARM_UP, HOST_STEPS = 20, 100
+"""After three steps of a fresh process the host still took 0.48 ms where it took 0.33 later."""
+HOST_MODE = MODES["bf16"]
 
 
 def main(
@@ -53,16 +60,13 @@ def main(
         0 when every case of ours was measured, 1 when one was refused.
 
     Raises:
-        ConfigError: An unknown name, a wrong MEGAOPT_COMMIT, or no CUDA GPU on which the kernels
-            run.
+        ConfigError: An unknown name, or no CUDA GPU on which the kernels run.
+        SourceError: A wrong MEGAOPT_COMMIT.
         OSError: The record or a picture cannot be written.
     """
     console = make_console()
-    try:
-        wanted = select(sets, only, tuple(PEERS.values()) if peers else ())
-        source = describe_source()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    wanted = select(sets, only, tuple(PEERS.values()) if peers else ())
+    source = describe_source()
     if reason := why_not():
         raise ConfigError(f"bench cannot run here: {reason}")
     make_folder(out)
@@ -137,8 +141,7 @@ def _run_peer(case: Case, peer: Peer, device: torch.device, copy: Copy) -> Resul
     try:
         dtype, weight = peer.weight_dtype, peer.weight
         instance = build(peer.optimizer, case.tensors, dtype, device, weight=weight)
-        figures: Figures = measure(instance, copy)
-        return Result(case, figures)
+        return Result(case, measure(instance, copy))
     except Exception as error:  # another library fails in its own way; the run goes on
         return Result(case, None, f"{type(error).__name__}: {error}")
 
@@ -151,12 +154,10 @@ def _report(
     console: Console,
     host: Sequence[HostFigures] = (),
 ) -> None:
-    described = environment.describe()
     peers = [r.case.subject for r in results if isinstance(r.case.subject, Peer)]
     libraries = {peer.package: peer.version() for peer in peers}
-    command = shlex.join(portable(["megaopt", *sys.argv[1:]]))
-    versions = dict(sorted(libraries.items()))
-    record = record_of(results, source, described, command, versions, skipped)
+    record = made_with(source) | {"libraries": dict(sorted(libraries.items())), "skipped": skipped}
+    record |= record_of(results)
     # before the files are written, which may fail
     if results:
         print_table(console, table_of(results))
@@ -164,6 +165,93 @@ def _report(
         record["host"] = host_record(host)
         print_table(console, host_table(host))
     write_json(out / "record.json", record)
-    pictures = draw(out, results, described["gpu"])
+    pictures = draw(out, results, record["environment"]["gpu"])
     files = ", ".join(map(str, [out / "record.json", *pictures]))
     console.print(files, markup=False)
+
+
+# --- the host's share of a step: how long a call of step() keeps the thread that calls it
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFigures:
+    """Median milliseconds of step() until it returns, the device idle before, not waited for after.
+
+    Ours has bf16 weights with fp32 masters, torch's AdamW(fused=True) bf16 weights alone.
+    """
+
+    tensors: int
+    ours_ms: float
+    torch_ms: float
+    ours_moved_ms: float
+    """With every gradient newly allocated before each step (not timed)."""
+    torch_moved_ms: float
+
+
+def measure_host(
+    device: torch.device, counts: Sequence[int] = HOST_COUNTS, backend: str = "triton"
+) -> list[HostFigures]:
+    """Measure ours and torch's, one after the other, for each number of tensors.
+
+    Raises RuntimeError where ours differs from the reference by a bit.
+    """
+    native.build()
+    checked = check(HOST_MODE, tensors_of(min(counts)), device) if backend == "triton" else None
+    if checked is not None and checked.difference is not None:
+        raise RuntimeError(f"differs from {checked.against}: {checked.difference}")
+    return [_host_figures(count, device, backend) for count in counts]
+
+
+def tensors_of(count: int) -> TensorSet:
+    """Return a set of so many small tensors."""
+    return TensorSet(name=HOST, description=f"{count} tensors", sizes=(HOST_ELEMENTS,) * count)
+
+
+def _host_figures(count: int, device: torch.device, backend: str) -> HostFigures:
+    ours = _host_times(partial(HOST_MODE.optimizer, backend=backend), count, device)
+    theirs = _host_times(_torch_adamw, count, device)
+    return HostFigures(
+        tensors=count,
+        ours_ms=ours[0],
+        torch_ms=theirs[0],
+        ours_moved_ms=ours[1],
+        torch_moved_ms=theirs[1],
+    )
+
+
+def _torch_adamw(parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(parameters), fused=True, **SHARED)
+
+
+def _host_times(
+    make: Callable[[Sequence[Parameter]], torch.optim.Optimizer], count: int, device: torch.device
+) -> tuple[float, float]:
+    """Return the medians with the gradients in place, and with new ones."""
+    instance = build(make, tensors_of(count), torch.bfloat16, device)
+    for _ in range(WARM_UP):  # compiles, allocates the state, fills the plan
+        instance.optimizer.step()
+    step, prepared = instance.optimizer.step, (lambda: None, instance.move_gradients)
+    in_place, moved = (wall_ms(step, each, HOST_STEPS, waits=False) for each in prepared)
+    return in_place, moved
+
+
+def host_table(figures: Sequence[HostFigures]) -> Table:
+    """Return the figures as a table for the terminal."""
+    title = "the host's share: ms of step() until it returns, and torch AdamW(fused=True)'s"
+    headings = (">tensors", ">ours", ">torch", ">faster", ">new grads: ours", ">torch", ">faster")
+    table = make_table(title, headings)
+    for each in figures:
+        pairs = ((each.ours_ms, each.torch_ms), (each.ours_moved_ms, each.torch_moved_ms))
+        cells = [[f"{o:.3f}", f"{t:.3f}", f"{t / o:.2f}x"] for o, t in pairs]
+        table.add_row(f"{each.tensors:,}", *cells[0], *cells[1])
+    return table
+
+
+def host_record(figures: Sequence[HostFigures]) -> dict[str, Any]:
+    """Return the figures ready for JSON, and whether the extension was there."""
+    return {
+        "extension": native.status().partition(":")[0],
+        "elements": HOST_ELEMENTS,
+        "repetitions": HOST_STEPS,
+        "cases": [asdict(each) for each in figures],
+    }

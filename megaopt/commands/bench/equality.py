@@ -80,15 +80,9 @@ def _beside_reference(mode: Mode, tensors: TensorSet, device: torch.device) -> P
 
 
 def first_difference(ours: Instance, theirs: Instance, steps: int = 4) -> str | None:
-    """Step two instances side by side, with new gradients each time, and compare every bit.
+    """Step two new instances of one seed, and say where a weight or state first differs in a bit.
 
-    Args:
-        ours: One instance of a case, not yet stepped.
-        theirs: Another, of the same seed.
-        steps: How many steps.
-
-    Returns:
-        None where weights and all states agree in every bit, else where they first differ.
+    Gradients are new at each step. None where all agree.
     """
     for step in range(1, steps + 1):
         for instance in (ours, theirs):

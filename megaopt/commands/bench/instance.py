@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megaopt.commands.bench.sets import TensorSet
-from megaopt.commands.bench.weights import is_cast_afterwards, is_float8, weight_tensors
+from megaopt.float8 import Float8Weight
 from megaopt.kernels.formats import MASTERS, MOMENTS
 from megaopt.kernels.matrix.galore import PROJECTION
+from megaopt.kernels.quantizers import Left
 
-__all__ = ["Instance", "build", "bytes_held", "bytes_per_step", "state_tensors"]
+__all__ = ["Instance", "build", "bytes_held", "bytes_per_step", "is_float8", "state_tensors"]
 
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param")
 SCALED = {f.dtype for table in (MOMENTS, MASTERS) for f in table.values() if f.scaled}
@@ -104,9 +105,7 @@ def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]
     tensors = weight_tensors(parameter)
     for name in STATES:
         value, scale_name = state.get(name), f"{name}_scale"
-        if hasattr(
-            value, "_scale_inv"
-        ):  # TransformerEngine's Float8Tensor, which calls itself fp32
+        if hasattr(value, "_scale_inv"):  # TransformerEngine's, which calls itself fp32
             tensors[name] = value._data.view(torch.float8_e4m3fn)
             tensors[scale_name] = value._scale_inv
         elif isinstance(value, Tensor):
@@ -174,3 +173,54 @@ def _stored_in(value: Any) -> Iterator[Tensor]:
         yield value
     elif hasattr(value, "__dict__"):
         yield from (entry for entry in vars(value).values() if isinstance(entry, Tensor))
+
+
+# --- what a weight is made of: one plain tensor, or fp8 codes and scales
+
+
+def is_float8(parameter: Parameter) -> bool:
+    """Whether the weight is kept in fp8: a Float8Weight, or a tensor of TransformerEngine's."""
+    return isinstance(parameter, Float8Weight) or hasattr(parameter, "_quantizer")
+
+
+def is_cast_afterwards(parameter: Parameter) -> bool:
+    """Whether the fp8 codes need all new values first: one scale, from the tensor's own amax."""
+    if isinstance(parameter, Float8Weight):
+        return parameter.recipe.quantizer.store.left is Left.CODES
+    quantizer = getattr(parameter, "_quantizer", None)
+    return type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
+
+
+def weight_tensors(parameter: Parameter) -> dict[str, Tensor]:
+    """Return the tensors of a weight, as stored, "weight" first.
+
+    Of fp8 weights "weight" is the codes, float8 of the weight's shape; beside it stand
+    "weight_scale_inv" and, with delayed scaling, "weight_scale" and "weight_amax_history", of
+    Float8Weight's shapes, TransformerEngine's too.
+    """
+    if isinstance(parameter, Float8Weight):
+        tensors = parameter.tensors()
+        codes = tensors.pop("data8")
+        return {"weight": codes, **{f"weight_{name}": t for name, t in tensors.items()}}
+    if is_float8(parameter):
+        return _of_transformer_engine(parameter)
+    return {"weight": parameter.detach()}
+
+
+def _of_transformer_engine(parameter: Parameter) -> dict[str, Tensor]:
+    """The tensors of a Float8Tensor or Float8BlockwiseQTensor in e4m3.
+
+    `float8_parameter` of bench.peers adds the history.
+    """
+    weight: Any = parameter
+    if hasattr(weight, "_rowwise_data"):
+        # columns of scales are filled up to a multiple of 4
+        columns = -(-weight.shape[-1] // 128)
+        codes, scale_inv = weight._rowwise_data, weight._rowwise_scale_inv[:, :columns]
+    else:
+        codes, scale_inv = weight._data, weight._scale_inv
+    tensors = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scale_inv}
+    if (history := getattr(weight, "amax_history", None)) is not None:
+        tensors["weight_scale"] = weight._quantizer.scale
+        tensors["weight_amax_history"] = history.flatten()
+    return tensors

@@ -12,7 +12,7 @@ import torch
 
 from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
 
-__all__ = ["Copy", "Figures", "count_device_work", "measure", "repetitions"]
+__all__ = ["Copy", "Figures", "count_device_work", "measure", "repetitions", "wall_ms"]
 
 MOST_STEPS = 50
 LEAST_STEPS = 3
@@ -100,8 +100,8 @@ def measure(instance: Instance, copy: Copy) -> Figures:
         copy_bytes=copy.bytes,
         copy_ms=statistics.median(copies),
         copy_ms_quartiles=_quartiles(copies),
-        wall_ms=_wall_time(step, lambda: None, count),
-        wall_moved_ms=_wall_time(step, instance.move_gradients, count),
+        wall_ms=wall_ms(step, lambda: None, count),
+        wall_moved_ms=wall_ms(step, instance.move_gradients, count),
         kernels=kernels,
         transfers=transfers,
         scratch_bytes=scratch,
@@ -143,18 +143,29 @@ def _quartiles(times: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def _wall_time(step: Callable[[], object], prepare: Callable[[], object], count: int) -> float:
-    """Return the median milliseconds from the call of a step until the device has finished it."""
+def wall_ms(
+    step: Callable[[], object], prepare: Callable[[], object], count: int, waits: bool = True
+) -> float:
+    """Return the median milliseconds of a step on an idle device; `prepare` goes before, untimed.
+
+    Until the device has finished the step or, where it does not wait, until the call returns.
+    """
     times = []
     for _ in range(count):
         prepare()
-        torch.cuda.synchronize()
+        _finish()
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        if waits:
+            _finish()
         times.append(time.perf_counter() - start)
     # not the mean: some libraries compile again at a later step
     return 1e3 * statistics.median(times)
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():  # tests time steps on the CPU
+        torch.cuda.synchronize()
 
 
 def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
@@ -168,11 +179,7 @@ def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int
 
 
 def count_device_work(events: Iterable[Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Count a profile's kernels, and its copies and fills, by name.
-
-    Args:
-        events: What a profile's `events()` gives.
-    """
+    """Count the kernels of a profile's `events()`, and its copies and fills, by name."""
     # torch annotates each optimizer's step: a range on the device that is no work of its own
     work = [
         event.name

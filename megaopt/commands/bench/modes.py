@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import megaopt
-from megaopt.commands.bench.peers import SHARED, describe_float8
+from megaopt.commands.bench.peers import PEERS, SHARED, describe_float8
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.optimizer import FusedOptimizer
@@ -58,254 +58,134 @@ class Mode:
         return made
 
 
-_MASTER = {"dtype": torch.float32}
-_REMAINDERS = {"dtype": torch.float32, "store_param_remainders": True}
-_BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
-_NO_MASTER = {"master_weights": False, "weight_rounding": "stochastic"}
-_STOCHASTIC = {
-    **_NO_MASTER,
-    "exp_avg_dtype": "bfloat16_stochastic",
-    "exp_avg_sq_dtype": "bfloat16_stochastic",
-}
-_REMAINDER8 = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
-_FP16_MOMENTS = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
-_FP8_MOMENTS = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn}
-_BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
-_NEAREST_BLOCKS = {
-    "exp_avg_dtype": "block_e4m3_nearest",
-    "exp_avg_sq_dtype": "block_e5m3_nearest",
-}
-_BLOCKS_OF_4_BITS = {"exp_avg_dtype": "block32_e3m0", "exp_avg_sq_dtype": "block32_e4m0"}
-_OF_10_BYTES = (
-    "flashoptim-8bit-no-master",
-    "torchao-8bit",
-    "torchao-fp8",
-    "bitsandbytes-8bit",
-)
+MASTER: dict[str, Any] = {"dtype": torch.float32}
+REMAINDERS = {**MASTER, "store_param_remainders": True}
+REMAINDER8 = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
+KAHAN = {"master_weights": True, "master_weight_dtype": "kahan_stochastic"}
+NO_MASTER = {"master_weights": False, "weight_rounding": "stochastic"}
+OF_10_BYTES = ("flashoptim-8bit-no-master", "torchao-8bit", "torchao-fp8", "bitsandbytes-8bit")
+
+
+def _moments(exp_avg: Any, exp_avg_sq: Any = None) -> dict[str, Any]:
+    return {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": exp_avg_sq or exp_avg}
+
+
+BLOCKS = _moments("block_e4m3", "block_e5m3")
+NEAREST_BLOCKS = _moments("block_e4m3_nearest", "block_e5m3_nearest")
+BLOCKS_OF_4_BITS = _moments("block32_e3m0", "block32_e4m0")
 
 
 def _modes(
     name: str,
-    description: str,
-    bytes_per_parameter: float,
     options: Mapping[str, Any],
-    *,
-    against: tuple[str, ...],
+    *against: str,
+    described: tuple[str, float] | None = None,
     twins: Mapping[str, str | None] = MappingProxyType({}),
-    weight: torch.dtype = torch.bfloat16,
-    recipe: Float8Recipe | None = None,
-    kind: str = "FusedAdam",
+    **more: Any,
 ) -> Iterator[Mode]:
     """Give the mode under ieee, and under each contract in `twins`, where that contract exists.
 
-    A twin is None where no peer keeps these formats.
+    Args:
+        name: Under ieee.
+        options: Of the optimizer.
+        against: The peers that do the same work.
+        described: Description and bytes per parameter; None: those of the first peer.
+        twins: For a contract the peer whose bits it promises; None where none keeps these formats.
+        more: Fields of `Mode`.
     """
+    if described is None:
+        first = PEERS[against[0]]
+        described = (first.description, first.bytes_per_parameter)
+    own = {"weight_dtype": torch.bfloat16, "options": MappingProxyType(dict(options)), **more}
     for contract, twin in {"ieee": None, **twins}.items():
         if contract in CONTRACTS:
             yield Mode(
                 name=name if contract == "ieee" else f"{contract}:{name}",
-                description=description,
-                weight_dtype=weight,
-                options=MappingProxyType(dict(options)),
-                bytes_per_parameter=bytes_per_parameter,
+                description=described[0],
+                bytes_per_parameter=described[1],
                 contract=contract,
                 twin=twin,
                 against=against,
-                recipe=recipe,
-                kind=kind,
+                **own,
             )
 
 
-def _beside_weights(name: str, description: str, bytes_per_parameter: float) -> Iterator[Mode]:
-    """Give the mode of fp32 moments and a master that lies beside its bf16 weight."""
-    options = {"master_weights": True, "master_weight_dtype": name}
-    return _modes(name, f"bf16 weights, {description}", bytes_per_parameter, options, against=())
+def _as_transformer_engine(name: str, options: Mapping[str, Any]) -> Iterator[Mode]:
+    peer = f"transformerengine-{name}"
+    return _modes(name, options, peer, twins={"te": peer})
 
 
-def _in_blocks(
-    name: str,
-    description: str,
-    bytes_per_parameter: float,
-    options: Mapping[str, Any],
-    *peers: str,
-    te: bool = False,
-    kind: str = "FusedAdam",
-) -> Iterator[Mode]:
-    """Give the mode of bf16 weights and moments in blocks; with te, under that contract too."""
-    return _modes(
-        name,
-        f"bf16 weights{description}",
-        bytes_per_parameter,
-        options,
-        against=peers,
-        twins={"te": None} if te else {},
-        kind=kind,
-    )
-
-
-def _float8(name: str, bytes_per_parameter: float, *peers: str) -> Iterator[Mode]:
+def _float8(name: str, *peers: str) -> Iterator[Mode]:
     """Give the mode of a recipe; its bits under te are those of the first peer.
 
     With delayed scaling these are of a fused step, which casts fp32 values directly.
     """
     recipe = RECIPES[name]
-    modes = _modes(
-        f"fp8-{name}",
-        describe_float8(name),
-        bytes_per_parameter,
-        _MASTER,
-        against=peers,
-        twins={"te": peers[0]} if peers else {},
-        recipe=recipe,
-    )
-    for mode in modes:
+    described = None if peers else (describe_float8(name), 27)
+    twins = {"te": peers[0]} if peers else {}
+    for mode in _modes(
+        f"fp8-{name}", MASTER, *peers, described=described, twins=twins, recipe=recipe
+    ):
         direct = recipe.quantizer.keeps_scale and mode.contract == "te"
         yield replace(mode, recipe=replace(recipe, direct=direct))
 
 
 def _float8_alone(name: str) -> Iterator[Mode]:
     """Give the modes of a recipe without fp32 masters, moments in 8 bits beside the codes."""
-    kept = {
-        "stochastic": ("stochastic", 8, _NO_MASTER),
-        "remainder8": ("8 more bits beside each", 10, _REMAINDER8),
-    }
-    for key, (words, size, options) in kept.items():
-        yield from _modes(
-            f"fp8-{name}-{key}-8bit",
-            f"{describe_float8(name).split(',')[0]}, {words}, no fp32 masters, 8-bit moments",
-            size,
-            {**options, **_BLOCKS},
-            against=(),
-            recipe=RECIPES[name],
-        )
+    for key, words, size, options in (
+        ("stochastic", "stochastic", 8, NO_MASTER),
+        ("remainder8", "8 more bits beside each", 10, REMAINDER8),
+    ):
+        formats = f"{describe_float8(name).split(',')[0]}, {words}, no fp32 masters, 8-bit moments"
+        row = (f"fp8-{name}-{key}-8bit", {**options, **BLOCKS})
+        yield from _modes(*row, described=(formats, size), recipe=RECIPES[name])
 
 
-def _as_transformer_engine(
-    name: str, description: str, bytes_per_parameter: float, options: Mapping[str, Any]
+def _alone(
+    name: str, formats: str, size: float, options: Mapping[str, Any], kind: str = "FusedAdam"
 ) -> Iterator[Mode]:
-    peer = f"transformerengine-{name}"
-    twins = {"te": peer}
-    return _modes(name, description, bytes_per_parameter, options, against=(peer,), twins=twins)
+    return _modes(name, options, described=(formats, size), kind=kind)
 
 
-MODES = {
-    mode.name: mode
-    for modes in (
-        _as_transformer_engine("bf16", "bf16 weights, fp32 masters", 28, _MASTER),
-        _as_transformer_engine(
-            "bf16-remainders", "bf16 weights, int16 remainders", 26, _REMAINDERS
-        ),
-        _as_transformer_engine(
-            "bf16-moments",
-            "bf16 weights and moments, fp32 masters",
-            20,
-            {**_MASTER, **_BF16_MOMENTS},
-        ),
-        _modes(
-            "bf16-remainders-moments",
-            "bf16 weights and moments, int16 remainders",
-            18,
-            {**_REMAINDERS, **_BF16_MOMENTS},
-            against=("flashoptim-32bit-master",),
-        ),
-        _as_transformer_engine(
-            "fp16-moments",
-            "bf16 weights, fp32 masters, fp16 moments",
-            20,
-            {**_MASTER, **_FP16_MOMENTS},
-        ),
-        _as_transformer_engine(
-            "fp8-moments",
-            "bf16 weights, fp32 masters, fp8 moments",
-            16,
-            {**_MASTER, **_FP8_MOMENTS},
-        ),
-        _float8(
-            "delayed", 27, "transformerengine-fp8-delayed", "transformerengine-fp8-delayed-cast"
-        ),
-        _float8("current", 31, "transformerengine-fp8-current"),
-        _float8("block_128x128", 27, "transformerengine-fp8-block_128x128"),
-        _float8("mxfp8", 27),
-        *map(_float8_alone, RECIPES),
-        _modes(
-            "stochastic",
-            "bf16 weights without masters and bf16 moments, stochastic",
-            14,
-            _STOCHASTIC,
-            against=(),
-        ),
-        _beside_weights("remainder8_stochastic", "24-bit masters, stochastic", 24),
-        _beside_weights("kahan_stochastic", "Kahan compensation, stochastic", 26),
-        _modes(
-            "lion", "Lion, bf16 weights, fp32 masters", 20, _MASTER, against=(), kind="FusedLion"
-        ),
-        _modes(
-            "sgd",
-            "SGD with momentum, bf16 weights, fp32 masters",
-            20,
-            {**_MASTER, "momentum": 0.9},
-            against=(),
-            kind="FusedSGD",
-        ),
-        _in_blocks(
-            "blocks", ", 8-bit moments", 10, {**_NO_MASTER, **_BLOCKS}, *_OF_10_BYTES, te=True
-        ),
-        _in_blocks(
-            "blocks-nearest",
-            ", 8-bit moments",
-            10,
-            {**_NO_MASTER, **_NEAREST_BLOCKS},
-            *_OF_10_BYTES,
-            te=True,
-        ),
-        _in_blocks(
-            "remainder8_stochastic-blocks",
-            ", 8 more bits a weight, 8-bit moments",
-            12,
-            {"master_weights": True, "master_weight_dtype": "remainder8_stochastic", **_BLOCKS},
-            "flashoptim-8bit",
-        ),
-        _in_blocks(
-            "bf16-remainders-blocks",
-            ", 16 more bits a weight, 8-bit moments",
-            14,
-            {**_REMAINDERS, **_BLOCKS},
-            "flashoptim-8bit-32bit-master",
-        ),
-        _in_blocks(
-            "lion-blocks",
-            ", Lion with 8-bit momentum",
-            8,
-            {**_NO_MASTER, "exp_avg_dtype": "block_e4m3"},
-            "flashoptim-lion-8bit",
-            "bitsandbytes-lion-8bit",
-            kind="FusedLion",
-        ),
-        _in_blocks(
-            "sgd-blocks",
-            ", SGD with 8-bit momentum",
-            8,
-            {**_NO_MASTER, "momentum_buffer_dtype": "block_e4m3", "momentum": 0.9},
-            "flashoptim-sgd-8bit",
-            "bitsandbytes-sgd-8bit",
-            kind="FusedSGD",
-        ),
-        _in_blocks(
-            "blocks-4bit",
-            ", 4-bit moments",
-            8,
-            {**_NO_MASTER, **_BLOCKS_OF_4_BITS},
-            "torchao-4bit",
-        ),
-        _modes(
-            "fp32",
-            "fp32 weights",
-            28,
-            {},
-            against=("torch-fused-fp32", "torch-foreach-fp32", "apex-fp32"),
-            twins={"torch": "torch-fused-fp32"},
-            weight=torch.float32,
-        ),
-    )
-    for mode in modes
-}
+def _all() -> Iterator[Mode]:
+    yield from _as_transformer_engine("bf16", MASTER)
+    yield from _as_transformer_engine("bf16-remainders", REMAINDERS)
+    yield from _as_transformer_engine("bf16-moments", MASTER | _moments(torch.bfloat16))
+    remainders = REMAINDERS | _moments(torch.bfloat16)
+    yield from _modes("bf16-remainders-moments", remainders, "flashoptim-32bit-master")
+    yield from _as_transformer_engine("fp16-moments", MASTER | _moments(torch.float16))
+    yield from _as_transformer_engine("fp8-moments", MASTER | _moments(torch.float8_e4m3fn))
+    engine = "transformerengine-fp8"
+    yield from _float8("delayed", f"{engine}-delayed", f"{engine}-delayed-cast")
+    yield from _float8("current", f"{engine}-current")
+    yield from _float8("block_128x128", f"{engine}-block_128x128")
+    yield from _float8("mxfp8")
+    for recipe in RECIPES:
+        yield from _float8_alone(recipe)
+    formats = "bf16 weights without masters and bf16 moments, stochastic"
+    yield from _alone("stochastic", formats, 14, NO_MASTER | _moments("bfloat16_stochastic"))
+    formats = "bf16 weights, 24-bit masters, stochastic"
+    yield from _alone("remainder8_stochastic", formats, 24, REMAINDER8)
+    formats = "bf16 weights, Kahan compensation, stochastic"
+    yield from _alone("kahan_stochastic", formats, 26, KAHAN)
+    yield from _alone("lion", "Lion, bf16 weights, fp32 masters", 20, MASTER, "FusedLion")
+    formats = "SGD with momentum, bf16 weights, fp32 masters"
+    yield from _alone("sgd", formats, 20, MASTER | {"momentum": 0.9}, "FusedSGD")
+    te = {"te": None}
+    yield from _modes("blocks", NO_MASTER | BLOCKS, *OF_10_BYTES, twins=te)
+    yield from _modes("blocks-nearest", NO_MASTER | NEAREST_BLOCKS, *OF_10_BYTES, twins=te)
+    yield from _modes("remainder8_stochastic-blocks", REMAINDER8 | BLOCKS, "flashoptim-8bit")
+    peer = "flashoptim-8bit-32bit-master"
+    yield from _modes("bf16-remainders-blocks", REMAINDERS | BLOCKS, peer)
+    peers: tuple[str, ...] = ("flashoptim-lion-8bit", "bitsandbytes-lion-8bit")
+    options = {**NO_MASTER, "exp_avg_dtype": "block_e4m3"}
+    yield from _modes("lion-blocks", options, *peers, kind="FusedLion")
+    peers = ("flashoptim-sgd-8bit", "bitsandbytes-sgd-8bit")
+    options = {**NO_MASTER, "momentum_buffer_dtype": "block_e4m3", "momentum": 0.9}
+    yield from _modes("sgd-blocks", options, *peers, kind="FusedSGD")
+    yield from _modes("blocks-4bit", NO_MASTER | BLOCKS_OF_4_BITS, "torchao-4bit")
+    peers = ("torch-fused-fp32", "torch-foreach-fp32", "apex-fp32")
+    yield from _modes("fp32", {}, *peers, twins={"torch": peers[0]}, weight_dtype=torch.float32)
+
+
+MODES = {mode.name: mode for mode in _all()}

@@ -1,14 +1,89 @@
-"""What came out of a run, and how ours compares with the peers in it."""
+"""The cases of a run, what came out of them, and the table, record and pictures of that."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from megaopt.commands.bench.cases import Case
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.table import Table
+
 from megaopt.commands.bench.equality import Check
 from megaopt.commands.bench.measure import Figures
-from megaopt.commands.bench.modes import Mode
+from megaopt.commands.bench.modes import MODES, Mode
+from megaopt.commands.bench.peers import PEERS, Peer
+from megaopt.commands.bench.sets import HOST, SETS, TensorSet
+from megaopt.commands.console import make_table
+from megaopt.commands.regression.picture import save
+from megaopt.commands.toml_tables import require
 
-__all__ = ["Ratio", "Result", "ratios"]
+__all__ = ["Case", "Ratio", "Result", "draw", "ratios", "record_of", "select", "table_of"]
+
+HEADINGS = (
+    "case", "bits", ">B/param", ">held", ">ms", ">of copy", ">wall", ">new grads", ">launches",
+    ">scratch", "against: ours faster, ms / wall / new grads",
+)  # fmt: skip
+OURS, PEER, FAILED = "#3b6ea5", "#b4b4b4", "#a03030"
+BAR = 0.8
+GAP = 0.95
+"""Above a group of bars, for its heading."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: a set of tensors, and the optimizer that steps them."""
+
+    tensors: TensorSet
+    subject: Mode | Peer
+
+    @property
+    def name(self) -> str:
+        """The name in tables and records, "A/bf16"."""
+        return f"{self.tensors.name}/{self.subject.name}"
+
+
+def select(
+    sets: tuple[str, ...] = (), only: tuple[str, ...] = (), peers: Sequence[Peer] = ()
+) -> list[Case]:
+    """Return the cases of a run, set by set, a peer behind the modes that it is compared with.
+
+    fp8 weights are measured on sets whose tensors have shapes. HOST has no cases. No names mean
+    all; a mode brings those of the peers that it is against.
+
+    Raises:
+        ConfigError: A name is none of SETS, or none of MODES and PEERS; or all names are of fp8
+            weights, and no set has shapes.
+    """
+    for parameter, names, table in (
+        ("sets", sets, (*SETS, HOST)),
+        ("only", only, (*MODES, *PEERS)),
+    ):
+        for name in names:
+            require(name in table, parameter, name, f"of {', '.join(table)}")
+    modes = [mode for mode in MODES.values() if mode.name in (only or MODES)]
+    wanted = {*only, *(name for mode in modes for name in mode.against)}
+    chosen = [peer for peer in peers if not only or peer.name in wanted]
+    cases = [
+        Case(tensor_set, subject)
+        for tensor_set in SETS.values()
+        if tensor_set.name in (sets or SETS)
+        for subject in _in_order(modes, chosen)
+        if subject.weight is None or tensor_set.shapes
+    ]
+    if not cases and only and modes + chosen and {*sets} != {HOST}:
+        allowed = ", ".join(tensor_set.name for tensor_set in SETS.values() if tensor_set.shapes)
+        require(False, "sets", [*sets], f"of {allowed}, which have matrices for fp8 weights")
+    return cases
+
+
+def _in_order(modes: Sequence[Mode], peers: Sequence[Peer]) -> Iterator[Mode | Peer]:
+    last = {name: mode.name for mode in modes for name in mode.against}
+    for mode in modes:
+        yield mode
+        yield from (peer for peer in peers if last.get(peer.name) == mode.name)
+    yield from (peer for peer in peers if peer.name not in last)
 
 
 @dataclass(frozen=True)
@@ -59,3 +134,166 @@ def ratios(result: Result, results: Sequence[Result]) -> list[Ratio]:
         for name in subject.against
         if (theirs := measured.get(name)) is not None
     ]
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    """Return the figures as a table for the terminal."""
+    title = (
+        "the step against a same-run copy: bytes moved and held a parameter, ms on the device, "
+        "wall ms, wall ms with new gradients, MiB of scratch"
+    )
+    table = make_table(title, HEADINGS)
+    previous = None
+    for result in results:
+        if previous not in (None, result.case.tensors):
+            table.add_section()
+        previous = result.case.tensors
+        table.add_row(result.case.name, _bits(result), *_cells(result), _against(result, results))
+    return table
+
+
+def _bits(result: Result) -> str:
+    check = result.check
+    if check is None:
+        return ""
+    if check.difference is not None:
+        return "[red]differ[/red]"
+    if check.against is None:
+        return "unchecked"
+    return "✓ reference" if check.against == "reference" else "✓ peer"
+
+
+def _cells(result: Result) -> list[str]:
+    figures, size = result.figures, f"{result.bytes_per_parameter:.4g}"
+    if figures is None:
+        return [size, "", "[red]no speed[/red]", *[""] * 5]
+    return [
+        size,
+        f"{figures.held_bytes / figures.elements:.4g}",
+        f"{figures.step_ms:.3f}",
+        f"{figures.percent_of_copy:.1f}%",
+        f"{figures.wall_ms:.3f}",
+        f"{figures.wall_moved_ms:.3f}",
+        "unknown" if figures.launches is None else str(figures.launches),
+        f"{figures.scratch_bytes / 2**20:.1f}",
+    ]
+
+
+def _against(result: Result, results: Sequence[Result]) -> str:
+    return "\n".join(
+        f"{ratio.peer} {ratio.step:.2f}x / {ratio.wall:.2f}x / {ratio.wall_moved:.2f}x"
+        for ratio in ratios(result, results)
+    )
+
+
+def record_of(results: Sequence[Result]) -> dict[str, Any]:
+    """Return everything that was measured, ready for JSON."""
+    return {
+        "sets": {result.case.tensors.name: result.case.tensors.description for result in results},
+        "cases": [_case_record(result, results) for result in results],
+    }
+
+
+def _case_record(result: Result, results: Sequence[Result]) -> dict[str, Any]:
+    case, figures, check = result.case, result.figures, result.check
+    ours = isinstance(case.subject, Mode)
+    record: dict[str, Any] = {
+        "case": case.name,
+        "set": case.tensors.name,
+        "ours" if ours else "peer": case.subject.name,
+        "description": case.subject.description,
+        "bytes_per_parameter": result.bytes_per_parameter,
+        "problem": result.problem,
+    }
+    if isinstance(case.subject, Mode):
+        record["contract"] = case.subject.contract
+        if case.subject.recipe is not None:
+            recipe = case.subject.recipe
+            record |= {"scaling": recipe.scaling, "direct": recipe.direct}
+        record["checked_against"] = check.against if check else None
+        equal = None if check is None or check.against is None else check.difference is None
+        record["equal"] = equal
+    if figures is not None:
+        record |= asdict(figures) | {
+            "launches": figures.launches,
+            "copy_bandwidth": figures.copy_bandwidth,
+            "percent_of_copy": figures.percent_of_copy,
+        }
+        if ours:
+            record["times_faster_than"] = [asdict(ratio) for ratio in ratios(result, results)]
+    return record
+
+
+def draw(folder: Path, results: Sequence[Result], hardware: str | None) -> list[Path]:
+    """Draw percentages of a same-run copy as horizontal bars, into speed_<set>.png for each set.
+
+    Neighbours with one description stand together under it. Returns the files.
+    """
+    paths = []
+    for name in dict.fromkeys(result.case.tensors.name for result in results):
+        group = [result for result in results if result.case.tensors.name == name]
+        paths.append(folder / f"speed_{name}.png")
+        _draw_set(paths[-1], group, hardware)
+    return paths
+
+
+def _draw_set(path: Path, results: Sequence[Result], hardware: str | None) -> None:
+    rows, headings = _rows(results)
+    height = rows[-1] + 1
+    figure = Figure(figsize=(10, 1.5 + 0.24 * height), dpi=150)
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    # notes stand in one column, right of the line and of the longest bar
+    column = 3 + max([100.0, *(r.figures.percent_of_copy for r in results if r.figures)])
+    _draw_bars(axes, results, rows, column)
+    for row, heading in headings:
+        axes.text(1, row, heading, va="center", fontsize=8, color="#555555", style="italic")
+    axes.set_ylim(height - 0.4, -0.6)
+    axes.set_xlim(0, column + 55)
+    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlabel("bytes that the step must move / time, in percent of a same-run copy")
+    tensors = results[0].case.tensors
+    title = f"{tensors.name}, {hardware}: {tensors.description}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    patches = [Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries")]
+    figure.legend(handles=patches, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
+    save(path, figure)
+
+
+def _rows(results: Sequence[Result]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return the place of each bar from the top, and of each heading with its text."""
+    rows: list[float] = []
+    headings = []
+    row, previous = -1.0, ""
+    for result in results:
+        row += 1
+        heading = result.case.subject.description
+        if heading != previous:
+            headings.append((row + 0.15, heading))
+            row += GAP
+        rows.append(row)
+        previous = heading
+    return rows, headings
+
+
+def _draw_bars(axes: Axes, results: Sequence[Result], rows: Sequence[float], column: float) -> None:
+    colours = [OURS if isinstance(r.case.subject, Mode) else PEER for r in results]
+    speeds = [r.figures.percent_of_copy if r.figures else 0.0 for r in results]
+    axes.barh(rows, speeds, color=colours, height=BAR)
+    labels = [f"{r.case.subject.name} ({r.bytes_per_parameter:.4g} B)" for r in results]
+    axes.set_yticks(rows, labels, fontsize=8)
+    axes.axvline(100, color="#222222", linewidth=1, linestyle="--")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for row, result in zip(rows, results, strict=True):
+        colour = "black" if result.figures else FAILED
+        axes.text(column, row, _note(result), va="center", fontsize=8, color=colour)
+
+
+def _note(result: Result) -> str:
+    figures = result.figures
+    if figures is None:
+        return "no speed: see record.json"
+    times = f"{figures.step_ms:.3g} ms, wall {figures.wall_ms:.3g} ms"
+    unchecked = result.check is not None and result.check.against is None
+    return f"{figures.percent_of_copy:.0f}%  {times}{', bits unchecked' if unchecked else ''}"

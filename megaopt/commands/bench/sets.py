@@ -33,9 +33,8 @@ class TensorSet:
     def shrunk(self, elements: int, tensors: int = 64) -> "TensorSet":
         """Return a set in the proportions of this one, for a check in place of a measurement.
 
-        Args:
-            elements: At most about so many elements in all; every tensor keeps at least one.
-            tensors: At most how many tensors, taken evenly from the set.
+        It has at most about so many elements, one in each tensor at least, and at most so many
+        tensors, taken evenly from the set.
         """
         step = -(-len(self.sizes) // tensors)
         chosen = self.sizes[::step]

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaopt.commands import exits
-from megaopt.commands.bench.report import print_table
-from megaopt.commands.console import make_console
+from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.galore.errors import Finding, Setup, check_setup, measure_errors
 from megaopt.commands.toml_tables import ConfigError
 
@@ -73,11 +72,8 @@ def _title(setup: Setup) -> str:
 
 def _table(findings: Sequence[Finding]) -> Table:
     """Errors in parts of the norm of what fp64 gives."""
-    table = Table()
-    table.add_column("against fp64, by norm", no_wrap=True)
-    for heading in ("error", "torch's error", "bound", "error / bound"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    headings = ("against fp64, by norm", ">error", ">torch's error", ">bound", ">error / bound", "")
+    table = make_table(None, headings)
     for each in findings:
         shares = [f"{part / each.norm:.3g}" for part in (each.error, each.torchs, each.bound)]
         verdict = "within" if each.holds else "[red]BEYOND[/red]"

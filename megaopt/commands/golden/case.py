@@ -83,41 +83,34 @@ FLOAT8: dict[str, Float8Recipe] = {
 }
 """The recipes by name, and such with options."""
 
-VARIATIONS = {
-    "fp32-grad": "gradients in fp32, in decoupled_grad",
-    "bf16-grad": "gradients in bf16, in decoupled_grad",
-    "fp16-grad": "gradients in fp16, in decoupled_grad",
-    "fp32-values": "an fp8 weight that is fp32 to everybody, where others are bf16",
-    "fp16-values": "an fp8 weight that is fp16 to everybody",
-    "no-bias-correction": "bias_correction=False",
-    "capturable": "capturable=True",
-    "maximize": "maximize=True",
-    "late": "from step 99,990 on in the first group, from 4,090 on in the second",
-    "clip": "clip_norm, which every other step exceeds",
-    "grad-scale": "a GradScaler's scale, a power of two in some steps and not in others",
-    "overflow": "found_inf at some steps, under a GradScaler's scale",
-    "skip": "nonfinite='skip', with infinities and NaNs at some steps",
-    "nonfinite": "infinities and NaNs among the gradients, let through",
-    "nan": "NaNs among the gradients, let through",
-    "infinite": "infinities among the gradients, let through",
-    "round-scaled-grads": "round_scaled_grads=True",
-    "direct-cast": "direct_cast=True",
-    "rounded-cast": "direct_cast=False",
-    "external-masters": "master_weights is a list",
-    "external-write": "weights are written by somebody else after step 9",
-    "resume": "after step 10 from a state_dict, in a new optimizer with new parameters",
-}
-"""What may follow in a name, and what it means."""
-
-OPTIONS: dict[str, dict[str, Any]] = {
+VARIATIONS: dict[str, dict[str, Any]] = {
+    # gradients of this dtype, in decoupled_grad
+    "fp32-grad": {},
+    "bf16-grad": {},
+    "fp16-grad": {},
+    # what an fp8 weight is to everybody, where others are bf16
+    "fp32-values": {},
+    "fp16-values": {},
     "no-bias-correction": {"bias_correction": False},
     "capturable": {"capturable": True},
     "maximize": {"maximize": True},
-    "skip": {"nonfinite": "skip"},
+    "late": {},  # from step 99,990 on in the first group, from 4,090 on in the second
+    "clip": {},  # clip_norm, which every other step exceeds
+    "grad-scale": {},  # a GradScaler's scale, a power of two in some steps and not in others
+    "overflow": {},  # found_inf at some steps, under a GradScaler's scale
+    "skip": {"nonfinite": "skip"},  # with infinities and NaNs at some steps
+    # among the gradients, let through
+    "nonfinite": {},
+    "nan": {},
+    "infinite": {},
     "round-scaled-grads": {"round_scaled_grads": True},
     "direct-cast": {"direct_cast": True},
     "rounded-cast": {"direct_cast": False},
+    "external-masters": {},  # master_weights is a list
+    "external-write": {},  # weights are written by somebody else after step 9
+    "resume": {},  # after step 10 from a state_dict, in a new optimizer with new parameters
 }
+"""What may follow in a name, and the options that it adds."""
 
 
 def _dtypes(moments: str) -> list[str]:
@@ -211,7 +204,7 @@ class Case:
             **MASTERS[self.parts[3]],
         }
         for variation in self.parts[5:]:
-            found |= OPTIONS.get(variation, {})
+            found |= VARIATIONS[variation]
         return found
 
     def has(self, variation: str) -> bool:

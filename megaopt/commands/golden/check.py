@@ -1,34 +1,34 @@
-"""Steps the cases wherever this machine can, and compares with a record."""
+"""`megaopt verify`: steps the cases wherever this machine can, and compares with the record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from megaopt.commands import environment
+from megaopt.commands import environment, exits
+from megaopt.commands.console import make_console, make_table, print_table, step_progress
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
-from megaopt.commands.golden.record import Digests, Record
+from megaopt.commands.golden.record import Record, packaged, render
 from megaopt.commands.golden.run import run
+from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 
 DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch", "triton")
 """What a record says of the machine on which the part of NVIDIA GPUs was made."""
 
-EXAMPLE = "ieee/adamw/bf16*"
-"""A pattern that some cases match, for messages."""
 
-Advance = Callable[[], None]
-"""Called after each case."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Task:
-    """The cases of a part under one contract, with one backend on one device."""
+    """The cases of a part under one contract, with one backend on one device, and their outcome."""
 
     part: str
     contract: str
@@ -37,6 +37,9 @@ class Task:
     cases: Sequence[Case]
     reason: str | None
     """Why they are not checked here; None where they are."""
+    identical: int = 0
+    different: dict[str, str] = field(default_factory=dict)
+    """For each case the quantities that are not those of the record, or what went wrong."""
 
     @property
     def where(self) -> str:
@@ -44,14 +47,99 @@ class Task:
         return f"{self.backend} on {self.device.type}"
 
 
-@dataclass
-class Outcome:
-    """What became of a task."""
+def verify(
+    record: Path | None = None, only: Sequence[str] = (), backends: Sequence[str] = ()
+) -> int:
+    """Steps the cases of the record with every backend that works here, and compares.
 
-    task: Task
-    identical: int = 0
-    different: dict[str, str] = field(default_factory=dict)
-    """For each case the quantities that are not those of the record, or what went wrong."""
+    Args:
+        record: writes the file anew, here, and compares nothing.
+        only: patterns of the names of cases to check; none means all.
+        backends: the backends to check; none means all.
+
+    Returns:
+        0 where all that was checked is identical, or the record is written; 1 where something
+        differs.
+
+    Raises:
+        ConfigError: a pattern is of no case, a backend unknown, either stands beside `record`, or
+            nothing can be checked here.
+    """
+    console, chosen, old = make_console(), choose(only, backends), packaged()
+    if record is not None:
+        if only or backends:
+            raise ConfigError("record must stand without only and backends: a record is whole")
+        return _record(record, old, console)
+    tasks = plan(old, chosen, backends)
+    _check(tasks, old, console)
+    print_table(console, _table(tasks))
+    for task in tasks:
+        if task.reason is not None:
+            line = f"not checked here: {task.contract}, {task.where}: {task.reason}"
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    strays = {name: what for name, what in old.strays().items() if matches(name, only)}
+    return _report(tasks, strays, console)
+
+
+def _check(tasks: Sequence[Task], record: Record, console: Console) -> None:
+    checked = [task for task in tasks if task.reason is None]
+    cases = [(task, case) for task in checked for case in task.cases]
+    with step_progress(console) as progress:
+        for task, case in progress.track(cases, description="stepping cases"):
+            expected = record.digests[task.part][case.name]
+            different = what_differs(case, task.backend, task.device, expected)
+            if different is None:
+                task.identical += 1
+            else:
+                task.different[case.name] = different
+
+
+def _record(path: Path, old: Record, console: Console) -> int:
+    """Writes a record: any machine's part by the reference, a GPU's by its kernels.
+
+    What an NVIDIA GPU alone keeps stays as it was on a machine without one.
+    """
+    reason, digests, made_on = why_not_recorded(), {**old.digests}, old.made_on
+    places = {ANY_MACHINE: ("reference", torch.device("cpu"))}
+    if reason is None:
+        places[NVIDIA_GPU] = ("triton", torch.device("cuda", 0))
+        made_on = {name: environment.describe()[name] for name in DESCRIBED}
+    with step_progress(console) as progress:
+        for part, place in places.items():
+            cases = progress.track(CASES[part], description="stepping cases")
+            digests[part] = {case.name: run(case, *place) for case in cases}
+    path.write_text(render(Record(digests, made_on)), encoding="utf-8")
+    console.print(f"written: {path}", soft_wrap=True, highlight=False, markup=False)
+    if reason is not None:
+        console.print(f"{NVIDIA_GPU}: left as it was, {reason}", soft_wrap=True, markup=False)
+    return exits.DONE
+
+
+def _table(tasks: Sequence[Task]) -> Table:
+    headings = ("part", "contract", "backend", ">cases", ">identical", ">different", ">unchecked")
+    table = make_table("the golden record", headings)
+    for task in tasks:
+        count, different = len(task.cases), len(task.different)
+        left_out = count - task.identical - different
+        shown = f"[red]{different}[/]" if different else "0"
+        counts = (str(count), str(task.identical), shown, str(left_out))
+        table.add_row(task.part, task.contract, task.where, *counts)
+    return table
+
+
+def _report(tasks: Sequence[Task], strays: Mapping[str, str], console: Console) -> int:
+    different = [
+        f"{name}: {what} ({task.where})" for task in tasks for name, what in task.different.items()
+    ]
+    different += [f"{name}: {what}" for name, what in strays.items()]
+    for line in different:
+        console.print(f"[red]different[/]: {escape(line)}", soft_wrap=True, highlight=False)
+    if different:
+        return exits.DIFFERENT
+    if not any(task.identical for task in tasks):
+        raise ConfigError("nothing was checked here")
+    console.print("[green]identical[/]: all that was checked here, bit for bit")
+    return exits.DONE
 
 
 def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]]:
@@ -62,18 +150,14 @@ def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]
         backends: checked only.
 
     Raises:
-        ValueError: a pattern is that of no case, or a backend is none.
+        ConfigError: a pattern is that of no case, or a backend is none.
     """
     for backend in backends:
-        if backend not in BACKENDS:
-            raise ValueError(f"backends must be of {', '.join(BACKENDS)}, got {backend!r}")
+        require(backend in BACKENDS, "backends", backend, f"of {', '.join(BACKENDS)}")
     names = [case.name for cases in CASES.values() for case in cases]
+    words = f"a pattern of one of the {len(names)} names of cases, as 'ieee/adamw/bf16*' is"
     for pattern in only:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"only must match one of the {len(names)} names of cases, as {EXAMPLE!r} does, "
-                f"got {pattern!r}"
-            )
+        require(any(fnmatchcase(name, pattern) for name in names), "only", pattern, words)
     return {
         part: [case for case in cases if matches(case.name, only)] for part, cases in CASES.items()
     }
@@ -120,9 +204,11 @@ def _devices(contract: str) -> list[torch.device]:
 def _why_not(
     record: Record, part: str, contract: str, backend: str, device: torch.device
 ) -> str | None:
-    reason = why_not(backend, CONTRACTS[contract], device)
-    if reason is not None:
-        return reason
+    return why_not(backend, CONTRACTS[contract], device) or why_not_compared(record, part)
+
+
+def why_not_compared(record: Record, part: str) -> str | None:
+    """Why digests made here cannot be those of a part of the record; None where they must be."""
     if not record.is_recorded(part):
         return "not recorded yet"
     if part == ANY_MACHINE:
@@ -134,43 +220,26 @@ def _why_not(
     return None
 
 
-def check(task: Task, recorded: Digests, advance: Advance) -> Outcome:
-    """Steps the cases of a task that can be checked here."""
-    outcome = Outcome(task)
-    for case in task.cases:
-        difference = _difference(case, task, recorded)
-        if difference is None:
-            outcome.identical += 1
-        else:
-            outcome.different[case.name] = difference
-        advance()
-    return outcome
+def what_differs(
+    case: Case, backend: str, device: torch.device, expected: Mapping[str, str] | None
+) -> str | None:
+    """The quantities of a case that are not as expected, or the error; None asks for steps alone.
 
-
-def _difference(case: Case, task: Task, recorded: Digests) -> str | None:
+    Args:
+        case: what is stepped.
+        backend: "triton" or "reference".
+        device: where.
+        expected: digests by quantity; None where they are not known.
+    """
     try:
-        found = run(case, task.backend, task.device)
+        found = run(case, backend, device)
     # a step that fails where it did not is what this looks for
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    expected = recorded[case.name]
+    if expected is None:
+        return None
     quantities = dict.fromkeys((*expected, *found))
     return ", ".join(q for q in quantities if found.get(q) != expected.get(q)) or None
-
-
-def record_anew(old: Record, advance: Advance) -> Record:
-    """A record of what is here: any machine's part by the reference, a GPU's by its kernels.
-
-    What an NVIDIA GPU alone keeps stays as it was on a machine without one.
-    """
-    cpu, cases = torch.device("cpu"), CASES[ANY_MACHINE]
-    digests = {**old.digests, ANY_MACHINE: _recorded(cases, "reference", cpu, advance)}
-    made_on = old.made_on
-    if why_not_recorded() is None:
-        gpu = torch.device("cuda", 0)
-        digests[NVIDIA_GPU] = _recorded(CASES[NVIDIA_GPU], "triton", gpu, advance)
-        made_on = {name: environment.describe()[name] for name in DESCRIBED}
-    return Record(digests, made_on)
 
 
 def why_not_recorded() -> str | None:
@@ -179,13 +248,3 @@ def why_not_recorded() -> str | None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
     reasons = (why_not("triton", CONTRACTS[name], device) for name in sorted(contracts))
     return next((reason for reason in reasons if reason is not None), None)
-
-
-def _recorded(
-    cases: Sequence[Case], backend: str, device: torch.device, advance: Advance
-) -> Digests:
-    found = {}
-    for case in cases:
-        found[case.name] = run(case, backend, device)
-        advance()
-    return found

@@ -15,13 +15,7 @@ from torch import Tensor
 import megaopt
 from megaopt.commands.bits import as_integers
 from megaopt.commands.golden.case import Case
-from megaopt.commands.golden.tensors import (
-    copies,
-    gradient,
-    parameters,
-    select,
-    specs_of,
-)
+from megaopt.commands.golden.tensors import copies, gradient, parameters, select, specs_of
 from megaopt.float8 import Float8Weight
 from megaopt.optimizer import FusedOptimizer
 
@@ -30,26 +24,12 @@ WRITE, RESUME = 9, 10
 """After which steps weights are written by somebody else, and the run goes on from a state dict."""
 
 GROUPS: tuple[dict[str, Any], ...] = (
-    {
-        "lr": 2e-3,
-        "betas": (0.9, 0.95),
-        "eps": 1e-5,
-        "weight_decay": 0.1,
-        "momentum": 0.9,
-        "dampening": 0.3,
-        "scale": 0.3,
-    },
+    {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "momentum": 0.9,
+     "dampening": 0.3, "scale": 0.3},
     # of few bits, so that results are often halfway between two numbers of a 16-bit format
-    {
-        "lr": 2.0**-4,
-        "betas": (0.75, 0.875),
-        "eps": 2.0**-10,
-        "weight_decay": 2.0**-3,
-        "momentum": 0.75,
-        "dampening": 0.25,
-        "scale": 0.25,
-    },
-)
+    {"lr": 2.0**-4, "betas": (0.75, 0.875), "eps": 2.0**-10, "weight_decay": 2.0**-3,
+     "momentum": 0.75, "dampening": 0.25, "scale": 0.25},
+)  # fmt: skip
 LATE_STEPS = (99_990, 4_090)
 CLIP_NORMS = (100.0, 10_000.0)
 """Even steps are clipped, odd ones stay below."""

@@ -40,7 +40,6 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
     Raises:
         ConfigError: the config or perturb is wrong, or a variant cannot run here.
         SourceError: MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout.
-        CorpusError: the text is too short for the config's context.
         RankError, ResumeError: a process of a variant failed.
         OSError: the record or the picture cannot be written.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megaopt.commands.bits import Snapshot, loss_bits
-from megaopt.commands.config import ConfigError, FusedVariant, GaLoreVariant, RunConfig, Variant
+from megaopt.commands.config import FusedVariant, GaLoreVariant, RunConfig, Variant
 from megaopt.commands.regression.compare import (
     Difference,
     Mismatch,
@@ -22,7 +22,7 @@ from megaopt.commands.regression.resume import save_trainer
 from megaopt.commands.regression.single import FreshRun
 from megaopt.commands.regression.variants import build_trainer
 from megaopt.commands.regression.workers import WorkerGroup, WorkerTrainer, variants_with_ranks
-from megaopt.commands.toml_tables import require
+from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.commands.training.text import Batches
 from megaopt.commands.training.trainer import Trainer
 

@@ -33,7 +33,7 @@ def made_with(
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             **{key: value for key, value in described.items() if key not in VERSIONS},
         },
-        "config": dataclasses.asdict(run),
+        "config": run.model_dump(),
         "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
     }
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from megaopt.commands.bits import Snapshot, pack, unpack
-from megaopt.commands.config import ConfigError, RunConfig, Variant
+from megaopt.commands.config import RunConfig, Variant
 from megaopt.commands.regression.outputs import about_file
+from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.trainer import Trainer
 from megaopt.saving import checkpoint
 

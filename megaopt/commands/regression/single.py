@@ -12,14 +12,7 @@ import torch
 
 from megaopt.commands import exits
 from megaopt.commands.bits import Snapshot
-from megaopt.commands.config import (
-    ConfigError,
-    FusedVariant,
-    GaLoreVariant,
-    RunConfig,
-    Variant,
-    read_config,
-)
+from megaopt.commands.config import FusedVariant, GaLoreVariant, RunConfig, Variant, read_config
 from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.outputs import require_place
 from megaopt.commands.regression.processes import Processes, print_into, printed
@@ -30,7 +23,7 @@ from megaopt.commands.regression.resume import (
     save_trainer,
 )
 from megaopt.commands.regression.variants import build_trainer
-from megaopt.commands.toml_tables import MOST, require
+from megaopt.commands.toml_tables import MOST, ConfigError, require
 from megaopt.commands.training.determinism import choose_device, deterministic
 from megaopt.commands.training.limits import require_room
 from megaopt.commands.training.text import Batches, batches_of, load_corpus
@@ -79,7 +72,6 @@ def train(
         ConfigError: the config, variant, steps, save or result is wrong, or the checkpoint is of
             another run.
         CheckpointError: the checkpoint cannot be read.
-        CorpusError: the text is too short for the config's context.
         OSError: a file cannot be written.
     """
     config = read_config(config_path)

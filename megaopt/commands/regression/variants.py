@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 
 from megaopt.commands.config import (
-    ConfigError,
     FusedVariant,
     GaLoreVariant,
     PeerVariant,
@@ -25,6 +24,7 @@ from megaopt.commands.regression.fused import FusedWeights
 from megaopt.commands.regression.galore import GaLoreWeights
 from megaopt.commands.regression.peer import PeerWeights
 from megaopt.commands.regression.unfused import UnfusedAdam
+from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.model import GPT, build_model
 from megaopt.commands.training.trainer import Trainer, WeightOwner
 

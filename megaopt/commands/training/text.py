@@ -1,8 +1,12 @@
-"""The text to train on, as bytes: the same on every machine and with every Python."""
+"""The text to train on, as bytes: the same on every machine and with every Python.
+
+English-looking sentences, drawn from a grammar.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megaopt.commands.training.sentences import sentences
+from megaopt.commands.toml_tables import require
 
 if TYPE_CHECKING:
     from megaopt.commands.config import RunConfig
@@ -18,9 +22,80 @@ if TYPE_CHECKING:
 
 SEED, LENGTH = 1, 2**20
 
+# a name in capitals stands for one of its entries
+PHRASES = {
+    "TEXT": ["SENTENCE SENTENCE\n", "SENTENCE SENTENCE SENTENCE\n", "SENTENCE\n"],
+    "SENTENCE": [
+        "CLAUSE.", "CLAUSE, LINK CLAUSE.", "HOW CLAUSE.", "AT THING, CLAUSE.", "CLAUSE; CLAUSE.",
+        "LINK CLAUSE, CLAUSE.", "is it that CLAUSE?", "CLAUSE, which WAS KIND.",
+    ],
+    "CLAUSE": [
+        "THING DID THING", "THING DID THING AT THING", "THING WAS KIND", "THING DID THING HOW",
+        "THING AT THING WAS KIND", "THING WAS KIND LINK KIND", "THING that DID THING DID THING",
+    ],
+    "THING": ["THE NOUN", "THE KIND NOUN", "THE NOUN of THE NOUN", "THE KIND, KIND NOUN"],
+}  # fmt: skip
+WORDS = {
+    "THE": "the a this that every another some no each one our their",
+    "KIND": (
+        "old new small large long first last quiet early dark young clear open deep broken heavy "
+        "bright narrow common strange empty simple cold slow warm hidden round careful wooden "
+        "distant patient green sudden golden honest hollow gentle ancient crooked"
+    ),
+    "NOUN": (
+        "man house day water hand year river night door word road city child letter morning light "
+        "ship voice table winter garden machine story field window stone harbour market bridge "
+        "teacher number engine forest captain island village lamp summer horse doctor mountain "
+        "clock station painter valley engineer museum library orchard lantern question answer "
+        "carpenter journey mirror railway kitchen shepherd signal cathedral"
+    ),
+    "DID": (
+        "saw found took kept made held followed left knew opened brought carried heard turned "
+        "remembered watched crossed built moved reached covered changed drew answered closed "
+        "counted measured mended gathered forgot described surrounded repeated borrowed"
+    ),
+    "WAS": "was became seemed remained looked grew stayed felt",
+    "AT": "in on from with under over near behind beside beyond across toward against",
+    "HOW": (
+        "again then often slowly never always quickly soon almost quietly suddenly together "
+        "perhaps carefully rarely yesterday gladly"
+    ),
+    "LINK": "and but while because when so although before until where",
+}
+GRAMMAR = PHRASES | {name: words.split() for name, words in WORDS.items()}
+NAME = re.compile("[A-Z]+")
 
-class CorpusError(ValueError):
-    """There is too little text to train on."""
+
+class _Writer:
+    """Draws by a linear congruential generator of 64 bits (Knuth's), in whole numbers alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = seed
+
+    def below(self, count: int) -> int:
+        """From 0 to count - 1."""
+        self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (self.state >> 32) * count >> 32
+
+    def write(self, name: str) -> str:
+        """One of the entries of a name, the first of them more often, with its names written."""
+        entries = GRAMMAR[name]
+        entry = entries[self.below(1 + self.below(len(entries)))]
+        return NAME.sub(lambda found: self.write(found[0]), entry)
+
+
+def sentences(seed: int, length: int) -> str:
+    """Lines of sentences.
+
+    Args:
+        seed: an integer >= 0; another seed, another text.
+        length: number of characters, all of them ASCII: the last sentence is cut there.
+    """
+    writer, written, lines = _Writer(seed), 0, []
+    while written < length:
+        lines.append(writer.write("TEXT"))
+        written += len(lines[-1])
+    return "".join(lines)[:length]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +127,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         length = self.corpus.tokens.numel()
-        if length <= self.context:
-            raise CorpusError(
-                f"context must be less than the {length} bytes of the text, got {self.context}"
-            )
+        allowed = f"less than the {length} bytes of the text"
+        require(length > self.context, "context", self.context, allowed)
 
     def at(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of a step, int64 of shape (batch_size, context), on the CPU.

@@ -12,7 +12,6 @@ from megaopt.commands.regression.processes import RankError
 from megaopt.commands.regression.single import ResumeError
 from megaopt.commands.source import SourceError
 from megaopt.commands.toml_tables import ConfigError
-from megaopt.commands.training.text import CorpusError
 from megaopt.saving.checkpoint import CheckpointError
 
 HINT = "(please report it; MEGAOPT_DEBUG=1 shows the traceback)"
@@ -35,7 +34,7 @@ def ended_by(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "kind", [ConfigError, CheckpointError, CorpusError, RankError, ResumeError, SourceError]
+    "kind", [ConfigError, CheckpointError, RankError, ResumeError, SourceError]
 )
 def test_an_error_for_users_is_its_message(ended_by, kind):
     assert ended_by(kind("steps must be 1, got 2")) == (2, "megaopt: steps must be 1, got 2\n")

@@ -14,8 +14,8 @@ from mutants import mutant
 from megaopt import kernels
 from megaopt.commands.bench.instance import bytes_per_step
 from megaopt.commands.bench.measure import Figures
-from megaopt.commands.galore import bench, cases
-from megaopt.commands.galore.cases import floor_bytes
+from megaopt.commands.galore import bench
+from megaopt.commands.galore.bench import floor_bytes
 from megaopt.commands.galore.errors import (
     GROUP,
     KERNELS,
@@ -24,8 +24,8 @@ from megaopt.commands.galore.errors import (
     check_setup,
     compared,
     measure_errors,
+    plain_step,
 )
-from megaopt.commands.galore.plain import plain_step
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.matrix import galore, launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT
@@ -242,7 +242,7 @@ def bench_on_cpu(monkeypatch):
     monkeypatch.setattr(bench, "why_not", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(cases, "check_setup", lambda setup, device: check_setup(setup, CPU))
+    monkeypatch.setattr(bench, "check_setup", lambda setup, device: check_setup(setup, CPU))
     monkeypatch.setattr(bench, "Copy", lambda device: None)
     monkeypatch.setattr(bench, "product_speed", lambda device, precision: 1e9)
     monkeypatch.setattr(bench, "measure", stepped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from megaopt.commands.regression.megatron.config import MegatronRun, MegatronVariant, StockVariant
@@ -50,10 +49,9 @@ class Trial:
 def settings(variant: MegatronVariant) -> MegatronVariant:
     """The variant without what does not change its arithmetic in an unbroken run."""
     if isinstance(variant, StockVariant):
-        variant = dataclasses.replace(variant, cast_after_load=False)
-    return dataclasses.replace(
-        variant, name="", baseline=None, runs=1, resume_after=None, resume_ranks=None
-    )
+        variant = variant.model_copy(update={"cast_after_load": False})
+    own = {"name": "", "baseline": None, "runs": 1, "resume_after": None, "resume_ranks": None}
+    return variant.model_copy(update=own)
 
 
 def runs_of(variant: MegatronVariant) -> list[tuple[str, str | None]]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.compare import Difference, earliest
 from megaopt.commands.regression.megatron.config import MegatronRun, StockVariant
 from megaopt.commands.regression.megatron.group import run_group
@@ -21,7 +20,7 @@ from megaopt.commands.regression.megatron.result import (
     read_result,
 )
 from megaopt.commands.regression.processes import RankError
-from megaopt.commands.toml_tables import require
+from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.commands.training.limits import count_parameters, require_memory
 from megaopt.commands.training.text import Corpus
 

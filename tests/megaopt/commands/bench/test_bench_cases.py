@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from megaopt.commands.bench.cases import select
 from megaopt.commands.bench.instance import Instance, build, bytes_held, bytes_per_step
 from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS
+from megaopt.commands.bench.results import select
 from megaopt.commands.bench.sets import SETS, TensorSet
 from megaopt.float8 import Float8Weight
 
@@ -103,9 +103,13 @@ def test_a_mode_brings_its_peers_and_stands_before_them() -> None:
 @pytest.mark.parametrize(
     ("sets", "only", "message"),
     [
-        (("A", "D"), (), r"sets=\['D'\]: unknown; allowed are A, B, C, llama70b-64, "),
-        ((), ("fp8",), r"only=\['fp8'\]: unknown; allowed are bf16, "),
-        (("C",), ("fp8-mxfp8",), r"sets=\['C'\]: no matrices .* allowed are A, B, moe64, gpt2"),
+        (("A", "D"), (), r"sets must be of A, B, C, llama70b-64, .*, got 'D'"),
+        ((), ("fp8",), r"only must be of bf16, .*, got 'fp8'"),
+        (
+            ("C",),
+            ("fp8-mxfp8",),
+            r"sets must be of A, B, moe64, gpt2, .*, got \['C'\]",
+        ),
     ],
 )
 def test_select_refuses_unknown_names(sets, only, message) -> None:

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from megaopt.commands.bench import command
-from megaopt.commands.bench.cases import Case, select
 from megaopt.commands.bench.command import main
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS, Peer
-from megaopt.commands.bench.results import Result
+from megaopt.commands.bench.results import Case, Result, select
 from megaopt.commands.bench.sets import SETS
 from megaopt.commands.source import describe_source
 from megaopt.commands.toml_tables import ConfigError
@@ -73,6 +72,9 @@ def test_peers_are_measured_unless_refused(
     record = json.loads((tmp_path / "record.json").read_text())
     assert [case["case"] for case in record["cases"]] == [case.name for case in seen]
     assert record["source"] == describe_source()
+    assert record["libraries"] == ({"apex": "1.0", "torch": "1.0"} if peers else {})
+    assert record["skipped"] == {}
+    assert record["command"].startswith("megaopt")
     assert (tmp_path / "speed_A.png").exists()
 
 

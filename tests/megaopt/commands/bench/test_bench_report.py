@@ -12,16 +12,15 @@ import torch
 from rich.console import Console
 from torch.autograd import DeviceType
 
-from megaopt.commands.bench import host
-from megaopt.commands.bench.cases import Case, select
+from megaopt.commands.bench import command
+from megaopt.commands.bench.command import HostFigures, host_record, host_table, measure_host
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.host import HostFigures, host_record, host_table, measure_host
 from megaopt.commands.bench.measure import Figures, count_device_work
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.peers import PEERS
-from megaopt.commands.bench.report import print_table, record_of, table_of
-from megaopt.commands.bench.results import Ratio, Result, ratios
+from megaopt.commands.bench.results import Case, Ratio, Result, ratios, record_of, select, table_of
 from megaopt.commands.bench.sets import HOST, SETS
+from megaopt.commands.console import print_table
 from megaopt.saving.files import write_json
 
 FIGURES = Figures(
@@ -52,8 +51,6 @@ RESULTS = [
     Result(A_FP32, None, "differs from ...", Check("torch-fused-fp32", "step 1, tensor 0")),
     Result(C_BF16, replace(FIGURES, kernels={}), None, Check(None)),
 ]
-SOURCE = {"commit": "ab" * 20, "dirty": False}
-HERE = {"gpu": "a card", "cuda_driver": None}
 
 
 def test_percent_and_bandwidth() -> None:
@@ -91,13 +88,8 @@ def test_ratios_are_to_the_peers_of_the_same_set() -> None:
 
 
 def test_record_holds_every_figure(tmp_path: Path) -> None:
-    libraries, skipped = {"transformer_engine": "2.20.2"}, {"apex": "apex is not installed"}
-    record = record_of(RESULTS, SOURCE, HERE, "megaopt bench", libraries, skipped)
-    write_json(tmp_path / "record.json", record)
+    write_json(tmp_path / "record.json", record_of(RESULTS))
     record = json.loads((tmp_path / "record.json").read_text())
-    assert (record["source"], record["environment"]) == (SOURCE, HERE)
-    assert record["command"] == "megaopt bench"
-    assert (record["libraries"], record["skipped"]) == (libraries, skipped)
     assert set(record["sets"]) == {"A", "C"}
     good, peer, bad, unknown = record["cases"]
     assert (good["case"], good["ours"], good["contract"]) == ("A/bf16", "bf16", "ieee")
@@ -148,7 +140,7 @@ def test_narrow_terminal_cuts_nothing_off() -> None:
 
 
 def test_both_are_measured_for_each_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "STEPS", 2)
+    monkeypatch.setattr(command, "HOST_STEPS", 2)
     found = measure_host(torch.device("cpu"), (2, 5), backend="reference")
     assert [each.tensors for each in found] == [2, 5]
     assert select((HOST,), ("bf16",)) == []  # it has no cases of its own

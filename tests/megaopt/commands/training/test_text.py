@@ -3,7 +3,8 @@ import hashlib
 import pytest
 import torch
 
-from megaopt.commands.training.text import Batches, Corpus, CorpusError, load_corpus
+from megaopt.commands.toml_tables import ConfigError
+from megaopt.commands.training.text import Batches, Corpus, load_corpus
 
 TEXT = "0fc370a38b7c23b9b6bc4b1ac25226ee4daff1f5824f33e605c1e52f8eb6d6c2"
 
@@ -44,6 +45,6 @@ def test_targets_are_the_bytes_that_follow():
 
 def test_a_corpus_of_one_sequence_less_a_byte_is_refused():
     with pytest.raises(
-        CorpusError, match="context must be less than the 16 bytes of the text, got 16"
+        ConfigError, match="context must be less than the 16 bytes of the text, got 16"
     ):
         batches_of(0, length=16)

@@ -1,0 +1,1 @@
+"""Two runs, the same bits: digests of tensors."""

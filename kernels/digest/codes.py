@@ -42,7 +42,7 @@ def codes_of(tensor: torch.Tensor) -> torch.Tensor:
     if own.is_complex():
         own = torch.view_as_real(own.resolve_conj())
     own = own.resolve_neg().contiguous()
-    return own.view(WHOLE[own.element_size()])
+    return own.view(WHOLE[own.itemsize])
 
 
 def count_of(tensor: torch.Tensor) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megaopt.kernels.backends import default_backend
 from megaopt.kernels.digest.codes import LAST_PLACE, WHOLE, count_of, initial, place_of_codes
+from megaopt.kernels.digest.launch import DigestPlan
 from megaopt.kernels.digest.reference import add_reference
 from megaopt.kernels.place import Place, place_of_box
 from megaopt.options.checks import is_dense, refuse
@@ -103,8 +106,9 @@ class Digester:
         if len(devices) > 1:
             refuse("tensors", "on one device", devices)
         self.device = devices[0] if devices else torch.device("cpu")
-        self.places = list(places)
         self._initial = initial([*map(count_of, own)], self.device)
+        launches = bool(own) and default_backend(self.device) == "triton"
+        self._add = DigestPlan(own, places).add if launches else partial(add_reference, places)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The digests of tensors of the shapes and dtypes that the digester was made for.
@@ -113,7 +117,7 @@ class Digester:
             int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
         """
         out = self._initial.clone()
-        add_reference([local_of(tensor) for tensor in tensors], self.places, out)
+        self._add([local_of(tensor) for tensor in tensors], out)
         return out
 
 

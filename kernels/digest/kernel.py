@@ -1,0 +1,227 @@
+"""The digest in one launch over any number of tensors, of mixed dtypes.
+
+A thread takes 8 elements that follow each other, which lie in one row: their sum of bits times
+factors of columns is made without the row's factor. The factors of columns are the same in all
+blocks of a chunk, and stay in registers. Lanes are reduced once a program; the atomics are of whole
+numbers, so that their order does not show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megaopt.kernels.chunks.blocks import load_block
+from megaopt.kernels.chunks.chunk import Column, chunk_of, entry, place_of
+from megaopt.kernels.chunks.rows import FIRST_ELEMENT, GRAD, RUN, RUN_STRIDE
+from megaopt.kernels.chunks.table import Geometry
+from megaopt.kernels.digest import codes
+from megaopt.kernels.optional_triton import helper, jit, tl
+
+ROW: tl.constexpr = tl.constexpr(codes.ROW)
+ROW_BITS: tl.constexpr = tl.constexpr(codes.ROW.bit_length() - 1)
+WIDTH: tl.constexpr = tl.constexpr(8)
+"""Elements that a thread takes at a time: a divisor of ROW."""
+
+# Rows of the table where the step's has what a digest does not need.
+OF_KIND: tl.constexpr = tl.constexpr(1)
+"""The number of the tensor's kind."""
+MASK: tl.constexpr = tl.constexpr(2)
+PATTERN: tl.constexpr = tl.constexpr(3)
+
+ELEMENTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
+"""For each size in bytes the Triton type that a kernel reads."""
+
+
+@dataclass(frozen=True, order=True)
+class Kind:
+    """What tensors have in common that are read by the same code."""
+
+    size: int
+    """Bytes of an element."""
+    scattered: bool
+    """8 elements, from a chunk's first on, may be of several rows."""
+
+    @property
+    def number(self) -> int:
+        """Another for each kind."""
+        return self.size + 16 * self.scattered
+
+    @property
+    def element(self) -> Any:
+        """The Triton type."""
+        return ELEMENTS[self.size]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a launch is compiled for: a kind that is not there would cost registers."""
+
+    kinds: tuple[Kind, ...]
+    geometry: Geometry
+    """Blocks are whole rows."""
+
+    @property
+    def count(self) -> int:
+        """How many kinds there are."""
+        return len(self.kinds)
+
+
+@helper
+def factors(number):
+    """The odd factors of both lanes, int64, of numbers, uint32."""
+    mixed = number + 0x9E3779B9
+    mixed = (mixed ^ (mixed >> 16)) * 0x21F0AAAD
+    mixed = (mixed ^ (mixed >> 15)) * 0x735A2D97
+    mixed = mixed ^ (mixed >> 15)
+    second = mixed * 0x9E3779B1
+    return (mixed | 1).to(tl.int64), ((second ^ (second >> 16)) | 1).to(tl.int64)
+
+
+@helper
+def column_factors(place):
+    """The factors of places' columns; place: any integers, of which the lower bits count."""
+    return factors((place.to(tl.uint32) % ROW) + 0x80000000)
+
+
+@helper
+def products(bits, columns, ELEMENT: tl.constexpr):
+    """int64, the bits times the factors of columns, in both lanes."""
+    column0, column1 = columns
+    if ELEMENT.primitive_bitwidth == 64:
+        lower, upper = bits & 0xFFFFFFFF, (bits >> 32) & 0xFFFFFFFF
+        lane0 = lower * column0 + upper * column1
+        lane1 = lower * column1 + upper * (2 * column0)
+    else:
+        # unsigned: 32 bits times 32 bits with a sum of 64 is one instruction
+        word = bits.to(tl.int64)
+        lane0, lane1 = word * column0, word * column1
+    return lane0, lane1
+
+
+@helper
+def nonfinite_of(bits, patterns):
+    """int32 [rows], how many of each row's elements are infinities and NaNs."""
+    mask, pattern = patterns
+    return tl.sum(((bits & mask) == pattern).to(tl.int32), 1)
+
+
+@helper
+def add_rows(sums, bits, row, columns, patterns, ELEMENT: tl.constexpr):
+    """The sums of threads with those of a tile; row: uint32 [rows]."""
+    lane0, lane1, count = sums
+    product0, product1 = products(bits, columns, ELEMENT)
+    factor0, factor1 = factors(row)
+    lane0 += tl.sum(product0, 1) * factor0
+    lane1 += tl.sum(product1, 1) * factor1
+    return lane0, lane1, count + nonfinite_of(bits, patterns)
+
+
+@helper
+def add_scattered(sums, bits, place, patterns, ELEMENT: tl.constexpr):
+    """The same where each element has a place of its own; place: int64 [rows, WIDTH]."""
+    lane0, lane1, count = sums
+    product0, product1 = products(bits, column_factors(place), ELEMENT)
+    factor0, factor1 = factors((place >> ROW_BITS).to(tl.uint32))
+    lane0 += tl.sum(product0 * factor0, 1)
+    lane1 += tl.sum(product1 * factor1, 1)
+    return lane0, lane1, count + nonfinite_of(bits, patterns)
+
+
+@helper
+def places_of(column, index):
+    """The places of a tensor's elements, of which it has runs."""
+    stride, run = entry(column, RUN_STRIDE), entry(column, RUN)
+    return entry(column, FIRST_ELEMENT) + index // run * stride + index % run
+
+
+@helper
+def no_sums(BLOCK: tl.constexpr):
+    """Each thread's sums: int64 [rows] of both lanes, int32 [rows] of what is not finite."""
+    zero = tl.zeros((BLOCK // WIDTH,), tl.int64)
+    return zero, zero, zero.to(tl.int32)
+
+
+@helper
+def chunk_of_rows(column, start, elements, unmasked, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of a chunk in whose rows the elements have places one behind another."""
+    patterns = entry(column, MASK).to(ELEMENT), entry(column, PATTERN).to(ELEMENT)
+    ptr = entry(column, GRAD).to(tl.pointer_type(ELEMENT)) + start
+    place = entry(column, FIRST_ELEMENT) + start
+    first_row = (place >> ROW_BITS).to(tl.uint32)
+    rows = tl.arange(0, BLOCK // WIDTH) * WIDTH
+    tile = rows[:, None] + tl.arange(0, WIDTH)[None, :]
+    # from the beginning of the chunk's first row, where they are 32-bit
+    rows = (rows + (place % ROW).to(tl.int32)).to(tl.uint32)
+    columns = column_factors(place + tile)
+    sums = no_sums(BLOCK)
+    index = tl.zeros((), tl.int32)
+    while index < unmasked:
+        bits = load_block(ptr, index * BLOCK + tile, None)
+        row = first_row + ((rows + index * BLOCK) >> ROW_BITS)
+        sums = add_rows(sums, bits, row, columns, patterns, ELEMENT)
+        index += 1
+    while index * BLOCK < elements:
+        offsets = index * BLOCK + tile
+        bits = load_block(ptr, offsets, offsets < elements)
+        row = first_row + ((rows + index * BLOCK) >> ROW_BITS)
+        sums = add_rows(sums, bits, row, columns, patterns, ELEMENT)
+        index += 1
+    return sums
+
+
+@helper
+def scattered_chunk(column, start, elements, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of a chunk of a tensor that begins anywhere, or has runs."""
+    patterns = entry(column, MASK).to(ELEMENT), entry(column, PATTERN).to(ELEMENT)
+    ptr = entry(column, GRAD).to(tl.pointer_type(ELEMENT)) + start
+    rows = tl.arange(0, BLOCK // WIDTH) * WIDTH
+    tile = rows[:, None] + tl.arange(0, WIDTH)[None, :]
+    sums = no_sums(BLOCK)
+    index = tl.zeros((), tl.int32)
+    while index * BLOCK < elements:
+        offsets = index * BLOCK + tile
+        bits = load_block(ptr, offsets, offsets < elements)
+        place = places_of(column, start + offsets)
+        sums = add_scattered(sums, bits, place, patterns, ELEMENT)
+        index += 1
+    return sums
+
+
+@helper
+def chunk_sums(column, number, SPEC: tl.constexpr, INDEX: tl.constexpr):
+    KIND: tl.constexpr = SPEC.kinds[INDEX]
+    BLOCK: tl.constexpr = SPEC.geometry.block
+    start, elements, unmasked = chunk_of(column, number, 0, BLOCK, SPEC.geometry.iterations)
+    if KIND.scattered:
+        sums = scattered_chunk(column, start, elements, KIND.element, BLOCK)
+    else:
+        sums = chunk_of_rows(column, start, elements, unmasked, KIND.element, BLOCK)
+    return sums
+
+
+@helper
+def is_of_kind(column, SPEC: tl.constexpr, INDEX: tl.constexpr):
+    KIND: tl.constexpr = SPEC.kinds[INDEX]
+    return entry(column, OF_KIND) == KIND.number
+
+
+@jit(do_not_specialize=["tensors"])
+def digest_kernel(
+    table_ptr,  # *int64 [rows, tensors]
+    chunks_ptr,  # *int32 as table.Chunks
+    out_ptr,  # *int64 [tensors, 3]: both lanes, the count of what is not finite
+    tensors,
+    SPEC: tl.constexpr,
+):
+    """Adds a chunk's sums to its tensor's."""
+    tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPEC.geometry.span)
+    column = Column(table_ptr, tensors, tensor)
+    COUNT: tl.constexpr = SPEC.count
+    for index in tl.static_range(COUNT):
+        if is_of_kind(column, SPEC, index):
+            lane0, lane1, count = chunk_sums(column, number, SPEC, index)
+            own_ptr = out_ptr + 3 * tensor
+            tl.atomic_add(own_ptr, tl.sum(lane0, 0), sem="relaxed")
+            tl.atomic_add(own_ptr + 1, tl.sum(lane1, 0), sem="relaxed")
+            tl.atomic_add(own_ptr + 2, tl.sum(count, 0).to(tl.int64), sem="relaxed")

@@ -1,0 +1,95 @@
+"""Launches the digest over tables that are kept from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+
+from megaopt.kernels.calling import call
+from megaopt.kernels.chunks.rows import (
+    ALIGNED,
+    FIRST_ELEMENT,
+    GRAD,
+    NUMEL,
+    RUN,
+    RUN_STRIDE,
+)
+from megaopt.kernels.chunks.table import INTERPRETER, Chunks, DeviceTable, Geometry, note_row
+from megaopt.kernels.digest import kernel
+from megaopt.kernels.digest.codes import (
+    FINITE,
+    LAST_PLACE,
+    NONFINITE,
+    codes_of,
+    count_of,
+    place_of_codes,
+)
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.place import Place
+
+CHANGING = [GRAD.value, ALIGNED.value]
+"""The rows of the table that a call may change."""
+OWN = INTERPRETER if INTERPRETED else Geometry(1024, 16)
+
+
+class DigestPlan:
+    """The tables of tensors on one device, and the launch.
+
+    Args:
+        tensors: at least one.
+        places: of each tensor in its whole one.
+        geometry: for tests; its block is a multiple of 512.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        places: Sequence[Place],
+        geometry: Geometry | None = None,
+    ) -> None:
+        geometry, device = geometry or OWN, tensors[0].device
+        self.rows = numpy.zeros((RUN_STRIDE.value + 1, len(tensors)), dtype=numpy.int64)
+        places = [*map(place_of_codes, tensors, places)]
+        kinds = [*map(_kind, tensors, places)]
+        named = [*map(_column, tensors, places, kinds)]
+        for row in named[0]:
+            self.rows[row] = [each[row] for each in named]
+        self.chunks = Chunks(self.rows[NUMEL.value].tolist(), geometry, device)
+        self._spec = kernel.Spec(tuple(sorted(set(kinds))), geometry)
+        self._table = DeviceTable(device)
+
+    def add(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Adds each tensor's sums to its row of `out`, int64 [n, 3], in one launch.
+
+        tensors: of the sizes and dtypes, and on the device, that the plan was made for.
+        """
+        codes = [codes_of(tensor) for tensor in tensors]
+        if note_row(self.rows[GRAD.value], codes):
+            self.rows[ALIGNED.value] = self.rows[GRAD.value] % 16 == 0
+        table = self._table.update(self.rows, CHANGING)
+        if not self.chunks.count:
+            return
+        options: dict[str, object] = {"SPEC": self._spec, "num_warps": self._spec.geometry.warps}
+        arguments = (table, self.chunks.table, out, len(tensors))
+        call(kernel.digest_kernel, self.chunks.count, arguments, options)
+
+
+def _kind(tensor: torch.Tensor, place: Place) -> kernel.Kind:
+    scattered = place.stride != 0 or place.first % kernel.WIDTH.value != 0
+    return kernel.Kind(tensor.dtype.to_real().itemsize, scattered)
+
+
+def _column(tensor: torch.Tensor, place: Place, kind: kernel.Kind) -> dict[int, int]:
+    """A tensor's column of the table, but for its address."""
+    mask, pattern = NONFINITE.get(tensor.dtype.to_real(), FINITE)
+    return {
+        NUMEL.value: count_of(tensor),
+        kernel.OF_KIND.value: kind.number,
+        kernel.MASK.value: mask,
+        kernel.PATTERN.value: pattern,
+        FIRST_ELEMENT.value: place.first,
+        RUN.value: place.run if place.stride else LAST_PLACE,
+        RUN_STRIDE.value: place.stride,
+    }

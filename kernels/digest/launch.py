@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy
 import torch
@@ -24,8 +25,10 @@ from megaopt.kernels.digest.codes import (
     NONFINITE,
     codes_of,
     count_of,
+    initial,
     place_of_codes,
 )
+from megaopt.kernels.digest.reference import add_reference
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place
 
@@ -74,6 +77,32 @@ class DigestPlan:
         options: dict[str, object] = {"SPEC": self._spec, "num_warps": self._spec.geometry.warps}
         arguments = (table, self.chunks.table, out, len(tensors))
         call(kernel.digest_kernel, self.chunks.count, arguments, options)
+
+
+class Digests:
+    """The digests of lists of tensors that are alike; tables are kept from call to call.
+
+    Args:
+        tensors: on one device, with memory of their own.
+        places: of each tensor in its whole one.
+        launches: whether to launch the kernel; otherwise the twin computes.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], places: Sequence[Place], launches: bool
+    ) -> None:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self._initial = initial([*map(count_of, tensors)], device)
+        is_launched = launches and len(tensors) > 0
+        self._add = (
+            DigestPlan(tensors, places).add if is_launched else partial(add_reference, places)
+        )
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """int64 [n, 3] on their device: the two lanes, and how many elements are not finite."""
+        out = self._initial.clone()
+        self._add(tensors, out)
+        return out
 
 
 def _kind(tensor: torch.Tensor, place: Place) -> kernel.Kind:

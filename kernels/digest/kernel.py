@@ -16,7 +16,7 @@ from megaopt.kernels.chunks.chunk import Column, chunk_of, entry, place_of
 from megaopt.kernels.chunks.rows import FIRST_ELEMENT, GRAD, RUN, RUN_STRIDE
 from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.digest import codes
-from megaopt.kernels.optional_triton import helper, jit, tl
+from megaopt.kernels.optional_triton import cuda_capability_geq, helper, jit, tl
 
 ROW: tl.constexpr = tl.constexpr(codes.ROW)
 ROW_BITS: tl.constexpr = tl.constexpr(codes.ROW.bit_length() - 1)
@@ -29,6 +29,12 @@ OF_KIND: tl.constexpr = tl.constexpr(1)
 MASK: tl.constexpr = tl.constexpr(2)
 PATTERN: tl.constexpr = tl.constexpr(3)
 
+IN_ROWS: tl.constexpr = tl.constexpr(0)
+"""WIDTH elements follow each other in one row, from a tensor's first on."""
+IN_RUNS: tl.constexpr = tl.constexpr(1)
+"""The same from a place on that WIDTH divides, before the tensor's first or in each of its runs."""
+SCATTERED: tl.constexpr = tl.constexpr(2)
+
 ELEMENTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
 """For each size in bytes the Triton type that a kernel reads."""
 
@@ -39,13 +45,13 @@ class Kind:
 
     size: int
     """Bytes of an element."""
-    scattered: bool
-    """8 elements, from a chunk's first on, may be of several rows."""
+    order: int
+    """How the places of WIDTH elements lie."""
 
     @property
     def number(self) -> int:
         """Another for each kind."""
-        return self.size + 16 * self.scattered
+        return self.size + 16 * self.order
 
     @property
     def element(self) -> Any:
@@ -69,13 +75,13 @@ class Spec:
 
 @helper
 def factors(number):
-    """The odd factors of both lanes, int64, of numbers, uint32."""
+    """The odd factors of both lanes of numbers, all uint32."""
     mixed = number + 0x9E3779B9
     mixed = (mixed ^ (mixed >> 16)) * 0x21F0AAAD
     mixed = (mixed ^ (mixed >> 15)) * 0x735A2D97
     mixed = mixed ^ (mixed >> 15)
     second = mixed * 0x9E3779B1
-    return (mixed | 1).to(tl.int64), ((second ^ (second >> 16)) | 1).to(tl.int64)
+    return mixed | 1, (second ^ (second >> 16)) | 1
 
 
 @helper
@@ -85,54 +91,85 @@ def column_factors(place):
 
 
 @helper
-def products(bits, columns, ELEMENT: tl.constexpr):
-    """int64, the bits times the factors of columns, in both lanes."""
-    column0, column1 = columns
+def words_of(bits, ELEMENT: tl.constexpr):
+    """uint32, the bits of 4 bytes or fewer, or the lower and upper halves of 8."""
     if ELEMENT.primitive_bitwidth == 64:
-        lower, upper = bits & 0xFFFFFFFF, (bits >> 32) & 0xFFFFFFFF
-        lane0 = lower * column0 + upper * column1
-        lane1 = lower * column1 + upper * (2 * column0)
+        words = (bits.to(tl.uint32), (bits >> 32).to(tl.uint32))
     else:
-        # unsigned: 32 bits times 32 bits with a sum of 64 is one instruction
-        word = bits.to(tl.int64)
-        lane0, lane1 = word * column0, word * column1
+        words = (bits.to(tl.uint32), bits.to(tl.uint32))
+    return words
+
+
+@helper
+def wide(one, other):
+    """The product of two uint32, int64."""
+    if cuda_capability_geq(9, 0):
+        # with a sum it is one instruction; of factors that were made int64 before a loop the
+        # compiler does not know that their upper halves are 0
+        product = tl.inline_asm_elementwise(
+            "mul.wide.u32 $0, $1, $2;", "=l,r,r", [one, other], tl.int64, True, 1
+        )
+    else:
+        product = one.to(tl.int64) * other.to(tl.int64)
+    return product
+
+
+@helper
+def products(words, columns, ELEMENT: tl.constexpr):
+    """int64, the bits times the factors of columns, in both lanes."""
+    lane0, lane1 = wide(words[0], columns[0]), wide(words[0], columns[1])
+    if ELEMENT.primitive_bitwidth == 64:
+        lane0 += wide(words[1], columns[1])
+        lane1 += 2 * wide(words[1], columns[0])
     return lane0, lane1
 
 
 @helper
-def nonfinite_of(bits, patterns):
-    """int32 [rows], how many of each row's elements are infinities and NaNs."""
+def nonfinite_of(word, patterns):
+    """int32 [rows], how many of each row's elements are not finite; word: the upper of 8 bytes."""
     mask, pattern = patterns
-    return tl.sum(((bits & mask) == pattern).to(tl.int32), 1)
+    # what differs is below 2**31: only 0 less 1 has the highest bit
+    return tl.sum((((word & mask) ^ pattern) - 1 >> 31).to(tl.int32), 1)
 
 
 @helper
 def add_rows(sums, bits, row, columns, patterns, ELEMENT: tl.constexpr):
     """The sums of threads with those of a tile; row: uint32 [rows]."""
     lane0, lane1, count = sums
-    product0, product1 = products(bits, columns, ELEMENT)
+    words = words_of(bits, ELEMENT)
+    product0, product1 = products(words, columns, ELEMENT)
     factor0, factor1 = factors(row)
-    lane0 += tl.sum(product0, 1) * factor0
-    lane1 += tl.sum(product1, 1) * factor1
-    return lane0, lane1, count + nonfinite_of(bits, patterns)
+    lane0 += tl.sum(product0, 1) * factor0.to(tl.int64)
+    lane1 += tl.sum(product1, 1) * factor1.to(tl.int64)
+    return lane0, lane1, count + nonfinite_of(words[1], patterns)
 
 
 @helper
 def add_scattered(sums, bits, place, patterns, ELEMENT: tl.constexpr):
     """The same where each element has a place of its own; place: int64 [rows, WIDTH]."""
     lane0, lane1, count = sums
-    product0, product1 = products(bits, column_factors(place), ELEMENT)
+    words = words_of(bits, ELEMENT)
+    product0, product1 = products(words, column_factors(place), ELEMENT)
     factor0, factor1 = factors((place >> ROW_BITS).to(tl.uint32))
-    lane0 += tl.sum(product0 * factor0, 1)
-    lane1 += tl.sum(product1 * factor1, 1)
-    return lane0, lane1, count + nonfinite_of(bits, patterns)
+    lane0 += tl.sum(product0 * factor0.to(tl.int64), 1)
+    lane1 += tl.sum(product1 * factor1.to(tl.int64), 1)
+    return lane0, lane1, count + nonfinite_of(words[1], patterns)
+
+
+@helper
+def patterns_of(column):
+    """A mask and a pattern, uint32: masked bits that are the pattern are not finite."""
+    return entry(column, MASK).to(tl.uint32), entry(column, PATTERN).to(tl.uint32)
 
 
 @helper
 def places_of(column, index):
-    """The places of a tensor's elements, of which it has runs."""
+    """The places of a tensor's elements."""
     stride, run = entry(column, RUN_STRIDE), entry(column, RUN)
-    return entry(column, FIRST_ELEMENT) + index // run * stride + index % run
+    place = index
+    if stride != 0:
+        place = index // run * stride + index % run
+    return entry(column, FIRST_ELEMENT) + place
 
 
 @helper
@@ -143,9 +180,10 @@ def no_sums(BLOCK: tl.constexpr):
 
 
 @helper
-def chunk_of_rows(column, start, elements, unmasked, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of a chunk in whose rows the elements have places one behind another."""
-    patterns = entry(column, MASK).to(ELEMENT), entry(column, PATTERN).to(ELEMENT)
+def sums_of_rows(column, number, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS):
+    """The sums of a chunk in which all WIDTH elements lie in one row, and are aligned."""
+    start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
+    patterns = patterns_of(column)
     ptr = entry(column, GRAD).to(tl.pointer_type(ELEMENT)) + start
     place = entry(column, FIRST_ELEMENT) + start
     first_row = (place >> ROW_BITS).to(tl.uint32)
@@ -171,19 +209,34 @@ def chunk_of_rows(column, start, elements, unmasked, ELEMENT: tl.constexpr, BLOC
 
 
 @helper
-def scattered_chunk(column, start, elements, ELEMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of a chunk of a tensor that begins anywhere, or has runs."""
-    patterns = entry(column, MASK).to(ELEMENT), entry(column, PATTERN).to(ELEMENT)
+def sums_anywhere(
+    column,
+    number,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SCATTERED: tl.constexpr,
+):
+    """The sums of a chunk of a tensor that begins anywhere, or has a stride."""
+    lead = entry(column, FIRST_ELEMENT) % WIDTH
+    start, elements, _ = chunk_of(column, number, lead, BLOCK, ITERATIONS)
+    patterns = patterns_of(column)
     ptr = entry(column, GRAD).to(tl.pointer_type(ELEMENT)) + start
     rows = tl.arange(0, BLOCK // WIDTH) * WIDTH
-    tile = rows[:, None] + tl.arange(0, WIDTH)[None, :]
+    within = tl.arange(0, WIDTH)[None, :]
     sums = no_sums(BLOCK)
     index = tl.zeros((), tl.int32)
     while index * BLOCK < elements:
-        offsets = index * BLOCK + tile
-        bits = load_block(ptr, offsets, offsets < elements)
-        place = places_of(column, start + offsets)
-        sums = add_scattered(sums, bits, place, patterns, ELEMENT)
+        offsets = index * BLOCK + rows[:, None] + within
+        bits = load_block(ptr, offsets, (offsets < elements) & (offsets >= -start))
+        if SCATTERED:
+            place = places_of(column, start + offsets)
+            sums = add_scattered(sums, bits, place, patterns, ELEMENT)
+        else:
+            place = places_of(column, start + index * BLOCK + rows)
+            columns = column_factors(place[:, None] + within)
+            row = (place >> ROW_BITS).to(tl.uint32)
+            sums = add_rows(sums, bits, row, columns, patterns, ELEMENT)
         index += 1
     return sums
 
@@ -192,11 +245,12 @@ def scattered_chunk(column, start, elements, ELEMENT: tl.constexpr, BLOCK: tl.co
 def chunk_sums(column, number, SPEC: tl.constexpr, INDEX: tl.constexpr):
     KIND: tl.constexpr = SPEC.kinds[INDEX]
     BLOCK: tl.constexpr = SPEC.geometry.block
-    start, elements, unmasked = chunk_of(column, number, 0, BLOCK, SPEC.geometry.iterations)
-    if KIND.scattered:
-        sums = scattered_chunk(column, start, elements, KIND.element, BLOCK)
+    ITERATIONS: tl.constexpr = SPEC.geometry.iterations
+    if KIND.order == IN_ROWS:
+        sums = sums_of_rows(column, number, KIND.element, BLOCK, ITERATIONS)
     else:
-        sums = chunk_of_rows(column, start, elements, unmasked, KIND.element, BLOCK)
+        scattered: tl.constexpr = KIND.order == SCATTERED
+        sums = sums_anywhere(column, number, KIND.element, BLOCK, ITERATIONS, scattered)
     return sums
 
 

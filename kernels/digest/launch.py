@@ -21,7 +21,6 @@ from megaopt.kernels.chunks.table import INTERPRETER, Chunks, DeviceTable, Geome
 from megaopt.kernels.digest import kernel
 from megaopt.kernels.digest.codes import (
     FINITE,
-    LAST_PLACE,
     NONFINITE,
     codes_of,
     count_of,
@@ -34,7 +33,7 @@ from megaopt.kernels.place import Place
 
 CHANGING = [GRAD.value, ALIGNED.value]
 """The rows of the table that a call may change."""
-OWN = INTERPRETER if INTERPRETED else Geometry(1024, 16)
+OWN = INTERPRETER if INTERPRETED else Geometry(2048, 8)
 
 
 class DigestPlan:
@@ -59,8 +58,13 @@ class DigestPlan:
         named = [*map(_column, tensors, places, kinds)]
         for row in named[0]:
             self.rows[row] = [each[row] for each in named]
-        self.chunks = Chunks(self.rows[NUMEL.value].tolist(), geometry, device)
+        lengths = [
+            count and count + _lead(place, kind)
+            for count, place, kind in zip(map(count_of, tensors), places, kinds, strict=True)
+        ]
+        self.chunks = Chunks(lengths, geometry, device)
         self._spec = kernel.Spec(tuple(sorted(set(kinds))), geometry)
+        self._is_complex = any(map(torch.Tensor.is_complex, tensors))
         self._table = DeviceTable(device)
 
     def add(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -68,7 +72,11 @@ class DigestPlan:
 
         tensors: of the sizes and dtypes, and on the device, that the plan was made for.
         """
-        codes = [codes_of(tensor) for tensor in tensors]
+        # most are their own codes, and looking at each takes the host longer than all else
+        plain = all(map(torch.Tensor.is_contiguous, tensors)) and not any(
+            map(torch.Tensor.is_neg, tensors)
+        )
+        codes = tensors if plain and not self._is_complex else [*map(codes_of, tensors)]
         if note_row(self.rows[GRAD.value], codes):
             self.rows[ALIGNED.value] = self.rows[GRAD.value] % 16 == 0
         table = self._table.update(self.rows, CHANGING)
@@ -106,19 +114,31 @@ class Digests:
 
 
 def _kind(tensor: torch.Tensor, place: Place) -> kernel.Kind:
-    scattered = place.stride != 0 or place.first % kernel.WIDTH.value != 0
-    return kernel.Kind(tensor.dtype.to_real().itemsize, scattered)
+    width, size = kernel.WIDTH.value, tensor.dtype.to_real().itemsize
+    if place.stride:
+        fits = all(each % width == 0 for each in (place.first, place.run, place.stride))
+        order = kernel.IN_RUNS if fits else kernel.SCATTERED
+    else:
+        order = kernel.IN_RUNS if place.first % width else kernel.IN_ROWS
+    return kernel.Kind(size, order.value)
+
+
+def _lead(place: Place, kind: kernel.Kind) -> int:
+    """The places before the tensor's first that its first chunk begins with."""
+    return 0 if kind.order == kernel.IN_ROWS.value else place.first % kernel.WIDTH.value
 
 
 def _column(tensor: torch.Tensor, place: Place, kind: kernel.Kind) -> dict[int, int]:
     """A tensor's column of the table, but for its address."""
     mask, pattern = NONFINITE.get(tensor.dtype.to_real(), FINITE)
+    # of 8 bytes the upper word
+    shift = 32 if mask >= 2**32 else 0
     return {
         NUMEL.value: count_of(tensor),
         kernel.OF_KIND.value: kind.number,
-        kernel.MASK.value: mask,
-        kernel.PATTERN.value: pattern,
+        kernel.MASK.value: mask >> shift,
+        kernel.PATTERN.value: pattern >> shift,
         FIRST_ELEMENT.value: place.first,
-        RUN.value: place.run if place.stride else LAST_PLACE,
+        RUN.value: place.run,
         RUN_STRIDE.value: place.stride,
     }

@@ -13,7 +13,7 @@ from megaopt.kernels.chunks.codes import in_order
 from megaopt.kernels.chunks.draws import moment_bits
 from megaopt.kernels.chunks.rows import FIRST_ELEMENT, GRAD, MOMENT, WEIGHT
 from megaopt.kernels.chunks.store import drawn_code, joined_codes
-from megaopt.kernels.digest.kernel import ROW, ROW_BITS, column_factors, factors
+from megaopt.kernels.digest.kernel import ROW, ROW_BITS, column_factors, factors, wide
 from megaopt.kernels.optional_triton import helper, tl
 
 WIDTH: tl.constexpr = tl.constexpr(4)
@@ -44,7 +44,7 @@ def no_sums(SPEC: tl.constexpr):
 
 @helper
 def words_of(code, mask, FORMAT: tl.constexpr):
-    """The codes of a block as whole numbers, int64 [rows, WIDTH]; 0 where there is no element."""
+    """The codes of a block, uint32 [rows, WIDTH]; 0 where there is no element."""
     BITS: tl.constexpr = FORMAT.element.primitive_bitwidth
     if BITS == 32:
         word = code.to(tl.uint32, bitcast=True)
@@ -54,7 +54,7 @@ def words_of(code, mask, FORMAT: tl.constexpr):
         word = code.to(tl.uint8, bitcast=True)
     if mask is not None:
         word = tl.where(mask, word, 0)
-    return tl.reshape(word, (word.shape[0] // WIDTH, WIDTH)).to(tl.int64)
+    return tl.reshape(word, (word.shape[0] // WIDTH, WIDTH)).to(tl.uint32)
 
 
 @helper
@@ -64,8 +64,8 @@ def with_codes(sums, code, mask, marks, index, SPEC: tl.constexpr, INDEX: tl.con
     first_row, within, columns = marks
     factor0, factor1 = factors(first_row + ((within + index * SPEC.block) >> ROW_BITS))
     words = words_of(code, mask, FORMAT)
-    lane0 = sums[2 * INDEX] + tl.sum(words * columns[0], 1) * factor0
-    lane1 = sums[2 * INDEX + 1] + tl.sum(words * columns[1], 1) * factor1
+    lane0 = sums[2 * INDEX] + tl.sum(wide(words, columns[0]), 1) * factor0.to(tl.int64)
+    lane1 = sums[2 * INDEX + 1] + tl.sum(wide(words, columns[1]), 1) * factor1.to(tl.int64)
     return lane0, lane1
 
 

@@ -14,7 +14,7 @@ from megaopt.kernels.digest.codes import LAST_PLACE, WHOLE, count_of, place_of_c
 from megaopt.kernels.digest.launch import Digests
 from megaopt.kernels.place import Place, place_of_box
 from megaopt.options.checks import is_dense, refuse
-from megaopt.params.dtensor import local_of, shard_place
+from megaopt.params.dtensor import is_dtensor, local_of, shard_place
 
 
 def digest(
@@ -103,6 +103,7 @@ class Digester:
         devices = list(dict.fromkeys(tensor.device for tensor in own))
         if len(devices) > 1:
             refuse("tensors", "on one device", devices)
+        self._are_sharded = any(map(is_dtensor, tensors))
         launches = bool(own) and default_backend(devices[0]) == "triton"
         self._digests = Digests(own, places, launches)
 
@@ -112,7 +113,7 @@ class Digester:
         Returns:
             int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
         """
-        return self._digests([local_of(tensor) for tensor in tensors])
+        return self._digests([*map(local_of, tensors)] if self._are_sharded else tensors)
 
 
 def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) -> Place:

@@ -163,13 +163,21 @@ def patterns_of(column):
 
 
 @helper
-def places_of(column, index):
-    """The places of a tensor's elements."""
-    stride, run = entry(column, RUN_STRIDE), entry(column, RUN)
-    place = index
-    if stride != 0:
-        place = index // run * stride + index % run
-    return entry(column, FIRST_ELEMENT) + place
+def runs_of(column, start, lead):
+    """The place of a chunk's first run, what of that lies before the chunk, and run and stride."""
+    run, stride = entry(column, RUN), entry(column, RUN_STRIDE)
+    start += lead  # in a tensor that begins where a row of threads does
+    first = entry(column, FIRST_ELEMENT) - lead + start // run * stride
+    return first, (start % run).to(tl.uint32), run.to(tl.uint32), stride
+
+
+@helper
+def places_of(runs, offsets):
+    """int64, the places of a chunk's elements; divides 32 bits, as 64 take ten times as long."""
+    first, before, run, stride = runs
+    offsets = before + offsets.to(tl.uint32)
+    whole = offsets // run
+    return first + whole.to(tl.int64) * stride + (offsets - whole * run).to(tl.int64)
 
 
 @helper
@@ -218,8 +226,10 @@ def sums_anywhere(
     SCATTERED: tl.constexpr,
 ):
     """The sums of a chunk of a tensor that begins anywhere, or has a stride."""
-    lead = entry(column, FIRST_ELEMENT) % WIDTH
-    start, elements, _ = chunk_of(column, number, lead, BLOCK, ITERATIONS)
+    lead = tl.zeros((), tl.int64) if SCATTERED else entry(column, FIRST_ELEMENT) % WIDTH
+    start, elements, unmasked = chunk_of(column, number, lead, BLOCK, ITERATIONS)
+    unmasked *= (lead == 0).to(tl.int32)
+    runs = runs_of(column, start, lead)
     patterns = patterns_of(column)
     ptr = entry(column, GRAD).to(tl.pointer_type(ELEMENT)) + start
     rows = tl.arange(0, BLOCK // WIDTH) * WIDTH
@@ -228,12 +238,15 @@ def sums_anywhere(
     index = tl.zeros((), tl.int32)
     while index * BLOCK < elements:
         offsets = index * BLOCK + rows[:, None] + within
-        bits = load_block(ptr, offsets, (offsets < elements) & (offsets >= -start))
+        if index < unmasked:
+            bits = load_block(ptr, offsets, None)
+        else:
+            bits = load_block(ptr, offsets, (offsets < elements) & (offsets >= -start))
         if SCATTERED:
-            place = places_of(column, start + offsets)
+            place = places_of(runs, offsets)
             sums = add_scattered(sums, bits, place, patterns, ELEMENT)
         else:
-            place = places_of(column, start + index * BLOCK + rows)
+            place = places_of(runs, index * BLOCK + rows)
             columns = column_factors(place[:, None] + within)
             row = (place >> ROW_BITS).to(tl.uint32)
             sums = add_rows(sums, bits, row, columns, patterns, ELEMENT)

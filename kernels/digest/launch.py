@@ -33,7 +33,8 @@ from megaopt.kernels.place import Place
 
 CHANGING = [GRAD.value, ALIGNED.value]
 """The rows of the table that a call may change."""
-OWN = INTERPRETER if INTERPRETED else Geometry(2048, 8)
+LONGEST_RUN = 2**30
+OWN = INTERPRETER if INTERPRETED else Geometry(2048, 16)
 
 
 class DigestPlan:
@@ -101,7 +102,8 @@ class Digests:
     ) -> None:
         device = tensors[0].device if tensors else torch.device("cpu")
         self._initial = initial([*map(count_of, tensors)], device)
-        is_launched = launches and len(tensors) > 0
+        in_32_bits = all(place.run <= LONGEST_RUN for place in places)
+        is_launched = launches and in_32_bits and len(tensors) > 0
         self._add = (
             DigestPlan(tensors, places).add if is_launched else partial(add_reference, places)
         )
@@ -125,7 +127,7 @@ def _kind(tensor: torch.Tensor, place: Place) -> kernel.Kind:
 
 def _lead(place: Place, kind: kernel.Kind) -> int:
     """The places before the tensor's first that its first chunk begins with."""
-    return 0 if kind.order == kernel.IN_ROWS.value else place.first % kernel.WIDTH.value
+    return place.first % kernel.WIDTH.value if kind.order == kernel.IN_RUNS.value else 0
 
 
 def _column(tensor: torch.Tensor, place: Place, kind: kernel.Kind) -> dict[int, int]:
@@ -139,6 +141,7 @@ def _column(tensor: torch.Tensor, place: Place, kind: kernel.Kind) -> dict[int, 
         kernel.MASK.value: mask >> shift,
         kernel.PATTERN.value: pattern >> shift,
         FIRST_ELEMENT.value: place.first,
-        RUN.value: place.run,
-        RUN_STRIDE.value: place.stride,
+        # runs that follow each other are none
+        RUN.value: place.run if place.stride else LONGEST_RUN,
+        RUN_STRIDE.value: place.stride or LONGEST_RUN,
     }

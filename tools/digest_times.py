@@ -26,6 +26,7 @@ from megaopt.kernels.digest.codes import initial
 from megaopt.kernels.digest.reference import add_reference
 from megaopt.kernels.place import Place
 from megaopt.recording.digest import Digester
+from megaopt.state import native
 
 ALL = ("grad", "weight", "master_param", "exp_avg", "exp_avg_sq")
 RECORDED = {"none": None, "weight": ("weight",), "all": ALL}
@@ -115,6 +116,14 @@ def own_pass(optimizer: FusedAdam) -> dict[str, Any]:
     return {"bytes": size, "tensors": len(tensors), **found, "TB_s": size / found["ms"] / 1e9}
 
 
+def copy() -> dict[str, Any]:
+    """GPU milliseconds of a copy, for the card's speed: bytes read and written."""
+    source = torch.randint(0, 256, (2**31,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    found = summary(gpu_ms(lambda: target.copy_(source)))
+    return {"bytes": 2**32, **found, "TB_s": 2**32 / found["ms"] / 1e9}
+
+
 def host() -> dict[str, Any]:
     """Host milliseconds at 300 tensors of 1,000 elements."""
     optimizer = optimizer_of([1000] * 300)
@@ -132,7 +141,9 @@ def main(out: Path) -> None:
     """Measures, and writes the record."""
     record = {"source": describe_source(), "environment": describe()}
     record["command"] = "python tools/digest_times.py"
+    native.build()  # otherwise it comes somewhere on the way, and steps take less from then on
     assert_right()
+    record["copy"] = copy()
     optimizer = optimizer_of(list(SETS["B"].sizes))
     record["elements"] = sum(SETS["B"].sizes)
     record |= {"steps": steps(optimizer), "own_pass": own_pass(optimizer)}

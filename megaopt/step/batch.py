@@ -186,7 +186,7 @@ class Batches:
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
         self.digests: list[Any] = []
-        """Of each batch, where digests are recorded; a megaopt.step.digests.BatchDigests."""
+        """One for each batch where digests are recorded: megaopt.step.digests.BatchDigests."""
         self.undo = Undo()
         """Copies of the counts on the device, as they were before the step on its way."""
         states = (own for batch in batches for own in batch.source.states)

@@ -177,7 +177,7 @@ class Stepper:
         self.rule = rule.drawing if options.draws else rule
         self.writes = ExternalWrites(said)
         self.quantities: tuple[str, ...] = ()
-        """Of which steps record digests."""
+        """What steps record digests of."""
         self.was_stepped = False
         """Whether no step asks any more which states there would be."""
         self._preparations = Preparations()

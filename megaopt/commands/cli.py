@@ -1,4 +1,4 @@
-"""The command line: `megaopt regress`, `train`, `bench`, `doctor`, `verify` and `galore`.
+"""The command line: `megaopt regress`, `train`, `bench`, `doctor`, `verify`, `audit` and `galore`.
 
 Exit status: 0 done, and nothing differs; 1 a difference, or a check that failed; 2 bad input, what
 cannot be done here, or a file that cannot be written; 130 Ctrl-C. MEGAOPT_DEBUG=1 shows the
@@ -112,6 +112,18 @@ def verify(
     from megaopt.commands.golden.command import verify as run
 
     return run(record, only, backends)
+
+
+def audit(folder: Path, /, *, json: Path | None = None) -> int:
+    """Hold each step of a recording to the law of its optimizer, without a reference run.
+
+    Exit status: 0 every step obeys, 1 some do not, 2 nothing could be checked.
+
+    Args:
+        folder: What megaopt record or megaopt.Recorder wrote.
+        json: Write the whole report to this file.
+    """
+    return _load("megaopt.commands.audit", "main")(folder, json)
 
 
 def galore_test(
@@ -286,6 +298,7 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "bench": bench,
         "doctor": doctor,
         "verify": verify,
+        "audit": audit,
         "galore": _galore(),
     }
     given = _by_mode(sys.argv[1:] if arguments is None else arguments)

@@ -64,6 +64,8 @@ class Report:
     """By step, in the order of the recording."""
     checked: int = 0
     """Tensors of steps that the law was held against."""
+    equal_bits: int = 0
+    """Of these, tensors of which the law's bits are known, and are the step's."""
     not_checked: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """For each reason the names of tensors."""
     moved: dict[str, float] = field(default_factory=dict)
@@ -165,13 +167,14 @@ class Audit:
         self._last: dict[str, dict[str, Tensor]] = {}
         self._last_step = 0
         self._counts: dict[str, Counted] = {}
+        self._first: dict[int, int] = {}
         self._fresh: dict[int, bool] = {}
 
     def run(self) -> Report:
         """All steps."""
         for step in self.recording.steps:
             tensors = self._tensors(step)
-            self._note_fresh(step, tensors)
+            self._begin(step, tensors)
             for name, found in tensors.items():
                 if name in self._owners:
                     self._tensor(step, name, found)
@@ -188,20 +191,38 @@ class Audit:
             found[name][quantity] = Tensor(value, bits, mask)
         return found
 
-    def _note_fresh(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Notes optimizers that have not stepped before: all their moments are zeros, or not there.
+    def _begin(self, step: int, tensors: dict[str, dict[str, Tensor]]) -> None:
+        """Notes of each optimizer its first step, and whether it had stepped before.
 
-        The count of updates starts there, whatever the optimizer says (a first step without
-        gradients, to make states, must not count: Megatron-LM#5974).
+        It had not where all its moments are zeros, or not there: the count of updates starts there,
+        whatever the optimizer says. Nor is a first step without gradients and with lr = 0 one, whose
+        purpose is to make states: where it counts, updates are wrong from then on (Megatron-LM#5974),
+        and what is loaded after it is no outside write.
         """
-        for name, found in tensors.items():
-            own = self._owners.get(name)
-            if own is not None and step == self.recording.steps[0]:
-                law = self._law(own)
-                names = [] if law is None else law.starts_as_zeros
-                old = [found[OLD + n] for n in names if OLD + n in found]
-                fresh = not any(tensor.bits[tensor.held].any() for tensor in old)
-                self._fresh[own.source] = self._fresh.get(own.source, True) and fresh
+        sources: dict[int, list[str]] = defaultdict(list)
+        for name in tensors:
+            if name in self._owners:
+                sources[self._owners[name].source].append(name)
+        for source, names in sources.items():
+            if source in self._fresh:
+                continue
+            if all(self._makes_states(step, name, tensors[name]) for name in names):
+                for name in names:
+                    del tensors[name]
+            else:
+                self._first[source] = step
+                self._fresh[source] = all(self._is_fresh(n, tensors[n]) for n in names)
+
+    def _makes_states(self, step: int, name: str, found: Mapping[str, Tensor]) -> bool:
+        own = self._owners[name]
+        rate = number(self._line(step, own)["groups"][own.group].get("lr"))
+        return rate == 0 and "grad" in found and not decoded(found["grad"]).any()
+
+    def _is_fresh(self, name: str, found: Mapping[str, Tensor]) -> bool:
+        law = self._law(self._owners[name])
+        starts = () if law is None else tuple(law.zeros())
+        old = [found[OLD + each] for each in starts if OLD + each in found]
+        return not any(tensor.bits[tensor.held].any() for tensor in old)
 
     def _law(self, own: Owner) -> Law | None:
         return LAWS.get(self.recording.ranks[own.rank].optimizers[own.source]["class"])
@@ -258,7 +279,7 @@ class Audit:
     def _judge(self, step: int, name: str, found: dict[str, Tensor], law: Law) -> None:
         own = self._owners[name]
         options = self._options(step, own, law)
-        is_new = not any(OLD + n in found for n in law.starts_as_zeros)
+        is_new = not any(OLD + n in found for n in law.zeros())
         count, is_sure = self._count(step, name, law, is_new)
         sample = sample_of(found, law, options, count)
         judged = judge(sample, law)
@@ -294,7 +315,7 @@ class Audit:
             count, is_sure = before.count + (passed or 0), passed is not None
             if not is_sure:
                 count = recorded if recorded is not None else 0
-        elif step == self.recording.steps[0]:
+        elif step == self._first[own.source]:
             is_sure = self._fresh.get(own.source, False) or law.counts_groups
             count = 1 if self._fresh.get(own.source) else recorded or 0
         else:
@@ -356,6 +377,20 @@ def decoded(tensor: Tensor) -> Array:
         return DECODERS[tensor.value.dtype](tensor.bits[tensor.held]).astype(numpy.float64)
 
 
+def is_cast(weight: Tensor, master: Tensor) -> bool:
+    """Whether 16-bit weights are the nearest to fp32 masters; ties may go away from zero too."""
+    both = weight.held & master.held
+    own, fp32 = weight.bits[both], master.bits[both].astype("<u4")
+    if weight.value.dtype == "float16":
+        with numpy.errstate(all="ignore"):
+            casts = [fp32.view("<f4").astype("<f2").view("<u2")]
+    else:
+        lower = fp32 & 0xFFFF
+        casts = [((fp32 >> 16) + up) & 0xFFFF for up in (lower > 0x8000, lower >= 0x8000)]
+    nan = (fp32 & 0x7FFFFFFF) > 0x7F800000
+    return bool((nan | numpy.any([own == cast for cast in casts], axis=0)).all())
+
+
 def param_of(found: Mapping[str, Tensor]) -> str:
     """The quantity that the step updates."""
     return "master" if "master" in found else "weight"
@@ -366,6 +401,9 @@ def sample_of(
 ) -> Sample:
     """What a law is given; raises LookupError for what was not recorded."""
     param = param_of(found)
+    if OLD + "master" not in found and OLD + "weight" in found:
+        # masters that a step makes are its weights
+        found = {**found, OLD + "master": found[OLD + "weight"]}
     for quantity in (param, OLD + param):
         if quantity not in found:
             raise LookupError(f"{quantity} is not recorded")
@@ -415,9 +453,12 @@ class Judged(NamedTuple):
     ratio: float | None
 
 
-def judge(sample: Sample, law: Law) -> dict[str, Judged]:
-    """What each element is beside the law's, as far as that says something: by quantity."""
-    made = law.update(sample)
+def judge(sample: Sample, law: Law, wrong: Sample | None = None) -> dict[str, Judged]:
+    """What each element is beside the law's, as far as that says something: by quantity.
+
+    wrong: what the step may have been given in the place of the sample.
+    """
+    made = law.update(wrong or sample)
     return {q: _beside(sample, q, made[q]) for q in made if q in sample.new}
 
 
@@ -457,18 +498,18 @@ def explain(
     if all(still.values()):
         return SKIPPED
     for name, found in explanations(sample, others):
-        if obeys(found, law):
+        if obeys(sample, law, found):
             return name
     for quantity, each in judged.items():
         if each.is_bad.any() and still.get(quantity) and quantity != PARAM:
-            if obeys(sample, law, but=quantity):
+            if obeys(sample, law, sample, quantity):
                 return f"{quantity} not updated"
     return _scaled(sample, law, judged) or UNEXPLAINED
 
 
-def obeys(sample: Sample, law: Law, but: str = "") -> bool:
-    """Whether a sample is the law's; but: in everything else than this quantity."""
-    judged = judge(sample, law)
+def obeys(sample: Sample, law: Law, wrong: Sample, but: str = "") -> bool:
+    """Whether a step that was given `wrong` makes the sample; but: all of it but this quantity."""
+    judged = judge(sample, law, wrong)
     return not any(each.is_bad.any() for quantity, each in judged.items() if quantity != but)
 
 
@@ -483,7 +524,7 @@ def _scaled(sample: Sample, law: Law, judged: Mapping[str, Judged]) -> str | Non
         if factor is None:
             continue
         scaled = replace(sample, grad=sample.grad * factor)
-        if obeys(scaled, law):
+        if obeys(sample, law, scaled):
             return called(float(factor.value))
     return None
 

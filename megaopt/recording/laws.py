@@ -290,6 +290,11 @@ class Law:
     counts_groups: bool = False
     """One count of steps is a whole group's; otherwise each parameter has its own."""
 
+    def zeros(self) -> Iterator[str]:
+        """What starts as zeros, by the state's own names."""
+        own = {theirs: name for name, theirs in self.names.items()}
+        return (own.get(name, name) for name in self.starts_as_zeros)
+
 
 DECOUPLED = {"decoupled_weight_decay": True}
 TORCH = partial(Law, computes=None)

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
     from megaopt.models.release import release_gradients
     from megaopt.options.options import SharedOptions, StepOptions
+<<<<<<< HEAD
     from megaopt.recording.recorder import Recorder
+=======
+    from megaopt.recording.digest import digest, digest_many, hexadecimal
+>>>>>>> w-digest
     from megaopt.saving import checkpoint as checkpoint
     from megaopt.sgd import FusedSGD
 
@@ -28,7 +32,10 @@ __all__ = [
     "StepOptions",
     "__version__",
     "cast_model",
+    "digest",
+    "digest_many",
     "get_fp32_model_state_dict",
+    "hexadecimal",
     "release_gradients",
     "set_fp32_model_state_dict",
     "to_float8",
@@ -43,7 +50,10 @@ HOMES = {
     "SharedOptions": "megaopt.options.options",
     "StepOptions": "megaopt.options.options",
     "cast_model": "megaopt.models.cast",
+    "digest": "megaopt.recording.digest",
+    "digest_many": "megaopt.recording.digest",
     "get_fp32_model_state_dict": "megaopt.models.fp32",
+    "hexadecimal": "megaopt.recording.digest",
     "release_gradients": "megaopt.models.release",
     "set_fp32_model_state_dict": "megaopt.models.fp32",
     "to_float8": "megaopt.float8",

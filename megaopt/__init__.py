@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
     from megaopt.models.release import release_gradients
     from megaopt.options.options import SharedOptions, StepOptions
-<<<<<<< HEAD
-    from megaopt.recording.recorder import Recorder
-=======
     from megaopt.recording.digest import digest, digest_many, hexadecimal
->>>>>>> w-digest
+    from megaopt.recording.recorder import Recorder
     from megaopt.saving import checkpoint as checkpoint
     from megaopt.sgd import FusedSGD
 

@@ -12,8 +12,8 @@ import torch
 
 from megaopt.kernels.place import Place
 from megaopt.params.dtensor import local_of
+from megaopt.recording.digest import of_places
 from megaopt.recording.files import LANES
-from megaopt.recording.standin import of_places
 
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """The multipliers of the splitmix64 generator."""

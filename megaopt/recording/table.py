@@ -9,10 +9,10 @@ import numpy
 import torch
 
 from megaopt.kernels.place import Place
+from megaopt.recording.digest import of_places
 from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, SAMPLES, Value, places_of_samples
 from megaopt.recording.places import Piece
 from megaopt.recording.quantities import Held
-from megaopt.recording.standin import of_places
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Array = numpy.ndarray[Any, Any]

@@ -177,7 +177,8 @@ class Audit:
             self._begin(step, tensors)
             for name, found in tensors.items():
                 if name in self._owners:
-                    self._tensor(step, name, found)
+                    self._outside(step, name, found)
+                    self._tensor(step, name, self._with_old(step, name, found))
             if tensors:
                 self._last, self._last_step = tensors, step
             self.report.steps += 1
@@ -220,7 +221,7 @@ class Audit:
 
     def _is_fresh(self, name: str, found: Mapping[str, Tensor]) -> bool:
         law = self._law(self._owners[name])
-        starts = () if law is None else tuple(law.zeros())
+        starts = () if law is None else tuple(law.moments())
         old = [found[OLD + each] for each in starts if OLD + each in found]
         return not any(tensor.bits[tensor.held].any() for tensor in old)
 
@@ -239,7 +240,6 @@ class Audit:
     # --- one tensor of a step
 
     def _tensor(self, step: int, name: str, found: dict[str, Tensor]) -> None:
-        self._outside(step, name, found)
         own = self._owners[name]
         law = self._law(own)
         if law is None:
@@ -251,6 +251,20 @@ class Audit:
                 self._judge(step, name, found, law)
             except LookupError as missing:
                 self._skip(str(missing.args[0]), name)
+
+    def _with_old(self, step: int, name: str, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With what a step left behind as the next one's old values; nobody has written these."""
+        if self._last_step != step - 1:
+            return found
+        before = self._last.get(name, {})
+        kept = {OLD + q: before[q] for q in before if not q.startswith(OLD) and q != "grad"}
+        return {**kept, **found}
+
+    def _has_new_state(self, step: int, name: str, found: Mapping[str, Tensor], law: Law) -> bool:
+        """Whether the step has made the parameter's state: nothing was there before."""
+        if any(OLD + each in found for each in law.moments()):
+            return False
+        return self._last_step == step - 1 or step == self._first[self._owners[name].source]
 
     def _skip(self, reason: str, name: str) -> None:
         self.report.not_checked[reason].add(name)
@@ -279,9 +293,9 @@ class Audit:
     def _judge(self, step: int, name: str, found: dict[str, Tensor], law: Law) -> None:
         own = self._owners[name]
         options = self._options(step, own, law)
-        is_new = not any(OLD + n in found for n in law.zeros())
+        is_new = self._has_new_state(step, name, found, law)
         count, is_sure = self._count(step, name, law, is_new)
-        sample = sample_of(found, law, options, count)
+        sample = sample_of(found, law, options, count, is_new)
         judged = judge(sample, law)
         self.report.checked += 1
         self._master(step, name, found)
@@ -397,11 +411,18 @@ def param_of(found: Mapping[str, Tensor]) -> str:
 
 
 def sample_of(
-    found: Mapping[str, Tensor], law: Law, options: Mapping[str, Any], count: int | None
+    found: Mapping[str, Tensor],
+    law: Law,
+    options: Mapping[str, Any],
+    count: int | None,
+    is_new: bool,
 ) -> Sample:
-    """What a law is given; raises LookupError for what was not recorded."""
+    """What a law is given; raises LookupError for what was not recorded.
+
+    is_new: the step made the parameter's state.
+    """
     param = param_of(found)
-    if OLD + "master" not in found and OLD + "weight" in found:
+    if is_new and OLD + "master" not in found and OLD + "weight" in found:
         # masters that a step makes are its weights
         found = {**found, OLD + "master": found[OLD + "weight"]}
     for quantity in (param, OLD + param):
@@ -420,11 +441,10 @@ def sample_of(
         if OLD + quantity in found:
             old[names.get(quantity, quantity)] = _read(found[OLD + quantity], single)
     grad = _read(found["grad"], single)
-    for name in law.starts_as_zeros:
-        if name in new and name not in old:
+    for name in law.starts_as_zeros if is_new else ():
+        if name in new:
             old[name] = exact(numpy.zeros_like(new[name].value), PRECISIONS[single])
-    made = {**options, "starts": "momentum_buffer" in new and "momentum_buffer" not in old}
-    return Sample(old, new, grad, made, count, PRECISIONS[single])
+    return Sample(old, new, grad, {**options, "is_new": is_new}, count, PRECISIONS[single])
 
 
 def _fits(tensor: Tensor, like: Tensor) -> bool:

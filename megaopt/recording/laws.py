@@ -215,9 +215,10 @@ def sgd(sample: Sample) -> Found:
 
 def _buffered(sample: Sample, grad: Rounded, momentum: Rounded) -> Found:
     old = sample.old.get("momentum_buffer")
-    if old is None or sample.step == 1:
-        # not there: made in this step, or not recorded
-        return {"momentum_buffer": grad} if sample.options.get("starts") else {}
+    if sample.options.get("is_new") and (old is None or sample.step == 1):
+        return {"momentum_buffer": grad}
+    if old is None:
+        return {}
     kept = -(sample.number("dampening") - 1.0).stored(sample.precision)
     return {"momentum_buffer": old * momentum + grad * kept}
 
@@ -285,15 +286,16 @@ class Law:
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of the state that are others than the law's."""
     starts_as_zeros: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    starts_as_grad: tuple[str, ...] = ()
     computes: str | None = "float32"
     """The dtype of the arithmetic; None: the parameter's, unless the group says fused=True."""
     counts_groups: bool = False
     """One count of steps is a whole group's; otherwise each parameter has its own."""
 
-    def zeros(self) -> Iterator[str]:
-        """What starts as zeros, by the state's own names."""
+    def moments(self) -> Iterator[str]:
+        """The moments by the state's own names."""
         own = {theirs: name for name, theirs in self.names.items()}
-        return (own.get(name, name) for name in self.starts_as_zeros)
+        return (own.get(name, name) for name in (*self.starts_as_zeros, *self.starts_as_grad))
 
 
 DECOUPLED = {"decoupled_weight_decay": True}
@@ -308,7 +310,7 @@ LAWS: dict[str, Law] = {
     "torch.optim.adam.Adam": TORCH(adam),
     "torch.optim.adamw.AdamW": TORCH(adam, DECOUPLED),
     "torch.optim.nadam.NAdam": TORCH(nadam),
-    "torch.optim.sgd.SGD": TORCH(sgd, starts_as_zeros=()),
+    "torch.optim.sgd.SGD": TORCH(sgd, starts_as_zeros=(), starts_as_grad=("momentum_buffer",)),
     "torch.optim.Adafactor": TORCH(adafactor, starts_as_zeros=("variance",)),
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": ADAM,
     "apex.optimizers.fused_adam.FusedAdam": ADAM,

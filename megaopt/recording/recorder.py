@@ -348,11 +348,10 @@ class Recorder:
             kind, names = type(source.optimizer), source.names()
             own = dict.fromkeys(itertools.chain(*names))
             order = [name for name in self._order if name in own]
-            defaults = source.optimizer.defaults.items()
             self._open()[0].optimizer(
                 {
                     "class": f"{kind.__module__}.{kind.__qualname__}",
-                    "options": {name: option(value) for name, value in defaults},
+                    "options": all_options(source.optimizer),
                     "groups": names,
                     "order": list(dict.fromkeys([*order, *own])),
                 }
@@ -407,6 +406,21 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     left_out = ("params", "step", "param_names")
     found = ((name, value) for name, value in group.items() if name not in left_out)
     return {n: number_of(v) if isinstance(v, torch.Tensor) else v for n, v in found}
+
+
+def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer was made with: what groups have, and what libraries keep beside.
+
+    TransformerEngine's and apex's FusedAdam keep adam_w_mode as an attribute, megaopt's optimizers
+    their options.
+    """
+    beside = {**getattr(getattr(optimizer, "options", None), "__dict__", {}), **vars(optimizer)}
+    plain = {
+        name: value
+        for name, value in beside.items()
+        if not name.startswith("_") and isinstance(value, (bool, int, float, str))
+    }
+    return {name: option(value) for name, value in {**plain, **optimizer.defaults}.items()}
 
 
 def note_scaling(step: Step, optimizer: Any) -> None:

@@ -12,7 +12,7 @@ from megaopt.recording.laws import LAWS, adam, sgd
 def own_laws():
     before = dict(LAWS)
     law(AdamW)(adam)
-    law(SGD, starts_as_zeros=())(sgd)
+    law(SGD, starts_as_zeros=(), starts_as_grad=("momentum_buffer",))(sgd)
     yield
     LAWS.clear()
     LAWS.update(before)

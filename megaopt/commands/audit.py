@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,21 +13,24 @@ from rich.table import Table
 
 from megaopt.commands.console import make_console
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
-from megaopt.recording.audit import Finding, Report, audit
+from megaopt.commands.toml_tables import ConfigError
+from megaopt.recording.audit import Audit, Finding, Report
 from megaopt.recording.files import Recording
 
 MOST = 20
 """Rows of a table."""
 
 
-def main(folder: Path, to: Path | None) -> int:
-    """Audits a recording; see megaopt.commands.cli."""
+def audit(folder: Path, to: Path | None) -> int:
+    """Audits a recording, and returns the exit status; see megaopt.commands.cli.
+
+    Raises ConfigError where there is none.
+    """
     try:
         recording = Recording(folder)
     except ValueError as error:
-        print(f"megaopt: {error}", file=sys.stderr)
-        return REFUSED
-    report = audit(recording)
+        raise ConfigError(str(error)) from error
+    report = Audit(recording).run()
     if to is not None:
         to.write_text(json.dumps(as_json(recording, report), indent=1))
     show(make_console(), recording, report)

@@ -69,8 +69,8 @@ def batch_digest(value: Any) -> torch.Tensor:
     for number, tensor in enumerate(tensors):
         is_cut = tensor.dim() and tensor.shape[0] == rows
         parts = tensor.unbind() if is_cut else (tensor,)
-        found = of_places(parts, [Place(0)] * len(parts))[:, :2].to(tensors[0].device)
-        total = total + _mixed(found + number)  # so that tensors may not be exchanged
+        lanes = of_places(parts, [Place(0)] * len(parts))[:, :2].to(tensors[0].device)
+        total = total + _mixed(lanes + number)  # so that tensors may not be exchanged
     return _mixed(total).expand(rows, 2).sum(0)
 
 

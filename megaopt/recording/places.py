@@ -87,13 +87,18 @@ class Parameters:
         self._owners: dict[torch.Tensor, Owner] = {}
 
     def add(self, model: torch.nn.Module) -> None:
-        """Learns the names of a model; one that another model has gets the model's number."""
-        self.models.append(model)
-        taken = set(self._names.values())
-        for name, param in model.named_parameters():
-            found = self.name(model, name)
-            more = "" if found not in taken else f"model{len(self.models) - 1}."
-            self._names.setdefault(param, more + found)
+        """Learns the names of a model, in the place of models that it holds.
+
+        A name that an earlier model has gets the model's number before it.
+        """
+        inside = set(model.modules())
+        self.models = [each for each in self.models if each not in inside] + [model]
+        self._names, taken = {}, set[str]()
+        for number, each in enumerate(self.models):
+            found = {param: self.name(each, name) for name, param in each.named_parameters()}
+            own = {p: n if n not in taken else f"model{number}.{n}" for p, n in found.items()}
+            self._names = {**own, **self._names}
+            taken.update(own.values())
         self._owners.clear()
 
     def name(self, model: torch.nn.Module, name: str) -> str:

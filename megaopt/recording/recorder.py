@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import multiprocessing.util
 import os
 import sys
@@ -89,10 +90,12 @@ class Recorder:
         self._is_closed = False
         self._own_rows: dict[Any, Listed] = {}
         self._undo: list[Callable[[], None]] = []
-        for each in [model] if isinstance(model, torch.nn.Module) else model:
-            self.add_model(each)
-        for each in inner_optimizers(optimizer):
-            self.add_optimizer(each)
+        self._hooks: dict[torch.nn.Module, list[Any]] = {}
+        """Of each model."""
+        for module in [model] if isinstance(model, torch.nn.Module) else model:
+            self.add_model(module)
+        for inner in inner_optimizers(optimizer):
+            self.add_optimizer(inner)
         if self._sources:
             self._open()  # to refuse a folder at once
         pairs = (BACKWARD, self._backward), (CLIP, self._clip), (SCALER, self._scale)
@@ -107,7 +110,10 @@ class Recorder:
         self.close()
 
     def add_model(self, model: torch.nn.Module) -> None:
-        """Records a further model's forwards and backwards from now on, and knows its names."""
+        """Records a further model's forwards and backwards from now on, and knows its names.
+
+        It stands for models that were added before and are modules of it.
+        """
         self._parameters.add(model)
         for source in self._sources:
             source.forget()
@@ -116,7 +122,13 @@ class Recorder:
             model.register_forward_hook(self._after_forward),
             *self._module_hooks(model),
         ]
-        self._undo += [hook.remove for hook in hooks]
+        for inner in model.modules():
+            self._undo_model(inner)
+        self._hooks[model] = hooks
+
+    def _undo_model(self, model: torch.nn.Module) -> None:
+        for hook in self._hooks.pop(model, ()):
+            hook.remove()
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Records a further optimizer's steps from now on."""
@@ -141,6 +153,8 @@ class Recorder:
         self._at_exit.cancel()
         while self._undo:
             self._undo.pop()()
+        for model in list(self._hooks):
+            self._undo_model(model)
         if self._files is not None and os.getpid() == self._pid:
             for source in self._sources:
                 self._finish(source)
@@ -188,7 +202,7 @@ class Recorder:
             for path, param in model.named_parameters():
                 name = self._parameters.name(model, path)
                 if param.requires_grad:
-                    yield param.register_hook(functools.partial(self._add_own, name, "local grad"))
+                    yield on_gradient(param, functools.partial(self._add_own, name, "local grad"))
 
     def _meet(self, names: Sequence[str], *_: Any) -> None:
         if not self._described and not torch.compiler.is_compiling():
@@ -200,7 +214,7 @@ class Recorder:
         for tensor in leaves(output):
             self._add_own(name, "forward", tensor)
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._add_own, name, "backward"))
+                on_gradient(tensor, functools.partial(self._add_own, name, "backward"))
 
     def _add_own(self, name: str, quantity: str, tensor: torch.Tensor) -> None:
         """Adds the digest of what this rank alone has."""
@@ -382,6 +396,11 @@ def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from (each for each in module if any(True for _ in each.parameters()))
 
 
+def on_gradient(tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Registers a hook on a tensor's gradient; torch's method has no types."""
+    return tensor.register_hook(hook)
+
+
 def whole_number(name: str, value: object) -> int:
     """The value; ValueError unless it is a whole number from 1 on."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -437,8 +456,11 @@ def note_scaling(step: Step, optimizer: Any) -> None:
 def note_norm(step: Step, optimizer: Any, named: Mapping[str, Any]) -> None:
     """Notes the norm of a megaopt optimizer that has to know it in this step."""
     checks = getattr(getattr(optimizer, "options", None), "nonfinite", "propagate") != "propagate"
-    if step.grad_norm is None and (checks or named.get("clip_norm") is not None):
+    step.clip_norm, coefficient = named.get("clip_norm"), named.get("clip_coefficient")
+    if step.clip_norm is not None or (step.grad_norm is None and checks):
         step.grad_norm = number_of(optimizer.grad_norm)
+    if coefficient is not None:  # one for each group: files have no place for these
+        step.clip_coefficient = number_of(coefficient) if coefficient.numel() == 1 else math.nan
 
 
 def has_closure(args: Sequence[Any], named: Mapping[str, Any]) -> bool:

@@ -29,6 +29,10 @@ class Step:
     source: int = 0
     losses: list[Number] = field(default_factory=list)
     grad_norm: Number | None = None
+    clip_norm: Number | None = None
+    """What an optimizer was told to clip to in its step."""
+    clip_coefficient: Number | None = None
+    """What it was told to multiply gradients by."""
     loss_scale: Number | None = None
     skipped: Number | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -60,6 +64,8 @@ class Step:
         return {
             "losses": [in_hexadecimal(loss) for loss in self.losses],
             "grad_norm": in_hexadecimal(self.grad_norm),
+            "clip_norm": in_hexadecimal(self.clip_norm),
+            "clip_coefficient": in_hexadecimal(self.clip_coefficient),
             "groups": [{n: option(v) for n, v in group.items()} for group in self.options],
             "loss_scale": in_hexadecimal(self.loss_scale),
             "skipped": None if self.skipped is None else bool(self.skipped),

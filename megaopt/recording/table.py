@@ -182,7 +182,8 @@ class _Sampled:
     def __init__(self, parts: Sequence[tuple[int, Held]], tensors: Tensors, number: Number) -> None:
         self._chosen: list[tuple[int, torch.Tensor]] = []
         """Tensors, and which elements of theirs."""
-        rows, where = [], []
+        rows: list[tuple[int, int, int, int]] = []
+        where: list[tuple[int, int]] = []
         for i, held in parts:
             width = tensors[i].element_size()
             found = list(_sampled(held.known, width))

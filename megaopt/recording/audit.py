@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from megaopt.recording.files import Recording, Value
+from megaopt.recording.files import Recording, places_of_samples
 from megaopt.recording.laws import (
     LAWS,
     PARAM,
@@ -25,14 +25,25 @@ from megaopt.recording.laws import (
     Update,
     explanations,
 )
-from megaopt.recording.rounded import PRECISIONS, Array, Rounded, exact
+from megaopt.recording.rounded import PRECISIONS, Precision, Rounded, exact
+from megaopt.recording.samples import (
+    DECODERS,
+    OLD,
+    Given,
+    Mask,
+    Tensor,
+    Tensors,
+    decoded,
+    is_cast,
+    number,
+    scaling,
+    tensors_of,
+)
 
-Bits = numpy.ndarray[Any, Any]
-Mask = numpy.ndarray[Any, numpy.dtype[numpy.bool_]]
-
-OLD = "old "
 OUTSIDE, SKIPPED, STALE = "outside write", "skipped", "stale master"
+NOT_SKIPPED = "not skipped"
 NOT_CAST = "the weight is not its master's cast"
+OTHER_BITS = "other bits, within rounding"
 UNEXPLAINED = "unexplained"
 
 
@@ -103,33 +114,7 @@ def law(optimizer: type | str, **options: Any) -> Callable[[Update], Update]:
     return register
 
 
-# --- the recording's values
-
-
-class Tensor(NamedTuple):
-    """The samples of one quantity."""
-
-    value: Value
-    bits: Bits
-    held: Mask
-
-
-DECODERS: dict[str, Callable[[Bits], Bits]] = {
-    "float64": lambda bits: bits.astype("<u8").view("<f8"),
-    "float32": lambda bits: bits.astype("<u4").view("<f4"),
-    "bfloat16": lambda bits: (bits.astype("<u4") << 16).view("<f4"),
-    "float16": lambda bits: bits.astype("<u2").view("<f2"),
-}
-"""By dtype: the numbers of bits."""
-
-
-def number(option: Any) -> Any:
-    """An option as Python has it, of what a recording has."""
-    if isinstance(option, list):
-        return tuple(map(number, option))
-    if isinstance(option, str) and option.lstrip("-").startswith(("0x", "inf", "nan")):
-        return float.fromhex(option)
-    return option
+# --- a run
 
 
 class Owner(NamedTuple):
@@ -138,61 +123,61 @@ class Owner(NamedTuple):
     rank: int
     source: int
     group: int
+    number: int
+    """The parameter's, in the optimizer."""
 
 
 def owners(recording: Recording) -> dict[str, Owner]:
-    """The optimizer and group of each parameter."""
-    return {
-        name: Owner(index, source, group)
-        for index, rank in reversed(list(enumerate(recording.ranks)))
-        for source, optimizer in enumerate(rank.optimizers)
-        for group, names in enumerate(optimizer["groups"])
-        for name in names
-    }
+    """The optimizer and group of each parameter: as the first rank that has it says."""
+    found: dict[str, Owner] = {}
+    for index, rank in enumerate(recording.ranks):
+        for source, optimizer in enumerate(rank.optimizers):
+            numbered = ((g, name) for g, names in enumerate(optimizer["groups"]) for name in names)
+            for place, (group, name) in enumerate(numbered):
+                found.setdefault(name, Owner(index, source, group, place))
+    return found
 
 
 class Counted(NamedTuple):
-    """How often a parameter was stepped, and when it was looked at last."""
+    """How often a parameter had been stepped after a step."""
 
     step: int
     count: int
 
 
 class Audit:
-    """Goes through a recording once, step by step; `report` has what was found."""
+    """Goes through a recording once, step by step.
+
+    Args:
+        recording: of a run, with samples (level "step" or more).
+    """
 
     def __init__(self, recording: Recording) -> None:
         self.recording, self.report = recording, Report()
         self._owners = owners(recording)
-        self._last: dict[str, dict[str, Tensor]] = {}
+        self._last: dict[str, Tensors] = {}
         self._last_step = 0
         self._counts: dict[str, Counted] = {}
         self._first: dict[int, int] = {}
         self._fresh: dict[int, bool] = {}
 
     def run(self) -> Report:
-        """All steps."""
+        """What all steps show."""
         for step in self.recording.steps:
-            tensors = self._tensors(step)
+            found = tensors_of(self.recording, step)
+            tensors = {name: own for name, own in found.items() if name in self._owners}
             self._begin(step, tensors)
-            for name, found in tensors.items():
-                if name in self._owners:
-                    self._outside(step, name, found)
-                    self._tensor(step, name, self._with_old(step, name, found))
+            for name, own in tensors.items():
+                self._outside(step, name, own)
+                self._tensor(step, name, self._with_old(step, name, own))
             if tensors:
                 self._last, self._last_step = tensors, step
             self.report.steps += 1
         return self.report
 
-    def _tensors(self, step: int) -> dict[str, dict[str, Tensor]]:
-        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for (name, quantity), (held, bits) in self.recording.samples(step).items():
-            mask = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
-            value = self.recording.values[name, quantity]
-            found[name][quantity] = Tensor(value, bits, mask)
-        return found
+    # --- how an optimizer begins
 
-    def _begin(self, step: int, tensors: dict[str, dict[str, Tensor]]) -> None:
+    def _begin(self, step: int, tensors: dict[str, Tensors]) -> None:
         """Notes of each optimizer its first step, and whether it had stepped before.
 
         It had not where all its moments are zeros, or not there: the count of updates starts there,
@@ -202,83 +187,146 @@ class Audit:
         """
         sources: dict[int, list[str]] = defaultdict(list)
         for name in tensors:
-            if name in self._owners:
-                sources[self._owners[name].source].append(name)
+            sources[self._owners[name].source].append(name)
         for source, names in sources.items():
-            if source in self._fresh:
+            if source in self._first:
                 continue
             if all(self._makes_states(step, name, tensors[name]) for name in names):
                 for name in names:
                     del tensors[name]
             else:
                 self._first[source] = step
-                self._fresh[source] = all(self._is_fresh(n, tensors[n]) for n in names)
+                self._fresh[source] = all(self._is_fresh(name, tensors[name]) for name in names)
 
-    def _makes_states(self, step: int, name: str, found: Mapping[str, Tensor]) -> bool:
-        own = self._owners[name]
-        rate = number(self._line(step, own)["groups"][own.group].get("lr"))
+    def _makes_states(self, step: int, name: str, found: Tensors) -> bool:
+        rate = number(self._group(step, self._owners[name]).get("lr"))
         return rate == 0 and "grad" in found and not decoded(found["grad"]).any()
 
-    def _is_fresh(self, name: str, found: Mapping[str, Tensor]) -> bool:
+    def _is_fresh(self, name: str, found: Tensors) -> bool:
         law = self._law(self._owners[name])
         starts = () if law is None else tuple(law.moments())
         old = [found[OLD + each] for each in starts if OLD + each in found]
         return not any(tensor.bits[tensor.held].any() for tensor in old)
 
+    def _with_old(self, step: int, name: str, found: Tensors) -> Tensors:
+        """With what the last step left behind as old values, and cut to the samples of all."""
+        kept: Tensors = {}
+        if self._last_step == step - 1:
+            before = self._last.get(name, {})
+            kept = {OLD + q: before[q] for q in before if not q.startswith(OLD) and q != "grad"}
+        merged = {**kept, **found}
+        like = merged.get("weight", merged.get("master"))
+        if like is None:
+            return merged
+        own = {q for q, each in merged.items() if each.value.shape == like.value.shape}
+        if any(len(merged[q].bits) != len(like.bits) for q in own):
+            return {}  # of 8 bytes beside shorter ones: other elements are sampled
+        held: Mask = numpy.all([merged[q].held for q in own], axis=0)
+        return {q: each._replace(held=held) if q in own else each for q, each in merged.items()}
+
+    # --- the recording's words
+
+    def _optimizer(self, own: Owner) -> dict[str, Any]:
+        return self.recording.ranks[own.rank].optimizers[own.source]
+
     def _law(self, own: Owner) -> Law | None:
-        return LAWS.get(self.recording.ranks[own.rank].optimizers[own.source]["class"])
+        return LAWS.get(self._optimizer(own)["class"])
 
     def _line(self, step: int, own: Owner) -> dict[str, Any]:
         return self.recording.ranks[own.rank].scalars.get(step, {}).get(own.source, {})
 
-    def _options(self, step: int, own: Owner, law: Law) -> dict[str, Any]:
-        optimizer = self.recording.ranks[own.rank].optimizers[own.source]
-        group = self._line(step, own)["groups"][own.group]
-        merged = {**law.options, **optimizer["options"], **group}
-        return {name: number(option) for name, option in merged.items()}
+    def _group(self, step: int, own: Owner) -> dict[str, Any]:
+        groups = self._line(step, own).get("groups", ())
+        return groups[own.group] if own.group < len(groups) else {}
+
+    def _recorded(self, step: int, own: Owner) -> int | None:
+        count = self._group(step, own).get("step")
+        return count if isinstance(count, int) else None
+
+    def _given(self, step: int, name: str, found: Tensors, law: Law) -> tuple[Given, bool]:
+        """What the step was given, and whether its count is sure."""
+        own = self._owners[name]
+        merged = {**law.options, **self._optimizer(own)["options"], **self._group(step, own)}
+        options = {key: number(option) for key, option in merged.items()}
+        is_new = not any(OLD + each in found for each in law.moments()) and (
+            self._last_step == step - 1 or step == self._first[own.source]
+        )
+        count, is_sure = self._count(step, name, law, is_new)
+        numel = int(numpy.prod(found["grad"].value.shape))
+        places = places_of_samples(name, numel, 8 if len(found["grad"].bits) < 64 else 4)
+        place = (options.get("param_numbers") or range(own.number + 1))[own.number]
+        scale, coefficient = scaling(self._line(step, own))
+        return Given({**options, "step": count}, is_new, places, place, scale, coefficient), is_sure
+
+    def _count(self, step: int, name: str, law: Law, is_new: bool) -> tuple[int | None, bool]:
+        """The number of this update of a parameter, and whether that is sure."""
+        own, before = self._owners[name], self._counts.get(name)
+        if before is not None:
+            passed = self._updates(before.step, step, name, law)
+            if passed is not None:
+                return before.count + passed, True
+        elif step == self._first[own.source] and self._fresh[own.source]:
+            return 1, True
+        elif is_new and not law.counts_groups:
+            return 1, True
+        return self._recorded(step, own), law.counts_groups and before is None
+
+    def _updates(self, first: int, last: int, name: str, law: Law) -> int | None:
+        """Updates of a parameter after one step, up to another; None: not every step is recorded."""
+        own = self._owners[name]
+        between = [step for step in range(first + 1, last + 1) if self._line(step, own)]
+        if len(between) != last - first:
+            return None
+        taken = [step for step in between if not self._line(step, own).get("skipped")]
+        if law.counts_groups:
+            return len(taken)
+        return sum(
+            step == last or (name, "grad") in self.recording.digests(step) for step in taken
+        )
+
+    def _rates(self, step: int, own: Owner) -> Iterator[tuple[str, float]]:
+        """Other learning rates than the group's own, and whose they are."""
+        mine = number(self._group(step, own).get("lr"))
+        groups = self._line(step, own).get("groups", ())
+        found = [(f"group {index}", group) for index, group in enumerate(groups)]
+        found += [("the next step", self._group(step + 1, own))]
+        found += [("the step before", self._group(step - 1, own))]
+        for whose, group in found:
+            rate = number(group.get("lr"))
+            if isinstance(rate, float) and rate != mine:
+                yield whose, rate
 
     # --- one tensor of a step
 
-    def _tensor(self, step: int, name: str, found: dict[str, Tensor]) -> None:
+    def _tensor(self, step: int, name: str, found: Tensors) -> None:
         own = self._owners[name]
         law = self._law(own)
         if law is None:
-            kind = self.recording.ranks[own.rank].optimizers[own.source]["class"]
-            self._skip(f"the law of {kind} is not known", name)
+            self._skip(f"the law of {self._optimizer(own)['class']} is not known", name)
             self._note_moved(name, found)
         elif "grad" in found and self._line(step, own):
             try:
                 self._judge(step, name, found, law)
-            except LookupError as missing:
-                self._skip(str(missing.args[0]), name)
-
-    def _with_old(self, step: int, name: str, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With what a step left behind as the next one's old values; nobody has written these."""
-        if self._last_step != step - 1:
-            return found
-        before = self._last.get(name, {})
-        kept = {OLD + q: before[q] for q in before if not q.startswith(OLD) and q != "grad"}
-        return {**kept, **found}
-
-    def _has_new_state(self, step: int, name: str, found: Mapping[str, Tensor], law: Law) -> bool:
-        """Whether the step has made the parameter's state: nothing was there before."""
-        if any(OLD + each in found for each in law.moments()):
-            return False
-        return self._last_step == step - 1 or step == self._first[self._owners[name].source]
+            except KeyError as missing:
+                self._skip(f"{missing.args[0]} is not recorded", name)
+            except LookupError as unknown:
+                self._skip(str(unknown), name)
 
     def _skip(self, reason: str, name: str) -> None:
         self.report.not_checked[reason].add(name)
 
-    def _note_moved(self, name: str, found: Mapping[str, Tensor]) -> None:
-        pair = [found.get(quantity) for quantity in (OLD + "weight", "weight")]
-        if all(tensor is not None and tensor.value.dtype in DECODERS for tensor in pair):
-            old, new = (decoded(tensor) for tensor in pair if tensor is not None)
-            with numpy.errstate(all="ignore"):
-                self.report.moved[name] = float(
-                    numpy.sqrt(((new - old) ** 2).mean() / (old**2).mean())
-                )
+    def _find(self, step: int, name: str, quantity: str, explanation: str, *more: Any) -> None:
+        self.report.findings.append(Finding(step, name, quantity, explanation, *more))
 
-    def _outside(self, step: int, name: str, found: Mapping[str, Tensor]) -> None:
+    def _note_moved(self, name: str, found: Tensors) -> None:
+        old, new = found.get(OLD + "weight"), found.get("weight")
+        if old is not None and new is not None and new.value.dtype in DECODERS:
+            before = decoded(old)
+            with numpy.errstate(all="ignore"):
+                ratio = ((decoded(new) - before) ** 2).mean() / (before**2).mean()
+                self.report.moved[name] = float(numpy.sqrt(ratio))
+
+    def _outside(self, step: int, name: str, found: Tensors) -> None:
         """Whether somebody wrote a tensor after the last step."""
         if self._last_step != step - 1:
             return
@@ -288,82 +336,60 @@ class Audit:
                 continue
             both = old.held & before.held
             if (old.bits[both] != before.bits[both]).any():
-                self.report.findings.append(Finding(step, name, quantity, OUTSIDE))
+                self._find(step, name, quantity, OUTSIDE)
 
-    def _judge(self, step: int, name: str, found: dict[str, Tensor], law: Law) -> None:
+    def _judge(self, step: int, name: str, found: Tensors, law: Law) -> None:
         own = self._owners[name]
-        options = self._options(step, own, law)
-        is_new = self._has_new_state(step, name, found, law)
-        count, is_sure = self._count(step, name, law, is_new)
-        sample = sample_of(found, law, options, count, is_new)
+        if self._line(step, own).get("skipped"):
+            for quantity in moved(found):
+                self._find(step, name, quantity, NOT_SKIPPED)
+            return
+        given, is_sure = self._given(step, name, found, law)
+        unlike = self._unlike(own, found, given) if law.has_twin else None
+        if unlike is not None and not unlike:
+            self.report.equal_bits += 1
+            self._check(step, name, given)
+            return
+        sample = sample_of(found, law, given, self._kind(own))
         judged = judge(sample, law)
-        self.report.checked += 1
+        bad = {quantity: each for quantity, each in judged.items() if each.is_bad.any()}
+        if set(bad) == {PARAM} and not is_sure:
+            self._skip("its step count is not recorded", name)
+            return
+        self._check(step, name, given)
         self._master(step, name, found)
-        bad = {q: each for q, each in judged.items() if each.is_bad.any()}
-        if not bad:
-            return
-        if not is_sure and set(bad) == {PARAM}:
-            self.report.checked -= 1
-            self._skip("the step count is not recorded of each parameter", name)
-            return
-        if self._line(step, own).get("skipped") and all(unmoved(sample).values()):
-            return
-        others = Others(tuple(self._rates(step, own)), self._recorded(step, own))
-        explanation = explain(sample, law, judged, others)
-        for quantity, each in bad.items():
-            called = quantity if quantity != PARAM else param_of(found)
-            self.report.findings.append(
-                Finding(step, name, called, explanation, each.ratio, each.off)
-            )
+        if bad:
+            explanation = explain(sample, law, judged, self._others(step, own))
+            for quantity, each in bad.items():
+                called = quantity if quantity != PARAM else param_of(found)
+                self._find(step, name, called, explanation, each.ratio, each.off)
+        elif given.options.get("contract") == "ieee":
+            for quantity in unlike or ():
+                self._find(step, name, quantity, OTHER_BITS)
 
-    def _recorded(self, step: int, own: Owner) -> int | None:
-        count = self._line(step, own)["groups"][own.group].get("step")
-        return count if isinstance(count, int) else None
+    def _check(self, step: int, name: str, given: Given) -> None:
+        """Notes that a tensor was checked, with a step count that is known now."""
+        self.report.checked += 1
+        if given.options["step"]:
+            self._counts[name] = Counted(step, given.options["step"])
 
-    def _count(self, step: int, name: str, law: Law, is_new: bool) -> tuple[int | None, bool]:
-        """The number of this update of a parameter, and whether that is sure."""
-        own = self._owners[name]
-        recorded, before = self._recorded(step, own), self._counts.get(name)
-        if before is not None:
-            passed = self._steps_with_gradient(before.step, step, name, law)
-            count, is_sure = before.count + (passed or 0), passed is not None
-            if not is_sure:
-                count = recorded if recorded is not None else 0
-        elif step == self._first[own.source]:
-            is_sure = self._fresh.get(own.source, False) or law.counts_groups
-            count = 1 if self._fresh.get(own.source) else recorded or 0
-        else:
-            count = 1 if is_new and not law.counts_groups else recorded or 0
-            is_sure = is_new or law.counts_groups
-        if not count:
-            return None, False
-        if is_sure:
-            self._counts[name] = Counted(step, count)
-        return count, is_sure
+    def _kind(self, own: Owner) -> str:
+        return str(self._optimizer(own)["class"].rpartition(".")[2])
 
-    def _steps_with_gradient(self, first: int, last: int, name: str, law: Law) -> int | None:
-        """Updates of a parameter after one step, up to another; None: not every one is recorded."""
-        between = [step for step in self.recording.steps if first < step <= last]
-        if len(between) != last - first:
+    def _unlike(self, own: Owner, found: Tensors, given: Given) -> list[str] | None:
+        """The quantities whose bits are not those of megaopt's twin; None: they are not known."""
+        from megaopt.recording import twins  # the kernels, and torch
+
+        try:
+            equal = twins.equal_bits(found, given, self._kind(own))
+        except LookupError:
             return None
-        if law.counts_groups or last == first + 1:
-            return len(between)
-        return sum((name, "grad") in self.recording.digests(step) for step in between)
+        return [quantity for quantity, each in equal.items() if not each.all()]
 
-    def _rates(self, step: int, own: Owner) -> Iterator[tuple[str, float]]:
-        """Other learning rates than the group's own."""
-        groups = self._line(step, own)["groups"]
-        mine = number(groups[own.group].get("lr"))
-        found = [(f"group {i}", number(g.get("lr"))) for i, g in enumerate(groups)]
-        for other, whose in ((step + 1, "the next step"), (step - 1, "the step before")):
-            line = self._line(other, own)
-            if line:
-                found.append((whose, number(line["groups"][own.group].get("lr"))))
-        for whose, rate in found:
-            if isinstance(rate, float) and rate != mine:
-                yield whose, rate
+    def _others(self, step: int, own: Owner) -> Others:
+        return Others(tuple(self._rates(step, own)), self._recorded(step, own))
 
-    def _master(self, step: int, name: str, found: Mapping[str, Tensor]) -> None:
+    def _master(self, step: int, name: str, found: Tensors) -> None:
         """Whether the weight is its master's cast."""
         weight, master = found.get("weight"), found.get("master")
         if weight is None or master is None or master.value.dtype != "float32":
@@ -372,7 +398,7 @@ class Audit:
             return
         old = found.get(OLD + "master")
         stale = old is not None and is_cast(weight, old)
-        self.report.findings.append(Finding(step, name, "weight", STALE if stale else NOT_CAST))
+        self._find(step, name, "weight", STALE if stale else NOT_CAST)
 
 
 def audit(recording: Recording) -> Report:
@@ -383,26 +409,12 @@ def audit(recording: Recording) -> Report:
 # --- one sample
 
 
-def decoded(tensor: Tensor) -> Array:
-    """The numbers of a tensor's samples, fp64."""
-    if tensor.value.dtype not in DECODERS:
-        raise LookupError(f"{tensor.value.quantity} is of {tensor.value.dtype}")
-    with numpy.errstate(all="ignore"):
-        return DECODERS[tensor.value.dtype](tensor.bits[tensor.held]).astype(numpy.float64)
-
-
-def is_cast(weight: Tensor, master: Tensor) -> bool:
-    """Whether 16-bit weights are the nearest to fp32 masters; ties may go away from zero too."""
-    both = weight.held & master.held
-    own, fp32 = weight.bits[both], master.bits[both].astype("<u4")
-    if weight.value.dtype == "float16":
-        with numpy.errstate(all="ignore"):
-            casts = [fp32.view("<f4").astype("<f2").view("<u2")]
-    else:
-        lower = fp32 & 0xFFFF
-        casts = [((fp32 >> 16) + up) & 0xFFFF for up in (lower > 0x8000, lower >= 0x8000)]
-    nan = (fp32 & 0x7FFFFFFF) > 0x7F800000
-    return bool((nan | numpy.any([own == cast for cast in casts], axis=0)).all())
+def moved(found: Tensors) -> Iterator[str]:
+    """Quantities that are not what they were before the step."""
+    for quantity, new in found.items():
+        old = found.get(OLD + quantity)
+        if old is not None and (old.bits[old.held] != new.bits[new.held]).any():
+            yield quantity
 
 
 def param_of(found: Mapping[str, Tensor]) -> str:
@@ -410,57 +422,72 @@ def param_of(found: Mapping[str, Tensor]) -> str:
     return "master" if "master" in found else "weight"
 
 
-def sample_of(
-    found: Mapping[str, Tensor],
-    law: Law,
-    options: Mapping[str, Any],
-    count: int | None,
-    is_new: bool,
-) -> Sample:
+def sample_of(found: Tensors, law: Law, given: Given, kind: str) -> Sample:
     """What a law is given; raises LookupError for what was not recorded.
 
-    is_new: the step made the parameter's state.
+    kind: the optimizer's class.
     """
     param = param_of(found)
-    if is_new and OLD + "master" not in found and OLD + "weight" in found:
+    if param not in found:
+        raise LookupError(f"{param} is not recorded at the gradient's places")
+    options = {**given.options, "is_new": given.is_new}
+    single = law.computes or ("float32" if options.get("fused") else found[param].value.dtype)
+    if single not in PRECISIONS or found[param].value.dtype == "float64":
+        single = "float64"
+    precision = PRECISIONS[single]
+    old, new = (_twins if law.has_twin else _plain)(found, law, given, precision, kind)
+    if PARAM not in old:
+        raise LookupError(f"{OLD}{param} is not recorded")
+    grad = exact(decoded(found["grad"]), precision)
+    for factor in (None if given.scale is None else 1 / given.scale, given.coefficient):
+        grad = grad if factor in (None, 1.0) else grad * exact(factor, precision).again(1)
+    return Sample(old, new, grad, options, given.options["step"], precision)
+
+
+Read = tuple[dict[str, Rounded], dict[str, Rounded]]
+
+
+def _twins(found: Tensors, law: Law, given: Given, precision: Precision, kind: str) -> Read:
+    """Old and new numbers of megaopt's formats."""
+    from megaopt.recording import twins
+
+    old, new = dict[str, Rounded](), dict[str, Rounded]()
+    for name, (value, error) in twins.numbers(found, given, kind).items():
+        into = old if name.startswith(OLD) else new
+        into[name.removeprefix(OLD)] = Rounded(value, error, precision)
+    return old, new
+
+
+def _plain(found: Tensors, law: Law, given: Given, precision: Precision, kind: str) -> Read:
+    """Old and new numbers of plain formats; new ones with what rounding may have taken."""
+    param = param_of(found)
+    if given.is_new and OLD + "master" not in found and OLD + "weight" in found:
         # masters that a step makes are its weights
         found = {**found, OLD + "master": found[OLD + "weight"]}
-    for quantity in (param, OLD + param):
-        if quantity not in found:
-            raise LookupError(f"{quantity} is not recorded")
-    like = found[param]
-    single = law.computes or ("float32" if options.get("fused") else like.value.dtype)
-    if single not in PRECISIONS or (law.computes and like.value.dtype == "float64"):
-        single = "float64"
     names = {**law.names, param: PARAM}
-    new, old = {}, {}
+    old, new = dict[str, Rounded](), dict[str, Rounded]()
     for quantity, tensor in found.items():
-        if quantity.startswith(OLD) or quantity == "grad" or not _fits(tensor, like):
+        name = names.get(quantity, quantity)
+        if quantity.startswith(OLD) or quantity == "grad" or not _fits(tensor, found[param]):
             continue
-        new[names.get(quantity, quantity)] = _read(tensor, single, True)
+        new[name] = _read(tensor, precision, True)
         if OLD + quantity in found:
-            old[names.get(quantity, quantity)] = _read(found[OLD + quantity], single)
-    grad = _read(found["grad"], single)
-    for name in law.starts_as_zeros if is_new else ():
-        if name in new:
-            old[name] = exact(numpy.zeros_like(new[name].value), PRECISIONS[single])
-    return Sample(old, new, grad, {**options, "is_new": is_new}, count, PRECISIONS[single])
+            old[name] = _read(found[OLD + quantity], precision)
+        elif given.is_new and name in law.starts_as_zeros:
+            old[name] = exact(numpy.zeros_like(new[name].value), precision)
+    return old, new
 
 
 def _fits(tensor: Tensor, like: Tensor) -> bool:
-    """Whether its samples are of the parameter's elements, or one number."""
-    if tensor.value.dtype not in DECODERS:
-        return False
-    if len(tensor.bits) != len(like.bits) and tensor.value.shape == like.value.shape:
-        raise LookupError(f"{tensor.value.quantity} is sampled at other places than the weight")
-    return tensor.value.shape in (like.value.shape, (), (1,))
+    """Whether its samples are numbers of the parameter's elements, or one number."""
+    is_number = tensor.value.dtype in DECODERS
+    return is_number and tensor.value.shape in (like.value.shape, (), (1,))
 
 
-def _read(tensor: Tensor, single: str, is_new: bool = False) -> Rounded:
-    """Numbers; new ones of a narrow format with what its rounding may have taken from them."""
+def _read(tensor: Tensor, precision: Precision, is_new: bool = False) -> Rounded:
     value, own = decoded(tensor), PRECISIONS[tensor.value.dtype]
-    found = exact(value, PRECISIONS[single])
-    if is_new and own.unit > PRECISIONS[single].unit:
+    found = exact(value, precision)
+    if is_new and own.unit > precision.unit:
         return replace(found, error=own.unit * numpy.abs(value) + own.least)
     return found
 
@@ -529,7 +556,10 @@ def explain(
 
 def obeys(sample: Sample, law: Law, wrong: Sample, but: str = "") -> bool:
     """Whether a step that was given `wrong` makes the sample; but: all of it but this quantity."""
-    judged = judge(sample, law, wrong)
+    try:
+        judged = judge(sample, law, wrong)
+    except LookupError:  # the wrong law asks for what there is not
+        return False
     return not any(each.is_bad.any() for quantity, each in judged.items() if quantity != but)
 
 

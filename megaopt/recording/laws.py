@@ -291,6 +291,8 @@ class Law:
     """The dtype of the arithmetic; None: the parameter's, unless the group says fused=True."""
     counts_groups: bool = False
     """One count of steps is a whole group's; otherwise each parameter has its own."""
+    has_twin: bool = False
+    """megaopt.recording.twins knows the bits."""
 
     def moments(self) -> Iterator[str]:
         """The moments by the state's own names."""
@@ -300,6 +302,7 @@ class Law:
 
 DECOUPLED = {"decoupled_weight_decay": True}
 TORCH = partial(Law, computes=None)
+OURS = partial(Law, counts_groups=True, has_twin=True)
 STATES = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 BITSANDBYTES = Law(partial(adam, unrounded=True), DECOUPLED, STATES)
 ADAM = Law(adam, {"adam_w_mode": True}, counts_groups=True)
@@ -315,9 +318,9 @@ LAWS: dict[str, Law] = {
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": ADAM,
     "apex.optimizers.fused_adam.FusedAdam": ADAM,
     "lion_pytorch.lion_pytorch.Lion": TORCH(lion),
-    "megaopt.adam.FusedAdam": ADAM,
-    "megaopt.lion.FusedLion": Law(lion),
-    "megaopt.sgd.FusedSGD": Law(sgd, starts_as_zeros=("momentum_buffer",)),
+    "megaopt.adam.FusedAdam": OURS(adam, {"adam_w_mode": True}),
+    "megaopt.lion.FusedLion": OURS(lion),
+    "megaopt.sgd.FusedSGD": OURS(sgd, starts_as_zeros=("momentum_buffer",)),
     **{f"bitsandbytes.optim.adam.{name}": BITSANDBYTES for name in ADAM_NAMES},
     **{
         f"bitsandbytes.optim.adamw.{name.replace('Adam', 'AdamW')}": BITSANDBYTES

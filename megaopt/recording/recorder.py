@@ -445,8 +445,9 @@ def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def note_scaling(step: Step, optimizer: Any) -> None:
     """Notes what torch.amp.GradScaler has told the optimizer."""
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    if step.loss_scale is None and scale is not None:
-        step.loss_scale = number_of(scale)
+    if scale is not None:
+        step.grad_scale = number_of(scale)
+        step.loss_scale = step.grad_scale if step.loss_scale is None else step.loss_scale
     if found_inf is not None:
         step.skipped = number_of(found_inf)
     elif step.loss_scale is not None:

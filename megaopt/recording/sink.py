@@ -34,6 +34,8 @@ class Step:
     clip_coefficient: Number | None = None
     """What it was told to multiply gradients by."""
     loss_scale: Number | None = None
+    grad_scale: Number | None = None
+    """The loss scale where gradients are still multiplied by it when the optimizer reads them."""
     skipped: Number | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
     """Of each group."""
@@ -67,6 +69,7 @@ class Step:
             "clip_norm": in_hexadecimal(self.clip_norm),
             "clip_coefficient": in_hexadecimal(self.clip_coefficient),
             "groups": [{n: option(v) for n, v in group.items()} for group in self.options],
+            "grad_scale": in_hexadecimal(self.grad_scale),
             "loss_scale": in_hexadecimal(self.loss_scale),
             "skipped": None if self.skipped is None else bool(self.skipped),
             "rng": self.random,

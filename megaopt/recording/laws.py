@@ -271,8 +271,11 @@ def _along(param: Rounded, direction: Rounded, new: Rounded, is_one: bool) -> Ro
     known = numpy.isfinite(low) & numpy.isfinite(high)
     if is_one and known.any():
         low, high = low[known].max(), high[known].min()
-    middle = numpy.where(numpy.isfinite(low + high), (low + high) / 2, 0.0)
-    error = numpy.maximum(numpy.where(numpy.isfinite(low + high), (high - low) / 2, 0.0), 0.0)
+    is_known = numpy.isfinite(low + high)
+    middle = numpy.where(is_known, (low + high) / 2, 0.0)
+    error = numpy.maximum(numpy.where(is_known, (high - low) / 2, 0.0), 0.0)
+    # an element that is not finite makes the whole tensor's size so
+    error = numpy.where(numpy.isfinite(new.value), error, numpy.inf)
     return param - direction * Rounded(middle, error, param.precision)
 
 

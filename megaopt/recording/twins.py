@@ -127,6 +127,8 @@ class Twin:
     def param(self, when: str) -> torch.Tensor:
         """The fp32 numbers that the step updates."""
         master, names = self.master, {"weight": when + "weight"}
+        if master.scaled and when and not self.has_old_master:
+            raise LookupError("the scale of the master that the first step made is not recorded")
         if master.present and (not when or self.has_old_master):
             names["master"] = when + "master"
             if master.scaled:

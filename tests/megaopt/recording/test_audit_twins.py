@@ -38,7 +38,9 @@ def test_all_bits_are_the_twins(tmp_path, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = audited(tmp_path, model, make(model.parameters(), lr=1e-3, **options), 4)
-    assert (report.obeys, report.equal_bits) == (True, 12), report
+    # a first step makes fp16 masters of a scale that nobody sees
+    assert report.checked == (9 if kind == "fp16 masters" else 12)
+    assert (report.obeys, report.equal_bits) == (True, report.checked)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "drawn weights", "sgd"])
@@ -55,7 +57,9 @@ def test_a_bit_is_found(tmp_path, kind):
     optimizer.register_step_post_hook(flip)
     report = audited(tmp_path, model, optimizer, 3)
     first = report.findings[0]
-    assert (first.name, first.quantity) == ("parts.1", "weight")
+    # weight and remainder are one number
+    expected = "master" if kind == "remainders" else "weight"
+    assert (first.name, first.quantity) == ("parts.1", expected)
 
 
 def test_formats_in_blocks_are_not_checked(tmp_path):

@@ -27,15 +27,18 @@ from megaopt.recording.laws import (
 )
 from megaopt.recording.rounded import PRECISIONS, Precision, Rounded, exact
 from megaopt.recording.samples import (
+    CODES,
     DECODERS,
     OLD,
     Given,
     Mask,
     Tensor,
     Tensors,
+    Unknown,
     decoded,
     is_cast,
     number,
+    of_codes,
     scaling,
     tensors_of,
 )
@@ -280,9 +283,7 @@ class Audit:
         taken = [step for step in between if not self._line(step, own).get("skipped")]
         if law.counts_groups:
             return len(taken)
-        return sum(
-            step == last or (name, "grad") in self.recording.digests(step) for step in taken
-        )
+        return sum(step == last or (name, "grad") in self.recording.digests(step) for step in taken)
 
     def _rates(self, step: int, own: Owner) -> Iterator[tuple[str, float]]:
         """Other learning rates than the group's own, and whose they are."""
@@ -309,7 +310,7 @@ class Audit:
                 self._judge(step, name, found, law)
             except KeyError as missing:
                 self._skip(f"{missing.args[0]} is not recorded", name)
-            except LookupError as unknown:
+            except Unknown as unknown:
                 self._skip(str(unknown), name)
 
     def _skip(self, reason: str, name: str) -> None:
@@ -382,7 +383,7 @@ class Audit:
 
         try:
             equal = twins.equal_bits(found, given, self._kind(own))
-        except LookupError:
+        except Unknown:
             return None
         return [quantity for quantity, each in equal.items() if not each.all()]
 
@@ -423,13 +424,13 @@ def param_of(found: Mapping[str, Tensor]) -> str:
 
 
 def sample_of(found: Tensors, law: Law, given: Given, kind: str) -> Sample:
-    """What a law is given; raises LookupError for what was not recorded.
+    """What a law is given; raises Unknown for what was not recorded.
 
     kind: the optimizer's class.
     """
     param = param_of(found)
     if param not in found:
-        raise LookupError(f"{param} is not recorded at the gradient's places")
+        raise Unknown(f"{param} is not recorded at the gradient's places")
     options = {**given.options, "is_new": given.is_new}
     single = law.computes or ("float32" if options.get("fused") else found[param].value.dtype)
     if single not in PRECISIONS or found[param].value.dtype == "float64":
@@ -437,7 +438,7 @@ def sample_of(found: Tensors, law: Law, given: Given, kind: str) -> Sample:
     precision = PRECISIONS[single]
     old, new = (_twins if law.has_twin else _plain)(found, law, given, precision, kind)
     if PARAM not in old:
-        raise LookupError(f"{OLD}{param} is not recorded")
+        raise Unknown(f"{OLD}{param} is not recorded")
     grad = exact(decoded(found["grad"]), precision)
     for factor in (None if given.scale is None else 1 / given.scale, given.coefficient):
         grad = grad if factor in (None, 1.0) else grad * exact(factor, precision).again(1)
@@ -470,9 +471,9 @@ def _plain(found: Tensors, law: Law, given: Given, precision: Precision, kind: s
         name = names.get(quantity, quantity)
         if quantity.startswith(OLD) or quantity == "grad" or not _fits(tensor, found[param]):
             continue
-        new[name] = _read(tensor, precision, True)
+        new[name] = _read(found, quantity, precision)
         if OLD + quantity in found:
-            old[name] = _read(found[OLD + quantity], precision)
+            old[name] = _read(found, OLD + quantity, precision)
         elif given.is_new and name in law.starts_as_zeros:
             old[name] = exact(numpy.zeros_like(new[name].value), precision)
     return old, new
@@ -480,16 +481,19 @@ def _plain(found: Tensors, law: Law, given: Given, precision: Precision, kind: s
 
 def _fits(tensor: Tensor, like: Tensor) -> bool:
     """Whether its samples are numbers of the parameter's elements, or one number."""
-    is_number = tensor.value.dtype in DECODERS
-    return is_number and tensor.value.shape in (like.value.shape, (), (1,))
+    value, is_coded = tensor.value, tensor.value.quantity in CODES
+    return (value.dtype in DECODERS or is_coded) and value.shape in (like.value.shape, (), (1,))
 
 
-def _read(tensor: Tensor, precision: Precision, is_new: bool = False) -> Rounded:
-    value, own = decoded(tensor), PRECISIONS[tensor.value.dtype]
-    found = exact(value, precision)
-    if is_new and own.unit > precision.unit:
-        return replace(found, error=own.unit * numpy.abs(value) + own.least)
-    return found
+def _read(found: Tensors, quantity: str, precision: Precision) -> Rounded:
+    if quantity.removeprefix(OLD) in CODES and found[quantity].value.dtype == "uint8":
+        value, width = of_codes(found, quantity)
+        is_new = not quantity.startswith(OLD)
+        return Rounded(value, width if is_new else numpy.zeros_like(value), precision)
+    value, own = decoded(found[quantity]), PRECISIONS[found[quantity].value.dtype]
+    if own.unit > precision.unit and not quantity.startswith(OLD):
+        return Rounded(value, own.unit * numpy.abs(value) + own.least, precision)
+    return exact(value, precision)
 
 
 class Judged(NamedTuple):
@@ -537,9 +541,7 @@ def unmoved(sample: Sample) -> dict[str, bool]:
     }
 
 
-def explain(
-    sample: Sample, law: Law, judged: Mapping[str, Judged], others: Others
-) -> str:
+def explain(sample: Sample, law: Law, judged: Mapping[str, Judged], others: Others) -> str:
     """The first explanation under which the whole sample obeys."""
     still = unmoved(sample)
     if all(still.values()):
@@ -558,7 +560,7 @@ def obeys(sample: Sample, law: Law, wrong: Sample, but: str = "") -> bool:
     """Whether a step that was given `wrong` makes the sample; but: all of it but this quantity."""
     try:
         judged = judge(sample, law, wrong)
-    except LookupError:  # the wrong law asks for what there is not
+    except (Unknown, KeyError):  # the wrong law asks for what there is not
         return False
     return not any(each.is_bad.any() for quantity, each in judged.items() if quantity != but)
 

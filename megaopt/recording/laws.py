@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 
 from megaopt.recording.rounded import PRECISIONS, Precision, Rounded, either, exact
+from megaopt.recording.samples import Unknown
 
 PARAM = "param"
 """The tensor that a step updates: the master where there is one, else the weight."""
@@ -58,9 +59,9 @@ class Sample:
 
     @cached_property
     def count(self) -> int:
-        """The step; raises LookupError where it is not known."""
+        """The step; raises Unknown where it is not known."""
         if self.step is None:
-            raise LookupError("the step count is not recorded")
+            raise Unknown("the step count is not recorded")
         return self.step
 
     @cached_property
@@ -209,7 +210,9 @@ def sgd(sample: Sample) -> Found:
     if sample.options.get("momentum"):
         found = _buffered(sample, grad, sample.number("momentum"))
         buffer = sample.new["momentum_buffer"]
-        grad = grad + buffer * sample.factor("momentum") if sample.options.get("nesterov") else buffer
+        grad = (
+            grad + buffer * sample.factor("momentum") if sample.options.get("nesterov") else buffer
+        )
     return {**found, PARAM: base(sample) - grad * sample.factor("lr")}
 
 
@@ -371,7 +374,10 @@ def _counts(sample: Sample, others: Others) -> Iterator[tuple[str, Sample]]:
 
 def _switches(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     corrects = options.get("bias_correction", True)
-    yield "bias correction" if not corrects else "no bias correction", {"bias_correction": not corrects}
+    yield (
+        "bias correction" if not corrects else "no bias correction",
+        {"bias_correction": not corrects},
+    )
     yield from _decays(options)
     yield "eps inside the root", {"eps_is": "inside"}
     yield "eps beside the uncorrected root", {"eps_is": "uncorrected"}

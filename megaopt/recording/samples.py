@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from megaopt.recording.files import Recording, Value
+from megaopt.recording.files import Recording, Value, places_of_samples
 from megaopt.recording.rounded import Array
 
 Bits = numpy.ndarray[Any, Any]
@@ -16,6 +16,10 @@ Mask = numpy.ndarray[Any, numpy.dtype[numpy.bool_]]
 
 OLD = "old "
 """How quantities before a step begin."""
+
+
+class Unknown(Exception):
+    """A recording does not have what a law asks for; the message says what."""
 
 
 class Tensor(NamedTuple):
@@ -66,12 +70,57 @@ def tensors_of(recording: Recording, step: int) -> dict[str, Tensors]:
     return found
 
 
+def held_of(places: Sequence[int], tensor: Tensor) -> Bits:
+    """Those places of samples that the recording has."""
+    return numpy.array(places)[numpy.flatnonzero(tensor.held)]
+
+
 def decoded(tensor: Tensor) -> Array:
-    """The numbers of samples, fp64; raises LookupError for codes, which mean nothing alone."""
+    """The numbers of samples, fp64; raises Unknown for codes, which mean nothing alone."""
     if tensor.value.dtype not in DECODERS:
-        raise LookupError(f"{tensor.value.quantity} is of {tensor.value.dtype}")
+        raise Unknown(f"{tensor.value.quantity} is of {tensor.value.dtype}")
     with numpy.errstate(all="ignore"):
         return DECODERS[tensor.value.dtype](tensor.bits[tensor.held]).astype(numpy.float64)
+
+
+CODES = ("state1", "state2")
+"""What bitsandbytes keeps in 8 bits, beside absmax1 and absmax2."""
+BLOCKS = (256, 2048)
+"""Elements that share an absmax in bitsandbytes' states, now and in older versions."""
+STEP = 2 / (2**16 - 1)
+"""Its library for CPUs looks codes up by this much of the absmax: near 0 codes are denser."""
+
+
+def of_codes(found: Tensors, quantity: str) -> tuple[Array, Array]:
+    """The numbers of bitsandbytes' 8-bit codes, and a code's width there; fp64.
+
+    NaN where the element's block is not among the sampled ones, which are all 64 of small tensors.
+    Raises Unknown where nothing is known.
+    """
+    codes, absmax = found[quantity], found[quantity.replace("state", "absmax")]
+    name, numel = codes.value.name, int(numpy.prod(codes.value.shape))
+    count = int(numpy.prod(absmax.value.shape))
+    size = next((size for size in BLOCKS if -(-numel // size) == count), numel)
+    blocks = numpy.full(count, numpy.nan)
+    blocks[held_of(places_of_samples(name, count, 4), absmax)] = decoded(absmax)
+    places = held_of(places_of_samples(name, numel, 1), codes)
+    scale = blocks[places // size]
+    if numpy.isnan(scale).all():
+        raise Unknown(f"the blocks of {quantity.removeprefix(OLD)} are not sampled")
+    table = _table(quantity.endswith("1"))
+    width = numpy.diff(table, prepend=table[0], append=table[-1])
+    each = codes.bits[codes.held].astype(int)
+    found = numpy.maximum(width[each], width[each + 1]) + STEP
+    return table[each] * scale, found * scale
+
+
+def _table(is_signed: bool) -> Array:
+    try:
+        from bitsandbytes.functional import create_dynamic_map
+    except ImportError:
+        raise Unknown("bitsandbytes, whose table it takes, is not installed") from None
+    table: Array = create_dynamic_map(signed=is_signed).double().numpy()
+    return table
 
 
 def number(option: Any) -> Any:

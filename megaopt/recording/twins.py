@@ -30,7 +30,7 @@ from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import draw_numbers
 from megaopt.kernels.step.reference import decoded, param_of, step_with_words
 from megaopt.recording.rounded import Array
-from megaopt.recording.samples import OLD, Given, Mask, Tensor
+from megaopt.recording.samples import OLD, Given, Mask, Tensor, Unknown, held_of
 
 UNITS = {
     "float16": 2.0**-11,
@@ -75,13 +75,13 @@ class Twin:
         return dict(part.split("=") for part in self.given.options["state_formats"].split(", "))
 
     def form(self, moment: str) -> Format:
-        """A moment's; raises LookupError for one in blocks."""
+        """A moment's; raises Unknown for one in blocks."""
         # AMSGrad's maximum has the format of what it is the maximum of
         name = self.names.get(moment) or self.names[moment.removeprefix("max_")]
         dtype = self.tensor(moment).dtype
         form = FLOAT32 if dtype == torch.float32 else (MOMENTS.get(name) or WEIGHTS[name])
         if form.block:
-            raise LookupError(f"the blocks of {moment} are not sampled")
+            raise Unknown(f"the blocks of {moment} are not sampled")
         return form
 
     @property
@@ -96,14 +96,16 @@ class Twin:
     def weight(self) -> Format:
         """The weight's."""
         dtype = self.tensor("weight").dtype
-        drawn = self.given.options.get("weight_rounding") == "stochastic" and not self.master.present
+        drawn = (
+            self.given.options.get("weight_rounding") == "stochastic" and not self.master.present
+        )
         tables = (STOCHASTIC_WEIGHTS, WEIGHTS) if drawn else (WEIGHTS,)
         return next(table[dtype] for table in tables if dtype in table)
 
     def tensor(self, quantity: str) -> torch.Tensor:
-        """A quantity's samples; raises LookupError for one that is not recorded."""
+        """A quantity's samples; raises Unknown for one that is not recorded."""
         if quantity not in self.found:
-            raise LookupError(f"{quantity} is not recorded")
+            raise Unknown(f"{quantity} is not recorded")
         own = self.found[quantity]
         dtype = getattr(torch, own.value.dtype)
         bits = own.bits[own.held].astype(f"<u{dtype.itemsize}")
@@ -128,7 +130,7 @@ class Twin:
         """The fp32 numbers that the step updates."""
         master, names = self.master, {"weight": when + "weight"}
         if master.scaled and when and not self.has_old_master:
-            raise LookupError("the scale of the master that the first step made is not recorded")
+            raise Unknown("the scale of the master that the first step made is not recorded")
         if master.present and (not when or self.has_old_master):
             names["master"] = when + "master"
             if master.scaled:
@@ -183,7 +185,7 @@ class Twin:
             yield name, form.encode_reference(value, inverse, *bits)
 
     def _words(self) -> torch.Tensor:
-        index = torch.tensor([self.given.places[i] for i in numpy.flatnonzero(self._held)])
+        index = torch.from_numpy(held_of(self.given.places, self.found["grad"]))
         return words_at(index, self.given.number, draw_numbers(self.given.options))
 
     def _controls(self) -> torch.Tensor | None:
@@ -195,10 +197,6 @@ class Twin:
         inverse = (1.0 / whole.double()).float()
         clip = 1.0 if coefficient is None else coefficient
         return torch.tensor([whole, inverse, clip, 0.0, float(scale is not None)])
-
-    @property
-    def _held(self) -> Mask:
-        return self.found["grad"].held
 
     def unit(self, form: Format, scale: float) -> tuple[float, float]:
         """What storing may change: relative, and absolute."""
@@ -222,11 +220,11 @@ def inverses(scale: torch.Tensor, form: Format) -> Iterator[torch.Tensor]:
 def equal_bits(found: Mapping[str, Tensor], given: Given, kind: str) -> dict[str, Mask]:
     """For each quantity which elements have the bits that the twin makes.
 
-    Raises LookupError where the twin's bits are not known.
+    Raises Unknown where the twin's bits are not known.
     """
     twin = Twin(found, given, kind)
     if given.options["contract"] == "te":
-        raise LookupError("contract te has no twin")
+        raise Unknown("contract te has no twin")
     lanes: list[tuple[torch.Tensor, ...]] = [()]
     if twin.rule.lanes:  # which kernel torch takes depends on addresses
         like = torch.ones_like(twin.tensor("grad"), dtype=torch.bool)
@@ -245,13 +243,11 @@ def _integer(width: int) -> torch.dtype:
     return {1: torch.int8, 2: torch.int16, 4: torch.int32}[width]
 
 
-def numbers(
-    found: Mapping[str, Tensor], given: Given, kind: str
-) -> dict[str, tuple[Array, Array]]:
+def numbers(found: Mapping[str, Tensor], given: Given, kind: str) -> dict[str, tuple[Array, Array]]:
     """The fp32 numbers of parameter ("param") and moments, with "old " before old ones, and what
     storing may have changed of them.
 
-    Raises LookupError for formats in blocks.
+    Raises Unknown for formats in blocks.
     """
     twin = Twin(found, given, kind)
     made: dict[str, tuple[Array, Array]] = {}

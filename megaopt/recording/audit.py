@@ -96,12 +96,12 @@ class Report:
 def law(optimizer: type | str, **options: Any) -> Callable[[Update], Update]:
     """Registers the law of an optimizer of one's own: `@audit.law(MyOptimizer)` over a function.
 
-    The function gets a `megaopt.recording.laws.Sample`, and returns for each quantity that it knows,
-    by name, what the step makes of it: "param", and moments by their names in the state. It
-    computes with the sample's numbers (`sample.old["param"]`, `sample.new["exp_avg"]`,
-    `sample.grad`, `sample.number("lr")`, `sample.count`), whose +, -, *, / and `root`, `power`,
-    `sign`, `maximum` carry the bound of rounding along: the code of a step, as it is written. What
-    an optimizer does in another order than the function is `again(n)`, n roundings more.
+    The function gets a `megaopt.recording.laws.Sample`, and returns, by name, what the step makes
+    of each quantity that it knows: "param", and moments by their names in the state. It computes
+    with the sample's numbers (`sample.old["param"]`, `sample.new["exp_avg"]`, `sample.grad`,
+    `sample.number("lr")`, `sample.count`), whose +, -, *, / and `root`, `power`, `sign`, `maximum`
+    carry the bound of rounding along: the code of a step, as it is written. For what an optimizer
+    does in a longer way than the function, `again(n)` adds n roundings.
 
     Args:
         optimizer: the class, or its full name, as "package.module.MyOptimizer".
@@ -145,7 +145,7 @@ class Counted(NamedTuple):
     """How often a parameter had been stepped after a step."""
 
     step: int
-    count: int
+    updates: int
 
 
 class Audit:
@@ -183,10 +183,10 @@ class Audit:
     def _begin(self, step: int, tensors: dict[str, Tensors]) -> None:
         """Notes of each optimizer its first step, and whether it had stepped before.
 
-        It had not where all its moments are zeros, or not there: the count of updates starts there,
-        whatever the optimizer says. Nor is a first step without gradients and with lr = 0 one, whose
-        purpose is to make states: where it counts, updates are wrong from then on (Megatron-LM#5974),
-        and what is loaded after it is no outside write.
+        It had not where all its moments are zeros, or not there: updates are counted from there,
+        whatever the optimizer says. Nor is a first step without gradients and with lr = 0 an
+        update, which is to make states: where it counts, what follows is wrong
+        (Megatron-LM#5974), and what is loaded after it is no outside write.
         """
         sources: dict[int, list[str]] = defaultdict(list)
         for name in tensors:
@@ -267,15 +267,14 @@ class Audit:
         if before is not None:
             passed = self._updates(before.step, step, name, law)
             if passed is not None:
-                return before.count + passed, True
-        elif step == self._first[own.source] and self._fresh[own.source]:
-            return 1, True
-        elif is_new and not law.counts_groups:
+                return before.updates + passed, True
+        is_first = step == self._first[own.source] and self._fresh[own.source]
+        if before is None and (is_first or (is_new and not law.counts_groups)):
             return 1, True
         return self._recorded(step, own), law.counts_groups and before is None
 
     def _updates(self, first: int, last: int, name: str, law: Law) -> int | None:
-        """Updates of a parameter after one step, up to another; None: not every step is recorded."""
+        """Updates of a parameter after one step, up to another; None: some are not recorded."""
         own = self._owners[name]
         between = [step for step in range(first + 1, last + 1) if self._line(step, own)]
         if len(between) != last - first:
@@ -550,9 +549,9 @@ def explain(sample: Sample, law: Law, judged: Mapping[str, Judged], others: Othe
         if obeys(sample, law, found):
             return name
     for quantity, each in judged.items():
-        if each.is_bad.any() and still.get(quantity) and quantity != PARAM:
-            if obeys(sample, law, sample, quantity):
-                return f"{quantity} not updated"
+        stayed = each.is_bad.any() and still.get(quantity) and quantity != PARAM
+        if stayed and obeys(sample, law, sample, quantity):
+            return f"{quantity} not updated"
     return _scaled(sample, law, judged) or UNEXPLAINED
 
 

@@ -44,7 +44,7 @@ class Sample:
         place: of a number in a pair, as of betas. fp32, also beside narrower tensors; but numbers
         on a device are rounded as these are.
         """
-        value = self.options.get(name, 0.0) or 0.0
+        value: Any = self.options.get(name, 0.0) or 0.0
         return self.constant(value if place is None else value[place])
 
     def constant(self, value: float) -> Rounded:
@@ -54,7 +54,7 @@ class Sample:
         return exact(float(value), single if is_wider else self.precision).again(1)
 
     def factor(self, name: str) -> Rounded:
-        """An option that torch's `add` takes as its alpha: a CPU rounds that to the tensors' dtype."""
+        """An option that torch's `add` takes as alpha: on a CPU rounded to the tensors' dtype."""
         return self.number(name).stored(self.precision)
 
     @cached_property
@@ -75,7 +75,7 @@ Update = Callable[[Sample], Found]
 
 
 def mixed(average: Rounded, value: Rounded, beta: Rounded) -> Rounded:
-    """The exponential average: beta * average + (1 - beta) * value, in any of the ways it is written.
+    """The exponential average, beta * average + (1 - beta) * value, in all ways it is written.
 
     As that; as torch's lerp, on both sides of a weight of 0.5; with two fused multiply-adds, as
     nvcc makes torch's kernels; and the square's factors in any order, one rounding more.
@@ -100,7 +100,7 @@ def decayed(sample: Sample, param: Rounded) -> Rounded:
 
 
 def is_decoupled(options: Mapping[str, Any]) -> bool:
-    """Whether weight decay passes by the gradient: as torch's or TransformerEngine's option says."""
+    """Whether weight decay passes by the gradient, by torch's or TransformerEngine's option."""
     return bool(options.get("decoupled_weight_decay", options.get("adam_w_mode")))
 
 
@@ -351,7 +351,7 @@ class Others:
 
 
 def explanations(sample: Sample, others: Others) -> Iterator[tuple[str, Sample]]:
-    """Samples of which the law makes what a wrong step would, each with its name; likely ones first."""
+    """Samples of which the law makes what wrong steps would, by name; likely ones first."""
     options = sample.options
     yield from _counts(sample, others)
     for name, changes in _switches(options):

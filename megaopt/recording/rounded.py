@@ -1,8 +1,9 @@
 """Numbers with a bound of the rounding that an optimizer's arithmetic may have given them.
 
-A law is written once, in these. Each operation adds its own rounding to the errors that its operands
-bring along (running error analysis: Higham, Accuracy and Stability of Numerical Algorithms, 3.3), so
-that cancellation and small denominators widen a bound by themselves, and nothing is tuned.
+A law is written once, in these. Each operation adds its own rounding to the errors that its
+operands bring along (running error analysis: Higham, Accuracy and Stability of Numerical
+Algorithms, 3.3), so that cancellation and small denominators widen a bound by themselves, and
+nothing is tuned.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ PRECISIONS = {
 }
 """By dtype, as torch names it."""
 
-# Beside their rounding, in units of APPROXIMATE (an ulp is two): what NVIDIA documents for code that
-# is compiled with fast math (CUDA C++ Programming Guide, mathematical functions), as
+# Beside their rounding, in units of APPROXIMATE (an ulp is two): what NVIDIA documents for code
+# that is compiled with fast math (CUDA C++ Programming Guide, mathematical functions), as
 # TransformerEngine's, apex's and torch.compile's is, and what covers a CPU's libraries.
 DIVISION = 3
 """2 ulp in all."""
@@ -149,7 +150,7 @@ class Rounded:
 
 
 def exact(value: Any, precision: Precision) -> Rounded:
-    """Numbers without an error, that are rounded to this precision when something is made of them."""
+    """Numbers without an error, of which operations are rounded to this precision."""
     value = numpy.asarray(value, numpy.float64)
     return Rounded(value, numpy.zeros_like(value), precision)
 

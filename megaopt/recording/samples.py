@@ -119,7 +119,8 @@ def _table(is_signed: bool) -> Array:
         from bitsandbytes.functional import create_dynamic_map
     except ImportError:
         raise Unknown("bitsandbytes, whose table it takes, is not installed") from None
-    table: Array = create_dynamic_map(signed=is_signed).double().numpy()
+    made: Any = create_dynamic_map
+    table: Array = made(signed=is_signed).double().numpy()
     return table
 
 

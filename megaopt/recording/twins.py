@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
@@ -244,10 +243,9 @@ def _integer(width: int) -> torch.dtype:
 
 
 def numbers(found: Mapping[str, Tensor], given: Given, kind: str) -> dict[str, tuple[Array, Array]]:
-    """The fp32 numbers of parameter ("param") and moments, with "old " before old ones, and what
-    storing may have changed of them.
+    """The fp32 numbers of parameter ("param") and moments, and what storing may have changed.
 
-    Raises Unknown for formats in blocks.
+    Old ones have "old " before their names. Raises Unknown for formats in blocks.
     """
     twin = Twin(found, given, kind)
     made: dict[str, tuple[Array, Array]] = {}

@@ -17,8 +17,14 @@ class Model(torch.nn.Module):
         self.parts = torch.nn.ParameterList(torch.nn.Parameter(v.to(dtype)) for v in values)
 
 
-def audited(folder, model, optimizer, steps=4, scale=1.0, between=None, grads=None, every=1):
-    """Records steps with random gradients and audits them; between(step) is called before each."""
+def audited(
+    folder, model, optimizer, steps=4, scale=1.0, between=None, grads=None, every=1, stepped=None
+):
+    """Records steps with random gradients and audits them.
+
+    between(step) is called before each, stepped() in the place of the optimizer's step;
+    grads(step, param, grad) makes the gradients, of random ones.
+    """
     made = torch.Generator().manual_seed(1)
     with Recorder(model, optimizer, folder, every=every):
         for step in range(1, steps + 1):
@@ -27,7 +33,7 @@ def audited(folder, model, optimizer, steps=4, scale=1.0, between=None, grads=No
                 param.grad = grad.to(param.dtype) if grads is None else grads(step, param, grad)
             if between:
                 between(step)
-            optimizer.step()
+            (stepped or optimizer.step)()
     return audit(Recording(folder))
 
 

@@ -125,4 +125,5 @@ def shown(names: Iterable[str]) -> str:
     """How many tensors, and some of their names."""
     ordered = sorted(names)
     more = ", ..." if len(ordered) > 3 else ""
-    return f"{len(ordered)} tensors: {', '.join(ordered[:3])}{more}"
+    count = "1 tensor" if len(ordered) == 1 else f"{len(ordered)} tensors"
+    return f"{count}: {', '.join(ordered[:3])}{more}"

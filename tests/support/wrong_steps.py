@@ -105,16 +105,18 @@ class AdamW(torch.optim.Optimizer):
 
 
 class SGD(torch.optim.SGD):
-    """torch's, with one fault: its options say another thing than it does."""
+    """torch's, whose groups say another thing than it does."""
 
-    def __init__(self, params, claims=None, **options):
+    def __init__(self, params, claims, **options):
         super().__init__(params, **options)
-        self.claims = claims or {}
-        self.done = dict(options)
+        self.claims, self.done = claims, {name: self.defaults[name] for name in claims}
+        self.say(claims)
+
+    def say(self, options):
+        for group in self.param_groups:
+            group.update(options)
 
     def step(self):
-        for group in self.param_groups:
-            group.update(self.done)
+        self.say(self.done)
         super().step()
-        for group in self.param_groups:
-            group.update(self.claims)
+        self.say(self.claims)

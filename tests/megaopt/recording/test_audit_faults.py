@@ -1,5 +1,7 @@
 """Faults planted in optimizers are found at the first step that has them, by their names."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from wrong_steps import SGD, AdamW, Model, audited
@@ -58,6 +60,35 @@ def test_a_planted_fault_is_found_at_its_first_step(tmp_path, fault):
     found = report.findings[0]
     name = fault.replace("+1", "+ 1").replace("-1", "- 1")
     assert (found.step, found.explanation.startswith(name)) == (3, True), str(found)
+
+
+@pytest.mark.parametrize(
+    ("claims", "done", "name"),
+    [
+        ({"nesterov": True}, {"momentum": 0.9}, "nesterov off"),
+        ({"nesterov": False}, {"momentum": 0.9, "nesterov": True}, "nesterov on"),
+        ({"dampening": 0.5}, {"momentum": 0.9}, "no dampening"),
+        ({"weight_decay": 0.1}, {"weight_decay": 0.2}, "weight decay twice"),
+        ({"weight_decay": 0.1}, {"momentum": 0.9}, "no weight decay"),
+        ({"lr": 0.1}, {"lr": 0.05}, "clipped twice"),
+        ({"maximize": True}, {"momentum": 0.9}, "sign of the gradient"),
+    ],
+)
+def test_faults_of_sgd(tmp_path, claims, done, name):
+    model = Model()
+    report = audited(tmp_path, model, SGD(model.parameters(), claims, **{"lr": 0.1, **done}), 3)
+    found = report.findings[0]
+    # a buffer starts as the gradient: dampening and momentum show from the second step on
+    assert found.step == (2 if name == "no dampening" else 1)
+    assert found.explanation.startswith(name), str(found)
+
+
+def test_a_rate_that_nobody_names_shows_as_a_ratio(tmp_path):
+    model = Model()
+    optimizer = AdamW(model.parameters(), decay=0.0)
+    law(AdamW)(lambda sample: adam(replace(sample, options={**sample.options, "lr": 4e-3})))
+    found = audited(tmp_path, model, optimizer, 2).findings[0]
+    assert (found.explanation, f"{found.ratio:.3f}") == ("unexplained", "0.250")
 
 
 def test_the_same_optimizer_without_a_fault_obeys(tmp_path):

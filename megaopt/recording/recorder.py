@@ -379,7 +379,9 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     Raises TypeError for anything else.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        yield optimizer
+        # integration.megatron's shows Megatron one whose gradients and weights are elsewhere
+        fused = getattr(optimizer, "fused", None)
+        yield fused if isinstance(fused, torch.optim.Optimizer) else optimizer
         return
     inside = getattr(optimizer, "chained_optimizers", None) or getattr(optimizer, "optimizer", None)
     found = optimizer if isinstance(optimizer, Sequence) else inside

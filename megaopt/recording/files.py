@@ -81,7 +81,10 @@ class Writer:
         self._append("manifest.jsonl", _line({"is": "run", "schema": SCHEMA, "rank": rank, **run}))
 
     def optimizer(self, description: Mapping[str, Any]) -> None:
-        """Describes an optimizer; the first is source 0 of steps, the next source 1."""
+        """Describes an optimizer; the first is source 0 of steps, the next source 1.
+
+        With a "source" of that number one is described anew, as where its parameters get names.
+        """
         self._append("manifest.jsonl", _line({"is": "optimizer", **description}))
 
     def number(self, value: Value) -> int:
@@ -184,7 +187,9 @@ class Rank:
             raise ValueError(
                 f"schema of {str(folder)!r} must be {SCHEMA}, got {self.run['schema']!r}"
             )
-        self.optimizers = [line for line in lines if line["is"] == "optimizer"]
+        found = enumerate(line for line in lines if line["is"] == "optimizer")
+        numbered = {line.get("source", index): line for index, line in found}
+        self.optimizers = [numbered[source] for source in sorted(numbered)]
         self.values = [_value(line) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
         """By step and source."""

@@ -115,6 +115,7 @@ class Recorder:
         It stands for models that were added before and are modules of it.
         """
         self._parameters.add(model)
+        self._described = 0  # there are other names now
         for source in self._sources:
             source.forget()
         hooks = [
@@ -364,6 +365,7 @@ class Recorder:
             order = [name for name in self._order if name in own]
             self._open()[0].optimizer(
                 {
+                    "source": source.number,
                     "class": f"{kind.__module__}.{kind.__qualname__}",
                     "options": all_options(source.optimizer),
                     "groups": names,

@@ -59,7 +59,7 @@ class Finding(NamedTuple):
     explanation: str
     """The best one there is, or "unexplained"."""
     ratio: float | None = None
-    """Of the update to the law's; None where that is no more than rounding."""
+    """The update in units of the law's; None where that is no more than rounding."""
     off: float | None = None
     """The largest difference from the law, in bounds of its rounding; None: bits differ."""
 
@@ -75,16 +75,16 @@ class Report:
     """What an audit has found."""
 
     findings: list[Finding] = field(default_factory=list)
-    """By step, in the order of the recording."""
+    """All there are, by step."""
     checked: int = 0
     """Tensors of steps that the law was held against."""
     equal_bits: int = 0
-    """Of these, tensors of which the law's bits are known, and are the step's."""
+    """Those of them that have the very bits of the law."""
     not_checked: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """For each reason the names of tensors."""
     moved: dict[str, float] = field(default_factory=dict)
-    """Of tensors whose optimizer's law is not known: the last update's size, in weights' (root mean
-    squares of the samples)."""
+    """The last update of tensors whose optimizer's law is not known, in units of the weights: root
+    mean squares of the samples."""
     steps: int = 0
 
     @property

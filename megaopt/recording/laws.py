@@ -30,13 +30,13 @@ class Sample:
     new: Mapping[str, Rounded]
     """After the step, likewise; within their format's rounding of what the step computed."""
     grad: Rounded
-    """As the optimizer reads it."""
+    """What the optimizer reads, without a loss scale, and clipped."""
     options: Mapping[str, Any]
     """The group's, in Python numbers, over the optimizer's, over the law's own."""
     step: int | None
     """The number of this update, from 1; None where it is not known."""
     precision: Precision
-    """Of the arithmetic."""
+    """The arithmetic's."""
 
     def number(self, name: str, place: int | None = None) -> Rounded:
         """An option, 0 where there is none, as the step has it: rounded once.
@@ -334,7 +334,7 @@ LAWS: dict[str, Law] = {
     },
     **{f"bitsandbytes.optim.lion.{name}": Law(lion, names=STATES) for name in LION_NAMES},
 }
-"""By the class's full name."""
+"""Laws by the class's full name."""
 
 
 # --- what may have been done in the law's place

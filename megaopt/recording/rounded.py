@@ -40,7 +40,7 @@ PRECISIONS = {
     "bfloat16": Precision(2.0**-8, 2.0**-126, (2 - 2.0**-7) * 2.0**127),
     "float16": Precision(2.0**-11, 2.0**-25, 65504.0),
 }
-"""By dtype, as torch names it."""
+"""Precisions by dtype, as torch names it."""
 
 # Beside their rounding, in units of APPROXIMATE (an ulp is two): what NVIDIA documents for code
 # that is compiled with fast math (CUDA C++ Programming Guide, mathematical functions), as

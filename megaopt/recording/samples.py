@@ -32,7 +32,7 @@ class Tensor(NamedTuple):
 
 
 Tensors = dict[str, Tensor]
-"""Of one parameter, by quantity."""
+"""One parameter's, by quantity."""
 
 
 class Given(NamedTuple):
@@ -43,7 +43,7 @@ class Given(NamedTuple):
     is_new: bool
     """The step made the parameter's state."""
     places: Sequence[int]
-    """Of the samples in the parameter."""
+    """Where the samples lie in the parameter."""
     number: int
     """The parameter's, in the optimizer."""
     scale: float | None
@@ -58,7 +58,7 @@ DECODERS: dict[str, Callable[[Bits], Bits]] = {
     "bfloat16": lambda bits: (bits.astype("<u4") << 16).view("<f4"),
     "float16": lambda bits: bits.astype("<u2").view("<f2"),
 }
-"""By dtype: the numbers of bits."""
+"""Makers of numbers of bits, by dtype."""
 
 
 def tensors_of(recording: Recording, step: int) -> dict[str, Tensors]:

@@ -41,17 +41,20 @@ class Sample:
     def number(self, name: str, place: int | None = None) -> Rounded:
         """An option, 0 where there is none, as the step has it: rounded once.
 
-        place: of a number in a pair, as of betas. fp32, also beside narrower tensors; but numbers
-        on a device are rounded as these are.
+        place: of a number in a pair, as of betas.
         """
         value: Any = self.options.get(name, 0.0) or 0.0
         return self.constant(value if place is None else value[place])
 
     def constant(self, value: float) -> Rounded:
-        """A number as `number` has it."""
+        """A number as `number` has it: fp32 at least, and, beside a count on a device, at most."""
         single = PRECISIONS["float32"]
-        is_wider = self.precision.unit > single.unit and not self.options.get("capturable")
-        return exact(float(value), single if is_wider else self.precision).again(1)
+        is_single = self.precision.unit > single.unit or self.options.get("capturable")
+        return exact(float(value), single if is_single else self.precision).again(1)
+
+    def longer(self, made: Rounded, times: int) -> Rounded:
+        """The same number after so many more roundings, if the step is capturable."""
+        return made.again(times) if self.options.get("capturable") else made
 
     def factor(self, name: str) -> Rounded:
         """An option that torch's `add` takes as alpha: on a CPU rounded to the tensors' dtype."""
@@ -150,9 +153,12 @@ def denominator(sample: Sample, square: Rounded) -> Rounded:
     return square.root() / over.root() + eps
 
 
-# A capturable step folds the step size into both terms of the denominator: a division of each, a
-# reciprocal, and what these may be approximate by.
-CAPTURABLE = 8
+# A capturable step of torch's makes the size as the reciprocal of a quotient, a division more of 4
+# roundings, and divides eps by it, 4 too: fp32.
+SIZE = 8
+# It folds the size into the denominator: a division of 4 and a product more, and up to 3 of its
+# numbers are rounded to the tensors' dtype.
+FOLDED = 8
 
 
 def adam(sample: Sample, unrounded: bool = False) -> Found:
@@ -167,10 +173,9 @@ def adam(sample: Sample, unrounded: bool = False) -> Found:
         if "max_exp_avg_sq" in sample.old:
             found["max_exp_avg_sq"] = sample.old["max_exp_avg_sq"].maximum(square)
         square = used["max_exp_avg_sq"]
-    size = sample.number("lr") / correction(sample, 0)
+    size = sample.longer(sample.number("lr") / correction(sample, 0), SIZE)
     step = used["exp_avg"] * size / denominator(sample, square)
-    more = CAPTURABLE if sample.options.get("capturable") else 0
-    return {**found, PARAM: base(sample) - step.again(more)}
+    return {**found, PARAM: base(sample) - sample.longer(step, FOLDED)}
 
 
 def nadam(sample: Sample) -> Found:
@@ -185,7 +190,8 @@ def nadam(sample: Sample) -> Found:
     below = (sample.new["exp_avg_sq"] / correction(sample, 1)).root() + sample.number("eps")
     own = grad * (lr * -(mu - 1.0) / -(product - 1.0)) / below
     average = sample.new["exp_avg"] * (lr * following / -(product * following - 1.0)) / below
-    return {**found, PARAM: base(sample) - own.again(1) - average.again(1)}
+    own, average = (sample.longer(each.again(1), FOLDED) for each in (own, average))
+    return {**found, PARAM: base(sample) - own - average}
 
 
 def _product(sample: Sample, beta1: Rounded) -> Rounded:

@@ -1,5 +1,6 @@
 """Right optimizers are never accused, and what an audit says of runs as a whole."""
 
+import sys
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from wrong_steps import AdamW, Model, audited
 
 from megaopt import FusedAdam
+from megaopt.commands.cli import main
 from megaopt.recording.audit import law
 from megaopt.recording.laws import LAWS, PARAM, adam
 
@@ -59,6 +61,20 @@ def test_torchs_optimizers_obey(tmp_path, name, options, dtype):
             report = audited(folder, model, made, 4, scale)
             assert report.obeys is True, (way, lr, scale, str(report.findings[0]))
             assert report.checked == 12
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam"])
+def test_capturable_steps_obey(tmp_path, monkeypatch, name):
+    """Their operations, on a CPU, for which torch refuses them."""
+    module = sys.modules[f"torch.optim.{name.lower().removesuffix('w')}"]
+    monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"])
+    for dtype in DTYPES:
+        for way in WAYS[:2]:
+            model = Model(dtype=dtype)
+            options = {**TORCHS[name], "lr": 1e-3, "capturable": True, **way}
+            made = getattr(torch.optim, name)(model.parameters(), **options)
+            report = audited(tmp_path / f"{dtype} {way}", model, made, 4)
+            assert report.obeys is True, (dtype, way, str(report.findings[0]))
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -221,6 +237,30 @@ def test_a_scaler_that_leaves_out_a_step(tmp_path):
         )
         assert report.obeys is True, (fused, str(report.findings[0]))
         assert report.checked >= 15
+
+
+def test_a_dummy_step_is_found_in_an_unedited_script(tmp_path, capfd):
+    """The model is not known yet when the script takes it."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = ["record", "--out", str(tmp_path / "run"), "--audit", "--", sys.executable]
+    assert main([*command, str(script)]) == 1
+    assert "from step 2 on: step count + 1 (2 tensors: bias, weight)" in capfd.readouterr().out
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(64, 8)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+for param in model.parameters():
+    param.grad = torch.zeros_like(param)
+optimizer.step()
+optimizer.param_groups[0]["lr"] = 1e-3
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+"""
 
 
 # --- laws

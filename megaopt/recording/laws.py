@@ -52,9 +52,13 @@ class Sample:
         is_single = self.precision.unit > single.unit or self.options.get("capturable")
         return exact(float(value), single if is_single else self.precision).again(1)
 
-    def longer(self, made: Rounded, times: int) -> Rounded:
-        """The same number after so many more roundings, if the step is capturable."""
-        return made.again(times) if self.options.get("capturable") else made
+    def beside(self, number: Rounded) -> Rounded:
+        """A number that the step computed, as an operation with a tensor takes it.
+
+        A capturable step has it on the device, in a tensor of no dimension, and rounds it to the
+        tensors' dtype.
+        """
+        return number.stored(self.precision) if self.options.get("capturable") else number
 
     def factor(self, name: str) -> Rounded:
         """An option that torch's `add` takes as alpha: on a CPU rounded to the tensors' dtype."""
@@ -153,12 +157,18 @@ def denominator(sample: Sample, square: Rounded) -> Rounded:
     return square.root() / over.root() + eps
 
 
-# A capturable step of torch's makes the size as the reciprocal of a quotient, a division more of 4
-# roundings, and divides eps by it, 4 too: fp32.
-SIZE = 8
-# It folds the size into the denominator: a division of 4 and a product more, and up to 3 of its
-# numbers are rounded to the tensors' dtype.
-FOLDED = 8
+def step_of(sample: Sample, average: Rounded, square: Rounded) -> Rounded:
+    """Adam's step, without weight decay; of a capturable one as torch's loops fold the size in."""
+    lr, over1, over2 = sample.number("lr"), correction(sample, 0), correction(sample, 1).root()
+    size = lr / over1
+    if not sample.options.get("capturable") or "eps_is" in sample.options:
+        return average * size / denominator(sample, square)
+    eps, root = sample.number("eps"), square.root()
+    inverse = exact(1.0, size.precision) / (over1 / lr)
+    one_by_one = root / sample.beside(over2 * size) + sample.beside(eps / size)
+    foreach = (root / sample.beside(over2) + eps) / sample.beside(inverse)
+    fused = average * size / denominator(sample, square)
+    return either(average / one_by_one, average / foreach, fused)
 
 
 def adam(sample: Sample, unrounded: bool = False) -> Found:
@@ -173,9 +183,7 @@ def adam(sample: Sample, unrounded: bool = False) -> Found:
         if "max_exp_avg_sq" in sample.old:
             found["max_exp_avg_sq"] = sample.old["max_exp_avg_sq"].maximum(square)
         square = used["max_exp_avg_sq"]
-    size = sample.longer(sample.number("lr") / correction(sample, 0), SIZE)
-    step = used["exp_avg"] * size / denominator(sample, square)
-    return {**found, PARAM: base(sample) - sample.longer(step, FOLDED)}
+    return {**found, PARAM: base(sample) - step_of(sample, used["exp_avg"], square)}
 
 
 def nadam(sample: Sample) -> Found:
@@ -187,11 +195,15 @@ def nadam(sample: Sample) -> Found:
     if "mu_product" in sample.old:
         found["mu_product"] = sample.old["mu_product"] * mu
     product = sample.new.get("mu_product") or _product(sample, beta1)
-    below = (sample.new["exp_avg_sq"] / correction(sample, 1)).root() + sample.number("eps")
-    own = grad * (lr * -(mu - 1.0) / -(product - 1.0)) / below
-    average = sample.new["exp_avg"] * (lr * following / -(product * following - 1.0)) / below
-    own, average = (sample.longer(each.again(1), FOLDED) for each in (own, average))
-    return {**found, PARAM: base(sample) - own - average}
+    square, over = sample.new["exp_avg_sq"], correction(sample, 1)
+    root = either((square / sample.beside(over)).root(), square.root() / sample.beside(over.root()))
+    below = root + sample.number("eps")
+    own = sample.beside(lr * -(mu - 1.0) / -(product - 1.0))
+    average = sample.beside(lr * following / -(product * following - 1.0))
+    # the weight is rounded after each; a capturable loop multiplies by the numbers first
+    first = (grad * own / below).again(1)
+    second = (sample.new["exp_avg"] * average / below).again(1)
+    return {**found, PARAM: base(sample) - first - second}
 
 
 def _product(sample: Sample, beta1: Rounded) -> Rounded:

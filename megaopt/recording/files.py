@@ -9,8 +9,9 @@ docs/recording.md has every byte. A rank's folder holds
     kept/           step-N.safetensors, whole tensors of steps that were asked for
 
 A step is written in this order, its line in scalars.jsonl last, and is whole once that line is, and
-the blocks whose rows it counts. So whatever ends a process leaves all whole steps readable. Ranks write without asking each other: the
-reader sums the digests of shards and compares those of replicas.
+the blocks whose rows it counts. So whatever ends a process leaves all whole steps readable. Ranks
+write without asking each other: the reader sums the digests of shards and compares those of
+replicas.
 """
 
 from __future__ import annotations

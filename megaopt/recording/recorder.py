@@ -23,8 +23,8 @@ from megaopt.recording.files import Writer
 from megaopt.recording.inputs import BACKWARD, CLIP, SCALER, batch_digest, leaves, random_states
 from megaopt.recording.places import Known, Parameters
 from megaopt.recording.sink import Number, Sink, Step, option
-from megaopt.recording.sources import Source, Those, count_of
-from megaopt.recording.table import Listed, fetched, held, stamps
+from megaopt.recording.sources import Source, Those, count_of, stamps
+from megaopt.recording.table import Listed, fetched, held
 
 LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
@@ -279,7 +279,8 @@ class Recorder:
                     self._add(step, source.gradients())
 
     def _gather_before(self, step: Step, source: Source) -> None:
-        weights, changed = source.weights(), source.changed(step.number)
+        weights = source.weights()
+        changed = source.changed(step.number, weights)
         everything = range(len(weights.tensors))
         with_own = sorted({*changed, *weights.listed.own})
         written = weights.before(with_own if self._level >= BLOCKS else changed)
@@ -313,7 +314,7 @@ class Recorder:
     def _gather_after(self, step: Step, source: Source) -> None:
         weights = source.weights()
         self._add(step, weights)
-        source.after = step.number, weights.listed, stamps(weights.tensors)
+        source.after = step.number, weights.listed, stamps(weights)
         if self._is_sampled(step.number):
             source.sampled = step.number
 

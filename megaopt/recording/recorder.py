@@ -169,7 +169,7 @@ class Recorder:
 
     def _is_here(self) -> bool:
         """Whether the process is the recorder's, and nothing is captured; hooks outlive it."""
-        if (not self._sources and self._files is not None) or os.getpid() != self._pid:
+        if self._is_closed or os.getpid() != self._pid:
             return False
         return not any(map(is_capturing, self._devices))
 
@@ -281,11 +281,12 @@ class Recorder:
     def _gather_before(self, step: Step, source: Source) -> None:
         weights = source.weights()
         changed = source.changed(step.number, weights)
-        everything = range(len(weights.tensors))
-        with_own = sorted({*changed, *weights.listed.own})
+        everything, is_sampled = range(len(weights.tensors)), self._is_sampled(step.number)
+        if self._level >= BLOCKS or is_sampled:
+            with_own = sorted({*changed, *weights.listed.own})
         written = weights.before(with_own if self._level >= BLOCKS else changed)
         step.rows += written.listed.rows(written.tensors, self._number)
-        if self._is_sampled(step.number):
+        if is_sampled:
             follows = source.sampled == step.number - 1 > 0
             old = weights.before(with_own if follows else everything)
             step.samples += old.listed.samples(old.tensors, self._number)

@@ -190,8 +190,8 @@ class Rank:
             raise ValueError(
                 f"schema of {str(folder)!r} must be {SCHEMA}, got {self.run['schema']!r}"
             )
-        found = enumerate(line for line in lines if line["is"] == "optimizer")
-        numbered = {line.get("source", index): line for index, line in found}
+        own = [line for line in lines if line["is"] == "optimizer"]
+        numbered = {line.get("source", index): line for index, line in enumerate(own)}
         self.optimizers = [numbered[source] for source in sorted(numbered)]
         self.values = [_value(line) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)

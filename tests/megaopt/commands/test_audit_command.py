@@ -42,8 +42,12 @@ def test_a_run_that_does_not(tmp_path, capsys):
     assert report["optimizers"] == ["torch.optim.adamw.AdamW"]
     (finding,) = report["findings"]
     assert finding == {
-        **{"step": 3, "name": "parts.1", "quantity": "weight", "explanation": "outside write"},
-        **{"ratio": None, "off": None},
+        "step": 3,
+        "name": "parts.1",
+        "quantity": "weight",
+        "explanation": "outside write",
+        "ratio": None,
+        "off": None,
     }
 
 

@@ -3,13 +3,15 @@
 import sys
 import warnings
 
+import numpy
 import pytest
 import torch
 from wrong_steps import AdamW, Model, audited
 
 from megaopt import FusedAdam
 from megaopt.commands.cli import main
-from megaopt.recording.audit import law
+from megaopt.recording.audit import audit, law
+from megaopt.recording.files import SAMPLE, Rank, Recording, Writer
 from megaopt.recording.laws import LAWS, PARAM, adam
 
 ADAM = {"weight_decay": 0.1, "betas": (0.8, 0.99)}
@@ -193,6 +195,38 @@ def test_steps_between_which_others_are_not_recorded(tmp_path):
     model = Model()
     report = audited(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-3), 20, every=5)
     assert (report.obeys, report.checked) == (True, 3 * 5)
+
+
+def split(folder, into):
+    """Writes one rank's recording as two ranks', each with every other sampled element."""
+    whole = Rank(folder / "rank-0")
+    for number in range(2):
+        writer = Writer(into, number, {**whole.run, "rank": number})
+        writer.optimizer(whole.optimizers[0])
+        for step, lines in sorted(whole.scalars.items()):
+            rows = numpy.zeros(len(list(whole.samples(step))), SAMPLE)
+            for row, (value, held, bits) in zip(rows, whole.samples(step), strict=True):
+                mask = sum(1 << place for place in range(number, 64, 2))
+                row["value"], row["width"] = writer.number(value), 4
+                row["held"], row["words"] = held & mask, bits
+            scalars = {key: own for key, own in lines[0].items() if key not in ("step", "source")}
+            writer.step(step, 0, scalars, samples=rows)
+        writer.close()
+
+
+def test_ranks_of_shards_are_one_recording(tmp_path):
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def write(step):
+        if step == 3:
+            model.parts[0].data.mul_(0.5)
+
+    report = audited(tmp_path / "whole", model, optimizer, between=write)
+    split(tmp_path / "whole", tmp_path / "parts")
+    again = audit(Recording(tmp_path / "parts"))
+    assert again.findings == report.findings
+    assert (again.checked, again.findings[0].explanation) == (12, "outside write")
 
 
 # --- who else writes

@@ -161,6 +161,7 @@ class Audit:
         self._last: dict[str, Tensors] = {}
         self._last_step = 0
         self._counts: dict[str, Counted] = {}
+        self._explained: dict[str, str] = {}
         self._first: dict[int, int] = {}
         self._fresh: dict[int, bool] = {}
 
@@ -359,7 +360,9 @@ class Audit:
         self._check(step, name, given)
         self._master(step, name, found)
         if bad:
-            explanation = explain(sample, law, judged, self._others(step, own))
+            before = self._explained.get(name, "")
+            explanation = explain(sample, law, judged, self._others(step, own), before)
+            self._explained[name] = explanation
             for quantity, each in bad.items():
                 called = quantity if quantity != PARAM else param_of(found)
                 self._find(step, name, called, explanation, each.ratio, each.off)
@@ -540,12 +543,19 @@ def unmoved(sample: Sample) -> dict[str, bool]:
     }
 
 
-def explain(sample: Sample, law: Law, judged: Mapping[str, Judged], others: Others) -> str:
-    """The first explanation under which the whole sample obeys."""
+def explain(
+    sample: Sample, law: Law, judged: Mapping[str, Judged], others: Others, before: str
+) -> str:
+    """The first explanation under which the whole sample obeys.
+
+    before: the tensor's last one, which is tried first; what had none is not explained again.
+    """
     still = unmoved(sample)
     if all(still.values()):
         return SKIPPED
-    for name, found in explanations(sample, others):
+    if before == UNEXPLAINED:
+        return UNEXPLAINED
+    for name, found in sorted(explanations(sample, others), key=lambda each: each[0] != before):
         if obeys(sample, law, found):
             return name
     for quantity, each in judged.items():

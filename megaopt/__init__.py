@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megaopt.models.release import release_gradients
     from megaopt.options.options import SharedOptions, StepOptions
     from megaopt.recording.digest import digest, digest_many, hexadecimal
+    from megaopt.recording.recorder import Recorder
     from megaopt.saving import checkpoint as checkpoint
     from megaopt.sgd import FusedSGD
 
@@ -23,6 +24,7 @@ __all__ = [
     "FusedLion",
     "FusedSGD",
     "GaLoreAdamW",
+    "Recorder",
     "SharedOptions",
     "StepOptions",
     "__version__",
@@ -41,6 +43,7 @@ HOMES = {
     "FusedLion": "megaopt.lion",
     "FusedSGD": "megaopt.sgd",
     "GaLoreAdamW": "megaopt.galore",
+    "Recorder": "megaopt.recording.recorder",
     "SharedOptions": "megaopt.options.options",
     "StepOptions": "megaopt.options.options",
     "cast_model": "megaopt.models.cast",

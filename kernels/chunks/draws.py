@@ -85,15 +85,21 @@ def words_reference(place: Place, numel: int, numbers: Any, device: torch.device
 
     numbers: of the group, as rules.base.draw_numbers makes them.
     """
-    key, step = seed_and_step(numbers)
     if not place.stride:
+        key, step = seed_and_step(numbers)
         skipped = place.first % 4
         index = torch.arange(place.first // 4, (place.first + numel + 3) // 4, device=device)
         words = torch.stack(_quads(index, place.number, step, key), 1)
         return words.view(-1)[skipped : skipped + numel]
     offset = torch.arange(numel, device=device)
     index = place.first + offset // place.run * place.stride + offset % place.run
-    words = torch.stack(_quads(index // 4, place.number, step, key))
+    return words_at(index, place.number, numbers)
+
+
+def words_at(index: torch.Tensor, number: int, numbers: Any) -> torch.Tensor:
+    """The words of a parameter's elements with these indices, int64; number: the parameter's."""
+    key, step = seed_and_step(numbers)
+    words = torch.stack(_quads(index // 4, number, step, key))
     return words.gather(0, (index % 4)[None])[0]
 
 

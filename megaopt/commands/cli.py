@@ -1,4 +1,4 @@
-"""The command line: `megaopt regress`, `train`, `bench`, `doctor`, `verify` and `galore`.
+"""The command line: `regress`, `train`, `bench`, `doctor`, `verify`, `record`, `audit`, `galore`.
 
 Exit status: 0 done, and nothing differs; 1 a difference, or a check that failed; 2 bad input, what
 cannot be done here, or a file that cannot be written; 130 Ctrl-C. MEGAOPT_DEBUG=1 shows the
@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import megaopt
 from megaopt.commands import exits
@@ -113,6 +113,63 @@ def verify(
     from megaopt.commands.golden.check import verify as run
 
     return run(record, only, backends)
+
+
+def record(
+    command: tuple[str, ...],
+    /,
+    *,
+    out: Path = Path("out/recording"),
+    level: Literal["loss", "step", "blocks", "modules"] = "step",
+    every: int = 1,
+    samples: int = 10,
+    keep: str = "",
+    map: Path | None = None,
+    vocabulary: int | None = None,
+    audit: bool = False,
+) -> int:
+    """Run a command, as `megaopt record -- torchrun train.py`, and record its optimizers' steps.
+
+    The exit status is the command's.
+
+    Args:
+        command: Behind --: the command and its arguments.
+        out: Folder for the recording; each rank writes to one of its own there.
+        level: loss: losses, options, random states, batches; step: also digests and samples of
+            gradients, weights, masters, moments; blocks: also outputs of blocks and their
+            gradients; modules: of all modules.
+        every: Record each step that this divides, and the first.
+        samples: From step 101 on, sample elements at steps that this divides.
+        keep: Steps of which whole tensors are written, as 100,200-210.
+        map: JSON file of canonical names by the names that parameters have.
+        vocabulary: Rows of Megatron's embedding that are not padding.
+        audit: Hold the recording to the optimizers' laws afterwards; then the status is audit's.
+    """
+    from megaopt.commands.record import record as run
+
+    return run(
+        command,
+        out,
+        keep,
+        map,
+        audit,
+        level=level,
+        every=every,
+        samples=samples,
+        vocabulary=vocabulary,
+    )
+
+
+def audit(folder: Path, /, *, json: Path | None = None) -> int:
+    """Hold each step of a recording to the law of its optimizer, without a reference run.
+
+    Exit status: 0 every step obeys, 1 some do not, 2 nothing could be checked.
+
+    Args:
+        folder: What megaopt record or megaopt.Recorder wrote.
+        json: Write the whole report to this file.
+    """
+    return _load("megaopt.commands.audit", "audit")(folder, json)
 
 
 def galore_test(
@@ -277,6 +334,8 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "bench": bench,
         "doctor": doctor,
         "verify": verify,
+        "audit": audit,
+        "record": record,
         "galore": _galore(),
     }
     given = _by_mode(sys.argv[1:] if arguments is None else arguments)

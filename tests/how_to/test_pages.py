@@ -10,6 +10,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = {
     "../README.md": "",
     "index.md": "",
+    "audit.md": "",
     "how-to/formats.md": "",
     "how-to/clipping.md": "",
     "how-to/float8.md": "",

@@ -1,0 +1,129 @@
+"""`megaopt audit`: a recording held to the laws of its optimizers."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megaopt.commands.console import make_console
+from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
+from megaopt.commands.toml_tables import ConfigError
+from megaopt.recording.audit import Audit, Finding, Report
+from megaopt.recording.files import Recording
+
+MOST = 20
+"""Rows of a table."""
+
+
+def audit(folder: Path, to: Path | None) -> int:
+    """Audits a recording, and returns the exit status; see megaopt.commands.cli.
+
+    Raises ConfigError where there is none.
+    """
+    try:
+        recording = Recording(folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    report = Audit(recording).run()
+    if to is not None:
+        to.write_text(json.dumps(as_json(recording, report), indent=1))
+    show(make_console(), recording, report)
+    return {True: DONE, False: DIFFERENT, None: REFUSED}[report.obeys]
+
+
+def as_json(recording: Recording, report: Report) -> dict[str, Any]:
+    """The report for programs; docs/audit.md has the schema."""
+    return {
+        "schema": 1,
+        "optimizers": classes(recording),
+        "obeys": report.obeys,
+        "steps": report.steps,
+        "checked": report.checked,
+        "equal_bits": report.equal_bits,
+        "findings": [finding._asdict() for finding in report.findings],
+        "not_checked": {why: sorted(names) for why, names in report.not_checked.items()},
+        "moved": report.moved,
+    }
+
+
+def classes(recording: Recording) -> list[str]:
+    """The full names of the optimizers' classes, each once."""
+    found = [own["class"] for rank in recording.ranks for own in rank.optimizers]
+    return list(dict.fromkeys(found))
+
+
+def show(console: Console, recording: Recording, report: Report) -> None:
+    """Prints the verdict, then what does not obey, then what was not checked."""
+    console.print(verdict(recording, report), highlight=False, style="bold")
+    if report.findings:
+        first = report.findings[0].step
+        rows = [finding for finding in report.findings if finding.step == first]
+        console.print(table(f"step {first}", rows))
+        if report.findings[-1].step > first:
+            for line in sums(report.findings):
+                console.print(line, highlight=False)
+    for why, names in report.not_checked.items():
+        console.print(f"not checked, as {why}: {shown(names)}", highlight=False)
+    if report.moved:
+        rates = sorted(report.moved.values())
+        console.print(
+            f"their last update: {rates[0]:.3g} to {rates[-1]:.3g} of the weights", highlight=False
+        )
+
+
+def verdict(recording: Recording, report: Report) -> str:
+    """One line that says whether the run's optimizers obey."""
+    names = ", ".join(each.rpartition(".")[2] for each in classes(recording)) or "the optimizer"
+    if report.obeys is None:
+        return f"{names}: nothing could be checked in {report.steps} steps"
+    if report.obeys:
+        equal = f", {report.equal_bits} of them to the bit" if report.equal_bits else ""
+        return (
+            f"{names} obeys its law in {report.steps} steps: {report.checked} updates of tensors"
+            f"{equal}"
+        )
+    tensors = {finding.name for finding in report.findings}
+    first = report.findings[0]
+    return (
+        f"{names} does not obey its law from step {first.step} on: {first.explanation} "
+        f"({shown(tensors)})"
+    )
+
+
+def table(title: str, findings: Iterable[Finding]) -> Table:
+    """The findings of a step, those with the largest difference first."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("tensor", "quantity", "explanation", "update / law's", "off / rounding"):
+        made.add_column(column)
+    ordered = sorted(findings, key=lambda each: -(each.off or 0.0))
+    for each in ordered[:MOST]:
+        ratio = "" if each.ratio is None else f"{each.ratio:.3f}"
+        off = "" if each.off is None else f"{each.off:.3g}"
+        made.add_row(each.name, each.quantity, each.explanation, ratio, off)
+    if len(ordered) > MOST:
+        made.add_row(f"and {len(ordered) - MOST} more")
+    return made
+
+
+def sums(findings: Iterable[Finding]) -> Iterable[str]:
+    """A line for each explanation: its steps and tensors."""
+    found: dict[str, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        found[finding.explanation].append(finding)
+    for explanation, each in found.items():
+        steps, names = [finding.step for finding in each], {finding.name for finding in each}
+        yield f"{explanation}: steps {min(steps)} to {max(steps)}, {shown(names)}"
+
+
+def shown(names: Iterable[str]) -> str:
+    """How many tensors, and some of their names."""
+    ordered = sorted(names)
+    more = ", ..." if len(ordered) > 3 else ""
+    count = "1 tensor" if len(ordered) == 1 else f"{len(ordered)} tensors"
+    return f"{count}: {', '.join(ordered[:3])}{more}"

@@ -1,0 +1,423 @@
+"""The laws of optimizers: what a step makes of old values, gradient and options, with its rounding.
+
+A law is a function of a `Sample`. Where implementations of one law compute in different orders, it
+says so with `either`, or adds the roundings that the longest of them makes with `again`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy
+
+from megaopt.recording.rounded import PRECISIONS, Precision, Rounded, either, exact
+from megaopt.recording.samples import Unknown
+
+PARAM = "param"
+"""The tensor that a step updates: the master where there is one, else the weight."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The sampled elements of one parameter in one step."""
+
+    old: Mapping[str, Rounded]
+    """Before the step: "param" and the state by its names; moments that start as zeros are there
+    from the first step on, what is made in it is not. Those that were not recorded are not."""
+    new: Mapping[str, Rounded]
+    """After the step, likewise; within their format's rounding of what the step computed."""
+    grad: Rounded
+    """What the optimizer reads, without a loss scale, and clipped."""
+    options: Mapping[str, Any]
+    """The group's, in Python numbers, over the optimizer's, over the law's own."""
+    step: int | None
+    """The number of this update, from 1; None where it is not known."""
+    precision: Precision
+    """The arithmetic's."""
+
+    def number(self, name: str, place: int | None = None) -> Rounded:
+        """An option, 0 where there is none, as the step has it: rounded once.
+
+        place: of a number in a pair, as of betas.
+        """
+        value: Any = self.options.get(name, 0.0) or 0.0
+        return self.constant(value if place is None else value[place])
+
+    def constant(self, value: float) -> Rounded:
+        """A number as `number` has it: fp32 at least, and, beside a count on a device, at most."""
+        single = PRECISIONS["float32"]
+        is_single = self.precision.unit > single.unit or self.options.get("capturable")
+        return exact(float(value), single if is_single else self.precision).again(1)
+
+    def beside(self, number: Rounded) -> Rounded:
+        """A number that the step computed, as an operation with a tensor takes it.
+
+        A capturable step has it on the device, in a tensor of no dimension, and rounds it to the
+        tensors' dtype.
+        """
+        return number.stored(self.precision) if self.options.get("capturable") else number
+
+    def factor(self, name: str) -> Rounded:
+        """An option that torch's `add` takes as alpha: on a CPU rounded to the tensors' dtype."""
+        return self.number(name).stored(self.precision)
+
+    @cached_property
+    def count(self) -> int:
+        """The step; raises Unknown where it is not known."""
+        if self.step is None:
+            raise Unknown("the step count is not recorded")
+        return self.step
+
+    @cached_property
+    def descent(self) -> Rounded:
+        """The gradient, with the other sign under maximize."""
+        return -self.grad if self.options.get("maximize") else self.grad
+
+
+Found = dict[str, Rounded]
+Update = Callable[[Sample], Found]
+
+
+def mixed(average: Rounded, value: Rounded, beta: Rounded) -> Rounded:
+    """The exponential average, beta * average + (1 - beta) * value, in all ways it is written.
+
+    As that; as torch's lerp, on both sides of a weight of 0.5; with two fused multiply-adds, as
+    nvcc makes torch's kernels; and the square's factors in any order, one rounding more.
+    """
+    rest = -(beta - 1.0)
+    return either(
+        (average * beta + value * rest).again(1),
+        average + (value - average) * rest,
+        value - (value - average) * beta,
+        average * beta + (value - value * beta),
+    )
+
+
+def decayed(sample: Sample, param: Rounded) -> Rounded:
+    """The parameter after decoupled weight decay.
+
+    torch multiplies by a rounded 1 - lr * weight_decay: one rounding more than to take it away.
+    """
+    if not sample.options.get("weight_decay"):
+        return param
+    return (param - param * (sample.number("lr") * sample.number("weight_decay"))).again(1)
+
+
+def is_decoupled(options: Mapping[str, Any]) -> bool:
+    """Whether weight decay passes by the gradient, by torch's or TransformerEngine's option."""
+    return bool(options.get("decoupled_weight_decay", options.get("adam_w_mode")))
+
+
+def is_coupled(sample: Sample) -> bool:
+    """Whether weight decay is added to the gradient."""
+    return bool(sample.options.get("weight_decay")) and not is_decoupled(sample.options)
+
+
+def with_decay(sample: Sample) -> Rounded:
+    """The gradient, with L2 decay where that is the law."""
+    if not is_coupled(sample):
+        return sample.descent
+    return sample.descent + sample.old[PARAM] * sample.factor("weight_decay")
+
+
+def base(sample: Sample) -> Rounded:
+    """The parameter that a step is taken from."""
+    own = sample.old[PARAM]
+    return own if is_coupled(sample) else decayed(sample, own)
+
+
+def moments(sample: Sample, grad: Rounded, *names: str) -> Found:
+    """The averages of the gradient, of its square ..., as far as the old ones are known."""
+    values = (grad, grad * grad)
+    return {
+        name: mixed(sample.old[name], values[index], sample.number("betas", index))
+        for index, name in enumerate(names)
+        if name in sample.old
+    }
+
+
+def correction(sample: Sample, index: int) -> Rounded:
+    """1 - beta ** step."""
+    if not sample.options.get("bias_correction", True):
+        return sample.constant(1.0)
+    return -(sample.number("betas", index).power(sample.count) - 1.0)
+
+
+def denominator(sample: Sample, square: Rounded) -> Rounded:
+    """Adam's: the root of the corrected square, and eps."""
+    eps, over = sample.number("eps"), correction(sample, 1)
+    where = sample.options.get("eps_is", "")
+    if where == "inside":
+        return (square / over + eps).root()
+    if where == "uncorrected":
+        return (square.root() + eps) / over.root()
+    return square.root() / over.root() + eps
+
+
+def step_of(sample: Sample, average: Rounded, square: Rounded) -> Rounded:
+    """Adam's step, without weight decay; of a capturable one as torch's loops fold the size in."""
+    lr, over1, over2 = sample.number("lr"), correction(sample, 0), correction(sample, 1).root()
+    size = lr / over1
+    if not sample.options.get("capturable") or "eps_is" in sample.options:
+        return average * size / denominator(sample, square)
+    eps, root = sample.number("eps"), square.root()
+    inverse = exact(1.0, size.precision) / (over1 / lr)
+    one_by_one = root / sample.beside(over2 * size) + sample.beside(eps / size)
+    foreach = (root / sample.beside(over2) + eps) / sample.beside(inverse)
+    fused = average * size / denominator(sample, square)
+    return either(average / one_by_one, average / foreach, fused)
+
+
+def adam(sample: Sample, unrounded: bool = False) -> Found:
+    """Adam, AdamW and AMSGrad: torch's, TransformerEngine's, apex's, bitsandbytes'.
+
+    unrounded: the weight is computed from the new moments before these are made codes.
+    """
+    found = moments(sample, with_decay(sample), "exp_avg", "exp_avg_sq")
+    used = {**sample.new, **found} if unrounded else sample.new
+    square = used["exp_avg_sq"]
+    if sample.options.get("amsgrad"):
+        if "max_exp_avg_sq" in sample.old:
+            found["max_exp_avg_sq"] = sample.old["max_exp_avg_sq"].maximum(square)
+        square = used["max_exp_avg_sq"]
+    return {**found, PARAM: base(sample) - step_of(sample, used["exp_avg"], square)}
+
+
+def nadam(sample: Sample) -> Found:
+    """NAdam (Dozat 2016) as torch has it, with its product of momenta."""
+    grad = with_decay(sample)
+    found = moments(sample, grad, "exp_avg", "exp_avg_sq")
+    lr, beta1 = sample.number("lr"), sample.number("betas", 0)
+    mu, following = (_momentum(sample, beta1, sample.count + more) for more in (0, 1))
+    if "mu_product" in sample.old:
+        found["mu_product"] = sample.old["mu_product"] * mu
+    product = sample.new.get("mu_product") or _product(sample, beta1)
+    square, over = sample.new["exp_avg_sq"], correction(sample, 1)
+    root = either((square / sample.beside(over)).root(), square.root() / sample.beside(over.root()))
+    below = root + sample.number("eps")
+    own = sample.beside(lr * -(mu - 1.0) / -(product - 1.0))
+    average = sample.beside(lr * following / -(product * following - 1.0))
+    # the weight is rounded after each; a capturable loop multiplies by the numbers first
+    first = (grad * own / below).again(1)
+    second = (sample.new["exp_avg"] * average / below).again(1)
+    return {**found, PARAM: base(sample) - first - second}
+
+
+def _product(sample: Sample, beta1: Rounded) -> Rounded:
+    """The product of momenta, where it was not recorded: as if beta1 had always been this one.
+
+    fp32, also beside fp64.
+    """
+    found = exact(1.0, PRECISIONS["float32"])
+    for step in range(1, sample.count + 1):
+        found = found * _momentum(sample, beta1, step)
+    return found
+
+
+def _momentum(sample: Sample, beta1: Rounded, step: int) -> Rounded:
+    power = sample.constant(0.96).power(step * float(sample.options["momentum_decay"]))
+    return beta1 * -(power * 0.5 - 1.0)
+
+
+def sgd(sample: Sample) -> Found:
+    """SGD with momentum, dampening, Nesterov's: torch's. The buffer starts as the gradient."""
+    grad, found = with_decay(sample), Found()
+    if sample.options.get("momentum"):
+        found = _buffered(sample, grad, sample.number("momentum"))
+        buffer = sample.new["momentum_buffer"]
+        grad = (
+            grad + buffer * sample.factor("momentum") if sample.options.get("nesterov") else buffer
+        )
+    return {**found, PARAM: base(sample) - grad * sample.factor("lr")}
+
+
+def _buffered(sample: Sample, grad: Rounded, momentum: Rounded) -> Found:
+    old = sample.old.get("momentum_buffer")
+    if sample.options.get("is_new") and (old is None or sample.step == 1):
+        return {"momentum_buffer": grad}
+    if old is None:
+        return {}
+    kept = -(sample.number("dampening") - 1.0).stored(sample.precision)
+    return {"momentum_buffer": old * momentum + grad * kept}
+
+
+def lion(sample: Sample) -> Found:
+    """Lion (Chen et al. 2023): each element moves by lr, as the sign of an average says."""
+    old = sample.old["exp_avg"]
+    direction = mixed(old, sample.descent, sample.number("betas", 0)).sign()
+    average = mixed(old, sample.descent, sample.number("betas", 1))
+    step = direction * sample.factor("lr")
+    return {"exp_avg": average, PARAM: decayed(sample, sample.old[PARAM]) - step}
+
+
+def adafactor(sample: Sample) -> Found:
+    """Adafactor (Shazeer & Stern 2018) as torch has it, as far as samples say.
+
+    Norms of the whole tensor scale its update: so a vector's update is checked up to one positive
+    factor, a matrix's, whose statistics are of rows and columns, for its sign alone.
+    """
+    found, grad = Found(), sample.descent
+    param = decayed(sample, sample.old[PARAM])
+    if "variance" in sample.new:
+        if "variance" in sample.old:
+            rest = sample.constant(1.0).power(0) * sample.count ** sample.options["beta2_decay"]
+            found["variance"] = mixed(sample.old["variance"], grad * grad, -(rest - 1.0))
+        least = sample.constant(_eps1(sample) ** 2)
+        grad = grad / sample.new["variance"].maximum(least).root()
+    return {**found, PARAM: _along(param, grad, sample.new[PARAM], "variance" in sample.new)}
+
+
+def _eps1(sample: Sample) -> float:
+    eps1 = sample.options["eps"][0]
+    return 2 * sample.precision.unit if eps1 is None else float(eps1)
+
+
+def _along(param: Rounded, direction: Rounded, new: Rounded, is_one: bool) -> Rounded:
+    """The parameter after a step >= 0 along a direction, of the size that explains `new` best.
+
+    is_one: of one size for all elements, else each of its own. A size is an interval for each
+    element; with none in common the error says nothing, and the difference shows.
+    """
+    with numpy.errstate(all="ignore"):
+        moved = param.value - new.value
+        # of the size, of its product with the direction, and of the difference
+        rounded = param.precision.unit * (2 * numpy.abs(moved) + numpy.abs(new.value))
+        room = rounded + param.precision.least + param.error + new.error
+        size = moved / direction.value
+        width = (room + numpy.abs(size) * direction.error) / numpy.abs(direction.value)
+        low, high = numpy.maximum(size - width, 0.0), numpy.maximum(size + width, 0.0)
+    known = numpy.isfinite(low) & numpy.isfinite(high)
+    if is_one and known.any():
+        low, high = low[known].max(), high[known].min()
+    is_known = numpy.isfinite(low + high)
+    middle = numpy.where(is_known, (low + high) / 2, 0.0)
+    error = numpy.maximum(numpy.where(is_known, (high - low) / 2, 0.0), 0.0)
+    # an element that is not finite makes the whole tensor's size so
+    error = numpy.where(numpy.isfinite(new.value), error, numpy.inf)
+    return param - direction * Rounded(middle, error, param.precision)
+
+
+@dataclass(frozen=True)
+class Law:
+    """One optimizer's law: a row of LAWS."""
+
+    update: Update
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Those that neither groups nor the optimizer name."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of the state that are others than the law's."""
+    starts_as_zeros: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    starts_as_grad: tuple[str, ...] = ()
+    computes: str | None = "float32"
+    """The dtype of the arithmetic; None: the parameter's, unless the group says fused=True."""
+    counts_groups: bool = False
+    """One count of steps is a whole group's; otherwise each parameter has its own."""
+    has_twin: bool = False
+    """megaopt.recording.twins knows the bits."""
+
+    def moments(self) -> Iterator[str]:
+        """The moments by the state's own names."""
+        own = {theirs: name for name, theirs in self.names.items()}
+        return (own.get(name, name) for name in (*self.starts_as_zeros, *self.starts_as_grad))
+
+
+DECOUPLED = {"decoupled_weight_decay": True}
+TORCH = partial(Law, computes=None)
+OURS = partial(Law, counts_groups=True, has_twin=True)
+STATES = {"state1": "exp_avg", "state2": "exp_avg_sq"}
+BITSANDBYTES = Law(partial(adam, unrounded=True), DECOUPLED, STATES)
+ADAM = Law(adam, {"adam_w_mode": True}, counts_groups=True)
+ADAM_NAMES = ("Adam", "Adam8bit", "Adam32bit", "PagedAdam", "PagedAdam8bit", "PagedAdam32bit")
+LION_NAMES = ("Lion", "Lion8bit", "Lion32bit", "PagedLion", "PagedLion8bit", "PagedLion32bit")
+
+LAWS: dict[str, Law] = {
+    "torch.optim.adam.Adam": TORCH(adam),
+    "torch.optim.adamw.AdamW": TORCH(adam, DECOUPLED),
+    "torch.optim.nadam.NAdam": TORCH(nadam),
+    "torch.optim.sgd.SGD": TORCH(sgd, starts_as_zeros=(), starts_as_grad=("momentum_buffer",)),
+    "torch.optim.Adafactor": TORCH(adafactor, starts_as_zeros=("variance",)),
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": ADAM,
+    "apex.optimizers.fused_adam.FusedAdam": ADAM,
+    "lion_pytorch.lion_pytorch.Lion": TORCH(lion),
+    "megaopt.adam.FusedAdam": OURS(adam, {"adam_w_mode": True}),
+    "megaopt.lion.FusedLion": OURS(lion),
+    "megaopt.sgd.FusedSGD": OURS(sgd, starts_as_zeros=("momentum_buffer",)),
+    **{f"bitsandbytes.optim.adam.{name}": BITSANDBYTES for name in ADAM_NAMES},
+    **{
+        f"bitsandbytes.optim.adamw.{name.replace('Adam', 'AdamW')}": BITSANDBYTES
+        for name in ADAM_NAMES
+    },
+    **{f"bitsandbytes.optim.lion.{name}": Law(lion, names=STATES) for name in LION_NAMES},
+}
+"""Laws by the class's full name."""
+
+
+# --- what may have been done in the law's place
+
+
+@dataclass(frozen=True)
+class Others:
+    """What the recording has beside a sample, for explanations."""
+
+    rates: tuple[tuple[str, float], ...] = ()
+    """Other learning rates, and whose they are."""
+    count: int | None = None
+    """The step count that the optimizer itself says it has."""
+
+
+def explanations(sample: Sample, others: Others) -> Iterator[tuple[str, Sample]]:
+    """Samples of which the law makes what wrong steps would, by name; likely ones first."""
+    options = sample.options
+    yield from _counts(sample, others)
+    for name, changes in _switches(options):
+        yield name, replace(sample, options={**options, **changes})
+    for whose, rate in others.rates:
+        yield f"lr of {whose}", replace(sample, options={**options, "lr": rate})
+    before = {**sample.new, **{name: sample.old[name] for name in sample.old if name != PARAM}}
+    yield "moments of the step before", replace(sample, new=before)
+
+
+def _counts(sample: Sample, others: Others) -> Iterator[tuple[str, Sample]]:
+    if sample.step is None:
+        return
+    if others.count is not None and abs(others.count - sample.step) > 1:
+        yield f"step count {others.count}", replace(sample, step=others.count)
+    yield "step count + 1", replace(sample, step=sample.step + 1)
+    if sample.step > 1:
+        yield "step count - 1", replace(sample, step=sample.step - 1)
+
+
+def _switches(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    corrects = options.get("bias_correction", True)
+    yield (
+        "bias correction" if not corrects else "no bias correction",
+        {"bias_correction": not corrects},
+    )
+    yield from _decays(options)
+    yield "eps inside the root", {"eps_is": "inside"}
+    yield "eps beside the uncorrected root", {"eps_is": "uncorrected"}
+    if "betas" in options:
+        yield "betas swapped", {"betas": tuple(options["betas"])[::-1]}
+    yield "sign of the gradient", {"maximize": not options.get("maximize")}
+    turned = {name: -(options.get(name) or 0.0) for name in ("lr", "weight_decay")}
+    yield "sign of the update", turned
+    for name in ("nesterov", "amsgrad"):
+        if name in options:
+            yield f"{name} {'off' if options[name] else 'on'}", {name: not options[name]}
+    if options.get("dampening"):
+        yield "no dampening", {"dampening": 0.0}
+
+
+def _decays(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    decay, lr = options.get("weight_decay"), options.get("lr") or 0.0
+    if not decay:
+        return
+    is_apart = is_decoupled(options)
+    # (1 - lr * decay)**2 as one decay
+    yield "weight decay twice", {"weight_decay": decay * (2 - lr * decay if is_apart else 2)}
+    yield "no weight decay", {"weight_decay": 0.0}
+    other = {"decoupled_weight_decay": not is_apart, "adam_w_mode": not is_apart}
+    yield "L2 decay for decoupled" if is_apart else "decoupled decay for L2", other

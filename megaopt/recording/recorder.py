@@ -1,0 +1,509 @@
+"""The recorder: learns what each step did through hooks, and writes it to a folder."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import multiprocessing.util
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaopt.kernels.chunks.table import is_capturing
+from megaopt.options.checks import one_of, refuse
+from megaopt.params.dtensor import is_dtensor, local_of
+from megaopt.recording import megatron
+from megaopt.recording.environment import describe
+from megaopt.recording.files import Writer
+from megaopt.recording.inputs import BACKWARD, CLIP, SCALER, batch_digest, leaves, random_states
+from megaopt.recording.places import Known, Parameters
+from megaopt.recording.sink import Number, Sink, Step, option
+from megaopt.recording.sources import Source, Those, count_of, stamps
+from megaopt.recording.table import Listed, fetched, held
+
+LEVELS = ("loss", "step", "blocks", "modules")
+LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
+SAMPLED_FIRST = 100
+"""So many first steps are sampled each."""
+
+
+class Recorder:
+    """Records the steps of optimizers, whatever their class, to a folder.
+
+    `megaopt diff` compares two such folders, and `megaopt audit` holds one to the optimizer's law.
+    The run's bits stay what they are. Hooks of torch tell of forwards, backwards and steps; they
+    are gone after `close`, which the end of a with block calls, and the process's end. Forwards
+    without gradients are left out. docs/recording.md has what is recorded, and each byte.
+
+    Args:
+        model: the module that is trained, or a list of them.
+        optimizer: any torch.optim.Optimizer, or a list of them; Megatron's stands for its inner
+            ones.
+        out: a folder, made by the first rank that comes; each rank writes to one of its own there.
+        every: record step 1 and each step that this divides.
+        level: "loss": losses, options, random states and batches; "step": also digests of
+            gradients, weights, masters and moments, and 64 sampled elements of each; "blocks": also
+            outputs of blocks, their gradients, and each rank's gradients before they are reduced;
+            "modules": outputs of all modules without children too.
+        keep: steps of which whole tensors are written, numbers and ranges: (100, range(200, 210)).
+        samples: steps from the 101st on are sampled where this divides them; those before all.
+        names: canonical names of parameters and modules, by the names they would have.
+        vocabulary: rows of Megatron's embedding that are not padding; None: all.
+
+    Raises ValueError for an argument out of range, and FileExistsError where a rank has a recording
+    in the folder. An error in writing is raised by the step it belongs to or a later one, or by
+    `close`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any,
+        out: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        level: str = "step",
+        keep: Iterable[int | range] = (),
+        samples: int = 10,
+        names: Mapping[str, str] | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        one_of("level", level, LEVELS)
+        self._every, self._samples = whole_number("every", every), whole_number("samples", samples)
+        self._level, self._keep = LEVELS.index(level), set(steps_of(keep))
+        self._run = {"level": level, "every": every}
+        self._out, self._pid = Path(out), os.getpid()
+        self._parameters = Parameters(names or {}, vocabulary)
+        self._sources: list[Source] = []
+        self._devices: set[torch.device] = set()
+        self._described = 0
+        self._order: dict[str, None] = {}
+        """Names of parameters as the first forward met them."""
+        self._coming, self._wanted = Step(), True
+        self._files: tuple[Writer, Sink] | None = None
+        self._is_closed = False
+        self._own_rows: dict[Any, Listed] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._hooks: dict[torch.nn.Module, list[Any]] = {}
+        """Of each model."""
+        for module in [model] if isinstance(model, torch.nn.Module) else model:
+            self.add_model(module)
+        for inner in inner_optimizers(optimizer):
+            self.add_optimizer(inner)
+        if self._sources:
+            self._open()  # to refuse a folder at once
+        pairs = (BACKWARD, self._backward), (CLIP, self._clip), (SCALER, self._scale)
+        self._undo += [watched.listen(listener) for watched, listener in pairs]
+        # of any process: one that multiprocessing has started knows no atexit
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Records a further model's forwards and backwards from now on, and knows its names.
+
+        It stands for models that were added before and are modules of it.
+        """
+        self._parameters.add(model)
+        self._described = 0  # there are other names now
+        for source in self._sources:
+            source.forget()
+        hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+            *self._module_hooks(model),
+        ]
+        for inner in model.modules():
+            self._undo_model(inner)
+        self._hooks[model] = hooks
+
+    def _undo_model(self, model: torch.nn.Module) -> None:
+        for hook in self._hooks.pop(model, ()):
+            hook.remove()
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Records a further optimizer's steps from now on."""
+        source = Source(optimizer, len(self._sources), self._parameters)
+        self._sources.append(source)
+        self._devices.add(source.device)
+        before = optimizer.register_step_pre_hook(Untraced(functools.partial(self._before, source)))
+        after = optimizer.register_step_post_hook(Untraced(functools.partial(self._after, source)))
+        self._undo += [before.remove, after.remove]
+
+    def loss(self, loss: torch.Tensor | float) -> None:
+        """Notes a loss of the next step, where no backward is called on it."""
+        self._coming.losses.append(number_of(loss))
+
+    def batch(self, batch: Any) -> None:
+        """Notes what the next step trains on, where it is no argument of the model: tensors."""
+        self._begin()
+        self._coming.batches.append(fetched(batch_digest(batch)))
+
+    def close(self) -> None:
+        """Takes all hooks away, writes what is open, and closes the files."""
+        self._at_exit.cancel()
+        while self._undo:
+            self._undo.pop()()
+        for model in list(self._hooks):
+            self._undo_model(model)
+        if self._files is not None and os.getpid() == self._pid:
+            for source in self._sources:
+                self._finish(source)
+            self._files[1].close()
+        self._files, self._is_closed = None, True
+
+    # --- forwards and backwards
+
+    def _listens(self) -> bool:
+        """Whether what happens now belongs to a step that is recorded."""
+        is_traced = torch.compiler.is_compiling()  # a hook would become a part of the program
+        return not is_traced and self._wanted and torch.is_grad_enabled() and self._is_here()
+
+    def _is_here(self) -> bool:
+        """Whether the process is the recorder's, and nothing is captured; hooks outlive it."""
+        if self._is_closed or os.getpid() != self._pid:
+            return False
+        return not any(map(is_capturing, self._devices))
+
+    def _before_forward(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if self._listens():
+            self.batch((args, kwargs))
+
+    def _after_forward(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for source in self._sources:  # Megatron has gathered its weights now
+                self._finish(source)
+
+    def _begin(self) -> None:
+        """Notes the random states once a step, before its first forward."""
+        if not self._coming.random:
+            self._coming.random = random_states(self._devices)
+
+    def _module_hooks(self, model: torch.nn.Module) -> Iterator[Any]:
+        blocks = set(blocks_of(model)) if self._level >= BLOCKS else set()
+        for path, module in model.named_modules():
+            name = self._parameters.name(model, path)
+            own = [each for each, _ in module.named_parameters(recurse=False)]
+            if own and self._level >= STEP:
+                names = [self._parameters.name(model, f"{path}.{each}") for each in own]
+                yield module.register_forward_pre_hook(functools.partial(self._meet, names))
+            if module in blocks or (self._level >= MODULES and not any(module.children())):
+                yield module.register_forward_hook(functools.partial(self._after_module, name))
+        if self._level >= BLOCKS and process()["world"] > 1:
+            for path, param in model.named_parameters():
+                name = self._parameters.name(model, path)
+                if param.requires_grad:
+                    yield on_gradient(param, functools.partial(self._add_own, name, "local grad"))
+
+    def _meet(self, names: Sequence[str], *_: Any) -> None:
+        if not self._described and not torch.compiler.is_compiling():
+            self._order.update(dict.fromkeys(names))
+
+    def _after_module(self, name: str, _: torch.nn.Module, __: Any, output: Any) -> None:
+        if not self._listens():
+            return
+        for tensor in leaves(output):
+            self._add_own(name, "forward", tensor)
+            if tensor.requires_grad:
+                on_gradient(tensor, functools.partial(self._add_own, name, "backward"))
+
+    def _add_own(self, name: str, quantity: str, tensor: torch.Tensor) -> None:
+        """Adds the digest of what this rank alone has."""
+        if not self._wanted or not self._is_here():
+            return
+        local = local_of(tensor.detach())
+        found = held(Known(name, tuple(local.shape), None), quantity, local)
+        if found not in self._own_rows:
+            self._own_rows[found] = Listed([found])
+        with torch.no_grad():
+            self._coming.rows += self._own_rows[found].rows([local], self._number)
+
+    # --- what torch's functions are called with
+
+    def _backward(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tensors = args[0] if args else named["tensors"]
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if tensor.numel() == 1 and self._wanted and self._is_here():
+                self.loss(tensor)
+
+    def _clip(self, *_: Any) -> Callable[[Any], None]:
+        def clipped(norm: Any) -> None:
+            if not is_dtensor(norm) and self._is_here():  # of a DTensor ranks would have to meet
+                self._coming.grad_norm = number_of(norm)
+
+        return clipped
+
+    def _scale(self, args: tuple[Any, ...], _: Any) -> Callable[[Any], None] | None:
+        """Hears of torch.amp.GradScaler's step, which leaves out the optimizer's at an overflow."""
+        scaler, optimizer, *_ = args
+        source = next((each for each in self._sources if each.optimizer is optimizer), None)
+        if source is None or getattr(optimizer, "_step_supports_amp_scaling", False):
+            return None  # such an optimizer is told the scale itself
+        before, self._coming.loss_scale = source.step, scaler.get_scale()
+
+        def scaled(_: Any) -> None:
+            if source.step == before:
+                self._before(source, optimizer, (), {})
+                self._coming.skipped = True
+                self._after(source, optimizer, (), {})
+
+        return scaled
+
+    # --- steps
+
+    def _before(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
+        if not self._is_here():
+            if any(map(is_capturing, self._devices)):
+                warnings.warn("steps that a CUDA graph replays are not recorded", stacklevel=2)
+            return
+        self._finish(source)
+        self._begin()
+        self._describe()
+        source.step += 1
+        step = self._coming
+        step.number, step.source = source.step, source.number
+        step.options = [options_of(group) for group in source.groups]
+        note_scaling(step, source.optimizer)
+        if self._is_recorded(source.step) and self._level >= STEP:
+            with torch.no_grad():
+                self._gather_before(step, source)
+                if not has_closure(args, named):
+                    self._add(step, source.gradients())
+
+    def _gather_before(self, step: Step, source: Source) -> None:
+        weights = source.weights()
+        changed = source.changed(step.number, weights)
+        everything, is_sampled = range(len(weights.tensors)), self._is_sampled(step.number)
+        if self._level >= BLOCKS or is_sampled:
+            with_own = sorted({*changed, *weights.listed.own})
+        written = weights.before(with_own if self._level >= BLOCKS else changed)
+        step.rows += written.listed.rows(written.tensors, self._number)
+        if is_sampled:
+            follows = source.sampled == step.number - 1 > 0
+            old = weights.before(with_own if follows else everything)
+            step.samples += old.listed.samples(old.tensors, self._number)
+        if step.number in self._keep:
+            keep_tensors(step, weights.before(everything))
+
+    def _after(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
+        if not self._is_here() or self._coming.number != source.step:
+            return
+        step, self._coming = self._coming, Step()
+        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
+        if not self._is_recorded(source.step):
+            return
+        for group, options in zip(source.groups, step.options, strict=True):
+            options["step"] = count_of(source.optimizer, group)
+        note_norm(step, source.optimizer, named)
+        if self._level >= STEP:
+            with torch.no_grad():
+                if has_closure(args, named):  # which made them within the step
+                    self._add(step, source.gradients())
+                self._gather_after(step, source)
+        source.open = step
+        if self._level < STEP or source.models() is None:
+            self._finish(source)
+
+    def _gather_after(self, step: Step, source: Source) -> None:
+        weights = source.weights()
+        self._add(step, weights)
+        source.after = step.number, weights.listed, stamps(weights)
+        if self._is_sampled(step.number):
+            source.sampled = step.number
+
+    def _add(self, step: Step, found: Those) -> None:
+        """Adds digests, samples and whole tensors, as far as they are wanted of this step."""
+        step.rows += found.listed.rows(found.tensors, self._number)
+        if self._is_sampled(step.number):
+            step.samples += found.listed.samples(found.tensors, self._number)
+        if step.number in self._keep:
+            keep_tensors(step, found)
+
+    def _finish(self, source: Source) -> None:
+        """Hands a step over to be written, after the model's weights where these came later."""
+        step, source.open = source.open, None
+        if step is None:
+            return
+        models = source.models() if self._level >= STEP else None
+        if models is not None:
+            with torch.no_grad():
+                self._add(step, models)
+        self._open()[1].put(step, self._devices)
+
+    def _is_recorded(self, step: int) -> bool:
+        return step == 1 or step % self._every == 0 or step in self._keep
+
+    def _is_sampled(self, step: int) -> bool:
+        return step <= SAMPLED_FIRST or step % self._samples == 0
+
+    # --- files
+
+    def _open(self) -> tuple[Writer, Sink]:
+        if self._files is None:
+            layout = {**megatron.layout(), **meshes(self._sources)}
+            run = {**process(), **self._run, "layout": layout, "environment": describe()}
+            writer = Writer(self._out, run["rank"], run)
+            self._files = writer, Sink(writer)
+        return self._files
+
+    def _number(self, value: Any) -> int:
+        return self._open()[0].number(value)
+
+    def _describe(self) -> None:
+        """Describes the optimizers that came since the last step."""
+        for source in self._sources[self._described :]:
+            kind, names = type(source.optimizer), source.names()
+            own = dict.fromkeys(itertools.chain(*names))
+            order = [name for name in self._order if name in own]
+            self._open()[0].optimizer(
+                {
+                    "source": source.number,
+                    "class": f"{kind.__module__}.{kind.__qualname__}",
+                    "options": all_options(source.optimizer),
+                    "groups": names,
+                    "order": list(dict.fromkeys([*order, *own])),
+                }
+            )
+        self._described = len(self._sources)
+
+
+class Untraced:
+    """A function that runs as it is where torch.compile traces the step around it."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Calls it."""
+        dynamo = sys.modules.get("torch._dynamo")
+        (self._function if dynamo is None else dynamo.disable(self._function))(*args)
+
+
+def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The torch.optim.Optimizers in one, in a list, or in wrappers as Megatron has them.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # integration.megatron's shows Megatron one whose gradients and weights are elsewhere
+        fused = getattr(optimizer, "fused", None)
+        yield fused if isinstance(fused, torch.optim.Optimizer) else optimizer
+        return
+    inside = getattr(optimizer, "chained_optimizers", None) or getattr(optimizer, "optimizer", None)
+    found = optimizer if isinstance(optimizer, Sequence) else inside
+    if found is None:
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    for each in found if isinstance(found, Sequence) else [found]:
+        yield from inner_optimizers(each)
+
+
+def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The members of lists and sequences of modules that hold parameters."""
+    for module in model.modules():
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+            yield from (each for each in module if any(True for _ in each.parameters()))
+
+
+def on_gradient(tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Registers a hook on a tensor's gradient; torch's method has no types."""
+    return tensor.register_hook(hook)
+
+
+def whole_number(name: str, value: object) -> int:
+    """The value; ValueError unless it is a whole number from 1 on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        refuse(name, "a whole number >= 1", value)
+    return value
+
+
+def steps_of(keep: Iterable[int | range]) -> Iterator[int]:
+    """The numbers of steps and ranges of them."""
+    for each in keep:
+        steps = each if isinstance(each, range) else (each,)
+        yield from (whole_number("keep", step) for step in steps)
+
+
+def number_of(value: torch.Tensor | float) -> Number:
+    """A number as it is now, on the host sooner or later."""
+    return fetched(local_of(value)) if isinstance(value, torch.Tensor) else value
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options as they are now."""
+    left_out = ("params", "step", "param_names")
+    found = ((name, value) for name, value in group.items() if name not in left_out)
+    return {n: number_of(v) if isinstance(v, torch.Tensor) else v for n, v in found}
+
+
+def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer was made with: what groups have, and what libraries keep beside.
+
+    TransformerEngine's and apex's FusedAdam keep adam_w_mode as an attribute, megaopt's optimizers
+    their options.
+    """
+    beside = {**getattr(getattr(optimizer, "options", None), "__dict__", {}), **vars(optimizer)}
+    plain = {
+        name: value
+        for name, value in beside.items()
+        if not name.startswith("_") and isinstance(value, (bool, int, float, str))
+    }
+    return {name: option(value) for name, value in {**plain, **optimizer.defaults}.items()}
+
+
+def note_scaling(step: Step, optimizer: Any) -> None:
+    """Notes what torch.amp.GradScaler has told the optimizer."""
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if scale is not None:
+        step.grad_scale = number_of(scale)
+        step.loss_scale = step.grad_scale if step.loss_scale is None else step.loss_scale
+    if found_inf is not None:
+        step.skipped = number_of(found_inf)
+    elif step.loss_scale is not None:
+        step.skipped = False
+
+
+def note_norm(step: Step, optimizer: Any, named: Mapping[str, Any]) -> None:
+    """Notes the norm of a megaopt optimizer that has to know it in this step."""
+    checks = getattr(getattr(optimizer, "options", None), "nonfinite", "propagate") != "propagate"
+    step.clip_norm, coefficient = named.get("clip_norm"), named.get("clip_coefficient")
+    if step.clip_norm is not None or (step.grad_norm is None and checks):
+        step.grad_norm = number_of(optimizer.grad_norm)
+    if coefficient is not None:  # one for each group: files have no place for these
+        step.clip_coefficient = number_of(coefficient) if coefficient.numel() == 1 else math.nan
+
+
+def has_closure(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether a step was called with a closure, which makes the gradients; args: self first."""
+    return (args[1] if len(args) > 1 else named.get("closure")) is not None
+
+
+def keep_tensors(step: Step, found: Those) -> None:
+    """Keeps whole tensors for the step's file."""
+    for each, tensor in zip(found.listed.held, found.tensors, strict=True):
+        step.kept[f"{each.known.name}|{each.quantity}"] = fetched(tensor).contiguous()
+
+
+def process() -> dict[str, Any]:
+    """The process's rank, the number of ranks, and its command."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    else:
+        rank, world = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    return {"rank": rank, "world": world, "argv": sys.argv}
+
+
+def meshes(sources: Iterable[Source]) -> dict[str, Any]:
+    """The meshes and placements of DTensors among the parameters."""
+    params: Any = [param for source in sources for param in source.params() if is_dtensor(param)]
+    found = {f"{param.device_mesh}: {param.placements}" for param in params}
+    return {"meshes": sorted(found)} if found else {}

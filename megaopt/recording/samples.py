@@ -1,0 +1,160 @@
+"""Sampled elements as a recording has them, and what is known of the step beside them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+
+from megaopt.recording.files import Recording, Value, places_of_samples
+from megaopt.recording.rounded import Array
+
+Bits = numpy.ndarray[Any, Any]
+Mask = numpy.ndarray[Any, numpy.dtype[numpy.bool_]]
+
+OLD = "old "
+"""How quantities before a step begin."""
+
+
+class Unknown(Exception):
+    """A recording does not have what a law asks for; the message says what."""
+
+
+class Tensor(NamedTuple):
+    """The samples of one quantity."""
+
+    value: Value
+    bits: Bits
+    held: Mask
+    """Which of them the recording has."""
+
+
+Tensors = dict[str, Tensor]
+"""One parameter's, by quantity."""
+
+
+class Given(NamedTuple):
+    """What a step of a parameter was given beside tensors."""
+
+    options: Mapping[str, Any]
+    """The group's, over the optimizer's, over the law's own; with "step"."""
+    is_new: bool
+    """The step made the parameter's state."""
+    places: Sequence[int]
+    """Where the samples lie in the parameter."""
+    number: int
+    """The parameter's, in the optimizer."""
+    scale: float | None
+    """What gradients are still multiplied by; None: by nothing."""
+    coefficient: float | None
+    """What the step clips them by; None: by nothing."""
+
+
+DECODERS: dict[str, Callable[[Bits], Bits]] = {
+    "float64": lambda bits: bits.astype("<u8").view("<f8"),
+    "float32": lambda bits: bits.astype("<u4").view("<f4"),
+    "bfloat16": lambda bits: (bits.astype("<u4") << 16).view("<f4"),
+    "float16": lambda bits: bits.astype("<u2").view("<f2"),
+}
+"""Makers of numbers of bits, by dtype."""
+
+
+def tensors_of(recording: Recording, step: int) -> dict[str, Tensors]:
+    """All samples of a step, by parameter."""
+    found: dict[str, Tensors] = defaultdict(dict)
+    for (name, quantity), (held, bits) in recording.samples(step).items():
+        mask = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
+        found[name][quantity] = Tensor(recording.values[name, quantity], bits, mask)
+    return found
+
+
+def held_of(places: Sequence[int], tensor: Tensor) -> Bits:
+    """Those places of samples that the recording has."""
+    return numpy.array(places)[numpy.flatnonzero(tensor.held)]
+
+
+def decoded(tensor: Tensor) -> Array:
+    """The numbers of samples, fp64; raises Unknown for codes, which mean nothing alone."""
+    if tensor.value.dtype not in DECODERS:
+        raise Unknown(f"{tensor.value.quantity} is of {tensor.value.dtype}")
+    with numpy.errstate(all="ignore"):
+        return DECODERS[tensor.value.dtype](tensor.bits[tensor.held]).astype(numpy.float64)
+
+
+CODES = ("state1", "state2")
+"""What bitsandbytes keeps in 8 bits, beside absmax1 and absmax2."""
+BLOCKS = (256, 2048)
+"""Elements that share an absmax in bitsandbytes' states, now and in older versions."""
+STEP = 2 / (2**16 - 1)
+"""Its library for CPUs looks codes up by this much of the absmax: near 0 codes are denser."""
+
+
+def of_codes(found: Tensors, quantity: str) -> tuple[Array, Array]:
+    """The numbers of bitsandbytes' 8-bit codes, and a code's width there; fp64.
+
+    NaN where the element's block is not among the sampled ones, which are all 64 of small tensors.
+    Raises Unknown where nothing is known.
+    """
+    codes, absmax = found[quantity], found[quantity.replace("state", "absmax")]
+    name, numel = codes.value.name, int(numpy.prod(codes.value.shape))
+    count = int(numpy.prod(absmax.value.shape))
+    size = next((size for size in BLOCKS if -(-numel // size) == count), numel)
+    blocks = numpy.full(count, numpy.nan)
+    blocks[held_of(places_of_samples(name, count, 4), absmax)] = decoded(absmax)
+    places = held_of(places_of_samples(name, numel, 1), codes)
+    scale = blocks[places // size]
+    if numpy.isnan(scale).all():
+        raise Unknown(f"the blocks of {quantity.removeprefix(OLD)} are not sampled")
+    table = _table(quantity.endswith("1"))
+    width = numpy.diff(table, prepend=table[0], append=table[-1])
+    each = codes.bits[codes.held].astype(int)
+    found = numpy.maximum(width[each], width[each + 1]) + STEP
+    return table[each] * scale, found * scale
+
+
+def _table(is_signed: bool) -> Array:
+    try:
+        from bitsandbytes.functional import create_dynamic_map
+    except ImportError:
+        raise Unknown("bitsandbytes, whose table it takes, is not installed") from None
+    made: Any = create_dynamic_map
+    table: Array = made(signed=is_signed).double().numpy()
+    return table
+
+
+def number(option: Any) -> Any:
+    """An option as Python has it, of what a recording has."""
+    if isinstance(option, list):
+        return tuple(map(number, option))
+    if isinstance(option, str) and option.lstrip("-").startswith(("0x", "inf", "nan")):
+        return float.fromhex(option)
+    return option
+
+
+def scaling(line: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """What gradients are multiplied by still, and what the step clips them by: of a step's line."""
+    scale, norm, clip_norm = (number(line.get(n)) for n in ("grad_scale", "grad_norm", "clip_norm"))
+    coefficient = number(line.get("clip_coefficient"))
+    if clip_norm is not None and norm is not None:
+        # as megaopt's step computes it, in fp32; a NaN stays
+        single = numpy.float32
+        with numpy.errstate(all="ignore"):
+            found = single(clip_norm) / (single(norm) + single(1e-6))
+        coefficient = 1.0 if found > 1 else float(found)
+    return scale, coefficient
+
+
+def is_cast(weight: Tensor, master: Tensor) -> bool:
+    """Whether 16-bit weights are the nearest to fp32 masters; ties may go away from zero too."""
+    both = weight.held & master.held
+    own, fp32 = weight.bits[both], master.bits[both].astype("<u4")
+    if weight.value.dtype == "float16":
+        with numpy.errstate(all="ignore"):
+            casts = [fp32.view("<f4").astype("<f2").view("<u2")]
+    else:
+        lower = fp32 & 0xFFFF
+        casts = [((fp32 >> 16) + up) & 0xFFFF for up in (lower > 0x8000, lower >= 0x8000)]
+    nan = (fp32 & 0x7FFFFFFF) > 0x7F800000
+    return bool((nan | numpy.any([own == cast for cast in casts], axis=0)).all())

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     """Digests that the device may still be making."""
 
     numbers: Array
-    """Of the values."""
+    """The values' numbers."""
     digests: torch.Tensor
     """int64 (n, 3), on the host: both lanes, and how many elements are not finite."""
 
@@ -79,7 +79,7 @@ class Samples(NamedTuple):
     """Sampled elements that the device may still be fetching."""
 
     rows: Array
-    """As files have them, but for the elements."""
+    """Rows of files, but for the elements."""
     where: tuple[Array, Array]
     """The row and the place in it of each element."""
     bits: torch.Tensor
@@ -166,7 +166,7 @@ class _Group:
 
 
 def _stretch(piece: Piece, tensor: torch.Tensor) -> slice | None:
-    """None: the whole tensor."""
+    """Where a piece lies in a tensor; None where it is all of it."""
     end = piece.begin + piece.numel
     return None if piece.numel == tensor.numel() else slice(piece.begin, end)
 

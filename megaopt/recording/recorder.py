@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import multiprocessing.util
 import os
@@ -76,6 +77,8 @@ class Recorder:
         one_of("level", level, LEVELS)
         self._every, self._samples = whole_number("every", every), whole_number("samples", samples)
         self._level, self._keep = LEVELS.index(level), set(steps_of(keep))
+        if self._keep and importlib.util.find_spec("safetensors") is None:
+            refuse("keep", "empty where safetensors is not installed", keep)
         self._run = {"level": level, "every": every}
         self._out, self._pid = Path(out), os.getpid()
         self._parameters = Parameters(names or {}, vocabulary)

@@ -237,3 +237,8 @@ def test_batches_tell_samples_apart_and_add_over_them():
     exchanged[[0, 1], 0] = batch[[1, 0], 0]
     assert not torch.equal(whole, batch_digest((exchanged, {"labels": torch.arange(6)})))
     assert not torch.equal(whole, batch_digest((batch, {"labels": order})))
+
+
+def test_tensors_of_a_batch_may_not_be_exchanged():
+    first, second = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
+    assert not torch.equal(batch_digest((first, second)), batch_digest((second, first)))

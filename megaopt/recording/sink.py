@@ -38,7 +38,7 @@ class Step:
     """The loss scale where gradients are still multiplied by it when the optimizer reads them."""
     skipped: Number | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
-    """Of each group."""
+    """Those of each group."""
     random: dict[str, str] = field(default_factory=dict)
     batches: list[torch.Tensor] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
     from megaopt.models.release import release_gradients
     from megaopt.options.options import SharedOptions, StepOptions
+    from megaopt.recording.recorder import Recorder
     from megaopt.saving import checkpoint as checkpoint
     from megaopt.sgd import FusedSGD
 
@@ -22,6 +23,7 @@ __all__ = [
     "FusedLion",
     "FusedSGD",
     "GaLoreAdamW",
+    "Recorder",
     "SharedOptions",
     "StepOptions",
     "__version__",
@@ -37,6 +39,7 @@ HOMES = {
     "FusedLion": "megaopt.lion",
     "FusedSGD": "megaopt.sgd",
     "GaLoreAdamW": "megaopt.galore",
+    "Recorder": "megaopt.recording.recorder",
     "SharedOptions": "megaopt.options.options",
     "StepOptions": "megaopt.options.options",
     "cast_model": "megaopt.models.cast",

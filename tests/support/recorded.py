@@ -1,0 +1,68 @@
+"""Small training loops that recorders look at."""
+
+import torch
+
+from megaopt import Recorder
+
+LOOPS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "adamw for-loop": lambda params: torch.optim.AdamW(params, foreach=False),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "adamw fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "nadam": lambda params: torch.optim.NAdam(params),
+    "adafactor": lambda params: torch.optim.Adafactor(params),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, centered=True),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, max_iter=3),
+}
+"""Optimizers by name."""
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+
+
+def steps(model, optimizer, count=3):
+    """Trains on batches drawn beforehand; with a closure where the optimizer wants one."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        batch = torch.randn(5, 8, generator=generator)
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+
+def state_of(model, optimizer):
+    """What training leaves: weights, states and random states."""
+    found = [p.detach().clone() for p in model.parameters()]
+    for state in optimizer.state.values():
+        found += [v.clone() for v in state.values() if isinstance(v, torch.Tensor)]
+    return [*found, torch.get_rng_state()]
+
+
+def trained(name):
+    model = network()
+    optimizer = LOOPS[name](model.parameters())
+    steps(model, optimizer)
+    return state_of(model, optimizer)
+
+
+def recorded(name, out, **options):
+    """What `trained` gives, beside a recorder."""
+    model = network()
+    optimizer = LOOPS[name](model.parameters())
+    with Recorder(model, optimizer, out, **options):
+        steps(model, optimizer)
+    return state_of(model, optimizer)

@@ -6,7 +6,6 @@ numpy alone is needed. docs/diff.md explains the answers.
 from __future__ import annotations
 
 import math
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,10 +14,8 @@ from itertools import combinations, zip_longest
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
-import numpy
-
-from megaopt.recording.files import LANES, Key, Recording, RecordingError, Summed, Value
-from megaopt.recording.measure import NEAR, Distance, distance
+from megaopt.recording.files import LANES, Key, Recording, Summed, Value
+from megaopt.recording.measure import NEAR, Array, Distance, distance
 
 SCHEMA = 1
 CURVE = 64
@@ -29,6 +26,8 @@ WITHOUT_CARD = ("torch", "processor", "threads")
 """What of the environment decides the bits of products and sums: with a card, and without."""
 BY_NATURE = ("forward", "backward", "reduction", "gradient")
 """Kinds of blame that another layout or another card alone explains."""
+BEGIN = ("start", "outside write", "between")
+"""Kinds of blame that precede a step."""
 NOT_NUMBERS = ("foreach", "fused", "capturable", "differentiable", "backend")
 """Options that say how a step is made, not which."""
 
@@ -51,7 +50,7 @@ class Run(Protocol):
     def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
         """What each rank alone says."""
 
-    def samples(self, step: int) -> dict[Key, tuple[int, numpy.ndarray[Any, Any]]]:
+    def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
         """The sampled elements of each tensor."""
 
 
@@ -158,7 +157,9 @@ class Comparison:
             return f"not comparable: {'; '.join(_missing_lines(self.missing))}"
         if self.blame is None:
             first, last, count = self.steps
-            return f"same: {count} steps from {first} to {last}, all that both recorded, bit for bit"
+            return (
+                f"same: {count} steps from {first} to {last}, all that both recorded, bit for bit"
+            )
         return f"{self._sentence}: step {self.blame.step}: {self.blame.text}"
 
     @property
@@ -206,7 +207,7 @@ def compare(
             for any text. Other names are the same in both.
         noise: repeats of a, to see how far a run lies from itself.
 
-    Raises RecordingError for runs with no step in common.
+    Runs that have no step or not the same tensors in common are not comparable; the answer says so.
     """
     pair = _Pair(_Side(a), _Side(b, names))
     found = Comparison(_title(a), _title(b), environment=_environment(a, b))
@@ -319,7 +320,7 @@ def family(run: Run) -> dict[str, Any]:
 
 
 def _reasons(a: Run, b: Run) -> list[str]:
-    """Why products are not to be equal in bits: another card, library or layout; or other dtypes."""
+    """Why products are not to be equal in bits: another card, library or layout."""
     found = _differences(family(a), family(b))
     found += _differences(*(flat({"layout": _layout(run)}) for run in (a, b)))
     return [str(each) for each in found]
@@ -369,7 +370,7 @@ class _Side:
     def _own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
         return {(r, self.name(n), q): each for (r, n, q), each in self.run.own(step).items()}
 
-    def samples(self, step: int) -> dict[Key, tuple[int, numpy.ndarray[Any, Any]]]:
+    def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
         return {(self.name(n), q): each for (n, q), each in self.run.samples(step).items()}
 
     def after(self, step: int) -> dict[Key, Summed]:
@@ -395,7 +396,7 @@ def _is_after(quantity: str) -> bool:
 
 
 def _bits(summed: Summed | None) -> Any:
-    """What is compared of a digest: not how many elements are not finite, which one may not count."""
+    """What is compared of a digest; the count of non-finite elements may lack in one run."""
     if summed is None:
         return None
     others = [(each.low, each.high) for each in summed.others]
@@ -490,7 +491,8 @@ class _Pair:
         step = found.step
         if step - 1 not in self.steps and step != self.steps[0]:
             yield f"steps {max(s for s in self.steps if s < step) + 1} to {step - 1}"
-        if found.kind in ("start", "outside write", "between"):
+        inputs = self.records("grad", step) and _knows_before(self, step)
+        if found.kind in BEGIN or (found.kind == "optimizer" and inputs):
             return
         for quantity, name, known in PRECEDING:
             if quantity == found.quantity:
@@ -531,7 +533,11 @@ class _Pair:
     def rows(self, step: int, quantity: str) -> list[dict[tuple[int, str], list[Any]]]:
         """The rows of ranks alone, of one quantity, by rank and name, for both runs."""
         found = [
-            {(r, n): [(d.low, d.high) for d in rows] for (r, n, q), rows in own.items() if q == quantity}
+            {
+                (r, n): [(d.low, d.high) for d in rows]
+                for (r, n, q), rows in own.items()
+                if q == quantity
+            }
             for own in (side.own(step) for side in self.both)
         ]
         return found if self.alike_layout else [{}, {}]
@@ -542,7 +548,7 @@ class _Pair:
         return {name: i for i, name in enumerate(dict.fromkeys(names))}
 
     def tensors(self, step: int, quantities: Callable[[str], bool]) -> list[Key]:
-        """The keys of digests that differ, also those that one run lacks of a quantity it records."""
+        """The keys of digests that differ; also those that one run lacks of a quantity it has."""
         a, b = ({k: v for k, v in s.digests(step).items() if quantities(k[1])} for s in self.both)
         common = {q for _, q in a} & {q for _, q in b}
         keys = dict.fromkeys(key for key in [*a, *b] if key[1] in common)
@@ -594,12 +600,25 @@ class _Pair:
         for key in a:
             if key not in b or not _is_new(key[1]):
                 continue
-            held = a[key][0] & b[key][0]
-            chosen = [i for i in range(held.bit_length()) if held >> i & 1]
-            dtypes = (side.values[key].dtype for side in self.both)
-            length = distance(a[key][1][chosen], b[key][1][chosen], *dtypes)
+            length = self._distance(key, a[key], b[key])
             found[key[1]] = found.get(key[1], NEAR).plus(length)
         return found
+
+    def farthest(self, step: int, keys: Iterable[Key]) -> str:
+        """In words, which of some tensors lies farthest apart in its samples, where there are."""
+        a, b = (side.samples(step) for side in self.both)
+        known = [key for key in keys if key in a and key in b]
+        apart = {key: self._distance(key, a[key], b[key]).relative for key in known}
+        if len(apart) < 2:
+            return ""
+        name, quantity = max(apart, key=lambda key: apart[key])
+        return f"; farthest apart is that of {name}, by {apart[name, quantity]:.2g} of its norm"
+
+    def _distance(self, key: Key, a: tuple[int, Array], b: tuple[int, Array]) -> Distance:
+        held = a[0] & b[0]
+        chosen = [i for i in range(held.bit_length()) if held >> i & 1]
+        dtypes = (side.values[key].dtype for side in self.both)
+        return distance(a[1][chosen], b[1][chosen], *dtypes)
 
     def histogram(self) -> dict[str, dict[int, int]]:
         """Units in the last place at the last step of which both have samples."""
@@ -657,7 +676,8 @@ def _begin(pair: _Pair, step: int) -> Blame | None:
     written = [
         letter
         for letter, side, found in zip("AB", pair.both, before, strict=True)
-        if keys[0] in (left := side.after(step - 1)) and _bits(left[keys[0]]) != _bits(found[keys[0]])
+        if keys[0] in (left := side.after(step - 1))
+        and _bits(left[keys[0]]) != _bits(found[keys[0]])
     ]
     if not written:
         text = f"seen first in the old {quantity} of {name}"
@@ -750,7 +770,9 @@ def _backward(pair: _Pair, step: int) -> Blame | None:
         behind = [each for each in order if order[each] > order.get(name, 0)]
         where = behind[0] if behind else "loss"
         which = f"the backward of {where}" if behind else f"what follows {name}"
-        text = f"{which}: the gradient of the output of {name} is the first that differs{_call(call)}"
+        text = (
+            f"{which}: the gradient of the output of {name} is the first that differs{_call(call)}"
+        )
         return Blame(step, "backward", where, "backward", text, keys)
     found = _first_rows(pair, step, "local grad", pair.a.order, backward=True)
     if not found:
@@ -771,7 +793,11 @@ def _gradient(pair: _Pair, step: int) -> Blame | None:
         return Blame(step, "gradient", "grad_norm", "grad_norm", text)
     name = keys[0][0]
     a, b = (side.digests(step).get(keys[0]) for side in pair.both)
-    apart = [f"{letter}'s ranks {_groups(each)}" for letter, each in (("A", a), ("B", b)) if each and each.replicas]
+    apart = [
+        f"{letter}'s ranks {_groups(each)}"
+        for letter, each in (("A", a), ("B", b))
+        if each and each.replicas
+    ]
     recorded = pair.records("local grad", step) and pair.alike_layout
     norm_is_known = same_norm and pair.says("grad_norm", step)
     several = (pair.a.run.run.get("world") or 1) > 1
@@ -781,9 +807,14 @@ def _gradient(pair: _Pair, step: int) -> Blame | None:
         text = f"{equal}the reduced gradient of {name} differs{unlike}"
         return Blame(step, "reduction", name, "grad", text, tuple(keys))
     lacking = " (one run has none)" if a is None or b is None else ""
-    changed = "changed between the backward and the step" if recorded or norm_is_known else "seen first in it"
+    changed = (
+        "changed between the backward and the step"
+        if recorded or norm_is_known
+        else "seen first in it"
+    )
     norm = "; its norm before clipping is equal" if norm_is_known else ""
-    text = f"the gradient of {name} differs{lacking}, {changed}{norm}{_and_options(pair, step)}"
+    more = pair.farthest(step, keys) + _and_options(pair, step)
+    text = f"the gradient of {name} differs{lacking}, {changed}{norm}{more}"
     return Blame(step, "gradient", name, "grad", text, tuple(keys))
 
 

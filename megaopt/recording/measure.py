@@ -67,9 +67,7 @@ class Distance(NamedTuple):
     def plus(self, other: Distance) -> Distance:
         """The distance of both tensors together."""
         difference, norm = self.difference + other.difference, self.norm + other.norm
-        return Distance(
-            difference, norm, self.ulps + other.ulps, max(self.largest, other.largest)
-        )
+        return Distance(difference, norm, self.ulps + other.ulps, max(self.largest, other.largest))
 
 
 NEAR = Distance(0.0, 0.0, Counter(), 0)

@@ -1,0 +1,111 @@
+"""Tiny training runs that are recorded, with a fault planted at one step."""
+
+import random
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from megaopt.recording.files import Recording
+from megaopt.recording.recorder import Recorder
+
+STEPS, AT = 5, 3
+"""Steps of a run, and the step of the fault."""
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+        self.scale = 1.0
+        """Of the output; and of the gradient that passes below."""
+        self.backward_scale = 1.0
+
+    def forward(self, x):
+        below = x
+        if self.backward_scale != 1:
+            below = x * self.backward_scale + (x * (1 - self.backward_scale)).detach()
+        return below + self.scale * torch.tanh(self.linear(self.norm(below)))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Linear(4, 8)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.dropout = torch.nn.Dropout(0.1)
+        self.head = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x))
+
+
+class Faults:
+    """What a run does at certain moments; a fault is a subclass with another way there."""
+
+    seed, lr, steps = 0, 1e-2, STEPS
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.1)
+
+    def batch(self, step, x, y):
+        return x, y
+
+    def calls(self, step):
+        return 1
+
+    def start(self, model):
+        pass
+
+    def before_forward(self, step, model):
+        pass
+
+    def loss(self, step, loss):
+        return loss
+
+    def before_step(self, step, model, optimizer):
+        pass
+
+    def after_step(self, step, model, optimizer):
+        pass
+
+
+def run(folder, faults=None, level="step", **options):
+    """Trains, and returns the recording."""
+    faults = faults or Faults()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(faults.seed)
+    model = Model()
+    faults.start(model)
+    optimizer = faults.optimizer(model)
+    data = torch.Generator().manual_seed(1)
+    with Recorder(model, optimizer, folder, level=level, **options):
+        for step in range(1, faults.steps + 1):
+            train(faults, model, optimizer, step, data)
+    return Recording(folder)
+
+
+def train(faults, model, optimizer, step, data):
+    optimizer.zero_grad()
+    faults.before_forward(step, model)
+    for _ in range(faults.calls(step)):
+        x, y = torch.randn(6, 4, generator=data), torch.randn(6, 1, generator=data)
+        x, y = faults.batch(step, x, y)
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        faults.loss(step, loss).backward()
+    faults.before_step(step, model, optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    faults.after_step(step, model, optimizer)
+
+
+@contextmanager
+def option(group, **values):
+    """Other options of a group, for a while."""
+    before = {name: group[name] for name in values}
+    group.update(values)
+    yield
+    group.update(before)

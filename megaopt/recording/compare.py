@@ -28,6 +28,8 @@ BY_NATURE = ("forward", "backward", "reduction", "gradient")
 """Kinds of blame that another layout or another card alone explains."""
 BEGIN = ("start", "outside write", "between")
 """Kinds of blame that precede a step."""
+WHOLE = ("grad", "weight", "codes")
+"""Quantities of the parameter's own shape, one of which each recording of tensors has."""
 NOT_NUMBERS = ("foreach", "fused", "capturable", "differentiable", "backend")
 """Options that say how a step is made, not which."""
 
@@ -169,14 +171,17 @@ class Comparison:
             return f"differ {more}" if self.exceeds_noise else more
         return "differ" if self.tier == "bits" else "differ, as may be by nature"
 
-    def report(self) -> list[str]:
-        """The verdict and what belongs to it, a line each."""
-        lines = [self.line]
+    def remarks(self) -> list[str]:
+        """What is to be known beside the verdict, a line each."""
+        lines = []
         if self.blame is not None and self.blame.unrecorded:
             lines.append(f"not recorded in both runs: {', '.join(self.blame.unrecorded)}")
-        lines += [f"not to be equal in bits: {reason}" for reason in self.reasons]
-        lines += [str(each) for each in (*self.environment, *self.options)]
+        lines += [f"bits are not to be equal: {reason}" for reason in self.reasons]
         return [*lines, *self.notes]
+
+    def report(self) -> list[str]:
+        """The verdict and what belongs to it, a line each."""
+        return [self.line, *self.remarks(), *map(str, (*self.environment, *self.options))]
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON holds it; docs/diff.md has the schema."""
@@ -347,7 +352,7 @@ class _Side:
         self.values: dict[Key, Value] = {
             (self.name(name), quantity): value for (name, quantity), value in run.values.items()
         }
-        self.shapes = {name: value.shape for (name, _), value in self.values.items()}
+        self.shapes = {name: v.shape for (name, q), v in self.values.items() if q in WHOLE}
         listed = [name for line in run.optimizers for group in line["groups"] for name in group]
         self.parameters = {self.name(name) for name in listed} | set(self.shapes)
         order = [name for line in run.optimizers for name in line.get("order") or ()]
@@ -444,9 +449,9 @@ class _Pair:
                 found.append(f"only {letter} has recorded: {', '.join(alone)}")
         first, last = self.steps[0], self.steps[-1]
         for letter, side in zip("AB", self.both, strict=True):
-            alone = [step for step in side.run.steps if step not in set(self.steps)]
-            if alone:
-                found.append(f"only {letter} has {_span(alone)}; compared: {first} to {last}")
+            rest = [step for step in side.run.steps if step not in set(self.steps)]
+            if rest:
+                found.append(f"only {letter} has {_span(rest)}; compared: {first} to {last}")
         return found
 
     # ---- what differs first
@@ -483,8 +488,7 @@ class _Pair:
 
     def _is_alike(self, step: int) -> bool:
         a, b = self.a.run, self.b.run
-        both = isinstance(a, Recording) and isinstance(b, Recording)
-        return both and a.alike(b, step)  # type: ignore[union-attr, arg-type] # both are
+        return isinstance(a, Recording) and isinstance(b, Recording) and a.alike(b, step)
 
     def _unrecorded(self, found: Blame) -> Iterator[str]:
         """What precedes in the order of blame, and is not in both recordings."""
@@ -588,7 +592,7 @@ class _Pair:
             yield Growth(step, quantity, count, len(a), relative, None)
 
     def _curve(self, first: int) -> list[int]:
-        after = [step for step in self.steps if step >= first]
+        after = self.steps[max(self.steps.index(first) - 1, 0) :]
         sampled = sorted(set(self.a.run.sampled) & set(self.b.run.sampled) & set(after[FIRST:]))
         every = -(-len(sampled) // CURVE) or 1
         return after[:FIRST] + sampled[::every]
@@ -813,6 +817,8 @@ def _gradient(pair: _Pair, step: int) -> Blame | None:
         else "seen first in it"
     )
     norm = "; its norm before clipping is equal" if norm_is_known else ""
+    if not same_norm:
+        norm = f"; its norm before clipping: {_pairs_of(*norms)}"
     more = pair.farthest(step, keys) + _and_options(pair, step)
     text = f"the gradient of {name} differs{lacking}, {changed}{norm}{more}"
     return Blame(step, "gradient", name, "grad", text, tuple(keys))

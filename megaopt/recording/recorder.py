@@ -105,7 +105,8 @@ class Recorder:
         self._parameters = Parameters(self._models, names or {})
         self._sources = [Source(o, i, self._parameters) for i, o in enumerate(optimizers)]
         run = {**process(), "level": level, "every": every, "environment": describe()}
-        self._writer = Writer(Path(out), run["rank"], run)
+        self.folder = Path(out)
+        self._writer = Writer(self.folder, run["rank"], run)
         self._heard = Heard()
         self._described = False
         self._undo: list[Callable[[], None]] = []

@@ -71,7 +71,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def _picture(draw: Callable[[Any, Any], None], content: Any) -> str:
     """What a function draws, as SVG that stands in a page; its text stays text."""
-    settings = {"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "megaopt"}
+    settings: Any = {"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "megaopt"}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(9, 3), layout="constrained")
         axes = figure.subplots()

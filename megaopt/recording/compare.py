@@ -37,11 +37,29 @@ NOT_NUMBERS = ("foreach", "fused", "capturable", "differentiable", "backend")
 class Run(Protocol):
     """What is compared: a `Recording`, or what a file of golden values holds of one."""
 
-    run: Any
-    steps: Any
-    values: Any
-    optimizers: Any
-    sampled: Any
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """What is to be known of the run."""
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """The ranks that are missing."""
+
+    @property
+    def optimizers(self) -> Sequence[Mapping[str, Any]]:
+        """What is to be known of the optimizers."""
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The steps, ascending."""
+
+    @property
+    def sampled(self) -> Sequence[int]:
+        """Those of which there are samples."""
+
+    @property
+    def values(self) -> Mapping[Key, Value]:
+        """What ranks hold together, by name and quantity."""
 
     def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
         """For each rank, by source, the numbers of a step."""
@@ -390,6 +408,15 @@ class _Side:
         old = {(n, q.removeprefix("old ")): each for (n, q), each in rows if q.startswith("old ")}
         return self.after(step - 1) | old
 
+    def old_samples(self, step: int) -> dict[Key, Any]:
+        """The bits of sampled weights as a step finds them."""
+        found = self.samples(step).items()
+        return {(n, q[4:]): (h, b.tobytes()) for (n, q), (h, b) in found if q.startswith("old ")}
+
+    def new_samples(self, step: int) -> dict[Key, Any]:
+        """The bits of what is sampled as a step leaves it."""
+        return {key: (h, b.tobytes()) for key, (h, b) in self.samples(step).items()}
+
     def scalars(self, step: int, name: str) -> list[Any]:
         """One thing of the numbers of a step, of each rank and source."""
         ranks = self.run.scalars(step)
@@ -432,6 +459,9 @@ class _Pair:
             for name in common
             if a.shapes[name] != b.shapes[name]
         ]
+        for side, run, other in (("A lacks", a.run, b.run), ("B lacks", b.run, a.run)):
+            lost = [f"rank {each}" for each in run.absent if each not in other.absent]
+            found.setdefault(side, []).extend(lost)
         if not self.steps:
             found["no step in both:"] = [
                 f"{letter} has {_span(side.run.steps)}"
@@ -669,28 +699,41 @@ def _and_options(pair: _Pair, step: int) -> str:
 
 
 def _begin(pair: _Pair, step: int) -> Blame | None:
-    before = [side.before(step) for side in pair.both]
-    keys = pair.ordered(pair.differing(*before))
-    if not keys:
-        return None
-    name, quantity = keys[0]
-    if step == pair.steps[0]:
-        text = f"the runs begin with another {quantity} of {name}"
-        return Blame(step, "start", name, quantity, text, tuple(keys))
+    """What changed before the step: by digests, else by the samples of old weights."""
+    for before, after in ((_Side.before, _Side.after), (_Side.old_samples, _Side.new_samples)):
+        found = [before(side, step) for side in pair.both]
+        keys = pair.ordered(pair.differing(*found))
+        if keys:
+            left = [after(side, step - 1) for side in pair.both]
+            return _begin_with(pair, step, keys, found, left)
+    return None
+
+
+def _begin_with(
+    pair: _Pair,
+    step: int,
+    keys: Sequence[Key],
+    before: Sequence[Mapping[Key, Any]],
+    left: Sequence[Mapping[Key, Any]],
+) -> Blame:
+    """Blame for what differs before a step, beside what the step before left."""
+    key, (name, quantity) = keys[0], keys[0]
     written = [
         letter
-        for letter, side, found in zip("AB", pair.both, before, strict=True)
-        if keys[0] in (left := side.after(step - 1))
-        and _bits(left[keys[0]]) != _bits(found[keys[0]])
+        for letter, old, now in zip("AB", left, before, strict=True)
+        if key in old and _value(old[key]) != _value(now[key])
     ]
-    if not written:
-        text = f"seen first in the old {quantity} of {name}"
-        return Blame(step, "between", name, quantity, text, tuple(keys))
-    text = (
-        f"{quantity} of {name} was written in {' and '.join(written)} after step {step - 1}, "
-        "by something else than the optimizer"
-    )
-    return Blame(step, "outside write", name, quantity, text, tuple(keys))
+    if step == pair.steps[0]:
+        kind, text = "start", f"the runs begin with another {quantity} of {name}"
+    elif written:
+        kind = "outside write"
+        text = (
+            f"{quantity} of {name} was written in {' and '.join(written)} after step {step - 1}, "
+            "by something else than the optimizer"
+        )
+    else:
+        kind, text = "between", f"seen first in the old {quantity} of {name}"
+    return Blame(step, kind, name, quantity, text, tuple(keys))
 
 
 def _data(pair: _Pair, step: int) -> Blame | None:

@@ -317,6 +317,12 @@ class Recording:
         return sorted(set.intersection(*(set(rank.scalars) for rank in self.ranks)))
 
     @property
+    def absent(self) -> list[int]:
+        """The ranks of the run that have no folder."""
+        there = {rank.number for rank in self.ranks}
+        return [number for number in range(self.run.get("world") or 1) if number not in there]
+
+    @property
     def optimizers(self) -> list[dict[str, Any]]:
         """What each rank says of its optimizers, a line each, the first rank's first."""
         return [line for rank in self.ranks for line in rank.optimizers]

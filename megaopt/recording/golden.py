@@ -29,7 +29,7 @@ from megaopt.recording.files import (
     Value,
     hexadecimal,
 )
-from megaopt.recording.measure import as_numbers
+from megaopt.recording.measure import Array, as_numbers
 from megaopt.saving.files import replacing
 
 SCHEMA = 1
@@ -52,14 +52,27 @@ class Checked(NamedTuple):
     """Beside another environment's entry: what, the step, the golden number and the run's."""
 
 
-class Golden:
+class _Summary:
+    """What a file of golden values leaves out of a recording."""
+
+    sampled: Sequence[int] = ()
+    absent: Sequence[int] = ()
+
+    def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
+        """No rows of one rank."""
+        return {}
+
+    def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
+        """No elements."""
+        return {}
+
+
+class Golden(_Summary):
     """An entry of a file, to be compared as a recording is.
 
     Args:
         entry: what `entry_of` made.
     """
-
-    sampled: tuple[int, ...] = ()
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         self.run = entry["run"]
@@ -80,7 +93,8 @@ class Golden:
 
     def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
         """For each rank, by source, the numbers of a step."""
-        return self._scalars[step]
+        found: list[dict[int, dict[str, Any]]] = self._scalars[step]
+        return found
 
     def digests(self, step: int) -> dict[Key, Summed]:
         """Each tensor's digest, of the steps that have them."""
@@ -91,19 +105,13 @@ class Golden:
             if text is not None
         }
 
-    def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
-        """Nothing: a file has no rows of one rank."""
-        return {}
 
-    samples = own
-
-
-class _Together:
+class _Together(_Summary):
     """A recording in which one digest of a quantity stands for all tensors."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self.run, self.steps, self.sampled = recording.run, recording.steps, ()
+        self.run, self.steps = recording.run, recording.steps
         self.optimizers = [{**line, "groups": [], "order": []} for line in recording.optimizers]
         quantities = {quantity: None for _, quantity in recording.values}
         self.values = {(TOGETHER, q): Value(TOGETHER, q, "", ()) for q in quantities}
@@ -119,11 +127,6 @@ class _Together:
             (TOGETHER, q): Summed(Digest(each % 2**64, each >> 64, None), 0, ())
             for q, each in found.items()
         }
-
-    def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
-        return {}
-
-    samples = own
 
 
 def entry_of(recording: Recording) -> dict[str, Any]:

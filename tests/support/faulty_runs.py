@@ -1,7 +1,7 @@
 """Tiny training runs that are recorded, with a fault planted at one step."""
 
 import random
-from contextlib import contextmanager
+from itertools import count
 
 import numpy as np
 import torch
@@ -22,9 +22,9 @@ class Block(torch.nn.Module):
         self.backward_scale = 1.0
 
     def forward(self, x):
-        below = x
-        if self.backward_scale != 1:
-            below = x * self.backward_scale + (x * (1 - self.backward_scale)).detach()
+        below = x * 1.0
+        if below.requires_grad:
+            below.register_hook(lambda grad: grad * self.backward_scale)
         return below + self.scale * torch.tanh(self.linear(self.norm(below)))
 
 
@@ -69,6 +69,15 @@ class Faults:
     def before_step(self, step, model, optimizer):
         pass
 
+    def clip(self, step):
+        return 1.0
+
+    def after_clipping(self, step, model):
+        pass
+
+    def within_step(self, step, params, state):
+        """At the end of the optimizer's own step."""
+
     def after_step(self, step, model, optimizer):
         pass
 
@@ -81,6 +90,11 @@ def run(folder, faults=None, level="step", **options):
     model = Model()
     faults.start(model)
     optimizer = faults.optimizer(model)
+    params, counts = optimizer.param_groups[0]["params"], count(1)
+    # before the recorder's hook, so that to it this is the optimizer's work
+    optimizer.register_step_post_hook(
+        lambda *_: faults.within_step(next(counts), params, optimizer.state)
+    )
     data = torch.Generator().manual_seed(1)
     with Recorder(model, optimizer, folder, level=level, **options):
         for step in range(1, faults.steps + 1):
@@ -97,15 +111,7 @@ def train(faults, model, optimizer, step, data):
         loss = torch.nn.functional.mse_loss(model(x), y)
         faults.loss(step, loss).backward()
     faults.before_step(step, model, optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), faults.clip(step))
+    faults.after_clipping(step, model)
     optimizer.step()
     faults.after_step(step, model, optimizer)
-
-
-@contextmanager
-def option(group, **values):
-    """Other options of a group, for a while."""
-    before = {name: group[name] for name in values}
-    group.update(values)
-    yield
-    group.update(before)

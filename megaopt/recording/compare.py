@@ -404,8 +404,10 @@ class _Side:
 
     def before(self, step: int) -> dict[Key, Summed]:
         """Weights and state as a step finds them, as far as they are known."""
-        rows = self.digests(step).items()
-        old = {(n, q.removeprefix("old ")): each for (n, q), each in rows if q.startswith("old ")}
+        rows = self.digests(step)
+        if not rows:  # whether anything was written since is not known
+            return {}
+        old = {(n, q[4:]): each for (n, q), each in rows.items() if q.startswith("old ")}
         return self.after(step - 1) | old
 
     def old_samples(self, step: int) -> dict[Key, Any]:
@@ -525,6 +527,8 @@ class _Pair:
         step = found.step
         if step - 1 not in self.steps and step != self.steps[0]:
             yield f"steps {max(s for s in self.steps if s < step) + 1} to {step - 1}"
+        elif found.kind == "between":
+            yield f"what step {step - 1} left"
         inputs = self.records("grad", step) and _knows_before(self, step)
         if found.kind in BEGIN or (found.kind == "optimizer" and inputs):
             return

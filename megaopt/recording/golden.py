@@ -308,7 +308,10 @@ def check(path: Path, recording: Recording) -> Checked:
     found = compare(golden, _Together(recording) if golden.is_together else recording)
     if is_own:
         return Checked(found, found.line, True, [])
-    words = [", ".join(f"{k}: {shown(v)}" for k, v in f.items()) for f in (own, nearest["family"])]
+    words = [
+        ", ".join(f"{name}: {shown(each)}" for name, each in one.items() if each is not None)
+        for one in (own, nearest["family"])
+    ]
     line = f"no entry for {words[0]}; beside that of {words[1]}: {found.line}"
     return Checked(found, line, False, list(_drift(golden, recording)))
 

@@ -20,6 +20,11 @@ def as_numbers(bits: Array, dtype: str) -> Array:
         bits: unsigned integers, of which those of the dtype's width count.
         dtype: as torch prints it, without "torch."; of one unknown the codes count as numbers.
     """
+    with numpy.errstate(invalid="ignore"):  # of a NaN that signals
+        return _as_numbers(bits, dtype)
+
+
+def _as_numbers(bits: Array, dtype: str) -> Array:
     if dtype == "float64":
         return bits.view(numpy.float64)
     if dtype == "bfloat16":

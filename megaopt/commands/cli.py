@@ -114,6 +114,51 @@ def verify(
     return run(record, only, backends)
 
 
+def record(
+    command: tuple[str, ...],
+    /,
+    *,
+    out: Path = Path("out/recording"),
+    level: Literal["loss", "step", "blocks", "modules"] = "step",
+    every: int = 1,
+    samples: int = 10,
+    keep: str = "",
+    map: Path | None = None,
+    vocabulary: int | None = None,
+    audit: bool = False,
+) -> int:
+    """Run a command, as `megaopt record -- torchrun train.py`, and record its optimizers' steps.
+
+    The exit status is the command's.
+
+    Args:
+        command: Behind --: the command and its arguments.
+        out: Folder for the recording; each rank writes to one of its own there.
+        level: loss: losses, options, random states, batches; step: also digests and samples of
+            gradients, weights, masters, moments; blocks: also outputs of blocks and their
+            gradients; modules: of all modules.
+        every: Record each step that this divides, and the first.
+        samples: From step 101 on, sample elements at steps that this divides.
+        keep: Steps of which whole tensors are written, as 100,200-210.
+        map: JSON file of canonical names by the names that parameters have.
+        vocabulary: Rows of Megatron's embedding that are not padding.
+        audit: Hold the recording to the optimizers' laws afterwards; then the status is audit's.
+    """
+    from megaopt.commands.record import record as run
+
+    return run(
+        command,
+        out,
+        keep,
+        map,
+        audit,
+        level=level,
+        every=every,
+        samples=samples,
+        vocabulary=vocabulary,
+    )
+
+
 def diff(
     a: Path,
     b: Path,
@@ -363,6 +408,7 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "bench": bench,
         "doctor": doctor,
         "verify": verify,
+        "record": record,
         "diff": diff,
         "golden": golden,
         "bisect": bisect,

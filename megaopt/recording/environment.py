@@ -61,7 +61,7 @@ def describe() -> dict[str, Any]:
         "cublas": installed("nvidia-cublas-cu12") or installed("nvidia-cublas"),
         "driver": driver() if on_gpu else None,
         "card": torch.cuda.get_device_name() if on_gpu else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "nccl": _nccl() if on_gpu else None,
         "TransformerEngine": installed("transformer-engine"),
         "python": platform.python_version(),
         "processor": processor(),
@@ -86,6 +86,11 @@ def driver() -> str | None:
     """The version of the first card's driver."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return (_output(*query) or "").split("\n")[0].strip() or None
+
+
+def _nccl() -> str:
+    nccl: Any = torch.cuda.nccl  # which has no types
+    return ".".join(map(str, nccl.version()))
 
 
 def processor() -> str | None:

@@ -276,7 +276,7 @@ def _blocks(
         if header["magic"] != magic or end + CHECK.itemsize > len(data):
             break
         check = data[end : end + CHECK.itemsize].view(CHECK)[0]
-        if zlib.crc32(data[place:end]) != check:
+        if zlib.crc32(data[place:end].data) != check:
             break
         rows = data[place + HEADER.itemsize : end].view(dtype)
         found[int(header["step"]), int(header["source"])] = rows

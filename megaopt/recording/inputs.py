@@ -1,10 +1,12 @@
-"""Digests of what a step starts from: its batches and the state of random generators."""
+"""What a step starts from and hears of: batches, random generators, calls of torch's functions."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -12,8 +14,8 @@ import torch
 
 from megaopt.kernels.place import Place
 from megaopt.params.dtensor import local_of
+from megaopt.recording.digest import of_places
 from megaopt.recording.files import LANES
-from megaopt.recording.standin import of_places
 
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """The multipliers of the splitmix64 generator."""
@@ -42,7 +44,7 @@ def _hash(data: bytes, more: object = None) -> str:
 def leaves(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in arguments or results, in order."""
     if isinstance(value, torch.Tensor):
-        yield local_of(value)
+        yield value
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from leaves(each)
@@ -58,16 +60,17 @@ def batch_digest(value: Any) -> torch.Tensor:
 
     Tensors of as many rows as the first has are cut into samples; others belong to all of them.
     """
-    tensors = [each for each in leaves(value) if each.numel() and not each.is_sparse]
+    found = (local_of(each.detach()) for each in leaves(value))
+    tensors = [each for each in found if each.numel() and each.layout == torch.strided]
     if not tensors:
         return torch.zeros(2, dtype=torch.int64)
     rows = tensors[0].shape[0] if tensors[0].dim() else 1
     total: Any = 0
     for number, tensor in enumerate(tensors):
         is_cut = tensor.dim() and tensor.shape[0] == rows
-        parts = tensor.detach().unbind() if is_cut else (tensor.detach(),)
-        found = of_places(parts, [Place(0)] * len(parts))[:, :2].to(tensors[0].device)
-        total = total + _mixed(found + number)  # so that tensors may not be exchanged
+        parts = tensor.unbind() if is_cut else (tensor,)
+        lanes = of_places(parts, [Place(0)] * len(parts))[:, :2].to(tensors[0].device)
+        total = total + _mixed(lanes + number)  # so that tensors may not be exchanged
     return _mixed(total).expand(rows, 2).sum(0)
 
 
@@ -83,7 +86,56 @@ def _shifted(lanes: torch.Tensor, bits: int) -> torch.Tensor:
     return (lanes >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def in_digits(lanes: torch.Tensor) -> str:
-    """A digest on the host as 32 digits."""
-    low, high = (int(each) % LANES for each in lanes)
-    return f"{high:016x}{low:016x}"
+Listener = Callable[[tuple[Any, ...], dict[str, Any]], "Callable[[Any], None] | None"]
+"""Called before a function, with its arguments; what it returns is called with the result."""
+
+
+class Watched:
+    """A function whose calls are listened to; put back when nobody listens.
+
+    Args:
+        places: where it stands, as "module:name" or "module:class.name".
+    """
+
+    def __init__(self, *places: str) -> None:
+        self._places = places
+        self._listeners: list[Listener] = []
+        self._put_back: list[tuple[Any, str, Any]] = []
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Tells the listener of each call, until what this returns is called."""
+        if not self._listeners:
+            self._wrap()
+        self._listeners.append(listener)
+        return lambda: self._forget(listener)
+
+    def _forget(self, listener: Listener) -> None:
+        self._listeners.remove(listener)
+        while self._put_back and not self._listeners:
+            setattr(*self._put_back.pop())
+
+    def _wrap(self) -> None:
+        for place in self._places:
+            module, _, path = place.partition(":")
+            *classes, name = path.split(".")
+            owner: Any = functools.reduce(getattr, classes, importlib.import_module(module))
+            self._put_back.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, self._wrapped(getattr(owner, name)))
+
+    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            then = [listener(args, kwargs) for listener in tuple(self._listeners)]
+            result = function(*args, **kwargs)
+            for each in then:
+                if each is not None:
+                    each(result)
+            return result
+
+        return wrapped
+
+
+BACKWARD = Watched("torch.autograd:backward")
+"""Tensor.backward calls it too."""
+CLIP = Watched("torch.nn.utils:clip_grad_norm_", "torch.nn.utils.clip_grad:clip_grad_norm_")
+SCALER = Watched("torch.amp.grad_scaler:GradScaler.step")

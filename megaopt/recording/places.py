@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from megaopt.kernels.place import Place
+from megaopt.kernels.place import place_of_box
 from megaopt.params.dtensor import is_dtensor, local_of
+from megaopt.recording import megatron
+from megaopt.recording.pieces import Piece, cut, whole
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Names that wrappers put between those of the model."""
 
 
-class Piece(NamedTuple):
-    """A run of a rank's tensor, and its place in the whole."""
-
-    begin: int
-    """In the rank's tensor, flat."""
-    numel: int
-    place: Place
-
-
 class Known(NamedTuple):
-    """What is known of a parameter."""
+    """What is known of a tensor."""
 
     name: str
+    """Canonical: of its parameter, or of the module whose output it is."""
     shape: tuple[int, ...]
     """Of the whole, over all ranks."""
     pieces: tuple[Piece, ...] | None
     """None: nobody knows where the rank's elements belong, and they are its own."""
+
+
+class Owner(NamedTuple):
+    """What an optimizer's parameter is to the model."""
+
+    known: Known
+    quantity: str
+    """It is the model's "weight" itself, or its "master"."""
+    weight: torch.Tensor | None = None
+    """Of a master: the model's own, which gets its values after the step."""
 
 
 def canonical(name: str) -> str:
@@ -40,20 +43,7 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def names_of(models: Iterable[torch.nn.Module]) -> dict[torch.Tensor, str]:
-    """The canonical name of each parameter; names that would meet stay as they are."""
-    found = [(p, name) for model in models for name, p in model.named_parameters()]
-    counts = Counter(canonical(name) for _, name in found)
-    return {p: canonical(n) if counts[canonical(n)] == 1 else n for p, n in found}
-
-
-def whole(shape: Sequence[int]) -> tuple[Piece, ...]:
-    """The pieces of a tensor that a rank has whole."""
-    numel = math.prod(shape)
-    return (Piece(0, numel, Place(0)),) if numel else ()
-
-
-def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...] | None]:
     """The whole shape of a tensor or DTensor, and the pieces that this rank has."""
     shape = tuple(tensor.shape)
     if not is_dtensor(tensor):
@@ -61,53 +51,96 @@ def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...]]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     own: Any = tensor
+    if any(placement.is_partial() for placement in own.placements):
+        return tuple(local_of(own).shape), None
     size, start = compute_local_shape_and_global_offset(shape, own.device_mesh, own.placements)
     return shape, tuple(box(shape, start, size)) if math.prod(size) else ()
 
 
 def box(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[Piece]:
     """The pieces of a part that is cut in any dimensions; at least one element."""
-    cut = [dim for dim in range(len(shape)) if size[dim] != shape[dim]]
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(begin * step for begin, step in zip(start, steps, strict=True))
-    outer = next((dim for dim, each in enumerate(size) if each != 1), 0)
-    if not cut or cut[-1] <= outer:
-        yield Piece(0, math.prod(size), Place(0, first))
-    elif set(cut) <= {*range(outer + 1), cut[-1]}:
-        run = size[cut[-1]] * steps[cut[-1]]
-        stride = steps[cut[-1] - 1]
-        yield Piece(0, math.prod(size), Place(0, first, run, stride))
-    else:  # slices of the outer dimension, each of a form above or cut again
-        inner = (*size[:outer], 1, *size[outer + 1 :])
-        for i in range(size[outer]):
-            begin = (*start[:outer], start[outer] + i, *start[outer + 1 :])
-            for piece in box(shape, begin, inner):
-                yield piece._replace(begin=i * math.prod(inner) + piece.begin)
+    place = place_of_box(0, first, size, shape)
+    if place is not None:
+        yield Piece(0, math.prod(size), place)
+        return
+    numel = math.prod(size[1:])
+    for i in range(size[0]):  # slices, which are cut in a dimension less
+        for begin, count, inner in box(shape[1:], start[1:], size[1:]):
+            moved = inner._replace(first=inner.first + (start[0] + i) * steps[0])
+            yield Piece(i * numel + begin, count, moved)
 
 
 class Parameters:
-    """The parameters of models: their names and places, looked up once each."""
+    """The parameters of models: their names and places, looked up once each.
 
-    def __init__(self, models: Sequence[torch.nn.Module], names: Mapping[str, str]) -> None:
-        self._models, self._map = models, names
+    Args:
+        names: canonical names by the names that the models have.
+        vocabulary: rows of Megatron's embedding that are not padding; None: all.
+    """
+
+    def __init__(self, names: Mapping[str, str], vocabulary: int | None) -> None:
+        self.models: list[torch.nn.Module] = []
+        self._map, self._vocabulary = names, vocabulary
         self._names: dict[torch.Tensor, str] = {}
-        self._known: dict[torch.Tensor, Known] = {}
+        self._owners: dict[torch.Tensor, Owner] = {}
 
-    def known(self, param: torch.Tensor, default: str) -> Known:
-        """A parameter's name, whole shape and pieces; default: its name where no model has it."""
-        if param not in self._known:
-            if param not in self._names:
-                self._names = names_of(self._models)
-            name = self._names.get(param, default)
-            self._known[param] = Known(self._map.get(name, name), *of_tensor(param))
-        return self._known[param]
+    def add(self, model: torch.nn.Module) -> None:
+        """Learns the names of a model, in the place of models that it holds.
 
-    def of_state(self, param: torch.Tensor, known: Known, tensor: torch.Tensor) -> Known:
-        """The same of a tensor of the parameter's state."""
-        if is_dtensor(tensor):
-            return Known(known.name, *of_tensor(tensor))
-        if tensor.numel() == local_of(param).numel():
-            return known
-        shape = tuple(tensor.shape)
-        together = known.pieces == whole(known.shape)
-        return Known(known.name, shape, whole(shape) if together else None)
+        A name that an earlier model has gets the model's number before it.
+        """
+        inside = set(model.modules())
+        self.models = [each for each in self.models if each not in inside] + [model]
+        self._names, taken = {}, set[str]()
+        for number, each in enumerate(self.models):
+            found = {param: self.name(each, name) for name, param in each.named_parameters()}
+            own = {p: n if n not in taken else f"model{number}.{n}" for p, n in found.items()}
+            self._names = {**own, **self._names}
+            taken.update(own.values())
+        self._owners.clear()
+
+    def name(self, model: torch.nn.Module, name: str) -> str:
+        """The canonical name of a parameter or module."""
+        found = canonical(megatron.global_name(model, name))
+        return self._map.get(found, found)
+
+    def owner(self, param: torch.Tensor, default: str) -> Owner:
+        """What a parameter of an optimizer is; default: its name where no model knows it."""
+        if param not in self._owners:
+            self._owners[param] = self._found(param, default)
+        return self._owners[param]
+
+    def _found(self, param: torch.Tensor, default: str) -> Owner:
+        if param in self._names:
+            return Owner(self._known(param), "weight")
+        shard = megatron.shard_of(param, self._names)
+        if shard is None:
+            return Owner(Known(default, *of_tensor(param)), "weight")
+        known = self._known(shard.weight)
+        if known.pieces is not None:
+            known = known._replace(pieces=cut(known.pieces, shard.begin, shard.end))
+        if not shard.is_master:
+            return Owner(known, "weight")
+        return Owner(known, "master", shard.weight)
+
+    def known(self, param: torch.Tensor) -> Known:
+        """What is known of a model's parameter."""
+        return self._known(param)
+
+    def _known(self, param: torch.Tensor) -> Known:
+        name = self._names[param]
+        part = megatron.part_of(param, name, self._vocabulary)
+        return Known(name, *(part or of_tensor(param)))
+
+
+def of_state(param: torch.Tensor, known: Known, tensor: torch.Tensor) -> Known:
+    """What is known of a tensor of a parameter's state."""
+    if is_dtensor(tensor):
+        return Known(known.name, *of_tensor(tensor))
+    if tensor.numel() == local_of(param).numel():
+        return known
+    shape = tuple(tensor.shape)
+    together = known.pieces == whole(known.shape)
+    return Known(known.name, shape, whole(shape) if together else None)

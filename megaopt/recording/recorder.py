@@ -2,65 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import multiprocessing.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.options.checks import one_of, refuse
+from megaopt.params.dtensor import is_dtensor, local_of
+from megaopt.recording import megatron
 from megaopt.recording.environment import describe
-from megaopt.recording.files import Writer, hexadecimal
-from megaopt.recording.inputs import batch_digest, in_digits, random_states
-from megaopt.recording.places import Parameters
-from megaopt.recording.quantities import Source, count_of
-from megaopt.recording.table import Rows, Sampled, fetched, rows_of, sample_rows, samples_of
-from megaopt.recording.watched import BACKWARD, CLIP
+from megaopt.recording.files import Writer
+from megaopt.recording.inputs import BACKWARD, CLIP, SCALER, batch_digest, leaves, random_states
+from megaopt.recording.places import Known, Parameters
+from megaopt.recording.sink import Number, Sink, Step, option
+from megaopt.recording.sources import Source, Those, count_of
+from megaopt.recording.table import Listed, fetched, held, stamps
 
 LEVELS = ("loss", "step", "blocks", "modules")
+LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
 SAMPLED_FIRST = 100
 """So many first steps are sampled each."""
-
-
-Number = torch.Tensor | float
-"""A float, or a tensor of one on the host, which is there when the device gets to it."""
-
-
-@dataclass
-class Heard:
-    """What is known of the step that comes, of all optimizers together."""
-
-    losses: list[Number] = field(default_factory=list)
-    grad_norm: Number | None = None
-    options: list[dict[str, Any]] = field(default_factory=list)
-    """Of each group."""
-    random: dict[str, str] = field(default_factory=dict)
-    batches: list[torch.Tensor] = field(default_factory=list)
-    rows: list[Rows] = field(default_factory=list)
-    samples: list[Sampled] = field(default_factory=list)
-
-    def write(self, writer: Writer, step: int, source: int) -> None:
-        """Writes it as a step of an optimizer; when the device is done."""
-        rows = [rows.array() for rows in self.rows]
-        joined = numpy.concatenate(rows) if rows else None
-        writer.step(step, source, self.scalars(), joined, sample_rows(self.samples))
-
-    def scalars(self) -> dict[str, Any]:
-        """The numbers, as files have them."""
-        norm = self.grad_norm
-        return {
-            "losses": [hexadecimal(float(loss)) for loss in self.losses],
-            "grad_norm": None if norm is None else hexadecimal(float(norm)),
-            "groups": [{n: option(v) for n, v in group.items()} for group in self.options],
-            "loss_scale": None,
-            "skipped": None,
-            "rng": self.random,
-            "batch": [in_digits(batch) for batch in self.batches],
-        }
 
 
 class Recorder:
@@ -68,18 +37,23 @@ class Recorder:
 
     `megaopt diff` compares two such folders, and `megaopt audit` holds one to the optimizer's law.
     The run's bits stay what they are. Hooks of torch tell of forwards, backwards and steps; they
-    are gone after `close`, which the end of a with block calls.
+    are gone after `close`, which the end of a with block calls, and the process's end. Forwards
+    without gradients are left out. docs/recording.md has what is recorded, and each byte.
 
     Args:
         model: the module that is trained, or a list of them.
-        optimizer: any torch.optim.Optimizer, or a list of them.
+        optimizer: any torch.optim.Optimizer, or a list of them; Megatron's stands for its inner
+            ones.
         out: a folder, made by the first rank that comes; each rank writes to one of its own there.
         every: record step 1 and each step that this divides.
         level: "loss": losses, options, random states and batches; "step": also digests of
             gradients, weights, masters and moments, and 64 sampled elements of each; "blocks": also
-            outputs of blocks and their gradients; "modules": of all modules without children.
+            outputs of blocks, their gradients, and each rank's gradients before they are reduced;
+            "modules": outputs of all modules without children too.
+        keep: steps of which whole tensors are written, numbers and ranges: (100, range(200, 210)).
         samples: steps from the 101st on are sampled where this divides them; those before all.
-        names: canonical names of parameters, by the names they have here.
+        names: canonical names of parameters and modules, by the names they would have.
+        vocabulary: rows of Megatron's embedding that are not padding; None: all.
 
     Raises ValueError for an argument out of range, and FileExistsError where a rank has a recording
     in the folder. An error in writing is raised by the step it belongs to or a later one, or by
@@ -89,28 +63,44 @@ class Recorder:
     def __init__(
         self,
         model: torch.nn.Module | Sequence[torch.nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: Any,
         out: str | os.PathLike[str],
         *,
         every: int = 1,
         level: str = "step",
+        keep: Iterable[int | range] = (),
         samples: int = 10,
         names: Mapping[str, str] | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         one_of("level", level, LEVELS)
         self._every, self._samples = whole_number("every", every), whole_number("samples", samples)
-        self._level = LEVELS.index(level)
-        self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self._parameters = Parameters(self._models, names or {})
-        self._sources = [Source(o, i, self._parameters) for i, o in enumerate(optimizers)]
-        run = {**process(), "level": level, "every": every, "environment": describe()}
-        self.folder = Path(out)
-        self._writer = Writer(self.folder, run["rank"], run)
-        self._heard = Heard()
-        self._described = False
+        self._level, self._keep = LEVELS.index(level), set(steps_of(keep))
+        self._run = {"level": level, "every": every}
+        self._out, self._pid = Path(out), os.getpid()
+        self._parameters = Parameters(names or {}, vocabulary)
+        self._sources: list[Source] = []
+        self._devices: set[torch.device] = set()
+        self._described = 0
+        self._order: dict[str, None] = {}
+        """Names of parameters as the first forward met them."""
+        self._coming, self._wanted = Step(), True
+        self._files: tuple[Writer, Sink] | None = None
+        self._is_closed = False
+        self._own_rows: dict[Any, Listed] = {}
         self._undo: list[Callable[[], None]] = []
-        self._listen()
+        self._hooks: dict[torch.nn.Module, list[Any]] = {}
+        """Of each model."""
+        for module in [model] if isinstance(model, torch.nn.Module) else model:
+            self.add_model(module)
+        for inner in inner_optimizers(optimizer):
+            self.add_optimizer(inner)
+        if self._sources:
+            self._open()  # to refuse a folder at once
+        pairs = (BACKWARD, self._backward), (CLIP, self._clip), (SCALER, self._scale)
+        self._undo += [watched.listen(listener) for watched, listener in pairs]
+        # of any process: one that multiprocessing has started knows no atexit
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def __enter__(self) -> Recorder:
         return self
@@ -118,104 +108,297 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Records a further model's forwards and backwards from now on, and knows its names.
+
+        It stands for models that were added before and are modules of it.
+        """
+        self._parameters.add(model)
+        for source in self._sources:
+            source.forget()
+        hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+            *self._module_hooks(model),
+        ]
+        for inner in model.modules():
+            self._undo_model(inner)
+        self._hooks[model] = hooks
+
+    def _undo_model(self, model: torch.nn.Module) -> None:
+        for hook in self._hooks.pop(model, ()):
+            hook.remove()
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Records a further optimizer's steps from now on."""
+        source = Source(optimizer, len(self._sources), self._parameters)
+        self._sources.append(source)
+        self._devices.add(source.device)
+        before = optimizer.register_step_pre_hook(functools.partial(self._before, source))
+        after = optimizer.register_step_post_hook(functools.partial(self._after, source))
+        self._undo += [before.remove, after.remove]
+
     def loss(self, loss: torch.Tensor | float) -> None:
         """Notes a loss of the next step, where no backward is called on it."""
-        self._heard.losses.append(number_of(loss))
+        self._coming.losses.append(number_of(loss))
 
     def batch(self, batch: Any) -> None:
         """Notes what the next step trains on, where it is no argument of the model: tensors."""
         self._begin()
-        self._heard.batches.append(fetched(batch_digest(batch)))
+        self._coming.batches.append(fetched(batch_digest(batch)))
 
     def close(self) -> None:
-        """Takes all hooks away and closes the files."""
+        """Takes all hooks away, writes what is open, and closes the files."""
+        self._at_exit.cancel()
         while self._undo:
             self._undo.pop()()
-        self._writer.close()
+        for model in list(self._hooks):
+            self._undo_model(model)
+        if self._files is not None and os.getpid() == self._pid:
+            for source in self._sources:
+                self._finish(source)
+            self._files[1].close()
+        self._files, self._is_closed = None, True
 
-    # --- what hooks call
+    # --- forwards and backwards
 
-    def _listen(self) -> None:
-        for source in self._sources:
-            register = source.optimizer.register_step_pre_hook
-            self._undo.append(register(lambda _, *args, own=source: self._before(own)).remove)
-            after = source.optimizer.register_step_post_hook
-            self._undo.append(after(lambda _, *args, own=source: self._after(own)).remove)
-        for model in self._models:
-            hook = model.register_forward_pre_hook(self._forward, with_kwargs=True)
-            self._undo.append(hook.remove)
-        self._undo.append(BACKWARD.listen(self._backward))
-        self._undo.append(CLIP.listen(self._clipped))
+    def _listens(self) -> bool:
+        """Whether what happens now belongs to a step that is recorded."""
+        is_traced = torch.compiler.is_compiling()  # a hook would become a part of the program
+        return not is_traced and self._wanted and torch.is_grad_enabled() and self._is_here()
 
-    def _forward(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    def _is_here(self) -> bool:
+        """Whether the process is the recorder's, and nothing is captured; hooks outlive it."""
+        if (not self._sources and self._files is not None) or os.getpid() != self._pid:
+            return False
+        return not any(map(is_capturing, self._devices))
+
+    def _before_forward(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if self._listens():
             self.batch((args, kwargs))
 
-    def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        tensors = args[0] if args else kwargs["tensors"]
-        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            if tensor.numel() == 1:
-                self.loss(tensor)
-
-    def _clipped(self, _: Any, __: Any, norm: torch.Tensor) -> None:
-        self._heard.grad_norm = number_of(norm)
+    def _after_forward(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for source in self._sources:  # Megatron has gathered its weights now
+                self._finish(source)
 
     def _begin(self) -> None:
         """Notes the random states once a step, before its first forward."""
-        if not self._heard.random:
-            devices = {p.device for source in self._sources for p, _ in source.params()}
-            self._heard.random = random_states(devices)
+        if not self._coming.random:
+            self._coming.random = random_states(self._devices)
 
-    def _before(self, source: Source) -> None:
-        source.step += 1
+    def _module_hooks(self, model: torch.nn.Module) -> Iterator[Any]:
+        blocks = set(blocks_of(model)) if self._level >= BLOCKS else set()
+        for path, module in model.named_modules():
+            name = self._parameters.name(model, path)
+            own = [each for each, _ in module.named_parameters(recurse=False)]
+            if own and self._level >= STEP:
+                names = [self._parameters.name(model, f"{path}.{each}") for each in own]
+                yield module.register_forward_pre_hook(functools.partial(self._meet, names))
+            if module in blocks or (self._level >= MODULES and not any(module.children())):
+                yield module.register_forward_hook(functools.partial(self._after_module, name))
+        if self._level >= BLOCKS and process()["world"] > 1:
+            for path, param in model.named_parameters():
+                name = self._parameters.name(model, path)
+                if param.requires_grad:
+                    yield on_gradient(param, functools.partial(self._add_own, name, "local grad"))
+
+    def _meet(self, names: Sequence[str], *_: Any) -> None:
+        if not self._described and not torch.compiler.is_compiling():
+            self._order.update(dict.fromkeys(names))
+
+    def _after_module(self, name: str, _: torch.nn.Module, __: Any, output: Any) -> None:
+        if not self._listens():
+            return
+        for tensor in leaves(output):
+            self._add_own(name, "forward", tensor)
+            if tensor.requires_grad:
+                on_gradient(tensor, functools.partial(self._add_own, name, "backward"))
+
+    def _add_own(self, name: str, quantity: str, tensor: torch.Tensor) -> None:
+        """Adds the digest of what this rank alone has."""
+        if not self._wanted or not self._is_here():
+            return
+        local = local_of(tensor.detach())
+        found = held(Known(name, tuple(local.shape), None), quantity, local)
+        if found not in self._own_rows:
+            self._own_rows[found] = Listed([found])
+        with torch.no_grad():
+            self._coming.rows += self._own_rows[found].rows([local], self._number)
+
+    # --- what torch's functions are called with
+
+    def _backward(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tensors = args[0] if args else named["tensors"]
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if tensor.numel() == 1 and self._wanted and self._is_here():
+                self.loss(tensor)
+
+    def _clip(self, *_: Any) -> Callable[[Any], None]:
+        def clipped(norm: Any) -> None:
+            if not is_dtensor(norm) and self._is_here():  # of a DTensor ranks would have to meet
+                self._coming.grad_norm = number_of(norm)
+
+        return clipped
+
+    def _scale(self, args: tuple[Any, ...], _: Any) -> Callable[[Any], None] | None:
+        """Hears of torch.amp.GradScaler's step, which leaves out the optimizer's at an overflow."""
+        scaler, optimizer, *_ = args
+        source = next((each for each in self._sources if each.optimizer is optimizer), None)
+        if source is None or getattr(optimizer, "_step_supports_amp_scaling", False):
+            return None  # such an optimizer is told the scale itself
+        before, self._coming.loss_scale = source.step, scaler.get_scale()
+
+        def scaled(_: Any) -> None:
+            if source.step == before:
+                self._before(source, optimizer, (), {})
+                self._coming.skipped = True
+                self._after(source, optimizer, (), {})
+
+        return scaled
+
+    # --- steps
+
+    def _before(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
+        if not self._is_here():
+            if any(map(is_capturing, self._devices)):
+                warnings.warn("steps that a CUDA graph replays are not recorded", stacklevel=2)
+            return
+        self._finish(source)
         self._begin()
         self._describe()
-        heard = self._heard
-        heard.options = [options_of(group) for group in source.groups]
-        if not self._is_recorded(source.step) or not self._level:
-            return
-        old = [held._replace(quantity=f"old {held.quantity}") for held in source.weights()]
-        gradients = source.gradients()
-        written = source.step == 1 or not self._is_recorded(source.step - 1)
-        heard.rows += rows_of([*gradients, *(old if written else ())], self._writer.number)
-        if self._is_sampled(source.step):
-            heard.samples += samples_of([*gradients, *old], self._writer.number)
+        source.step += 1
+        step = self._coming
+        step.number, step.source = source.step, source.number
+        step.options = [options_of(group) for group in source.groups]
+        note_scaling(step, source.optimizer)
+        if self._is_recorded(source.step) and self._level >= STEP:
+            with torch.no_grad():
+                self._gather_before(step, source)
+                if not has_closure(args, named):
+                    self._add(step, source.gradients())
 
-    def _after(self, source: Source) -> None:
-        heard, self._heard = self._heard, Heard()
+    def _gather_before(self, step: Step, source: Source) -> None:
+        weights, changed = source.weights(), source.changed(step.number)
+        everything = range(len(weights.tensors))
+        with_own = sorted({*changed, *weights.listed.own})
+        written = weights.before(with_own if self._level >= BLOCKS else changed)
+        step.rows += written.listed.rows(written.tensors, self._number)
+        if self._is_sampled(step.number):
+            follows = source.sampled == step.number - 1 > 0
+            old = weights.before(with_own if follows else everything)
+            step.samples += old.listed.samples(old.tensors, self._number)
+        if step.number in self._keep:
+            keep_tensors(step, weights.before(everything))
+
+    def _after(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
+        if not self._is_here() or self._coming.number != source.step:
+            return
+        step, self._coming = self._coming, Step()
+        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
         if not self._is_recorded(source.step):
             return
-        for group, options in zip(source.groups, heard.options, strict=True):
+        for group, options in zip(source.groups, step.options, strict=True):
             options["step"] = count_of(source.optimizer, group)
-        if self._level:
-            found = source.weights()
-            heard.rows += rows_of(found, self._writer.number)
-            if self._is_sampled(source.step):
-                heard.samples += samples_of(found, self._writer.number)
-        heard.write(self._writer, source.step, source.number)
+        note_norm(step, source.optimizer, named)
+        if self._level >= STEP:
+            with torch.no_grad():
+                if has_closure(args, named):  # which made them within the step
+                    self._add(step, source.gradients())
+                self._gather_after(step, source)
+        source.open = step
+        if self._level < STEP or source.models() is None:
+            self._finish(source)
+
+    def _gather_after(self, step: Step, source: Source) -> None:
+        weights = source.weights()
+        self._add(step, weights)
+        source.after = step.number, weights.listed, stamps(weights.tensors)
+        if self._is_sampled(step.number):
+            source.sampled = step.number
+
+    def _add(self, step: Step, found: Those) -> None:
+        """Adds digests, samples and whole tensors, as far as they are wanted of this step."""
+        step.rows += found.listed.rows(found.tensors, self._number)
+        if self._is_sampled(step.number):
+            step.samples += found.listed.samples(found.tensors, self._number)
+        if step.number in self._keep:
+            keep_tensors(step, found)
+
+    def _finish(self, source: Source) -> None:
+        """Hands a step over to be written, after the model's weights where these came later."""
+        step, source.open = source.open, None
+        if step is None:
+            return
+        models = source.models() if self._level >= STEP else None
+        if models is not None:
+            with torch.no_grad():
+                self._add(step, models)
+        self._open()[1].put(step, self._devices)
 
     def _is_recorded(self, step: int) -> bool:
-        return step == 1 or step % self._every == 0
+        return step == 1 or step % self._every == 0 or step in self._keep
 
     def _is_sampled(self, step: int) -> bool:
         return step <= SAMPLED_FIRST or step % self._samples == 0
 
+    # --- files
+
+    def _open(self) -> tuple[Writer, Sink]:
+        if self._files is None:
+            layout = {**megatron.layout(), **meshes(self._sources)}
+            run = {**process(), **self._run, "layout": layout, "environment": describe()}
+            writer = Writer(self._out, run["rank"], run)
+            self._files = writer, Sink(writer)
+        return self._files
+
+    def _number(self, value: Any) -> int:
+        return self._open()[0].number(value)
+
     def _describe(self) -> None:
-        if self._described:
-            return
-        for source in self._sources:
-            own = type(source.optimizer)
-            names = source.names()
-            defaults = {n: option(v) for n, v in source.optimizer.defaults.items()}
-            self._writer.optimizer(
+        """Describes the optimizers that came since the last step."""
+        for source in self._sources[self._described :]:
+            kind, names = type(source.optimizer), source.names()
+            own = dict.fromkeys(itertools.chain(*names))
+            order = [name for name in self._order if name in own]
+            defaults = source.optimizer.defaults.items()
+            self._open()[0].optimizer(
                 {
-                    "class": f"{own.__module__}.{own.__qualname__}",
-                    "options": defaults,
+                    "class": f"{kind.__module__}.{kind.__qualname__}",
+                    "options": {name: option(value) for name, value in defaults},
                     "groups": names,
-                    "order": [name for group in names for name in group],
+                    "order": list(dict.fromkeys([*order, *own])),
                 }
             )
-        self._described = True
+        self._described = len(self._sources)
+
+
+def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The torch.optim.Optimizers in one, in a list, or in wrappers as Megatron has them.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        yield optimizer
+        return
+    inside = getattr(optimizer, "chained_optimizers", None) or getattr(optimizer, "optimizer", None)
+    found = optimizer if isinstance(optimizer, Sequence) else inside
+    if found is None:
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    for each in found if isinstance(found, Sequence) else [found]:
+        yield from inner_optimizers(each)
+
+
+def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The members of lists and sequences of modules that hold parameters."""
+    for module in model.modules():
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+            yield from (each for each in module if any(True for _ in each.parameters()))
+
+
+def on_gradient(tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Registers a hook on a tensor's gradient; torch's method has no types."""
+    return tensor.register_hook(hook)
 
 
 def whole_number(name: str, value: object) -> int:
@@ -225,27 +408,52 @@ def whole_number(name: str, value: object) -> int:
     return value
 
 
+def steps_of(keep: Iterable[int | range]) -> Iterator[int]:
+    """The numbers of steps and ranges of them."""
+    for each in keep:
+        steps = each if isinstance(each, range) else (each,)
+        yield from (whole_number("keep", step) for step in steps)
+
+
 def number_of(value: torch.Tensor | float) -> Number:
     """A number as it is now, on the host sooner or later."""
-    return fetched(value) if isinstance(value, torch.Tensor) else value
+    return fetched(local_of(value)) if isinstance(value, torch.Tensor) else value
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options as they are now."""
     left_out = ("params", "step", "param_names")
     found = ((name, value) for name, value in group.items() if name not in left_out)
-    return {n: fetched(v) if isinstance(v, torch.Tensor) else v for n, v in found}
+    return {n: number_of(v) if isinstance(v, torch.Tensor) else v for n, v in found}
 
 
-def option(value: Any) -> Any:
-    """An option as JSON has it; of what is no number, text or list of them its text."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, float):
-        return hexadecimal(value)
-    if isinstance(value, (list, tuple)):
-        return [option(each) for each in value]
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+def note_scaling(step: Step, optimizer: Any) -> None:
+    """Notes what torch.amp.GradScaler has told the optimizer."""
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if step.loss_scale is None and scale is not None:
+        step.loss_scale = number_of(scale)
+    if found_inf is not None:
+        step.skipped = number_of(found_inf)
+    elif step.loss_scale is not None:
+        step.skipped = False
+
+
+def note_norm(step: Step, optimizer: Any, named: Mapping[str, Any]) -> None:
+    """Notes the norm of a megaopt optimizer that has to know it in this step."""
+    checks = getattr(getattr(optimizer, "options", None), "nonfinite", "propagate") != "propagate"
+    if step.grad_norm is None and (checks or named.get("clip_norm") is not None):
+        step.grad_norm = number_of(optimizer.grad_norm)
+
+
+def has_closure(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether a step was called with a closure, which makes the gradients; args: self first."""
+    return (args[1] if len(args) > 1 else named.get("closure")) is not None
+
+
+def keep_tensors(step: Step, found: Those) -> None:
+    """Keeps whole tensors for the step's file."""
+    for each, tensor in zip(found.listed.held, found.tensors, strict=True):
+        step.kept[f"{each.known.name}|{each.quantity}"] = fetched(tensor).contiguous()
 
 
 def process() -> dict[str, Any]:
@@ -253,5 +461,12 @@ def process() -> dict[str, Any]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
-        rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+        rank, world = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
     return {"rank": rank, "world": world, "argv": sys.argv}
+
+
+def meshes(sources: Iterable[Source]) -> dict[str, Any]:
+    """The meshes and placements of DTensors among the parameters."""
+    params: Any = [param for source in sources for param in source.params() if is_dtensor(param)]
+    found = {f"{param.device_mesh}: {param.placements}" for param in params}
+    return {"meshes": sorted(found)} if found else {}

@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 from megaopt.kernels.place import Place
-from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, SAMPLES, Value, places_of_samples
-from megaopt.recording.places import Piece
-from megaopt.recording.quantities import Held
-from megaopt.recording.standin import of_places
+from megaopt.recording.digest import Digester
+from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, Value, places_of_samples
+from megaopt.recording.pieces import Piece
+from megaopt.recording.places import Known
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Array = numpy.ndarray[Any, Any]
 Number = Callable[[Value], int]
+Tensors = Sequence[torch.Tensor]
+
+
+WEIGHTS = ("weight", "codes", "scale_inv")
+"""Quantities that make up a weight."""
+
+
+class Held(NamedTuple):
+    """What a tensor of this rank is."""
+
+    known: Known
+    quantity: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """In the rank's own memory."""
+
+    @property
+    def values(self) -> Iterator[tuple[Value, Piece]]:
+        """What its rows are of, and the piece that each is of."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        for piece in self.known.pieces or ():
+            place = (*piece.place[1:], piece.numel)
+            yield Value(self.known.name, self.quantity, dtype, self.known.shape, place), piece
+        if self.known.pieces is None:
+            own = Value(self.known.name, self.quantity, dtype, self.shape)
+            yield own, Piece(0, math.prod(self.shape), Place(0))
+
+
+def held(known: Known, quantity: str, tensor: torch.Tensor) -> Held:
+    """What a tensor is, which is not kept."""
+    return Held(known, quantity, tensor.dtype, tuple(tensor.shape))
+
+
+def fetched(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which is there when the device gets to it."""
+    if tensor.device.type == "cpu":
+        return tensor.detach().clone()
+    return tensor.detach().to("cpu", non_blocking=True)  # into pinned memory, which torch keeps
 
 
 class Rows(NamedTuple):
     """Digests that the device may still be making."""
 
-    numbers: Sequence[int]
+    numbers: Array
     """Of the values."""
     digests: torch.Tensor
     """int64 (n, 3), on the host: both lanes, and how many elements are not finite."""
@@ -36,102 +75,149 @@ class Rows(NamedTuple):
         return rows
 
 
-def fetched(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, which is there when the device gets to it."""
-    if tensor.device.type == "cpu":
-        return tensor.detach().clone()
-    return tensor.detach().to("cpu", non_blocking=True)
-
-
-def value_of(held: Held, piece: Piece | None) -> Value:
-    """What a row is of."""
-    dtype = str(held.tensor.dtype).removeprefix("torch.")
-    if piece is None:
-        return Value(held.known.name, held.quantity, dtype, tuple(held.tensor.shape))
-    place = (piece.place.first, piece.place.run, piece.place.stride, piece.numel)
-    return Value(held.known.name, held.quantity, dtype, held.known.shape, place)
-
-
-def rows_of(found: Iterable[Held], number: Number) -> list[Rows]:
-    """The digests of tensors, for each device."""
-    parts: dict[torch.device, list[tuple[int, torch.Tensor, Place]]] = {}
-    for held in found:
-        for value, tensor, place in _parts(held):
-            parts.setdefault(tensor.device, []).append((number(value), tensor, place))
-    made = []
-    for each in parts.values():
-        numbers, tensors, places = zip(*each, strict=True)
-        made.append(Rows(numbers, fetched(of_places(tensors, places))))
-    return made
-
-
-def _parts(held: Held) -> Iterable[tuple[Value, torch.Tensor, Place]]:
-    numel, pieces = held.tensor.numel(), held.known.pieces
-    if pieces is None:
-        yield value_of(held, None), held.tensor, Place(0)
-        return
-    for piece in pieces:
-        part = held.tensor
-        if piece.numel != numel:
-            part = part.reshape(-1)[piece.begin : piece.begin + piece.numel]
-        yield value_of(held, piece), part, piece.place
-
-
-class Sampled(NamedTuple):
+class Samples(NamedTuple):
     """Sampled elements that the device may still be fetching."""
 
-    number: int
-    held: int
-    """A bit for each sample that this rank has."""
-    places: Sequence[int]
-    """Which samples these are."""
-    words: torch.Tensor
-    """The elements' bits, on the host."""
+    rows: Array
+    """As files have them, but for the elements."""
+    where: tuple[Array, Array]
+    """The row and the place in it of each element."""
+    bits: torch.Tensor
+    """int64 (n,), on the host: the elements."""
 
-    def into(self, row: Any) -> None:
-        """Fills a row as files have it; when the device is done."""
-        width = self.words.element_size()
-        words = self.words.numpy().view(f"u{width}")
-        row["value"], row["width"], row["held"] = self.number, width, self.held
-        target = row["words"].view("<u8") if width == 8 else row["words"]
-        target[list(self.places)] = words
-
-
-def samples_of(found: Iterable[Held], number: Number) -> list[Sampled]:
-    """The sampled elements of tensors that ranks hold together."""
-    return [each for held in found for each in _sampled(held, number)]
+    def array(self) -> Array:
+        """The rows as files have them; when the device is done."""
+        found, (row, place) = self.bits.numpy().view("u8"), self.where
+        double = self.rows["width"][row] == 8
+        self.rows["words"][row[~double], place[~double]] = found[~double]
+        pairs = self.rows["words"].view("<u8")
+        pairs[row[double], place[double]] = found[double]
+        return self.rows
 
 
-def _sampled(held: Held, number: Number) -> Iterable[Sampled]:
-    tensor, pieces = held.tensor, held.known.pieces
-    if not pieces or tensor.element_size() > 8:
-        return
-    numel = int(numpy.prod(held.known.shape))
-    wanted = places_of_samples(held.known.name, numel, tensor.element_size())
-    here = [(i, j) for i, place in enumerate(wanted) for j in _local(pieces, place)]
-    if not here:
-        return
-    flat = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
-    index = torch.tensor([j for _, j in here], device=tensor.device)
-    bits = sum(1 << i for i, _ in here)
-    first = number(value_of(held, pieces[0]))
-    yield Sampled(first, bits, [i for i, _ in here], fetched(flat[index]))
+class Listed:
+    """Tensors that are recorded together, step after step; they are given anew each time.
+
+    Args:
+        held: what they are.
+    """
+
+    def __init__(self, held: Iterable[Held]) -> None:
+        self.held = list(held)
+        self.own = [i for i, each in enumerate(self.held) if each.quantity in WEIGHTS]
+        """The places of weights."""
+        self._groups: list[_Group] | None = None
+        self._sampled: list[_Sampled] | None = None
+        self._before: dict[tuple[int, ...], Listed] = {}
+
+    def rows(self, tensors: Tensors, number: Number) -> list[Rows]:
+        """The digests of the tensors, for each device; number: of a value, as rows name it."""
+        if self._groups is None:
+            parts = [(i, *each) for i, held in enumerate(self.held) for each in held.values]
+            self._groups = [_Group(own, tensors, number) for own in _by_device(parts, tensors)]
+        return [group.rows(tensors) for group in self._groups]
+
+    def samples(self, tensors: Tensors, number: Number) -> list[Samples]:
+        """The sampled elements of those that ranks hold together, for each device."""
+        if self._sampled is None:
+            parts = [(i, held) for i, held in enumerate(self.held) if held.known.pieces]
+            self._sampled = [_Sampled(own, tensors, number) for own in _by_device(parts, tensors)]
+        return [sampled.samples(tensors) for sampled in self._sampled]
+
+    def before(self, indices: Sequence[int]) -> Listed:
+        """Some of the tensors, as they are before the step."""
+        key = tuple(indices)
+        if key not in self._before:
+            chosen = (self.held[i] for i in indices)
+            self._before[key] = Listed(h._replace(quantity=f"old {h.quantity}") for h in chosen)
+        return self._before[key]
 
 
-def _local(pieces: Sequence[Piece], place: int) -> Iterable[int]:
-    """Where the rank has an element of the whole: its flat index there."""
-    for begin, numel, (_, first, run, stride) in pieces:
-        runs, rest = divmod(place - first, stride) if stride else (0, place - first)
-        if place >= first and (rest < run or not stride) and runs * run + rest < numel:
-            yield begin + runs * run + rest
+def stamps(tensors: Tensors) -> list[tuple[int, int]]:
+    """What changes where torch hears of a write to a tensor, or its memory is another."""
+    return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
 
 
-def sample_rows(found: Sequence[Sampled]) -> Array:
-    """The rows of samples as files have them."""
-    rows = numpy.zeros(len(found), SAMPLE)
-    for row, sampled in zip(rows, found, strict=True):
-        sampled.into(row)
-    return rows
+def _by_device(parts: Iterable[Any], tensors: Tensors) -> list[list[Any]]:
+    """Parts of tensors, which begin with a tensor's number, by its device."""
+    found: dict[torch.device, list[Any]] = {}
+    for part in parts:
+        found.setdefault(tensors[part[0]].device, []).append(part)
+    return list(found.values())
 
 
-assert SAMPLES == 64  # the bits of `held`
+class _Group:
+    """The rows of one device."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, Value, Piece]],
+        tensors: Tensors,
+        number: Number,
+    ) -> None:
+        self._parts = [(i, _stretch(piece, tensors[i])) for i, _, piece in parts]
+        self._numbers = numpy.array([number(value) for _, value, _ in parts], "u4")
+        places = [piece.place for _, _, piece in parts]
+        self._digester = Digester(self._chosen(tensors), places)
+
+    def rows(self, tensors: Tensors) -> Rows:
+        return Rows(self._numbers, fetched(self._digester(self._chosen(tensors))))
+
+    def _chosen(self, tensors: Tensors) -> list[torch.Tensor]:
+        return [
+            tensors[i] if stretch is None else tensors[i].reshape(-1)[stretch]
+            for i, stretch in self._parts
+        ]
+
+
+def _stretch(piece: Piece, tensor: torch.Tensor) -> slice | None:
+    """None: the whole tensor."""
+    end = piece.begin + piece.numel
+    return None if piece.numel == tensor.numel() else slice(piece.begin, end)
+
+
+class _Sampled:
+    """The samples of one device."""
+
+    def __init__(self, parts: Sequence[tuple[int, Held]], tensors: Tensors, number: Number) -> None:
+        self._chosen: list[tuple[int, torch.Tensor]] = []
+        """Tensors, and which elements of theirs."""
+        rows: list[tuple[int, int, int, int]] = []
+        where: list[tuple[int, int]] = []
+        for i, held in parts:
+            width = tensors[i].element_size()
+            found = list(_sampled(held.known, width))
+            if not found:
+                continue
+            bits = sum(1 << sample for sample, _ in found)
+            value = next(value for value, _ in held.values)
+            where += [(len(rows), sample) for sample, _ in found]
+            rows.append((number(value), width, bits, 0))
+            index = torch.tensor([local for _, local in found], device=tensors[i].device)
+            self._chosen.append((i, index))
+        self._rows = numpy.array(rows, SAMPLE)
+        row, place = zip(*where, strict=True) if where else ((), ())
+        self._where = numpy.array(row, int), numpy.array(place, int)
+
+    def samples(self, tensors: Tensors) -> Samples:
+        found = [gathered(tensors[i], index) for i, index in self._chosen]
+        bits = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        return Samples(self._rows.copy(), self._where, fetched(bits))
+
+
+def gathered(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The bits of some elements by flat index, as int64, with zeros before them."""
+    width = tensor.element_size()
+    flat = tensor.detach().reshape(-1).view(INTEGERS[width])[index].long()
+    return flat if width == 8 else flat & ((1 << 8 * width) - 1)
+
+
+def _sampled(known: Known, width: int) -> Iterator[tuple[int, int]]:
+    """Which samples of a tensor a rank has, and their indices there."""
+    if width not in INTEGERS:
+        return  # complex numbers of 16 bytes
+    for sample, place in enumerate(places_of_samples(known.name, math.prod(known.shape), width)):
+        found = (piece.local(place) for piece in known.pieces or ())
+        local = next((each for each in found if each is not None), None)
+        if local is not None:
+            yield sample, local

@@ -1,0 +1,163 @@
+"""Megatron-Core's parameters: global names, parts of tensor-parallel ranks, shards of optimizers.
+
+It is never imported here: before somebody else has, nothing is Megatron's.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megaopt.kernels.place import Place
+from megaopt.recording.pieces import Piece, cut
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+"""Ends of the names of parameters with a row for each token."""
+
+
+def _parallel_state() -> Any:
+    return sys.modules.get("megatron.core.parallel_state")
+
+
+def layout() -> dict[str, int]:
+    """The sizes of Megatron's parallel groups."""
+    state, found = _parallel_state(), {}
+    if state is None or not state.model_parallel_is_initialized():
+        return {}
+    for name in ("tensor_model", "pipeline_model", "expert_model", "context", "data"):
+        found[name] = int(getattr(state, f"get_{name}_parallel_world_size")())
+    return found
+
+
+def global_name(model: torch.nn.Module, name: str) -> str:
+    """A parameter's or module's name with the numbers of layers and experts over all ranks."""
+    if _parallel_state() is None:
+        return name
+    parts, above, module = name.split("."), [model], model
+    for place, part in enumerate(parts):
+        module = getattr(module, part, None)  # type: ignore[assignment]  # a parameter at the end
+        if part.isdigit() and module is not None:
+            parts[place] = str(_global_number(above, parts[place - 1], module, int(part)))
+        above.append(module)
+    return ".".join(parts)
+
+
+def _global_number(
+    above: Sequence[torch.nn.Module], kind: str, module: torch.nn.Module, number: int
+) -> int:
+    """The number over all ranks of a module in a list; above: the modules around it."""
+    if kind == "local_experts":
+        indices = [getattr(each, "local_expert_indices", None) for each in above]
+        return int(next(each[number] for each in reversed(indices) if each is not None))
+    return int(getattr(module, "layer_number", number + 1)) - 1
+
+
+def part_of(
+    param: torch.Tensor, name: str, vocabulary: int | None
+) -> tuple[tuple[int, ...], tuple[Piece, ...] | None] | None:
+    """The whole shape of a parameter that tensor-parallel ranks share, and this rank's pieces.
+
+    None for a parameter that is not Megatron's.
+    """
+    state = _parallel_state()
+    if state is None or not hasattr(param, "tensor_model_parallel"):
+        return None
+    shape, (world, rank) = list(param.shape), _ranks(state, param)
+    dim = param.partition_dim if param.tensor_model_parallel else -1  # type: ignore[attr-defined]
+    parts = param.partition_stride if dim >= 0 else 1  # type: ignore[attr-defined]
+    if dim < 0 or world == 1:
+        dim, world, rank, parts = 0, 1, 0, 1
+    if dim > 0 and parts > 1:
+        return tuple(shape), None
+    if not getattr(param, "allreduce", True) and "local_experts" not in name:
+        return _experts(state, param, world)
+    shape[dim] *= world
+    inner, size = math.prod(shape[dim + 1 :]), param.shape[dim] // parts if shape else 1
+    pieces = tuple(
+        Piece(
+            begin=part * size * inner,
+            numel=param.numel() // parts,
+            place=_place(dim, (part * world + rank) * size * inner, size * inner, shape),
+        )
+        for part in range(parts)
+    )
+    if vocabulary is not None and name.endswith(VOCABULARY):
+        shape[0] = vocabulary
+        kept = [min(p.numel, max(0, vocabulary * inner - p.place.first)) for p in pieces]
+        pieces = cut(pieces, 0, kept[0])
+    return tuple(shape), pieces
+
+
+def _experts(
+    state: Any, param: torch.Tensor, world: int
+) -> tuple[tuple[int, ...], tuple[Piece, ...] | None]:
+    """The place of a parameter that holds all experts of a rank, one behind another."""
+    ranks, shape = state.get_expert_model_parallel_world_size(), list(param.shape)
+    shape[param.partition_dim] *= ranks  # type: ignore[attr-defined]
+    first = state.get_expert_model_parallel_rank() * param.numel()
+    return tuple(shape), (Piece(0, param.numel(), Place(0, first)),) if world == 1 else None
+
+
+def _place(dim: int, first: int, run: int, shape: Sequence[int]) -> Place:
+    return Place(0, first, run, math.prod(shape[dim:])) if dim else Place(0, first)
+
+
+def _ranks(state: Any, param: torch.Tensor) -> tuple[int, int]:
+    """The size of the group that shares a parameter, and the rank in it."""
+    kind = "" if getattr(param, "allreduce", True) else "expert_"
+    names = [f"get_{kind}tensor_{model}parallel" for model in ("model_", "")]
+    world = next(getattr(state, f"{n}_world_size") for n in names if hasattr(state, n + "_rank"))
+    rank = next(getattr(state, f"{n}_rank") for n in names if hasattr(state, n + "_rank"))
+    return world(), rank()
+
+
+class Shard(NamedTuple):
+    """What an optimizer's parameter is a part of."""
+
+    weight: torch.Tensor
+    """The model's parameter."""
+    begin: int
+    """Of its elements, flat."""
+    end: int
+    is_master: bool
+    """A copy in another dtype; else it shares the parameter's memory."""
+
+
+def shard_of(param: torch.Tensor, weights: Iterable[torch.Tensor]) -> Shard | None:
+    """The part of a model's parameter that an optimizer's parameter stands for; None: of none."""
+    for weight in weights if _parallel_state() is not None else ():
+        if getattr(weight, "main_param", None) is param:
+            begin, end = _range(weight, param)
+            return Shard(weight, begin, end, is_master=True)
+        if weight.dtype == param.dtype and param.numel() and type(weight) in PLAIN:
+            begin, rest = divmod(param.data_ptr() - weight.data_ptr(), weight.element_size())
+            if not rest and begin >= 0 and begin + param.numel() <= weight.numel():
+                return Shard(weight, begin, begin + param.numel(), is_master=False)
+    return None
+
+
+def _range(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
+    """The elements that a master is of: all, or those that Megatron's optimizer has of them."""
+    if not getattr(weight, "main_param_sharded", False):
+        return 0, weight.numel()
+    found = _outer("_get_model_param_range_map")._get_model_param_range_map(weight)["param"]
+    return found.start, found.end
+
+
+def _outer(method: str) -> Any:
+    """Megatron's distributed optimizer, which calls the step of the one that is recorded."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if hasattr(owner, method):
+            return owner
+        frame = frame.f_back
+    raise RuntimeError(
+        "the step of Megatron's optimizer must be called by its DistributedOptimizer where it is "
+        "recorded, got a call by something else"
+    )

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: what Python starts with in a recorded process."""

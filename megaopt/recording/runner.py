@@ -1,0 +1,65 @@
+"""Records a process that knows nothing of it, by torch's global hooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from megaopt.recording.recorder import Recorder
+
+VARIABLE = "MEGAOPT_RECORD"
+"""The environment variable with a recorder's options, as JSON; `megaopt record` sets it."""
+
+
+class Runner:
+    """Finds models and optimizers as they run, and gives them to a recorder.
+
+    A model is an outermost module with parameters whose forward ran with gradients. A step that
+    another optimizer's step calls is a part of that one.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._known: set[int] = set()
+        """Of modules whose forwards have been seen, and those within them."""
+        self._optimizers: set[int] = set()
+        self._within: list[torch.optim.Optimizer] = []
+        register_module_forward_pre_hook(self._forward)
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    def _forward(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or id(module) in self._known:
+            return
+        if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
+            return
+        self._known.update(map(id, module.modules()))
+        self._recorder.add_model(module)
+        # torch has gathered this call's hooks already
+        call = sys._getframe(1).f_locals
+        self._recorder.batch((call["args"], call["kwargs"]))
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._within.append(optimizer)
+        if len(self._within) == 1 and id(optimizer) not in self._optimizers:
+            self._optimizers.add(id(optimizer))
+            self._recorder.add_optimizer(optimizer)  # whose own hooks run after the global ones
+
+    def _after(self, *_: Any) -> None:
+        self._within.pop()
+
+
+def start() -> None:
+    """Records this process as its environment says."""
+    options = json.loads(os.environ[VARIABLE])
+    options["keep"] = [range(*each) for each in options["keep"]]
+    Runner(Recorder([], [], **options))

@@ -1,0 +1,136 @@
+"""Steps on their way to files: at once on a CPU, by a thread when a device is done."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.recording.digest import hexadecimal as digits
+from megaopt.recording.files import Writer, hexadecimal
+from megaopt.recording.table import Rows, Samples
+
+WAITING = 64
+"""Steps that may wait for their device; the next one then waits for the first of them."""
+Number = torch.Tensor | float
+"""A float, or a tensor of one on the host, which is there when the device gets to it."""
+
+
+@dataclass
+class Step:
+    """What is known of a step, parts of which devices may still be making."""
+
+    number: int = 0
+    source: int = 0
+    losses: list[Number] = field(default_factory=list)
+    grad_norm: Number | None = None
+    loss_scale: Number | None = None
+    skipped: Number | None = None
+    options: list[dict[str, Any]] = field(default_factory=list)
+    """Of each group."""
+    random: dict[str, str] = field(default_factory=dict)
+    batches: list[torch.Tensor] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
+    samples: list[Samples] = field(default_factory=list)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Whole tensors on the host, by "name|quantity"."""
+
+    def write(self, writer: Writer) -> None:
+        """Writes it; when the devices are done."""
+        if self.kept:
+            self._keep(writer)
+        rows = numpy.concatenate([r.array() for r in self.rows]) if self.rows else None
+        samples = numpy.concatenate([s.array() for s in self.samples]) if self.samples else None
+        writer.step(self.number, self.source, self._scalars(), rows, samples)
+
+    def _keep(self, writer: Writer) -> None:
+        from safetensors.torch import save_file
+
+        folder = writer.folder / "kept"
+        folder.mkdir(exist_ok=True)
+        name = f"step-{self.number}" + (f"-{self.source}" if self.source else "")
+        save_file(self.kept, folder / f"{name}.safetensors")
+
+    def _scalars(self) -> dict[str, Any]:
+        return {
+            "losses": [in_hexadecimal(loss) for loss in self.losses],
+            "grad_norm": in_hexadecimal(self.grad_norm),
+            "groups": [{n: option(v) for n, v in group.items()} for group in self.options],
+            "loss_scale": in_hexadecimal(self.loss_scale),
+            "skipped": None if self.skipped is None else bool(self.skipped),
+            "rng": self.random,
+            "batch": [digits(batch) for batch in self.batches],
+        }
+
+
+def in_hexadecimal(number: Number | None) -> str | None:
+    """A number as files have it."""
+    return None if number is None else hexadecimal(float(number))
+
+
+def option(value: Any) -> Any:
+    """An option as JSON has it; of what is no number, text or list of them its text."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, float):
+        return hexadecimal(value)
+    if isinstance(value, (list, tuple)):
+        return [option(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+class Sink:
+    """Takes steps and writes them in their order.
+
+    An error of a thread's is raised by the next `put` or by `close`.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def put(self, step: Step, devices: set[torch.device]) -> None:
+        """Writes a step, when the devices have done what they were asked for up to now."""
+        self._raise()
+        waits = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == "cuda"]
+        if not waits and self._thread is None:
+            step.write(self._writer)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="megaopt-recorder", daemon=True)
+            self._thread.start()
+
+        def write() -> None:
+            for event in waits:
+                event.synchronize()
+            step.write(self._writer)
+
+        self._queue.put(write)
+
+    def close(self) -> None:
+        """Waits for what is on its way, and closes the files."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        self._writer.close()
+        self._raise()
+
+    def _run(self) -> None:
+        while (write := self._queue.get()) is not None:
+            try:
+                if self._error is None:  # whole steps alone, without one left out
+                    write()
+            except BaseException as error:
+                self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error

@@ -1,0 +1,201 @@
+"""The tensors of an optimizer, by parameter and quantity, whatever class it is."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megaopt.params.dtensor import local_of
+from megaopt.recording.places import Known, Owner, Parameters, of_state
+from megaopt.recording.table import Listed, held, stamps
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+RENAMED = {
+    "master_param": "master",
+    **dict.fromkeys(("data8", "_data", "_rowwise_data"), "codes"),
+    **dict.fromkeys(("_scale_inv", "_rowwise_scale_inv"), "scale_inv"),
+}
+"""What libraries call quantities, where the recording calls them something else."""
+FOREIGN = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+"""Tensors of TransformerEngine's quantized ones."""
+
+
+def flattened(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a value: those of lists and dicts, and the inner ones of subclasses."""
+    if isinstance(value, torch.Tensor):
+        local = local_of(value)
+        inner = () if type(local) in PLAIN else _inner(local)
+        if not inner:
+            yield name, local
+        for each in inner:
+            yield from flattened(f"{name}.{RENAMED.get(each, each)}", getattr(local, each))
+    elif isinstance(value, (list, tuple, Mapping)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in items:
+            yield from flattened(f"{name}.{key}", each)
+
+
+def _inner(tensor: Any) -> tuple[str, ...]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        return tuple(tensor.__tensor_flatten__()[0])
+    return tuple(each for each in FOREIGN if isinstance(getattr(tensor, each, None), torch.Tensor))
+
+
+Named = tuple[Known, str, torch.Tensor]
+"""What is known of a tensor, its quantity, and itself."""
+
+
+class Those(NamedTuple):
+    """What tensors are, and these."""
+
+    listed: Listed
+    tensors: Sequence[torch.Tensor]
+
+    def before(self, indices: Sequence[int]) -> Those:
+        """Some of them, as they are before the step."""
+        return Those(self.listed.before(indices), [self.tensors[i] for i in indices])
+
+
+def those(found: Sequence[Named]) -> Those:
+    """Tensors with what they are."""
+    return Those(Listed(held(*each) for each in found), [tensor for *_, tensor in found])
+
+
+class Source:
+    """An optimizer whose steps are recorded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, known: Parameters) -> None:
+        self.optimizer, self.number, self._parameters = optimizer, number, known
+        self.step = 0
+        self.device = local_of(self.params()[0]).device
+        self.after: tuple[int, Listed, list[Any]] | None = None
+        """The step that was recorded last, what its tensors were, and their stamps after it."""
+        self.sampled = 0
+        """The step that was sampled last."""
+        self.open: Any = None
+        """A step that waits for the model's weights."""
+        self._params: list[torch.Tensor] = []
+        self._owners: list[Owner] = []
+        self._weights: Those | None = None
+        self._models: Those | None = None
+        self._gradients: tuple[Any, Listed] | None = None
+        self._seen: list[torch.Tensor] = []
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    def names(self) -> list[list[str]]:
+        """The parameters' names, group by group."""
+        self._look()
+        found = iter(self._owners)
+        return [[next(found).known.name for _ in group["params"]] for group in self.groups]
+
+    def forget(self) -> None:
+        """Looks everything up anew: a model has come."""
+        self._params, self._weights, self._models, self._gradients = [], None, None, None
+
+    def params(self) -> list[torch.Tensor]:
+        """The parameters in the groups' order."""
+        return [param for group in self.groups for param in group["params"]]
+
+    def _look(self) -> None:
+        params = self.params()
+        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
+            return
+        self.forget()
+        labels = [
+            f"param_groups.{i}.{j}"
+            for i, group in enumerate(self.groups)
+            for j in range(len(group["params"]))
+        ]
+        self._params = params
+        self._owners = list(map(self._parameters.owner, params, labels))
+
+    def gradients(self) -> Those:
+        """The gradients that the optimizer reads; of sparse ones a dense copy."""
+        self._look()
+        name = "decoupled_grad" if getattr(self.optimizer, "use_decoupled_grad", False) else "grad"
+        found = [getattr(param, name, None) for param in self._params]
+        tensors = [_dense(grad) for grad in found if grad is not None]
+        key = [grad if grad is None else grad.dtype for grad in found]
+        if self._gradients is None or self._gradients[0] != key:
+            owners = (o for o, grad in zip(self._owners, found, strict=True) if grad is not None)
+            pairs = zip(owners, tensors, strict=True)
+            self._gradients = key, Listed(held(o.known, "grad", t) for o, t in pairs)
+        return Those(self._gradients[1], tensors)
+
+    def weights(self) -> Those:
+        """The parameters and the tensors of their state; `listed` is the same while these are."""
+        self._look()
+        found = list(self._tensors())
+        same = len(found) == len(self._seen) and all(map(operator.is_, found, self._seen))
+        if self._weights is None or not same:
+            owned = zip(self._params, self._owners, strict=True)
+            self._weights = those([each for pair in owned for each in self._of(*pair)])
+            self._seen = found
+        return self._weights
+
+    def models(self) -> Those | None:
+        """The model's weights, of which the optimizer has masters alone."""
+        self._look()
+        if self._models is None:
+            weights = [o.weight for o in self._owners if o.weight is not None]
+            found = ((self._parameters.known(w), *each) for w in weights for each in weight_of(w))
+            self._models = those(list(found))
+        return self._models if self._models.tensors else None
+
+    def changed(self, step: int) -> Sequence[int]:
+        """The places among `weights` that were written since the step before, as torch knows."""
+        weights, after = self.weights(), self.after
+        if after is None or after[0] != step - 1 or after[1] is not weights.listed:
+            return range(len(weights.tensors))
+        pairs = zip(after[2], stamps(weights.tensors), strict=True)
+        return [i for i, (then, now) in enumerate(pairs) if then != now]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """What `weights` looks at, without a name: it is asked for at every step."""
+        state = self.optimizer.state
+        for param in self._params:
+            for value in (param, *state.get(param, {}).values()):
+                if type(value) in PLAIN:
+                    yield value
+                elif not isinstance(value, (int, float)):
+                    yield from (tensor for _, tensor in flattened("", value))
+
+    def _of(self, param: torch.Tensor, owner: Owner) -> Iterator[Named]:
+        for name, tensor in weight_of(param, owner.quantity):
+            yield owner.known, name, tensor
+        for key, value in self.optimizer.state.get(param, {}).items():
+            for name, tensor in flattened(RENAMED.get(key, str(key)), value):
+                if tensor.dim() or tensor.device.type != "cpu":  # a count on the host is a number
+                    yield of_state(param, owner.known, tensor), name, tensor
+
+
+def weight_of(param: torch.Tensor, quantity: str = "weight") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a parameter: itself, or the codes and scales that it is made of."""
+    for name, tensor in flattened(quantity, param):
+        yield name.partition(".")[2] or name, tensor
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    if type(grad) is not torch.Tensor:
+        return local_of(grad)  # type: ignore[no-any-return]
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def count_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int | None:
+    """The number of the last update of a group, as the optimizer counts, where the host has it."""
+    counts = [group.get("step")]
+    counts += [optimizer.state.get(param, {}).get("step") for param in group["params"]]
+    for count in counts:
+        if isinstance(count, torch.Tensor) and count.device.type == "cpu":
+            return int(count)
+        if isinstance(count, int):
+            return count
+    return None

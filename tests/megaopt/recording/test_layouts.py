@@ -1,0 +1,83 @@
+"""The same run has the same rows in every layout, and batches add over ranks."""
+
+import pytest
+import torch
+from recorded_ranks import OPTIMIZERS, bare, batches, rows, small
+
+from megaopt.recording.files import Recording
+from megaopt.recording.pieces import Piece, cut
+from megaopt.recording.places import box
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fsdp2_on_any_number_of_ranks(on_ranks, tmp_path, name):
+    shapes = [(6, 600), (5, 3), (1, 4), (7,)] if name != "8 bit" else [(6, 512), (5, 128)]
+    bare(tmp_path / "plain", name, False, shapes=shapes)
+    expected = rows(tmp_path / "plain")
+    assert {key[1] for key in expected[2]} > {"grad", "weight"}
+    for world, replicas in ((1, 1), (2, 1), (3, 1), (2, 2)):
+        out = tmp_path / f"{world}-{replicas}"
+        on_ranks(world, bare, out, name, True, replicas, shapes)
+        assert rows(out) == expected
+
+
+def test_samples_are_those_of_the_whole(on_ranks, tmp_path):
+    bare(tmp_path / "plain", "adamw", False)
+    on_ranks(3, bare, tmp_path / "sharded", "adamw", True)
+    plain, sharded = Recording(tmp_path / "plain"), Recording(tmp_path / "sharded")
+    for step in plain.steps:
+        first, second = plain.samples(step), sharded.samples(step)
+        assert first.keys() == second.keys()
+        for key, (held, bits) in first.items():
+            assert (held, bits.tolist()) == (second[key][0], second[key][1].tolist())
+
+
+def test_batches_add_over_ranks(on_ranks, tmp_path):
+    small(tmp_path / "plain", False)
+    on_ranks(2, small, tmp_path / "sharded", True)
+    assert batches(tmp_path / "plain") == batches(tmp_path / "sharded")
+    assert len(Recording(tmp_path / "sharded").scalars(1)) == 2
+
+
+def places(pieces):
+    """The whole's index of each element of a rank's tensor."""
+    found = {}
+    for begin, numel, (_, first, run, stride) in pieces:
+        for i in range(numel):
+            where = first + i // run * stride + i % run if stride else first + i
+            found[begin + i] = where
+    return [found[i] for i in range(len(found))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "size"),
+    [
+        ((4, 6), (1, 0), (2, 6)),
+        ((4, 6), (0, 2), (4, 3)),
+        ((4, 6), (1, 2), (2, 3)),
+        ((3, 4, 5), (0, 1, 0), (3, 2, 5)),
+        ((3, 4, 5), (1, 1, 1), (2, 2, 3)),
+        ((2, 3, 4, 5), (1, 1, 1, 1), (1, 2, 2, 3)),
+        ((2, 3, 4, 5), (0, 1, 0, 2), (2, 2, 4, 2)),
+        ((5,), (2,), (3,)),
+        ((), (), ()),
+    ],
+)
+def test_boxes_lie_where_torch_says(shape, start, size):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    part = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+    pieces = tuple(box(shape, start, size))
+    assert places(pieces) == part.flatten().tolist()
+    for low in range(part.numel() + 1):
+        for high in range(low, part.numel() + 1):
+            assert places(cut(pieces, low, high)) == part.flatten()[low:high].tolist()
+    for place in whole.flatten().tolist():
+        local = [piece.local(place) for piece in pieces if piece.local(place) is not None]
+        expected = (part.flatten() == place).nonzero().flatten().tolist()
+        assert local == expected
+
+
+def test_a_flat_shard_of_columns_is_three_pieces():
+    (piece,) = box((8, 10), (0, 5), (8, 5))
+    assert [numel for _, numel, _ in cut([piece], 3, 28)] == [2, 20, 3]
+    assert isinstance(piece, Piece)

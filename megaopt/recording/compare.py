@@ -444,6 +444,7 @@ class _Pair:
         self.a, self.b = a, b
         self.both = (a, b)
         self.steps = sorted(set(a.run.steps) & set(b.run.steps))
+        self.has_ranks = (a.run.run.get("world") or 1) > 1
         self.alike_layout = _layout(a.run) == _layout(b.run)
 
     # ---- whether they can be compared
@@ -851,8 +852,7 @@ def _gradient(pair: _Pair, step: int) -> Blame | None:
     ]
     recorded = pair.records("local grad", step) and pair.alike_layout
     norm_is_known = same_norm and pair.says("grad_norm", step)
-    several = (pair.a.run.run.get("world") or 1) > 1
-    if apart or (recorded and several and not norm_is_known):
+    if apart or (recorded and pair.has_ranks and not norm_is_known):
         equal = "the ranks' own gradients are equal, " if recorded else ""
         unlike = f"; {' and '.join(apart)} hold different ones" if apart else ""
         text = f"{equal}the reduced gradient of {name} differs{unlike}"
@@ -916,6 +916,10 @@ def _knows_before(pair: _Pair, step: int) -> bool:
     return bool(pair.a.before(step).keys() & pair.b.before(step).keys())
 
 
+def _knows_own_gradients(pair: _Pair, step: int) -> bool:
+    return not pair.has_ranks or pair.records("local grad", step)
+
+
 PRECEDING: tuple[tuple[str, str, Callable[[_Pair, int], bool]], ...] = (
     ("old", "weights before the step", _knows_before),
     ("batch", "the batch", lambda pair, step: pair.says("batch", step)),
@@ -923,7 +927,7 @@ PRECEDING: tuple[tuple[str, str, Callable[[_Pair, int], bool]], ...] = (
     ("forward", "outputs of blocks", lambda pair, step: pair.records("forward", step)),
     ("loss", "the loss", lambda pair, step: pair.says("losses", step)),
     ("backward", "gradients of blocks", lambda pair, step: pair.records("backward", step)),
-    ("local grad", "the ranks' own gradients", lambda p, step: p.records("local grad", step)),
+    ("local grad", "the ranks' own gradients", _knows_own_gradients),
     ("grad", "the gradient", lambda pair, step: pair.records("grad", step)),
 )
 """What precedes in the order of blame, in words, and whether both have recorded it."""

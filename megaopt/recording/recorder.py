@@ -77,7 +77,7 @@ class Recorder:
         self._every, self._samples = whole_number("every", every), whole_number("samples", samples)
         self._level, self._keep = LEVELS.index(level), set(steps_of(keep))
         self._run = {"level": level, "every": every}
-        self._out, self._pid = Path(out), os.getpid()
+        self.folder, self._pid = Path(out), os.getpid()
         self._parameters = Parameters(names or {}, vocabulary)
         self._sources: list[Source] = []
         self._devices: set[torch.device] = set()
@@ -348,7 +348,7 @@ class Recorder:
         if self._files is None:
             layout = {**megatron.layout(), **meshes(self._sources)}
             run = {**process(), **self._run, "layout": layout, "environment": describe()}
-            writer = Writer(self._out, run["rank"], run)
+            writer = Writer(self.folder, run["rank"], run)
             self._files = writer, Sink(writer)
         return self._files
 

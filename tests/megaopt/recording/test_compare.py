@@ -236,7 +236,7 @@ def test_each_fault_has_its_blame(fault, right, tmp_path):
 
 
 def test_equal_runs_are_the_same(right, tmp_path):
-    for level in (LOSS, STEP):
+    for level in (LOSS, STEP, BLOCKS, MODULES):
         again = run(tmp_path / level, level=level)
         found = compare(right(level), again)
         assert (found.verdict, found.blame, found.growth) == ("same", None, [])
@@ -309,6 +309,30 @@ def test_one_unit_in_the_last_place_is_measured(right, tmp_path):
     found = told(right, OneBit, tmp_path)
     (at,) = (e for e in found.growth if (e.step, e.quantity) == (AT, "exp_avg_sq"))
     assert (at.differ, at.of, at.ulp) == (1, 16, 1)
+
+
+BLOCKS, MODULES = "blocks", "modules"
+WITH_BLOCKS = {
+    (OtherScale, BLOCKS): ("forward", "blocks.1"),
+    (OtherScale, MODULES): ("forward", "blocks.1"),
+    (OtherDropout, MODULES): ("forward", "dropout"),
+    (OtherDropout, BLOCKS): ("forward", "loss"),
+    (OtherTarget, BLOCKS): ("forward", "loss"),
+    (ScaledLoss, BLOCKS): ("forward", "loss"),
+    (OtherBackward, BLOCKS): ("backward", "blocks.1"),
+    (OneGradient, BLOCKS): ("gradient", "head.bias"),
+    (Option, BLOCKS): ("optimizer", "embed.weight"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "level"), WITH_BLOCKS, ids=lambda each: getattr(each, "__name__", each)
+)
+def test_blocks_say_where_forward_and_backward_part(fault, level, right, tmp_path):
+    found = told(right, fault, tmp_path, level)
+    expected = WITH_BLOCKS[fault, level]
+    assert (found.blame.step, found.blame.kind, found.blame.where) == (AT, *expected), found.line
+    assert found.blame.unrecorded == ()
 
 
 # ---- environment, names, layouts

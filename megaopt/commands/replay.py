@@ -122,7 +122,7 @@ def _own_options(group: Mapping[str, Any], has_masters: bool) -> dict[str, Any]:
     master = formats.pop("master")
     dtypes = {f"{moment}_dtype": getattr(torch, each, each) for moment, each in formats.items()}
     if has_masters:
-        dtypes |= {"dtype": torch.float32, "master_weight_dtype": getattr(torch, master, master)}
+        dtypes |= {"master_weights": True, "master_weight_dtype": getattr(torch, master, master)}
     marks = ("contract", "adam_w_mode", "seed")
     return dtypes | {name: group[name] for name in marks if name in group}
 

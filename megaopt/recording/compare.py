@@ -480,6 +480,10 @@ class _Pair:
             alone = [each for each in mine if each not in theirs and not each.startswith("old ")]
             if alone:
                 found.append(f"only {letter} has recorded: {', '.join(alone)}")
+        apart = next((step for step in self.steps if self.generators_apart(step)), None)
+        if apart is not None:
+            names = dict.fromkeys(name for _, name in self.generators_apart(apart))
+            found.append(f"random states differ from step {apart} on: {', '.join(names)}")
         first, last = self.steps[0], self.steps[-1]
         for letter, side in zip("AB", self.both, strict=True):
             rest = [step for step in side.run.steps if step not in set(self.steps)]
@@ -556,6 +560,25 @@ class _Pair:
         order, last = self.a.order, len(self.a.order)
         place = {key: order.get(key[0], last) for key in keys}
         return sorted(place, key=lambda key: -place[key] if backward else place[key])
+
+    def generators_apart(self, step: int) -> list[tuple[int, str]]:
+        """The generators of random numbers whose states differ, by rank and name."""
+        pairs = zip(*(side.scalars(step, "rng") for side in self.both), strict=False)
+        found = enumerate(pairs if self.alike_layout else ())
+        return [(i, n) for i, (a, b) in found for n in a or () if a[n] != (b or a).get(n, a[n])]
+
+    def drawn(self, step: int) -> set[str]:
+        """The generators that either run draws from, in a step or, where it is the last, before."""
+        places = self.steps[max(self.steps.index(step) - 1, 0) :][:3]
+        states = [side.scalars(each, "rng") for side in self.both for each in places]
+        names = {name for each in states for rank in each for name in rank or ()}
+        runs = [states[: len(places)], states[len(places) :]]
+        return {
+            name
+            for name in names
+            for run in runs
+            if len({str([(rank or {}).get(name) for rank in each]) for each in run}) > 1
+        }
 
     def records(self, quantity: str, step: int) -> bool:
         """Whether both have rows of a quantity at a step."""
@@ -764,18 +787,23 @@ def _sum_of(batches: Sequence[Sequence[str] | None]) -> list[str]:
 
 
 def _random_state(pair: _Pair, step: int) -> Blame | None:
-    if not pair.alike_layout:
-        return None
-    for rank, (a, b) in enumerate(zip(*(s.scalars(step, "rng") for s in pair.both), strict=False)):
-        unlike = [name for name in a or () if name in (b or ()) and a[name] != b[name]]
-        if unlike:
+    """Generators that differ and are drawn from: one that nobody reads has no part in a run."""
+    drawn = pair.drawn(step)
+    for rank, name in pair.generators_apart(step):
+        if name in drawn:
             where = f" on rank {rank}" if rank else ""
-            text = f"the random state of {', '.join(unlike)} differs{where} before the forward pass"
-            return Blame(step, "random state", unlike[0], "rng", text)
+            text = f"the random state of {name} differs{where} before the forward pass"
+            return Blame(step, "random state", name, "rng", text)
     return None
 
 
 def _forward(pair: _Pair, step: int) -> Blame | None:
+    """What the model computed; where a random state explains it, that."""
+    found = _outputs(pair, step)
+    return found and (_random_state(pair, step) or found)
+
+
+def _outputs(pair: _Pair, step: int) -> Blame | None:
     found = _first_rows(pair, step, "forward", pair.modules(step))
     if found:
         (call, name), keys = found
@@ -908,7 +936,7 @@ def _equal_inputs(pair: _Pair, step: int, key: Key) -> list[str]:
     return gradient + [f"old {quantity}" for quantity in known]
 
 
-CHECKS = (_begin, _data, _random_state, _forward, _backward, _gradient, _optimizer)
+CHECKS = (_begin, _data, _forward, _backward, _gradient, _optimizer)
 """The order of blame."""
 
 

@@ -226,16 +226,20 @@ class Rank:
         return {step for step, _ in self._samples}
 
     def alike(self, other: Rank, step: int) -> bool:
-        """Whether a step has the same numbers, rows and values in the same order; not the samples.
+        """Whether a step has the same numbers, rows and values in the same order.
 
-        It is quick, and where it is False the step may still be the same in another order.
+        It is quick, and where it is False the step may still be the same in another order. Samples
+        and random states do not count.
         """
-        mine, theirs = self.scalars.get(step), other.scalars.get(step)
+        mine, theirs = (
+            {source: {**line, "rng": None} for source, line in rank.scalars.get(step, {}).items()}
+            for rank in (self, other)
+        )
         if mine != theirs or self.values != other.values:
             return False
         return all(
             numpy.array_equal(self._block(step, source), other._block(step, source))
-            for source in mine or ()
+            for source in mine
         )
 
     def _block(self, step: int, source: int) -> numpy.ndarray[Any, Any]:

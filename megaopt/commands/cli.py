@@ -181,7 +181,7 @@ def diff(
         github: Print an annotation for GitHub's pull requests too.
         noise: Folders of repeats of A: how far a run lies from itself.
     """
-    return _import("megaopt.commands.diff", "diff")(a, b, map, json, html, github, noise)
+    return _import("megaopt.commands.compared", "diff")(a, b, map, json, html, github, noise)
 
 
 def golden(
@@ -192,6 +192,7 @@ def golden(
     *,
     because: str = "",
     megatron: bool = False,
+    github: bool = False,
 ) -> int:
     """Keep what a recorded run gave in a small file, and hold other runs to it.
 
@@ -201,8 +202,10 @@ def golden(
         run: Folder of the recording.
         because: Why the values may change; update asks for it.
         megatron: The file is one of Megatron-LM's functional tests.
+        github: Print an annotation for GitHub's pull requests too.
     """
-    return _import("megaopt.commands.kept", "golden")(action, file, run, because, megatron)
+    main = _import("megaopt.commands.compared", "golden")
+    return main(action, file, run, because, megatron, github)
 
 
 def bisect(good: Path, bad: Path, command: tuple[str, ...], /) -> int:
@@ -228,7 +231,7 @@ def replay(
         backend: torch: the recorded optimizer, on the CPU; cpu, triton: megaopt's own, by that
             backend.
     """
-    return _load("megaopt.commands.replay", "replay")(run, step, rank, backend)
+    return _load("megaopt.commands.compared", "replay")(run, step, rank, backend)
 
 
 def galore_test(

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from megaopt.commands.diff import GROWTH, MOST, growth_rows
+from megaopt.commands.compared import GROWTH, MOST, growth_rows
 from megaopt.commands.regression.picture import COLOURS
 from megaopt.recording.compare import Comparison, Growth, shown
 

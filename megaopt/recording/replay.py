@@ -1,54 +1,47 @@
-"""`megaopt replay`: a step that a recording kept, taken again here."""
+"""A step that a recording kept, taken again here."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaopt.commands.bits import first_unequal
-from megaopt.commands.exits import DIFFERENT, DONE
 from megaopt.recording.files import Rank, RecordingError
 
 RENAMED = {"master": "master_param"}
 """The state's names of quantities, where recordings have others."""
-BACKENDS = {"cpu": "reference", "triton": "triton"}
-"""The backends of megaopt's own optimizers, by the command's names."""
 
 Kept = dict[str, dict[str, torch.Tensor]]
 """Tensors of a step by parameter, then by quantity."""
 
 
-def replay(run: Path, step: int, rank: int = 0, backend: str = "torch") -> int:
+def replay(recorded: Rank, step: int, backend: str | None = None) -> list[str]:
     """Takes a kept step again, and compares every bit that it wrote.
 
+    Args:
+        recorded: of the rank whose tensors are meant.
+        step: a step that was kept.
+        backend: of megaopt's own optimizers, "reference" or "triton"; the default one by default.
+
     Returns:
-        0 where all are the same, else 1; a line for each tensor that differs.
+        A line for each tensor that differs.
 
     Raises RecordingError where the step was not kept, or the optimizer cannot be made again.
     """
-    recorded = Rank(run / f"rank-{rank}")
     kept = _read(recorded, step)
-    different = [
+    return [
         line
         for source, description in enumerate(recorded.optimizers)
         for line in _differences(kept, description, recorded.scalars[step][source], backend)
     ]
-    for line in different:
-        print(f"different: {line}")
-    if not different:
-        print(f"same: step {step} of rank {rank}, {len(kept)} parameters, bit for bit")
-    return DIFFERENT if different else DONE
 
 
 def _read(recorded: Rank, step: int) -> Kept:
     path = recorded.folder / "kept" / f"step-{step}.safetensors"
     if not path.is_file():
         raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {path}")
-    # only here: nothing else of the commands reads such files
     from safetensors.torch import load_file
 
     kept: Kept = {}
@@ -59,7 +52,7 @@ def _read(recorded: Rank, step: int) -> Kept:
 
 
 def _differences(
-    kept: Kept, description: Mapping[str, Any], line: Mapping[str, Any], backend: str
+    kept: Kept, description: Mapping[str, Any], line: Mapping[str, Any], backend: str | None
 ) -> Iterator[str]:
     """Steps one optimizer, and tells what it wrote otherwise."""
     names = [[n for n in group if "grad" in kept.get(n, {})] for group in description["groups"]]
@@ -78,10 +71,18 @@ def _differences(
         state = optimizer.state[param]
         now = {**state, "weight": param.detach(), "master": state.get("master_param")}
         for quantity in (each for each in kept[name] if isinstance(now.get(each), torch.Tensor)):
-            found = first_unequal(kept[name][quantity], now[quantity], nans_alike=False)
-            if found is not None:
-                element = f"element {found.place}: {found.bits}, and {found.others} here"
-                yield f"{quantity} of {name}: {element}"
+            before, here = kept[name][quantity].reshape(-1), now[quantity].reshape(-1)
+            unlike = _unequal(before, here)
+            if unlike:
+                values = f"{before[unlike[0]].item()!r}, and {here[unlike[0]].item()!r} here"
+                yield f"{quantity} of {name}: {len(unlike)} differ; element {unlike[0]}: {values}"
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> list[int]:
+    """The places of elements of other bits."""
+    codes = (each.contiguous().view(torch.uint8).view(len(each), -1) for each in (a, b))
+    places: list[int] = torch.ne(*codes).any(1).nonzero().view(-1).tolist()
+    return places
 
 
 def _param(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
@@ -98,16 +99,16 @@ def _option(value: Any) -> Any:
 
 
 def _made(
-    path: str, groups: list[dict[str, Any]], has_masters: bool, backend: str
+    path: str, groups: list[dict[str, Any]], has_masters: bool, backend: str | None
 ) -> torch.optim.Optimizer:
     """An optimizer of the recorded class, with the options that each group had."""
     module, _, name = path.rpartition(".")
     is_own = module.startswith("megaopt.")
-    if backend in BACKENDS and not is_own:
-        raise RecordingError(f"backend must be torch for {path}, got {backend!r}")
+    if backend is not None and not is_own:
+        raise RecordingError(f"backend must be {path}'s own, got {backend!r}")
     options = _own_options(groups[0], has_masters) if is_own else {}
-    if backend in BACKENDS:
-        options["backend"] = BACKENDS[backend]
+    if backend is not None:
+        options["backend"] = backend
     try:
         kind: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
         return kind(groups, **options)

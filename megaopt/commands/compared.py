@@ -1,4 +1,4 @@
-"""`megaopt diff`: what differs first between two recorded runs, and who is to blame."""
+"""`megaopt diff`, `golden` and `replay`: recorded runs beside each other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rich.table import Table
 
 from megaopt.commands.console import make_console
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
+from megaopt.recording import golden as values
 from megaopt.recording.compare import Blame, Comparison, Growth, compare, shown
-from megaopt.recording.files import Recording, RecordingError
+from megaopt.recording.files import Rank, Recording, RecordingError
 from megaopt.saving.files import replacing, write_json
 
 STATUS = {
@@ -55,8 +56,81 @@ def diff(
         with replacing(html) as file:
             file.write(page(found).encode())
     if github:
-        print(annotation(found))
+        print(annotation("diff", found.line, STATUS[found.verdict]))
     return STATUS[found.verdict]
+
+
+def golden(
+    action: str,
+    file: Path,
+    run: Path,
+    because: str = "",
+    megatron: bool = False,
+    github: bool = False,
+) -> int:
+    """Makes, checks or updates a file of golden values.
+
+    Returns:
+        0 where it is written, or the run is the same; 1 where it differs; 2 where there is no entry
+        for the run's environment and it differs from the nearest.
+    """
+    recording = Recording(run)
+    if action == "check":
+        if not megatron:
+            return _check(file, recording, github)
+        lines = values.check_megatron(file, recording)
+        return _tell_lines(lines, "all metrics that both have")
+    if megatron:
+        write_json(file, values.megatron_values(recording))
+    elif action == "make":
+        values.make(file, recording)
+    else:
+        values.refuse_changes(file)
+        values.update(file, recording, because)
+    print(f"written: {file}")
+    return DONE
+
+
+def _check(file: Path, recording: Recording, github: bool) -> int:
+    found, console = values.check(file, recording), make_console()
+    status = STATUS[found.comparison.verdict]
+    if found.is_own or not status:
+        tell(found.comparison, console)
+    else:
+        status = REFUSED
+        _tell_drift(found, console)
+    if github:
+        print(annotation("golden", found.line, status))
+    return status
+
+
+def _tell_drift(found: values.Checked, console: Console) -> None:
+    console.print(found.line, highlight=False, markup=False)
+    rows = [
+        (what, str(step), repr(mine), repr(theirs), f"{abs(theirs - mine) / (abs(mine) or 1):.2g}")
+        for what, step, mine, theirs in found.drift
+    ]
+    columns = ("norm of samples", "step", "golden", "now", "relative")
+    print_table(console, "beside another environment", columns, rows)
+
+
+BACKENDS = {"cpu": "reference", "triton": "triton", "torch": None}
+"""The backends of megaopt's own optimizers, by the command's names."""
+
+
+def replay(run: Path, step: int, rank: int, backend: str) -> int:
+    """Takes a kept step again: 0 where every bit is the same, else 1."""
+    from megaopt.recording.replay import replay as take  # which needs torch
+
+    lines = take(Rank(run / f"rank-{rank}"), step, BACKENDS[backend])
+    return _tell_lines(lines, f"step {step} of rank {rank}, bit for bit")
+
+
+def _tell_lines(different: Sequence[str], same: str) -> int:
+    """Prints what differs, a line each."""
+    for line in different or [same]:
+        print(f"{'different' if different else 'same'}: {line}")
+    return DIFFERENT if different else DONE
 
 
 def read_names(path: Path) -> dict[str, str]:
@@ -70,11 +144,11 @@ def read_names(path: Path) -> dict[str, str]:
     return found
 
 
-def annotation(found: Comparison) -> str:
+def annotation(command: str, line: str, status: int) -> str:
     """A line that GitHub shows beside a pull request."""
-    kind = {DONE: "notice", DIFFERENT: "error", REFUSED: "warning"}[STATUS[found.verdict]]
-    text = found.line.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return f"::{kind} title=megaopt diff::{text}"
+    kind = {DONE: "notice", DIFFERENT: "error", REFUSED: "warning"}[status]
+    text = line.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::{kind} title=megaopt {command}::{text}"
 
 
 def tell(found: Comparison, console: Console) -> None:

@@ -134,8 +134,8 @@ class Recorder:
         source = Source(optimizer, len(self._sources), self._parameters)
         self._sources.append(source)
         self._devices.add(source.device)
-        before = optimizer.register_step_pre_hook(functools.partial(self._before, source))
-        after = optimizer.register_step_post_hook(functools.partial(self._after, source))
+        before = optimizer.register_step_pre_hook(Untraced(functools.partial(self._before, source)))
+        after = optimizer.register_step_post_hook(Untraced(functools.partial(self._after, source)))
         self._undo += [before.remove, after.remove]
 
     def loss(self, loss: torch.Tensor | float) -> None:
@@ -373,13 +373,27 @@ class Recorder:
         self._described = len(self._sources)
 
 
+class Untraced:
+    """A function that runs as it is where torch.compile traces the step around it."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Calls it."""
+        dynamo = sys.modules.get("torch._dynamo")
+        (self._function if dynamo is None else dynamo.disable(self._function))(*args)
+
+
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """The torch.optim.Optimizers in one, in a list, or in wrappers as Megatron has them.
 
     Raises TypeError for anything else.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        yield optimizer
+        # integration.megatron's shows Megatron one whose gradients and weights are elsewhere
+        fused = getattr(optimizer, "fused", None)
+        yield fused if isinstance(fused, torch.optim.Optimizer) else optimizer
         return
     inside = getattr(optimizer, "chained_optimizers", None) or getattr(optimizer, "optimizer", None)
     found = optimizer if isinstance(optimizer, Sequence) else inside

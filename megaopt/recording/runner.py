@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megaopt.recording.recorder import Recorder
+from megaopt.recording.recorder import Recorder, inner_optimizers
 
 VARIABLE = "MEGAOPT_RECORD"
 """The environment variable with a recorder's options, as JSON; `megaopt record` sets it."""
@@ -52,7 +52,8 @@ class Runner:
         self._within.append(optimizer)
         if len(self._within) == 1 and id(optimizer) not in self._optimizers:
             self._optimizers.add(id(optimizer))
-            self._recorder.add_optimizer(optimizer)  # whose own hooks run after the global ones
+            for inner in inner_optimizers(optimizer):
+                self._recorder.add_optimizer(inner)  # whose own hooks run after the global ones
 
     def _after(self, *_: Any) -> None:
         self._within.pop()

@@ -174,7 +174,8 @@ class Source:
         for key, value in self.optimizer.state.get(param, {}).items():
             for name, tensor in flattened(RENAMED.get(key, str(key)), value):
                 if tensor.dim() or tensor.device.type != "cpu":  # a count on the host is a number
-                    yield of_state(param, owner.known, tensor), name, tensor
+                    whole = value if tensor is local_of(value) else tensor
+                    yield of_state(param, owner.known, whole), name, tensor
 
 
 def weight_of(param: torch.Tensor, quantity: str = "weight") -> Iterator[tuple[str, torch.Tensor]]:

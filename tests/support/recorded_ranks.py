@@ -26,6 +26,7 @@ OPTIMIZERS = {
 
 def bare(out, name, is_sharded, replicas=1, shapes=SHAPES, steps=3):
     """Records steps of parameters alone."""
+    torch.manual_seed(0)  # of which ours take the seed of their random bits
     model = Bare(shapes)
     if is_sharded:
         sharded(model, replicas)

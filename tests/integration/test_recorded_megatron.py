@@ -1,0 +1,25 @@
+"""Recordings of Megatron's optimizers have the same rows in every layout."""
+
+import pytest
+from how_to import needs
+from recorded_megatron import recorded
+from recorded_ranks import rows
+
+pytestmark = needs("megatron")
+
+LAYOUTS = {
+    "data parallel": (2, {}),
+    "three ranks": (3, {}),
+    "tensor parallel": (2, {"tensor_parallel": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+}
+
+
+@pytest.mark.parametrize("plug", [None, "main_shards", "precision_aware"])
+def test_layouts(pools, tmp_path, plug):
+    pools(1)(recorded, tmp_path / "one", {"plug": plug})
+    expected = rows(tmp_path / "one")
+    assert {each for _, each in expected[1]} >= {"grad", "master", "weight", "exp_avg"}
+    for name, (world, settings) in LAYOUTS.items():
+        pools(world)(recorded, tmp_path / name, {"plug": plug, **settings})
+        assert rows(tmp_path / name) == expected, name

@@ -47,6 +47,8 @@ def diff(
     names = None if map is None else read_names(map)
     found = compare(Recording(a), Recording(b), names, [Recording(each) for each in noise])
     tell(found, make_console())
+    for path in filter(None, (json, html)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if json is not None:
         write_json(json, found.as_json())
     if html is not None:
@@ -54,7 +56,7 @@ def diff(
         from megaopt.commands.page import page
 
         with replacing(html) as file:
-            file.write(page(found).encode())
+            file.write(page(found, [GROWTH, *growth_rows(found.growth)]).encode())
     if github:
         print(annotation("diff", found.line, STATUS[found.verdict]))
     return STATUS[found.verdict]

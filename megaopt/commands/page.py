@@ -10,7 +10,6 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from megaopt.commands.compared import GROWTH, MOST, growth_rows
 from megaopt.commands.regression.picture import COLOURS
 from megaopt.recording.compare import Comparison, Growth, shown
 
@@ -27,11 +26,13 @@ th { font-weight: 600; color: #666 } p.small { color: #666 } svg { max-width: 10
 """
 SHADES = {"same": "fine", "as two repeats differ": "fine", "not comparable": "unknown"}
 EQUAL, LITTLE, MUCH = "#dfe9df", "#f6c9a8", "#c0392b"
-"""Of a quantity at a step: nothing differs, less than half of its tensors, at least half."""
+"""Colours of a quantity at a step: nothing differs, less than half of its tensors, half or more."""
+MOST = 12
+"""Tensors that are listed."""
 
 
-def page(found: Comparison) -> str:
-    """A comparison as a page of HTML."""
+def page(found: Comparison, growth: Sequence[Sequence[str]]) -> str:
+    """A comparison as a page of HTML; growth: the rows of its table, titles first."""
     verdict, _, rest = found.line.partition(":")
     parts = [
         f"<h1>{escape(found.a)} and {escape(found.b)}</h1>",
@@ -44,7 +45,7 @@ def page(found: Comparison) -> str:
     if found.growth:
         parts += _section("What parts when", _picture(_draw_timeline, found.growth))
         parts += _section("How it grows", _picture(_draw_growth, found.growth))
-        parts += _section("", _table(GROWTH, growth_rows(found.growth)))
+        parts += _section("", _table(growth[0], growth[1:]))
     if found.histogram:
         title = "Units in the last place, at the last step with samples"
         parts += _section(title, _picture(_draw_histogram, found.histogram))

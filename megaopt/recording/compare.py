@@ -641,7 +641,10 @@ class _Pair:
                 )
 
     def _scalars_apart(self, step: int) -> Iterator[Growth]:
-        for quantity, name in (("data", "batch"), ("random state", "rng"), ("loss", "losses")):
+        drawn = self.drawn(step)
+        apart = sum(name in drawn for _, name in self.generators_apart(step))
+        yield Growth(step, "random state", apart, len(drawn), None, None)
+        for quantity, name in (("data", "batch"), ("loss", "losses")):
             if not self.says(name, step):
                 continue
             a, b = (side.scalars(step, name) for side in self.both)

@@ -1,6 +1,7 @@
 """Tiny training runs that are recorded, with a fault planted at one step."""
 
 import random
+from contextlib import nullcontext
 from itertools import count
 
 import numpy as np
@@ -84,7 +85,12 @@ class Faults:
 
 def run(folder, faults=None, level="step", **options):
     """Trains, and returns the recording."""
-    faults = faults or Faults()
+    trained(faults or Faults(), lambda *both: Recorder(*both, folder, level=level, **options))
+    return Recording(folder)
+
+
+def trained(faults, recorder=lambda *_: nullcontext()):
+    """Trains within what `recorder` makes of model and optimizer."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(faults.seed)
     model = Model()
@@ -96,10 +102,9 @@ def run(folder, faults=None, level="step", **options):
         lambda *_: faults.within_step(next(counts), params, optimizer.state)
     )
     data = torch.Generator().manual_seed(1)
-    with Recorder(model, optimizer, folder, level=level, **options):
+    with recorder(model, optimizer):
         for step in range(1, faults.steps + 1):
             train(faults, model, optimizer, step, data)
-    return Recording(folder)
 
 
 def train(faults, model, optimizer, step, data):

@@ -1,10 +1,11 @@
 """megaopt diff, golden, bisect and replay: what they print, write, and end with."""
 
 import json
-import subprocess
+import os
 import sys
 from html.parser import HTMLParser
 
+import faulty_runs
 import pytest
 import torch
 from faulty_runs import AT, Faults, run
@@ -181,52 +182,51 @@ def test_megatrons_golden_values(megaopt, runs, tmp_path):
 
 SCRIPT = """
 import sys
-import torch
-torch.manual_seed(0)
-lr = float(sys.argv[1])
-param = torch.nn.Parameter(torch.randn(4))
-optimizer = torch.optim.SGD([param], lr=0.1)
-for step in range(int(sys.argv[2])):
-    optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else lr
-    optimizer.zero_grad()
-    param.square().sum().backward()
-    optimizer.step()
+
+sys.path.insert(0, {support!r})
+from faulty_runs import AT, Faults, trained
+
+
+class Rate(Faults):
+    steps = int(sys.argv[2])
+
+    def before_step(self, step, model, optimizer):
+        optimizer.param_groups[0]["lr"] = float(sys.argv[1]) if step == AT else 1e-2
+
+
+trained(Rate())
 """
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("script")
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    for name, lr in (("good", 0.1), ("bad", 0.2)):
-        record = ["record", "--out", folder / name, "--", sys.executable, path, str(lr), "4"]
-        subprocess.run([sys.executable, "-m", "megaopt", *record], check=True)
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(support=os.path.dirname(faulty_runs.__file__)))
     return path
 
 
 @pytest.mark.parametrize(
     ("lr", "steps", "status", "words"),
     [
-        pytest.param("0.1", "4", 0, "good: the same up to step 3", marks=pytest.mark.slow),
-        ("0.2", "4", 1, "bad: step 3: "),
-        pytest.param("0.3", "4", 1, "(otherwise than bad)", marks=pytest.mark.slow),
-        pytest.param("0.1", "1", 125, "skip: the command ended before", marks=pytest.mark.slow),
-        ("x", "4", 125, "skip: the command recorded nothing"),
         # ended when the step is there, long before its last one
-        ("0.1", "100000000", 0, "good: the same up to step 3"),
+        ("1e-2", "100000000", 0, "good: the same up to step 3"),
+        pytest.param("9e-3", "5", 1, "bad: step 3: weight of", marks=pytest.mark.slow),
+        pytest.param("8e-3", "5", 1, "(otherwise than bad)", marks=pytest.mark.slow),
+        pytest.param("1e-2", "1", 125, "skip: the command ended before", marks=pytest.mark.slow),
+        pytest.param(
+            "1e-2", "x", 125, "skip: the command recorded nothing", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_bisect_says_which_commit_is_good(lr, steps, status, words, script, megaopt):
-    runs = (script.parent / name for name in ("good", "bad"))
-    found = megaopt("bisect", *runs, "--", sys.executable, script, lr, steps)
+def test_bisect_says_which_commit_is_good(lr, steps, status, words, runs, script, megaopt):
+    both = runs / "a", runs / "b"
+    found = megaopt("bisect", *both, "--", sys.executable, script, lr, steps)
     assert found[0] == status
     assert words in found[1]
 
 
-def test_runs_that_do_not_part_cannot_be_bisected(script, megaopt):
-    good = script.parent / "good"
-    status, _, err = megaopt("bisect", good, good, "--", "true")
+def test_runs_that_do_not_part_cannot_be_bisected(runs, megaopt):
+    status, _, err = megaopt("bisect", runs / "a", runs / "a", "--", "true")
     assert status == 2
     assert err.startswith("megaopt: good and bad must differ in a step of both, got same")
 

@@ -151,6 +151,8 @@ class Comparison:
     """How many sampled elements differ by 0 units in the last place (0), by 1 (1), 2-3 (2), 4-7
     (3) ..., by quantity, at the last step with samples."""
     noise: list[Repeats] = field(default_factory=list)
+    repeats_part: int | None = None
+    """The first step at which a repeat differs from A."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -160,14 +162,17 @@ class Comparison:
             return "not comparable"
         if self.blame is None:
             return "same"
-        return "as two repeats differ" if self.noise and not self.exceeds_noise else "differ"
+        excused = self.noise and self.tier == "close" and not self.exceeds_noise
+        return "as two repeats differ" if excused else "differ"
 
     @property
     def exceeds_noise(self) -> bool:
-        """Whether B lies farther off than repeats do, in more than half of what was looked at.
+        """Whether B parts from A before repeats do, or lies farther off in more than half of all.
 
         Were B a repeat too, of four runs alike it would be the farthest once in four.
         """
+        if self.blame and (self.repeats_part is None or self.blame.step < self.repeats_part):
+            return True
         return 2 * sum(each.change > each.repeats for each in self.noise) > len(self.noise)
 
     @property
@@ -184,9 +189,10 @@ class Comparison:
 
     @property
     def _sentence(self) -> str:
+        if self.verdict == "as two repeats differ":
+            return self.verdict
         if self.noise:
-            more = "more than repeats do" if self.exceeds_noise else "as two repeats differ"
-            return f"differ {more}" if self.exceeds_noise else more
+            return "differ more than repeats do" if self.exceeds_noise else "differ"
         return "differ" if self.tier == "bits" else "differ, as may be by nature"
 
     def remarks(self) -> list[str]:
@@ -246,8 +252,7 @@ def compare(
     if found.blame is not None:
         found.growth = list(pair.growth(found.blame.step))
         found.histogram = pair.histogram()
-        found.noise = list(_against_repeats(a, b, names, noise))
-        found.reasons += _repeats_part(a, noise)
+        _look_at_repeats(found, a, b, names, noise)
     found.tier = _tier(found)
     return found
 
@@ -278,11 +283,19 @@ def _against_repeats(
                 yield Repeats(step, quantity, least, largest)
 
 
-def _repeats_part(a: Run, noise: Sequence[Run]) -> Iterator[str]:
+def _look_at_repeats(
+    found: Comparison, a: Run, b: Run, names: Mapping[str, str] | None, noise: Sequence[Run]
+) -> None:
+    """Adds what repeats of a say: how far they lie from each other, and where they part."""
+    found.noise = list(_against_repeats(a, b, names, noise))
+    if noise and not found.noise:
+        found.notes.append("repeats say nothing: there is no step of which all runs have samples")
     for i, each in enumerate(noise):
-        found = compare(a, each).blame
-        if found is not None:
-            yield f"repeat {i + 1} of A differs from it: step {found.step}: {found.text}"
+        blame = compare(a, each).blame
+        if blame is not None:
+            found.repeats_part = min(blame.step, found.repeats_part or blame.step)
+            words = f"repeat {i + 1} of A differs from it: step {blame.step}: {blame.text}"
+            found.reasons.append(words)
 
 
 def _title(run: Run) -> str:
@@ -772,7 +785,7 @@ def _data(pair: _Pair, step: int) -> Blame | None:
         return None
     a, b = (side.scalars(step, "batch") for side in pair.both)
     if not pair.alike_layout:
-        a, b = [_sum_of(a)], [_sum_of(b)]
+        return _global_data(step, a, b)
     if a == b:
         return None
     rank = next(i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y)
@@ -782,11 +795,19 @@ def _data(pair: _Pair, step: int) -> Blame | None:
     return Blame(step, "data", "batch", "batch", f"the batch differs{where}{calls}")
 
 
-def _sum_of(batches: Sequence[Sequence[str] | None]) -> list[str]:
+def _global_data(step: int, a: Sequence[Any], b: Sequence[Any]) -> Blame | None:
+    """The batches of all ranks together; those of one model's ranks may count once or each."""
+    wholes = [{_sum_of(each), _sum_of({tuple(batch or ()) for batch in each})} for each in (a, b)]
+    if wholes[0] & wholes[1]:
+        return None
+    return Blame(step, "data", "batch", "batch", "the batch of all ranks together differs")
+
+
+def _sum_of(batches: Iterable[Sequence[str] | None]) -> tuple[int, int]:
     """The digest of a whole global batch, whatever its parts."""
     digests = [int(each, 16) for batch in batches for each in batch or ()]
     low, high = sum(each % LANES for each in digests), sum(each // LANES for each in digests)
-    return [f"{high % LANES:016x}{low % LANES:016x}"]
+    return low % LANES, high % LANES
 
 
 def _random_state(pair: _Pair, step: int) -> Blame | None:
@@ -815,10 +836,14 @@ def _outputs(pair: _Pair, step: int) -> Blame | None:
         return Blame(step, "forward", name, "forward", text, keys)
     if not pair.says("losses", step):
         return None
-    a, b = (side.scalars(step, "losses") for side in pair.both)
-    if a == b or (not pair.alike_layout and set(_floats(a)) == set(_floats(b))):
+    a, b = (list(_floats(side.scalars(step, "losses"))) for side in pair.both)
+    if not pair.alike_layout:
+        a, b = sorted(set(a)), sorted(set(b))  # ranks that share a model have one loss
+        if len(a) != len(b):  # of other parts of the batch
+            return None
+    unlike = next(((x, y) for x, y in zip_longest(a, b) if x != y), None)
+    if unlike is None:
         return None
-    unlike = next((x, y) for x, y in zip_longest(_floats(a), _floats(b)) if x != y)
     seen = "after the last block" if pair.records("forward", step) else "seen first in the loss"
     text = f"{seen}: loss {unlike[0]!r}, and {unlike[1]!r}"
     return Blame(step, "forward", "loss", "loss", text)
@@ -868,6 +893,8 @@ def _backward(pair: _Pair, step: int) -> Blame | None:
 def _gradient(pair: _Pair, step: int) -> Blame | None:
     keys = pair.ordered(pair.tensors(step, lambda quantity: quantity == "grad"), backward=True)
     norms = [side.scalars(step, "grad_norm") for side in pair.both]
+    if not pair.alike_layout:
+        norms = [list(dict.fromkeys(each)) for each in norms]
     same_norm = norms[0] == norms[1]
     if not keys:
         if same_norm or not pair.says("grad_norm", step):

@@ -173,6 +173,16 @@ def with_gradients(layout, *faults, **environment):
     return Run((AT, ALL, ALL, "grad", 0), *faults, layout=layout, **environment)
 
 
+def test_ranks_that_share_a_model_have_one_batch(right, tmp_path):
+    """Two ranks of tensor parallelism, which see the batches of both."""
+    both = Run(layout={"tensor_model": 2})
+    for step in range(1, 5):
+        for rank in range(2):
+            both.saying(step, rank, batch=halves(step), losses=[hexadecimal(step + 1 / 16)])
+    found = compare(right, both.write(tmp_path / "b"))
+    assert found.verdict == "same"
+
+
 @pytest.mark.parametrize("how", ["layout", "card"])
 def test_gradients_that_differ_by_nature_are_said_to(how, right, tmp_path):
     other = with_gradients({"tp": 2}) if how == "layout" else with_gradients({}, card="B200")
@@ -207,6 +217,22 @@ def test_repeats_say_how_far_a_run_lies_from_itself(by, verdict, right, tmp_path
     assert found.exceeds_noise == (verdict == "differ")
     words = "as two repeats differ: " if by < 200 else "differ more than repeats do: "
     assert found.line.startswith(words)
+
+
+def test_what_parts_before_repeats_do_is_more(tmp_path, right):
+    late = Run((AT + 1, ALL, ALL, "grad", 0)).moved((AT, "grad", 1000))
+    found = compare(
+        right, noisy(1).write(tmp_path / "b"), noise=[late.write(tmp_path / "c"), right]
+    )
+    assert (found.verdict, found.repeats_part) == ("differ", AT + 1)
+
+
+def test_no_repeat_excuses_other_data(tmp_path, right):
+    repeats = [noisy(each).write(tmp_path / str(each)) for each in (4, -4)]
+    other = noisy(3).saying(AT, 0, batch=[f"{5:032x}"] * CALLS).write(tmp_path / "b")
+    found = compare(right, other, noise=repeats)
+    assert (found.verdict, found.blame.kind) == ("differ", "data")
+    assert found.line.startswith("differ: step 3: the batch differs on rank 0")
 
 
 def test_without_repeats_nothing_passes(right, tmp_path):

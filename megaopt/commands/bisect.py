@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaopt.recording.compare import Blame, compare
+from megaopt.recording.blame import Blame
+from megaopt.recording.compare import compare
 from megaopt.recording.files import Recording, RecordingError
 
 GOOD, BAD, SKIP = 0, 1, 125

@@ -14,8 +14,10 @@ from rich.table import Table
 from megaopt.commands.console import make_console
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
 from megaopt.recording import golden as values
-from megaopt.recording.compare import Blame, Comparison, Growth, compare, shown
+from megaopt.recording.blame import Blame
+from megaopt.recording.compare import Comparison, Growth, compare
 from megaopt.recording.files import Rank, Recording, RecordingError
+from megaopt.recording.pair import shown
 from megaopt.saving.files import replacing, write_json
 
 STATUS = {

@@ -11,7 +11,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from megaopt.commands.regression.picture import COLOURS
-from megaopt.recording.compare import Comparison, Growth, shown
+from megaopt.recording.compare import Comparison, Growth
+from megaopt.recording.pair import shown
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem;

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from megaopt.recording.compare import Comparison, compare, family, flat, shown
+from megaopt.recording.compare import Comparison, compare
 from megaopt.recording.files import (
     Digest,
     Key,
@@ -30,6 +30,7 @@ from megaopt.recording.files import (
     hexadecimal,
 )
 from megaopt.recording.measure import Array, as_numbers
+from megaopt.recording.pair import family, flat, shown
 from megaopt.saving.files import replacing
 
 SCHEMA = 1

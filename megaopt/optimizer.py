@@ -21,6 +21,7 @@ from megaopt.state.access import set_scaled, unscaled
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
 from megaopt.state.tensors import MASTER, picklable
+from megaopt.step.digests import StepDigests
 from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
 from megaopt.step.stepper import Stepper
@@ -146,6 +147,32 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises RuntimeError before the first norm, and with parameters on several devices.
         """
         return self.stepper.norm
+
+    def record_digests(self, quantities: Iterable[str] | None) -> None:
+        """Lets later steps find the digests of what they read and store (see `digests`).
+
+        On a GPU the step's launch sums them up, where no scale of its own has to be known first;
+        elsewhere passes of their own do, with the same result. Nothing is waited for.
+
+        Args:
+            quantities: of "grad", as the step finds it, "weight", "master_param", the moments'
+                names ("exp_avg"), and with "_scale" behind them what belongs to their codes; all as
+                they are stored. What a parameter does not have is left out. None: no digests.
+
+        Raises ValueError for another name.
+        """
+        self.stepper.record_digests(quantities)
+
+    @property
+    def digests(self) -> list[StepDigests]:
+        """The digests of the last step, for each kind of parameter that was stepped alike.
+
+        Each has `params`, `quantities` and `lanes`, int64 [params, quantities, 2]: what
+        megaopt.digest gives for the stored tensor; of DTensors this rank's shard at its place. The
+        next step writes into the same memory. Of a step that is left out they are those of what
+        stayed. Empty before the first step behind `record_digests`.
+        """
+        return self.stepper.digests
 
     # --- groups and masters
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import OWN, Geometry
+from megaopt.kernels.formats import Format
 from megaopt.kernels.rules.base import Rule
 
 
@@ -22,6 +23,8 @@ class Spec:
     """A tensor may have a stride (place.Place)."""
     stores: bool = True
     """False in the phase that finds amaxes, which computes the update and stores nothing."""
+    digests: tuple[str, ...] = ()
+    """Slots whose digests the launch sums up (megaopt.kernels.digest.step)."""
 
     @property
     def block(self) -> int:
@@ -32,6 +35,31 @@ class Spec:
     def width(self) -> int:
         """Elements of a row, which a thread takes; 0 where moments are not in blocks."""
         return self.geometry.width if self.formats.block else 0
+
+    @property
+    def digest_count(self) -> int:
+        """How many slots have digests."""
+        return len(self.digests)
+
+    @property
+    def digest_places(self) -> int:
+        """Both lanes of all slots, filled up to a power of two."""
+        return 1 << (2 * len(self.digests) - 1).bit_length()
+
+    @property
+    def digest_rows(self) -> tuple[int, ...]:
+        """The slots' rows in the table of addresses."""
+        return tuple(self.formats.rows[slot] for slot in self.digests)
+
+    @property
+    def digest_formats(self) -> tuple[Format, ...]:
+        """The slots' formats."""
+        return tuple(self.formats.by_slot[slot] for slot in self.digests)
+
+    @property
+    def digests_grad(self) -> bool:
+        """Whether the gradient is among the slots."""
+        return "grad" in self.digests
 
     @property
     def reads_param(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
+from megaopt.kernels.chunks.table import to_device
 from megaopt.kernels.place import Place
 
 ROW = 512
@@ -42,7 +43,7 @@ def codes_of(tensor: torch.Tensor) -> torch.Tensor:
     if own.is_complex():
         own = torch.view_as_real(own.resolve_conj())
     own = own.resolve_neg().contiguous()
-    return own.view(WHOLE[own.element_size()])
+    return own.view(WHOLE[own.itemsize])
 
 
 def count_of(tensor: torch.Tensor) -> int:
@@ -63,4 +64,4 @@ def initial(numels: Sequence[int], device: torch.device) -> torch.Tensor:
     made[:, :2] = numpy.array(numels, dtype=numpy.uint64)[:, None] * numpy.array(
         LENGTH_FACTORS, dtype=numpy.uint64
     )
-    return torch.from_numpy(made.view(numpy.int64)).to(device)
+    return to_device(made.view(numpy.int64), device)

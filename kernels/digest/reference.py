@@ -80,9 +80,9 @@ def nonfinite_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | int:
 
 
 def add_reference(
-    tensors: Sequence[torch.Tensor], places: Sequence[Place], out: torch.Tensor
+    places: Sequence[Place], tensors: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """Adds each tensor's sums of both lanes, and its count, to its row of `out`, int64 [n, 3]."""
+    """Adds the sums of tensors at places, and their counts, to rows of `out`, int64 [n, 3]."""
     for row, tensor, given in zip(out, tensors, places, strict=True):
         codes, place = codes_of(tensor).flatten(), place_of_codes(tensor, given)
         size = PIECE.get(codes.device.type, PIECE["cuda"])

@@ -45,6 +45,14 @@ from megaopt.kernels.chunks.scales import (
     take_ticket,
     wait_for_amaxes,
 )
+from megaopt.kernels.digest.step import (
+    add_memory,
+    add_sums,
+    marks_of,
+    no_sums,
+    read_code,
+    with_block,
+)
 from megaopt.kernels.optional_triton import helper, jit, tl
 from megaopt.kernels.rules.loading import load_row
 from megaopt.kernels.step import controls as order
@@ -199,27 +207,41 @@ def find_amaxes(scratch_ptr, chunk, unmasked, SPEC: tl.constexpr):
 
 
 @helper
-def store_step(chunk, scales, index, block, values, amax_bits, SPEC: tl.constexpr):
-    """Encodes and stores a block's new values; the amaxes raised to its own."""
+def drawn_words(chunk, index, block, SPEC: tl.constexpr):
+    """The random words of a block's elements."""
     FORMATS: tl.constexpr = SPEC.formats
     IN_QUADS: tl.constexpr = block.mask is None
-    words = block_words(
+    return block_words(
         chunk.draw, chunk.start, index * SPEC.block, block.offsets, FORMATS.draws, SPEC.split,
         SPEC.block, IN_QUADS,
     )  # fmt: skip
+
+
+@helper
+def store_step(chunk, scales, index, block, values, amax_bits, SPEC: tl.constexpr):
+    """Encodes and stores a block's new values; the amaxes raised to its own."""
+    FORMATS: tl.constexpr = SPEC.formats
+    words = drawn_words(chunk, index, block, SPEC)
     return stored_block(chunk, scales, block, values, amax_bits, words, FORMATS)
 
 
 @helper
-def step_block(chunk, scales, index, amax_bits, SPEC: tl.constexpr, MASKED: tl.constexpr):
-    """The step of one block; the amaxes raised to its own."""
+def step_block(
+    chunk, scales, marks, index, amax_bits, sums, SPEC: tl.constexpr, MASKED: tl.constexpr
+):
+    """The step of one block; the amaxes raised to its own, and the digests' sums with its own."""
     FORMATS: tl.constexpr = SPEC.formats
     offsets = offsets_of(index, SPEC)
     # made here: Triton 3.6 returns no None from a function
     mask = inside(offsets, chunk.start, chunk.elements, FORMATS) if MASKED else None
     block = Block(offsets, rows_of(index, SPEC), mask)
+    grad_code = read_code(chunk, block, SPEC)
     values = loaded_and_updated(chunk, scales, block, SPEC)
-    return store_step(chunk, scales, index, block, values, amax_bits, SPEC)
+    amax_bits = store_step(chunk, scales, index, block, values, amax_bits, SPEC)
+    if SPEC.digest_count:
+        words = drawn_words(chunk, index, block, SPEC)
+        sums = with_block(sums, grad_code, block, values, words, marks, index, SPEC)
+    return amax_bits, sums
 
 
 @helper
@@ -246,8 +268,8 @@ def step_ahead(chunk, scales, index, unmasked, amax_bits, SPEC: tl.constexpr):
 
 
 @helper
-def step_chunk(scratch_ptr, chunk, lead, unmasked, SPEC: tl.constexpr):
-    """The step of one chunk."""
+def step_chunk(scratch_ptr, chunk, lead, unmasked, marks, SPEC: tl.constexpr):
+    """The step of one chunk; the sums of its digests, where there are any."""
     FORMATS: tl.constexpr = SPEC.formats
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     COUNT: tl.constexpr = FORMATS.moment_count
@@ -263,19 +285,21 @@ def step_chunk(scratch_ptr, chunk, lead, unmasked, SPEC: tl.constexpr):
     weight_scale = FORMATS.store.begin(column, FORMATS)
     scales = Scales(param, moment_scales, master_inverse, moment_inverses, weight_scale)
     amax_bits = tl.zeros_like(offsets_of(0, SPEC))
+    sums = no_sums(SPEC)
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
     index = first_block(start, FORMATS)
     if SPEC.width == 8:
         amax_bits, index = step_ahead(chunk, scales, index, unmasked, amax_bits, SPEC)
     else:
         while index < unmasked:
-            amax_bits = step_block(chunk, scales, index, amax_bits, SPEC, False)
+            amax_bits, sums = step_block(chunk, scales, marks, index, amax_bits, sums, SPEC, False)
             index += 1
     masked = first_masked(index, start, FORMATS)
     while masked * SPEC.block < chunk.elements:
-        amax_bits = step_block(chunk, scales, masked, amax_bits, SPEC, True)
+        amax_bits, sums = step_block(chunk, scales, marks, masked, amax_bits, sums, SPEC, True)
         masked = next_masked(masked, index, FORMATS)
     FORMATS.store.finish(column, start, weight_scale, amax_bits, FORMATS)
+    return sums
 
 
 @jit(do_not_specialize=["tensors", "chunks", "scalar_count"])
@@ -285,6 +309,7 @@ def step_kernel(
     scalars_ptr,  # *fp32 [groups, scalar_count]
     controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless controlled
     scratch_ptr,  # *int32 as scales.py lays it out, zero; unread without scales
+    digests_ptr,  # *int64 [tensors, digests, 2], added to; None without digests
     tensors,
     chunks,
     scalar_count,
@@ -308,6 +333,9 @@ def step_kernel(
             if FORMATS.scaled:
                 own_chunks = tl.cdiv(entry(column, NUMEL), BLOCK * ITERATIONS).to(tl.int32)
                 finish(scratch_ptr, column, own_chunks, FORMATS.moment_count)
+            if SPEC.digest_count:
+                start, elements, _ = chunk_of(column, number, 0, BLOCK, ITERATIONS)
+                add_memory(digests_ptr, column, start, elements, SPEC)
             return
     lead = lead_of(column, FORMATS)
     start, elements, unmasked = chunk_of(column, number, lead, BLOCK, ITERATIONS)
@@ -317,13 +345,16 @@ def step_kernel(
     row_ptr = draw_row(column, scalars_ptr, scalar_count, RULE)
     draw = draw_of(column, row_ptr, FORMATS.draws)
     chunk = Chunk(column, start, elements, pointers, scalars, controls, draw)
+    marks = marks_of(column, start, SPEC)
     if FORMATS.scaled:
         own_chunks = tl.cdiv(entry(column, NUMEL), BLOCK * ITERATIONS).to(tl.int32)
         if tl.load(chunks_ptr + 2 * chunks + program) == AMAX_PHASE:
             find_amaxes(scratch_ptr, chunk, unmasked, SPEC)
         else:
             wait_for_amaxes(scratch_ptr, column, own_chunks, FORMATS.moment_count)
-            step_chunk(scratch_ptr, chunk, lead, unmasked, SPEC)
+            step_chunk(scratch_ptr, chunk, lead, unmasked, marks, SPEC)
         finish(scratch_ptr, column, own_chunks, FORMATS.moment_count)
     else:
-        step_chunk(scratch_ptr, chunk, lead, unmasked, SPEC)
+        sums = step_chunk(scratch_ptr, chunk, lead, unmasked, marks, SPEC)
+        if SPEC.digest_count:
+            add_sums(digests_ptr, column, sums, SPEC)

@@ -35,6 +35,7 @@ from megaopt.kernels.step import kernel
 
 # Programs at work at a time on an H200: 132 processors, at most 16 of 4 warps each.
 LAG = 2112
+MOST_DIGESTS = 8
 
 
 class TritonPlan:
@@ -86,6 +87,25 @@ class TritonPlan:
         rows = scratch_rows(formats.moment_count)
         scratch = rows * len(numels) + 1 if formats.scaled else 0
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
+        self.digest_slots: tuple[str, ...] = ()
+        self.digests: torch.Tensor | None = None
+
+    def sum_digests(self, slots: Sequence[str], places: Sequence[Place]) -> torch.Tensor | None:
+        """Lets steps add the digests of slots up; where they do, int64 [tensors, slots, 2].
+
+        The caller sets it to what it starts from before each step. None where the launch cannot:
+        of codes that are known when other elements are through, or lie in blocks, of more slots
+        than are reduced at once, and of tensors that begin within four places or have a stride.
+        """
+        formats = self.formats
+        is_plain = formats.cast is None and not formats.scaled and not formats.block
+        if not is_plain or len(slots) > MOST_DIGESTS or not all(p.in_quads for p in places):
+            return None
+        self._note_places(places)
+        self.stale, self.digest_slots = True, tuple(slots)
+        shape = (len(places), len(slots), 2)
+        self.digests = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return self.digests
 
     def look(self, buffers: Buffers) -> None:
         """Notes where the buffers lie, for the step.
@@ -139,10 +159,13 @@ class TritonPlan:
             return
         table = self.table()
         scalars = self.on_device(scalars)
-        sizes = (self.rows.shape[1], self._count, scalars.shape[1])
-        arguments = (table, self._programs, scalars, controls, self._scratch, *sizes)
+        arguments = (
+            *(table, self._programs, scalars, controls, self._scratch, self.digests),
+            *(self.rows.shape[1], self._count, scalars.shape[1]),
+        )
         own = (self.formats, self.rule, controls is not None, self.geometry, self._is_split)
-        options: dict[str, object] = {"SPEC": Spec(*own), "num_warps": self.geometry.warps}
+        spec = Spec(*own, digests=self.digest_slots)
+        options: dict[str, object] = {"SPEC": spec, "num_warps": self.geometry.warps}
         if self.geometry.registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.geometry.registers
         call(kernel.step_kernel, self._count, arguments, options)

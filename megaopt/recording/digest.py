@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megaopt.kernels.digest.codes import LAST_PLACE, WHOLE, count_of, initial, place_of_codes
-from megaopt.kernels.digest.reference import add_reference
+from megaopt.kernels.backends import default_backend
+from megaopt.kernels.digest.codes import LAST_PLACE, WHOLE, count_of, place_of_codes
+from megaopt.kernels.digest.launch import Digests
 from megaopt.kernels.place import Place, place_of_box
 from megaopt.options.checks import is_dense, refuse
-from megaopt.params.dtensor import local_of, shard_place
+from megaopt.params.dtensor import is_dtensor, local_of, shard_place
 
 
 def digest(
@@ -102,9 +103,9 @@ class Digester:
         devices = list(dict.fromkeys(tensor.device for tensor in own))
         if len(devices) > 1:
             refuse("tensors", "on one device", devices)
-        self.device = devices[0] if devices else torch.device("cpu")
-        self.places = list(places)
-        self._initial = initial([*map(count_of, own)], self.device)
+        self._are_sharded = any(map(is_dtensor, tensors))
+        launches = bool(own) and default_backend(devices[0]) == "triton"
+        self._digests = Digests(own, places, launches)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The digests of tensors of the shapes and dtypes that the digester was made for.
@@ -112,9 +113,7 @@ class Digester:
         Returns:
             int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
         """
-        out = self._initial.clone()
-        add_reference([local_of(tensor) for tensor in tensors], self.places, out)
-        return out
+        return self._digests([*map(local_of, tensors)] if self._are_sharded else tensors)
 
 
 def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) -> Place:

@@ -8,9 +8,10 @@ docs/recording.md has every byte. A rank's folder holds
     scalars.jsonl   numbers of the host, a line a step
     kept/           step-N.safetensors, whole tensors of steps that were asked for
 
-A step is written in this order, its line in scalars.jsonl last, and is whole once that line is. So
-whatever ends a process leaves all whole steps readable. Ranks write without asking each other: the
-reader sums the digests of shards and compares those of replicas.
+A step is written in this order, its line in scalars.jsonl last, and is whole once that line is, and
+the blocks whose rows it counts. So whatever ends a process leaves all whole steps readable. Ranks
+write without asking each other: the reader sums the digests of shards and compares those of
+replicas.
 """
 
 from __future__ import annotations
@@ -112,10 +113,12 @@ class Writer:
             rows: of dtype ROW. A value may have several, in the order in which they came.
             samples: of dtype SAMPLE.
         """
+        counts = {}
         for name, array, dtype in (("samples", samples, SAMPLE), ("rows", rows, ROW)):
+            counts[name] = 0 if array is None else len(array)
             if array is not None and len(array):
                 self._append(f"{name}.bin", _block(MAGIC[name], source, step, array, dtype))
-        self._append("scalars.jsonl", _line({"step": step, "source": source, **scalars}))
+        self._append("scalars.jsonl", _line({"step": step, "source": source, **scalars, **counts}))
 
     def close(self) -> None:
         """Closes the files; nothing was kept back before."""
@@ -196,10 +199,13 @@ class Rank:
         self.values = [_value(line) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
         """By step and source."""
-        for line in _lines(folder / "scalars.jsonl"):
-            self.scalars[line["step"]][line["source"]] = line
         self._rows = _blocks(folder / "rows.bin", MAGIC["rows"], ROW)
         self._samples = _blocks(folder / "samples.bin", MAGIC["samples"], SAMPLE)
+        for line in _lines(folder / "scalars.jsonl"):
+            key = line["step"], line["source"]
+            found = len(self._rows.get(key, ())), len(self._samples.get(key, ()))
+            if found == (line.pop("rows"), line.pop("samples")):  # a machine may lose writes
+                self.scalars[line["step"]][line["source"]] = line
 
     @property
     def number(self) -> int:

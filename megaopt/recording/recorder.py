@@ -23,8 +23,8 @@ from megaopt.recording.files import Writer
 from megaopt.recording.inputs import BACKWARD, CLIP, SCALER, batch_digest, leaves, random_states
 from megaopt.recording.places import Known, Parameters
 from megaopt.recording.sink import Number, Sink, Step, option
-from megaopt.recording.sources import Source, Those, count_of
-from megaopt.recording.table import Listed, fetched, held, stamps
+from megaopt.recording.sources import Source, Those, count_of, stamps
+from megaopt.recording.table import Listed, fetched, held
 
 LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
@@ -169,7 +169,7 @@ class Recorder:
 
     def _is_here(self) -> bool:
         """Whether the process is the recorder's, and nothing is captured; hooks outlive it."""
-        if (not self._sources and self._files is not None) or os.getpid() != self._pid:
+        if self._is_closed or os.getpid() != self._pid:
             return False
         return not any(map(is_capturing, self._devices))
 
@@ -279,12 +279,14 @@ class Recorder:
                     self._add(step, source.gradients())
 
     def _gather_before(self, step: Step, source: Source) -> None:
-        weights, changed = source.weights(), source.changed(step.number)
-        everything = range(len(weights.tensors))
-        with_own = sorted({*changed, *weights.listed.own})
+        weights = source.weights()
+        changed = source.changed(step.number, weights)
+        everything, is_sampled = range(len(weights.tensors)), self._is_sampled(step.number)
+        if self._level >= BLOCKS or is_sampled:
+            with_own = sorted({*changed, *weights.listed.own})
         written = weights.before(with_own if self._level >= BLOCKS else changed)
         step.rows += written.listed.rows(written.tensors, self._number)
-        if self._is_sampled(step.number):
+        if is_sampled:
             follows = source.sampled == step.number - 1 > 0
             old = weights.before(with_own if follows else everything)
             step.samples += old.listed.samples(old.tensors, self._number)
@@ -313,7 +315,7 @@ class Recorder:
     def _gather_after(self, step: Step, source: Source) -> None:
         weights = source.weights()
         self._add(step, weights)
-        source.after = step.number, weights.listed, stamps(weights.tensors)
+        source.after = step.number, weights.listed, stamps(weights)
         if self._is_sampled(step.number):
             source.sampled = step.number
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from megaopt.params.dtensor import local_of
 from megaopt.recording.places import Known, Owner, Parameters, of_state
-from megaopt.recording.table import Listed, held, stamps
+from megaopt.recording.table import Listed, held
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 RENAMED = {
@@ -44,6 +45,7 @@ def _inner(tensor: Any) -> tuple[str, ...]:
     return tuple(each for each in FOREIGN if isinstance(getattr(tensor, each, None), torch.Tensor))
 
 
+CPU = torch.device("cpu")
 Named = tuple[Known, str, torch.Tensor]
 """What is known of a tensor, its quantity, and itself."""
 
@@ -64,13 +66,53 @@ def those(found: Sequence[Named]) -> Those:
     return Those(Listed(held(*each) for each in found), [tensor for *_, tensor in found])
 
 
+def stamps(found: Those) -> list[Any]:
+    """What changes where torch hears of a write to a tensor, or a weight's memory is another."""
+    try:
+        stamps: list[Any] = [tensor._version for tensor in found.tensors]
+    except RuntimeError:  # tensors of inference mode have none
+        stamps = [0] * len(found.tensors)
+    for i in found.listed.own:
+        stamps[i] = stamps[i], found.tensors[i].data_ptr()
+    return stamps
+
+
+def are_the_same(found: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether they are the same objects; each step asks."""
+    return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
+class States:
+    """The states that an optimizer had."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
+        self._state: Any = optimizer.state
+        self._own = [self._state[param] for param in params if param in self._state]
+        self._values, self._count = self._now(), len(self._state)
+        seen = itertools.chain(params, self._values)
+        self._is_plain = all(type(local_of(each)) in (*PLAIN, int, float) for each in seen)
+
+    def _now(self) -> list[Any]:
+        return [*itertools.chain.from_iterable(map(operator.methodcaller("values"), self._own))]
+
+    def are_the_same(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has the same tensors as then; False also where it is hard to say.
+
+        Those in lists and tensor subclasses may be others within the same object.
+        """
+        is_known = self._is_plain and optimizer.state is self._state
+        if not is_known or len(self._state) != self._count:
+            return False
+        return are_the_same(self._now(), self._values)
+
+
 class Source:
     """An optimizer whose steps are recorded."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, known: Parameters) -> None:
         self.optimizer, self.number, self._parameters = optimizer, number, known
         self.step = 0
-        self.device = local_of(self.params()[0]).device
+        self.device = next((local_of(param).device for param in self.params()), CPU)
         self.after: tuple[int, Listed, list[Any]] | None = None
         """The step that was recorded last, what its tensors were, and their stamps after it."""
         self.sampled = 0
@@ -83,6 +125,7 @@ class Source:
         self._models: Those | None = None
         self._gradients: tuple[Any, Listed] | None = None
         self._seen: list[torch.Tensor] = []
+        self._states: States = States(optimizer, ())
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -106,7 +149,7 @@ class Source:
 
     def _look(self) -> None:
         params = self.params()
-        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
+        if are_the_same(params, self._params):
             return
         self.forget()
         labels = [
@@ -133,12 +176,14 @@ class Source:
     def weights(self) -> Those:
         """The parameters and the tensors of their state; `listed` is the same while these are."""
         self._look()
+        if self._weights is not None and self._states.are_the_same(self.optimizer):
+            return self._weights
         found = list(self._tensors())
-        same = len(found) == len(self._seen) and all(map(operator.is_, found, self._seen))
-        if self._weights is None or not same:
+        if self._weights is None or not are_the_same(found, self._seen):
             owned = zip(self._params, self._owners, strict=True)
             self._weights = those([each for pair in owned for each in self._of(*pair)])
             self._seen = found
+        self._states = States(self.optimizer, self._params)
         return self._weights
 
     def models(self) -> Those | None:
@@ -150,16 +195,16 @@ class Source:
             self._models = those(list(found))
         return self._models if self._models.tensors else None
 
-    def changed(self, step: int) -> Sequence[int]:
+    def changed(self, step: int, weights: Those) -> Sequence[int]:
         """The places among `weights` that were written since the step before, as torch knows."""
-        weights, after = self.weights(), self.after
+        after = self.after
         if after is None or after[0] != step - 1 or after[1] is not weights.listed:
             return range(len(weights.tensors))
-        pairs = zip(after[2], stamps(weights.tensors), strict=True)
+        pairs = zip(after[2], stamps(weights), strict=True)
         return [i for i, (then, now) in enumerate(pairs) if then != now]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """What `weights` looks at, without a name: it is asked for at every step."""
+        """What `weights` gives, without names."""
         state = self.optimizer.state
         for param in self._params:
             for value in (param, *state.get(param, {}).values()):
@@ -192,9 +237,8 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 
 def count_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int | None:
     """The number of the last update of a group, as the optimizer counts, where the host has it."""
-    counts = [group.get("step")]
-    counts += [optimizer.state.get(param, {}).get("step") for param in group["params"]]
-    for count in counts:
+    own = (optimizer.state.get(param, {}).get("step") for param in group["params"])
+    for count in itertools.chain([group.get("step")], own):
         if isinstance(count, torch.Tensor) and count.device.type == "cpu":
             return int(count)
         if isinstance(count, int):

@@ -133,11 +133,6 @@ class Listed:
         return self._before[key]
 
 
-def stamps(tensors: Tensors) -> list[tuple[int, int]]:
-    """What changes where torch hears of a write to a tensor, or its memory is another."""
-    return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
-
-
 def _by_device(parts: Iterable[Any], tensors: Tensors) -> list[list[Any]]:
     """Parts of tensors, which begin with a tensor's number, by its device."""
     found: dict[torch.device, list[Any]] = {}

@@ -185,6 +185,8 @@ class Batches:
         self.matrices = [batch.matrices for batch in batches if batch.matrices is not None]
         self.fed = [batch for batch in batches if not batch.addresses]
         """Those whose plans are given tensors in every step."""
+        self.digests: list[Any] = []
+        """One for each batch where digests are recorded: megaopt.step.digests.BatchDigests."""
         self.undo = Undo()
         """Copies of the counts on the device, as they were before the step on its way."""
         states = (own for batch in batches for own in batch.source.states)

@@ -15,9 +15,10 @@ from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Measured, Request
+from megaopt.options.checks import one_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
-from megaopt.options.placement import Homes
+from megaopt.options.placement import MASTER, SCALE, Homes
 from megaopt.params.dtensor import local_of
 from megaopt.state.numbers import Numbers, Row
 from megaopt.state.owned import Group, Owned
@@ -26,6 +27,7 @@ from megaopt.state.watch import Grads, Seen, grads_of
 from megaopt.state.writes import ExternalWrites
 from megaopt.step.batch import Batch, Batches
 from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
+from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.probing import is_probe
 from megaopt.step.ranks.meeting import Meeting, meeting_of
@@ -174,6 +176,8 @@ class Stepper:
         self.options, self.masters, self.homes = options, masters, homes
         self.rule = rule.drawing if options.draws else rule
         self.writes = ExternalWrites(said)
+        self.quantities: tuple[str, ...] = ()
+        """What steps record digests of."""
         self.was_stepped = False
         """Whether no step asks any more which states there would be."""
         self._preparations = Preparations()
@@ -212,6 +216,20 @@ class Stepper:
         """See FusedOptimizer.grad_norm."""
         return self._preparations.norm
 
+    def record_digests(self, quantities: Iterable[str] | None) -> None:
+        """See FusedOptimizer.record_digests."""
+        own = tuple(dict.fromkeys(quantities or ()))
+        moments = [moment.name for moment in self.rule.kept]
+        state = [MASTER, *moments, *(f"{name}{SCALE}" for name in (MASTER, *moments))]
+        for quantity in own:
+            one_of("quantities", quantity, (*BESIDE_STATE, *state))
+        self.quantities, self._batches = own, None
+
+    @property
+    def digests(self) -> list[StepDigests]:
+        """See FusedOptimizer.digests."""
+        return [] if self._batches is None else [each.read() for each in self._batches.digests]
+
     def check_numbers(self, groups: Sequence[Group]) -> None:
         """Raises ValueError for a number of a group that a step cannot use."""
         self._numbers.rows(groups, self.owned(groups).check_groups)
@@ -241,6 +259,7 @@ class Stepper:
                 with nullcontext() if meeting is None else meeting.whole():
                     for stage in stages:
                         if run.is_left_out:
+                            leave_out_digests(run)
                             return batches.abandon()
                         stage(run)
         except BaseException:
@@ -368,6 +387,9 @@ class Stepper:
         commit(state, found.states)  # now that nothing was refused
         self.writes.watch(owned, found.places)
         batches = make_batches(owned, state, found, self.writes.versions)
+        if self.quantities:
+            own = batches.batches
+            batches.digests = [BatchDigests(batch, owned, self.quantities) for batch in own]
         self._is_shared = any(v.split is not None or v.group is not None for v in owned.views)
         self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
@@ -388,6 +410,7 @@ class Stepper:
         is_exchanged = any(each.group is not None for each in float8)
         first: list[Stage | bool] = [
             is_prepared and self._prepare,
+            bool(batches.digests) and begin_digests,
             bool(batches.matrices) and refresh,
             launch,
             is_exchanged and gather_amaxes,
@@ -396,6 +419,7 @@ class Stepper:
             is_exchanged and exchange,
             bool(float8) and quantize,
             any(batch.copies for batch in batches.batches) and copy_results,
+            bool(batches.digests) and finish_digests,
         ]
         parts = [first, last] if is_exchanged else [[*first, *last]]
         found = [(self._is_shared, [each for each in part if callable(each)]) for part in parts]
@@ -476,6 +500,24 @@ def refresh(run: Run) -> None:
     for matrices in run.batches.matrices:
         controls = run.prepared.get(matrices.device, (None, None))[1]
         matrices.refresh(run.groups, counts, controls)
+
+
+def begin_digests(run: Run) -> None:
+    """What the launch adds up begins; gradients have their digests before a step writes them."""
+    for digests in run.batches.digests:
+        digests.begin(run.grads)
+
+
+def finish_digests(run: Run) -> None:
+    """Digests of what the launch does not add up."""
+    for digests in run.batches.digests:
+        digests.finish(run.grads)
+
+
+def leave_out_digests(run: Run) -> None:
+    """Digests of a step that is left out: of what is as it was."""
+    for digests in run.batches.digests:
+        digests.leave_out(run.grads)
 
 
 def launch(run: Run) -> None:

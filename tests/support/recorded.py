@@ -59,10 +59,10 @@ def trained(name):
     return state_of(model, optimizer)
 
 
-def recorded(name, out, **options):
+def recorded(name, out, count=3, **options):
     """What `trained` gives, beside a recorder."""
     model = network()
     optimizer = LOOPS[name](model.parameters())
     with Recorder(model, optimizer, out, **options):
-        steps(model, optimizer)
+        steps(model, optimizer, count)
     return state_of(model, optimizer)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from megaopt import FusedAdam, Recorder
 from megaopt.recording.files import LANES, Recording
 
+BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, foreach=False),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

@@ -16,6 +16,8 @@ class Waiting(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, *_: Any) -> Any:
         """The module's spec, whose loader also starts the recorder; None for others than torch."""
+        if name == "megaopt":
+            importlib.import_module("torch")  # or the recorder would import what imports torch
         if name != "torch":
             return None
         sys.meta_path.remove(self)

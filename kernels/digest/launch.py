@@ -1,0 +1,147 @@
+"""Launches the digest over tables that are kept from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy
+import torch
+
+from megaopt.kernels.calling import call
+from megaopt.kernels.chunks.rows import (
+    ALIGNED,
+    FIRST_ELEMENT,
+    GRAD,
+    NUMEL,
+    RUN,
+    RUN_STRIDE,
+)
+from megaopt.kernels.chunks.table import INTERPRETER, Chunks, DeviceTable, Geometry, note_row
+from megaopt.kernels.digest import kernel
+from megaopt.kernels.digest.codes import (
+    FINITE,
+    NONFINITE,
+    codes_of,
+    count_of,
+    initial,
+    place_of_codes,
+)
+from megaopt.kernels.digest.reference import add_reference
+from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.place import Place
+
+CHANGING = [GRAD.value, ALIGNED.value]
+"""The rows of the table that a call may change."""
+LONGEST_RUN = 2**30
+OWN = INTERPRETER if INTERPRETED else Geometry(2048, 16)
+
+
+class DigestPlan:
+    """The tables of tensors on one device, and the launch.
+
+    Args:
+        tensors: at least one.
+        places: of each tensor in its whole one.
+        geometry: for tests; its block is a multiple of 512.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        places: Sequence[Place],
+        geometry: Geometry | None = None,
+    ) -> None:
+        geometry, device = geometry or OWN, tensors[0].device
+        self.rows = numpy.zeros((RUN_STRIDE.value + 1, len(tensors)), dtype=numpy.int64)
+        places = [*map(place_of_codes, tensors, places)]
+        kinds = [*map(_kind, tensors, places)]
+        named = [*map(_column, tensors, places, kinds)]
+        for row in named[0]:
+            self.rows[row] = [each[row] for each in named]
+        lengths = [
+            count and count + _lead(place, kind)
+            for count, place, kind in zip(map(count_of, tensors), places, kinds, strict=True)
+        ]
+        self.chunks = Chunks(lengths, geometry, device)
+        self._spec = kernel.Spec(tuple(sorted(set(kinds))), geometry)
+        self._is_complex = any(map(torch.Tensor.is_complex, tensors))
+        self._table = DeviceTable(device)
+
+    def add(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Adds each tensor's sums to its row of `out`, int64 [n, 3], in one launch.
+
+        tensors: of the sizes and dtypes, and on the device, that the plan was made for.
+        """
+        # most are their own codes, and looking at each takes the host longer than all else
+        plain = all(map(torch.Tensor.is_contiguous, tensors)) and not any(
+            map(torch.Tensor.is_neg, tensors)
+        )
+        codes = tensors if plain and not self._is_complex else [*map(codes_of, tensors)]
+        if note_row(self.rows[GRAD.value], codes):
+            self.rows[ALIGNED.value] = self.rows[GRAD.value] % 16 == 0
+        table = self._table.update(self.rows, CHANGING)
+        if not self.chunks.count:
+            return
+        options: dict[str, object] = {"SPEC": self._spec, "num_warps": self._spec.geometry.warps}
+        arguments = (table, self.chunks.table, out, len(tensors))
+        call(kernel.digest_kernel, self.chunks.count, arguments, options)
+
+
+class Digests:
+    """The digests of lists of tensors that are alike; tables are kept from call to call.
+
+    Args:
+        tensors: on one device, with memory of their own.
+        places: of each tensor in its whole one.
+        launches: whether to launch the kernel; otherwise the twin computes.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], places: Sequence[Place], launches: bool
+    ) -> None:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self._initial = initial([*map(count_of, tensors)], device)
+        in_32_bits = all(place.run <= LONGEST_RUN for place in places)
+        is_launched = launches and in_32_bits and len(tensors) > 0
+        self._add = (
+            DigestPlan(tensors, places).add if is_launched else partial(add_reference, places)
+        )
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """int64 [n, 3] on their device: the two lanes, and how many elements are not finite."""
+        out = self._initial.clone()
+        self._add(tensors, out)
+        return out
+
+
+def _kind(tensor: torch.Tensor, place: Place) -> kernel.Kind:
+    width, size = kernel.WIDTH.value, tensor.dtype.to_real().itemsize
+    if place.stride:
+        fits = all(each % width == 0 for each in (place.first, place.run, place.stride))
+        order = kernel.IN_RUNS if fits else kernel.SCATTERED
+    else:
+        order = kernel.IN_RUNS if place.first % width else kernel.IN_ROWS
+    return kernel.Kind(size, order.value)
+
+
+def _lead(place: Place, kind: kernel.Kind) -> int:
+    """The places before the tensor's first that its first chunk begins with."""
+    return place.first % kernel.WIDTH.value if kind.order == kernel.IN_RUNS.value else 0
+
+
+def _column(tensor: torch.Tensor, place: Place, kind: kernel.Kind) -> dict[int, int]:
+    """A tensor's column of the table, but for its address."""
+    mask, pattern = NONFINITE.get(tensor.dtype.to_real(), FINITE)
+    # of 8 bytes the upper word
+    shift = 32 if mask >= 2**32 else 0
+    return {
+        NUMEL.value: count_of(tensor),
+        kernel.OF_KIND.value: kind.number,
+        kernel.MASK.value: mask >> shift,
+        kernel.PATTERN.value: pattern >> shift,
+        FIRST_ELEMENT.value: place.first,
+        # runs that follow each other are none
+        RUN.value: place.run if place.stride else LONGEST_RUN,
+        RUN_STRIDE.value: place.stride or LONGEST_RUN,
+    }

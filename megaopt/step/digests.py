@@ -1,0 +1,127 @@
+"""Digests of what a step reads and stores: out of its launch, or in passes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.digest.codes import initial
+from megaopt.kernels.digest.launch import Digests
+from megaopt.kernels.place import Place
+from megaopt.kernels.step.launch import TritonPlan
+from megaopt.params import ParamView
+from megaopt.params.dtensor import local_of
+from megaopt.state.owned import Owned
+from megaopt.state.tensors import state_name
+from megaopt.state.watch import Grads
+from megaopt.step.batch import Batch
+
+BESIDE_STATE = ("grad", "weight")
+
+
+class StepDigests(NamedTuple):
+    """The digests of parameters that are stepped alike, at the last step."""
+
+    params: list[torch.Tensor]
+    """One for each row."""
+    quantities: tuple[str, ...]
+    """One for each column: "grad", "weight", and names of the state."""
+    lanes: torch.Tensor
+    """int64 [parameters, quantities, 2], as megaopt.digest has them, on the parameters' device."""
+
+
+class BatchDigests:
+    """The digests of a batch's chosen slots.
+
+    Those that the launch does not sum up come from passes of their own: over gradients before the
+    step, which may write them, and over the rest behind it.
+    """
+
+    def __init__(self, batch: Batch, owned: Owned, quantities: Sequence[str]) -> None:
+        self.batch = batch
+        names = {slot: state_name(slot) for slot in batch.formats.state_slots}
+        names = {**{slot: slot for slot in BESIDE_STATE}, **names}
+        self._names = {slot: name for slot, name in names.items() if name in quantities}
+        views = [owned.views[place] for place in batch.positions]
+        places = [owned.place(place) for place in batch.positions]
+        self._launches = owned.backend(batch.device) == "triton" and batch.device.type == "cuda"
+        self._launched = self._in_launch(places)
+        slots = batch.plan.digest_slots if isinstance(batch.plan, TritonPlan) else ()
+        self._of_launch = {slot: self._names[slot] for slot in slots}
+        self._initial = initial([v.local.numel() for v in views], batch.device)[:, None, :2]
+        self._places = {slot: _places(views, batch.formats, slot, places) for slot in self._names}
+        self._own_passes: dict[str, Digests] = {}
+        self._found: dict[str, torch.Tensor] = {}
+
+    def _in_launch(self, places: list[Place]) -> torch.Tensor | None:
+        plan, slots = self.batch.plan, [s for s in self._names if s in self.batch.formats.by_slot]
+        if not isinstance(plan, TritonPlan) or not slots:
+            return None
+        return plan.sum_digests(slots, places)
+
+    def begin(self, grads: Grads) -> None:
+        """Before the launch."""
+        if self._launched is not None:
+            self._launched.copy_(self._initial.expand_as(self._launched))
+        self._look([slot for slot in self._names if slot == "grad"], grads)
+
+    def finish(self, grads: Grads) -> None:
+        """Behind the step."""
+        self._look([slot for slot in self._names if slot != "grad"], grads)
+
+    def _look(self, slots: Sequence[str], grads: Grads) -> None:
+        for slot in slots:
+            if slot not in self._of_launch:
+                self._found[slot] = self._digest(slot, grads)
+
+    def _digest(self, slot: str, grads: Grads) -> torch.Tensor:
+        tensors = self._tensors(slot, grads)
+        if slot not in self._own_passes:
+            self._own_passes[slot] = Digests(tensors, self._places[slot], self._launches)
+        return self._own_passes[slot](tensors)[:, :2]
+
+    def _tensors(self, slot: str, grads: Grads) -> list[torch.Tensor]:
+        if slot == "grad":
+            return [local_of(grads[place]) for place in self.batch.positions]
+        if slot == "weight" and self.batch.float8 is not None:
+            return list(self.batch.float8.codes)
+        return self.batch.source.tensors(slot)
+
+    def leave_out(self, grads: Grads) -> None:
+        """In the place of a step that the host leaves out."""
+        found = {slot: self._digest(slot, grads) for slot in self._names}
+        self._found = found
+        if self._launched is not None:
+            own = [found[slot] for slot in self._of_launch]
+            self._launched.copy_(torch.stack(own, 1))
+
+    def read(self) -> StepDigests:
+        """The digests of the last step."""
+        own = [slot for slot in self._found if slot not in self._of_launch]
+        parts = [] if self._launched is None else [self._launched]
+        parts += [self._found[slot][:, None] for slot in own]
+        quantities = [*self._of_launch.values(), *(self._names[slot] for slot in own)]
+        return StepDigests(self.batch.source.params, tuple(quantities), torch.cat(parts, 1))
+
+
+def _places(
+    views: Sequence[ParamView], formats: Formats, slot: str, places: list[Place]
+) -> list[Place]:
+    """Where a slot's tensors lie in their whole ones."""
+    if formats.matrix is not None and slot not in (*BESIDE_STATE, "master"):
+        own = zip(places, views, strict=True)
+        places = [formats.matrix.low_place(place, view.local.shape) for place, view in own]
+    form = formats.by_slot.get(slot.removesuffix("_scale"))
+    if form is None:
+        return places
+    together = form.block if slot.endswith("_scale") else form.packed
+    return [_joined(place, together) if together else Place(0) for place in places]
+
+
+def _joined(place: Place, count: int) -> Place:
+    """The place where so many elements are one."""
+    number, first, run, stride = place
+    return Place(number, first // count, max(run // count, 1), stride // count)

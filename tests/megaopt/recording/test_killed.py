@@ -1,0 +1,131 @@
+"""Whatever ends a process leaves all whole steps readable; equal runs leave equal files."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recorded import recorded
+
+from megaopt.recording.files import Recording
+
+ROOT = Path(__file__).parents[3]
+NAMES = ("samples.bin", "rows.bin", "scalars.jsonl")
+"""In the order in which a step is written."""
+
+
+def contents(folder):
+    found = Recording(folder)
+    return {
+        step: (found.scalars(step), found.digests(step), found.own(step), samples(found, step))
+        for step in found.steps
+    }
+
+
+def samples(recording, step):
+    return {key: (held, bits.tolist()) for key, (held, bits) in recording.samples(step).items()}
+
+
+def ends(folder):
+    """The size of each file after each write, in the order of writes: how a kill may leave them."""
+    sizes = dict.fromkeys(NAMES, 0)
+    whole = {name: (folder / name).read_bytes() for name in NAMES}
+    lines = whole["scalars.jsonl"].splitlines(keepends=True)
+    rank = Recording(folder.parent).ranks[0]
+    for line in lines:
+        for name in NAMES:
+            yield name, dict(sizes)
+            if name == "scalars.jsonl":
+                sizes[name] += len(line)
+            else:
+                sizes[name] += block(whole[name], sizes[name])
+    assert sizes == {name: len(data) for name, data in whole.items()}
+    assert len(rank.scalars) == len(lines)
+
+
+def block(data, place):
+    """The bytes of the block that begins there."""
+    row = {b"ROWS": 24, b"SAMP": 272}[data[place : place + 4]]
+    return 24 + row * int.from_bytes(data[place + 16 : place + 24], "little") + 4
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "a"
+    recorded("adamw foreach", out, level="modules", count=6)
+    return out
+
+
+def test_a_kill_at_any_byte_leaves_all_whole_steps(run, tmp_path):
+    expected, writes = contents(run), list(ends(run / "rank-0"))
+    draws = random.Random(0)
+    for trial in range(200):
+        out = shutil.copytree(run, tmp_path / str(trial))
+        place = draws.randrange(len(writes))
+        writing, sizes = writes[place]
+        after = writes[place + 1][1] if place + 1 < len(writes) else None
+        limit = after[writing] if after else (run / "rank-0" / writing).stat().st_size
+        sizes = {**sizes, writing: draws.randint(sizes[writing], limit)}
+        for name, size in sizes.items():
+            with open(out / "rank-0" / name, "r+b") as file:
+                file.truncate(size)
+        done = place // len(NAMES) + (writing == "scalars.jsonl" and sizes[writing] == limit)
+        found = contents(out)
+        assert found == {step: expected[step] for step in range(1, done + 1)}
+
+
+@pytest.mark.parametrize("name", ["rows.bin", "samples.bin"])
+def test_steps_from_a_changed_byte_on_are_not_whole(run, tmp_path, name):
+    out = shutil.copytree(run, tmp_path / "a")
+    path = out / "rank-0" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    expected, found = contents(run), contents(out)
+    assert 0 < len(found) < len(expected)
+    assert found == {step: expected[step] for step in range(1, len(found) + 1)}
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, sys.argv[2])
+from recorded import recorded
+recorded("adamw foreach", sys.argv[1], count=10**9)
+"""
+
+
+def test_killed_processes_leave_whole_steps(tmp_path):
+    support = str(ROOT / "tests" / "support")
+    for trial in range(3):
+        out = tmp_path / str(trial)
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out), support])
+        scalars = out / "rank-0" / "scalars.jsonl"
+        while not scalars.is_file() or scalars.stat().st_size < 20_000 * (trial + 1):
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        steps = contents(out)
+        assert list(steps) == list(range(1, len(steps) + 1))
+        lines = scalars.read_bytes().count(b"\n")
+        assert len(steps) == lines > 10
+
+
+def test_a_thousand_equal_steps_leave_equal_files(tmp_path):
+    for name in ("a", "b"):
+        recorded("adamw foreach", tmp_path / name, level="blocks", count=1000)
+    a, b = tmp_path / "a" / "rank-0", tmp_path / "b" / "rank-0"
+    for name in ("rows.bin", "samples.bin"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+    first, second = (json_lines(folder / "scalars.jsonl") for folder in (a, b))
+    assert len(first) == 1000
+    assert first == second
+
+
+def json_lines(path):
+    """Of the generators only torch's is used, and Python's is another in each process."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{**line, "rng": line["rng"]["torch"]} for line in found]

@@ -1,0 +1,158 @@
+"""`megaopt record` records scripts that know nothing of it, and ends as they end."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megaopt.recording.files import Recording
+
+SCRIPT = """
+import os, sys, time
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
+
+
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, batch=None):
+        for layer in self.layers:
+            batch = layer(batch).tanh()
+        return batch
+
+
+def main():
+    torch.manual_seed(0)
+    model = Network()
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
+    data = torch.arange(96.0).view(12, 8)
+    for batch in DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork"):
+        optimizer.zero_grad()
+        model(batch=batch).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    print([float(p.sum()).hex() for p in model.parameters()], flush=True)
+    while sys.argv[2] == "wait":
+        time.sleep(0.1)
+    sys.exit(int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "megaopt", "record", *arguments]
+
+
+def run(folder, *arguments, **more):
+    done = subprocess.run(
+        arguments, cwd=folder, capture_output=True, text=True, timeout=120, **more
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_is_recorded_and_prints_what_it_did(folder):
+    script = [sys.executable, "train.py", "0.01", "0"]
+    alone = run(folder, *script)
+    beside = run(folder, *command("--out", "a", "--level", "blocks", "--", *script))
+    assert beside == alone
+    found = Recording(folder / "a")
+    assert found.steps == [1, 2, 3]
+    (optimizer,) = found.ranks[0].optimizers
+    names = [f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")]
+    assert optimizer["groups"] == [names]
+    assert optimizer["order"] == names
+    assert optimizer["class"] == "torch.optim.adamw.AdamW"
+    scalars = found.scalars(1)[0][0]
+    assert len(scalars["batch"]) == len(scalars["losses"]) == 1
+    assert scalars["grad_norm"] is not None
+    assert {key[1:] for key in found.own(2)} == {
+        (f"layers.{i}", way) for i in (0, 1) for way in ("forward", "backward")
+    }
+
+
+def test_python_m_and_its_exit_status(folder):
+    (folder / "sitecustomize.py").write_text("print('the one that was there')")
+    ways = [sys.executable, "-m", "train", "0.01", "7"]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    status, out, _ = run(folder, *command("--out", "a", "--", *ways), env=environment)
+    assert status == 7
+    assert out.count("the one that was there") >= 1
+    assert Recording(folder / "a").steps == [1, 2, 3]
+
+
+def test_two_runs_are_equal_and_another_lr_is_not(folder):
+    for name, lr in (("a", "0.01"), ("b", "0.01"), ("c", "0.02")):
+        script = [sys.executable, "train.py", lr, "0"]
+        assert run(folder, *command("--out", name, "--", *script))[0] == 0
+    a, b, c = (Recording(folder / name) for name in "abc")
+    assert [a.digests(step) for step in a.steps] == [b.digests(step) for step in b.steps]
+    first, other = a.digests(1), c.digests(1)
+    unlike = {
+        quantity for name, quantity in first if first[name, quantity] != other[name, quantity]
+    }
+    assert unlike == {"weight"}
+
+
+def test_torchrun_records_each_rank(folder):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    script = [*launch, "--master-port", "29531", "train.py", "0.01", "0"]
+    status, _, error = run(folder, *command("--out", "a", "--level", "blocks", "--", *script))
+    assert status == 0, error
+    found = Recording(folder / "a")
+    assert [rank.number for rank in found.ranks] == [0, 1]
+    assert found.ranks[1].run["world"] == 2
+    assert all(summed.replicas == () for summed in found.digests(3).values())
+    assert (1, "layers.0.weight", "local grad") in found.own(1)
+
+
+def test_a_script_that_imports_megaopt_first(folder):
+    (folder / "ours.py").write_text(f"from megaopt import FusedAdam\n{SCRIPT}")
+    script = [sys.executable, "ours.py", "0.01", "0"]
+    status, _, error = run(folder, *command("--out", "a", "--", *script))
+    assert status == 0, error
+    assert Recording(folder / "a").steps == [1, 2, 3]
+
+
+def test_ctrl_c_reaches_the_script(folder):
+    script = [sys.executable, "train.py", "0.01", "wait"]
+    process = subprocess.Popen(
+        command("--out", "a", "--", *script),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "KeyboardInterrupt" in error
+    assert Recording(folder / "a").steps == [1, 2, 3]
+
+
+def test_what_cannot_be_recorded_is_refused(folder):
+    script = [sys.executable, "train.py", "0.01", "0"]
+    assert run(folder, *command("--out", "a", "--", *script))[0] == 0
+    status, _, error = run(folder, *command("--out", "a", "--", *script))
+    assert (status, "out must be a folder without a recording" in error) == (2, True)
+    status, _, error = run(folder, *command("--out", "b", "--keep", "x", "--", *script))
+    assert (status, "keep must be steps, as 100,200-210, got 'x'" in error) == (2, True)

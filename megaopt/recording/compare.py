@@ -173,7 +173,7 @@ def compare(
     """
     pair = Pair(Side(a), Side(b, names))
     found = Comparison(_title(a), _title(b), environment=_environment(a, b))
-    found.reasons = _reasons(a, b)
+    found.reasons = [*_reasons(a, b), *pair.dtypes()]
     found.missing = pair.missing()
     if found.missing:
         return found

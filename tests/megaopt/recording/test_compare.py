@@ -372,6 +372,24 @@ def test_names_of_the_other_run_are_mapped(right, tmp_path):
     assert compare(right(STEP), other, names).verdict == "same"
 
 
+class Half(Faults):
+    def start(self, model):
+        model.bfloat16()
+
+    def batch(self, step, x, y):
+        return x.bfloat16(), y.bfloat16()
+
+
+def test_other_dtypes_are_told_of(right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", Half()))
+    assert found.blame.kind == "start"
+    words = "dtype of grad of embed.weight: float32, and bfloat16; and of 63 more"
+    assert found.reasons == [words]
+    (first,) = (each for each in found.growth if (each.step, each.quantity) == (1, "weight"))
+    assert first.ulp == 0  # not counted between dtypes; norms are
+    assert 0 < first.relative < 1
+
+
 class Wider(Faults):
     def start(self, model):
         model.head = torch.nn.Linear(8, 2)

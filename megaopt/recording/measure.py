@@ -42,8 +42,11 @@ def _as_numbers(bits: Array, dtype: str) -> Array:
 
 
 def _places(bits: Array, dtype: str) -> Array:
-    """The number line in steps of one unit in the last place, as Python integers; +-0 is 0."""
-    codes = bits.astype(object)
+    """The number line in steps of one unit in the last place; +-0 is 0.
+
+    Python's integers for elements of 8 bytes: their differences do not fit into 64 bits.
+    """
+    codes = bits.astype(object if bits.itemsize == 8 else numpy.int64)
     if not dtype.startswith(("float", "bfloat")):
         return codes
     sign = 1 << (8 * FLOATS.get(dtype, 1) - 1)
@@ -93,10 +96,7 @@ def distance(bits: Array, others: Array, dtype: str, other_dtype: str) -> Distan
         apart[~numpy.isfinite(apart)] = math.inf
         finite = mine[numpy.isfinite(mine)]
         squares = float(numpy.square(apart).sum()), float(numpy.square(finite).sum())
-    steps = _steps(bits, others, dtype) if dtype == other_dtype else []
-    return Distance(*squares, Counter(step.bit_length() for step in steps), max(steps, default=0))
-
-
-def _steps(bits: Array, others: Array, dtype: str) -> list[int]:
-    """The units in the last place between elements."""
-    return [int(step) for step in abs(_places(bits, dtype) - _places(others, dtype))]
+    if dtype != other_dtype:
+        return Distance(*squares, Counter(), 0)
+    steps = abs(_places(bits, dtype) - _places(others, dtype)).tolist()
+    return Distance(*squares, Counter(map(int.bit_length, steps)), max(steps, default=0))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
+import numpy
+
 from megaopt.recording.files import Key, Recording, Summed, Value
 from megaopt.recording.measure import NEAR, Array, Distance, distance
 
@@ -327,29 +329,35 @@ class Pair:
     def distances(self, step: int) -> dict[str, Distance]:
         """The distances of sampled elements, by quantity."""
         a, b = (side.samples(step) for side in self.both)
+        alike: dict[tuple[str, ...], list[tuple[Array, Array]]] = {}
+        for key in (key for key in a if key in b and is_new(key[1])):
+            alike.setdefault((key[1], *self._dtypes(key)), []).append(_held(a[key], b[key]))
         found: dict[str, Distance] = {}
-        for key in a:
-            if key not in b or not is_new(key[1]):
-                continue
-            length = self._distance(key, a[key], b[key])
-            found[key[1]] = found.get(key[1], NEAR).plus(length)
+        for (quantity, *dtypes), pairs in alike.items():  # all tensors of a kind in one go
+            bits = (numpy.concatenate(each) for each in zip(*pairs, strict=True))
+            found[quantity] = found.get(quantity, NEAR).plus(distance(*bits, *dtypes))
         return found
 
     def farthest(self, step: int, keys: Iterable[Key]) -> str:
         """In words, which of some tensors lies farthest apart in its samples, where there are."""
         a, b = (side.samples(step) for side in self.both)
         known = [key for key in keys if key in a and key in b]
-        apart = {key: self._distance(key, a[key], b[key]).relative for key in known}
+        lengths = ((key, distance(*_held(a[key], b[key]), *self._dtypes(key))) for key in known)
+        apart = {key: length.relative for key, length in lengths}
         if len(apart) < 2:
             return ""
         name, quantity = max(apart, key=lambda key: apart[key])
         return f"; farthest apart is that of {name}, by {apart[name, quantity]:.2g} of its norm"
 
-    def _distance(self, key: Key, a: tuple[int, Array], b: tuple[int, Array]) -> Distance:
-        held = a[0] & b[0]
-        chosen = [i for i in range(held.bit_length()) if held >> i & 1]
-        dtypes = (side.values[key].dtype for side in self.both)
-        return distance(a[1][chosen], b[1][chosen], *dtypes)
+    def _dtypes(self, key: Key) -> tuple[str, str]:
+        return self.a.values[key].dtype, self.b.values[key].dtype
+
+
+def _held(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[Array, Array]:
+    """The sampled elements that both have."""
+    held = a[0] & b[0]
+    chosen = [i for i in range(held.bit_length()) if held >> i & 1]
+    return a[1][chosen], b[1][chosen]
 
 
 def is_after(quantity: str) -> bool:

@@ -15,7 +15,7 @@ from megaopt.commands.console import make_console
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
 from megaopt.recording import golden as values
 from megaopt.recording.blame import Blame
-from megaopt.recording.compare import Comparison, Growth, compare
+from megaopt.recording.compare import Comparison, Growth, Repeats, compare
 from megaopt.recording.files import Rank, Recording, RecordingError
 from megaopt.recording.pair import shown
 from megaopt.saving.files import replacing, write_json
@@ -57,8 +57,9 @@ def diff(
         # its pictures are matplotlib's, which takes a second to import
         from megaopt.commands.page import page
 
+        tables = [GROWTH, *growth_rows(found.growth)], [NOISE, *noise_rows(found.noise)]
         with replacing(html) as file:
-            file.write(page(found, [GROWTH, *growth_rows(found.growth)]).encode())
+            file.write(page(found, *tables).encode())
     if github:
         print(annotation("diff", found.line, STATUS[found.verdict]))
     return STATUS[found.verdict]
@@ -168,8 +169,7 @@ def tell(found: Comparison, console: Console) -> None:
     if found.blame is not None and found.blame.tensors:
         console.print(escape(_tensors(found.blame)), highlight=False)
     print_table(console, "how it grows", GROWTH, growth_rows(found.growth))
-    noise = [(str(n.step), n.quantity, f"{n.change:.2g}", f"{n.repeats:.2g}") for n in found.noise]
-    print_table(console, "B against repeats of A", ("step", "quantity", "B", "repeats"), noise)
+    print_table(console, "B against repeats of A", NOISE, noise_rows(found.noise))
 
 
 def _tensors(blame: Blame) -> str:
@@ -205,6 +205,19 @@ def growth_rows(growth: Sequence[Growth]) -> list[tuple[str, ...]]:
             counts = (f"{each.differ} of {each.of}" for each in (first, last))
             far = (f"{_number(first.relative)} to {_number(last.relative)}", _number(last.ulp))
             rows.append((quantity, str(first.step), *counts, *far))
+    return rows
+
+
+NOISE = ("quantity", "B is farther off", "B at the last step", "repeats at the last step")
+
+
+def noise_rows(noise: Sequence[Repeats]) -> list[tuple[str, ...]]:
+    """A row for each quantity: how often B lies farther off than repeats, and how far at last."""
+    rows = []
+    for quantity in dict.fromkeys(each.quantity for each in noise):
+        own = [each for each in noise if each.quantity == quantity]
+        farther = f"{sum(each.change > each.repeats for each in own)} of {len(own)} steps"
+        rows.append((quantity, farther, f"{own[-1].change:.2g}", f"{own[-1].repeats:.2g}"))
     return rows
 
 

@@ -32,8 +32,8 @@ MOST = 12
 """Tensors that are listed."""
 
 
-def page(found: Comparison, growth: Sequence[Sequence[str]]) -> str:
-    """A comparison as a page of HTML; growth: the rows of its table, titles first."""
+def page(found: Comparison, growth: Sequence[Sequence[str]], noise: Sequence[Sequence[str]]) -> str:
+    """A comparison as a page of HTML; growth and noise: the rows of tables, titles first."""
     verdict, _, rest = found.line.partition(":")
     parts = [
         f"<h1>{escape(found.a)} and {escape(found.b)}</h1>",
@@ -54,9 +54,7 @@ def page(found: Comparison, growth: Sequence[Sequence[str]]) -> str:
         title = f"Step {found.blame.step}: {len(found.blame.tensors)} differ, the first {MOST}"
         rows = found.blame.tensors[:MOST]
         parts += _section(title, _table(("tensor", "quantity"), rows))
-    noise = [(n.step, n.quantity, f"{n.change:.2g}", f"{n.repeats:.2g}") for n in found.noise]
-    titles = ("step", "quantity", "B from A and its repeats", "these from each other")
-    parts += _section("B against repeats of A", _table(titles, noise))
+    parts += _section("B against repeats of A", _table(noise[0], noise[1:]))
     head = f'<meta charset="utf-8"><title>megaopt diff</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 

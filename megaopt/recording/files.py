@@ -17,6 +17,7 @@ replicas.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -398,7 +399,7 @@ def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
         sum(digest.high for digest in chosen) % LANES,
         None if None in counts else sum(count or 0 for count in counts),
     )
-    numel = int(numpy.prod(value.shape, dtype=object))
+    numel = math.prod(value.shape)
     missing = numel - sum(place[3] for place in parts)
     unlike = [_alike(ranks) for ranks in parts.values() if len(set(ranks.values())) > 1]
     groups = unlike[0] if unlike else {}

@@ -244,6 +244,18 @@ class DTensorView(ParamView):
             )
 
 
+def shard_box(value: Any) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Where a DTensor's shard begins in each dimension of the whole, and its shape; else None."""
+    if not is_dtensor(value):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, start = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    return start, size
+
+
 def shard_place(value: Any) -> Place | None:
     """Where a DTensor's shard lies in the whole; None for anything else.
 

@@ -113,5 +113,5 @@ def _output(*command: str) -> str | None:
 
 
 def _hash(text: str | None) -> str | None:
-    """None where nothing differs from the commit."""
+    """The SHA-256 of a text, None without one: where nothing differs from the commit."""
     return hashlib.sha256(text.encode()).hexdigest() if text else None

@@ -54,11 +54,11 @@ class Value(NamedTuple):
     name: str
     """Canonical: of the parameter, or of the module whose output it is."""
     quantity: str
-    """As "grad", "weight", "old weight", "master", "exp_avg", "forward", "backward"."""
+    """Which: "grad", "weight", "old weight", "master", "exp_avg", "forward", "backward" ..."""
     dtype: str
-    """As torch prints it, without "torch."."""
+    """The name that torch prints, without "torch."."""
     shape: tuple[int, ...]
-    """Of the whole tensor, over all ranks."""
+    """The whole tensor's, over all ranks."""
     place: tuple[int, int, int, int] | None = None
     """(first, run, stride, numel): element i < numel of the part is element
     first + i // run * stride + i % run of the whole; with a stride of 0 element first + i. None:
@@ -165,7 +165,7 @@ class Summed(NamedTuple):
     """What all ranks together say of one tensor."""
 
     digest: Digest
-    """Of the whole; of what there is where a rank is missing."""
+    """The whole tensor's; where a rank is missing that of what there is."""
     missing: int
     """Elements that no rank has recorded."""
     replicas: tuple[tuple[int, ...], ...]
@@ -199,7 +199,7 @@ class Rank:
         self.optimizers = [line for line in lines if line["is"] == "optimizer"]
         self.values = [_value(line) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
-        """By step and source."""
+        """Lines by step and source."""
         self._rows = _blocks(folder / "rows.bin", MAGIC["rows"], ROW)
         self._samples = _blocks(folder / "samples.bin", MAGIC["samples"], SAMPLE)
         for line in _lines(folder / "scalars.jsonl"):

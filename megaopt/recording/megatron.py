@@ -122,7 +122,7 @@ class Shard(NamedTuple):
     weight: torch.Tensor
     """The model's parameter."""
     begin: int
-    """Of its elements, flat."""
+    """The first of its elements, flat."""
     end: int
     is_master: bool
     """A copy in another dtype; else it shares the parameter's memory."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megaopt.kernels.place import place_of_box
-from megaopt.params.dtensor import is_dtensor, local_of
+from megaopt.params.dtensor import local_of, shard_box
 from megaopt.recording import megatron
 from megaopt.recording.pieces import Piece, cut, whole
 
@@ -23,9 +23,9 @@ class Known(NamedTuple):
     name: str
     """Canonical: of its parameter, or of the module whose output it is."""
     shape: tuple[int, ...]
-    """Of the whole, over all ranks."""
+    """The whole tensor's, over all ranks."""
     pieces: tuple[Piece, ...] | None
-    """None: nobody knows where the rank's elements belong, and they are its own."""
+    """What this rank has; None where nobody knows its place, and it is the rank's own."""
 
 
 class Owner(NamedTuple):
@@ -35,7 +35,7 @@ class Owner(NamedTuple):
     quantity: str
     """It is the model's "weight" itself, or its "master"."""
     weight: torch.Tensor | None = None
-    """Of a master: the model's own, which gets its values after the step."""
+    """The model's own where the parameter is a master; it gets its values after the step."""
 
 
 def canonical(name: str) -> str:
@@ -43,18 +43,12 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...] | None]:
+def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """The whole shape of a tensor or DTensor, and the pieces that this rank has."""
-    shape = tuple(tensor.shape)
-    if not is_dtensor(tensor):
+    shape, shard = tuple(tensor.shape), shard_box(tensor)
+    if shard is None:
         return shape, whole(shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    own: Any = tensor
-    if any(placement.is_partial() for placement in own.placements):
-        return tuple(local_of(own).shape), None
-    size, start = compute_local_shape_and_global_offset(shape, own.device_mesh, own.placements)
-    return shape, tuple(box(shape, start, size)) if math.prod(size) else ()
+    return shape, tuple(box(shape, *shard)) if math.prod(shard[1]) else ()
 
 
 def box(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[Piece]:
@@ -95,8 +89,10 @@ class Parameters:
         self.models = [each for each in self.models if each not in inside] + [model]
         self._names, taken = {}, set[str]()
         for number, each in enumerate(self.models):
-            found = {param: self.name(each, name) for name, param in each.named_parameters()}
-            own = {p: n if n not in taken else f"model{number}.{n}" for p, n in found.items()}
+            own: dict[torch.Tensor, str] = {}
+            for path, param in each.named_parameters():
+                name = self.name(each, path)
+                own[param] = f"model{number}.{name}" if name in taken else name
             self._names = {**own, **self._names}
             taken.update(own.values())
         self._owners.clear()
@@ -137,7 +133,7 @@ class Parameters:
 
 def of_state(param: torch.Tensor, known: Known, tensor: torch.Tensor) -> Known:
     """What is known of a tensor of a parameter's state."""
-    if is_dtensor(tensor):
+    if local_of(tensor) is not tensor:
         return Known(known.name, *of_tensor(tensor))
     if tensor.numel() == local_of(param).numel():
         return known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import multiprocessing.util
 import os
@@ -16,7 +17,7 @@ import torch
 
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.options.checks import one_of, refuse
-from megaopt.params.dtensor import is_dtensor, local_of
+from megaopt.params.dtensor import local_of
 from megaopt.recording import megatron
 from megaopt.recording.environment import describe
 from megaopt.recording.files import Writer
@@ -76,6 +77,8 @@ class Recorder:
         one_of("level", level, LEVELS)
         self._every, self._samples = whole_number("every", every), whole_number("samples", samples)
         self._level, self._keep = LEVELS.index(level), set(steps_of(keep))
+        if self._keep and importlib.util.find_spec("safetensors") is None:
+            refuse("keep", "empty where safetensors is not installed", keep)
         self._run = {"level": level, "every": every}
         self.folder, self._pid = Path(out), os.getpid()
         self._parameters = Parameters(names or {}, vocabulary)
@@ -90,7 +93,7 @@ class Recorder:
         self._own_rows: dict[Any, Listed] = {}
         self._undo: list[Callable[[], None]] = []
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
-        """Of each model."""
+        """What is registered for each model."""
         for module in [model] if isinstance(model, torch.nn.Module) else model:
             self.add_model(module)
         for inner in inner_optimizers(optimizer):
@@ -236,7 +239,7 @@ class Recorder:
 
     def _clip(self, *_: Any) -> Callable[[Any], None]:
         def clipped(norm: Any) -> None:
-            if not is_dtensor(norm) and self._is_here():  # of a DTensor ranks would have to meet
+            if local_of(norm) is norm and self._is_here():  # of a DTensor ranks would have to meet
                 self._coming.grad_norm = number_of(norm)
 
         return clipped
@@ -483,6 +486,7 @@ def process() -> dict[str, Any]:
 
 def meshes(sources: Iterable[Source]) -> dict[str, Any]:
     """The meshes and placements of DTensors among the parameters."""
-    params: Any = [param for source in sources for param in source.params() if is_dtensor(param)]
-    found = {f"{param.device_mesh}: {param.placements}" for param in params}
+    params: Any = [param for source in sources for param in source.params()]
+    sharded = [param for param in params if local_of(param) is not param]
+    found = {f"{param.device_mesh}: {param.placements}" for param in sharded}
     return {"meshes": sorted(found)} if found else {}

@@ -30,7 +30,7 @@ class Runner:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._known: set[int] = set()
-        """Of modules whose forwards have been seen, and those within them."""
+        """The ids of modules whose forwards have been seen, and of those within them."""
         self._optimizers: set[int] = set()
         self._within: list[torch.optim.Optimizer] = []
         register_module_forward_pre_hook(self._forward)

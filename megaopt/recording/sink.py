@@ -32,7 +32,7 @@ class Step:
     loss_scale: Number | None = None
     skipped: Number | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
-    """Of each group."""
+    """Those of each group."""
     random: dict[str, str] = field(default_factory=dict)
     batches: list[torch.Tensor] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from megaopt.kernels.backends import default_backend
+from megaopt.kernels.gather import Gather
 from megaopt.kernels.place import Place
 from megaopt.recording.digest import Digester
 from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, Value, places_of_samples
 from megaopt.recording.pieces import Piece
 from megaopt.recording.places import Known
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Array = numpy.ndarray[Any, Any]
 Number = Callable[[Value], int]
 Tensors = Sequence[torch.Tensor]
@@ -62,7 +63,7 @@ class Rows(NamedTuple):
     """Digests that the device may still be making."""
 
     numbers: Array
-    """Of the values."""
+    """The values' numbers."""
     digests: torch.Tensor
     """int64 (n, 3), on the host: both lanes, and how many elements are not finite."""
 
@@ -79,7 +80,7 @@ class Samples(NamedTuple):
     """Sampled elements that the device may still be fetching."""
 
     rows: Array
-    """As files have them, but for the elements."""
+    """Rows of files, but for the elements."""
     where: tuple[Array, Array]
     """The row and the place in it of each element."""
     bits: torch.Tensor
@@ -166,7 +167,7 @@ class _Group:
 
 
 def _stretch(piece: Piece, tensor: torch.Tensor) -> slice | None:
-    """None: the whole tensor."""
+    """Where a piece lies in a tensor; None where it is all of it."""
     end = piece.begin + piece.numel
     return None if piece.numel == tensor.numel() else slice(piece.begin, end)
 
@@ -175,42 +176,36 @@ class _Sampled:
     """The samples of one device."""
 
     def __init__(self, parts: Sequence[tuple[int, Held]], tensors: Tensors, number: Number) -> None:
-        self._chosen: list[tuple[int, torch.Tensor]] = []
-        """Tensors, and which elements of theirs."""
         rows: list[tuple[int, int, int, int]] = []
         where: list[tuple[int, int]] = []
+        self._chosen, indices = list[int](), list[list[int]]()
         for i, held in parts:
             width = tensors[i].element_size()
             found = list(_sampled(held.known, width))
-            if not found:
-                continue
-            bits = sum(1 << sample for sample, _ in found)
-            value = next(value for value, _ in held.values)
-            where += [(len(rows), sample) for sample, _ in found]
-            rows.append((number(value), width, bits, 0))
-            index = torch.tensor([local for _, local in found], device=tensors[i].device)
-            self._chosen.append((i, index))
+            if found:
+                where += [(len(rows), sample) for sample, _ in found]
+                bits = sum(1 << sample for sample, _ in found)
+                rows.append((number(next(held.values)[0]), width, bits, 0))
+                self._chosen.append(i)
+                indices.append([local for _, local in found])
         self._rows = numpy.array(rows, SAMPLE)
-        row, place = zip(*where, strict=True) if where else ((), ())
-        self._where = numpy.array(row, int), numpy.array(place, int)
+        row, place = numpy.array(where, int).reshape(-1, 2).T
+        self._where = row, place
+        own = [tensors[i] for i in self._chosen]
+        launches = bool(own) and default_backend(own[0].device) == "triton"
+        self._gather = Gather(own, indices, launches) if own else None
 
     def samples(self, tensors: Tensors) -> Samples:
-        found = [gathered(tensors[i], index) for i, index in self._chosen]
-        bits = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        bits = torch.empty(0, dtype=torch.int64)
+        if self._gather is not None:
+            bits = self._gather([tensors[i] for i in self._chosen])
         return Samples(self._rows.copy(), self._where, fetched(bits))
-
-
-def gathered(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The bits of some elements by flat index, as int64, with zeros before them."""
-    width = tensor.element_size()
-    flat = tensor.detach().reshape(-1).view(INTEGERS[width])[index].long()
-    return flat if width == 8 else flat & ((1 << 8 * width) - 1)
 
 
 def _sampled(known: Known, width: int) -> Iterator[tuple[int, int]]:
     """Which samples of a tensor a rank has, and their indices there."""
-    if width not in INTEGERS:
-        return  # complex numbers of 16 bytes
+    if width > 8:
+        return  # complex numbers
     for sample, place in enumerate(places_of_samples(known.name, math.prod(known.shape), width)):
         found = (piece.local(place) for piece in known.pieces or ())
         local = next((each for each in found if each is not None), None)

@@ -1,10 +1,16 @@
 """A recorder learns what each step of any torch optimizer did, and changes nothing in it."""
 
+import copy
+import weakref
+
 import pytest
 import torch
-from recorded import LOOPS, recorded, trained
+from recorded import LOOPS, network, recorded, steps, trained
+from safetensors.torch import load_file
 
-from megaopt.recording.files import Recording
+from megaopt import Recorder, digest
+from megaopt.recording.files import LANES, Digest, Recording
+from megaopt.recording.inputs import batch_digest
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -21,3 +27,213 @@ def test_the_same_run_has_the_same_rows(name, tmp_path):
     for step in first.steps:
         assert first.digests(step) == second.digests(step)
         assert first.scalars(step) == second.scalars(step)
+
+
+def quantities(out, step):
+    return {quantity for _, quantity in Recording(out).digests(step)}
+
+
+def test_rows_are_the_digests_of_what_torch_has(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", keep=[2]):
+        steps(model, optimizer, 2)
+    found = Recording(tmp_path / "a").digests(2)
+    kept = load_file(tmp_path / "a/rank-0/kept/step-2.safetensors")
+    for name, param in model.named_parameters():
+        own = {"weight": param, "grad": param.grad, **optimizer.state[param]}
+        own = {key: value for key, value in own.items() if key != "step"}
+        for quantity, tensor in own.items():
+            low, high = (int(lane) % LANES for lane in digest(tensor.detach()))
+            assert found[name, quantity].digest == Digest(low, high, 0)
+            assert torch.equal(kept[f"{name}|{quantity}"], tensor)
+    assert {key.partition("|")[2] for key in kept} == {
+        *("grad", "weight", "exp_avg", "exp_avg_sq"),
+        *("old weight", "old exp_avg", "old exp_avg_sq"),
+    }
+
+
+def test_not_finite_elements_are_counted(tmp_path):
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    with Recorder([], optimizer, tmp_path / "a"):
+        param.grad = torch.tensor([1.0, torch.nan, torch.inf, 0.0])
+        optimizer.step()
+    found = Recording(tmp_path / "a").digests(1)
+    assert found["param_groups.0.0", "grad"].digest.nonfinite == 2
+    assert found["param_groups.0.0", "old weight"].digest.nonfinite == 0
+
+
+def test_old_values_are_there_where_something_was_written(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a"):
+        steps(model, optimizer, 2)
+        with torch.no_grad():
+            model[4].bias.add_(1)
+        steps(model, optimizer, 1)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        steps(model, optimizer, 1)
+        model[0].weight.data = model[0].weight.data.clone()
+        steps(model, optimizer, 1)
+    recording = Recording(tmp_path / "a")
+    old = [
+        {key for key in recording.digests(step) if key[1].startswith("old")}
+        for step in recording.steps
+    ]
+    assert {quantity for _, quantity in old[0]} == {"old weight"}
+    assert old[1] == set()
+    assert old[2] == {("4.bias", "old weight")}
+    assert {quantity for _, quantity in old[3]} == {"old weight", "old exp_avg", "old exp_avg_sq"}
+    assert old[4] == {("0.weight", "old weight")}
+    after, before = recording.digests(2), recording.digests(3)
+    assert after["4.bias", "weight"] != before["4.bias", "old weight"]
+
+
+def test_every_third_step(tmp_path):
+    recorded("adam", tmp_path / "a", count=7, every=3)
+    assert Recording(tmp_path / "a").steps == [1, 3, 6]
+    assert quantities(tmp_path / "a", 6) > {"old weight", "old exp_avg"}
+    whole = recorded_digests("adam", tmp_path / "b", 7)
+    found = Recording(tmp_path / "a")
+    for step in (3, 6):
+        assert whole[step].items() <= found.digests(step).items()
+
+
+def recorded_digests(name, out, count):
+    recorded(name, out, count=count)
+    found = Recording(out)
+    return {step: found.digests(step) for step in found.steps}
+
+
+def test_a_step_that_a_scaler_leaves_out(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Recorder(model, optimizer, tmp_path / "a"):
+        for factor in (1.0, torch.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 8)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = Recording(tmp_path / "a")
+    lines = [found.scalars(step)[0][0] for step in found.steps]
+    assert [line["skipped"] for line in lines] == [False, True, False]
+    assert [float.fromhex(line["loss_scale"]) for line in lines] == [4.0, 4.0, 2.0]
+    first, second, third = (found.digests(step)["0.weight", "weight"] for step in found.steps)
+    assert first == second != third
+
+
+def test_closures_leave_losses_and_the_last_gradient(tmp_path):
+    recorded("lbfgs", tmp_path / "a")
+    found = Recording(tmp_path / "a")
+    assert len(found.scalars(1)[0][0]["losses"]) > 1
+    assert "grad" in quantities(tmp_path / "a", 1)
+
+
+def test_several_optimizers_and_models(tmp_path):
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with Recorder(models, optimizers, tmp_path / "a"):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    (rank,) = Recording(tmp_path / "a").ranks
+    names = [each["groups"] for each in rank.optimizers]
+    assert names == [[["weight", "bias"]], [["model1.weight", "model1.bias"]]]
+    assert sorted(rank.scalars[1]) == [0, 1]
+    found = {name for name, _ in Recording(tmp_path / "a").digests(1)}
+    assert found == {"weight", "bias", "model1.weight", "model1.bias"}
+
+
+def test_sparse_gradients_are_as_dense_ones(tmp_path):
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(10, 4, sparse=sparse)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(model, optimizer, tmp_path / str(sparse)):
+            model(torch.tensor([1, 1, 7])).sum().backward()
+            optimizer.step()
+        found.append(Recording(tmp_path / str(sparse)).digests(1)["weight", "grad"])
+    assert found[0] == found[1]
+
+
+def test_after_close_everything_is_as_it_was(tmp_path):
+    backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    recorder = Recorder(model, optimizer, tmp_path / "a", level="modules")
+    assert torch.autograd.backward is not backward
+    loss = model(torch.ones(2, 8)).sum()
+    recorder.close()
+    recorder.close()
+    loss.backward()
+    optimizer.step()
+    assert torch.autograd.backward is backward
+    assert torch.nn.utils.clip_grad_norm_ is clip
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert Recording(tmp_path / "a").steps == []
+
+
+def test_gradients_and_outputs_are_not_kept_alive(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", level="modules"):
+        output = model(torch.ones(2, 8))
+        alive = [weakref.ref(output)]
+        output.sum().backward()
+        optimizer.step()
+        alive += [weakref.ref(param.grad) for param in model.parameters()]
+        del output
+        optimizer.zero_grad()
+        assert [each() for each in alive] == [None] * len(alive)
+
+
+def test_an_error_in_writing_ends_the_step(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", keep=[2]):
+        steps(model, optimizer, 1)
+        (tmp_path / "a/rank-0/kept").write_text("a file in the folder's place")
+        with pytest.raises(FileExistsError):
+            steps(model, optimizer, 1)
+    assert Recording(tmp_path / "a").steps == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every must be a whole number >= 1, got 0"),
+        ({"samples": 2.0}, r"samples must be a whole number >= 1, got 2\.0"),
+        ({"keep": [range(2)]}, "keep must be a whole number >= 1, got 0"),
+        ({"level": "all"}, "level must be one of loss, step, blocks, modules, got 'all'"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, options, message):
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        Recorder(model, torch.optim.SGD(model.parameters()), tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_recording_is_not_written_over(tmp_path):
+    recorded("sgd", tmp_path / "a")
+    with pytest.raises(FileExistsError):
+        recorded("sgd", tmp_path / "a")
+
+
+def test_batches_tell_samples_apart_and_add_over_them():
+    batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    whole = batch_digest((batch, {"labels": torch.arange(6)}))
+    halves = [
+        batch_digest((batch[part], {"labels": torch.arange(6)[part]}))
+        for part in (slice(0, 2), slice(2, 6))
+    ]
+    assert torch.equal(whole, halves[0] + halves[1])
+    order = torch.tensor([3, 1, 0, 2, 5, 4])
+    assert torch.equal(whole, batch_digest((batch[order], {"labels": order})))
+    exchanged = batch.clone()
+    exchanged[[0, 1], 0] = batch[[1, 0], 0]
+    assert not torch.equal(whole, batch_digest((exchanged, {"labels": torch.arange(6)})))
+    assert not torch.equal(whole, batch_digest((batch, {"labels": order})))

@@ -213,7 +213,7 @@ NOISE = ("quantity", "B is farther off", "B at the last step", "repeats at the l
 
 def noise_rows(noise: Sequence[Repeats]) -> list[tuple[str, ...]]:
     """A row for each quantity: how often B lies farther off than repeats, and how far at last."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for quantity in dict.fromkeys(each.quantity for each in noise):
         own = [each for each in noise if each.quantity == quantity]
         farther = f"{sum(each.change > each.repeats for each in own)} of {len(own)} steps"

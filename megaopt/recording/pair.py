@@ -334,8 +334,9 @@ class Pair:
             alike.setdefault((key[1], *self._dtypes(key)), []).append(_held(a[key], b[key]))
         found: dict[str, Distance] = {}
         for (quantity, *dtypes), pairs in alike.items():  # all tensors of a kind in one go
-            bits = (numpy.concatenate(each) for each in zip(*pairs, strict=True))
-            found[quantity] = found.get(quantity, NEAR).plus(distance(*bits, *dtypes))
+            mine, theirs = map(numpy.concatenate, zip(*pairs, strict=True))
+            length = distance(mine, theirs, *dtypes)
+            found[quantity] = found.get(quantity, NEAR).plus(length)
         return found
 
     def farthest(self, step: int, keys: Iterable[Key]) -> str:

@@ -29,6 +29,7 @@ INLINE = re.compile(r"`((?:make|megaopt|python|pytest) [a-z\d.-][^`\n]*)`")
 DRAWING = re.compile(r"^megaopt\.?\w* +(?:-->|what )")
 """A line of a list of folders or of a drawing."""
 ELSEWHERE = {
+    r"git bisect start|--golden-update": "of a repository of the reader's",
     r"\.\.\.": "not whole: other arguments go in",
     r" bench\b|test-gpu|-m gpu": "needs a GPU",
     r"--M=4096": "needs a GPU: on Triton's interpreter it takes too long",
@@ -38,6 +39,7 @@ ELSEWHERE = {
     r"pip install": "tools/check_package.py installs the wheel",
     r"^megaopt regress$": "make regress does",
     r"configs/gpt_tiny_fp8": "the same as megaopt regress gpt_tiny_fp8",
+    r"runs/|megaopt record": "of a training script of the reader's",
     r"make (test|check|package|types|docs)": "CI runs it",
     r"make shell": "opens a shell",
     r"--write|--record": "writes files of the repository anew",

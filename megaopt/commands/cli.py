@@ -1,4 +1,4 @@
-"""The command line: `regress`, `train`, `bench`, `doctor`, `verify`, `record`, `audit`, `galore`.
+"""The command line: one function for each command.
 
 Exit status: 0 done, and nothing differs; 1 a difference, or a check that failed; 2 bad input, what
 cannot be done here, or a file that cannot be written; 130 Ctrl-C. MEGAOPT_DEBUG=1 shows the
@@ -172,6 +172,81 @@ def audit(folder: Path, /, *, json: Path | None = None) -> int:
     return _load("megaopt.commands.audit", "audit")(folder, json)
 
 
+def diff(
+    a: Path,
+    b: Path,
+    /,
+    *,
+    map: Path | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    github: bool = False,
+    noise: tuple[Path, ...] = (),
+) -> int:
+    """Compare two recorded runs: what differs first, and who is to blame. 0 same, 1 differ.
+
+    Args:
+        a: Folder of the recording that counts as right.
+        b: Folder of the other.
+        map: JSON file of names of tensors in B and what they are called in A; a "*" is any text.
+        json: Write the comparison to this file.
+        html: Write a page with pictures to this file.
+        github: Print an annotation for GitHub's pull requests too.
+        noise: Folders of repeats of A: how far a run lies from itself.
+    """
+    return _import("megaopt.commands.compared", "diff")(a, b, map, json, html, github, noise)
+
+
+def golden(
+    action: Literal["make", "check", "update"],
+    file: Path,
+    run: Path,
+    /,
+    *,
+    because: str = "",
+    megatron: bool = False,
+    github: bool = False,
+) -> int:
+    """Keep what a recorded run gave in a small file, and hold other runs to it.
+
+    Args:
+        action: make the file, check a run against it, or update the entry of this environment.
+        file: JSON file of golden values.
+        run: Folder of the recording.
+        because: Why the values may change; update asks for it.
+        megatron: The file is one of Megatron-LM's functional tests.
+        github: Print an annotation for GitHub's pull requests too.
+    """
+    main = _import("megaopt.commands.compared", "golden")
+    return main(action, file, run, because, megatron, github)
+
+
+def bisect(good: Path, bad: Path, command: tuple[str, ...], /) -> int:
+    """Tell `git bisect run` whether a command still trains as it did: 0 good, 1 bad, 125 skip.
+
+    Args:
+        good: Folder of a recording of the good commit.
+        bad: Folder of a recording of the bad one.
+        command: What trains, after "--"; it is recorded, and ended where the two recordings part.
+    """
+    return _import("megaopt.commands.bisect", "bisect")(good, bad, command)
+
+
+def replay(
+    run: Path, /, *, step: int, rank: int = 0, backend: Literal["triton", "cpu", "torch"] = "torch"
+) -> int:
+    """Take a step that a recording kept again, here, and compare the bits.
+
+    Args:
+        run: Folder of the recording.
+        step: Which step; --keep of `megaopt record` chose those that are kept.
+        rank: Whose tensors.
+        backend: torch: the recorded optimizer, on the CPU; cpu, triton: megaopt's own, by that
+            backend.
+    """
+    return _load("megaopt.commands.compared", "replay")(run, step, rank, backend)
+
+
 def galore_test(
     *,
     kernel: str = "hybrid",
@@ -263,6 +338,11 @@ def choose_triton_mode() -> None:
 def _load(module: str, name: str) -> Callable[..., int]:
     """A command, from its module. Until it is imported Ctrl-C ends the process at once."""
     choose_triton_mode()
+    return _import(module, name)
+
+
+def _import(module: str, name: str) -> Callable[..., int]:
+    """A command that needs no kernels."""
     loaded: Callable[..., int] = getattr(importlib.import_module(module), name)
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -336,6 +416,10 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "verify": verify,
         "audit": audit,
         "record": record,
+        "diff": diff,
+        "golden": golden,
+        "bisect": bisect,
+        "replay": replay,
         "galore": _galore(),
     }
     given = _by_mode(sys.argv[1:] if arguments is None else arguments)

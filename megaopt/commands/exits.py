@@ -36,6 +36,7 @@ DEBUG = "MEGAOPT_DEBUG"
 USERS_ERRORS = {
     "megaopt.commands.source": "SourceError",
     "megaopt.commands.toml_tables": "ConfigError",
+    "megaopt.recording.files": "RecordingError",
     "megaopt.saving.checkpoint": "CheckpointError",
     "megaopt.commands.regression.processes": "RankError",
     "megaopt.commands.regression.single": "ResumeError",

@@ -17,9 +17,10 @@ replicas.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,10 @@ SAMPLE = numpy.dtype(
 )
 MAGIC = {"rows": b"ROWS", "samples": b"SAMP"}
 CHECK = numpy.dtype("<u4")
+
+
+class RecordingError(ValueError):
+    """A folder that holds no recording, or recordings that cannot be compared."""
 
 
 class Value(NamedTuple):
@@ -168,6 +173,8 @@ class Summed(NamedTuple):
     """Elements that no rank has recorded."""
     replicas: tuple[tuple[int, ...], ...]
     """Ranks that hold the same part and differ in it, each group alike; empty where all agree."""
+    others: tuple[Digest, ...] = ()
+    """The digests of these groups."""
 
 
 Key = tuple[str, str]
@@ -177,17 +184,19 @@ Key = tuple[str, str]
 class Rank:
     """One rank's recording, its whole steps.
 
-    Raises ValueError for a folder without one, or one of another schema.
+    Raises RecordingError for a folder without one, or one of another schema.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         lines = list(_lines(folder / "manifest.jsonl"))
         if not lines or lines[0].get("is") != "run":
-            raise ValueError(f"recording must be a folder with manifest.jsonl, got {str(folder)!r}")
+            raise RecordingError(
+                f"recording must be a folder with manifest.jsonl, got {str(folder)!r}"
+            )
         self.run: dict[str, Any] = lines[0]
         if self.run["schema"] != SCHEMA:
-            raise ValueError(
+            raise RecordingError(
                 f"schema of {str(folder)!r} must be {SCHEMA}, got {self.run['schema']!r}"
             )
         own = [line for line in lines if line["is"] == "optimizer"]
@@ -222,6 +231,31 @@ class Rank:
         """
         for value, width, held, words in self._found(self._samples, step):
             yield self.values[value], int(held), words.view("<u8") if width == 8 else words
+
+    @property
+    def sampled(self) -> set[int]:
+        """The steps of which there are samples."""
+        return {step for step, _ in self._samples}
+
+    def alike(self, other: Rank, step: int) -> bool:
+        """Whether a step has the same numbers, rows and values in the same order.
+
+        It is quick, and where it is False the step may still be the same in another order. Samples
+        and random states do not count.
+        """
+        mine, theirs = (
+            {source: {**line, "rng": None} for source, line in rank.scalars.get(step, {}).items()}
+            for rank in (self, other)
+        )
+        if mine != theirs or self.values != other.values:
+            return False
+        return all(
+            numpy.array_equal(self._block(step, source), other._block(step, source))
+            for source in mine
+        )
+
+    def _block(self, step: int, source: int) -> numpy.ndarray[Any, Any]:
+        return self._rows.get((step, source), numpy.empty(0, ROW))
 
     def _found(
         self, blocks: Mapping[tuple[int, int], numpy.ndarray[Any, Any]], step: int
@@ -273,7 +307,7 @@ class Recording:
     Args:
         folder: with a folder rank-0, rank-1 ... for each rank.
 
-    Raises ValueError where there is none.
+    Raises RecordingError where there is none.
     """
 
     folder: Path
@@ -284,7 +318,9 @@ class Recording:
         found = self.folder.glob("rank-*")
         self.ranks = sorted((Rank(each) for each in found), key=lambda rank: rank.number)
         if not self.ranks:
-            raise ValueError(f"recording must be a folder with rank-0, got {str(self.folder)!r}")
+            raise RecordingError(
+                f"recording must be a folder with rank-0, got {str(self.folder)!r}"
+            )
 
     @property
     def run(self) -> dict[str, Any]:
@@ -295,6 +331,27 @@ class Recording:
     def steps(self) -> list[int]:
         """The steps that are whole on all ranks, ascending."""
         return sorted(set.intersection(*(set(rank.scalars) for rank in self.ranks)))
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks of the run that have no folder."""
+        there = {rank.number for rank in self.ranks}
+        return [number for number in range(self.run.get("world") or 1) if number not in there]
+
+    @property
+    def optimizers(self) -> list[dict[str, Any]]:
+        """What each rank says of its optimizers, a line each, the first rank's first."""
+        return [line for rank in self.ranks for line in rank.optimizers]
+
+    @cached_property
+    def sampled(self) -> list[int]:
+        """The steps of which there are samples, ascending."""
+        return sorted({step for rank in self.ranks for step in rank.sampled} & set(self.steps))
+
+    def alike(self, other: Recording, step: int) -> bool:
+        """Whether all ranks have the same numbers and rows of a step; see `alike` of Rank."""
+        pairs = zip(self.ranks, other.ranks, strict=False)
+        return len(self.ranks) == len(other.ranks) and all(a.alike(b, step) for a, b in pairs)
 
     @cached_property
     def values(self) -> dict[Key, Value]:
@@ -347,17 +404,18 @@ def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
         sum(digest.high for digest in chosen) % LANES,
         None if None in counts else sum(count or 0 for count in counts),
     )
-    numel = int(numpy.prod(value.shape, dtype=object))
+    numel = math.prod(value.shape)
     missing = numel - sum(place[3] for place in parts)
     unlike = [_alike(ranks) for ranks in parts.values() if len(set(ranks.values())) > 1]
-    return Summed(total, missing, tuple(unlike[0]) if unlike else ())
+    groups = unlike[0] if unlike else {}
+    return Summed(total, missing, tuple(groups.values()), tuple(groups))
 
 
-def _alike(ranks: Mapping[int, Digest]) -> Iterable[tuple[int, ...]]:
+def _alike(ranks: Mapping[int, Digest]) -> dict[Digest, tuple[int, ...]]:
     groups: dict[Digest, list[int]] = defaultdict(list)
     for rank, digest in ranks.items():
         groups[digest].append(rank)
-    return (tuple(group) for group in groups.values())
+    return {digest: tuple(group) for digest, group in groups.items()}
 
 
 def places_of_samples(name: str, numel: int, width: int) -> Sequence[int]:

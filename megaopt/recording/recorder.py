@@ -81,7 +81,7 @@ class Recorder:
         if self._keep and importlib.util.find_spec("safetensors") is None:
             refuse("keep", "empty where safetensors is not installed", keep)
         self._run = {"level": level, "every": every}
-        self._out, self._pid = Path(out), os.getpid()
+        self.folder, self._pid = Path(out), os.getpid()
         self._parameters = Parameters(names or {}, vocabulary)
         self._sources: list[Source] = []
         self._devices: set[torch.device] = set()
@@ -355,7 +355,7 @@ class Recorder:
         if self._files is None:
             layout = {**megatron.layout(), **meshes(self._sources)}
             run = {**process(), **self._run, "layout": layout, "environment": describe()}
-            writer = Writer(self._out, run["rank"], run)
+            writer = Writer(self.folder, run["rank"], run)
             self._files = writer, Sink(writer)
         return self._files
 

@@ -62,3 +62,56 @@ def test_fsdp2_trains_on_two_ranks():
     assert done.returncode == 0, done.stderr[-3000:]
     words = done.stdout.split()
     assert float(words[5]) < float(words[1]) - 0.5
+
+
+TRAIN = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def same_run(tmp_path):
+    """Takes the steps of the workflow that are megaopt's; the last one's status and output."""
+    yaml = pytest.importorskip("yaml")
+    (job,) = yaml.safe_load((FOLDER / "same_run.yml").read_text(encoding="utf-8"))["jobs"].values()
+    steps = [step for step in job["steps"] if step.get("run", "").startswith("megaopt ")]
+    assert [step["run"].split()[1] for step in steps] == ["record", "record", "diff"]
+
+    def run(base, head):
+        for name, lr in (("base", base), ("head", head)):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "train.py").write_text(TRAIN.replace("LR", str(lr)))
+        for step in steps:
+            done = subprocess.run(
+                step["run"].replace("megaopt", f"{sys.executable} -m megaopt", 1),
+                shell=True,
+                cwd=tmp_path / step.get("working-directory", "."),
+                env={**os.environ, "TRAIN": f"{sys.executable} train.py"},
+                capture_output=True,
+                text=True,
+            )
+        assert (tmp_path / "out" / "diff.html").exists()
+        return done.returncode, done.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_workflow_passes_the_same_run(same_run):
+    status, out = same_run(0.1, 0.1)
+    assert status == 0
+    assert out.startswith("same: 3 steps")
+
+
+def test_the_workflow_names_who_is_to_blame(same_run):
+    status, out = same_run(0.1, 0.2)
+    assert status == 1
+    assert out.splitlines()[-1].startswith("::error title=megaopt diff::differ: step 1: weight of ")
+    assert "lr of group 0: 0.1, and 0.2" in out

@@ -1,0 +1,95 @@
+"""`megaopt bisect`: what `git bisect run` asks of each commit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaopt.recording.blame import Blame
+from megaopt.recording.compare import compare
+from megaopt.recording.files import Recording, RecordingError
+
+GOOD, BAD, SKIP = 0, 1, 125
+"""What `git bisect run` understands."""
+PAUSE = 0.2
+"""Seconds between looks at a recording that grows."""
+PATIENCE = 10
+"""Seconds that a command gets to end when it is told to."""
+
+
+def bisect(good: Path, bad: Path, command: Sequence[str]) -> int:
+    """Records a command, and compares it with two recordings up to the step at which these part.
+
+    Returns:
+        0 where the command's steps are those of good, 1 where they are not, 125 where the command
+        ends before that step.
+
+    Raises RecordingError where good and bad do not part.
+    """
+    right, wrong = Recording(good), Recording(bad)
+    parted = compare(right, wrong)
+    if parted.blame is None or parted.blame.kind == "length":
+        raise RecordingError(f"good and bad must differ in a step of both, got {parted.line}")
+    step = parted.blame.step
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        _record(out, command, step)
+        return _judge(right, wrong, out, step)
+
+
+def _judge(right: Recording, wrong: Recording, out: Path, step: int) -> int:
+    try:
+        run = Recording(out)
+    except RecordingError:
+        print("skip: the command recorded nothing")
+        return SKIP
+    found = _parting(right, run, step)
+    if found is not None:
+        like = "as bad does" if _parting(wrong, run, step) is None else "otherwise than bad"
+        print(f"bad: step {found.step}: {found.text} ({like})")
+        return BAD
+    if step not in run.steps:
+        print(f"skip: the command ended before step {step}")
+        return SKIP
+    print(f"good: the same up to step {step}")
+    return GOOD
+
+
+def _parting(a: Recording, b: Recording, step: int) -> Blame | None:
+    """What differs first, in steps up to one; a run that was ended there is no difference."""
+    found = compare(a, b).blame
+    return found if found and found.step <= step and found.kind != "length" else None
+
+
+def _record(out: Path, command: Sequence[str], step: int) -> None:
+    """Runs a command under `megaopt record` until it has recorded a step, or ends."""
+    record = [sys.executable, "-m", "megaopt", "record", "--out", str(out), "--", *command]
+    process = subprocess.Popen(record, start_new_session=True)
+    try:
+        while process.poll() is None and not _has(out, step):
+            time.sleep(PAUSE)
+    finally:
+        _end(process)
+
+
+def _has(out: Path, step: int) -> bool:
+    try:
+        return step in Recording(out).steps
+    except RecordingError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command and what it started: asks, waits, and ends what is left."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)

@@ -1,0 +1,225 @@
+"""`megaopt diff`, `golden` and `replay`: recorded runs beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from json import loads
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megaopt.commands.console import make_console
+from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
+from megaopt.recording import golden as values
+from megaopt.recording.blame import Blame
+from megaopt.recording.compare import Comparison, Growth, Repeats, compare
+from megaopt.recording.files import Rank, Recording, RecordingError
+from megaopt.recording.pair import shown
+from megaopt.saving.files import replacing, write_json
+
+STATUS = {
+    "same": DONE,
+    "as two repeats differ": DONE,
+    "differ": DIFFERENT,
+    "not comparable": REFUSED,
+}
+COLOURS = {"same": "green", "as two repeats differ": "green", "not comparable": "yellow"}
+MOST = 12
+"""Tensors that are listed."""
+
+
+def diff(
+    a: Path,
+    b: Path,
+    map: Path | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    github: bool = False,
+    noise: Sequence[Path] = (),
+) -> int:
+    """Compares two recordings and tells what was found.
+
+    Returns:
+        0 where they are the same, or differ as repeats do; 1 where they differ; 2 where they cannot
+        be compared.
+    """
+    names = None if map is None else read_names(map)
+    found = compare(Recording(a), Recording(b), names, [Recording(each) for each in noise])
+    tell(found, make_console())
+    for path in filter(None, (json, html)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if json is not None:
+        write_json(json, found.as_json())
+    if html is not None:
+        # its pictures are matplotlib's, which takes a second to import
+        from megaopt.commands.page import page
+
+        tables = [GROWTH, *growth_rows(found.growth)], [NOISE, *noise_rows(found.noise)]
+        with replacing(html) as file:
+            file.write(page(found, *tables).encode())
+    if github:
+        print(annotation("diff", found.line, STATUS[found.verdict]))
+    return STATUS[found.verdict]
+
+
+def golden(
+    action: str,
+    file: Path,
+    run: Path,
+    because: str = "",
+    megatron: bool = False,
+    github: bool = False,
+) -> int:
+    """Makes, checks or updates a file of golden values.
+
+    Returns:
+        0 where it is written, or the run is the same; 1 where it differs; 2 where there is no entry
+        for the run's environment and it differs from the nearest.
+    """
+    recording = Recording(run)
+    if action == "check":
+        if not megatron:
+            return _check(file, recording, github)
+        lines = values.check_megatron(file, recording)
+        return _tell_lines(lines, "all metrics that both have")
+    if megatron:
+        write_json(file, values.megatron_values(recording))
+    elif action == "make":
+        values.make(file, recording)
+    else:
+        values.refuse_changes(file)
+        values.update(file, recording, because)
+    print(f"written: {file}")
+    return DONE
+
+
+def _check(file: Path, recording: Recording, github: bool) -> int:
+    found, console = values.check(file, recording), make_console()
+    status = STATUS[found.comparison.verdict]
+    if found.is_own or not status:
+        tell(found.comparison, console)
+    else:
+        status = REFUSED
+        _tell_drift(found, console)
+    if github:
+        print(annotation("golden", found.line, status))
+    return status
+
+
+def _tell_drift(found: values.Checked, console: Console) -> None:
+    console.print(found.line, highlight=False, markup=False)
+    rows = [
+        (what, str(step), repr(mine), repr(theirs), f"{abs(theirs - mine) / (abs(mine) or 1):.2g}")
+        for what, step, mine, theirs in found.drift
+    ]
+    columns = ("norm of samples", "step", "golden", "now", "relative")
+    print_table(console, "beside another environment", columns, rows)
+
+
+BACKENDS = {"cpu": "reference", "triton": "triton", "torch": None}
+"""The backends of megaopt's own optimizers, by the command's names."""
+
+
+def replay(run: Path, step: int, rank: int, backend: str) -> int:
+    """Takes a kept step again: 0 where every bit is the same, else 1."""
+    from megaopt.recording.replay import replay as take  # which needs torch
+
+    lines = take(Rank(run / f"rank-{rank}"), step, BACKENDS[backend])
+    return _tell_lines(lines, f"step {step} of rank {rank}, bit for bit")
+
+
+def _tell_lines(different: Sequence[str], same: str) -> int:
+    """Prints what differs, a line each."""
+    for line in different or [same]:
+        print(f"{'different' if different else 'same'}: {line}")
+    return DIFFERENT if different else DONE
+
+
+def read_names(path: Path) -> dict[str, str]:
+    """A map of names: a JSON file of one dict of texts; RecordingError for another."""
+    try:
+        found = loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecordingError(f"map must be a file of JSON, got {str(path)!r}: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+        raise RecordingError(f"map must be names of B and of A, as {{'b': 'a'}}, got {str(path)!r}")
+    return found
+
+
+def annotation(command: str, line: str, status: int) -> str:
+    """A line that GitHub shows beside a pull request."""
+    kind = {DONE: "notice", DIFFERENT: "error", REFUSED: "warning"}[status]
+    text = line.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::{kind} title=megaopt {command}::{text}"
+
+
+def tell(found: Comparison, console: Console) -> None:
+    """Prints the verdict, then what belongs to it."""
+    colour = COLOURS.get(found.verdict, "red")
+    verdict, colon, rest = found.line.partition(":")
+    console.print(f"[{colour}]{escape(verdict)}[/]{colon}{escape(rest)}", highlight=False)
+    for line in found.remarks():
+        console.print(escape(line), highlight=False)
+    for title, differences in (("environment", found.environment), ("options", found.options)):
+        rows = [(each.name, shown(each.a), shown(each.b)) for each in differences]
+        print_table(console, title, ("", "A", "B"), rows)
+    if found.blame is not None and found.blame.tensors:
+        console.print(escape(_tensors(found.blame)), highlight=False)
+    print_table(console, "how it grows", GROWTH, growth_rows(found.growth))
+    print_table(console, "B against repeats of A", NOISE, noise_rows(found.noise))
+
+
+def _tensors(blame: Blame) -> str:
+    several = len({quantity for _, quantity in blame.tensors}) > 1
+    names = [f"{quantity} of {name}" if several else name for name, quantity in blame.tensors]
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return f"step {blame.step}: {len(names)} differ: {', '.join(names[:MOST])}{more}"
+
+
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
+    """Prints a table; nothing where it has no rows."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if table.row_count:
+        console.print(table, highlight=False)
+
+
+GROWTH = ("quantity", "parts at step", "differ then", "at the last", "relative norm", "largest ulp")
+
+
+def growth_rows(growth: Sequence[Growth]) -> list[tuple[str, ...]]:
+    """A row for each quantity that differs: when, how many, and how far apart."""
+    rows = []
+    for quantity in dict.fromkeys(each.quantity for each in growth):
+        apart = [each for each in growth if each.quantity == quantity and each.differ]
+        if apart:
+            first, last = apart[0], apart[-1]
+            counts = (f"{each.differ} of {each.of}" for each in (first, last))
+            far = (f"{_number(first.relative)} to {_number(last.relative)}", _number(last.ulp))
+            rows.append((quantity, str(first.step), *counts, *far))
+    return rows
+
+
+NOISE = ("quantity", "B is farther off", "B at the last step", "repeats at the last step")
+
+
+def noise_rows(noise: Sequence[Repeats]) -> list[tuple[str, ...]]:
+    """A row for each quantity: how often B lies farther off than repeats, and how far at last."""
+    rows: list[tuple[str, ...]] = []
+    for quantity in dict.fromkeys(each.quantity for each in noise):
+        own = [each for each in noise if each.quantity == quantity]
+        farther = f"{sum(each.change > each.repeats for each in own)} of {len(own)} steps"
+        rows.append((quantity, farther, f"{own[-1].change:.2g}", f"{own[-1].repeats:.2g}"))
+    return rows
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.2g}" if isinstance(value, float) else str(value)

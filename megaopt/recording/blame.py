@@ -1,0 +1,334 @@
+"""The order of blame: who is to blame for what differs first between two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from megaopt.recording.files import LANES, Key, Summed
+from megaopt.recording.pair import Pair, floats, is_after, shown, value_of
+
+BEGIN = ("start", "outside write", "between")
+"""Kinds of blame that precede a step."""
+NOT_NUMBERS = ("foreach", "fused", "capturable", "differentiable", "backend")
+"""Options that say how a step is made, not which."""
+
+
+class Blame(NamedTuple):
+    """Who is to blame for what differs first."""
+
+    step: int
+    kind: str
+    """"start", "outside write", "data", "random state", "forward", "backward", "reduction",
+    "gradient", "optimizer", "length"; "between" where it lies between recorded steps."""
+    where: str
+    """The tensor or the module, first in the order in which they are computed; or "loss"."""
+    quantity: str
+    text: str
+    """A sentence."""
+    tensors: tuple[Key, ...] = ()
+    """All of the step's that differ in what is to blame, in that order."""
+    unrecorded: tuple[str, ...] = ()
+    """What could be to blame instead, and is not in both recordings."""
+
+
+def first_blame(pair: Pair) -> Blame | None:
+    """Who is to blame for the first step that differs; None where none does."""
+    for step in pair.steps:
+        if pair.is_alike(step):
+            continue
+        found = next(filter(None, (check(pair, step) for check in CHECKS)), None)
+        if found is not None:
+            if found.kind not in BEGIN:
+                found = _begin_by_samples(pair, step) or found
+            return found._replace(unrecorded=tuple(_unrecorded(pair, found)))
+    return _length(pair)
+
+
+def _unrecorded(pair: Pair, found: Blame) -> Iterator[str]:
+    """What precedes in the order of blame, and is not in both recordings."""
+    step = found.step
+    if step - 1 not in pair.steps and step != pair.steps[0]:
+        yield f"steps {max(s for s in pair.steps if s < step) + 1} to {step - 1}"
+    elif found.kind == "between":
+        yield f"what step {step - 1} left"
+    inputs = pair.records("grad", step) and _knows_before(pair, step)
+    if found.kind in BEGIN or (found.kind == "optimizer" and inputs):
+        return
+    for quantity, name, known in PRECEDING:
+        if quantity == found.quantity:
+            return
+        if not known(pair, step):
+            yield name
+
+
+def _length(pair: Pair) -> Blame | None:
+    last = [side.run.steps[-1] for side in pair.both]
+    every = max(side.run.run.get("every") or 1 for side in pair.both)
+    if abs(last[0] - last[1]) < every:
+        return None
+    text = f"A ends after step {last[0]}, B after step {last[1]}; until then both are equal"
+    return Blame(min(last), "length", "", "", text)
+
+
+def _and_options(pair: Pair, step: int) -> str:
+    found = [str(each) for each in pair.options(step)]
+    return f"; {'; '.join(found)}" if found else ""
+
+
+# ---- the order of blame: each looks at one step
+
+
+def _begin(pair: Pair, step: int) -> Blame | None:
+    """What changed before the step."""
+    before = [side.before(step) for side in pair.both]
+    keys = pair.ordered(pair.differing(*before))
+    left = [side.after(step - 1) for side in pair.both]
+    return _begin_with(pair, step, keys, before, left) if keys else None
+
+
+def _begin_by_samples(pair: Pair, step: int) -> Blame | None:
+    """The same by samples: there are some of old weights where there is no digest of them."""
+    before = [side.old_samples(step) for side in pair.both]
+    keys = pair.ordered(pair.differing(*before))
+    left = [side.new_samples(step - 1) for side in pair.both]
+    return _begin_with(pair, step, keys, before, left) if keys else None
+
+
+def _begin_with(
+    pair: Pair,
+    step: int,
+    keys: Sequence[Key],
+    before: Sequence[Mapping[Key, Any]],
+    left: Sequence[Mapping[Key, Any]],
+) -> Blame:
+    """Blame for what differs before a step, beside what the step before left."""
+    key, (name, quantity) = keys[0], keys[0]
+    written = [
+        letter
+        for letter, old, now in zip("AB", left, before, strict=True)
+        if key in old and value_of(old[key]) != value_of(now[key])
+    ]
+    if step == pair.steps[0]:
+        kind, text = "start", f"the runs begin with another {quantity} of {name}"
+    elif written:
+        kind = "outside write"
+        text = (
+            f"{quantity} of {name} was written in {' and '.join(written)} after step {step - 1}, "
+            "by something else than the optimizer"
+        )
+    else:
+        kind, text = "between", f"seen first in the old {quantity} of {name}"
+    return Blame(step, kind, name, quantity, text, tuple(keys))
+
+
+def _data(pair: Pair, step: int) -> Blame | None:
+    if not pair.says("batch", step):
+        return None
+    a, b = (side.scalars(step, "batch") for side in pair.both)
+    if not pair.alike_layout:
+        return _global_data(step, a, b)
+    if a == b:
+        return None
+    rank = next(i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y)
+    where = f" on rank {rank}" if len(a) > 1 else ""
+    mine, theirs = (len(each[rank] or ()) if len(each) > rank else 0 for each in (a, b))
+    calls = f" ({mine} calls of the model, and {theirs})" if mine != theirs else ""
+    return Blame(step, "data", "batch", "batch", f"the batch differs{where}{calls}")
+
+
+def _global_data(step: int, a: Sequence[Any], b: Sequence[Any]) -> Blame | None:
+    """The batches of all ranks together; those of one model's ranks may count once or each."""
+    wholes = [{_sum_of(each), _sum_of({tuple(batch or ()) for batch in each})} for each in (a, b)]
+    if wholes[0] & wholes[1]:
+        return None
+    return Blame(step, "data", "batch", "batch", "the batch of all ranks together differs")
+
+
+def _sum_of(batches: Iterable[Sequence[str] | None]) -> tuple[int, int]:
+    """The digest of a whole global batch, whatever its parts."""
+    digests = [int(each, 16) for batch in batches for each in batch or ()]
+    low, high = sum(each % LANES for each in digests), sum(each // LANES for each in digests)
+    return low % LANES, high % LANES
+
+
+def _random_state(pair: Pair, step: int) -> Blame | None:
+    """Generators that differ and are drawn from: one that nobody reads has no part in a run."""
+    drawn = pair.drawn(step)
+    for rank, name in pair.generators_apart(step):
+        if name in drawn:
+            where = f" on rank {rank}" if rank else ""
+            text = f"the random state of {name} differs{where} before the forward pass"
+            return Blame(step, "random state", name, "rng", text)
+    return None
+
+
+def _forward(pair: Pair, step: int) -> Blame | None:
+    """What the model computed; where a random state explains it, that."""
+    found = _outputs(pair, step)
+    return found and (_random_state(pair, step) or found)
+
+
+def _outputs(pair: Pair, step: int) -> Blame | None:
+    found = _first_rows(pair, step, "forward", pair.modules(step))
+    if found:
+        (call, name), keys = found
+        before = "; what went into it is equal" if len(pair.modules(step)) > 1 else ""
+        text = f"the output of {name} is the first that differs{_call(call)}{before}"
+        return Blame(step, "forward", name, "forward", text, keys)
+    if not pair.says("losses", step):
+        return None
+    a, b = (list(floats(side.scalars(step, "losses"))) for side in pair.both)
+    if not pair.alike_layout:
+        a, b = sorted(set(a)), sorted(set(b))  # ranks that share a model have one loss
+        if len(a) != len(b):  # of other parts of the batch
+            return None
+    unlike = next(((x, y) for x, y in zip_longest(a, b) if x != y), None)
+    if unlike is None:
+        return None
+    seen = "after the last block" if pair.records("forward", step) else "seen first in the loss"
+    text = f"{seen}: loss {unlike[0]!r}, and {unlike[1]!r}"
+    return Blame(step, "forward", "loss", "loss", text)
+
+
+def _call(call: int) -> str:
+    return f" (call {call + 1} of the step)" if call else ""
+
+
+def _first_rows(
+    pair: Pair, step: int, quantity: str, order: Mapping[str, int], backward: bool = False
+) -> tuple[tuple[int, str], tuple[Key, ...]] | None:
+    """The first call that differs and its module, and all modules that do, in order."""
+    a, b = pair.rows(step, quantity)
+    first: dict[str, int] = {}
+    for rank, name in pair.differing(a, b):
+        calls = zip_longest(a[rank, name], b[rank, name])
+        call = next(i for i, (x, y) in enumerate(calls) if x != y)
+        first[name] = min(call, first.get(name, call))
+    sign = -1 if backward else 1
+    names = sorted(first, key=lambda name: (first[name], sign * order.get(name, 0)))
+    if not names:
+        return None
+    return (first[names[0]], names[0]), tuple((name, quantity) for name in names)
+
+
+def _backward(pair: Pair, step: int) -> Blame | None:
+    order = pair.modules(step)
+    found = _first_rows(pair, step, "backward", order, backward=True)
+    if found:
+        (call, name), keys = found
+        behind = [each for each in order if order[each] > order.get(name, 0)]
+        where = behind[0] if behind else "loss"
+        which = f"the backward of {where}" if behind else f"what follows {name}"
+        text = (
+            f"{which}: the gradient of the output of {name} is the first that differs{_call(call)}"
+        )
+        return Blame(step, "backward", where, "backward", text, keys)
+    found = _first_rows(pair, step, "local grad", pair.a.order, backward=True)
+    if not found:
+        return None
+    (_, name), keys = found
+    text = f"the gradient of {name} differs before any reduction"
+    return Blame(step, "backward", name, "local grad", text, keys)
+
+
+def _gradient(pair: Pair, step: int) -> Blame | None:
+    keys = pair.ordered(pair.tensors(step, lambda quantity: quantity == "grad"), backward=True)
+    norms = [side.scalars(step, "grad_norm") for side in pair.both]
+    if not pair.alike_layout:
+        norms = [list(dict.fromkeys(each)) for each in norms]
+    same_norm = norms[0] == norms[1]
+    if not keys:
+        if same_norm or not pair.says("grad_norm", step):
+            return None
+        text = f"seen first in the norm of the gradient: {_pairs_of(*norms)}"
+        return Blame(step, "gradient", "grad_norm", "grad_norm", text)
+    name = keys[0][0]
+    a, b = (side.digests(step).get(keys[0]) for side in pair.both)
+    apart = [
+        f"{letter}'s ranks {_groups(each)}"
+        for letter, each in (("A", a), ("B", b))
+        if each and each.replicas
+    ]
+    recorded = pair.records("local grad", step) and pair.alike_layout
+    norm_is_known = same_norm and pair.says("grad_norm", step)
+    if apart or (recorded and pair.has_ranks and not norm_is_known):
+        equal = "the ranks' own gradients are equal, " if recorded else ""
+        unlike = f"; {' and '.join(apart)} hold different ones" if apart else ""
+        text = f"{equal}the reduced gradient of {name} differs{unlike}"
+        return Blame(step, "reduction", name, "grad", text, tuple(keys))
+    lacking = " (one run has none)" if a is None or b is None else ""
+    changed = (
+        "changed between the backward and the step"
+        if recorded or norm_is_known
+        else "seen first in it"
+    )
+    norm = "; its norm before clipping is equal" if norm_is_known else ""
+    if not same_norm:
+        norm = f"; its norm before clipping: {_pairs_of(*norms)}"
+    more = pair.farthest(step, keys) + _and_options(pair, step)
+    text = f"the gradient of {name} differs{lacking}, {changed}{norm}{more}"
+    return Blame(step, "gradient", name, "grad", text, tuple(keys))
+
+
+def _pairs_of(a: Any, b: Any) -> str:
+    x, y = next((x, y) for x, y in zip_longest(a, b) if x != y)
+    return f"{shown(x)}, and {shown(y)}"
+
+
+def _groups(summed: Summed) -> str:
+    return " and ".join(",".join(map(str, group)) for group in summed.replicas)
+
+
+def _optimizer(pair: Pair, step: int) -> Blame | None:
+    keys = pair.ordered(pair.tensors(step, is_after))
+    options = pair.options(step)
+    if not keys:
+        # a number of the law that differs shows in no tensor where none is recorded
+        unlike = [each for each in options if not each.name.startswith(NOT_NUMBERS)]
+        if pair.records("weight", step) or not unlike:
+            return None
+        return Blame(step, "optimizer", str(unlike[0].name), "options", "; ".join(map(str, unlike)))
+    name, quantity = keys[0]
+    a, b = (side.digests(step).get(keys[0]) for side in pair.both)
+    apart = [each for each in (a, b) if each and each.replicas]
+    if apart:
+        text = f"{quantity} of {name} is different on ranks {_groups(apart[0])} of one run"
+    else:
+        equal = _equal_inputs(pair, step, keys[0])
+        text = f"{quantity} of {name} differs; equal: {', '.join(equal) or 'not known'}"
+    return Blame(step, "optimizer", name, quantity, text + _and_options(pair, step), tuple(keys))
+
+
+def _equal_inputs(pair: Pair, step: int, key: Key) -> list[str]:
+    """What of a tensor's step is known to be equal."""
+    name = key[0]
+    known = [q for n, q in pair.a.before(step) if n == name and (n, q) in pair.b.before(step)]
+    gradient = ["gradient"] if pair.records("grad", step) else []
+    return gradient + [f"old {quantity}" for quantity in known]
+
+
+CHECKS = (_begin, _data, _forward, _backward, _gradient, _optimizer)
+"""The order of blame."""
+
+
+def _knows_before(pair: Pair, step: int) -> bool:
+    return bool(pair.a.before(step).keys() & pair.b.before(step).keys())
+
+
+def _knows_own_gradients(pair: Pair, step: int) -> bool:
+    return not pair.has_ranks or pair.records("local grad", step)
+
+
+PRECEDING: tuple[tuple[str, str, Callable[[Pair, int], bool]], ...] = (
+    ("old", "weights before the step", _knows_before),
+    ("batch", "the batch", lambda pair, step: pair.says("batch", step)),
+    ("rng", "the random state", lambda pair, step: pair.says("rng", step)),
+    ("forward", "outputs of blocks", lambda pair, step: pair.records("forward", step)),
+    ("loss", "the loss", lambda pair, step: pair.says("losses", step)),
+    ("backward", "gradients of blocks", lambda pair, step: pair.records("backward", step)),
+    ("local grad", "the ranks' own gradients", _knows_own_gradients),
+    ("grad", "the gradient", lambda pair, step: pair.records("grad", step)),
+)
+"""What precedes in the order of blame, in words, and whether both have recorded it."""

@@ -1,0 +1,399 @@
+"""Golden values: what a recorded run gave, in a small file that goes into a repository.
+
+The file is JSON of at most 200 kB. It has an entry for each environment in which bits may differ by
+nature (card, torch, CUDA ...), and each entry has the numbers of each step, digests of all tensors
+after steps 1, 2, 4, 8 ... and the last, and the norms of what was sampled then. docs/diff.md has
+the schema.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy
+
+from megaopt.recording.compare import Comparison, compare
+from megaopt.recording.files import (
+    Digest,
+    Key,
+    Recording,
+    RecordingError,
+    Summed,
+    Value,
+    hexadecimal,
+)
+from megaopt.recording.measure import Array, as_numbers
+from megaopt.recording.pair import family, flat, shown
+from megaopt.saving.files import replacing
+
+SCHEMA = 1
+LARGEST = 200_000
+"""Bytes of a file."""
+RUN = ("world", "level", "every", "argv", "environment", "layout")
+TOGETHER = "all tensors"
+"""The name under which one digest stands for all tensors, where those of each are too many."""
+
+
+class Checked(NamedTuple):
+    """What `check` found."""
+
+    comparison: Comparison
+    line: str
+    """The verdict, and where it is not of this environment's entry, that."""
+    is_own: bool
+    """Whether the entry is of the run's environment."""
+    drift: list[tuple[str, int, float, float]]
+    """Beside another environment's entry: what, the step, the golden number and the run's."""
+
+
+class _Summary:
+    """What a file of golden values leaves out of a recording."""
+
+    sampled: Sequence[int] = ()
+    absent: Sequence[int] = ()
+
+    def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
+        """No rows of one rank."""
+        return {}
+
+    def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
+        """No elements."""
+        return {}
+
+
+class Golden(_Summary):
+    """An entry of a file, to be compared as a recording is.
+
+    Args:
+        entry: what `entry_of` made.
+    """
+
+    def __init__(self, entry: Mapping[str, Any]) -> None:
+        self.run = entry["run"]
+        self.optimizers = [{"class": name, "groups": []} for name in entry["optimizers"]]
+        self.norms: dict[str, dict[str, str]] = entry["norms"]
+        self._names = list(entry["tensors"])
+        self._digests: dict[str, dict[str, list[str | None]]] = entry["digests"]
+        self._scalars = dict(_unfolded(entry["steps"]))
+        self.steps = sorted(self._scalars)
+        shapes = {name: tuple(shape) for name, shape in entry["tensors"].items()}
+        quantities = dict.fromkeys(q for found in self._digests.values() for q in found)
+        self.values = {(n, q): Value(n, q, "", shapes[n]) for q in quantities for n in shapes}
+
+    @property
+    def is_together(self) -> bool:
+        """Whether one digest stands for all tensors."""
+        return self._names == [TOGETHER]
+
+    def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
+        """For each rank, by source, the numbers of a step."""
+        found: list[dict[int, dict[str, Any]]] = self._scalars[step]
+        return found
+
+    def digests(self, step: int) -> dict[Key, Summed]:
+        """Each tensor's digest, of the steps that have them."""
+        return {
+            (name, quantity): Summed(Digest(int(text[16:], 16), int(text[:16], 16), None), 0, ())
+            for quantity, texts in self._digests.get(str(step), {}).items()
+            for name, text in zip(self._names, texts, strict=True)
+            if text is not None
+        }
+
+
+class _Together(_Summary):
+    """A recording in which one digest of a quantity stands for all tensors."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self.run, self.steps = recording.run, recording.steps
+        self.optimizers = [{**line, "groups": [], "order": []} for line in recording.optimizers]
+        quantities = {quantity: None for _, quantity in recording.values}
+        self.values = {(TOGETHER, q): Value(TOGETHER, q, "", ()) for q in quantities}
+        self.scalars = recording.scalars
+
+    def digests(self, step: int) -> dict[Key, Summed]:
+        hashes: dict[str, Any] = {}
+        for (name, quantity), each in sorted(self._recording.digests(step).items()):
+            own = hashes.setdefault(quantity, hashlib.blake2b(digest_size=16))
+            own.update(f"{name} {each.digest}\n".encode())
+        found = {q: int(own.hexdigest(), 16) for q, own in hashes.items()}
+        return {
+            (TOGETHER, q): Summed(Digest(each % 2**64, each >> 64, None), 0, ())
+            for q, each in found.items()
+        }
+
+
+def entry_of(recording: Recording) -> dict[str, Any]:
+    """What a file keeps of a recording; RecordingError where that is too much."""
+    steps = recording.steps
+    kept = sorted({steps[0], steps[-1], *(s for s in steps if s & (s - 1) == 0)})
+    together = _Together(recording)
+    for run, chosen in ((recording, kept), (recording, [steps[0], steps[-1]]), (together, kept)):
+        entry = _entry(recording, run, chosen)
+        if len(_text([entry])) <= LARGEST:
+            return entry
+    raise RecordingError(
+        f"golden values must be at most {LARGEST} bytes, got {len(_text([entry]))}: "
+        f"record fewer than {len(steps)} steps, or every 10th"
+    )
+
+
+def _entry(recording: Recording, run: Any, kept: Sequence[int]) -> dict[str, Any]:
+    shapes = {name: value.shape for (name, _), value in reversed(run.values.items())}
+    order = [name for line in recording.optimizers for name in line.get("order") or ()]
+    names = [name for name in dict.fromkeys([*order, *shapes]) if name in shapes]
+    return {
+        "family": family(recording),
+        "because": [],
+        "run": _told({name: recording.run.get(name) for name in RUN}),
+        "optimizers": list(dict.fromkeys(line["class"] for line in recording.optimizers)),
+        "tensors": {name: shapes[name] for name in names},
+        "steps": dict(_folded(recording)),
+        "digests": {str(step): _columns(run.digests(step), names) for step in kept},
+        "norms": {str(step): _norms(recording, step) for step in kept},
+    }
+
+
+def _told(content: Any) -> Any:
+    """Nested dicts without what is None, which a comparison takes for the same as nothing."""
+    if not isinstance(content, Mapping):
+        return content
+    return {name: _told(each) for name, each in content.items() if each is not None}
+
+
+def _columns(digests: Mapping[Key, Summed], names: Sequence[str]) -> dict[str, list[str | None]]:
+    """The digests of each quantity, in the order of names."""
+    quantities = dict.fromkeys(quantity for _, quantity in digests)
+    return {
+        q: [str(digests[name, q].digest) if (name, q) in digests else None for name in names]
+        for q in quantities
+    }
+
+
+def _norms(recording: Recording, step: int) -> dict[str, str]:
+    squares: dict[str, float] = {}
+    for (name, quantity), (held, bits) in recording.samples(step).items():
+        chosen = [i for i in range(held.bit_length()) if held >> i & 1]
+        numbers = as_numbers(bits[chosen], recording.values[name, quantity].dtype)
+        squares[quantity] = squares.get(quantity, 0.0) + float(numpy.square(numbers).sum())
+    return {quantity: hexadecimal(math.sqrt(each)) for quantity, each in squares.items()}
+
+
+def _folded(recording: Recording) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The numbers of each step, those alone that the step before has not; None where they end."""
+    before: dict[str, Any] = {}
+    for step in recording.steps:
+        ranks = [
+            {source: _without_place(line) for source, line in rank.items()}
+            for rank in recording.scalars(step)
+        ]
+        now = flat(_by_number(ranks))
+        gone = {path: None for path in before if path not in now}
+        yield str(step), gone | {k: v for k, v in now.items() if before.get(k, k) != v}
+        before = now
+
+
+def _without_place(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name not in ("step", "source")}
+
+
+def _by_number(content: Any) -> Any:
+    """Lists of dicts as dicts by number, so that their leaves have paths."""
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        content = dict(enumerate(content))
+    if isinstance(content, dict):
+        return {name: _by_number(each) for name, each in content.items()}
+    return content
+
+
+def _unfolded(steps: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
+    """What `_folded` folded: for each step the numbers of each rank, by source."""
+    now: dict[str, Any] = {}
+    for step, changes in steps.items():
+        now |= changes
+        ranks: dict[str, Any] = {}
+        for path, value in now.items():
+            *parents, last = path.split(".")
+            inner = ranks
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[last] = value
+        yield int(step), [{int(s): _line(line) for s, line in r.items()} for r in ranks.values()]
+
+
+def _line(line: dict[str, Any]) -> dict[str, Any]:
+    return {**line, "groups": list(line.get("groups", {}).values())}
+
+
+def _text(entries: Sequence[Mapping[str, Any]]) -> str:
+    """A file's text, a number a line: what changes is seen in a diff of the file."""
+    content = {"is": "golden values", "schema": SCHEMA, "entries": entries}
+    return json.dumps(content, indent=0) + "\n"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file; RecordingError for one of something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecordingError(f"golden values must be JSON, got {str(path)!r}: {error}") from None
+    if not isinstance(content, dict) or content.get("is") != "golden values":
+        raise RecordingError(f"golden values must be a file that make wrote, got {str(path)!r}")
+    if content["schema"] != SCHEMA:
+        raise RecordingError(f"schema of {str(path)!r} must be {SCHEMA}, got {content['schema']!r}")
+    entries: list[dict[str, Any]] = content["entries"]
+    return entries
+
+
+def _write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    text = _text(entries)
+    if len(text) > LARGEST:
+        raise RecordingError(
+            f"golden values must be at most {LARGEST} bytes, got {len(text)} for {len(entries)} "
+            "environments: give some a file of their own"
+        )
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def make(path: Path, recording: Recording) -> None:
+    """Writes a new file; RecordingError where there is one."""
+    if path.exists():
+        raise RecordingError(f"file must be new, got {str(path)!r}: update renews its entries")
+    _write(path, [entry_of(recording)])
+
+
+def update(path: Path, recording: Recording, because: str) -> None:
+    """Renews the entry of the run's environment, or adds one; the others stay.
+
+    Args:
+        path: of the file.
+        recording: what counts from now on.
+        because: the reason, which is kept in the file.
+
+    Raises RecordingError without a reason.
+    """
+    if not because.strip():
+        raise RecordingError(f"because must be the reason of the change, got {because!r}")
+    entries, entry = read(path), entry_of(recording)
+    old = [each for each in entries if each["family"] == entry["family"]]
+    commit = recording.run.get("environment", {}).get("git commit")
+    reason = {"commit": commit, "because": because}
+    entry["because"] = [*(line for each in old for line in each["because"]), reason]
+    _write(path, [each for each in entries if each not in old] + [entry])
+
+
+def refuse_changes(path: Path) -> None:
+    """Raises RecordingError where git tells of changes beside the file's: what ran is no commit."""
+    command = ["git", "-C", str(path.resolve().parent), "status", "--porcelain", "-uno"]
+    exclude = ["--", ":/", f":(exclude){path.name}"]
+    done = subprocess.run([*command, *exclude], capture_output=True, text=True, check=False)
+    changed = done.stdout.splitlines() if done.returncode == 0 else []
+    if changed:
+        raise RecordingError(f"the git tree must be clean, got changes: {'; '.join(changed[:5])}")
+
+
+def check(path: Path, recording: Recording) -> Checked:
+    """Holds a recording to the entry of its environment; without one to the nearest."""
+    entries, own = read(path), family(recording)
+    nearest = max(entries, key=lambda e: sum(e["family"].get(k) == own[k] for k in own))
+    is_own = nearest["family"] == own
+    golden = Golden(nearest)
+    found = compare(golden, _Together(recording) if golden.is_together else recording)
+    if is_own:
+        return Checked(found, found.line, True, [])
+    words = [
+        ", ".join(f"{name}: {shown(each)}" for name, each in one.items() if each is not None)
+        for one in (own, nearest["family"])
+    ]
+    line = f"no entry for {words[0]}; beside that of {words[1]}: {found.line}"
+    return Checked(found, line, False, list(_drift(golden, recording)))
+
+
+def _drift(golden: Golden, recording: Recording) -> Iterator[tuple[str, int, float, float]]:
+    """The losses and norms of the golden run, and the run's."""
+    for text, norms in golden.norms.items():
+        step = int(text)
+        if step not in recording.steps:
+            continue
+        losses = (_loss(run.scalars(step)) for run in (golden, recording))
+        both = {"loss": tuple(losses)}
+        now = _norms(recording, step)
+        both |= {q: (norms[q], now[q]) for q in norms if q in now}
+        for what, (mine, theirs) in both.items():
+            if mine is not None and theirs is not None:
+                yield what, step, float.fromhex(mine), float.fromhex(theirs)
+
+
+def _loss(ranks: Sequence[Mapping[int, Mapping[str, Any]]]) -> str | None:
+    """The mean of a step's losses, over calls and ranks, in hexadecimal."""
+    losses = [
+        float.fromhex(each)
+        for rank in ranks
+        for line in rank.values()
+        for each in line.get("losses") or ()
+    ]
+    return hexadecimal(fmean(losses)) if losses else None
+
+
+# ---- Megatron-LM's own files
+
+METRICS: dict[str, Callable[[Sequence[Mapping[int, Mapping[str, Any]]]], str | None]] = {
+    "lm loss": _loss,
+    "grad-norm": lambda ranks: ranks[0][0].get("grad_norm"),
+    "learning-rate": lambda ranks: (ranks[0][0].get("groups") or [{}])[0].get("lr"),
+}
+"""Megatron's names of what a recording has, and where."""
+DIGITS = 5
+"""Decimals of a metric that is not in full precision."""
+
+
+def megatron_values(recording: Recording) -> dict[str, dict[str, Any]]:
+    """The numbers of a run as Megatron-LM's functional tests keep them, in full precision."""
+    found = {}
+    for metric, number in METRICS.items():
+        texts = {step: number(recording.scalars(step)) for step in recording.steps}
+        values = {str(step): float.fromhex(text) for step, text in texts.items() if text}
+        if values:
+            steps = [int(step) for step in values]
+            found[metric] = {
+                "start_step": steps[0],
+                "end_step": steps[-1],
+                "step_interval": steps[-1] - steps[-2] if len(steps) > 1 else 1,
+                "value_precision": "full",
+                "values": values,
+            }
+    return found
+
+
+def check_megatron(path: Path, recording: Recording) -> list[str]:
+    """What differs from a file of Megatron-LM's, a line for each metric.
+
+    A metric of "value_precision": "full" is compared in every bit, another one after rounding to
+    five decimals, as its file is. Metrics of time and memory are not a recording's.
+
+    Raises RecordingError where the file and the run have no metric and step in common.
+    """
+    golden, now = json.loads(path.read_text(encoding="utf-8")), megatron_values(recording)
+    lines, compared = [], 0
+    for metric in (name for name in golden if name in now):
+        is_full = golden[metric].get("value_precision") == "full"
+        mine, theirs = golden[metric]["values"], now[metric]["values"]
+        both = [step for step in mine if step in theirs and not isinstance(mine[step], str)]
+        compared += len(both)
+        unlike = [
+            s for s in both if mine[s] != (theirs[s] if is_full else round(theirs[s], DIGITS))
+        ]
+        if unlike:
+            step, count = unlike[0], f"{len(unlike)} of {len(both)} steps"
+            lines.append(f"{metric}: step {step}: {mine[step]!r}, and {theirs[step]!r}; {count}")
+    if not compared:
+        raise RecordingError(f"file must have {', '.join(METRICS)} of the run's steps, got none")
+    return lines

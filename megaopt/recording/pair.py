@@ -1,0 +1,400 @@
+"""Two recorded runs side by side, under the names of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+
+from megaopt.recording.files import Key, Recording, Summed, Value
+from megaopt.recording.measure import NEAR, Array, Distance, distance
+
+ANYWHERE = ("torch", "cuda", "cublas", "nccl", "card", "TransformerEngine")
+WITHOUT_CARD = ("torch", "processor", "threads")
+"""What of the environment decides the bits of products and sums: with a card, and without."""
+WHOLE = ("grad", "weight", "codes")
+"""Quantities of the parameter's own shape, one of which each recording of tensors has."""
+
+
+class Run(Protocol):
+    """What is compared: a `Recording`, or what a file of golden values holds of one."""
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """What is to be known of the run."""
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """The ranks that are missing."""
+
+    @property
+    def optimizers(self) -> Sequence[Mapping[str, Any]]:
+        """What is to be known of the optimizers."""
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The steps, ascending."""
+
+    @property
+    def sampled(self) -> Sequence[int]:
+        """Those of which there are samples."""
+
+    @property
+    def values(self) -> Mapping[Key, Value]:
+        """What ranks hold together, by name and quantity."""
+
+    def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
+        """For each rank, by source, the numbers of a step."""
+
+    def digests(self, step: int) -> dict[Key, Summed]:
+        """What all ranks together say of each tensor."""
+
+    def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
+        """What each rank alone says."""
+
+    def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
+        """The sampled elements of each tensor."""
+
+
+class Difference(NamedTuple):
+    """What the two runs say of one thing; None where one says nothing."""
+
+    name: str
+    a: Any
+    b: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {shown(self.a)}, and {shown(self.b)}"
+
+
+def shown(value: Any) -> str:
+    """A value of a recording in words: floats, which it holds in hexadecimal, in decimal."""
+    if value is None:
+        return "unset"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(shown, value))})"
+    if isinstance(value, str) and value.lstrip("-").startswith("0x") and "p" in value:
+        return repr(float.fromhex(value))
+    return str(value)
+
+
+def flat(content: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, by their path with dots; lists are leaves."""
+    if not isinstance(content, Mapping):
+        return {path: content}
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        found |= flat(value, f"{path}.{name}" if path else str(name))
+    return found
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """What two dicts say differently, in their order."""
+    names = dict.fromkeys([*a, *b])
+    return [
+        Difference(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)
+    ]
+
+
+def family(run: Run) -> dict[str, Any]:
+    """What of a run's environment decides the bits of its products."""
+    environment = run.run.get("environment", {})
+    names = ANYWHERE if environment.get("card") else WITHOUT_CARD
+    return {name: environment.get(name) for name in names}
+
+
+def layout_of(run: Run) -> dict[str, Any]:
+    """How many ranks a run has, and what they share."""
+    return {"ranks": run.run.get("world"), **(run.run.get("layout") or {})}
+
+
+class Side:
+    """A run with its names as the other has them."""
+
+    def __init__(self, run: Run, names: Mapping[str, str] | None = None) -> None:
+        self.run, self._names = run, names or {}
+        self.name = lru_cache(None)(self._name)
+        self.digests = lru_cache(4)(self._digests)
+        self.own = lru_cache(4)(self._own)
+        self.values: dict[Key, Value] = {
+            (self.name(name), quantity): value for (name, quantity), value in run.values.items()
+        }
+        self.shapes = {name: v.shape for (name, q), v in self.values.items() if q in WHOLE}
+        listed = [name for line in run.optimizers for group in line["groups"] for name in group]
+        self.parameters = {self.name(name) for name in listed} | set(self.shapes)
+        order = [name for line in run.optimizers for name in line.get("order") or ()]
+        every = dict.fromkeys(self.name(name) for name in [*order, *listed, *self.shapes])
+        self.order = {name: i for i, name in enumerate(every)}
+
+    def _name(self, name: str) -> str:
+        if name in self._names:
+            return self._names[name]
+        for theirs, ours in self._names.items():
+            before, star, after = theirs.partition("*")
+            fits = name.startswith(before) and name.endswith(after)
+            if star and fits and len(name) >= len(before) + len(after):
+                return ours.replace("*", name[len(before) : len(name) - len(after)], 1)
+        return name
+
+    def _digests(self, step: int) -> dict[Key, Summed]:
+        return {(self.name(n), q): each for (n, q), each in self.run.digests(step).items()}
+
+    def _own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
+        return {(r, self.name(n), q): each for (r, n, q), each in self.run.own(step).items()}
+
+    def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
+        """The run's own, under the other's names."""
+        return {(self.name(n), q): each for (n, q), each in self.run.samples(step).items()}
+
+    def after(self, step: int) -> dict[Key, Summed]:
+        """Weights and state as a step leaves them; nothing where it is not recorded."""
+        if step not in self.run.steps:
+            return {}
+        return {key: each for key, each in self.digests(step).items() if is_after(key[1])}
+
+    def before(self, step: int) -> dict[Key, Summed]:
+        """Weights and state as a step finds them, as far as they are known."""
+        rows = self.digests(step)
+        if not rows:  # whether anything was written since is not known
+            return {}
+        old = {(n, q[4:]): each for (n, q), each in rows.items() if q.startswith("old ")}
+        return self.after(step - 1) | old
+
+    def old_samples(self, step: int) -> dict[Key, Any]:
+        """The bits of sampled weights as a step finds them."""
+        found = self.samples(step).items()
+        return {(n, q[4:]): (h, b.tobytes()) for (n, q), (h, b) in found if q.startswith("old ")}
+
+    def new_samples(self, step: int) -> dict[Key, Any]:
+        """The bits of what is sampled as a step leaves it."""
+        return {key: (h, b.tobytes()) for key, (h, b) in self.samples(step).items()}
+
+    def scalars(self, step: int, name: str) -> list[Any]:
+        """One thing of the numbers of a step, of each rank and source."""
+        ranks = self.run.scalars(step)
+        return [line.get(name) for rank in ranks for _, line in sorted(rank.items())]
+
+
+class Pair:
+    """Two runs side by side."""
+
+    def __init__(self, a: Side, b: Side) -> None:
+        self.a, self.b = a, b
+        self.both = (a, b)
+        self.steps = sorted(set(a.run.steps) & set(b.run.steps))
+        self.has_ranks = (a.run.run.get("world") or 1) > 1
+        self.alike_layout = layout_of(a.run) == layout_of(b.run)
+
+    def missing(self) -> dict[str, list[str]]:
+        """What one run has and the other lacks, by side; empty where they can be compared."""
+        a, b = self.both
+        found: dict[str, list[str]] = {}
+        if a.parameters and b.parameters:
+            found["A lacks"] = sorted(b.parameters - a.parameters)
+            found["B lacks"] = sorted(a.parameters - b.parameters)
+        common = [name for name in a.shapes if name in b.shapes]
+        found["other shapes:"] = [
+            f"{name} {a.shapes[name]} and {b.shapes[name]}"
+            for name in common
+            if a.shapes[name] != b.shapes[name]
+        ]
+        for side, run, other in (("A lacks", a.run, b.run), ("B lacks", b.run, a.run)):
+            lost = [f"rank {each}" for each in run.absent if each not in other.absent]
+            found.setdefault(side, []).extend(lost)
+        if not self.steps:
+            found["no step in both:"] = [
+                f"{letter} has {span(side.run.steps)}"
+                for letter, side in zip("AB", self.both, strict=True)
+            ]
+        return {side: names for side, names in found.items() if names}
+
+    def dtypes(self) -> list[str]:
+        """The first tensor that has another dtype in the other run, in words."""
+        keys = [key for key in self.a.values if key in self.b.values and is_new(key[1])]
+        both = ((key, self.a.values[key].dtype, self.b.values[key].dtype) for key in keys)
+        found = [f"dtype of {q} of {n}: {a}, and {b}" for (n, q), a, b in both if a != b and a]
+        more = f"; and of {len(found) - 1} more" if len(found) > 1 else ""
+        return [found[0] + more] if found else []
+
+    def notes(self) -> list[str]:
+        """What was not compared."""
+        quantities = [dict.fromkeys(quantity for _, quantity in side.values) for side in self.both]
+        found = []
+        for letter, mine, theirs in (("A", *quantities), ("B", *quantities[::-1])):
+            alone = [each for each in mine if each not in theirs and not each.startswith("old ")]
+            if alone:
+                found.append(f"only {letter} has recorded: {', '.join(alone)}")
+        apart = next((step for step in self.steps if self.generators_apart(step)), None)
+        if apart is not None:
+            names = dict.fromkeys(name for _, name in self.generators_apart(apart))
+            found.append(f"random states differ from step {apart} on: {', '.join(names)}")
+        first, last = self.steps[0], self.steps[-1]
+        for letter, side in zip("AB", self.both, strict=True):
+            rest = [step for step in side.run.steps if step not in set(self.steps)]
+            if rest:
+                found.append(f"only {letter} has {span(rest)}; compared: {first} to {last}")
+        return found
+
+    def options(self, step: int) -> list[Difference]:
+        """Options of groups, and the loss scale, that differ at a step."""
+        mine, theirs = (self._options(side, step) for side in self.both)
+        return differences(mine, theirs)
+
+    def _options(self, side: Side, step: int) -> dict[str, Any]:
+        ranks = side.run.scalars(step)
+        found: dict[str, Any] = {}
+        for rank, sources in enumerate(ranks if self.alike_layout else ranks[:1]):
+            for source, line in sorted(sources.items()):
+                whose = (f" of optimizer {source}" if source else "") + (
+                    f" on rank {rank}" if rank else ""
+                )
+                for i, group in enumerate(line.get("groups") or ()):
+                    found |= {f"{name} of group {i}{whose}": group[name] for name in group}
+                found[f"loss scale{whose}"] = line.get("loss_scale")
+                found[f"skipped{whose}"] = line.get("skipped")
+        return found
+
+    def is_alike(self, step: int) -> bool:
+        """Whether a step is quickly seen to be the same."""
+        a, b = self.a.run, self.b.run
+        return isinstance(a, Recording) and isinstance(b, Recording) and a.alike(b, step)
+
+    def differing(self, a: Mapping[Any, Any], b: Mapping[Any, Any]) -> list[Any]:
+        """The keys whose values differ, of those that both have."""
+        return [key for key in a if key in b and value_of(a[key]) != value_of(b[key])]
+
+    def ordered(self, keys: Iterable[Key], backward: bool = False) -> list[Key]:
+        """Keys of parameters in the order of the forward pass, or the backward."""
+        order, last = self.a.order, len(self.a.order)
+        place = {key: order.get(key[0], last) for key in keys}
+        return sorted(place, key=lambda key: -place[key] if backward else place[key])
+
+    def generators_apart(self, step: int) -> list[tuple[int, str]]:
+        """The generators of random numbers whose states differ, by rank and name."""
+        pairs = zip(*(side.scalars(step, "rng") for side in self.both), strict=False)
+        found = enumerate(pairs if self.alike_layout else ())
+        return [(i, n) for i, (a, b) in found for n in a or () if a[n] != (b or a).get(n, a[n])]
+
+    def drawn(self, step: int) -> set[str]:
+        """The generators that either run draws from, in a step or, where it is the last, before."""
+        places = self.steps[max(self.steps.index(step) - 1, 0) :][:3]
+        states = [side.scalars(each, "rng") for side in self.both for each in places]
+        names = {name for each in states for rank in each for name in rank or ()}
+        runs = [states[: len(places)], states[len(places) :]]
+        return {
+            name
+            for name in names
+            for run in runs
+            if len({str([(rank or {}).get(name) for rank in each]) for each in run}) > 1
+        }
+
+    def records(self, quantity: str, step: int) -> bool:
+        """Whether both have rows of a quantity at a step."""
+        return all(
+            any(q == quantity for _, q in side.digests(step))
+            or any(q == quantity for *_, q in side.own(step))
+            for side in self.both
+        )
+
+    def says(self, name: str, step: int) -> bool:
+        """Whether both have a number of a step."""
+        return all(any(each not in (None, []) for each in s.scalars(step, name)) for s in self.both)
+
+    def rows(self, step: int, quantity: str) -> list[dict[tuple[int, str], list[Any]]]:
+        """The rows of ranks alone, of one quantity, by rank and name, for both runs."""
+        found = [
+            {
+                (r, n): [(d.low, d.high) for d in rows]
+                for (r, n, q), rows in own.items()
+                if q == quantity
+            }
+            for own in (side.own(step) for side in self.both)
+        ]
+        return found if self.alike_layout else [{}, {}]
+
+    def modules(self, step: int) -> dict[str, int]:
+        """The places of modules in the order of the forward pass; earlier ranks' first."""
+        names = [name for _, name, quantity in self.a.own(step) if quantity == "forward"]
+        return {name: i for i, name in enumerate(dict.fromkeys(names))}
+
+    def tensors(self, step: int, quantities: Callable[[str], bool]) -> list[Key]:
+        """The keys of digests that differ; also those that one run lacks of a quantity it has."""
+        a, b = ({k: v for k, v in s.digests(step).items() if quantities(k[1])} for s in self.both)
+        common = {q for _, q in a} & {q for _, q in b}
+        keys = dict.fromkeys(key for key in [*a, *b] if key[1] in common)
+        return [key for key in keys if bits_of(a.get(key)) != bits_of(b.get(key))]
+
+    def distances(self, step: int) -> dict[str, Distance]:
+        """The distances of sampled elements, by quantity."""
+        a, b = (side.samples(step) for side in self.both)
+        alike: dict[tuple[str, ...], list[tuple[Array, Array]]] = {}
+        for key in (key for key in a if key in b and is_new(key[1])):
+            alike.setdefault((key[1], *self._dtypes(key)), []).append(_held(a[key], b[key]))
+        found: dict[str, Distance] = {}
+        for (quantity, *dtypes), pairs in alike.items():  # all tensors of a kind in one go
+            mine, theirs = map(numpy.concatenate, zip(*pairs, strict=True))
+            length = distance(mine, theirs, *dtypes)
+            found[quantity] = found.get(quantity, NEAR).plus(length)
+        return found
+
+    def farthest(self, step: int, keys: Iterable[Key]) -> str:
+        """In words, which of some tensors lies farthest apart in its samples, where there are."""
+        a, b = (side.samples(step) for side in self.both)
+        known = [key for key in keys if key in a and key in b]
+        lengths = ((key, distance(*_held(a[key], b[key]), *self._dtypes(key))) for key in known)
+        apart = {key: length.relative for key, length in lengths}
+        if len(apart) < 2:
+            return ""
+        name, quantity = max(apart, key=lambda key: apart[key])
+        return f"; farthest apart is that of {name}, by {apart[name, quantity]:.2g} of its norm"
+
+    def _dtypes(self, key: Key) -> tuple[str, str]:
+        return self.a.values[key].dtype, self.b.values[key].dtype
+
+
+def _held(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[Array, Array]:
+    """The sampled elements that both have."""
+    held = a[0] & b[0]
+    chosen = [i for i in range(held.bit_length()) if held >> i & 1]
+    return a[1][chosen], b[1][chosen]
+
+
+def is_after(quantity: str) -> bool:
+    """Whether it is written by the step."""
+    return quantity != "grad" and not quantity.startswith("old ")
+
+
+def bits_of(summed: Summed | None) -> Any:
+    """What is compared of a digest; the count of non-finite elements may lack in one run."""
+    if summed is None:
+        return None
+    others = [(each.low, each.high) for each in summed.others]
+    return (summed.digest.low, summed.digest.high, summed.missing, summed.replicas, others)
+
+
+def is_new(quantity: str) -> bool:
+    """Whether it is of the step itself, not of what it finds."""
+    return not quantity.startswith("old ")
+
+
+def value_of(value: Any) -> Any:
+    """What is compared of anything that rows or samples hold."""
+    return bits_of(value) if isinstance(value, Summed) else value
+
+
+def span(steps: Sequence[int]) -> str:
+    """The first and the last step, in words."""
+    if not steps:
+        return "no steps"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def floats(content: Any) -> Iterator[float]:
+    """The floats in nested lists of them in hexadecimal."""
+    if isinstance(content, list):
+        for each in content:
+            yield from floats(each)
+    elif content is not None:
+        yield float.fromhex(content)

@@ -1,0 +1,160 @@
+"""A step that a recording kept, taken again here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megaopt.recording.files import Rank, RecordingError
+
+RENAMED = {"master": "master_param"}
+"""The state's names of quantities, where recordings have others."""
+
+Kept = dict[str, dict[str, torch.Tensor]]
+"""Tensors of a step by parameter, then by quantity."""
+
+
+def replay(recorded: Rank, step: int, backend: str | None = None) -> list[str]:
+    """Takes a kept step again, and compares every bit that it wrote.
+
+    Args:
+        recorded: of the rank whose tensors are meant.
+        step: a step that was kept.
+        backend: of megaopt's own optimizers, "reference" or "triton"; the default one by default.
+
+    Returns:
+        A line for each tensor that differs.
+
+    Raises RecordingError where the step was not kept, or the optimizer cannot be made again.
+    """
+    kept = _read(recorded, step)
+    return [
+        line
+        for source, description in enumerate(recorded.optimizers)
+        for line in _differences(kept, description, recorded.scalars[step][source], backend)
+    ]
+
+
+def _read(recorded: Rank, step: int) -> Kept:
+    path = recorded.folder / "kept" / f"step-{step}.safetensors"
+    if not path.is_file():
+        raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {path}")
+    from safetensors.torch import load_file
+
+    kept: Kept = {}
+    for key, tensor in load_file(path).items():
+        name, _, quantity = key.rpartition("|")
+        kept.setdefault(name, {})[quantity] = tensor
+    return kept
+
+
+def _differences(
+    kept: Kept, description: Mapping[str, Any], line: Mapping[str, Any], backend: str | None
+) -> Iterator[str]:
+    """Steps one optimizer, and tells what it wrote otherwise."""
+    names = [[n for n in group if "grad" in kept.get(n, {})] for group in description["groups"]]
+    params = {name: _param(kept[name]) for group in names for name in group}
+    options = [{n: _option(v) for n, v in group.items()} for group in line["groups"]]
+    counts = [own.pop("step") for own in options]
+    groups = [
+        {**own, "params": [params[name] for name in group]}
+        for own, group in zip(options, names, strict=True)
+    ]
+    has_masters = any("master" in tensors for tensors in kept.values())
+    optimizer = _made(description["class"], groups, has_masters, backend)
+    _load(optimizer, kept, [name for group in names for name in group], counts)
+    optimizer.step()
+    for name, param in params.items():
+        state = optimizer.state[param]
+        now = {**state, "weight": param.detach(), "master": state.get("master_param")}
+        for quantity in (each for each in kept[name] if isinstance(now.get(each), torch.Tensor)):
+            before, here = kept[name][quantity].reshape(-1), now[quantity].reshape(-1)
+            unlike = _unequal(before, here)
+            if unlike:
+                values = f"{before[unlike[0]].item()!r}, and {here[unlike[0]].item()!r} here"
+                yield f"{quantity} of {name}: {len(unlike)} differ; element {unlike[0]}: {values}"
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> list[int]:
+    """The places of elements of other bits."""
+    codes = (each.contiguous().view(torch.uint8).view(len(each), -1) for each in (a, b))
+    places: list[int] = torch.ne(*codes).any(1).nonzero().view(-1).tolist()
+    return places
+
+
+def _param(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
+    weight = tensors["old weight"].clone()
+    param = torch.nn.Parameter(weight)
+    param.grad = tensors["grad"].clone()
+    return param
+
+
+def _option(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_option(each) for each in value)
+    return float.fromhex(value) if isinstance(value, str) and "0x" in value else value
+
+
+def _made(
+    path: str, groups: list[dict[str, Any]], has_masters: bool, backend: str | None
+) -> torch.optim.Optimizer:
+    """An optimizer of the recorded class, with the options that each group had."""
+    module, _, name = path.rpartition(".")
+    is_own = module.startswith("megaopt.")
+    if backend is not None and not is_own:
+        raise RecordingError(f"backend must be {path}'s own, got {backend!r}")
+    options = _own_options(groups[0], has_masters) if is_own else {}
+    if backend is not None:
+        options["backend"] = backend
+    try:
+        kind: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
+        return kind(groups, **options)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise RecordingError(f"optimizer must be one that can be made here: {error}") from error
+
+
+def _own_options(group: Mapping[str, Any], has_masters: bool) -> dict[str, Any]:
+    """What megaopt's constructors are told and groups do not say as options: formats, marks."""
+    formats = dict(each.split("=") for each in group["state_formats"].split(", "))
+    formats.pop("blocks", None)
+    master = formats.pop("master")
+    dtypes = {f"{moment}_dtype": getattr(torch, each, each) for moment, each in formats.items()}
+    if has_masters:
+        dtypes |= {"master_weights": True, "master_weight_dtype": getattr(torch, master, master)}
+    marks = ("contract", "adam_w_mode", "seed")
+    return dtypes | {name: group[name] for name in marks if name in group}
+
+
+def _load(
+    optimizer: torch.optim.Optimizer,
+    kept: Kept,
+    names: Sequence[str],
+    counts: Sequence[int | None],
+) -> None:
+    """Gives an optimizer the state from before the step; at its first step there is none.
+
+    counts: the number of the step, of each group; None where the optimizer does not count.
+    """
+    content = optimizer.state_dict()
+    content["state"] = {
+        i: {RENAMED.get(q, q): tensor for q, tensor in _old(kept[name]).items()}
+        for i, name in enumerate(names)
+    }
+    if not any(content["state"].values()):
+        return
+    for group, count in zip(content["param_groups"], counts, strict=True):
+        if "step" in group:
+            group["step"] = (count or 1) - 1
+        elif count is not None:
+            for i in group["params"]:
+                content["state"][i]["step"] = torch.tensor(count - 1.0)
+    optimizer.load_state_dict(content)
+
+
+def _old(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state of one parameter before the step."""
+    old = {q.removeprefix("old "): each for q, each in tensors.items() if q.startswith("old ")}
+    return {quantity: each for quantity, each in old.items() if quantity != "weight"}

@@ -1,0 +1,295 @@
+"""megaopt diff, golden, bisect and replay: what they print, write, and end with."""
+
+import json
+import os
+import sys
+from html.parser import HTMLParser
+
+import faulty_runs
+import pytest
+import torch
+from faulty_runs import AT, Faults, run
+from safetensors.torch import load_file, save_file
+
+from megaopt import FusedAdam
+
+
+class Rate(Faults):
+    def before_step(self, step, model, optimizer):
+        optimizer.param_groups[0]["lr"] = 9e-3 if step == AT else 1e-2
+
+
+class Wider(Faults):
+    def start(self, model):
+        model.extra = torch.nn.Linear(2, 2)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder / "a")
+    run(folder / "b", Rate())
+    run(folder / "wider", Wider())
+    return folder
+
+
+# ---- diff
+
+
+def test_the_verdict_stands_in_the_first_line(megaopt, runs):
+    status, out, err = megaopt("diff", runs / "a", runs / "b")
+    lines = out.splitlines()
+    assert (status, err) == (1, "")
+    assert lines[0].startswith("differ: step 3: weight of embed.weight differs; equal: gradient, ")
+    assert lines[0].endswith("lr of group 0: 0.01, and 0.009")
+    assert "step 3: 16 differ: embed.weight, embed.bias, " in out
+    assert "how it grows" in out
+
+
+def test_equal_runs_are_one_line(megaopt, runs):
+    line = "same: 5 steps from 1 to 5, all that both recorded, bit for bit\n"
+    assert megaopt("diff", runs / "a", runs / "a") == (0, line, "")
+
+
+def test_what_cannot_be_compared_ends_with_2(megaopt, runs):
+    status, out, _ = megaopt("diff", runs / "a", runs / "wider")
+    assert status == 2
+    assert out.startswith("not comparable: A lacks extra.bias, extra.weight")
+    status, _, err = megaopt("diff", runs / "a", runs / "nothing")
+    assert status == 2
+    assert err.startswith("megaopt: recording must be a folder with rank-0, got ")
+
+
+def test_a_map_of_names(megaopt, runs, tmp_path):
+    file = tmp_path / "map.json"
+    file.write_text('{"other.*": "*"}')
+    assert megaopt("diff", runs / "a", runs / "a", "--map", file)[0] == 0
+    file.write_text("[]")
+    status, _, err = megaopt("diff", runs / "a", runs / "a", "--map", file)
+    assert status == 2
+    assert err.startswith("megaopt: map must be names of B and of A")
+
+
+def test_annotations_of_a_pull_request(megaopt, runs, tmp_path):
+    out = megaopt("diff", runs / "a", runs / "b", "--github")[1]
+    assert out.splitlines()[-1].startswith("::error title=megaopt diff::differ: step 3: weight of ")
+    megaopt("golden", "make", tmp_path / "golden.json", runs / "a")
+    out = megaopt("golden", "check", tmp_path / "golden.json", runs / "b", "--github")[1]
+    assert out.splitlines()[-1].startswith("::error title=megaopt golden::differ: step 3: ")
+    out = megaopt("diff", runs / "a", runs / "a", "--github")[1]
+    assert out.splitlines()[-1].startswith("::notice title=megaopt diff::same: ")
+
+
+def test_json_has_the_blame(megaopt, runs, tmp_path):
+    megaopt("diff", runs / "a", runs / "b", "--json", tmp_path / "diff.json")
+    found = json.loads((tmp_path / "diff.json").read_text(), parse_constant=pytest.fail)
+    blame = found["blame"]
+    assert (found["schema"], found["verdict"], found["tier"]) == (1, "differ", "bits")
+    assert [blame[name] for name in ("step", "kind", "where")] == [3, "optimizer", "embed.weight"]
+    assert {"step": 2, "quantity": "weight", "differ": 0, "of": 16, "relative": 0.0, "ulp": 0} in (
+        found["growth"]
+    )
+    assert found["line"] == megaopt("diff", runs / "a", runs / "b")[1].splitlines()[0]
+
+
+class Page(HTMLParser):
+    """What a page holds, and what it would ask others for."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.asked, self.open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in ("meta",):
+            self.open.append(tag)
+        links = {"src", "href", "xlink:href"}
+        self.asked += [v for n, v in attributes if n in links and not v.startswith("#")]
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_asks_nobody(megaopt, runs, tmp_path):
+    megaopt("diff", runs / "a", runs / "b", "--html", tmp_path / "diff.html")
+    text = (tmp_path / "diff.html").read_text()
+    page = Page(text)
+    assert page.asked == []
+    assert page.open == []
+    assert page.tags.count("svg") == 3
+    assert "script" not in page.tags
+    assert "lr of group 0: 0.01, and 0.009" in text
+
+
+def test_what_runs_say_is_no_html(tmp_path, megaopt, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "<script>alert(1)</script>")
+    run(tmp_path / "a")
+    monkeypatch.delenv("NCCL_ALGO")
+    run(tmp_path / "b")
+    megaopt("diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "diff.html")
+    assert "&lt;script&gt;" in (tmp_path / "diff.html").read_text()
+    assert "script" not in Page((tmp_path / "diff.html").read_text()).tags
+
+
+# ---- golden
+
+
+def test_golden_values_are_made_checked_and_renewed(megaopt, runs, tmp_path):
+    file = tmp_path / "golden.json"
+    assert megaopt("golden", "make", file, runs / "a") == (0, f"written: {file}\n", "")
+    assert megaopt("golden", "check", file, runs / "a")[:2] == (
+        0,
+        "same: 5 steps from 1 to 5, all that both recorded, bit for bit\n",
+    )
+    status, out, _ = megaopt("golden", "check", file, runs / "b")
+    assert status == 1
+    assert out.startswith("differ: step 3: lr of group 0: 0.01, and 0.009\n")
+    status, _, err = megaopt("golden", "update", file, runs / "b")
+    assert (status, err) == (2, "megaopt: because must be the reason of the change, got ''\n")
+    assert megaopt("golden", "update", file, runs / "b", "--because", "a smaller lr")[0] == 0
+    assert megaopt("golden", "check", file, runs / "b")[0] == 0
+
+
+def test_without_an_entry_of_the_environment_nothing_passes(megaopt, runs, tmp_path):
+    file = tmp_path / "golden.json"
+    megaopt("golden", "make", file, runs / "a")
+    content = json.loads(file.read_text())
+    entry = content["entries"][0]
+    entry["family"]["torch"] = entry["run"]["environment"]["torch"] = "1.0"
+    file.write_text(json.dumps(content))
+    assert megaopt("golden", "check", file, runs / "a")[0] == 0  # the same bits all the same
+    status, out, _ = megaopt("golden", "check", file, runs / "b")
+    assert status == 2
+    assert out.startswith("no entry for torch: ")
+    assert "beside another environment" in out
+
+
+def test_megatrons_golden_values(megaopt, runs, tmp_path):
+    file = tmp_path / "golden.json"
+    megaopt("golden", "make", file, runs / "a", "--megatron")
+    assert megaopt("golden", "check", file, runs / "a", "--megatron")[0] == 0
+    status, out, _ = megaopt("golden", "check", file, runs / "b", "--megatron")
+    assert status == 1
+    assert "different: learning-rate: step 3: 0.01, and 0.009; 1 of 5 steps\n" in out
+
+
+# ---- bisect
+
+SCRIPT = """
+import sys
+
+sys.path.insert(0, {support!r})
+from faulty_runs import AT, Faults, trained
+
+
+class Rate(Faults):
+    steps = int(sys.argv[2])
+
+    def before_step(self, step, model, optimizer):
+        optimizer.param_groups[0]["lr"] = float(sys.argv[1]) if step == AT else 1e-2
+
+
+trained(Rate())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(support=os.path.dirname(faulty_runs.__file__)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lr", "steps", "status", "words"),
+    [
+        # ended when the step is there, long before its last one
+        ("1e-2", "100000000", 0, "good: the same up to step 3"),
+        pytest.param("9e-3", "5", 1, "bad: step 3: weight of", marks=pytest.mark.slow),
+        pytest.param("8e-3", "5", 1, "(otherwise than bad)", marks=pytest.mark.slow),
+        pytest.param("1e-2", "1", 125, "skip: the command ended before", marks=pytest.mark.slow),
+        pytest.param(
+            "1e-2", "x", 125, "skip: the command recorded nothing", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_bisect_says_which_commit_is_good(lr, steps, status, words, runs, script, megaopt):
+    both = runs / "a", runs / "b"
+    found = megaopt("bisect", *both, "--", sys.executable, script, lr, steps)
+    assert found[0] == status
+    assert words in found[1]
+
+
+def test_runs_that_do_not_part_cannot_be_bisected(runs, megaopt):
+    status, _, err = megaopt("bisect", runs / "a", runs / "a", "--", "true")
+    assert status == 2
+    assert err.startswith("megaopt: good and bad must differ in a step of both, got same")
+
+
+# ---- replay
+
+
+class SGD(Faults):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Ours(Faults):
+    def optimizer(self, model):
+        return FusedAdam(model.parameters(), lr=self.lr, weight_decay=0.1, backend="reference")
+
+
+class Masters(Ours):
+    def start(self, model):
+        model.bfloat16()
+
+    def batch(self, step, x, y):
+        return x.bfloat16(), y.bfloat16()
+
+    def optimizer(self, model):
+        return FusedAdam(
+            model.parameters(),
+            lr=self.lr,
+            dtype=torch.float32,
+            store_param_remainders=True,
+            exp_avg_sq_dtype=torch.bfloat16,
+            backend="reference",
+        )
+
+
+@pytest.mark.parametrize("kind", [Faults, SGD, Ours, Masters])
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_kept_step_is_taken_again(kind, step, megaopt, tmp_path):
+    run(tmp_path / "a", kind(), keep=(step,))
+    same = f"same: step {step} of rank 0, bit for bit\n"
+    backends = ("torch", "cpu", "triton") if issubclass(kind, Ours) else ("torch",)
+    for backend in backends:
+        found = megaopt("replay", tmp_path / "a", "--step", step, "--backend", backend)
+        assert found == (0, same, "")
+
+
+def test_a_bit_that_was_written_otherwise_is_named(megaopt, tmp_path):
+    run(tmp_path / "a", keep=(2,))
+    path = tmp_path / "a" / "rank-0" / "kept" / "step-2.safetensors"
+    tensors = load_file(path)
+    tensors["blocks.1.linear.weight|exp_avg"].view(torch.int32).view(-1)[9] ^= 1
+    save_file(tensors, path)
+    status, out, _ = megaopt("replay", tmp_path / "a", "--step", 2)
+    assert status == 1
+    assert out.startswith("different: exp_avg of blocks.1.linear.weight: 1 differ; element 9: ")
+    assert out.count("\n") == 1
+
+
+def test_what_cannot_be_taken_again_is_refused(megaopt, tmp_path):
+    run(tmp_path / "a", keep=(2,))
+    status, _, err = megaopt("replay", tmp_path / "a", "--step", 3)
+    assert status == 2
+    assert err.startswith("megaopt: step must be one that was kept (--keep), got 3: no ")
+    status, _, err = megaopt("replay", tmp_path / "a", "--step", 2, "--backend", "cpu")
+    assert status == 2
+    assert err.startswith("megaopt: backend must be torch.optim.adamw.AdamW's own, got 'reference'")

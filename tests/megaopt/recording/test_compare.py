@@ -1,0 +1,406 @@
+"""Planted faults: each has the right blame and the right first tensor; equal runs have none."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from faulty_runs import AT, Faults, run
+
+from megaopt.recording.compare import compare
+from megaopt.recording.files import Recording
+
+ENOUGH = 1e-3
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """The run without a fault, recorded once for each level."""
+    made = {}
+
+    def recorded(level):
+        if level not in made:
+            made[level] = run(tmp_path_factory.mktemp("runs") / level, level=level)
+        return made[level]
+
+    return recorded
+
+
+class OneElement(Faults):
+    def batch(self, step, x, y):
+        x[0, 0] += ENOUGH * (step == AT)
+        return x, y
+
+
+class OtherTarget(Faults):
+    """Of the loss alone: the model does not see it."""
+
+    def batch(self, step, x, y):
+        return x, y + (step == AT)
+
+
+class OtherOrder(Faults):
+    def batch(self, step, x, y):
+        return (x.flip(1), y) if step == AT else (x, y)
+
+
+class TwoCalls(Faults):
+    def calls(self, step):
+        return 1 + (step == AT)
+
+
+class Smaller(Faults):
+    def batch(self, step, x, y):
+        return (x[:-1], y[:-1]) if step == AT else (x, y)
+
+
+class TorchDrew(Faults):
+    def before_forward(self, step, model):
+        if step == AT:
+            torch.rand(1)
+
+
+class PythonDrew(Faults):
+    def before_forward(self, step, model):
+        if step == AT:
+            random.random()
+
+
+class NumpyDrew(Faults):
+    def before_forward(self, step, model):
+        if step == AT:
+            np.random.rand()
+
+
+class OtherScale(Faults):
+    def before_forward(self, step, model):
+        model.blocks[1].scale = 0.9 if step == AT else 1.0
+
+
+class OtherDropout(Faults):
+    def before_forward(self, step, model):
+        model.dropout.p = 0.2 if step == AT else 0.1
+
+
+class ScaledLoss(Faults):
+    def loss(self, step, loss):
+        return loss * 1.5 if step == AT else loss
+
+
+class OtherBackward(Faults):
+    def before_forward(self, step, model):
+        model.blocks[1].backward_scale = 0.9 if step == AT else 1.0
+
+
+class OneGradient(Faults):
+    def before_step(self, step, model, optimizer):
+        if step == AT:
+            model.blocks[1].linear.weight.grad[0, 0] += ENOUGH
+
+
+class AfterClipping(Faults):
+    def after_clipping(self, step, model):
+        if step == AT:
+            model.blocks[1].linear.weight.grad.view(-1)[5] += ENOUGH
+
+
+class NoGradient(Faults):
+    def after_clipping(self, step, model):
+        if step == AT:
+            model.blocks[2].norm.bias.grad = None
+
+
+class OtherClip(Faults):
+    def clip(self, step):
+        return 0.9 if step == AT else 1.0
+
+
+class NotClipped(Faults):
+    def clip(self, step):
+        return 1e9 if step == AT else 1.0
+
+
+class Option(Faults):
+    name, value = "lr", 9e-3
+
+    def before_step(self, step, model, optimizer):
+        if step == AT:
+            optimizer.param_groups[0][self.name] = self.value
+
+
+class Betas(Option):
+    name, value = "betas", (0.9, 0.99)
+
+
+class Eps(Option):
+    name, value = "eps", 1e-6
+
+
+class Decay(Option):
+    name, value = "weight_decay", 0.2
+
+
+class Maximize(Option):
+    name, value = "maximize", True
+
+
+class OneBit(Faults):
+    """The optimizer computes another bit in one moment."""
+
+    def within_step(self, step, params, state):
+        if step == AT:
+            state[params[7]]["exp_avg_sq"].view(torch.int32).view(-1)[3] ^= 1
+
+
+class NotWritten(Faults):
+    """The optimizer leaves out the update of one weight."""
+
+    def within_step(self, step, params, state):
+        if step == AT:
+            params[5].data.copy_(self.before)
+        self.before = params[5].detach().clone()
+
+
+class WrittenAfter(Faults):
+    def after_step(self, step, model, optimizer):
+        if step == AT - 1:
+            model.blocks[0].linear.weight.data[0].mul_(1.01)
+
+
+class WrittenBeforeStep(Faults):
+    """Between the backward and the step: the loss is equal still."""
+
+    def before_step(self, step, model, optimizer):
+        if step == AT:
+            with torch.no_grad():
+                model.head.weight.mul_(1.01)
+
+
+class OtherSeed(Faults):
+    seed = 1
+
+
+class OneWeight(Faults):
+    def start(self, model):
+        model.blocks[2].linear.bias.data[0] += ENOUGH
+
+
+class Shorter(Faults):
+    steps = AT
+
+
+LOSS, STEP = "loss", "step"
+PLANTED = {
+    OneElement: ("data", "batch"),
+    OtherOrder: ("data", "batch"),
+    Smaller: ("data", "batch"),
+    TwoCalls: ("data", "batch"),
+    TorchDrew: ("random state", "torch"),
+    PythonDrew: ("random state", "python"),
+    NumpyDrew: ("random state", "numpy"),
+    OtherTarget: ("forward", "loss"),
+    OtherScale: ("forward", "loss"),
+    OtherDropout: ("forward", "loss"),
+    ScaledLoss: ("forward", "loss"),
+    OtherBackward: ("gradient", "head.bias"),
+    OneGradient: ("gradient", "head.bias"),
+    AfterClipping: ("gradient", "blocks.1.linear.weight"),
+    NoGradient: ("gradient", "blocks.2.norm.bias"),
+    OtherClip: ("gradient", "head.bias"),
+    NotClipped: ("gradient", "head.bias"),
+    Option: ("optimizer", "embed.weight"),
+    Betas: ("optimizer", "embed.weight"),
+    Eps: ("optimizer", "embed.weight"),
+    Decay: ("optimizer", "embed.weight"),
+    Maximize: ("optimizer", "embed.weight"),
+    OneBit: ("optimizer", "blocks.1.norm.bias"),
+    NotWritten: ("optimizer", "blocks.0.linear.bias"),
+    WrittenAfter: ("outside write", "blocks.0.linear.weight"),
+    WrittenBeforeStep: ("outside write", "head.weight"),
+    OtherSeed: ("start", "embed.weight"),
+    OneWeight: ("start", "blocks.2.linear.bias"),
+    Shorter: ("length", ""),
+}
+"""Faults of a run, and their blame as a recording of level "step" shows it."""
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.__name__)
+def test_each_fault_has_its_blame(fault, right, tmp_path):
+    wrong = run(tmp_path / "b", fault())
+    found = compare(right(STEP), wrong)
+    kind, where = PLANTED[fault]
+    assert (found.blame.kind, found.blame.where) == (kind, where), found.report()
+    at = 1 if kind == "start" else AT
+    assert found.blame.step == at
+    assert found.verdict == "differ"
+
+
+def test_equal_runs_are_the_same(right, tmp_path):
+    for level in (LOSS, STEP, BLOCKS, MODULES):
+        again = run(tmp_path / level, level=level)
+        found = compare(right(level), again)
+        assert (found.verdict, found.blame, found.growth) == ("same", None, [])
+        assert found.steps == (1, 5, 5)
+        assert compare(again, Recording(again.folder)).verdict == "same"
+
+
+# ---- what is said beside the blame
+
+
+def environment(found):
+    """What differs, but for the source, which may change under the tests."""
+    rows = {each.name: (each.a, each.b) for each in found.environment}
+    return {name: row for name, row in rows.items() if name not in ("git commit", "diff hash")}
+
+
+def told(right, fault, tmp_path, level=STEP):
+    return compare(right(level), run(tmp_path / "b", fault(), level=level))
+
+
+def test_options_that_differ_are_named(right, tmp_path):
+    found = told(right, Option, tmp_path)
+    assert "lr of group 0: 0.01, and 0.009" in found.line
+    assert "equal: gradient, old weight, old exp_avg, old exp_avg_sq" in found.line
+    assert found.options == []  # at the first step they are the same
+
+
+def test_the_tensor_that_lies_farthest_apart_is_named(right, tmp_path):
+    """Clipping moves all gradients: the one that was written stands out."""
+    found = told(right, OneGradient, tmp_path)
+    assert "farthest apart is that of blocks.1.linear.weight" in found.line
+    assert len(found.blame.tensors) == 16
+    assert found.blame.tensors[0] == ("head.bias", "grad")
+
+
+def test_what_is_not_recorded_cannot_be_blamed(right, tmp_path):
+    found = told(right, OtherScale, tmp_path)
+    assert found.blame.unrecorded == ("outputs of blocks",)
+    found = told(right, OneGradient, tmp_path / "loss", level=LOSS)
+    assert (found.blame.kind, found.blame.where) == ("gradient", "grad_norm")
+    assert found.blame.unrecorded[0] == "weights before the step"
+    found = told(right, Option, tmp_path / "option", level=LOSS)
+    assert (found.blame.kind, found.blame.where) == ("optimizer", "lr of group 0")
+    assert "the gradient" in found.blame.unrecorded
+
+
+def test_two_levels_are_compared_in_what_both_have(right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", level=LOSS))
+    assert found.verdict == "same"
+    assert environment(found) == {"level": (STEP, LOSS)}
+    assert found.notes == ["only A has recorded: grad, weight, exp_avg, exp_avg_sq"]
+    found = compare(right(STEP), run(tmp_path / "c", ScaledLoss(), level=LOSS))
+    assert found.blame.kind == "forward"
+
+
+def test_steps_between_recorded_ones_are_named(tmp_path):
+    a, b = run(tmp_path / "a", every=2), run(tmp_path / "b", Option(), every=2)
+    found = compare(a, b)
+    assert (found.blame.step, found.blame.kind) == (4, "between")
+    assert found.blame.unrecorded == ("steps 3 to 3",)
+
+
+def test_growth_begins_where_runs_part(right, tmp_path):
+    found = told(right, Option, tmp_path)
+    weights = [each for each in found.growth if each.quantity == "weight"]
+    assert [each.step for each in weights] == [2, 3, 4, 5]
+    assert [each.differ for each in weights] == [0, 16, 16, 16]
+    assert weights[0].relative == 0
+    assert 0 < weights[1].relative < weights[3].relative
+    grads = [each.differ for each in found.growth if each.quantity == "grad"]
+    assert grads == [0, 0, 16, 16]
+
+
+def test_one_unit_in_the_last_place_is_measured(right, tmp_path):
+    found = told(right, OneBit, tmp_path)
+    (at,) = (e for e in found.growth if (e.step, e.quantity) == (AT, "exp_avg_sq"))
+    assert (at.differ, at.of, at.ulp) == (1, 16, 1)
+
+
+BLOCKS, MODULES = "blocks", "modules"
+WITH_BLOCKS = {
+    (OtherScale, BLOCKS): ("forward", "blocks.1"),
+    (OtherScale, MODULES): ("forward", "blocks.1"),
+    (OtherDropout, MODULES): ("forward", "dropout"),
+    (OtherDropout, BLOCKS): ("forward", "loss"),
+    (OtherTarget, BLOCKS): ("forward", "loss"),
+    (ScaledLoss, BLOCKS): ("forward", "loss"),
+    (OtherBackward, BLOCKS): ("backward", "blocks.1"),
+    (OneGradient, BLOCKS): ("gradient", "head.bias"),
+    (Option, BLOCKS): ("optimizer", "embed.weight"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "level"), WITH_BLOCKS, ids=lambda each: getattr(each, "__name__", each)
+)
+def test_blocks_say_where_forward_and_backward_part(fault, level, right, tmp_path):
+    found = told(right, fault, tmp_path, level)
+    expected = WITH_BLOCKS[fault, level]
+    assert (found.blame.step, found.blame.kind, found.blame.where) == (AT, *expected), found.line
+    assert found.blame.unrecorded == ()
+
+
+# ---- environment, names, layouts
+
+
+def test_the_environment_comes_first(right, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    found = compare(right(STEP), run(tmp_path / "b"))
+    assert found.verdict == "same"
+    assert environment(found) == {"NCCL_ALGO": (None, "Ring")}
+
+
+class SGD(Faults):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=self.lr)
+
+
+def test_another_optimizer_is_named(right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", SGD()))
+    assert environment(found) == {"optimizer": ("torch.optim.adamw.AdamW", "torch.optim.sgd.SGD")}
+    assert (found.blame.step, found.blame.kind) == (1, "optimizer")
+
+
+def test_names_of_the_other_run_are_mapped(right, tmp_path):
+    names = {"theirs.*": "*"}
+    model = {f"{name}": f"theirs.{name}" for name, _ in right(STEP).values}
+    other = run(tmp_path / "b", names=model)
+    found = compare(right(STEP), other)
+    assert found.verdict == "not comparable"
+    assert "embed.weight" in found.missing["B lacks"]
+    assert "theirs.embed.weight" in found.missing["A lacks"]
+    assert compare(right(STEP), other, names).verdict == "same"
+
+
+class Half(Faults):
+    def start(self, model):
+        model.bfloat16()
+
+    def batch(self, step, x, y):
+        return x.bfloat16(), y.bfloat16()
+
+
+def test_other_dtypes_are_told_of(right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", Half()))
+    assert found.blame.kind == "start"
+    words = "dtype of grad of embed.weight: float32, and bfloat16; and of 63 more"
+    assert found.reasons == [words]
+    (first,) = (each for each in found.growth if (each.step, each.quantity) == (1, "weight"))
+    assert first.ulp == 0  # not counted between dtypes; norms are
+    assert 0 < first.relative < 1
+
+
+class Wider(Faults):
+    def start(self, model):
+        model.head = torch.nn.Linear(8, 2)
+
+    def batch(self, step, x, y):
+        return x, y.repeat(1, 2)
+
+
+def test_other_shapes_are_not_compared(right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", Wider()))
+    assert found.verdict == "not comparable"
+    assert found.missing == {
+        "other shapes:": ["head.weight (1, 8) and (2, 8)", "head.bias (1,) and (2,)"]
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -33,3 +35,20 @@ class Place(NamedTuple):
 def in_order(count: int) -> list[Place]:
     """The places of `count` whole parameters, which are numbered from 0."""
     return [Place(number) for number in range(count)]
+
+
+def place_of_box(
+    number: int, first: int, shape: Sequence[int], whole: Sequence[int]
+) -> Place | None:
+    """The place of a box in a parameter of shape `whole`; first: the index of its first element.
+
+    None for a part of two dimensions behind the first, whose runs have no one stride.
+    """
+    cut = [dim for dim, size in enumerate(shape) if size != whole[dim]]
+    leading = next((dim for dim, size in enumerate(whole) if size != 1), 0)
+    if not cut or cut == [leading]:
+        return Place(number, first)
+    if set(cut) - {leading, cut[-1]}:
+        return None
+    inner = math.prod(whole[cut[-1] + 1 :])
+    return Place(number, first, shape[cut[-1]] * inner, whole[cut[-1]] * inner)

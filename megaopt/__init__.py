@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
     from megaopt.models.release import release_gradients
     from megaopt.options.options import SharedOptions, StepOptions
+    from megaopt.recording.digest import digest, digest_many, hexadecimal
     from megaopt.saving import checkpoint as checkpoint
     from megaopt.sgd import FusedSGD
 
@@ -26,7 +27,10 @@ __all__ = [
     "StepOptions",
     "__version__",
     "cast_model",
+    "digest",
+    "digest_many",
     "get_fp32_model_state_dict",
+    "hexadecimal",
     "release_gradients",
     "set_fp32_model_state_dict",
     "to_float8",
@@ -40,7 +44,10 @@ HOMES = {
     "SharedOptions": "megaopt.options.options",
     "StepOptions": "megaopt.options.options",
     "cast_model": "megaopt.models.cast",
+    "digest": "megaopt.recording.digest",
+    "digest_many": "megaopt.recording.digest",
     "get_fp32_model_state_dict": "megaopt.models.fp32",
+    "hexadecimal": "megaopt.recording.digest",
     "release_gradients": "megaopt.models.release",
     "set_fp32_model_state_dict": "megaopt.models.fp32",
     "to_float8": "megaopt.float8",

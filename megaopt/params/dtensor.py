@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import Format
-from megaopt.kernels.place import Place
+from megaopt.kernels.place import Place, place_of_box
 from megaopt.options.options import Options
 from megaopt.params.view import MASTER, PLAIN, SCALE, STEP, MatrixView, ParamView
 
@@ -133,18 +133,15 @@ class DTensorView(ParamView):
         Raises ValueError for a shard of a part of two dimensions behind the first.
         """
         own, shape = self.param.shape, self.local.shape
-        cut = [dim for dim, size in enumerate(shape) if size != own[dim]]
-        leading = next((dim for dim, size in enumerate(own) if size != 1), 0)
-        if not cut or cut == [leading] or not self.local.numel():
-            return Place(number, self.first_element if self.local.numel() else 0)
-        if set(cut) - {leading, cut[-1]}:
+        if not self.local.numel():
+            return Place(number)
+        found = place_of_box(number, self.first_element, shape, own)
+        if found is None:
             raise ValueError(
                 f"placements {tuple(self.param.placements)} of shape {tuple(own)} must split at "
-                "most one dimension behind the first where random bits are drawn"
+                "most one dimension behind the first where elements are known by their places"
             )
-        inner = math.prod(own[cut[-1] + 1 :])
-        run, stride = shape[cut[-1]] * inner, own[cut[-1]] * inner
-        return Place(number, self.first_element, run, stride)
+        return found
 
     def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
         """The scales of a shard's blocks as a DTensor, split as the parameter is."""
@@ -245,6 +242,14 @@ class DTensorView(ParamView):
                 f"{tuple(param.shape)}; allowed: rows split over any number of ranks, columns of "
                 f"two dimensions, and one dimension, in equal parts of whole blocks"
             )
+
+
+def shard_place(value: Any) -> Place | None:
+    """Where a DTensor's shard lies in the whole; None for anything else.
+
+    Raises ValueError as DTensorView.place does.
+    """
+    return DTensorView(value).place(0) if is_dtensor(value) else None
 
 
 class MatrixDTensorView(MatrixView, DTensorView):

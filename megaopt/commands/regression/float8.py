@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
 from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
 from megaopt.commands.regression.unfused import UnfusedAdam
@@ -67,14 +66,12 @@ class FakeQuantizedAdam(UnfusedAdam):
         for name, quantizer in self.quantizers.items():
             quantizer.after_step(self.parameters[name])
 
-    @torch.no_grad()
-    def snapshot(self) -> Snapshot:
-        """The state, and the weights: of those that are cast to fp8 what they are cast to."""
-        snapshot = super().snapshot()
-        for name, quantizer in self.quantizers.items():
-            weight = snapshot[name].pop("weight")
-            snapshot[name] = {**quantizer.tensors(weight), **snapshot[name]}
-        return snapshot
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        """The weight; of one that is cast to fp8 what it is cast to."""
+        quantizer = self.quantizers.get(name)
+        if quantizer is None:
+            return super().weights(name)
+        return quantizer.tensors(self.parameters[name].detach())
 
     def state_dict(self) -> dict[str, Any]:
         """Step count and state, scales and histories among it."""

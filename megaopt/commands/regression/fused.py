@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
 from megaopt import FusedAdam
-from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import FusedVariant, OptimizerConfig
 from megaopt.commands.regression.float8 import initial_master, weight_tensors
-from megaopt.commands.training.trainer import weight_decay_of
-from megaopt.float8 import Float8Weight
+from megaopt.commands.regression.parts import Part, part
+from megaopt.commands.regression.unfused import weight_decay_of
 
-STATE_KINDS = ("master_param", "exp_avg", "exp_avg_sq")
+QUANTITIES = {"master": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""What is recorded of a state, and what FusedAdam calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,7 +59,9 @@ def unaligned_pieces(name: str, parameter: nn.Parameter) -> Iterator[Piece]:
         yield Piece(name=name, source=parameter, tensor=view, start=start, stop=stop)
 
 
-def group_pieces(pieces: list[Piece], config: OptimizerConfig, ways: int) -> list[dict[str, Any]]:
+def group_pieces(
+    pieces: Sequence[Piece], config: OptimizerConfig, ways: int
+) -> list[dict[str, Any]]:
     """Param groups: pieces that decay and pieces that do not, each kind dealt out `ways` ways."""
     groups: dict[tuple[float, int], list[torch.Tensor]] = {}
     for number, piece in enumerate(pieces):
@@ -88,14 +91,41 @@ def build_optimizer(
 
 
 class OptimizerWeights:
-    """Owns a model's weights through an optimizer."""
+    """Owns a model's weights through an optimizer of their pieces."""
 
     optimizer: Any
+    pieces: list[Piece]
+    """Those of a parameter follow each other."""
 
-    def _step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float) -> None:
+        """Updates state and weights in the optimizer's own step."""
+        for piece in self.pieces:
+            piece.take_gradient()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """A piece's state in fp32, whatever format stores it."""
+        state = self.optimizer.state[piece.tensor]
+        return {
+            quantity: self.optimizer.get_unscaled_state(piece.tensor, kind)
+            for quantity, kind in QUANTITIES.items()
+            if state[kind] is not None
+        }
+
+    def parts(self) -> Iterator[Part]:
+        """The weights, whole, and the state of the pieces."""
+        for name, pieces in groupby(self.pieces, lambda piece: piece.name):
+            for number, piece in enumerate(pieces):
+                if number == 0:
+                    weights = weight_tensors(piece.source)
+                    yield from (part(name, *each) for each in weights.items())
+                whole = None if piece.tensor is piece.source else piece.source.shape
+                for quantity, tensor in self.state_of(piece).items():
+                    yield part(name, quantity, tensor, whole, piece.start)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own."""
@@ -115,74 +145,25 @@ class FusedWeights(OptimizerWeights):
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: FusedVariant) -> None:
         in_views = variant.layout == "groups_and_views"
         split = unaligned_pieces if in_views else whole_pieces
-        self.names = [name for name, _ in model.named_parameters()]
         self.pieces = [p for item in model.named_parameters() for p in split(*item)]
         groups = group_pieces(self.pieces, config, ways=2 if in_views else 1)
         self.optimizer = build_optimizer(groups, config, variant)
-        self.external_masters: list[torch.Tensor | None] | None = None
+        self.masters: list[torch.Tensor | None] | None = None
         if variant.masters == "external":
-            self._hand_over_masters()
+            # assigned after construction, as Megatron does
+            self.masters = [
+                None if parameter.dtype == torch.float32 else initial_master(parameter)
+                for parameter in self._in_group_order()
+            ]
+            self.optimizer.master_weights = self.masters
 
-    def _parameters_in_group_order(self) -> list[torch.Tensor]:
+    def _in_group_order(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _hand_over_masters(self) -> None:
-        """Assigns masters of our own after construction, as Megatron does."""
-        self.external_masters = [
-            None if parameter.dtype == torch.float32 else initial_master(parameter)
-            for parameter in self._parameters_in_group_order()
-        ]
-        self.optimizer.master_weights = self.external_masters
-
-    def _check_masters_are_ours(self) -> None:
-        if self.external_masters is None:
-            return
-        pairs = zip(self._parameters_in_group_order(), self.external_masters, strict=True)
-        for parameter, master in pairs:
-            if self.optimizer.state[parameter]["master_param"] is not master:
-                raise RuntimeError("FusedAdam replaced a master of the list it was given")
-
     def step(self, learning_rate: float) -> None:
-        """Updates state and weights in FusedAdam's one pass."""
-        for piece in self.pieces:
-            piece.take_gradient()
-        self._step(learning_rate)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._check_masters_are_ours()
-
-    def _state_of(self, piece: Piece, kind: str) -> torch.Tensor | None:
-        """A piece's state in fp32, whatever format stores it; None where it has none."""
-        if self.optimizer.state[piece.tensor][kind] is None:
-            return None
-        return self.optimizer.get_unscaled_state(piece.tensor, kind)
-
-    def snapshot(self) -> Snapshot:
-        """The weights and the state, in whole tensors by the model's names."""
-        pieces_of: dict[str, list[Piece]] = {name: [] for name in self.names}
-        for piece in self.pieces:
-            pieces_of[piece.name].append(piece)
-        result: Snapshot = {}
-        for name, pieces in pieces_of.items():
-            source = pieces[0].source.detach()
-            result[name] = weight_tensors(source)
-            for kind in STATE_KINDS:
-                parts = [self._state_of(piece, kind) for piece in pieces]
-                tensors = [part.reshape(-1) for part in parts if part is not None]
-                if tensors:
-                    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-                    result[name][kind] = whole.view(source.shape)
-        return result
-
-    def flip_master_bit(self) -> None:
-        """Flips the lowest mantissa bit of one element in the middle of the first fp32 master.
-
-        An fp8 weight's, where there is one.
-        """
-        plain_last = sorted(self.pieces, key=lambda p: not isinstance(p.source, Float8Weight))
-        for piece in plain_last:
-            master = self.optimizer.state[piece.tensor]["master_param"]
-            if master is not None and master.dtype == torch.float32:
-                bits = master.view(torch.int32).view(-1)
-                bits[bits.numel() // 2] ^= 1
-                return
-        raise RuntimeError("this variant holds no fp32 master")
+        """Updates state and weights in FusedAdam's one pass; masters of ours must stay ours."""
+        super().step(learning_rate)
+        if self.masters is not None:
+            for parameter, master in zip(self._in_group_order(), self.masters, strict=True):
+                if self.optimizer.state[parameter]["master_param"] is not master:
+                    raise RuntimeError("FusedAdam replaced a master of the list it was given")

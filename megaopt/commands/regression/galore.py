@@ -8,19 +8,17 @@ import torch
 from torch import nn
 
 from megaopt import GaLoreAdamW
-from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import GaLoreConfig, GaLoreVariant, OptimizerConfig
-from megaopt.commands.regression.float8 import weight_tensors
-from megaopt.commands.regression.fused import STATE_KINDS, FusedWeights, whole_pieces
-from megaopt.commands.training.trainer import weight_decay_of
+from megaopt.commands.regression.fused import OptimizerWeights, Piece, whole_pieces
+from megaopt.commands.regression.unfused import weight_decay_of
 
 KEPT = ("projection", "captured_energy")
 
 
-class GaLoreWeights(FusedWeights):
+class GaLoreWeights(OptimizerWeights):
     """Owns a model's weights through GaLoreAdamW, as a variant says."""
 
-    optimizer: GaLoreAdamW  # type: ignore[assignment]  # FusedAdam's methods are used as they are
+    optimizer: GaLoreAdamW
 
     def __init__(
         self,
@@ -29,9 +27,7 @@ class GaLoreWeights(FusedWeights):
         galore: GaLoreConfig,
         variant: GaLoreVariant,
     ) -> None:
-        self.names = [name for name, _ in model.named_parameters()]
         self.pieces = [p for item in model.named_parameters() for p in whole_pieces(*item)]
-        self.external_masters = None
         self.optimizer = GaLoreAdamW(
             self._groups(config, galore, ways=1 if variant.layout == "whole" else 3),
             lr=config.learning_rate,
@@ -65,13 +61,7 @@ class GaLoreWeights(FusedWeights):
             own["param_numbers"].append(number)
         return list(groups.values())
 
-    def snapshot(self) -> Snapshot:
-        """The weights and the state, projections included, by the model's names."""
-        result: Snapshot = {}
-        for piece in self.pieces:
-            state = self.optimizer.state[piece.tensor]
-            moments = {kind: self._state_of(piece, kind) for kind in STATE_KINDS}
-            own = {**moments, **{name: state[name] for name in KEPT if name in state}}
-            found = {name: tensor for name, tensor in own.items() if tensor is not None}
-            result[piece.name] = {**weight_tensors(piece.source.detach()), **found}
-        return result
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """A parameter's state, its projection included."""
+        state = self.optimizer.state[piece.tensor]
+        return super().state_of(piece) | {name: state[name] for name in KEPT if name in state}

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig, PeerVariant
-from megaopt.commands.regression.fused import OptimizerWeights, group_pieces, whole_pieces
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from megaopt.commands.regression.fused import (
+    QUANTITIES,
+    OptimizerWeights,
+    Piece,
+    group_pieces,
+    whole_pieces,
+)
 
 
 def transformer_engine(groups: list[dict[str, Any]], config: OptimizerConfig) -> Any:
@@ -36,22 +39,13 @@ class PeerWeights(OptimizerWeights):
     """Owns a model's weights through another library's optimizer."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: PeerVariant) -> None:
-        self.parameters = dict(model.named_parameters())
-        pieces = [p for item in self.parameters.items() for p in whole_pieces(*item)]
-        groups = group_pieces(pieces, config, ways=1)
-        self.optimizer = LIBRARIES[variant.library](groups, config)
+        self.pieces = [p for item in model.named_parameters() for p in whole_pieces(*item)]
+        self.optimizer = LIBRARIES[variant.library](group_pieces(self.pieces, config, 1), config)
 
-    def step(self, learning_rate: float) -> None:
-        """Updates state and weights in the library's own step."""
-        self._step(learning_rate)
-
-    def snapshot(self) -> Snapshot:
-        """The weights and the state; an fp32 weight is its own master."""
-        result: Snapshot = {}
-        for name, parameter in self.parameters.items():
-            state = self.optimizer.state[parameter]
-            result[name] = {"weight": parameter.detach()}
-            if parameter.dtype != torch.float32:
-                result[name]["master_param"] = state["master_param"]
-            result[name] |= {kind: state[kind] for kind in MOMENTS}
-        return result
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """The state as it is; an fp32 weight is its own master."""
+        own = dict(QUANTITIES)
+        if piece.source.dtype == torch.float32:
+            del own["master"]
+        state = self.optimizer.state[piece.tensor]
+        return {quantity: state[kind] for quantity, kind in own.items()}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import FusedVariant, OptimizerConfig
-from megaopt.commands.regression.float8 import weight_tensors
 from megaopt.commands.regression.fused import (
-    STATE_KINDS,
     OptimizerWeights,
     Piece,
     build_optimizer,
@@ -37,22 +32,14 @@ def shard_bounds(numel: int, ranks: int, number: int) -> list[int]:
     return bounds
 
 
-def shard_of(
-    name: str, parameter: nn.Parameter, bounds: Sequence[int], rank: int, group: dist.ProcessGroup
-) -> Piece:
+def shard_of(name: str, parameter: nn.Parameter, start: int, stop: int) -> Piece:
     """What a rank's optimizer is given of a weight."""
-    start, stop = bounds[rank], bounds[rank + 1]
     tensor: torch.Tensor
     if isinstance(parameter, Float8Weight):
-        tensor = Float8Shard(parameter, start, stop, group)
+        tensor = Float8Shard(parameter, start, stop, dist.group.WORLD)
     else:
         tensor = nn.Parameter(parameter.detach().view(-1)[start:stop])
     return Piece(name=name, source=parameter, tensor=tensor, start=start, stop=stop)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, one-dimensional; a view."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def memory_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -65,81 +52,49 @@ class ShardedWeights(OptimizerWeights):
     """Owns a rank's shards of a model's weights through FusedAdam, and gathers the others'.
 
     Args:
-        model: the same on every rank, with the same gradients.
+        model: the same on every rank of the default process group, with the same gradients.
         config: the hyper-parameters.
         variant: with ranks.
-        group: of its ranks; this process is one of them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: OptimizerConfig,
-        variant: FusedVariant,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self.group = group
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.parameters = dict(model.named_parameters())
-        self.bounds = {
-            name: shard_bounds(parameter.numel(), self.ranks, number)
-            for number, (name, parameter) in enumerate(self.parameters.items())
-        }
-        self.pieces = {
-            name: shard_of(name, parameter, self.bounds[name], self.rank, group)
-            for name, parameter in self.parameters.items()
-        }
-        groups = group_pieces(list(self.pieces.values()), config, ways=1)
-        self.optimizer = build_optimizer(groups, config, variant)
+    def __init__(self, model: nn.Module, config: OptimizerConfig, variant: FusedVariant) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        parameters = dict(model.named_parameters())
+        self.bounds = [
+            shard_bounds(parameter.numel(), self.ranks, number)
+            for number, parameter in enumerate(parameters.values())
+        ]
+        self.pieces = [
+            shard_of(name, parameter, bounds[self.rank], bounds[self.rank + 1])
+            for (name, parameter), bounds in zip(parameters.items(), self.bounds, strict=True)
+        ]
+        self.optimizer = build_optimizer(group_pieces(self.pieces, config, ways=1), config, variant)
 
     def step(self, learning_rate: float) -> None:
         """Updates this rank's shards, then gathers the weights."""
-        for piece in self.pieces.values():
-            piece.take_gradient()
-        self._step(learning_rate)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._gather({name: memory_of(p) for name, p in self.parameters.items()})
-        for parameter in self.parameters.values():
-            if isinstance(parameter, Float8Weight):
-                parameter.values_changed()
+        super().step(learning_rate)
+        self._gather()
+        for piece in self.pieces:
+            if isinstance(piece.source, Float8Weight):
+                piece.source.values_changed()
 
-    def _gather(self, whole: dict[str, torch.Tensor]) -> None:
-        """Completes flat tensors, of which each rank has its shard in place, in one collective."""
-        parts = [self._parts(whole, rank) for rank in range(self.ranks)]
+    def _gather(self) -> None:
+        """Completes the weights, of which each rank has its shards in place, in one collective."""
+        parts = [self._parts(rank) for rank in range(self.ranks)]
         sizes = [sum(part.numel() for part in own) for own in parts]
-        device = next(iter(whole.values())).device
-        # as many bytes from every rank as the largest has: gloo wants them equal
-        received = [torch.zeros(max(sizes), dtype=torch.uint8, device=device) for _ in parts]
         own = torch.cat(parts[self.rank])
+        # as many bytes from every rank as the largest has: gloo wants them equal
         mine = torch.nn.functional.pad(own, (0, max(sizes) - len(own)))
-        dist.all_gather(received, mine, group=self.group)
+        received = [torch.zeros_like(mine) for _ in parts]
+        dist.all_gather(received, mine)
         for places, data in zip(parts, received, strict=True):
             for place in places:
                 place.copy_(data[: place.numel()])
                 data = data[place.numel() :]
 
-    def _parts(self, whole: dict[str, torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """The bytes of a rank's shards, views."""
-        bounds = {name: self.bounds[name.split(" ")[0]] for name in whole}
+    def _parts(self, rank: int) -> list[torch.Tensor]:
+        """The bytes of a rank's shards of the weights, views."""
         return [
-            as_bytes(tensor[bounds[name][rank] : bounds[name][rank + 1]])
-            for name, tensor in whole.items()
+            memory_of(piece.source)[bounds[rank] : bounds[rank + 1]].view(torch.uint8)
+            for piece, bounds in zip(self.pieces, self.bounds, strict=True)
         ]
-
-    def weights(self) -> Snapshot:
-        """The weights, as this rank has them."""
-        return {name: weight_tensors(parameter) for name, parameter in self.parameters.items()}
-
-    def snapshot(self) -> Snapshot:
-        """The weights and the state, gathered; for all ranks to call together."""
-        result, whole = self.weights(), {}
-        for name, piece in self.pieces.items():
-            for kind in STATE_KINDS:
-                own = self.optimizer.state[piece.tensor][kind]
-                if own is not None:
-                    tensor = own.new_zeros(piece.source.numel())
-                    tensor[piece.start : piece.stop] = own
-                    whole[f"{name} {kind}"] = tensor
-                    result[name][kind] = tensor.view(piece.source.shape)
-        self._gather(whole)
-        return result

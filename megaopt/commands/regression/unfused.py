@@ -8,15 +8,20 @@ differently), and dividing by a Python number (on the GPU a multiplication by th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
-from megaopt.commands.training.trainer import weight_decay_of
+from megaopt.commands.regression.parts import Part, part
+
+
+def weight_decay_of(parameter: torch.Tensor, config: OptimizerConfig) -> float:
+    """The decay of one parameter: matrices decay, norm weights do not."""
+    return config.weight_decay if parameter.ndim >= 2 else 0.0
 
 
 def power(base: float, exponent: int) -> float:
@@ -121,7 +126,7 @@ class UnfusedAdam:
         zeros = torch.zeros_like(parameter, dtype=torch.float32)
         state = {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
         if parameter.dtype != torch.float32:
-            state["master_param"] = parameter.detach().float()
+            state["master"] = parameter.detach().float()
         return state
 
     @torch.no_grad()
@@ -132,7 +137,7 @@ class UnfusedAdam:
             if parameter.grad is None:
                 continue
             state = self.state[name]
-            master = state.get("master_param", parameter)
+            master = state.get("master", parameter)
             decay = weight_decay_of(parameter, self.config)
             scalars = scalars_of(self.config, self.steps_done, learning_rate, decay)
             gradient = parameter.grad.float()
@@ -140,12 +145,15 @@ class UnfusedAdam:
             if master is not parameter:
                 parameter.copy_(self.round(master))
 
-    def snapshot(self) -> Snapshot:
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        """What is recorded of a parameter's weight, by quantity."""
+        return {"weight": self.parameters[name]}
+
+    def parts(self) -> Iterator[Part]:
         """The weights and the state, as they are."""
-        return {
-            name: {"weight": parameter.detach(), **self.state[name]}
-            for name, parameter in self.parameters.items()
-        }
+        for name, state in self.state.items():
+            for quantity, tensor in (self.weights(name) | state).items():
+                yield part(name, quantity, tensor)
 
     def state_dict(self) -> dict[str, Any]:
         """Step count and state."""

@@ -23,10 +23,10 @@ from megaopt.commands.regression.plan import AnyRun
 from megaopt.commands.regression.record import TIMES, build_record, measured, times_of
 from megaopt.commands.regression.recorded import describe_losses
 from megaopt.commands.regression.regression import Regression
-from megaopt.commands.source import Source, describe_source
+from megaopt.commands.source import describe_source
 from megaopt.commands.toml_tables import read_toml
 from megaopt.commands.training.determinism import choose_device
-from megaopt.commands.training.text import Corpus, batches_of, load_corpus
+from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.saving.files import write_json
 
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))

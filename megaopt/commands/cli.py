@@ -94,7 +94,8 @@ def doctor(*, check: bool = False) -> int:
     """Show what is installed, and which backends and contracts work here.
 
     Args:
-        check: Also step beside the installed peers whose bits a contract promises, and compare.
+        check: Also step more cases of the golden record, some 20 seconds on a CPU, and installed
+            peers whose bits a contract promises.
     """
     return _load("megaopt.commands.doctor", "main")(check)
 

@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
 
 import torch
 from rich.markup import escape
 from rich.table import Table
 
 from megaopt.commands import environment, exits
+from megaopt.commands.bench import equality
+from megaopt.commands.bench.modes import MODES
+from megaopt.commands.bench.peers import PEERS
+from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console
-from megaopt.commands.golden.cases import ANY_MACHINE
-from megaopt.commands.golden.check import check as check_cases
-from megaopt.commands.golden.check import choose, plan
+from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
+from megaopt.commands.golden.check import what_differs, why_not_compared
 from megaopt.commands.golden.record import packaged
-from megaopt.commands.parity import peers_table
-from megaopt.commands.promises.trial import Place, Tensors, differ, train
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
 from megaopt.state import native
 
-if TYPE_CHECKING:
-    from megaopt.commands.promises.table import Outcome
+__all__ = ["Finding", "Parity", "examine", "examine_peers", "main"]
 
-__all__ = ["Finding", "examine", "main"]
-
-HOLDS = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "not here"}
+EVERYWHERE = (
+    "ieee/adamw/bf16-weight/fp32-master/fp32-fp32",
+    "te/adamw/bf16-weight/fp32-master/fp32-fp32",
+    "torch/adamw/fp32-weight/no-master/fp32-fp32",
+)
+"""A case of the golden record for each contract, stepped each time."""
+QUICK = (
+    *EVERYWHERE,
+    "ieee/lion/delayed-weight/fp32-master/fp32",
+    "ieee/sgd_momentum/bf16-weight/remainder8-stochastic-master/stochastic",
+)
+"""Cases for each time where they take no seconds: rules, fp8, random bits."""
+CHECKED = (
+    *QUICK,
+    "ieee/adamw/fp32-weight/no-master/fp32-fp32",
+    "ieee/adamw/fp16-weight/fp32-master/fp32-fp32/clip/grad-scale",
+    "ieee/adamw/bf16-weight/remainder/fp16-fp8/capturable",
+    "ieee/adamw/delayed-weight/remainder8-stochastic-master/fp32-fp32",
+    "te/adamw/bf16-weight/remainder/fp8-fp8/resume",
+    "torch/adamw/bf16-weight/no-master/bf16-bf16/capturable/late",
+)
+"""Cases for --check: formats, clipping, scalars made on the device, fp8 weights, a resumed run."""
 INTERPRETER = (
     "; on Triton's interpreter, which is slow: another program must set TRITON_INTERPRET=1 before "
     "it imports megaopt"
 )
-GOLDEN = (
-    "ieee/adamw/bf16-weight/fp32-master/fp32-fp32",
-    "ieee/lion/delayed-weight/fp32-master/fp32",
-    "ieee/sgd_momentum/bf16-weight/remainder8-stochastic-master/stochastic",
+WORKS = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "not here"}
+
+# below, at and above a program's chunk, one that is unaligned in 16 bytes, and many chunks
+VECTORS = TensorSet(
+    name="check", description="shapes of a check", sizes=(1, 7, 2047, 2048, 2049, 65_537)
 )
-"""Cases of the golden record that are looked at each time: rules, fp8, random bits."""
-WORKS = {True: "[green]yes[/green]", False: "[red]BROKEN[/red]", None: "not here"}
+MATRICES = TensorSet.of_shapes(
+    "check", "shapes of a check, in fp8", [(16, 16), (96,), (128, 256), (272, 304), (640, 1024)]
+)
 
 
 @dataclass(frozen=True)
@@ -54,30 +75,49 @@ class Finding:
     """Whether it works; None where it is not meant to."""
     note: str
 
+    def __str__(self) -> str:
+        return f"{self.backend} under {self.contract} on {self.device}: {self.note}"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What became of one of our modes beside the optimizer that it promises to equal."""
+
+    mode: str
+    against: str
+    works: bool | None
+    """Whether the bits are equal; None where the peer is not installed, or there is no GPU."""
+    note: str
+
+    def __str__(self) -> str:
+        return f"{self.mode} beside {self.against}: {self.note}"
+
 
 def main(check: bool = False) -> int:
     """Print a verdict in the first line; then versions, devices, findings, other libraries.
 
     Args:
-        check: Also check the promises of docs/numbers.md, as far as that can be done here.
+        check: Also step more cases, on Triton's interpreter too, and the installed peers.
 
     Returns:
-        0 when all that is meant to work here works and every promise checked holds, 1 otherwise.
+        0 when all that is meant to work here works with the bits it promises, 1 otherwise.
     """
     console = make_console()
-    findings = [finding for device in devices() for finding in examine(device)]
-    strange = other_than_recorded()
-    outcomes = promises() if check else []
-    verdict, healthy = judge(findings, outcomes, strange)
-    console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
+    findings = [each for device in devices() for each in examine(device, check)]
+    peers = examine_peers(MODES) if check else None
+    verdict, healthy = judge(findings, peers)
+    console.print(
+        verdict, soft_wrap=True, highlight=False, markup=False, style="green" if healthy else "red"
+    )
     here = environment.describe()
     here["megatron-core"] = environment.installed_version("megatron-core")
     here |= {"extension": native.status(), **host_memory()}
-    console.print(_environment_table(here))
+    rows = ((name, value or "none, or not known") for name, value in here.items())
+    console.print(_table("here", ("", ""), rows))
     console.print(_findings_table(findings))
-    console.print(peers_table())
-    if check:
-        console.print(_promises_table(outcomes))
+    console.print(_table("other libraries", ("library", "version"), libraries().items()))
+    if peers is not None:
+        console.print(_peers_table(peers))
     return exits.DONE if healthy else exits.DIFFERENT
 
 
@@ -96,54 +136,24 @@ def host_memory() -> dict[str, str]:
     return found
 
 
-def other_than_recorded() -> dict[str, str]:
-    """Step some cases of the golden record; what differs, by case and where it was stepped.
-
-    The interpreter is left out: it takes seconds for a case.
-    """
-    record = packaged()
-    found: dict[str, str] = {}
-    for task in plan(record, choose(GOLDEN, ())):
-        interpreted = (task.backend, task.device.type) == ("triton", "cpu")
-        if task.part == ANY_MACHINE and task.reason is None and not interpreted:
-            outcome = check_cases(task, record.digests[task.part], lambda: None)
-            found |= {f"{case} ({task.where})": what for case, what in outcome.different.items()}
-    return found
-
-
-def judge(
-    findings: Sequence[Finding],
-    outcomes: Sequence[Outcome],
-    strange: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[str, bool]:
+def judge(findings: Sequence[Finding], peers: Sequence[Parity] | None) -> tuple[str, bool]:
     """The verdict in one line, and whether nothing is wrong.
 
     Args:
         findings: Of all backends and contracts.
-        outcomes: Of all promises; none where they were not checked.
-        strange: Cases that have not the golden record's bits, and what differs.
+        peers: Our modes beside other libraries; None where they were not compared.
     """
-    broken = [f"{f.backend} under {f.contract} on {f.device}" for f in findings if f.works is False]
-    false = [f"{outcome.name!r}" for outcome in outcomes if outcome.holds is False]
-    wrong = [f"NOT working: {', '.join(broken)}"] if broken else []
-    wrong += [f"promises that do NOT hold: {', '.join(false)}"] if false else []
-    wrong += [f"NOT the golden record's bits: {case}: {what}" for case, what in strange.items()]
+    wrong = [f"NOT working: {each}" for each in findings if each.works is False]
+    wrong += [f"NOT the peer's bits: {each}" for each in peers or () if each.works is False]
     if wrong:
         return "; ".join(wrong), False
-    backends = sorted({f"{f.backend} on {f.device}" for f in findings if f.works})
-    verdict = f"working: {', '.join(backends)}; the golden record's bits ({len(GOLDEN)} cases)"
-    if outcomes:
-        held = sum(outcome.holds is True for outcome in outcomes)
-        left = len(outcomes) - held
-        return f"{verdict}; {held} promises hold, {left} could not be checked here", True
-    return f"{verdict}; promises were not checked, --check does so", True
-
-
-def promises() -> list[Outcome]:
-    """Check what docs/numbers.md promises, as far as that can be done here."""
-    from megaopt.commands.promises.table import examine_promises  # takes time, and is asked for
-
-    return examine_promises()
+    backends = sorted({f"{each.backend} on {each.device}" for each in findings if each.works})
+    verdict = f"working, with the golden record's bits: {', '.join(backends)}"
+    if peers is None:
+        return f"{verdict}; --check steps more cases, and other libraries", True
+    equal = sum(each.works is True for each in peers)
+    left = len(peers) - equal
+    return f"{verdict}; {equal} modes have a peer's bits, {left} could not be compared here", True
 
 
 def devices() -> list[torch.device]:
@@ -152,88 +162,86 @@ def devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in gpus)]
 
 
-def examine(device: torch.device) -> list[Finding]:
-    """Take steps with each backend under each contract on `device`, and compare their bits."""
+def examine(device: torch.device, check: bool = False) -> list[Finding]:
+    """Step cases of the golden record with each backend under each contract on `device`."""
     return [
-        _examine_one(device, backend, contract) for backend in BACKENDS for contract in CONTRACTS
+        _examine_one(device, backend, contract, check)
+        for backend in BACKENDS
+        for contract in CONTRACTS
     ]
 
 
-def _examine_one(device: torch.device, backend: str, contract: str) -> Finding:
+def _examine_one(device: torch.device, backend: str, contract: str, check: bool) -> Finding:
     reason = why_not(backend, CONTRACTS[contract], device)
     if reason is not None:
         return Finding(device, backend, contract, None, reason)
-    try:
-        found = _step(Place(backend, device), contract)
-        different = _difference(found, device, contract)
-    # whatever goes wrong in a step is what the user asked the doctor about
-    except Exception as error:
-        return Finding(device, backend, contract, False, f"{type(error).__name__}: {error}")
-    if different is not None:
-        return Finding(device, backend, contract, False, f"not the reference's bits: {different}")
-    if "reference" not in CONTRACTS[contract].backends:
-        return Finding(device, backend, contract, True, "steps (there is no reference)")
-    is_reference = (device.type, backend) == ("cpu", "reference")
-    note = "steps (the reference)" if is_reference else "steps, the reference's bits"
-    if (device.type, backend) == ("cpu", "triton"):
-        note += INTERPRETER
+    interpreted = (device.type, backend) == ("cpu", "triton")
+    names = CHECKED if check else EVERYWHERE if interpreted else QUICK
+    cases = [Case(name) for name in names if name.startswith(f"{contract}/")]
+    part = ANY_MACHINE if CONTRACTS[contract].needs_gpu is None else NVIDIA_GPU
+    record = packaged()
+    uncompared = why_not_compared(record, part)
+    for case in cases:
+        expected = None if uncompared else record.digests[part][case.name]
+        different = what_differs(case, backend, device, expected)
+        if different is not None:
+            return Finding(device, backend, contract, False, f"{case.name}: {different}")
+    bits = f"bits not compared: {uncompared}" if uncompared else "the golden record's bits"
+    note = f"cases stepped: {len(cases)}, {bits}{INTERPRETER if interpreted else ''}"
     return Finding(device, backend, contract, True, note)
 
 
-def _difference(found: Tensors, device: torch.device, contract: str) -> str | None:
-    """Where the reference has other bits; None where a contract has no reference."""
-    if "reference" not in CONTRACTS[contract].backends:
-        return None
-    where = device if CONTRACTS[contract].needs_gpu else torch.device("cpu")
-    return differ(found, _step(Place("reference", where), contract))
+def examine_peers(names: Iterable[str]) -> list[Parity]:
+    """Steps modes of contracts that another library keeps beside that library, on the GPU.
+
+    Args:
+        names: Of MODES; those that promise nobody's bits are left out.
+    """
+    return [_examine_peer(name) for name in names if MODES[name].twin is not None]
 
 
-def _step(place: Place, contract: str) -> Tensors:
-    """Every weight and state after each of three steps, bf16 weights and fp32 ones."""
-    found: Tensors = {}
-    options = {"contract": contract, "dtype": torch.float32, "lr": 0.1}
-    for dtype in (torch.bfloat16, torch.float32):
-        trained = train(place, options, dtype=dtype)
-        _require_motion(trained)
-        found |= {f"{dtype} {name}": tensor for name, tensor in trained.items()}
-    return found
+def _examine_peer(name: str) -> Parity:
+    mode = MODES[name]
+    peer = PEERS[str(mode.twin)]
+    reason = peer.why_not() if torch.cuda.is_available() else "there is no CUDA GPU"
+    if reason is not None:
+        return Parity(name, peer.name, None, reason)
+    checked = VECTORS if mode.weight is None else MATRICES
+    difference = equality.check(mode, checked, torch.device("cuda")).difference
+    promise = CONTRACTS[mode.contract].promise
+    return Parity(name, peer.name, difference is None, difference or promise)
 
 
-def _require_motion(trained: Tensors) -> None:
-    for name, tensor in trained.items():
-        before = trained.get(name.replace("after step 2", "after step 1"), tensor)
-        if name.startswith("weight") and before is not tensor and torch.equal(before, tensor):
-            raise RuntimeError(f"step 2 left a weight as it was: {name}")
+def libraries() -> dict[str, str]:
+    """The libraries that the bench knows, with their versions.
+
+    None is imported: that takes seconds, and some write to stderr of what they cannot load.
+    """
+    names = dict.fromkeys(peer.package for peer in PEERS.values())
+    absent = {name: "not known" if find_spec(name) else "not installed" for name in names}
+    return {name: environment.installed_version(name) or absent[name] for name in names}
 
 
-def _table(title: str, *headings: str) -> Table:
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table that folds what is too long for a terminal, and cuts nothing."""
-    table = Table(title=title, title_justify="left", show_header=bool(headings))
+    table = Table(title=title, title_justify="left", show_header=any(headings))
     for heading in headings:
         table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _environment_table(described: dict[str, str | None]) -> Table:
-    table = _table("here")
-    for _ in range(2):
-        table.add_column(overflow="fold")
-    for name, value in described.items():
-        table.add_row(name, "none, or not known" if value is None else escape(value))
-    return table
-
-
-def _findings_table(findings: list[Finding]) -> Table:
+def _findings_table(findings: Sequence[Finding]) -> Table:
     headings = ("device", "backend", "contract", "works", "how, or why not")
-    table = _table("backends and contracts", *headings)
-    for finding in findings:
-        where = (str(finding.device), finding.backend, finding.contract)
-        table.add_row(*where, WORKS[finding.works], escape(finding.note))
-    return table
+    rows = (
+        (str(each.device), each.backend, each.contract, WORKS[each.works], escape(each.note))
+        for each in findings
+    )
+    return _table("backends and contracts", headings, rows)
 
 
-def _promises_table(outcomes: list[Outcome]) -> Table:
-    table = _table("the promises of docs/numbers.md", "promise", "holds", "compared, or why not")
-    for outcome in outcomes:
-        table.add_row(outcome.name, HOLDS[outcome.holds], escape(outcome.note))
-    return table
+def _peers_table(peers: Sequence[Parity]) -> Table:
+    headings = ("mode", "beside", "equal", "what it promises, differs, or why not")
+    rows = ((each.mode, each.against, WORKS[each.works], escape(each.note)) for each in peers)
+    return _table("modes that promise a peer's bits", headings, rows)

@@ -1,40 +1,28 @@
-"""TOML files read into pydantic's dataclasses, which refuse what they do not know in words.
+"""TOML files read into pydantic's models, whose messages say what a file must have.
 
-A field's type says what it may hold, in the types below; a dataclass's `__post_init__` checks the
-rest with `require`. Every refusal is a `ConfigError` of the form "steps must be a whole number from
-1 to 2**31-1, got '10'".
+A field's type says what it may hold; what depends on several fields a model's own validator checks
+with `require`. Every refusal is a `ConfigError` with a line "file: path.to.key: message, got value"
+for each key.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib
-import reprlib
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    Strict,
-    TypeAdapter,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from megaopt.options.checks import shown
 
 # the standard library has it since Python 3.11; before, the extra `cli` brings it along
-TOML_MODULE = "tomllib" if sys.version_info >= (3, 11) else "tomli"
-tomllib: Any = importlib.import_module(TOML_MODULE)
+tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 T = TypeVar("T")
-
-DERIVED = {"derived": True}
-"""Metadata of a field that no file sets."""
+M = TypeVar("M", bound=BaseModel)
 
 
 class ConfigError(ValueError):
@@ -43,33 +31,20 @@ class ConfigError(ValueError):
 
 MOST = 2**31 - 1
 """The largest size or count: what an int32 holds."""
-MOST_SEED = 2**63 - 1
-LARGEST = 3.4028234663852886e38
-"""fp32's largest number, in which all hyper-parameters are rounded."""
 MOST_BYTES = 2**16
 """The largest file of a config: the parser needs minutes for a megabyte of nested keys."""
-MOST_THREADS = 1024
-"""More than any machine has; so many threads start, far more make OpenMP end the process."""
-MOST_RANKS = 64
-"""Processes on one machine, each with a torch of its own."""
+MOST_LINES = 10
+"""Keys that a refusal names."""
 
-
-class ShortRepr(reprlib.Repr):
-    """A repr of any value of a TOML file, for a message: cut where it is long or deep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 100, 60, 100
-
-    def repr_int(self, x: int, level: int) -> str:
-        """The number, or its size: Python refuses to write out thousands of digits."""
-        if x.bit_length() > 200:
-            return f"a whole number of {x.bit_length()} bits"
-        return repr(x)
-
-
-shown = ShortRepr().repr
-"""A value as messages show it."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+# processes on one machine, each with a torch of its own
+Ranks = Annotated[int, Field(ge=1, le=64)]
+# more than any machine has; so many threads start, far more make OpenMP end the process
+Threads = Annotated[int, Field(ge=1, le=1024)]
+# up to fp32's largest number, in which all hyper-parameters are rounded
+Number = Annotated[float, Field(ge=0, le=3.4028234663852886e38, allow_inf_nan=False)]
+# a TOML file has a list
+Several = Annotated[tuple[T, ...], Field(strict=False, min_length=1)]
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -81,40 +56,6 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{key} must be {allowed}, got {shown(value)}")
 
 
-# --- types of fields
-
-
-def only(words: str) -> WrapValidator:
-    """Makes every error of a field's value one that says what is allowed."""
-
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return validate(value)
-        except ValidationError:
-            raise PydanticCustomError("allowed", "{allowed}", {"allowed": words}) from None
-
-    return WrapValidator(check)
-
-
-WHOLE = "a whole number from"
-Count = Annotated[int, Strict(), Field(ge=1, le=MOST), only(f"{WHOLE} 1 to 2**31-1")]
-Steps = Annotated[int, Strict(), Field(ge=0, le=MOST), only(f"{WHOLE} 0 to 2**31-1")]
-Seed = Annotated[int, Strict(), Field(ge=0, le=MOST_SEED), only(f"{WHOLE} 0 to 2**63-1")]
-Rows = Annotated[int, Strict(), Field(ge=256, le=MOST), only(f"{WHOLE} 256 to 2**31-1")]
-Ranks = Annotated[int, Strict(), Field(ge=1, le=MOST_RANKS), only(f"{WHOLE} 1 to {MOST_RANKS}")]
-Threads = Annotated[
-    int, Strict(), Field(ge=1, le=MOST_THREADS), only(f"{WHOLE} 1 to {MOST_THREADS}")
-]
-Number = Annotated[
-    float,
-    Strict(),
-    Field(ge=0, le=LARGEST, allow_inf_nan=False),
-    only("a number from 0 to 3.4e38"),
-]
-Decay = Annotated[float, Strict(), Field(ge=0, lt=1), only("a number in [0, 1)")]
-Flag = Annotated[bool, Strict(), only("true or false")]
-
-
 def _check_kind(table: Any) -> Any:
     # pydantic would write out a number of thousands of digits, which Python refuses
     if isinstance(table, dict) and "kind" in table:
@@ -123,26 +64,25 @@ def _check_kind(table: Any) -> Any:
 
 
 ByKind = Annotated[T, Field(discriminator="kind"), BeforeValidator(_check_kind)]
-"""A union of dataclasses, whose key `kind` says which one a table is."""
+"""A union of tables, whose key `kind` says which one a table is."""
 
 
-class Table:
-    """A dataclass that a TOML table is read into."""
+class Table(BaseModel):
+    """A TOML table: of these keys alone, of these types alone."""
 
-    __slots__ = ()
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _know_keys(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-            known = sorted(field.name for field in fields if field.metadata != DERIVED)
-            for key in (each for each in given if each not in known):
-                raise PydanticCustomError("key", "{key}", {"key": key, "known": known})
-        return given
+    def model_post_init(self, _context: object, /) -> None:
+        """Raises a `ConfigError` where fields do not go together."""
+        self._check()
 
+    def _check(self) -> None:
+        """The checks of several fields: none, in most tables."""
 
-# --- files
+    def need(self, holds: bool, key: str, allowed: str) -> None:
+        """`require` of a key of this table, or of one within it."""
+        if not holds:
+            require(False, key, attrgetter(key)(self), allowed)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -160,80 +100,36 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: cannot be read as TOML: nested too deeply") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as TOML: {_reason(error)}") from error
+        reason = str(getattr(error, "strerror", None) or error)
+        raise ConfigError(f"{path}: cannot be read as TOML: {reason[:300]}") from error
     return table
 
 
-def _reason(error: OSError | ValueError) -> str:
-    """Why a file cannot be read, without its name, and short."""
-    text = str(getattr(error, "strerror", None) or error)
-    return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-def build_run(cls: type[T], path: Path, table: dict[str, Any]) -> T:
-    """A dataclass with a name, from the table of a file, whose stem is that name.
+def read_run(model: type[M], path: Path) -> M:
+    """A model with a name, from a file whose stem is that name.
 
     Raises:
-        ConfigError: as `read_config`.
+        ConfigError: as `read_toml`; or the file has an unknown key, lacks one, or holds a value of
+            another type or outside its range.
     """
+    table = read_toml(path)
     try:
-        words = "left out: the file's own name is the run's"
-        require("name" not in table, "name", table.get("name"), words)
-        # out / ".." would be another folder than --out
-        require(path.stem not in (".", ".."), "the file's name", path.name, "more than dots")
-        return TypeAdapter(cls).validate_python({**table, "name": path.stem})
+        require("name" not in table, "name", table.get("name"), "left out: it is the file's name")
+        return model.model_validate({**table, "name": path.stem})
     except ValidationError as error:
-        # a key that nobody knows comes first: what is missing may be what it was meant to be
-        errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "key")
-        raise ConfigError(f"{path}: {_told(errors[0])}") from None
+        lines = [_line(each) for each in error.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{path}: {each}" for each in lines[:MOST_LINES])) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-KINDS = {
-    "string_type": "a text",
-    "tuple_type": "a list",
-    "dataclass_type": "a table",
-    "model_attributes_type": "a table",
-}
-"""What a value is to be, by pydantic's name of the error."""
-
-
-def _told(error: ErrorDetails) -> str:
-    """An error of pydantic's in our words."""
-    kind, key, about = error["type"], _key_of(error["loc"]), error.get("ctx", {})
-    if kind == "key":
-        return _unknown(key, about["key"], about["known"])
+def _line(error: ErrorDetails) -> str:
+    """One of pydantic's errors: the key, what it should be, and what it is."""
+    kind, given, message = error["type"], error["input"], error["msg"]
+    parts = (each if str(each).isidentifier() else shown(each) for each in error["loc"])
+    place = "".join(f"{each}." for each in parts)
     if kind == "value_error":
-        return f"{key}.{about['error']}".removeprefix(".")
-    if kind == "missing":
-        return f"{key} must be given, got nothing"
-    if kind == "union_tag_not_found":
-        return f"{key}.kind must be given, got nothing"
+        return f"{place}{error['ctx']['error']}"
     if kind == "union_tag_invalid":
-        kinds, given = about["expected_tags"], error["input"]["kind"]
-        return f"{key}.kind must be one of {kinds}, got {shown(given)}"
-    if kind == "literal_error":
-        about = {"allowed": f"one of {about['expected'].replace(' or ', ', ')}"}
-    words = about.get("allowed") or KINDS.get(kind, error["msg"])
-    return f"{key} must be {words}, got {shown(error['input'])}"
-
-
-def _key_of(place: tuple[int | str, ...]) -> str:
-    """A key as in "variant[0].baseline"; behind a variant's number pydantic names its kind."""
-    key = ""
-    for before, each in zip((None, *place), place, strict=False):
-        if isinstance(each, int):
-            key += f"[{each}]"
-        elif not isinstance(before, int):
-            key += f".{each}" if key else each
-    return key
-
-
-def _unknown(table: str, key: str, known: list[str]) -> str:
-    """That a table has no such key; with the one that was meant, where one is near."""
-    where = f"the keys of {table}" if table else "the keys"
-    names = [name for name in known if table or name != "name"]
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{where} must be among {', '.join(names)}, got {shown(key)}{hint}"
+        given, message = given["kind"], f"kind should be one of {error['ctx']['expected_tags']}"
+    return f"{place[:-1]}: {message}, got {'nothing' if kind == 'missing' else shown(given)}"

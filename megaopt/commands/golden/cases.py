@@ -93,6 +93,8 @@ L2 = (
 )
 
 OPTIONS = (
+    "bf16-weight/no-master/fp32-fp32",
+    "fp16-weight/fp32-master/fp32-fp32",
     "fp32-weight/no-master/fp32-fp32/no-bias-correction",
     "fp32-weight/no-master/fp32-fp32/late",
     "fp32-weight/no-master/fp32-fp32/capturable/late",
@@ -147,6 +149,9 @@ FLOAT8 = (
     "mxfp8-weight/no-master/fp32-fp32/clip/round-scaled-grads",
     "delayed-weight/no-master/fp32-fp32/skip",
     "block_128x128-weight/no-master/fp8-fp8/resume",
+    # without fp32 masters: drawn, and with remainders
+    *(f"{recipe}-weight/no-master-stochastic/fp32-fp32" for recipe in RECIPES),
+    *(f"{recipe}-weight/remainder8-stochastic-master/fp32-fp32" for recipe in RECIPES),
 )
 
 # TransformerEngine's and torch's own bits: beside the formats, what their kernels do otherwise

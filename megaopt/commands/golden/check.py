@@ -120,9 +120,11 @@ def _devices(contract: str) -> list[torch.device]:
 def _why_not(
     record: Record, part: str, contract: str, backend: str, device: torch.device
 ) -> str | None:
-    reason = why_not(backend, CONTRACTS[contract], device)
-    if reason is not None:
-        return reason
+    return why_not(backend, CONTRACTS[contract], device) or why_not_compared(record, part)
+
+
+def why_not_compared(record: Record, part: str) -> str | None:
+    """Why digests made here cannot be those of a part of the record; None where they must be."""
     if not record.is_recorded(part):
         return "not recorded yet"
     if part == ANY_MACHINE:
@@ -138,7 +140,7 @@ def check(task: Task, recorded: Digests, advance: Advance) -> Outcome:
     """Steps the cases of a task that can be checked here."""
     outcome = Outcome(task)
     for case in task.cases:
-        difference = _difference(case, task, recorded)
+        difference = what_differs(case, task.backend, task.device, recorded[case.name])
         if difference is None:
             outcome.identical += 1
         else:
@@ -147,13 +149,24 @@ def check(task: Task, recorded: Digests, advance: Advance) -> Outcome:
     return outcome
 
 
-def _difference(case: Case, task: Task, recorded: Digests) -> str | None:
+def what_differs(
+    case: Case, backend: str, device: torch.device, expected: Mapping[str, str] | None
+) -> str | None:
+    """The quantities of a case that are not as expected, or the error; None asks for steps alone.
+
+    Args:
+        case: what is stepped.
+        backend: "triton" or "reference".
+        device: where.
+        expected: digests by quantity; None where they are not known.
+    """
     try:
-        found = run(case, task.backend, task.device)
+        found = run(case, backend, device)
     # a step that fails where it did not is what this looks for
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    expected = recorded[case.name]
+    if expected is None:
+        return None
     quantities = dict.fromkeys((*expected, *found))
     return ", ".join(q for q in quantities if found.get(q) != expected.get(q)) or None
 

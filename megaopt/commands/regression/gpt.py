@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megaopt.commands.config import (
-    ConfigError,
     FusedVariant,
     GaLoreVariant,
     PeerVariant,
@@ -19,42 +18,26 @@ from megaopt.commands.config import (
     UnfusedVariant,
     Variant,
 )
-from megaopt.commands.regression.float8 import (
-    FakeQuantizedAdam,
-    fake_quantize_model,
-    quantize_model,
+from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
+from megaopt.commands.regression.fused import (
+    FusedWeights,
+    GaLoreWeights,
+    PeerWeights,
+    ShardedWeights,
 )
-from megaopt.commands.regression.fused import FusedWeights
-from megaopt.commands.regression.galore import GaLoreWeights
 from megaopt.commands.regression.outputs import about_file
 from megaopt.commands.regression.parts import Part
-from megaopt.commands.regression.peer import PeerWeights
-from megaopt.commands.regression.shards import ShardedWeights
-from megaopt.commands.regression.unfused import UnfusedAdam
+from megaopt.commands.regression.unfused import UnfusedWeights
+from megaopt.commands.regression.weights import OptimizerWeights
+from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.model import GPT, build_model
 from megaopt.commands.training.text import batches_of, load_corpus
-from megaopt.float8 import scaled_matmul
+from megaopt.float8 import RECIPES, scaled_matmul, to_float8
 from megaopt.recording.files import hexadecimal
 from megaopt.saving import checkpoint
 
 if TYPE_CHECKING:
     from megaopt.commands.regression.rank import Task
-
-
-class WeightOwner(Protocol):
-    """Whatever updates a model's weights from its gradients."""
-
-    def step(self, learning_rate: float) -> None:
-        """Updates state and weights from the gradients that the model's parameters hold."""
-
-    def parts(self) -> Iterable[Part]:
-        """Weights and state, as they lie."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that a resumed run needs."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave; the model's weights are in place already."""
 
 
 class Training:
@@ -75,15 +58,24 @@ class Training:
         self.batches = batches_of(config, load_corpus())
         self.model = build_model(config.model, config.seed, device)
         self.scaled = config.float8 is not None and config.float8.scaled_matmul
-        if isinstance(variant, UnfusedVariant) and variant.recipe is not None:
-            fake_quantize_model(self.model, variant.recipe, self.scaled)
-        elif variant.recipe is not None:
-            quantize_model(self.model, variant.recipe)
+        if variant.recipe is not None:
+            self._quantize(variant.recipe)
         try:
             self.owner = build_owner(self.model, config, variant)
         except (ValueError, ImportError, RuntimeError) as error:
             raise ConfigError(f"variant = {variant.name!r} cannot run here: {error}") from error
         self.steps_done = 0
+
+    def _quantize(self, recipe: str) -> None:
+        """Makes the weights of linear layers fp8, or has a baseline's cast to it at every use."""
+        if not isinstance(self.variant, UnfusedVariant):
+            to_float8(self.model, RECIPES[recipe], filter=in_a_block)
+            return
+        for name, layer in list(self.model.named_modules()):
+            if in_a_block(name, layer):
+                owner, _, own = name.rpartition(".")
+                made = FakeQuantizedLinear(layer.weight, recipe, self.scaled)
+                setattr(self.model.get_submodule(owner), own, made)
 
     def step(self, number: int) -> dict[str, Any]:
         """Trains on a step's batch; the loss is that before the update, in nats."""
@@ -96,21 +88,18 @@ class Training:
         self.steps_done = number
         return {"losses": [hexadecimal(loss.item())], "grad_norm": None}
 
-    def parts(self) -> Iterable[Part]:
-        """Weights and state of the owner."""
+    def parts(self) -> Iterator[Part]:
+        """Weights and state."""
         return self.owner.parts()
 
     def about(self) -> dict[str, Any]:
         """The variant."""
-        return {"variant": dataclasses.asdict(self.variant)}
+        return {"variant": self.variant.model_dump()}
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; an OSError names it."""
-        state = {
-            "step": self.steps_done,
-            "model": self.model.state_dict(),
-            "optimizer": self.owner.state_dict(),
-        }
+        state = {"step": self.steps_done, "model": self.model.state_dict()}
+        state["optimizer"] = self.owner.state_dict()
         try:
             checkpoint.save(path, {"run": describe(self.config, self.variant), "training": state})
         except OSError as error:
@@ -136,11 +125,15 @@ class Training:
         self.steps_done = state["step"]
 
 
-def build_owner(model: GPT, config: RunConfig, variant: Variant) -> WeightOwner:
+def in_a_block(name: str, module: nn.Module) -> bool:
+    """The linear layers of the blocks; the output matrix, which is the embedding, stays bf16."""
+    return isinstance(module, nn.Linear) and name.startswith("blocks.")
+
+
+def build_owner(model: GPT, config: RunConfig, variant: Variant) -> OptimizerWeights:
     """What steps a variant's weights."""
     if isinstance(variant, UnfusedVariant):
-        kind = UnfusedAdam if variant.recipe is None else FakeQuantizedAdam
-        return kind(model, config.optimizer, variant)
+        return UnfusedWeights(model, config.optimizer, variant)
     if isinstance(variant, PeerVariant):
         return PeerWeights(model, config.optimizer, variant)
     if isinstance(variant, GaLoreVariant):
@@ -160,29 +153,29 @@ def build(task: Task) -> Training:
     return Training(run, variant, torch.device(task.device))
 
 
-# --- checkpoints of other runs
-
-
 def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
     """What must be the same where a checkpoint is loaded again: all that its bits depend on."""
-    tables = {"model": config.model, "optimizer": config.optimizer, "float8": config.float8}
-    tables |= {"galore": config.galore, "variant": variant}
-    keys = {"seed": config.seed, "batch_size": config.batch_size}
-    for name, table in tables.items():
-        own = {} if table is None else dataclasses.asdict(table)
-        keys |= {f"{name}.{key}": value for key, value in own.items()}
-    return keys
+    own = config.model_dump(
+        include={"seed", "batch_size", "model", "optimizer", "float8", "galore"}
+    )
+    return own | {"variant": variant.model_dump()}
 
 
 def require_run(path: Path, payload: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raises a ConfigError where a checkpoint is of another run, and names the first difference."""
+    """Raises a ConfigError where a checkpoint is of another run, and names what differs first."""
     saved = payload.get("run")
     if not isinstance(saved, dict) or "training" not in payload:
         raise ConfigError(f"resume must be a checkpoint of `megaopt train`, got {str(path)!r}")
-    for key in {**expected, **saved}:
-        own, other = expected.get(key), saved.get(key)
-        if own != other:
+    own, other = _flat(expected), _flat(saved)
+    for key in {**own, **other}:
+        if own.get(key) != other.get(key):
             raise ConfigError(
-                f"resume must be a checkpoint of this run, whose {key} is {own!r}, got "
-                f"{str(path)!r}, whose {key} is {other!r}"
+                f"resume must be a checkpoint of this run, whose {key} is {own.get(key)!r}, got "
+                f"{str(path)!r}, whose {key} is {other.get(key)!r}"
             )
+
+
+def _flat(tables: dict[str, Any]) -> dict[str, Any]:
+    """The keys of tables as "table.key"."""
+    own = ((k, v if isinstance(v, dict) else {"": v}) for k, v in tables.items())
+    return {f"{k}.{key}".rstrip("."): value for k, v in own for key, value in v.items()}

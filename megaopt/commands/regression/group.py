@@ -114,7 +114,8 @@ class Group:
         """
         # before the lines are read: what a process wrote before it ended is then among them
         gone = [not process.is_alive() for process in self.processes]
-        if any([lines.look() for lines in self._lines]):
+        news = [lines.look() for lines in self._lines]
+        if any(news):
             self._moved = time.monotonic()
         silent = time.monotonic() - self._moved
         whole = [lines.count >= self.job.steps for lines in self._lines]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megaopt.commands.config import (
-    ConfigError,
-    FusedVariant,
-    GaLoreVariant,
-    RunConfig,
-    Variant,
-)
+from megaopt.commands.config import FusedVariant, GaLoreVariant, RunConfig, Variant
 from megaopt.commands.regression.megatron.config import MegatronRun, MegatronVariant, SharedKeys
-from megaopt.commands.toml_tables import require
+from megaopt.commands.toml_tables import ConfigError, require
 
 AnyRun = RunConfig | MegatronRun
 AnyVariant = Variant | MegatronVariant
 
-WITHOUT_BITS = ("name", "baseline", "runs", "resume_after", "resume_ranks", "cast_after_load")
+WITHOUT_BITS = {"name", "baseline", "runs", "resume_after", "resume_ranks", "cast_after_load"}
 """The keys of a variant that change nothing of its arithmetic in an unbroken run."""
 
 
@@ -96,8 +89,7 @@ def ranks_of(run: AnyRun, variant: AnyVariant) -> int:
 
 def settings(variant: AnyVariant) -> tuple[tuple[str, Any], ...]:
     """What a variant's bits depend on in an unbroken run."""
-    keys = dataclasses.asdict(variant)
-    return tuple((key, value) for key, value in keys.items() if key not in WITHOUT_BITS)
+    return tuple(variant.model_dump(exclude=WITHOUT_BITS).items())
 
 
 def runs_of(variant: AnyVariant) -> list[tuple[str, str | None]]:

@@ -46,7 +46,7 @@ def made_with(regression: Regression, corpus: Corpus, source: Source) -> dict[st
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             **{key: value for key, value in described.items() if key not in VERSIONS},
         },
-        "config": dataclasses.asdict(regression.run),
+        "config": regression.run.model_dump(),
         "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
         **of_megatron,
     }

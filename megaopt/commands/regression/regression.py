@@ -1,4 +1,4 @@
-"""The trials of a config: their jobs, some side by side where cores allow, and what became of them."""
+"""The trials of a config: runs their jobs, side by side where cores allow, and compares them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from megaopt.commands.config import ConfigError, RunConfig
+from megaopt.commands.config import RunConfig
 from megaopt.commands.environment import cores
 from megaopt.commands.regression.group import Group, RankError
 from megaopt.commands.regression.megatron.config import MegatronRun, StockVariant
 from megaopt.commands.regression.outcome import Difference, Outcome, earliest
 from megaopt.commands.regression.plan import AnyRun, Job, in_order, job_to_perturb, plan_trials
 from megaopt.commands.regression.rank import Task
-from megaopt.commands.toml_tables import require
+from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.commands.training.limits import count_parameters, require_memory, require_room
 
 PAUSE = 0.1

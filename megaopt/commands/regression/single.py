@@ -6,7 +6,6 @@ from pathlib import Path
 
 from megaopt.commands import exits
 from megaopt.commands.config import (
-    ConfigError,
     FusedVariant,
     GaLoreVariant,
     RunConfig,
@@ -17,7 +16,7 @@ from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.gpt import Training
 from megaopt.commands.regression.outputs import about_file, require_place
 from megaopt.commands.regression.parts import open_recording, rows_of
-from megaopt.commands.toml_tables import MOST, require
+from megaopt.commands.toml_tables import MOST, ConfigError, require
 from megaopt.commands.training.determinism import choose_device, deterministic
 from megaopt.commands.training.limits import require_room
 

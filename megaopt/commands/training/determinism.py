@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megaopt.commands.config import ConfigError
+from megaopt.commands.toml_tables import ConfigError
 
 
 class Placed(Protocol):

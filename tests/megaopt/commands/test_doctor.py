@@ -10,8 +10,10 @@ import torch
 import megaopt
 from megaopt import FusedAdam
 from megaopt.commands import doctor
+from megaopt.commands.bench.equality import Check
+from megaopt.commands.bench.modes import MODES
+from megaopt.commands.golden.cases import CASES
 from megaopt.commands.golden.record import packaged
-from megaopt.commands.promises import trial
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 
@@ -24,27 +26,51 @@ def test_all_that_should_work_here_works(capsys: pytest.CaptureFixture[str]) -> 
     assert doctor.main() == 0
     text = capsys.readouterr().out
     verdict = text.splitlines()[0]
-    assert verdict.startswith("working: reference on cpu")
-    assert f"the golden record's bits ({len(doctor.GOLDEN)} cases)" in verdict
-    assert verdict.endswith("promises were not checked, --check does so")
+    assert verdict.startswith("working, with the golden record's bits: reference on cpu")
+    assert verdict.endswith("; --check steps more cases, and other libraries")
     for word in (megaopt.__version__, str(torch.__version__), *BACKENDS, *CONTRACTS):
         assert word in text
+
+
+@pytest.mark.slow
+def test_all_that_is_checked_here_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(check=True) == 0, capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.gpu
+def test_all_that_is_checked_on_a_gpu_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(check=True) == 0, capsys.readouterr().out
+    assert {each.mode for each in doctor.examine_peers(MODES) if each.works} >= {"torch:fp32"}
+
+
+def test_the_cases_are_of_the_record_and_of_every_contract() -> None:
+    names = {case.name for cases in CASES.values() for case in cases}
+    assert names >= {*doctor.CHECKED}
+    assert {name.split("/")[0] for name in doctor.EVERYWHERE} == {*CONTRACTS}
 
 
 def test_other_bits_than_the_records_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = packaged()
+    record, name = packaged(), doctor.QUICK[-1]
     digests = copy.deepcopy(record.digests)
-    part = next(part for part, own in digests.items() if doctor.GOLDEN[1] in own)
-    quantity = next(iter(digests[part][doctor.GOLDEN[1]]))
-    digests[part][doctor.GOLDEN[1]][quantity] = "0" * 16
+    part = next(part for part, own in digests.items() if name in own)
+    digests[part][name]["weights"] = "0" * 12
     monkeypatch.setattr(doctor, "packaged", lambda: replace(record, digests=digests))
-    monkeypatch.setattr(doctor, "devices", list)
     assert doctor.main() == 1
     verdict = capsys.readouterr().out.splitlines()[0]
-    case = f"{doctor.GOLDEN[1]} (reference on cpu): {quantity}"
-    assert verdict == f"NOT the golden record's bits: {case}"
+    assert f"NOT working: reference under ieee on cpu: {name}: weights" in verdict
+
+
+def test_where_the_record_is_of_another_gpu_steps_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "why_not_compared", lambda *_: "recorded elsewhere")
+    monkeypatch.setattr(doctor, "packaged", lambda: None)
+    found = {each.contract: each for each in doctor.examine(CPU) if each.backend == "reference"}
+    assert found["ieee"].works
+    assert found["ieee"].note == "cases stepped: 3, bits not compared: recorded elsewhere"
 
 
 def test_backend_that_cannot_work_says_why_and_is_no_fault(
@@ -67,8 +93,8 @@ class Crooked(FusedAdam):
     def step(self, **arguments) -> None:
         super().step(**arguments)
         if self.crooked:
-            parameter = self.param_groups[0]["params"][1]
-            self.state[parameter]["exp_avg"].view(torch.int32)[0, 7] ^= 1
+            parameter = self.param_groups[0]["params"][2]
+            self.state[parameter]["exp_avg"].view(torch.int32)[3] ^= 1
 
 
 class Broken(FusedAdam):
@@ -80,7 +106,7 @@ class Broken(FusedAdam):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (Crooked, "bits: torch.bfloat16 exp_avg of weight 1 after step 1, element 7: 0x"),
+        (Crooked, "ieee/adamw/bf16-weight/fp32-master/fp32-fp32: exp_avg"),
         (Broken, "RuntimeError: the [kernel] does not compile"),
     ],
 )
@@ -90,11 +116,35 @@ def test_broken_backend_is_found(
     optimizer: type[FusedAdam],
     message: str,
 ) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(trial, "FusedAdam", optimizer)
-    findings = [f for f in doctor.examine(device) if f.backend == "triton" and f.works is not None]
-    assert findings
-    assert all(f.works is False and message in f.note for f in findings)
+    monkeypatch.setattr(megaopt, "FusedAdam", optimizer)
     assert doctor.main() == 1
     verdict = capsys.readouterr().out.splitlines()[0]
-    assert verdict.startswith(f"NOT working: triton under {findings[0].contract} on {device}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert f"NOT working: triton under ieee on {device}" in verdict
+    assert message in verdict
+
+
+# --- beside the peers
+
+PROMISED = [name for name, mode in MODES.items() if mode.twin is not None]
+
+
+def test_every_promised_mode_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = doctor.examine_peers(MODES)
+    assert [each.mode for each in found] == PROMISED
+    assert {each.works for each in found} == {None}
+    assert {MODES[name].contract for name in PROMISED} == {"te", "torch"}
+
+
+@pytest.mark.parametrize("difference", [None, "step 1, weight[3]"])
+def test_a_difference_is_told_with_its_mode(
+    monkeypatch: pytest.MonkeyPatch, difference: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.equality, "check", lambda *_: Check("torch-fused-fp32", difference))
+    found = doctor.examine_peers(["torch:fp32"])
+    verdict, healthy = doctor.judge([], found)
+    assert healthy == (difference is None)
+    told = "NOT the peer's bits: torch:fp32 beside torch-fused-fp32: step 1, weight[3]"
+    assert verdict == told or (healthy and "; 1 modes have a peer's bits, 0 could not" in verdict)

@@ -14,7 +14,7 @@ from megaopt.commands.regression.megatron.config import (
     StockVariant,
 )
 from megaopt.commands.regression.megatron.model import megatron, weights_dtype
-from megaopt.commands.regression.megatron.unfused import UnfusedAdam
+from megaopt.commands.regression.unfused import UnfusedAdam
 
 # Megatron calls its fp8 moments uint8; the others are megaopt's own names
 STATE_DTYPES = {

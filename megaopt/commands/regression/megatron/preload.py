@@ -1,4 +1,4 @@
-"""What of Megatron-Core the CPU's processes have imported before they are made, without warnings."""
+"""What of Megatron-Core the CPU's processes have imported before they are made."""
 
 import contextlib
 import warnings

@@ -4,8 +4,8 @@ import pytest
 from interpreted import interpreted
 from tiny_runs import UNFUSED, tiny_run, variant
 
-from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.galore import GaLoreWeights
+from megaopt.commands.toml_tables import ConfigError
 
 GALORE = "\n[galore]\nrank = 4\nupdate_proj_gap = 12\nscale = 0.5\n"
 

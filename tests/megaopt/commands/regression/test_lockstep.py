@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megaopt.commands.config import ConfigError
+from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.optional_triton import INTERPRETED
 
 FORMS = {

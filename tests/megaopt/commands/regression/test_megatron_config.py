@@ -1,10 +1,10 @@
 import pytest
 from tiny_runs import tiny_run, variant
 
-from megaopt.commands.config import ConfigError
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.megatron.plan import plan_trials
 from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
+from megaopt.commands.toml_tables import ConfigError
 
 STOCK = variant("stock", "stock", inner="unfused")
 
@@ -35,15 +35,15 @@ AWARE = ours(mode="precision_aware", exp_avg_dtype="bfloat16", exp_avg_sq_dtype=
 REFUSED = [
     (
         {"megatron": "ranks = 0\nmicro_batch_size = 2"},
-        "megatron.ranks must be a whole number from 1 to 64, got 0",
+        "megatron.ranks: Input should be greater than or equal to 1, got 0",
     ),
     (
         {"megatron": "ranks = 3\nmicro_batch_size = 2\ntensor_parallel = 2"},
-        "tensor_parallel must be a divisor of ranks, which is 3, got 2",
+        "megatron.tensor_parallel must be a divisor of ranks = 3, got 2",
     ),
     (
         {"megatron": "ranks = 3\nmicro_batch_size = 2"},
-        "batch_size must be a multiple of 6, the micro batches of 3 ranks, got 8",
+        "batch_size must be a multiple of the micro batches of 3 ranks, got 8",
     ),
     (
         {"optimizer": "bias_correction = false"},
@@ -67,7 +67,7 @@ REFUSED = [
     ),
     (
         {"variants": STOCK + ours(resume_after=3, resume_ranks=3)},
-        "ours.resume_ranks must be a number whose micro batches divide batch_size, which is 8",
+        "ours.resume_ranks must be a number whose micro batches divide batch_size = 8, got 3",
     ),
     (
         {"variants": STOCK + ours(baseline="stock", overlap_grad_reduce=False)},

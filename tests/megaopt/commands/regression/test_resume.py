@@ -1,11 +1,12 @@
 import pytest
 import torch
 
-from megaopt.commands.config import ConfigError, read_config
+from megaopt.commands.config import read_config
 from megaopt.commands.regression.compare import find_mismatch
 from megaopt.commands.regression.resume import load_result, load_trainer, save_trainer
 from megaopt.commands.regression.single import train
 from megaopt.commands.regression.variants import build_trainer
+from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.determinism import deterministic
 from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.saving.checkpoint import CheckpointError

@@ -1,7 +1,5 @@
 """The baseline against the kernels' oracle, whose operations are each rounded once."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -39,7 +37,9 @@ def values(seed, exponents=(-30, 10), count=4001):
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_the_update_is_the_contract_bit_for_bit(adam_w_mode, bias_correction):
-    config = dataclasses.replace(CONFIG, adam_w_mode=adam_w_mode, bias_correction=bias_correction)
+    config = CONFIG.model_copy(
+        update={"adam_w_mode": adam_w_mode, "bias_correction": bias_correction}
+    )
     param = values(1)
     expected = (param, np.zeros_like(param), np.zeros_like(param))
     tensors = [torch.from_numpy(array.copy()) for array in expected]
@@ -112,7 +112,7 @@ def test_masters_feed_the_weights_and_norms_are_their_own():
         gradients = [p.grad.float().numpy().ravel() for p in model.parameters()]
         owner.step(LEARNING_RATE)
         master, *state = numpy_adam(master, gradients[0], *state, CONFIG, step)
-        no_decay = dataclasses.replace(CONFIG, weight_decay=0.0)
+        no_decay = CONFIG.model_copy(update={"weight_decay": 0.0})
         norm, *norm_state = numpy_adam(norm, gradients[1], *norm_state, no_decay, step)
     snapshot = owner.snapshot()
     assert list(snapshot) == ["matrix", "norm"]

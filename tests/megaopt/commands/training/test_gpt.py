@@ -1,10 +1,10 @@
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
-from megaopt.commands.config import ConfigError, ModelConfig, read_config
+from megaopt.commands.config import ModelConfig, read_config
+from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training import limits
 from megaopt.commands.training.determinism import choose_device
 from megaopt.commands.training.limits import count_parameters, least_bytes
@@ -56,4 +56,4 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     config = read_config_of_the_tiny_run()
     assert choose_device(config) == CPU
     with pytest.raises(ConfigError, match=r"device must be .*no CUDA GPU is visible, got 'cuda'"):
-        choose_device(dataclasses.replace(config, device="cuda"))
+        choose_device(config.model_copy(update={"device": "cuda"}))

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megaopt.commands.regression.megatron.config import SharedKeys
 from megaopt.commands.regression.plan import Trial
 from megaopt.recording.files import Recording, Summed
 
@@ -95,10 +96,13 @@ class Outcome:
     def quantities(self, step: int) -> dict[str, str]:
         """All that is compared of a step, with the bits."""
         found, lines = {}, self.lines(step)
-        for rank, line in enumerate(lines):
-            for batch, loss in enumerate(line["losses"]):
-                alone = len(lines) == len(line["losses"]) == 1
-                found["loss" if alone else f"loss of rank {rank}, micro batch {batch}"] = loss
+        if isinstance(self.trial.variant, SharedKeys):
+            for rank, line in enumerate(lines):
+                for batch, loss in enumerate(line["losses"]):
+                    found[f"loss of rank {rank}, micro batch {batch}"] = loss
+        else:  # every rank has the whole batch
+            alike = dict.fromkeys(loss for line in lines for loss in line["losses"])
+            found["loss"] = " and ".join(alike)
         for rank, line in enumerate(lines):
             if line["grad_norm"] is not None:
                 found[f"gradient norm on rank {rank}"] = line["grad_norm"]

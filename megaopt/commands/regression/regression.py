@@ -79,9 +79,9 @@ class Regression:
                 self._running[-1].start()
 
     def _may_start(self, job: Job) -> bool:
-        """Whether what it continues is there, and a core for each rank; on GPUs one after another.
+        """Whether what it continues is there, and a core for each rank; on GPUs nobody else.
 
-        A job that needs more has them all to itself.
+        A job that needs more has all cores to itself.
         """
         names = {ended.name for ended in self._ended}
         if job.continues is not None and job.continues not in names:

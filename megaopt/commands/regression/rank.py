@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -127,13 +128,13 @@ def train(task: Task) -> None:
     job, training = task.job, build(task)
     if job.load is not None:
         training.load(task.folder / job.load)
-    writer = open_recording(task.recording, task.rank, job.ranks, training.about())
-    for step in range(job.first, job.last + 1):
-        scalars = training.step(step)
-        if step == task.perturb:
-            flip_master_bit(training.parts())
-        rows = rows_of(training.parts(), writer, training.device)
-        if step in job.save_after:
-            training.save(task.folder / job.checkpoint(step))
-        writer.step(step, 0, scalars, rows)
-    writer.close()
+    about = job.ranks, training.about()
+    with closing(open_recording(task.recording, task.rank, *about)) as writer:
+        for step in range(job.first, job.last + 1):
+            scalars = training.step(step)
+            if step == task.perturb:
+                flip_master_bit(training.parts())
+            rows = rows_of(training.parts(), writer, training.device)
+            if step in job.save_after:
+                training.save(task.folder / job.checkpoint(step))
+            writer.step(step, 0, scalars, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from megaopt.commands import exits
@@ -14,7 +15,7 @@ from megaopt.commands.config import (
 )
 from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.gpt import Training
-from megaopt.commands.regression.outputs import about_file, require_place
+from megaopt.commands.regression.outputs import about_file, require_file, require_new_folder
 from megaopt.commands.regression.parts import open_recording, rows_of
 from megaopt.commands.toml_tables import MOST, ConfigError, require
 from megaopt.commands.training.determinism import choose_device, deterministic
@@ -71,10 +72,8 @@ def train(
     chosen = _choose_variant(config, variant)
     last = config.steps if steps is None else steps
     require(1 <= last <= MOST, "steps", last, "a whole number from 1 to 2**31-1")
-    require_place("save", save)
-    if result is not None:
-        require(not result.exists(), "result", str(result), "a folder that is not there yet")
-        require_place("result", result)
+    require_file("save", save)
+    require_new_folder("result", result)
     with deterministic(config.cpu_threads):
         device = choose_device(config)
         require_room(config, [chosen], device)
@@ -95,9 +94,12 @@ def train(
 def _train_steps(training: Training, last: int, result: Path | None) -> None:
     """Trains to a step, and records each where that is asked for."""
     console, name, loss = make_console(), training.variant.name, 0.0
-    with step_progress(console) as progress:
+    with ExitStack() as stack:
+        progress = stack.enter_context(step_progress(console))
         task = progress.add_task(name, total=last, completed=training.steps_done)
-        writer = None if result is None else open_recording(result, 0, 1, training.about())
+        writer = None
+        if result is not None:
+            writer = stack.enter_context(closing(open_recording(result, 0, 1, training.about())))
         for step in range(training.steps_done + 1, last + 1):
             scalars = training.step(step)
             if writer is not None:

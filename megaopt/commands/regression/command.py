@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -125,6 +126,18 @@ def _size(value: int | None) -> str:
     return f"{value / (1 << power):.4g} {unit}"
 
 
+MEASURED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "ranks": ("ranks", str),
+    "ms": ("optimizer_milliseconds", "{:.2f}".format),
+    "iteration ms": ("step_milliseconds", "{:.2f}".format),
+    "state": ("state_bytes", _size),
+    "step's extra": ("optimizer_extra_bytes", _size),
+    "peak": ("peak_bytes", _size),
+    "B/parameter": ("bytes_per_parameter", lambda n: "" if n is None else str(sum(n.values()))),
+}
+"""Columns of what was measured: the key in the record, and how it is shown."""
+
+
 def _compared(regression: Regression) -> Table:
     """A row for each trial: whether it is identical; under [float8] a section for each recipe.
 
@@ -166,37 +179,27 @@ def _row(outcome: Outcome) -> dict[str, str]:
 def _measured(regression: Regression) -> Table:
     """A row for each trial: time, memory and bytes."""
     table = Table(title="a rank's optimizer step, norm and clip included")
-    table.add_column("variant", no_wrap=True)
-    for name in ("ranks", "ms", "iteration ms", "state", "step's extra", "peak", "B/parameter"):
-        table.add_column(name, justify="right")
+    for name in ("variant", *MEASURED):
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
     for outcome in (each for each in regression.outcomes if each.is_timed):
         found = measured(regression, outcome)
-        sizes = [found[key] for key in ("state_bytes", "optimizer_extra_bytes", "peak_bytes")]
-        passes = found["bytes_per_parameter"]
-        table.add_row(
-            outcome.trial.name,
-            str(found["ranks"]),
-            f"{found['optimizer_milliseconds']:.2f}",
-            f"{found['step_milliseconds']:.2f}",
-            *(_size(size) for size in sizes),
-            "" if passes is None else str(sum(passes.values())),
-        )
+        cells = (show(found[key]) for key, show in MEASURED.values())
+        table.add_row(outcome.trial.name, *cells)
     return table
 
 
 def _times(regression: Regression) -> Table:
     """A row for each variant: medians over its runs, least and most, and over the baseline's."""
     table = Table(title="over all runs: medians, (least to most), times the baseline's")
-    table.add_column("variant", no_wrap=True)
-    for name in ("runs", "step ms", "", "iteration ms", ""):
-        table.add_column(name, justify="right")
+    for name in ("variant", "runs", "step ms", "", "iteration ms", ""):
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
     for variant, times in times_of(regression).items():
-        cells = [str(times["runs"])]
-        for key in TIMES:
-            spread, ratio = times[key], times[key]["of_baseline"]
-            cells.append(f"{spread['median']:.2f} ({spread['least']:.2f} to {spread['most']:.2f})")
+        cells = []
+        for spread in (times[key] for key in TIMES):
+            cells.append("{median:.2f} ({least:.2f} to {most:.2f})".format(**spread))
+            ratio = spread["of_baseline"]
             cells.append("" if ratio is None else f"{ratio:.3f}")
-        table.add_row(variant, *cells)
+        table.add_row(variant, str(times["runs"]), *cells)
     return table
 
 

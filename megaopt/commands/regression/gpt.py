@@ -147,6 +147,7 @@ def build(task: Task) -> Training:
     """The training of a rank's process, which meets the others where its variant has ranks."""
     run, variant = task.run, task.job.variant
     assert isinstance(run, RunConfig)
+    assert isinstance(variant, Variant)
     if isinstance(variant, FusedVariant) and variant.ranks is not None:
         meeting, ranks = f"file://{task.meeting}", task.job.ranks
         dist.init_process_group("gloo", meeting, world_size=ranks, rank=task.rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ WARM_UP = 3
 """Steps of a group of processes whose times are not counted: the first compile and allocate."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Difference:
     """Where a trial first differs from its baseline."""
 
@@ -78,10 +78,7 @@ class Outcome:
             for name, bits in own.items():
                 if bits != other[name]:
                     names = self.trial.name, baseline.trial.name
-                    self.difference = Difference(
-                        step=step, variant=names[0], baseline=names[1],
-                        tensor=name, bits=bits, baseline_bits=other[name],
-                    )  # fmt: skip
+                    self.difference = Difference(step, *names, name, bits, other[name])
                     return
 
     def recording_at(self, step: int) -> Recording:
@@ -116,12 +113,9 @@ class Outcome:
     @cached_property
     def losses(self) -> list[float]:
         """The mean loss of each step, over ranks and micro batches, in fp64; none if it failed."""
-        return [statistics.fmean(each) for each in self._losses()]
-
-    def _losses(self) -> Iterator[list[float]]:
         steps = range(1, self.trial.jobs[-1].last + 1) if self.ran else ()
-        for step in steps:
-            yield [float.fromhex(loss) for line in self.lines(step) for loss in line["losses"]]
+        of_steps = ([loss for line in self.lines(s) for loss in line["losses"]] for s in steps)
+        return [statistics.fmean(map(float.fromhex, each)) for each in of_steps]
 
     @property
     def ran(self) -> bool:
@@ -149,7 +143,7 @@ class Outcome:
 
     def median(self, key: str) -> float:
         """Over the measured steps, of the slowest rank's seconds."""
-        return statistics.median(map(max, self.each(key)))
+        return statistics.median(float(max(ranks)) for ranks in self.each(key))
 
     def largest(self, key: str) -> int | None:
         """Over the measured steps and ranks, of bytes; None where they were not measured."""

@@ -16,7 +16,7 @@ WITHOUT_BITS = {"name", "baseline", "runs", "resume_after", "resume_ranks", "cas
 """The keys of a variant that change nothing of its arithmetic in an unbroken run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """Steps of a variant that one group of fresh processes trains."""
 
@@ -47,15 +47,15 @@ class Job:
         return f"{self.name}-after-{step}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)
 class Trial:
     """One run of a variant: its jobs joined, to be compared with another's."""
 
     name: str
     """The variant's; "name.2" where it is the second run of it."""
-    variant: AnyVariant
     baseline: str | None
     """Name of another trial."""
+    variant: AnyVariant
     jobs: tuple[Job, ...]
     """In order; the first may be that of another trial, of which it then is a beginning."""
 
@@ -99,42 +99,33 @@ def runs_of(variant: AnyVariant) -> list[tuple[str, str | None]]:
     return [(variant.name, variant.baseline), *more]
 
 
-def straight_jobs(run: AnyRun, variant: AnyVariant, name: str) -> tuple[Job, ...]:
+def straight_job(run: AnyRun, variant: AnyVariant, name: str) -> Job:
     """The one job of a trial; it saves where a resumed one needs its checkpoint."""
     alike = [v for v in variants_of(run) if settings(v) == settings(variant)]
     saves = {v.resume_after for v in alike if v.resume_after is not None}
     wanted = tuple(sorted(saves)) if name == variant.name else ()
-    ranks = ranks_of(run, variant)
-    last = run.steps
-    return (Job(name=name, variant=variant, ranks=ranks, first=1, last=last, save_after=wanted),)
+    return Job(name, variant, ranks_of(run, variant), 1, run.steps, wanted)
 
 
 def resumed_jobs(run: AnyRun, variant: AnyVariant, name: str, trunk: Job | None) -> tuple[Job, ...]:
     """A beginning, which is that of a straight trial of equal settings where there is one."""
     step, ranks = variant.resume_after or 0, ranks_of(run, variant)
-    own = {"variant": variant, "ranks": ranks, "first": 1, "last": step, "save_after": (step,)}
-    begin = trunk or Job(name=f"{name}-begun", **own)
+    begin = trunk or Job(f"{name}-begun", variant, ranks, 1, step, (step,))
     ranks = getattr(variant, "resume_ranks", None) or ranks
-    own |= {"ranks": ranks, "first": step + 1, "last": run.steps, "save_after": ()}
-    return begin, Job(name=name, continues=begin.name, **own)
+    return begin, Job(name, variant, ranks, step + 1, run.steps, continues=begin.name)
 
 
 def plan_trials(run: AnyRun) -> list[Trial]:
     """All trials: by the config's variants, and the runs of each."""
     trunks: dict[Any, Job] = {}
-    jobs: dict[str, tuple[Job, ...]] = {}
-    named = [(variant, *run) for variant in variants_of(run) for run in runs_of(variant)]
-    for variant, name, _ in named:
-        if variant.resume_after is None:
-            jobs[name] = straight_jobs(run, variant, name)
-            trunks.setdefault(settings(variant), jobs[name][0])
-    for variant, name, _ in named:
-        if variant.resume_after is not None:
-            jobs[name] = resumed_jobs(run, variant, name, trunks.get(settings(variant)))
-    return [
-        Trial(name=name, variant=variant, baseline=baseline, jobs=jobs[name])
-        for variant, name, baseline in named
-    ]
+    trials = [Trial(*own, v, ()) for v in variants_of(run) for own in runs_of(v)]
+    for trial in (each for each in trials if each.variant.resume_after is None):
+        trial.jobs = (straight_job(run, trial.variant, trial.name),)
+        trunks.setdefault(settings(trial.variant), trial.jobs[0])
+    for trial in (each for each in trials if each.variant.resume_after is not None):
+        trunk = trunks.get(settings(trial.variant))
+        trial.jobs = resumed_jobs(run, trial.variant, trial.name, trunk)
+    return trials
 
 
 def in_order(trials: list[Trial]) -> list[Job]:

@@ -30,17 +30,17 @@ from megaopt.commands.regression.plan import AnyRun, Job
 from megaopt.commands.training.determinism import deterministic
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """What a rank's process is told."""
 
     run: AnyRun
     job: Job
-    rank: int
     device: str
     """ "cuda" or "cpu"."""
     folder: Path
     """Where the ranks of all jobs meet, write and save."""
+    rank: int
     perturb: int | None = None
     """Step after which this rank flips one bit of a master; None: never."""
 
@@ -120,7 +120,7 @@ def _end_with(parent: Connection) -> None:
 
 def build(task: Task) -> Training:
     """A rank's training, from the seed; the ranks have met."""
-    return (megatron if isinstance(task.run, MegatronRun) else gpt).build(task)
+    return megatron.build(task) if isinstance(task.run, MegatronRun) else gpt.build(task)
 
 
 def train(task: Task) -> None:

@@ -47,7 +47,8 @@ class Regression:
         self._ended: dict[Job, str | None] = {}
         self._outcomes: dict[str, Outcome] = {}
         if isinstance(run, RunConfig):
-            require_room(run, run.runs, torch.device(device))
+            for variant in run.runs:
+                require_room(run, variant, torch.device(device))
         else:
             require_parts(run, device)
 
@@ -90,11 +91,9 @@ class Regression:
         return not taken or (self.device == "cpu" and taken + job.ranks <= cores())
 
     def _tasks(self, job: Job) -> list[Task]:
-        perturb = self.perturb if job == self.perturbed else None
-        own = {"run": self.run, "job": job, "device": self.device, "folder": self.folder}
-        return [
-            Task(rank=rank, perturb=None if rank else perturb, **own) for rank in range(job.ranks)
-        ]
+        perturbs = [self.perturb if job == self.perturbed else None, *[None] * (job.ranks - 1)]
+        own = self.run, job, self.device, self.folder
+        return [Task(*own, rank, perturb) for rank, perturb in enumerate(perturbs)]
 
     def _look_at(self, group: Group) -> None:
         try:

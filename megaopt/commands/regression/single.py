@@ -17,25 +17,20 @@ from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.gpt import Training
 from megaopt.commands.regression.outputs import about_file, require_file, require_new_folder
 from megaopt.commands.regression.parts import open_recording, rows_of
-from megaopt.commands.toml_tables import MOST, ConfigError, require
+from megaopt.commands.toml_tables import MOST, require
 from megaopt.commands.training.determinism import choose_device, deterministic
 from megaopt.commands.training.limits import require_room
 
 
 def _choose_variant(config: RunConfig, name: str | None) -> Variant:
     """The named variant, or else the first that an optimizer of this package trains."""
-    if name is None:
-        ours = [each for each in config.runs if isinstance(each, (FusedVariant, GaLoreVariant))]
-        names = ", ".join(each.name for each in config.runs)
-        if not ours:
-            raise ConfigError(f"variant must be one of {names}, as none is fused, got nothing")
-        name = ours[0].name
-    variant = config.find_variant(name)
-    if isinstance(variant, FusedVariant) and variant.ranks is not None:
-        raise ConfigError(
-            f"variant must be one without ranks, which train in `megaopt regress` only, got "
-            f"{variant.name!r} with {variant.ranks} ranks"
-        )
+    ours = [each.name for each in config.runs if isinstance(each, (FusedVariant, GaLoreVariant))]
+    names = ", ".join(each.name for each in config.runs)
+    require(bool(name or ours), "variant", name, f"one of {names}, as none is fused")
+    variant = config.find_variant(name or ours[0])
+    alone = getattr(variant, "ranks", None) is None
+    allowed = "one without ranks, which train in `megaopt regress` only"
+    require(alone, "variant", variant.name, allowed)
     return variant
 
 
@@ -58,8 +53,7 @@ def train(
         resume: a checkpoint of the same run to continue from.
         result: a folder that is made, for a recording of the steps trained here.
 
-    Returns:
-        0.
+    Returns 0.
 
     Raises:
         ConfigError: the config, variant, steps, save or result is wrong, or the checkpoint is of
@@ -76,7 +70,7 @@ def train(
     require_new_folder("result", result)
     with deterministic(config.cpu_threads):
         device = choose_device(config)
-        require_room(config, [chosen], device)
+        require_room(config, chosen, device)
         training = Training(config, chosen, device)
         if resume is not None:
             training.load(resume, check=True)

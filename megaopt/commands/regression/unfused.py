@@ -163,8 +163,8 @@ class UnfusedWeights(OptimizerWeights):
 
     def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
         """Master and moments."""
-        master = {} if piece.tensor is piece.source else {"master": piece.tensor}
-        return master | self.optimizer.state[piece.tensor]
+        state: dict[str, torch.Tensor] = self.optimizer.state[piece.tensor]
+        return state if piece.tensor is piece.source else {"master": piece.tensor, **state}
 
     def _kept(self) -> dict[str, torch.Tensor]:
         """Masters, and scales and histories."""

@@ -52,7 +52,7 @@ def settings() -> dict[str, str]:
 
 def build(task: Task) -> Training:
     """The training of a rank's process, which meets the others."""
-    run, variant, own = task.run, task.job.variant, {"rank": task.rank}
+    run, variant = task.run, task.job.variant
     assert isinstance(run, MegatronRun)
     assert isinstance(variant, MegatronVariant)
     os.environ.update(settings())
@@ -68,9 +68,13 @@ def build(task: Task) -> Training:
         torch.cuda.set_device(device)
     else:
         pretend_cuda()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    own |= {"world_size": task.job.ranks, "timeout": timedelta(seconds=run.patience)}
-    dist.init_process_group(backend, f"file://{task.meeting}", **own)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        f"file://{task.meeting}",
+        timedelta(seconds=run.patience),
+        world_size=task.job.ranks,
+        rank=task.rank,
+    )
     megatron("parallel_state").initialize_model_parallel(
         tensor_model_parallel_size=run.megatron.tensor_parallel,
         pipeline_model_parallel_size=run.megatron.pipeline_parallel,

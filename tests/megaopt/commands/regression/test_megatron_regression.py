@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import time
+from multiprocessing import forkserver
 
 import pytest
 from tiny_runs import tiny_run, variant
@@ -20,6 +21,13 @@ needs_megatron = pytest.mark.skipif(
 needs_plug = pytest.mark.skipif(
     not is_installed("megaopt.integration.megatron"), reason="needs megaopt.integration.megatron"
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def preloaded():
+    """Processes are copies of one that has imported Megatron; another test's may not have."""
+    forkserver._forkserver._stop()
+
 
 OPTIMIZER = "warmup_steps = 2\nbeta2 = 0.95\nweight_decay = 0.1"
 MEGATRON = "ranks = 2\nmicro_batch_size = 1\nbucket_size = 2500"
@@ -72,8 +80,8 @@ def test_pipeline_stages_and_times_over_runs(tmp_path):
     assert regress(tmp_path / "tiny.toml", tmp_path / "out", None) == 0
     record = json.loads((tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
     found = record["variants"]
-    stages = {name.partition(" (")[2] for name in found["ours"]["digests"]}
-    assert stages == {"pipeline stage 0)", "pipeline stage 1)"}
+    stages = {name.partition(" (")[2].partition(")")[0] for name in found["ours"]["digests"]}
+    assert stages == {"pipeline stage 0", "pipeline stage 1"}
     assert list(found) == ["stock", "ours", "ours.2"]
     times = record["times"]["ours"]
     own = [found[name]["measured"]["step_milliseconds"] for name in ("ours", "ours.2")]
@@ -188,8 +196,8 @@ def group(write, tmp_path):
 
     def group(steps, patience, ranks=2):
         run = read_megatron_run(write(STOCK, steps=steps, patience=patience))
-        own = {"run": run, "job": plan_trials(run)[0].jobs[0], "device": "cpu", "folder": tmp_path}
-        groups.append(Group([Task(rank=rank, **own) for rank in range(ranks)]))
+        job = plan_trials(run)[0].jobs[0]
+        groups.append(Group([Task(run, job, "cpu", tmp_path, rank) for rank in range(ranks)]))
         groups[-1].start()
         return groups[-1]
 

@@ -162,7 +162,7 @@ def outcome_of(tmp_path, write_run):
     (unfused, *_) = read_config(write_run()).runs
 
     def outcome_of(name, ranks, baseline=None):
-        job = Job(name=name, variant=unfused, ranks=len(ranks), first=1, last=1)
+        job = Job(name, unfused, len(ranks), 1, 1)
         for number, (loss, weight, moment) in enumerate(ranks):
             writer, share = open_recording(tmp_path / name, number, len(ranks), {}), 6 // len(ranks)
             own = Value("a", "weight", "float32", (6,), (0, 0, 0, 6))
@@ -172,7 +172,7 @@ def outcome_of(tmp_path, write_run):
             )
             writer.step(1, 0, {"losses": [loss], "grad_norm": None}, rows)
             writer.close()
-        trial = Trial(name=name, variant=unfused, baseline="whole", jobs=(job,))
+        trial = Trial(name, "whole", unfused, (job,))
         return Outcome(trial, tmp_path, baseline)
 
     return outcome_of

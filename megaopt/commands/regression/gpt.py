@@ -149,8 +149,8 @@ def build(task: Task) -> Training:
     assert isinstance(run, RunConfig)
     assert isinstance(variant, Variant)
     if isinstance(variant, FusedVariant) and variant.ranks is not None:
-        meeting, ranks = f"file://{task.meeting}", task.job.ranks
-        dist.init_process_group("gloo", meeting, world_size=ranks, rank=task.rank)
+        world = {"world_size": task.job.ranks, "rank": task.rank}
+        dist.init_process_group("gloo", task.meeting, **world)
     return Training(run, variant, torch.device(task.device))
 
 

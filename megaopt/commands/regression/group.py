@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
 from megaopt.commands.exits import DEBUG, wants_traceback
@@ -22,14 +21,9 @@ from megaopt.commands.regression.megatron.config import MegatronRun
 from megaopt.commands.regression.rank import Task, serve
 
 CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # not on Windows
-GRACE = 20.0
-"""Seconds that ranks have to leave once all have recorded their last step."""
-TOLD = 3000
-"""Characters of a failed rank's log that its error repeats, at most."""
+GRACE = 20.0  # seconds that ranks have to leave once all have recorded their last step
+TOLD = 3000  # characters of a failed rank's log that its error repeats, at most
 TRACEBACK = "Traceback (most recent call last)"
-
-PRELOADED = "megaopt.commands.regression.preload"
-MEGATRON = "megaopt.commands.regression.megatron.preload"
 
 LONGEST_FOLDER = 70
 """Bytes of the folder for temporary files, at most, where a copy can be asked for: its socket lies
@@ -48,9 +42,8 @@ def context_for(task: Task) -> Any:
     if task.device == "cuda" or len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [PRELOADED, *([MEGATRON] if isinstance(task.run, MegatronRun) else [])]
-    )
+    ours, theirs = f"{__package__}.preload", f"{__package__}.megatron.preload"
+    context.set_forkserver_preload([ours, theirs] if isinstance(task.run, MegatronRun) else [ours])
     return context
 
 
@@ -121,17 +114,16 @@ class Group:
         whole = [lines.count >= self.job.steps for lines in self._lines]
         if all(whole):
             return all(gone) or silent > GRACE
-        failed = [t for t, g, w in zip(self.tasks, gone, whole, strict=True) if g and not w]
-        if failed:
+        waiting = [task for task in self.tasks if not whole[task.rank]]
+        if failed := [task for task in waiting if gone[task.rank]]:
             # the others may have failed because the first did: it wrote first
-            first = min(failed, key=_last_word)
+            first = min(failed, key=lambda task: task.log.exists() and task.log.stat().st_mtime)
             raise RankError(f"rank {first.rank} of {self.job.name} failed: {_told(first)}")
         patience = getattr(self.tasks[0].run, "patience", None)
         if patience is not None and silent > patience:
-            waiting = [t.rank for t, w in zip(self.tasks, whole, strict=True) if not w]
             raise RankError(
-                f"{self.job.name}: nothing for {patience=} s; ranks {waiting} had not finished, "
-                f"rank {waiting[0]} said: {_told(self.tasks[waiting[0]])}"
+                f"{self.job.name}: nothing for {patience=} s; ranks {[t.rank for t in waiting]} "
+                f"had not finished, rank {waiting[0].rank} said: {_told(waiting[0])}"
             )
         return False
 
@@ -142,10 +134,6 @@ class Group:
             process.join()
         self._own.close()
         self._theirs.close()
-
-
-def _last_word(task: Task) -> float:
-    return task.log.stat().st_mtime if task.log.exists() else 0.0
 
 
 def _told(task: Task) -> str:
@@ -163,7 +151,7 @@ class Lines:
     """A rank's file of scalars, a line a step, looked at as it grows."""
 
     def __init__(self, task: Task) -> None:
-        self.path: Path = task.recording / f"rank-{task.rank}" / "scalars.jsonl"
+        self.path = task.recording / f"rank-{task.rank}" / "scalars.jsonl"
         self.place: int | None = None
         self.count = 0
 

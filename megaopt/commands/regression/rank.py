@@ -60,9 +60,9 @@ class Task:
         return self.folder / f"{self.name}.log"
 
     @property
-    def meeting(self) -> Path:
-        """The file by which the job's ranks meet."""
-        return self.folder / f"{self.job.name}.meeting"
+    def meeting(self) -> str:
+        """How the job's ranks meet: by a file."""
+        return f"file://{self.folder / self.job.name}.meeting"
 
 
 class Training(Protocol):

@@ -45,8 +45,8 @@ def require_memory(needed: int, device: torch.device) -> None:
     there = memory_of(device)
     if there is not None and needed > there:
         raise ConfigError(
-            f"model and batch_size must be small enough for the {there / 2**30:.1f} GiB of memory on this {device.type}, got a run that needs at "
-            f"least {needed / 2**30:.1f} GiB"
+            f"model and batch_size must be small enough for the {there / 2**30:.1f} GiB of memory "
+            f"on this {device.type}, got a run that needs at least {needed / 2**30:.1f} GiB"
         )
 
 

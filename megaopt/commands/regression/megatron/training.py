@@ -70,7 +70,7 @@ def build(task: Task) -> Training:
         pretend_cuda()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        f"file://{task.meeting}",
+        task.meeting,
         timedelta(seconds=run.patience),
         world_size=task.job.ranks,
         rank=task.rank,

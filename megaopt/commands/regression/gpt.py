@@ -149,8 +149,8 @@ def build(task: Task) -> Training:
     assert isinstance(run, RunConfig)
     assert isinstance(variant, Variant)
     if isinstance(variant, FusedVariant) and variant.ranks is not None:
-        world = {"world_size": task.job.ranks, "rank": task.rank}
-        dist.init_process_group("gloo", task.meeting, **world)
+        ranks, rank = task.job.ranks, task.rank
+        dist.init_process_group("gloo", task.meeting, world_size=ranks, rank=rank)
     return Training(run, variant, torch.device(task.device))
 
 

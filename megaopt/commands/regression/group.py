@@ -56,17 +56,23 @@ def _deaf() -> Iterator[None]:
     """Processes that are started within do not hear Ctrl-C, which a terminal sends to all.
 
     Here it is heard when the context is left: blocked, and not ignored, so that none is lost.
+    Another thread may get it all the same, hence the handler.
     """
     if not CAN_BLOCK:
         yield
         return
     # else it would be started with the first process, and unblocks Ctrl-C then
     resource_tracker.ensure_running()
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 class Group:

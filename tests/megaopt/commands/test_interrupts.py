@@ -17,12 +17,12 @@ from megaopt.commands.regression.regression import is_installed
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT to send")
 
 ENDLESS = tiny_run(1_000_000) + UNFUSED
-# what is resumed begins when its beginning has ended: these steps take it some 20 s on two cores,
-# and the interrupts below come within 3 s
+# what is resumed begins when its beginning has ended, and ranks when there is a core for each:
+# these steps take them some 20 s on two cores, and the interrupts below come within 3 s
 LONG = 2000
 CONFIGS = {
     "plain": ENDLESS + fused(),
-    "ranks": ENDLESS + fused(ranks=2),
+    "ranks": tiny_run(500) + UNFUSED + fused(ranks=2),
     "resumed": tiny_run(LONG) + UNFUSED + fused(resume_after=1),
     "megatron": tiny_run(1_000_000, megatron="ranks = 2\nmicro_batch_size = 1")
     + variant("stock", "stock", inner="unfused"),

@@ -24,9 +24,9 @@ from megaopt.commands.regression.megatron.model import (
     wrap,
 )
 from megaopt.commands.regression.megatron.optimizer import (
-    Schedule,
     build_optimizer,
     distributed_optimizers,
+    scheduler_of,
 )
 from megaopt.commands.regression.parts import Part
 from megaopt.commands.training.text import batches_of, load_corpus
@@ -94,7 +94,7 @@ class Training:
         self.chunk = wrap(run, variant, self.config, build_gpt(run, self.config, device))
         self.optimizer = build_optimizer(run, variant, self.chunk)
         connect(self.config, self.chunk, self.optimizer)
-        self.schedule = Schedule(run, self.optimizer)
+        self.scheduler = scheduler_of(run, self.optimizer)
         groups = megatron("parallel_state")
         self.forward_step = ForwardStep(
             batches_of(run, load_corpus()),
@@ -106,10 +106,12 @@ class Training:
 
     def step(self, number: int) -> dict[str, Any]:
         """Trains a step; with seconds, of the whole and of the optimizer's part, and bytes."""
-        memory, began = Memory(self.device), time.perf_counter()
+        memory_of(self.device)
+        began = time.perf_counter()
         losses = self._backward(number)
-        memory.note()
-        self.schedule.set(number)
+        peak, before = memory_of(self.device)
+        self.scheduler.num_steps = number
+        self.scheduler.step(increment=0)
         # so that no rank waits for another within the time taken
         dist.barrier()
         self._synchronize()
@@ -117,14 +119,19 @@ class Training:
         _, norm, _ = self.optimizer.step()
         self._synchronize()
         stop = time.perf_counter()
-        memory.note()
+        own_peak, after = memory_of(self.device)
+        extra = {
+            "peak_bytes": max(peak, own_peak),
+            "optimizer_extra_bytes": own_peak - before,
+            "allocated_bytes": after,
+        }
         return {
             "losses": losses,
             "grad_norm": hexadecimal(norm),
             "optimizer_seconds": stop - start,
             "seconds": stop - began,
             "state_bytes": state.state_bytes(self.optimizer),
-            **memory.noted(),
+            **(extra if self.device.type == "cuda" else {}),
         }
 
     def _backward(self, step: int) -> list[str]:
@@ -180,32 +187,10 @@ class Training:
             checkpoint.cast_masters(self.chunk, self.optimizer)
 
 
-class Memory:
-    """Peaks of the GPU's memory between notes; nothing on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.peaks: list[int] = []
-        self.allocated: list[int] = []
-        self._reset()
-
-    def _reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def note(self) -> None:
-        """Ends a part of the step: the passes first, the optimizer step second."""
-        if self.device.type == "cuda":
-            self.peaks.append(torch.cuda.max_memory_allocated(self.device))
-            self.allocated.append(torch.cuda.memory_allocated(self.device))
-            self._reset()
-
-    def noted(self) -> dict[str, int]:
-        """Bytes: of the step's peak, above what is there before the optimizer step, and after."""
-        if not self.peaks:
-            return {}
-        return {
-            "peak_bytes": max(self.peaks),
-            "optimizer_extra_bytes": self.peaks[1] - self.allocated[0],
-            "allocated_bytes": self.allocated[1],
-        }
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU: the peak since the last call, and what is there now; 0 on the CPU."""
+    if device.type == "cpu":
+        return 0, 0
+    found = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return found

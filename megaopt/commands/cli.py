@@ -62,9 +62,9 @@ def train(
         steps: Last step, counted from the run's beginning; the config's by default.
         save: Write a checkpoint to this file at the end.
         resume: Continue from this checkpoint of the same variant.
-        result: Write the losses trained here, the final weights and the state to this file, which
-            torch.load reads: "losses" as float.hex writes them; "tensors" by parameter and quantity
-            (weight, exp_avg, ...), each a pair of the dtype's name and its bits as integers.
+        result: Record the steps trained here in this folder, which must not be there yet: losses as
+            float.hex writes them, and the digest of every weight, master and moment after each step
+            (docs/recording.md).
     """
     return _load("megaopt.commands.regression.single", "train")(
         find_config(config), variant=variant, steps=steps, save=save, resume=resume, result=result

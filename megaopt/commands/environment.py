@@ -10,7 +10,7 @@ import torch
 
 import megaopt
 
-__all__ = ["describe", "installed_version"]
+__all__ = ["cores", "describe", "installed_version"]
 
 
 def describe() -> dict[str, str | None]:
@@ -29,7 +29,7 @@ def describe() -> dict[str, str | None]:
         "cuda_runtime": torch.version.cuda,
         **_gpu(),
         "cpu": _cpu_model(),
-        "cores": str(_cores()),
+        "cores": str(cores()),
         "os": platform.platform(),
     }
 
@@ -74,7 +74,8 @@ def _cpu_model() -> str | None:
     return platform.processor() or None
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many cores this process may use."""
     # a container or a batch system often gives a process fewer cores than the machine has
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

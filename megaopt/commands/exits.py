@@ -38,8 +38,6 @@ USERS_ERRORS = {
     "megaopt.commands.toml_tables": "ConfigError",
     "megaopt.recording.files": "RecordingError",
     "megaopt.saving.checkpoint": "CheckpointError",
-    "megaopt.commands.regression.processes": "RankError",
-    "megaopt.commands.regression.single": "ResumeError",
 }
 """The error of each module whose message is for users."""
 MEMORY_ERRORS = {"torch": "OutOfMemoryError"}

@@ -1,125 +1,223 @@
-"""`megaopt regress`: runs a regression, shows its table, writes its record and its picture."""
+"""`megaopt regress`: runs a regression, shows its tables, writes its record and its pictures."""
 
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from megaopt.commands import exits
 from megaopt.commands.config import read_config
 from megaopt.commands.console import make_console, step_progress
-from megaopt.commands.regression.lockstep import Regression, Trial
+from megaopt.commands.regression.megatron.config import read_megatron_run
+from megaopt.commands.regression.outcome import Outcome
 from megaopt.commands.regression.outputs import make_folder
-from megaopt.commands.regression.picture import draw_losses
-from megaopt.commands.regression.record import build_record
+from megaopt.commands.regression.picture import draw_losses, draw_times
+from megaopt.commands.regression.plan import AnyRun
+from megaopt.commands.regression.record import TIMES, build_record, measured, times_of
 from megaopt.commands.regression.recorded import describe_losses
+from megaopt.commands.regression.regression import Regression
 from megaopt.commands.source import describe_source
 from megaopt.commands.toml_tables import read_toml
-from megaopt.commands.training.determinism import choose_device, deterministic
-from megaopt.commands.training.limits import require_room
+from megaopt.commands.training.determinism import choose_device
 from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.saving.files import write_json
 
+UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
+
+
+def read_run(path: Path) -> AnyRun:
+    """A config: of Megatron-Core's GPT where it has a table [megatron]."""
+    return read_megatron_run(path) if "megatron" in read_toml(path) else read_config(path)
+
 
 def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
-    """Trains the variants of a config and compares them bit for bit.
+    """Trains the variants of a config in fresh processes and compares them bit for bit.
 
-    A config with a table [megatron] is trained by Megatron-Core, in processes of its own.
+    The record is written anew whenever a variant has ended, the pictures at the end.
 
     Args:
-        config_path: the TOML file.
+        config_path: the TOML file; with a table [megatron] Megatron-Core trains.
         out: folder in which the folder of this run, named like the config, is made.
         perturb: step after whose update one bit of one master is flipped; None: never.
 
     Returns:
-        0 where every variant equals its baseline, 1 where one differs; with [megatron] 2 where one
-        failed.
+        0 where every variant equals its baseline, 1 where one differs, 2 where one failed.
 
     Raises:
-        ConfigError: the config or perturb is wrong, or a variant cannot run here.
+        ConfigError: the config or perturb is wrong, or the run cannot be made here.
         SourceError: MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout.
-        RankError, ResumeError: a process of a variant failed.
-        OSError: the record or the picture cannot be written.
+        OSError: the record or a picture cannot be written.
     """
-    if "megatron" in read_toml(config_path):
-        from megaopt.commands.regression.megatron.command import regress_megatron
-
-        return regress_megatron(config_path, out, perturb)
-    config, source = read_config(config_path), describe_source()
-    console = make_console()
-    with deterministic(config.cpu_threads), tempfile.TemporaryDirectory() as scratch:
-        device = choose_device(config)
-        require_room(config, config.runs, device)
-        corpus = load_corpus()
-        regression = Regression(
-            config,
-            batches_of(config, corpus),
-            device,
-            config_path=config_path,
-            folder=Path(scratch),
-            perturb=perturb,
+    run, source = read_run(config_path), describe_source()
+    console, corpus = make_console(), load_corpus()
+    with tempfile.TemporaryDirectory() as scratch:
+        regression = Regression(run, choose_device(run).type, Path(scratch), perturb)
+        batches_of(run, corpus)  # refused here, not in every process
+        folder = make_folder(out / run.name)
+        record = folder / "record.json"
+        _train(
+            regression,
+            console,
+            lambda: write_json(record, build_record(regression, corpus, source)),
         )
-        folder = make_folder(out / config.name)
-        _run(regression, console)
-    # before the files are written, which may fail
-    console.print(_table(regression))
-    write_json(folder / "record.json", build_record(regression, corpus, source))
-    title = f"{config.name}: {config.steps} steps on {device.type}"
-    draw_losses(folder / "losses.png", title, regression.trials)
-    return _report(regression, folder, console)
+        _draw(regression, folder)
+    console.print(_compared(regression))
+    if any(outcome.is_timed for outcome in regression.outcomes):
+        console.print(_measured(regression))
+    if any(trial.number > 1 for trial in regression.trials):
+        console.print(_times(regression))
+    return _report(regression, config_path, folder, console)
 
 
-def _run(regression: Regression, console: Console) -> None:
+def _train(regression: Regression, console: Console, write: Callable[[], None]) -> None:
+    """Runs it, with a line for each trial that ended, which a log can hold."""
+    began = time.monotonic()
     with step_progress(console) as progress:
-        names = len(regression.trials)
-        task = progress.add_task(f"training {names} variants", total=regression.total_steps)
-        regression.run(lambda done: progress.update(task, completed=done))
+        task = progress.add_task("training", total=regression.total_steps)
+
+        def tell(outcome: Outcome) -> None:
+            seconds = f"{time.monotonic() - began:5.0f} s  "
+            line = f"{seconds}{outcome.trial.name}: {_told(outcome)}"
+            console.print(escape(line), soft_wrap=True, highlight=False)
+            write()
+
+        regression.train(tell, lambda made: progress.update(task, completed=made))
 
 
-def _row(trial: Trial) -> tuple[str, ...]:
-    """Variant, baseline, final loss, whether they are identical, the first difference."""
-    loss = f"{trial.losses[-1]:.9g}"
-    if trial.baseline is None:
-        return trial.short_name, "", loss, "", ""
-    found = trial.difference
-    where = "" if found is None else f"step {found.step}: {found.tensor}[{found.index}]"
-    identical = "[green]yes[/]" if found is None else "[red]no[/]"
-    return trial.short_name, trial.baseline.short_name, loss, identical, where
+def _told(outcome: Outcome) -> str:
+    """What came of a trial."""
+    if outcome.failure is not None:
+        return f"failed: {outcome.failure}"
+    if outcome.baseline is None:
+        return "done"
+    if outcome.difference is not None:
+        return f"different: {outcome.difference}"
+    return f"identical to {outcome.baseline.trial.name}"
 
 
-def _table(regression: Regression) -> Table:
-    """A row for each trial; under [float8] a section for each recipe."""
-    table = Table(title=f"{regression.config.name}: {regression.config.steps} steps")
-    recipes = [trial.variant.recipe for trial in regression.trials]
-    with_recipes = regression.config.float8 is not None
-    names = ("recipe", "variant", "baseline", "final loss", "identical")
-    for name in names if with_recipes else names[1:]:
-        table.add_column(name, no_wrap=True)
-    table.add_column("first difference", overflow="fold")
-    for trial, recipe, following in zip(
-        regression.trials, recipes, [*recipes[1:], None], strict=True
-    ):
-        leading = (recipe or "",) if with_recipes else ()
-        table.add_row(*leading, *_row(trial), end_section=recipe != following)
+def _draw(regression: Regression, folder: Path) -> None:
+    run, outcomes = regression.run, [each for each in regression.outcomes if each.ran]
+    if not outcomes:
+        return
+    ranks = max(job.ranks for trial in regression.trials for job in trial.jobs)
+    several = f", up to {ranks} ranks" if ranks > 1 else ""
+    title = f"{run.name}: {run.steps} steps on {regression.device}{several}"
+    draw_losses(folder / "losses.png", title, outcomes)
+    if timed := [outcome for outcome in outcomes if outcome.is_timed]:
+        draw_times(folder / "times.png", title, timed)
+
+
+# --- the tables
+
+
+def _size(value: int | None) -> str:
+    if value is None:
+        return ""
+    power, unit = next((p, u) for p, u in UNITS if value >= 1 << p or p == 0)
+    return f"{value / (1 << power):.4g} {unit}"
+
+
+MEASURED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "ranks": ("ranks", str),
+    "ms": ("optimizer_milliseconds", "{:.2f}".format),
+    "iteration ms": ("step_milliseconds", "{:.2f}".format),
+    "state": ("state_bytes", _size),
+    "step's extra": ("optimizer_extra_bytes", _size),
+    "peak": ("peak_bytes", _size),
+    "B/parameter": ("bytes_per_parameter", lambda n: "" if n is None else str(sum(n.values()))),
+}
+"""Columns of what was measured: the key in the record, and how it is shown."""
+
+
+def _compared(regression: Regression) -> Table:
+    """A row for each trial: whether it is identical; under [float8] a section for each recipe.
+
+    Ranks and recipes are shown where there are several.
+    """
+    table = Table(title=f"{regression.run.name}: {regression.run.steps} steps, {regression.device}")
+    rows = [_row(outcome) for outcome in regression.outcomes]
+    shown = [
+        name
+        for name in rows[0]
+        if name not in ("recipe", "ranks") or {row[name] for row in rows} - {"", "1"}
+    ]
+    for name in shown:
+        fold = name == "first difference"
+        table.add_column(name, no_wrap=not fold, overflow="fold")
+    for row, following in zip_longest(rows, rows[1:], fillvalue=rows[0]):
+        section = row["recipe"] != following["recipe"]
+        table.add_row(*(row[name] for name in shown), end_section=section)
     return table
 
 
-def _report(regression: Regression, folder: Path, console: Console) -> int:
-    console.print(f"record and picture: {folder}", soft_wrap=True, highlight=False)
-    difference = regression.first_difference()
-    if difference is None:
-        losses = {trial.short_name: trial.losses[-1] for trial in regression.trials}
-        if regression.config.float8 is None:
-            about = describe_losses(regression.config_path, losses)
-            console.print(about, soft_wrap=True, highlight=False)
-        console.print(
-            "[green]identical[/]: every loss, weight and state, bit for bit, to the baselines "
-            "trained here; `megaopt verify` compares steps with the golden record",
-            soft_wrap=True,
-            highlight=False,
+def _row(outcome: Outcome) -> dict[str, str]:
+    trial, found, identical = outcome.trial, outcome.difference, ""
+    if outcome.failure is not None:
+        identical = "[red]failed[/]"
+    elif trial.baseline is not None:
+        identical = "[green]yes[/]" if found is None else "[red]no[/]"
+    return {
+        "recipe": trial.recipe or "",
+        "variant": trial.short_name,
+        "baseline": (trial.baseline or "").removeprefix(f"{trial.recipe}."),
+        "ranks": " then ".join(dict.fromkeys(str(job.ranks) for job in trial.jobs)),
+        "final loss": f"{outcome.losses[-1]:.9g}" if outcome.losses else "",
+        "identical": identical,
+        "first difference": "" if found is None else escape(f"step {found.step}: {found.tensor}"),
+    }
+
+
+def _measured(regression: Regression) -> Table:
+    """A row for each trial: time, memory and bytes."""
+    table = Table(title="a rank's optimizer step, norm and clip included")
+    for name in ("variant", *MEASURED):
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    for outcome in (each for each in regression.outcomes if each.is_timed):
+        found = measured(regression, outcome)
+        cells = (show(found[key]) for key, show in MEASURED.values())
+        table.add_row(outcome.trial.name, *cells)
+    return table
+
+
+def _times(regression: Regression) -> Table:
+    """A row for each variant: medians over its runs, least and most, and over the baseline's."""
+    table = Table(title="over all runs: medians, (least to most), times the baseline's")
+    for name in ("variant", "runs", "step ms", "", "iteration ms", ""):
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    for variant, times in times_of(regression).items():
+        cells = []
+        for spread in (times[key] for key in TIMES):
+            cells.append("{median:.2f} ({least:.2f} to {most:.2f})".format(**spread))
+            ratio = spread["of_baseline"]
+            cells.append("" if ratio is None else f"{ratio:.3f}")
+        table.add_row(variant, str(times["runs"]), *cells)
+    return table
+
+
+def _report(regression: Regression, config_path: Path, folder: Path, console: Console) -> int:
+    lines, status = [f"record and pictures: {folder}"], exits.DONE
+    if (difference := regression.first_difference()) is not None:
+        lines.append(f"[red]different[/]: {escape(str(difference))}")
+        status = exits.DIFFERENT
+    elif regression.failed:
+        told = (f"{each.trial.name}: {each.failure}" for each in regression.failed)
+        lines += [f"[red]failed[/]: {escape(each)}" for each in told]
+        status = exits.REFUSED
+    else:
+        final = {each.trial.name: each.losses[-1] for each in regression.outcomes}
+        lines.append(describe_losses(config_path, final))
+        lines.append(
+            "[green]identical[/]: every loss, gradient norm, weight and state, bit for bit, to the "
+            "baselines trained here; `megaopt verify` compares steps with the golden record"
         )
-        return 0
-    console.print(f"[red]different[/]: {difference}", soft_wrap=True, highlight=False)
-    return 1
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+    return status

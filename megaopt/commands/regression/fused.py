@@ -1,188 +1,258 @@
-"""The variants under test: FusedAdam on a model's parameters, in whole or in pieces."""
+"""The variants under test: optimizers of ours, and of other libraries, on a model's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from megaopt import FusedAdam
-from megaopt.commands.bits import Snapshot
-from megaopt.commands.config import FusedVariant, OptimizerConfig
-from megaopt.commands.regression.float8 import initial_master, weight_tensors
-from megaopt.commands.training.trainer import weight_decay_of
+from megaopt import FusedAdam, GaLoreAdamW
+from megaopt.commands.config import (
+    FusedVariant,
+    GaLoreConfig,
+    GaLoreVariant,
+    OptimizerConfig,
+    PeerVariant,
+)
+from megaopt.commands.regression.weights import (
+    OptimizerWeights,
+    Piece,
+    group_pieces,
+    weight_decay_of,
+    whole_pieces,
+)
 from megaopt.float8 import Float8Weight
+from megaopt.float8.shard import Float8Shard
 
-STATE_KINDS = ("master_param", "exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Piece:
-    """What the optimizer is given: a parameter of the model, or a flat view of a part of it."""
-
-    name: str
-    """Name of the parameter in the model."""
-    source: nn.Parameter
-    """The model's parameter."""
-    tensor: torch.Tensor
-    """The parameter itself, or a view, or shard, of elements start to stop of its memory."""
-    start: int
-    stop: int
-
-    def take_gradient(self) -> None:
-        """Points the view's gradient into the gradient of the model's parameter."""
-        if self.tensor is not self.source:
-            gradient = self.source.grad
-            part = None if gradient is None else gradient.view(-1)[self.start : self.stop]
-            self.tensor.grad = part
+QUANTITIES = {"master": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""What is recorded of a state, and what it is called in it."""
 
 
-def whole_pieces(name: str, parameter: nn.Parameter) -> Iterator[Piece]:
-    """The parameter as it is."""
-    yield Piece(name=name, source=parameter, tensor=parameter, start=0, stop=parameter.numel())
+def arguments(config: OptimizerConfig) -> dict[str, Any]:
+    """The hyper-parameters, by the names that all have for them."""
+    betas = (config.beta1, config.beta2)
+    return {"lr": config.learning_rate, "betas": betas, "eps": config.eps}
 
 
-def unaligned_pieces(name: str, parameter: nn.Parameter) -> Iterator[Piece]:
-    """Two flat views like the shards of a distributed optimizer.
+def unaligned_pieces(model: nn.Module) -> list[Piece]:
+    """Two flat views of each parameter, like the shards of a distributed optimizer.
 
     They meet at an odd element, so that the second is not aligned to 16 bytes, while the model goes
     on computing with the whole, aligned weight: its products are those of the other variants.
     """
-    flat = parameter.detach().view(-1)
-    middle = min(flat.numel(), flat.numel() // 2 | 1)
-    for start, stop in ((0, middle), (middle, flat.numel())):
-        view = nn.Parameter(flat[start:stop])
-        yield Piece(name=name, source=parameter, tensor=view, start=start, stop=stop)
+    pieces = []
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().view(-1)
+        middle = min(flat.numel(), flat.numel() // 2 | 1)
+        for start, stop in ((0, middle), (middle, flat.numel())):
+            pieces.append(Piece(name, parameter, nn.Parameter(flat[start:stop]), start, stop))
+    return pieces
 
 
-def group_pieces(pieces: list[Piece], config: OptimizerConfig, ways: int) -> list[dict[str, Any]]:
-    """Param groups: pieces that decay and pieces that do not, each kind dealt out `ways` ways."""
-    groups: dict[tuple[float, int], list[torch.Tensor]] = {}
-    for number, piece in enumerate(pieces):
-        key = (weight_decay_of(piece.source, config), number % ways)
-        groups.setdefault(key, []).append(piece.tensor)
-    return [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
-
-
-def build_optimizer(
-    groups: list[dict[str, Any]], config: OptimizerConfig, variant: FusedVariant
-) -> FusedAdam:
-    """FusedAdam as a config and a variant say."""
-    remainders = variant.masters == "remainders"
-    return FusedAdam(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        dtype=None if remainders else torch.float32,
-        master_weights=True if remainders else None,
-        store_param_remainders=remainders,
-        bias_correction=config.bias_correction,
-        adam_w_mode=config.adam_w_mode,
-        contract=variant.contract,
-        backend=variant.backend,
-    )
-
-
-class OptimizerWeights:
-    """Owns a model's weights through an optimizer."""
-
-    optimizer: Any
-
-    def _step(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's own, exact to the bit."""
-        self.optimizer.load_state_dict(state_dict)
+def initial_master(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The fp32 values that a parameter's master starts from; None for an fp32 one."""
+    if isinstance(parameter, Float8Weight):
+        values = parameter.high_precision_initial_value()
+        return (parameter.dequantize() if values is None else values).float().clone()
+    return None if parameter.dtype == torch.float32 else parameter.detach().float()
 
 
 class FusedWeights(OptimizerWeights):
     """Owns a model's weights through FusedAdam, as a variant says."""
 
-    optimizer: FusedAdam
-
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: FusedVariant) -> None:
         in_views = variant.layout == "groups_and_views"
-        split = unaligned_pieces if in_views else whole_pieces
-        self.names = [name for name, _ in model.named_parameters()]
-        self.pieces = [p for item in model.named_parameters() for p in split(*item)]
-        groups = group_pieces(self.pieces, config, ways=2 if in_views else 1)
-        self.optimizer = build_optimizer(groups, config, variant)
-        self.external_masters: list[torch.Tensor | None] | None = None
+        self.pieces = unaligned_pieces(model) if in_views else self._pieces(model)
+        remainders = variant.masters == "remainders"
+        self.optimizer = FusedAdam(
+            group_pieces(self.pieces, config, ways=2 if in_views else 1),
+            **arguments(config),
+            dtype=None if remainders else torch.float32,
+            master_weights=True if remainders else None,
+            store_param_remainders=remainders,
+            bias_correction=config.bias_correction,
+            adam_w_mode=config.adam_w_mode,
+            contract=variant.contract,
+            backend=variant.backend,
+        )
+        self.masters: list[torch.Tensor | None] | None = None
         if variant.masters == "external":
-            self._hand_over_masters()
+            # assigned after construction, as Megatron does
+            self.masters = [initial_master(parameter) for parameter in self._in_group_order()]
+            self.optimizer.master_weights = self.masters
 
-    def _parameters_in_group_order(self) -> list[torch.Tensor]:
+    def _pieces(self, model: nn.Module) -> list[Piece]:
+        return whole_pieces(model)
+
+    def _in_group_order(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _hand_over_masters(self) -> None:
-        """Assigns masters of our own after construction, as Megatron does."""
-        self.external_masters = [
-            None if parameter.dtype == torch.float32 else initial_master(parameter)
-            for parameter in self._parameters_in_group_order()
-        ]
-        self.optimizer.master_weights = self.external_masters
-
-    def _check_masters_are_ours(self) -> None:
-        if self.external_masters is None:
-            return
-        pairs = zip(self._parameters_in_group_order(), self.external_masters, strict=True)
+    def step(self, learning_rate: float) -> None:
+        """Updates state and weights in FusedAdam's one pass; masters of ours must stay ours."""
+        super().step(learning_rate)
+        pairs = zip(self._in_group_order(), self.masters, strict=True) if self.masters else ()
         for parameter, master in pairs:
             if self.optimizer.state[parameter]["master_param"] is not master:
                 raise RuntimeError("FusedAdam replaced a master of the list it was given")
 
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """A piece's state in fp32, whatever format stores it."""
+        state = self.optimizer.state[piece.tensor]
+        return {
+            quantity: self.optimizer.get_unscaled_state(piece.tensor, kind)
+            for quantity, kind in QUANTITIES.items()
+            if state[kind] is not None
+        }
+
+
+# --- ranks that share the step: each owns a part of every weight, as ZeRO-1 shards them
+
+
+def shard_bounds(numel: int, ranks: int, number: int) -> list[int]:
+    """Where the shards of a weight begin, and where the last one ends: ranks + 1 elements.
+
+    Odd elements, so that shards are not aligned, and shares from 0 up to `ranks` that take turns
+    with the weight's number, so that some ranks own nothing of it.
+    """
+    shares = [(rank + number) % (ranks + 1) for rank in range(ranks)] if ranks > 1 else [1]
+    bounds = [0]
+    for rank in range(ranks):
+        upto = sum(shares[: rank + 1])
+        place = numel if upto == sum(shares) else min(numel, numel * upto // sum(shares) | 1)
+        bounds.append(place if upto else 0)
+    return bounds
+
+
+def shard_of(name: str, parameter: nn.Parameter, start: int, stop: int) -> Piece:
+    """What a rank's optimizer is given of a weight."""
+    tensor: torch.Tensor
+    if isinstance(parameter, Float8Weight):
+        tensor = Float8Shard(parameter, start, stop, dist.group.WORLD)
+    else:
+        tensor = nn.Parameter(parameter.detach().view(-1)[start:stop])
+    return Piece(name, parameter, tensor, start, stop)
+
+
+def bytes_of(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The bytes of elements of a weight as they lie, of an fp8 one its codes; a view."""
+    held = parameter.data8 if isinstance(parameter, Float8Weight) else parameter.detach()
+    return held.view(-1)[start:stop].view(torch.uint8)
+
+
+class ShardedWeights(FusedWeights):
+    """Owns a rank's shards of a model's weights through FusedAdam, and gathers the others'.
+
+    The model is the same on every rank of the default process group, with the same gradients.
+    """
+
+    def _pieces(self, model: nn.Module) -> list[Piece]:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        named = list(model.named_parameters())
+        self.bounds = [shard_bounds(p.numel(), ranks, i) for i, (_, p) in enumerate(named)]
+        return [
+            shard_of(*item, *bounds[rank : rank + 2])
+            for item, bounds in zip(named, self.bounds, strict=True)
+        ]
+
     def step(self, learning_rate: float) -> None:
-        """Updates state and weights in FusedAdam's one pass."""
+        """Updates this rank's shards, then gathers the weights."""
+        super().step(learning_rate)
+        self._gather()
         for piece in self.pieces:
-            piece.take_gradient()
-        self._step(learning_rate)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._check_masters_are_ours()
+            if isinstance(piece.source, Float8Weight):
+                piece.source.values_changed()
 
-    def _state_of(self, piece: Piece, kind: str) -> torch.Tensor | None:
-        """A piece's state in fp32, whatever format stores it; None where it has none."""
-        if self.optimizer.state[piece.tensor][kind] is None:
-            return None
-        return self.optimizer.get_unscaled_state(piece.tensor, kind)
+    def _gather(self) -> None:
+        """Completes the weights, of which each rank has its shards in place, in one collective."""
+        owned = list(zip([piece.source for piece in self.pieces], self.bounds, strict=True))
+        parts = [
+            [bytes_of(parameter, *bounds[rank : rank + 2]) for parameter, bounds in owned]
+            for rank in range(dist.get_world_size())
+        ]
+        sizes = [sum(part.numel() for part in own) for own in parts]
+        own = torch.cat(parts[dist.get_rank()])
+        # as many bytes from every rank as the largest has: gloo wants them equal
+        mine = nn.functional.pad(own, (0, max(sizes) - len(own)))
+        received = [torch.zeros_like(mine) for _ in parts]
+        dist.all_gather(received, mine)
+        for places, data in zip(parts, received, strict=True):
+            for place in places:
+                place.copy_(data[: place.numel()])
+                data = data[place.numel() :]
 
-    def snapshot(self) -> Snapshot:
-        """The weights and the state, in whole tensors by the model's names."""
-        pieces_of: dict[str, list[Piece]] = {name: [] for name in self.names}
-        for piece in self.pieces:
-            pieces_of[piece.name].append(piece)
-        result: Snapshot = {}
-        for name, pieces in pieces_of.items():
-            source = pieces[0].source.detach()
-            result[name] = weight_tensors(source)
-            for kind in STATE_KINDS:
-                parts = [self._state_of(piece, kind) for piece in pieces]
-                tensors = [part.reshape(-1) for part in parts if part is not None]
-                if tensors:
-                    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-                    result[name][kind] = whole.view(source.shape)
-        return result
 
-    def flip_master_bit(self) -> None:
-        """Flips the lowest mantissa bit of one element in the middle of the first fp32 master.
+# --- other optimizers
 
-        An fp8 weight's, where there is one.
+
+def transformer_engine(groups: list[dict[str, Any]], config: OptimizerConfig) -> Any:
+    """TransformerEngine's FusedAdam with fp32 masters; ImportError where it is not installed."""
+    return import_module("transformer_engine.pytorch.optimizers").FusedAdam(
+        groups,
+        **arguments(config),
+        bias_correction=config.bias_correction,
+        adam_w_mode=config.adam_w_mode,
+        master_weights=True,
+    )
+
+
+LIBRARIES = {"transformer_engine": transformer_engine}
+
+
+class PeerWeights(OptimizerWeights):
+    """Owns a model's weights through another library's optimizer."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, variant: PeerVariant) -> None:
+        self.pieces = whole_pieces(model)
+        self.optimizer = LIBRARIES[variant.library](group_pieces(self.pieces, config), config)
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """The state as it is; an fp32 weight is its own master."""
+        state, own = self.optimizer.state[piece.tensor], dict(QUANTITIES)
+        if piece.source.dtype == torch.float32:
+            del own["master"]
+        return {quantity: state[kind] for quantity, kind in own.items()}
+
+
+class GaLoreWeights(FusedWeights):
+    """Owns a model's weights through GaLoreAdamW, which steps matrices by projected gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        galore: GaLoreConfig,
+        variant: GaLoreVariant,
+    ) -> None:
+        self.pieces, self.masters = whole_pieces(model), None
+        self.optimizer = GaLoreAdamW(
+            self._groups(config, ways=1 if variant.layout == "whole" else 3),
+            **arguments(config),
+            **galore.model_dump(),
+            dtype=torch.float32,
+            bias_correction=config.bias_correction,
+            kernel=variant.kernel,
+        )
+
+    def _groups(self, config: OptimizerConfig, ways: int) -> list[dict[str, Any]]:
+        """Param groups by decay, each dealt out `ways` ways, from the last parameter on with more.
+
+        Parameters keep their place in the model as their number; vectors have no rank.
         """
-        plain_last = sorted(self.pieces, key=lambda p: not isinstance(p.source, Float8Weight))
-        for piece in plain_last:
-            master = self.optimizer.state[piece.tensor]["master_param"]
-            if master is not None and master.dtype == torch.float32:
-                bits = master.view(torch.int32).view(-1)
-                bits[bits.numel() // 2] ^= 1
-                return
-        raise RuntimeError("this variant holds no fp32 master")
+        groups: dict[tuple[float, int], dict[str, Any]] = {}
+        numbered = list(enumerate(self.pieces))
+        for number, piece in numbered if ways == 1 else reversed(numbered):
+            decay = weight_decay_of(piece.source, config)
+            own = groups.setdefault(
+                (decay, number % ways), {"params": [], "param_numbers": [], "weight_decay": decay}
+            )
+            own["params"].append(piece.tensor)
+            own["param_numbers"].append(number)
+        return list(groups.values())
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """A parameter's state, its projection included."""
+        state, kept = self.optimizer.state[piece.tensor], ("projection", "captured_energy")
+        return super().state_of(piece) | {name: state[name] for name in kept if name in state}

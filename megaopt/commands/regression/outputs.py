@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megaopt.commands.toml_tables import require
 
-__all__ = ["about_file", "make_folder", "require_place"]
+__all__ = ["about_file", "make_folder", "require_file", "require_new_folder"]
 
 
-def require_place(key: str, path: Path | None) -> None:
+def require_file(key: str, path: Path | None) -> None:
     """Tries whether a file can be written at `path`; None: nothing is to be written.
 
     Args:
@@ -21,11 +21,18 @@ def require_place(key: str, path: Path | None) -> None:
         ConfigError: it is a folder, or there is no folder for it.
         OSError: nothing can be written there.
     """
-    if path is None:
-        return
-    require(not path.is_dir(), key, str(path), "a file, not a folder")
-    require(path.parent.is_dir(), key, str(path), "a file in a folder that exists")
-    _try_to_write(path.parent)
+    if path is not None:
+        require(not path.is_dir(), key, str(path), "a file, not a folder")
+        require(path.parent.is_dir(), key, str(path), "a file in a folder that exists")
+        _try_to_write(path.parent)
+
+
+def require_new_folder(key: str, path: Path | None) -> None:
+    """Tries whether a folder can be made at `path`, as `require_file`."""
+    if path is not None:
+        require(not path.exists(), key, str(path), "a folder that is not there yet")
+        require(path.parent.is_dir(), key, str(path), "in a folder that exists")
+        _try_to_write(path.parent)
 
 
 def make_folder(path: Path) -> Path:

@@ -1,17 +1,18 @@
-"""The picture of a regression: the losses, and beneath them what differs."""
+"""The pictures of a regression: losses, and beneath them what differs; times of the steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megaopt.commands.regression.compare import Difference, earliest
+from megaopt.commands.regression.megatron.config import StockVariant
+from megaopt.commands.regression.outcome import Outcome, earliest
 from megaopt.saving.files import replacing
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
@@ -21,44 +22,24 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MARKERS_PER_CURVE = 8
 
 
-class Curve(Protocol):
-    """A variant as it is drawn: the trials of the regressions."""
-
-    @property
-    def losses(self) -> list[float]:
-        """The loss of each step."""
-
-    @property
-    def difference(self) -> Difference | None:
-        """The first one."""
-
-    @property
-    def short_name(self) -> str:
-        """In the legend."""
-
-    @property
-    def recipe(self) -> str | None:
-        """Whose column it is in."""
-
-    @property
-    def baseline(self) -> Curve | None:
-        """What it was compared with."""
-
-
-def _draw_losses(axes: Any, baselines: Sequence[Curve], variants: Sequence[Curve]) -> None:
+def _draw_losses(axes: Any, baselines: Sequence[Outcome], variants: Sequence[Outcome]) -> None:
     """Baselines as broad pale lines, variants as markers that take turns along them."""
-    for number, trial in enumerate(baselines):
+    for number, outcome in enumerate(baselines):
         colour = BASELINE_COLOURS[number % len(BASELINE_COLOURS)]
-        steps = range(1, len(trial.losses) + 1)
-        label = f"{trial.short_name} (baseline)"
+        steps = range(1, len(outcome.losses) + 1)
+        label = f"{outcome.trial.short_name} (baseline)"
         # the later baseline is the narrower, so that both show where they coincide
-        axes.plot(steps, trial.losses, color=colour, linewidth=6 - 3 * min(number, 1), label=label)
-    for number, trial in enumerate(variants):
-        axes.plot(range(1, len(trial.losses) + 1), trial.losses, **_style(number, trial, variants))
+        axes.plot(
+            steps, outcome.losses, color=colour, linewidth=6 - 3 * min(number, 1), label=label
+        )
+    for number, outcome in enumerate(variants):
+        axes.plot(
+            range(1, len(outcome.losses) + 1), outcome.losses, **_style(number, outcome, variants)
+        )
 
 
-def _style(number: int, trial: Curve, variants: Sequence[Curve]) -> dict[str, Any]:
-    every = max(1, len(trial.losses) // MARKERS_PER_CURVE)
+def _style(number: int, outcome: Outcome, variants: Sequence[Outcome]) -> dict[str, Any]:
+    every = max(1, len(outcome.losses) // MARKERS_PER_CURVE)
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -67,35 +48,35 @@ def _style(number: int, trial: Curve, variants: Sequence[Curve]) -> dict[str, An
         "markeredgewidth": 0.7,
         "linewidth": 0.9,
         "markevery": (number * every // max(1, len(variants)), every),
-        "label": trial.short_name,
+        "label": outcome.trial.short_name,
     }
 
 
-def _differences(trial: Curve) -> list[float]:
-    if trial.baseline is None:
+def _differences(outcome: Outcome) -> list[float]:
+    if outcome.baseline is None or not outcome.baseline.losses:
         return []
-    return [a - b for a, b in zip(trial.losses, trial.baseline.losses, strict=True)]
+    return [a - b for a, b in zip(outcome.losses, outcome.baseline.losses, strict=True)]
 
 
-def _draw_differences(axes: Any, variants: Sequence[Curve]) -> None:
-    for number, trial in enumerate(variants):
-        differences = _differences(trial)
-        axes.plot(range(1, len(differences) + 1), differences, **_style(number, trial, variants))
+def _draw_differences(axes: Any, variants: Sequence[Outcome]) -> None:
+    for number, outcome in enumerate(variants):
+        differences = _differences(outcome)
+        axes.plot(range(1, len(differences) + 1), differences, **_style(number, outcome, variants))
     axes.axhline(0, color="#444444", linewidth=0.6, zorder=0)
     axes.set_xlabel("step")
-    if all(trial.losses and not any(_differences(trial)) for trial in variants):
+    if all(outcome.losses and not any(_differences(outcome)) for outcome in variants):
         _scale_to_one_unit(axes, variants)
     _mark_first_difference(axes, variants)
 
 
-def _mark_first_difference(axes: Any, variants: Sequence[Curve]) -> None:
+def _mark_first_difference(axes: Any, variants: Sequence[Outcome]) -> None:
     """A line at the first step at which any bit differs, which may be none of a loss."""
-    found = earliest(trial.difference for trial in variants)
+    found = earliest(outcome.difference for outcome in variants)
     if found is None:
         return
     step = found.step
     axes.axvline(step, color="#444444", linewidth=0.9, linestyle="--", zorder=0)
-    is_late = step > max(len(trial.losses) for trial in variants) / 2
+    is_late = step > max(len(outcome.losses) for outcome in variants) / 2
     axes.annotate(
         f"first difference: step {step}",
         (step, 0.97), xycoords=axes.get_xaxis_transform(),
@@ -104,9 +85,9 @@ def _mark_first_difference(axes: Any, variants: Sequence[Curve]) -> None:
     )  # fmt: skip
 
 
-def _scale_to_one_unit(axes: Any, variants: Sequence[Curve]) -> None:
+def _scale_to_one_unit(axes: Any, variants: Sequence[Outcome]) -> None:
     """Where all differences are zero, shows how small one would be that still counts."""
-    losses = [loss for trial in variants for loss in trial.losses if math.isfinite(loss)]
+    losses = [loss for outcome in variants for loss in outcome.losses if math.isfinite(loss)]
     if not losses:
         return
     unit = float(np.spacing(np.float32(np.median(losses))))
@@ -119,9 +100,9 @@ def _scale_to_one_unit(axes: Any, variants: Sequence[Curve]) -> None:
     )  # fmt: skip
 
 
-def _summary(variants: Sequence[Curve], in_short: bool = False) -> str:
+def _summary(variants: Sequence[Outcome], in_short: bool = False) -> str:
     """What differs; in short for a narrow column."""
-    first = earliest(trial.difference for trial in variants)
+    first = earliest(outcome.difference for outcome in variants)
     if not variants:
         return "Nothing was compared"
     if first is None and in_short:
@@ -134,32 +115,32 @@ def _summary(variants: Sequence[Curve], in_short: bool = False) -> str:
     return f"Difference from the baseline: first at {where}"
 
 
-def _draw_column(upper: Any, lower: Any, trials: Sequence[Curve]) -> None:
-    _draw_losses(upper, *_parted(trials))
-    _draw_differences(lower, _parted(trials)[1])
+def _draw_column(upper: Any, lower: Any, outcomes: Sequence[Outcome]) -> None:
+    _draw_losses(upper, *_parted(outcomes))
+    _draw_differences(lower, _parted(outcomes)[1])
     for axes in (upper, lower):
         axes.grid(color="#E3E6EA", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def _parted(trials: Sequence[Curve]) -> tuple[list[Curve], list[Curve]]:
+def _parted(outcomes: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
     """Baselines, and what is compared with them."""
-    baselines = [trial for trial in trials if trial.baseline is None]
-    return baselines, [trial for trial in trials if trial.baseline is not None]
+    baselines = [outcome for outcome in outcomes if outcome.baseline is None]
+    return baselines, [outcome for outcome in outcomes if outcome.baseline is not None]
 
 
-def draw_losses(path: Path, title: str, trials: Sequence[Curve]) -> None:
+def draw_losses(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     """Writes the picture as PNG: loss curves above, differences from the baselines beneath.
 
     Under [float8] in a column for each recipe.
     """
-    recipes = list(dict.fromkeys(trial.recipe for trial in trials))
+    recipes = list(dict.fromkeys(outcome.trial.recipe for outcome in outcomes))
     figure = Figure(figsize=(7 + 4 * len(recipes), 7.5), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(2, len(recipes), sharex=True, height_ratios=(2, 1), squeeze=False)
     for recipe, upper, lower in zip(recipes, *rows, strict=True):
-        column = [trial for trial in trials if trial.recipe == recipe]
+        column = [outcome for outcome in outcomes if outcome.trial.recipe == recipe]
         _draw_column(upper, lower, column)
         single = len(recipes) == 1
         upper.set_title("Loss of every variant" if single else f"Losses: {recipe}", loc="left")
@@ -169,6 +150,27 @@ def draw_losses(path: Path, title: str, trials: Sequence[Curve]) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     labels = rows[0][0].get_legend_handles_labels()
     figure.legend(*labels, loc="outside right upper", frameon=False, fontsize=10)
+    save(path, figure)
+
+
+def draw_times(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+    """Writes a PNG: a bar for each trial, the median of its optimizer steps in milliseconds."""
+    figure = Figure(figsize=(11, 1.8 + 0.42 * len(outcomes)), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    times = [1000 * outcome.median("optimizer_seconds") for outcome in outcomes]
+    stock = [isinstance(outcome.trial.variant, StockVariant) for outcome in outcomes]
+    colours = [BASELINE_COLOURS[0] if each else COLOURS[0] for each in stock]
+    bars = axes.barh(range(len(outcomes)), times, color=colours)
+    axes.bar_label(bars, fmt="%.2f", padding=4)
+    labels = [f"{each.trial.name} ({each.trial.jobs[-1].ranks})" for each in outcomes]
+    axes.set_yticks(range(len(outcomes)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(times))
+    axes.set_xlabel("optimizer step, norm and clip included: ms, median of the slowest rank")
+    axes.set_title("Megatron's step grey, ours blue; ranks in brackets", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontweight="bold")
     save(path, figure)
 
 

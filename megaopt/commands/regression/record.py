@@ -4,66 +4,151 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 from typing import Any
 
 import torch
 
 from megaopt.commands import environment
-from megaopt.commands.config import RunConfig
-from megaopt.commands.regression.compare import Difference
-from megaopt.commands.regression.lockstep import Regression, Trial
-from megaopt.commands.regression.megatron.config import MegatronRun
+from megaopt.commands.regression.megatron.config import (
+    MegaoptVariant,
+    MegatronRun,
+    StockVariant,
+)
+from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
+from megaopt.commands.regression.megatron.training import settings
+from megaopt.commands.regression.outcome import Difference, Outcome
+from megaopt.commands.regression.plan import variants_of
+from megaopt.commands.regression.regression import Regression, is_installed
 from megaopt.commands.source import Source
 from megaopt.commands.training.text import Corpus
 
 VERSIONS = ("megaopt", "python", "torch", "triton", "cuda_runtime", "cuda_driver")
+PACKAGES = ("megatron-core", "transformer_engine", "apex")
+TIMES = {"optimizer_milliseconds": "optimizer_seconds", "step_milliseconds": "seconds"}
+SIZES = ("state_bytes", "peak_bytes", "optimizer_extra_bytes", "allocated_bytes")
 
 
-def made_with(
-    run: RunConfig | MegatronRun, device: torch.device, corpus: Corpus, source: Source
-) -> dict[str, Any]:
+def made_with(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
     """What a record begins with: source, versions, hardware, config and text."""
     described = environment.describe()
+    versions = {key: described[key] for key in VERSIONS}
+    of_megatron: dict[str, Any] = {}
+    if isinstance(regression.run, MegatronRun):
+        versions |= {name: environment.installed_version(name) for name in PACKAGES}
+        of_megatron = {"settings": settings()}
     return {
         "source": source,
-        "versions": {key: described[key] for key in VERSIONS},
+        "versions": versions,
         "hardware": {
-            "device": device.type,
+            "device": regression.device,
             "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             **{key: value for key, value in described.items() if key not in VERSIONS},
         },
-        "config": run.model_dump(),
+        "config": regression.run.model_dump(),
         "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
+        **of_megatron,
     }
 
 
 def recorded(difference: Difference | None) -> dict[str, Any] | None:
-    """All that is known of a difference; of a fingerprint there is no index."""
-    if difference is None:
-        return None
-    return {k: value for k, value in dataclasses.asdict(difference).items() if value is not None}
+    """All that is known of a difference."""
+    return None if difference is None else dataclasses.asdict(difference)
 
 
-def _trial_record(trial: Trial) -> dict[str, Any]:
-    baseline = trial.variant.baseline
+def measured(regression: Regression, outcome: Outcome) -> dict[str, Any]:
+    """Times, memory, and the bytes that a step should move."""
+    run, variant = regression.run, outcome.trial.variant
+    assert isinstance(run, MegatronRun)
+    assert isinstance(variant, (StockVariant, MegaoptVariant))
+    fused_clip = is_installed("transformer_engine") or is_installed("apex")
     return {
-        "recipe": trial.variant.recipe,
-        "baseline": baseline,
-        "identical": None if baseline is None else trial.difference is None,
-        "first_difference": recorded(trial.difference),
-        "losses": [loss.hex() for loss in trial.losses],
-        "sha256": trial.sha256,
+        **{key: 1000 * outcome.median(name) for key, name in TIMES.items()},
+        "measured_steps": len(outcome.measured),
+        **{key: outcome.largest(key) for key in SIZES},
+        "bytes_per_parameter": bytes_per_parameter(run, variant, fused_clip),
+        "ranks": outcome.trial.jobs[-1].ranks,
+        "summaries": summaries(outcome),
     }
 
 
+def summaries(outcome: Outcome) -> list[dict[str, Any]]:
+    """What each rank of the last job says of itself, and how much of the weights it steps."""
+    lines = outcome.lines(outcome.measured[-1])
+    return [
+        {
+            **rank.run["training"],
+            "state_bytes": line["state_bytes"],
+            "owned_elements": sum(
+                value.place[3]
+                for value in rank.values
+                if value.place and value.quantity == "weight"
+            ),
+        }
+        for rank, line in zip(outcome.recordings[-1].ranks, lines, strict=True)
+    ]
+
+
+def times_of(regression: Regression) -> dict[str, Any]:
+    """Joins the medians of each variant's runs: their median, least and most.
+
+    of_baseline is the median over that of the baseline, which has runs between these.
+    """
+    found: dict[str, Any] = {}
+    for variant in variants_of(regression.run):
+        runs = [e for e in regression.outcomes if e.trial.variant == variant and e.is_timed]
+        if runs:
+            spreads = {key: spread_of(runs, name) for key, name in TIMES.items()}
+            found[variant.name] = {"runs": len(runs), **spreads}
+    for variant in variants_of(regression.run):
+        for key in TIMES if variant.name in found else ():
+            own, other = found[variant.name][key], found.get(variant.baseline or "")
+            own["of_baseline"] = own["median"] / other[key]["median"] if other else None
+    return found
+
+
+def spread_of(runs: list[Outcome], name: str) -> dict[str, float]:
+    """Median, least and most of the runs' medians, in milliseconds."""
+    medians = [1000 * outcome.median(name) for outcome in runs]
+    return {"median": statistics.median(medians), "least": min(medians), "most": max(medians)}
+
+
+def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
+    """What is known of a trial."""
+    trial, difference = outcome.trial, outcome.difference
+    compared = trial.baseline is not None and outcome.failure is None
+    record: dict[str, Any] = {
+        "variant": trial.variant.name,
+        "recipe": trial.recipe,
+        "baseline": trial.baseline,
+        "identical": difference is None if compared else None,
+        "first_difference": recorded(difference),
+        "failure": outcome.failure,
+    }
+    if outcome.ran:
+        last = trial.jobs[-1].last
+        norms = [outcome.lines(step)[0]["grad_norm"] for step in range(1, last + 1)]
+        record |= {
+            "losses": [loss.hex() for loss in outcome.losses],
+            "grad_norms": norms,
+            "digests": outcome.digests(last),
+        }
+    return record | ({"measured": measured(regression, outcome)} if outcome.is_timed else {})
+
+
 def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
-    """The record of a finished regression; losses are hexadecimal floats."""
+    """The record of a regression so far; losses and norms are hexadecimal floats."""
     difference = regression.first_difference()
+    finished = len(regression.outcomes) == len(regression.trials)
     return {
-        **made_with(regression.config, regression.device, corpus, source),
+        **made_with(regression, corpus, source),
         "perturb": regression.perturb,
-        "variants": {trial.variant.name: _trial_record(trial) for trial in regression.trials},
-        "identical": difference is None,
+        "variants": {
+            each.trial.name: outcome_record(regression, each) for each in regression.outcomes
+        },
+        "times": times_of(regression),
+        "finished": finished,
+        "identical": finished and difference is None and not regression.failed,
         "first_difference": recorded(difference),
     }

@@ -8,15 +8,15 @@ differently), and dividing by a Python number (on the GPU a multiplication by th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from megaopt.commands.bits import Snapshot
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
-from megaopt.commands.training.trainer import weight_decay_of
+from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
+from megaopt.commands.regression.weights import OptimizerWeights, Piece, group_pieces
 
 
 def power(base: float, exponent: int) -> float:
@@ -50,110 +50,139 @@ def round_nearest_away(master: torch.Tensor) -> torch.Tensor:
 ROUNDINGS = {"nearest_even": round_nearest_even, "nearest_away": round_nearest_away}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scalars:
-    """The numbers of one step; torch rounds each to fp32 once, where it meets an fp32 tensor."""
-
-    learning_rate: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    one_minus_beta1: float
-    one_minus_beta2: float
-    eps: float
-    reciprocal1: float
-    reciprocal2: float
-    adam_w_mode: bool
-
-
-def scalars_of(
-    config: OptimizerConfig, step: int, learning_rate: float, weight_decay: float
-) -> Scalars:
-    """Computes in fp64 what a step needs; steps count from 1."""
-    correct = config.bias_correction
-    return Scalars(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        one_minus_beta1=1 - config.beta1,
-        one_minus_beta2=1 - config.beta2,
-        eps=config.eps,
-        reciprocal1=1 / (1 - power(config.beta1, step)) if correct else 1.0,
-        reciprocal2=1 / (1 - power(config.beta2, step)) if correct else 1.0,
-        adam_w_mode=config.adam_w_mode,
-    )
-
-
 def adam_update(
     param: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    scalars: Scalars,
+    group: Mapping[str, Any],
 ) -> None:
-    """One step of Adam in the contract's order; all tensors fp32, updated in place but for grad."""
-    s = scalars
-    if not s.adam_w_mode:
-        grad = grad + param * s.weight_decay
-    exp_avg.copy_(exp_avg * s.beta1 + grad * s.one_minus_beta1)
-    exp_avg_sq.copy_(exp_avg_sq * s.beta2 + (grad * grad) * s.one_minus_beta2)
-    numerator = exp_avg * s.reciprocal1
-    denominator = square_root(exp_avg_sq * s.reciprocal2) + s.eps
-    update = numerator / denominator
-    if s.adam_w_mode:
-        update = update + param * s.weight_decay
-    param.copy_(param - update * s.learning_rate)
+    """One step of Adam in the contract's order; all tensors fp32, updated in place but for grad.
+
+    group: torch's names for the hyper-parameters, with adam_w_mode, bias_correction, and step from
+    1. torch rounds each number to fp32 once, where it meets an fp32 tensor.
+    """
+    (beta1, beta2), step, decay = group["betas"], group["step"], group["weight_decay"]
+    correct = group["bias_correction"]
+    first, second = (1 / (1 - power(b, step)) if correct else 1.0 for b in (beta1, beta2))
+    if not group["adam_w_mode"]:
+        grad = grad + param * decay
+    exp_avg.copy_(exp_avg * beta1 + grad * (1 - beta1))
+    exp_avg_sq.copy_(exp_avg_sq * beta2 + (grad * grad) * (1 - beta2))
+    update = (exp_avg * first) / (square_root(exp_avg_sq * second) + group["eps"])
+    if group["adam_w_mode"]:
+        update = update + param * decay
+    param.copy_(param - update * group["lr"])
 
 
-class UnfusedAdam:
-    """Owns a model's weights the unfused way; an fp32 weight is its own master."""
+class UnfusedAdam(torch.optim.Optimizer):
+    """Adam of fp32 tensors in plain torch operations, which Megatron can take as its inner one.
+
+    Args:
+        params: param groups of fp32 tensors.
+        lr: learning rate.
+        weight_decay: decoupled with adam_w_mode, else added to the gradient.
+        betas: decays of the moments.
+        eps: added to the denominator outside the root.
+        adam_w_mode: AdamW.
+        bias_correction: whether moments are divided by 1 - beta**step.
+        capturable: accepted, as Megatron passes it, if false.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        if capturable:
+            raise ValueError("capturable must be False, as plain torch operations wait, got True")
+        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        defaults |= {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates parameters and moments; a closure is not called."""
+        for group in self.param_groups:
+            if group["params"]:
+                # Megatron wants one count for all groups that have parameters
+                group["step"] = group.get("step", 0) + 1
+            for param in (each for each in group["params"] if each.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state |= {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                adam_update(param, param.grad, state["exp_avg"], state["exp_avg_sq"], group)
+
+
+class UnfusedWeights(OptimizerWeights):
+    """Owns a model's weights the unfused way; an fp32 weight is its own master.
+
+    Of weights that are cast to fp8 at every use it records what they are cast to.
+    """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: UnfusedVariant) -> None:
-        self.parameters = dict(model.named_parameters())
-        self.config = config
+        self.pieces = [
+            Piece(name, p, p if p.dtype == torch.float32 else p.detach().float(), 0, p.numel())
+            for name, p in model.named_parameters()
+        ]
+        self.optimizer = UnfusedAdam(
+            group_pieces(self.pieces, config),
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            adam_w_mode=config.adam_w_mode,
+            bias_correction=config.bias_correction,
+        )
         self.round = ROUNDINGS[variant.rounding]
-        self.steps_done = 0
-        self.state = {name: self._initial_state(p) for name, p in self.parameters.items()}
-
-    @staticmethod
-    def _initial_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        zeros = torch.zeros_like(parameter, dtype=torch.float32)
-        state = {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-        if parameter.dtype != torch.float32:
-            state["master_param"] = parameter.detach().float()
-        return state
+        self.quantizers = {
+            f"{name}.weight": layer.quantizer
+            for name, layer in model.named_modules()
+            if isinstance(layer, FakeQuantizedLinear)
+        }
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Updates masters and moments, then casts the masters into the weights."""
-        self.steps_done += 1
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            state = self.state[name]
-            master = state.get("master_param", parameter)
-            decay = weight_decay_of(parameter, self.config)
-            scalars = scalars_of(self.config, self.steps_done, learning_rate, decay)
-            gradient = parameter.grad.float()
-            adam_update(master, gradient, state["exp_avg"], state["exp_avg_sq"], scalars)
-            if master is not parameter:
-                parameter.copy_(self.round(master))
+        """Updates masters and moments, casts the masters, then moves delayed scales."""
+        super().step(learning_rate)
+        for piece in self.pieces:
+            if piece.tensor is not piece.source:
+                piece.source.copy_(self.round(piece.tensor))
+            if piece.name in self.quantizers:
+                self.quantizers[piece.name].after_step(piece.source)
 
-    def snapshot(self) -> Snapshot:
-        """The weights and the state, as they are."""
-        return {
-            name: {"weight": parameter.detach(), **self.state[name]}
-            for name, parameter in self.parameters.items()
-        }
+    def weights_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """The weight, or codes and scales."""
+        if piece.name not in self.quantizers:
+            return super().weights_of(piece)
+        return self.quantizers[piece.name].tensors(piece.source.detach())
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """Master and moments."""
+        state: dict[str, torch.Tensor] = self.optimizer.state[piece.tensor]
+        return state if piece.tensor is piece.source else {"master": piece.tensor, **state}
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """Masters, and scales and histories."""
+        masters = {piece.name: piece.tensor for piece in self.pieces}
+        scales = (
+            (f"{name} {kind}", tensor)
+            for name, quantizer in self.quantizers.items()
+            for kind, tensor in quantizer.state().items()
+        )
+        return masters | dict(scales)
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count and state."""
-        return {"step": self.steps_done, "state": self.state}
+        """The optimizer's own, and what it does not know."""
+        return {"optimizer": super().state_dict(), "kept": self._kept()}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies the state in, bit for bit."""
-        self.steps_done = state_dict["step"]
-        for name, state in self.state.items():
-            for kind, tensor in state.items():
-                tensor.copy_(state_dict["state"][name][kind])
+        super().load_state_dict(state_dict["optimizer"])
+        for name, tensor in self._kept().items():
+            tensor.copy_(state_dict["kept"][name])

@@ -5,22 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
+from megaopt.commands.config import Run
 from megaopt.commands.toml_tables import ConfigError
 
 
-class Placed(Protocol):
-    """A config that says where to train."""
-
-    @property
-    def device(self) -> str:
-        """One of auto, cpu and cuda."""
-
-
-def choose_device(config: Placed) -> torch.device:
+def choose_device(config: Run) -> torch.device:
     """The device that a config asks for.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 import torch
 
@@ -24,20 +23,17 @@ def count_parameters(model: ModelConfig) -> int:
     return (model.vocabulary_size + model.context + 1) * model.width + model.layers * block
 
 
-def least_bytes(config: RunConfig, variants: Iterable[Variant]) -> int:
-    """Bytes that variants need at least together, with one batch and its logits."""
+def least_bytes(config: RunConfig, variant: Variant) -> int:
+    """Bytes that a variant needs at least, with one batch and its logits."""
     tokens = config.batch_size * config.model.context
     batch = tokens * (8 + 4 * config.model.vocabulary_size)
-    bytes_of_one = (
-        LEAST_BYTES_PROJECTED if isinstance(each, GaLoreVariant) else LEAST_BYTES
-        for each in variants
-    )
-    return batch + sum(bytes_of_one) * count_parameters(config.model)
+    least = LEAST_BYTES_PROJECTED if isinstance(variant, GaLoreVariant) else LEAST_BYTES
+    return batch + least * count_parameters(config.model)
 
 
-def require_room(config: RunConfig, variants: Iterable[Variant], device: torch.device) -> None:
-    """Raises a ConfigError where variants of a run cannot train together on a device."""
-    require_memory(least_bytes(config, variants), device)
+def require_room(config: RunConfig, variant: Variant, device: torch.device) -> None:
+    """Raises a ConfigError where a variant of a run cannot train on a device."""
+    require_memory(least_bytes(config, variant), device)
     if device.type == "cuda":
         size = config.model.width // config.model.heads
         allowed = f"at most {MOST_HEAD_SIZE} on a GPU"
@@ -49,9 +45,8 @@ def require_memory(needed: int, device: torch.device) -> None:
     there = memory_of(device)
     if there is not None and needed > there:
         raise ConfigError(
-            "model, batch_size and the number of variants must be small enough for the "
-            f"{there / 2**30:.1f} GiB of memory on this {device.type}, got a run that needs at "
-            f"least {needed / 2**30:.1f} GiB"
+            f"model and batch_size must be small enough for the {there / 2**30:.1f} GiB of memory "
+            f"on this {device.type}, got a run that needs at least {needed / 2**30:.1f} GiB"
         )
 
 

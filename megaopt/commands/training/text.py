@@ -9,16 +9,12 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from megaopt.commands.config import Run
 from megaopt.commands.toml_tables import require
-
-if TYPE_CHECKING:
-    from megaopt.commands.config import RunConfig
-    from megaopt.commands.regression.megatron.config import MegatronRun
 
 SEED, LENGTH = 1, 2**20
 
@@ -144,7 +140,7 @@ class Batches:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def batches_of(run: RunConfig | MegatronRun, corpus: Corpus) -> Batches:
+def batches_of(run: Run, corpus: Corpus) -> Batches:
     """The batches of a run."""
     return Batches(
         corpus=corpus, seed=run.seed, batch_size=run.batch_size, context=run.model.context

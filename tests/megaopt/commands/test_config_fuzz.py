@@ -8,8 +8,7 @@ import pytest
 from config_fuzz import write_broken
 
 from megaopt.commands import cli
-from megaopt.commands.regression import command, single
-from megaopt.commands.regression.megatron import command as megatron_command
+from megaopt.commands.regression import command, gpt, single
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.text import Corpus, load_corpus
 
@@ -39,12 +38,11 @@ def stop(*_: object, **__: object) -> None:
 def refuse(monkeypatch, tmp_path, capsys):
     """Runs a command on the broken config of a seed; what it said on stderr."""
     corpus: Corpus = load_corpus()
-    for module in (command, megatron_command, single):
+    for module in (command, gpt):
         monkeypatch.setattr(module, "load_corpus", lambda: corpus)
     # a valid config would build models: that is another test's
     monkeypatch.setattr(command, "Regression", stop)
-    monkeypatch.setattr(megatron_command, "Regression", stop)
-    monkeypatch.setattr(single, "build_trainer", stop)
+    monkeypatch.setattr(single, "Training", stop)
 
     def refuse(seed, name):
         path = write_broken(tmp_path, SOURCES, seed)

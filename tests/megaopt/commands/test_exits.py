@@ -8,8 +8,6 @@ import sys
 import pytest
 
 from megaopt.commands import cli, doctor, exits
-from megaopt.commands.regression.processes import RankError
-from megaopt.commands.regression.single import ResumeError
 from megaopt.commands.source import SourceError
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.saving.checkpoint import CheckpointError
@@ -33,9 +31,7 @@ def ended_by(monkeypatch, capsys):
     return ended_by
 
 
-@pytest.mark.parametrize(
-    "kind", [ConfigError, CheckpointError, RankError, ResumeError, SourceError]
-)
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, SourceError])
 def test_an_error_for_users_is_its_message(ended_by, kind):
     assert ended_by(kind("steps must be 1, got 2")) == (2, "megaopt: steps must be 1, got 2\n")
 

@@ -12,17 +12,17 @@ import psutil
 import pytest
 from tiny_runs import UNFUSED, fused, tiny_run, variant
 
-from megaopt.commands.regression.megatron.regression import is_installed
+from megaopt.commands.regression.regression import is_installed
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT to send")
 
 ENDLESS = tiny_run(1_000_000) + UNFUSED
-# a fresh process begins when the others have ended: these steps take it some 10 s on two cores,
-# and the interrupts below come within 3 s (3 steps had ended by then on a faster machine)
+# what is resumed begins when its beginning has ended, and ranks when there is a core for each:
+# these steps take them some 20 s on two cores, and the interrupts below come within 3 s
 LONG = 2000
 CONFIGS = {
     "plain": ENDLESS + fused(),
-    "ranks": ENDLESS + fused(ranks=2),
+    "ranks": tiny_run(500) + UNFUSED + fused(ranks=2),
     "resumed": tiny_run(LONG) + UNFUSED + fused(resume_after=1),
     "megatron": tiny_run(1_000_000, megatron="ranks = 2\nmicro_batch_size = 1")
     + variant("stock", "stock", inner="unfused"),
@@ -132,7 +132,7 @@ def imports_torch(command):
 
 
 # a file that is there once what is meant has begun
-MOMENTS = {"plain": "tmp*", "ranks": "meeting", "resumed": "fused.said"}
+MOMENTS = {"plain": "tmp*", "ranks": "fused.meeting", "resumed": "fused-rank0.log"}
 MOMENTS |= {"megatron": "stock-rank1.log"} if is_installed("megatron.core") else {}
 
 

@@ -126,15 +126,12 @@ class ForwardStep:
         """Forward passes of this rank in a step."""
         return self.share // self.micro_batch_size
 
-    def data(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def data(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """Inputs and targets of each micro batch of a step; steps count from 1."""
-        first = self.rank * self.share
-        inputs, targets = (each[first : first + self.share] for each in self.batches.at(step))
+        own = slice(self.rank * self.share, (self.rank + 1) * self.share)
+        inputs, targets = (each[own].to(self.device) for each in self.batches.at(step))
         size = self.micro_batch_size
-        for start in range(0, self.share, size):
-            micro_batch = (each[start : start + size] for each in (inputs, targets))
-            part, expected = (each.to(self.device) for each in micro_batch)
-            yield part, expected
+        return zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
 
     def __call__(self, data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         """The losses of the next micro batch, and what takes their mean."""

@@ -14,7 +14,7 @@ from megaopt.commands.regression.megatron.config import (
     StockVariant,
 )
 from megaopt.commands.regression.megatron.model import megatron, weights_dtype
-from megaopt.commands.regression.megatron.unfused import UnfusedAdam
+from megaopt.commands.regression.unfused import UnfusedAdam
 
 # Megatron calls its fp8 moments uint8; the others are megaopt's own names
 STATE_DTYPES = {
@@ -116,30 +116,22 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-class Schedule:
-    """The learning rate and weight decay of each step, by Megatron's own scheduler.
+def scheduler_of(run: MegatronRun, optimizer: Any) -> Any:
+    """Megatron's own scheduler of the learning rate and weight decay of each step.
 
     Its warm-up counts from 0 and its steps are set, not counted, so a resumed run needs no state.
     """
-
-    def __init__(self, run: MegatronRun, optimizer: Any) -> None:
-        adam = run.optimizer
-        scheduler = megatron("optimizer_param_scheduler").OptimizerParamScheduler
-        self.scheduler = scheduler(
-            optimizer,
-            init_lr=0.0,
-            max_lr=adam.learning_rate,
-            min_lr=0.0,
-            lr_warmup_steps=adam.warmup_steps,
-            lr_decay_steps=max(run.steps, adam.warmup_steps + 1),
-            lr_decay_style="constant",
-            start_wd=adam.weight_decay,
-            end_wd=adam.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-
-    def set(self, step: int) -> None:
-        """Writes a step's learning rate and weight decay into the param groups."""
-        self.scheduler.num_steps = step
-        self.scheduler.step(increment=0)
+    adam = run.optimizer
+    return megatron("optimizer_param_scheduler").OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=adam.learning_rate,
+        min_lr=0.0,
+        lr_warmup_steps=adam.warmup_steps,
+        lr_decay_steps=max(run.steps, adam.warmup_steps + 1),
+        lr_decay_style="constant",
+        start_wd=adam.weight_decay,
+        end_wd=adam.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

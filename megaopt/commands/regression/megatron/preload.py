@@ -1,10 +1,8 @@
-"""What the CPU's rank processes have imported before they are made, without its warnings."""
+"""What of Megatron-Core the CPU's processes have imported before they are made."""
 
 import contextlib
 import warnings
 from importlib import import_module
-
-import megaopt.commands.regression.megatron.rank  # noqa: F401
 
 with warnings.catch_warnings(), contextlib.suppress(ImportError):
     # each module warns that TransformerEngine and apex are not there

@@ -3,9 +3,10 @@ import torch
 from tiny_runs import UNFUSED, fused, tiny_run, variant
 
 from megaopt.commands.config import read_config
-from megaopt.commands.regression.lockstep import Regression
+from megaopt.commands.regression import rank, regression
+from megaopt.commands.regression.group import Group, RankError
+from megaopt.commands.regression.regression import Regression
 from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.text import batches_of, load_corpus
 
 BASELINES = UNFUSED + variant("ties_away", "unfused", rounding="nearest_away")
 OPTIMIZER = "warmup_steps = 3\nbeta2 = 0.95\nweight_decay = 0.1\n"
@@ -27,26 +28,95 @@ def write_run(tmp_path):
     return write
 
 
+class Here:
+    """A job of one rank in the test's process, where faults can be planted; others as they are."""
+
+    def __init__(self, task):
+        self.task, self.job, self.steps = task, task.job, 0
+
+    def start(self):
+        pass
+
+    def look(self):
+        try:
+            with deterministic(1):
+                rank.train(self.task)
+        except Exception as error:
+            raise RankError(str(error)) from error
+        self.steps = self.job.steps
+        return True
+
+    def end(self):
+        pass
+
+
 @pytest.fixture
-def regression_of(tmp_path):
+def here(monkeypatch):
+    """Jobs of one rank run in this process."""
+    group = lambda tasks: Here(*tasks) if len(tasks) == 1 else Group(tasks)  # noqa: E731
+    monkeypatch.setattr(regression, "Group", group)
+    monkeypatch.setattr(regression, "PAUSE", 0)
+
+
+@pytest.fixture
+def regression_of(tmp_path, here):
     """The regression of a config's path, not run yet."""
-
-    def regression_of(path, perturb=None):
-        config = read_config(path)
-        batches, cpu = batches_of(config, load_corpus()), torch.device("cpu")
-        own = {"config_path": path, "folder": tmp_path, "perturb": perturb}
-        return Regression(config, batches, cpu, **own)
-
-    return regression_of
+    return lambda path, perturb=None: Regression(read_config(path), "cpu", tmp_path, perturb)
 
 
 @pytest.fixture
 def run():
-    """Runs a regression; its trials by the names of their variants."""
+    """Runs a regression; what became of its trials, by name."""
 
-    def run(regression, tell=lambda step: None):
-        with deterministic(1):
-            regression.run(tell)
-        return {trial.variant.name: trial for trial in regression.trials}
+    def run(regression):
+        made, ended = [], []
+        regression.train(lambda outcome: ended.append(outcome.trial.name), made.append)
+        assert made == sorted(made)
+        assert made[-1] == regression.total_steps
+        outcomes = {outcome.trial.name: outcome for outcome in regression.outcomes}
+        assert sorted(ended) == sorted(outcomes)
+        return outcomes
 
     return run
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Plants a fault: fault(training, scalars) is called after one step of one job."""
+    built = rank.build
+
+    def plant(name, number, fault):
+        def build(task):
+            training = built(task)
+            step = training.step
+
+            def spoiled(at):
+                scalars = step(at)
+                if (task.job.name, at) == (name, number):
+                    fault(training, scalars)
+                return scalars
+
+            training.step = spoiled
+            return training
+
+        monkeypatch.setattr(rank, "build", build)
+
+    return plant
+
+
+@pytest.fixture
+def plant_flip(plant):
+    """Plants a flipped bit: of an element of a quantity of a parameter, or of a part of it."""
+
+    def plant_flip(name, number, parameter, quantity, index=0):
+        def flip(training, scalars):
+            for value, tensor in training.parts():
+                begin, *_, numel = value.place
+                own = (value.name, value.quantity) == (parameter, quantity)
+                if own and begin <= index < begin + numel:
+                    size = tensor.element_size()
+                    tensor.view(-1).view(torch.uint8)[(index - begin) * size] ^= 4
+
+        plant(name, number, flip)
+
+    return plant_flip

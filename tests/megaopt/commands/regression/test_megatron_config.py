@@ -2,8 +2,8 @@ import pytest
 from tiny_runs import tiny_run, variant
 
 from megaopt.commands.regression.megatron.config import read_megatron_run
-from megaopt.commands.regression.megatron.plan import plan_trials
 from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
+from megaopt.commands.regression.plan import in_order, plan_trials
 from megaopt.commands.toml_tables import ConfigError
 
 STOCK = variant("stock", "stock", inner="unfused")
@@ -96,7 +96,7 @@ def test_a_resumed_variant_continues_a_straight_one_of_equal_settings(read):
         + ours("other", baseline="stock", resume_after=3, mode="precision_aware")
     )
     trials = {trial.name: trial for trial in plan_trials(run)}
-    assert list(trials) == ["stock", "straight", "resumed", "other"]
+    assert list(trials) == ["stock", "resumed", "straight", "other"]
     straight = trials["straight"].jobs[0]
     assert (straight.first, straight.last, straight.save_after) == (1, 6, (2,))
     assert trials["resumed"].jobs[0] == straight
@@ -111,8 +111,23 @@ def test_a_resumed_variant_continues_a_straight_one_of_equal_settings(read):
 
 def test_runs_are_compared_with_the_first(read):
     run = read(STOCK + ours(baseline="stock", runs=3))
-    trials = [(trial.name, trial.baseline) for trial in plan_trials(run)]
-    assert trials == [("stock", None), ("ours", "stock"), ("ours.2", "ours"), ("ours.3", "ours")]
+    trials = plan_trials(run)
+    names = [("stock", None), ("ours", "stock"), ("ours.2", "ours"), ("ours.3", "ours")]
+    assert [(trial.name, trial.baseline) for trial in trials] == names
+
+
+def test_runs_of_a_variant_are_between_those_of_others(read):
+    run = read(STOCK + "runs = 2\n" + ours(baseline="stock", runs=2, resume_after=3))
+    order = [job.name for job in in_order(plan_trials(run))]
+    begun = ["ours-begun", "ours", "ours.2-begun", "ours.2"]
+    assert order == ["stock", "stock.2", *begun]
+    run = read(STOCK + "runs = 2\n" + ours(baseline="stock", runs=2))
+    assert [job.name for job in in_order(plan_trials(run))] == [
+        "stock",
+        "ours",
+        "stock.2",
+        "ours.2",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,18 @@
 import json
 import multiprocessing
 import time
+from multiprocessing import forkserver
 
 import pytest
 from tiny_runs import tiny_run, variant
 
 from megaopt.commands.regression.command import regress
+from megaopt.commands.regression.group import Group, RankError
 from megaopt.commands.regression.megatron.config import read_megatron_run
-from megaopt.commands.regression.megatron.group import run_group
-from megaopt.commands.regression.megatron.plan import plan_trials
-from megaopt.commands.regression.megatron.rank import Task
-from megaopt.commands.regression.megatron.regression import is_installed
-from megaopt.commands.regression.processes import RankError
+from megaopt.commands.regression.plan import plan_trials
+from megaopt.commands.regression.rank import Task
+from megaopt.commands.regression.regression import is_installed
 from megaopt.commands.source import describe_source
-from megaopt.commands.training.text import load_corpus
 
 needs_megatron = pytest.mark.skipif(
     not (is_installed("megatron.core") and is_installed("psutil")),
@@ -22,6 +21,13 @@ needs_megatron = pytest.mark.skipif(
 needs_plug = pytest.mark.skipif(
     not is_installed("megaopt.integration.megatron"), reason="needs megaopt.integration.megatron"
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def preloaded():
+    """Processes are copies of one that has imported Megatron; another test's may not have."""
+    forkserver._forkserver._stop()
+
 
 OPTIMIZER = "warmup_steps = 2\nbeta2 = 0.95\nweight_decay = 0.1"
 MEGATRON = "ranks = 2\nmicro_batch_size = 1\nbucket_size = 2500"
@@ -74,8 +80,8 @@ def test_pipeline_stages_and_times_over_runs(tmp_path):
     assert regress(tmp_path / "tiny.toml", tmp_path / "out", None) == 0
     record = json.loads((tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
     found = record["variants"]
-    stages = {name.partition(" (")[2] for name in found["ours"]["fingerprints"]}
-    assert stages == {"pipeline stage 0)", "pipeline stage 1)"}
+    stages = {name.partition(" (")[2].partition(")")[0] for name in found["ours"]["digests"]}
+    assert stages == {"pipeline stage 0", "pipeline stage 1"}
     assert list(found) == ["stock", "ours", "ours.2"]
     times = record["times"]["ours"]
     own = [found[name]["measured"]["step_milliseconds"] for name in ("ours", "ours.2")]
@@ -97,9 +103,9 @@ def test_stock_repeats_itself_and_resumes(run, tmp_path):
     assert record["identical"]
     variants = record["variants"]
     assert record["source"] == describe_source()
-    assert list(variants) == ["stock", "stock.2", "at_1", "resumed"]
-    assert [each["identical"] for each in variants.values()] == [None, True, None, True]
-    assert [each["baseline"] for each in variants.values()] == [None, "stock", None, "stock"]
+    assert list(variants) == ["stock", "stock.2", "resumed", "at_1"]
+    assert [each["identical"] for each in variants.values()] == [None, True, True, None]
+    assert [each["baseline"] for each in variants.values()] == [None, "stock", "stock", None]
     stock = variants["stock"]
     losses = [float.fromhex(loss) for loss in stock["losses"]]
     assert len(losses) == 4
@@ -108,7 +114,7 @@ def test_stock_repeats_itself_and_resumes(run, tmp_path):
     assert losses[-1] < losses[0]
     assert all(float.fromhex(norm) > 0 for norm in stock["grad_norms"])
     # one process sums what two did in another order, and has the same shards put together
-    assert variants["at_1"]["fingerprints"].keys() == stock["fingerprints"].keys()
+    assert variants["at_1"]["digests"].keys() == stock["digests"].keys()
     summaries = variants["at_1"]["measured"]["summaries"]
     two = stock["measured"]["summaries"]
     assert len(summaries) == 1
@@ -128,8 +134,8 @@ def test_a_flipped_bit_is_noticed(run):
     assert not record["identical"]
     found = record["first_difference"]
     assert (found["step"], found["variant"], found["baseline"]) == (2, "stock.2", "stock")
-    assert found["tensor"] == "embedding.word_embeddings.weight master_param"
-    assert len(found["bits"]) == len(found["baseline_bits"]) == 18
+    assert found["tensor"] == "embedding.word_embeddings.weight master"
+    assert len(found["bits"]) == len(found["baseline_bits"]) == 32
     assert found["bits"] != found["baseline_bits"]
 
 
@@ -184,39 +190,41 @@ def test_a_variant_that_fails_is_told_and_the_others_go_on(run, capsys):
 
 
 @pytest.fixture
-def tasks(write, tmp_path):
-    def tasks(steps, patience):
-        import numpy as np
+def group(write, tmp_path):
+    """The group of a job, of the first so many of its two ranks; ended after the test."""
+    groups = []
 
+    def group(steps, patience, ranks=2):
         run = read_megatron_run(write(STOCK, steps=steps, patience=patience))
-        np.save(tmp_path / "tokens.npy", load_corpus().tokens.numpy())
         job = plan_trials(run)[0].jobs[0]
-        return [
-            Task(run=run, job=job, rank=rank, device="cpu", folder=tmp_path) for rank in range(2)
-        ]
+        groups.append(Group([Task(run, job, "cpu", tmp_path, rank) for rank in range(ranks)]))
+        groups[-1].start()
+        return groups[-1]
 
-    return tasks
+    before = set(multiprocessing.active_children())
+    yield group
+    for each in groups:
+        each.end()
+    assert set(multiprocessing.active_children()) <= before
+
+
+def wait(group, on_step=lambda step: None):
+    while not group.look():
+        on_step(group.steps)
+        time.sleep(0.05)
 
 
 @needs_megatron
 @pytest.mark.slow
-def test_ranks_that_wait_are_ended(tasks):
-    began, before = time.monotonic(), set(multiprocessing.active_children())
+def test_ranks_that_wait_are_ended(group):
+    began = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 0 of stock failed|nothing for patience=5 s"):
-        run_group(tasks(steps=2, patience=5)[:1], lambda step: None)
+        wait(group(steps=2, patience=5, ranks=1))
     assert time.monotonic() - began < 60
-    assert set(multiprocessing.active_children()) <= before
 
 
 @needs_megatron
-def test_a_killed_rank_ends_the_others(tasks):
-    before = set(multiprocessing.active_children())
-
-    def kill_one(step):
-        if step == 2:
-            victim = next(p for p in multiprocessing.active_children() if p.name.endswith("rank1"))
-            victim.kill()
-
-    with pytest.raises(RankError, match="of stock failed"):
-        run_group(tasks(steps=100_000, patience=60), kill_one)
-    assert set(multiprocessing.active_children()) <= before
+def test_a_killed_rank_ends_the_others(group):
+    ranks = group(steps=100_000, patience=60)
+    with pytest.raises(RankError, match="rank 1 of stock failed"):
+        wait(ranks, lambda step: ranks.processes[1].kill() if step == 2 else None)

@@ -1,13 +1,12 @@
 """A peer as a baseline: its optimizer owns the weights, and is compared like any other."""
 
-from pathlib import Path
+import importlib.util
 
 import pytest
 from tiny_runs import fused, tiny_run, variant
 
 from megaopt import FusedAdam
-from megaopt.commands import cli
-from megaopt.commands.regression import peer
+from megaopt.commands.regression import fused as owners
 
 OPTIMIZER = "warmup_steps = 0\nbeta1 = 0.9\nbeta2 = 0.95\neps = 1e-8\nweight_decay = 0.1"
 CONFIG = (
@@ -15,6 +14,13 @@ CONFIG = (
     + variant("theirs", "peer", library="transformer_engine")
     + fused("ours", "theirs")
 )
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
 
 
 def stand_in(**options):
@@ -28,24 +34,21 @@ def stand_in(**options):
     )
 
 
-def run(tmp_path: Path) -> int:
-    config = tmp_path / "run.toml"
-    config.write_text(CONFIG)
-    return cli.main(["regress", str(config), "--out", str(tmp_path)])
-
-
 @pytest.mark.parametrize(("options", "status"), [({}, 0), ({"eps": 1e-7}, 1)], ids=str)
-def test_a_peer_is_compared_in_every_bit(tmp_path, monkeypatch, capsys, options, status):
-    monkeypatch.setitem(peer.LIBRARIES, "transformer_engine", stand_in(**options))
-    assert run(tmp_path) == status
-    assert ("step 1" in capsys.readouterr().out) == bool(status)
+def test_a_peer_is_compared_in_every_bit(megaopt, config, here, monkeypatch, options, status):
+    monkeypatch.setitem(owners.LIBRARIES, "transformer_engine", stand_in(**options))
+    found, out, _ = megaopt("regress", config)
+    assert found == status
+    assert ("step 1" in out) == bool(status)
 
 
-def test_a_peer_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys):
-    def missing(groups, config):
-        raise ModuleNotFoundError("No module named 'transformer_engine'")
-
-    monkeypatch.setitem(peer.LIBRARIES, "transformer_engine", missing)
-    assert run(tmp_path) == 2
-    message = capsys.readouterr().err
-    assert "variant = 'theirs' cannot run here: No module named 'transformer_engine'" in message
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="it is installed"
+)
+def test_a_peer_that_is_not_installed_is_named(megaopt, config):
+    """And there is nothing to compare ours with; in processes of their own."""
+    status, out, _ = megaopt("regress", config)
+    assert status == 2
+    missing = "variant = 'theirs' cannot run here: No module named 'transformer_engine'"
+    assert f"rank 0 of theirs failed: megaopt.commands.toml_tables.ConfigError: {missing}" in out
+    assert "failed: ours: its baseline theirs failed" in out

@@ -1,17 +1,10 @@
 import pytest
-import torch
 
-from megaopt.commands.config import read_config
-from megaopt.commands.regression.compare import find_mismatch
-from megaopt.commands.regression.resume import load_result, load_trainer, save_trainer
 from megaopt.commands.regression.single import train
-from megaopt.commands.regression.variants import build_trainer
 from megaopt.commands.toml_tables import ConfigError
-from megaopt.commands.training.determinism import deterministic
-from megaopt.commands.training.text import batches_of, load_corpus
-from megaopt.saving.checkpoint import CheckpointError
+from megaopt.recording.files import Recording
+from megaopt.saving import checkpoint
 
-CPU = torch.device("cpu")
 REFERENCE = ("unfused", {"backend": "reference"})
 FORMS = {
     "whole": REFERENCE,
@@ -27,42 +20,40 @@ def test_straight_equals_saved_and_resumed(write_run, tmp_path, variant):
     train(path, variant=variant, result=files[0])
     train(path, variant=variant, steps=2, save=files[1])
     train(path, variant=variant, resume=files[1], result=files[2])
-    losses, snapshot = load_result(files[0], CPU)
-    resumed_losses, resumed = load_result(files[2], CPU)
-    assert len(losses) == 4
-    assert resumed_losses == losses[2:]
-    assert find_mismatch(resumed, snapshot) is None
+    straight, resumed = Recording(files[0]), Recording(files[2])
+    assert (straight.steps, resumed.steps) == ([1, 2, 3, 4], [3, 4])
+    for step in resumed.steps:
+        assert resumed.scalars(step) == straight.scalars(step)
+        assert resumed.digests(step) == straight.digests(step)
+    assert straight.digests(3) != straight.digests(4)
 
 
 @pytest.fixture
 def saved(write_run, tmp_path):
-    config = read_config(write_run(whole=REFERENCE, other=REFERENCE))
-    variant = config.find_variant("whole")
-    trainer = build_trainer(config, variant, CPU)
-    with deterministic(1):
-        trainer.train_step(batches_of(config, load_corpus()).at(1))
-    save_trainer(tmp_path / "saved", config, variant, trainer)
+    path = write_run(whole=REFERENCE, other=REFERENCE)
+    train(path, variant="whole", steps=1, save=tmp_path / "saved")
     return tmp_path / "saved"
 
 
 def refusal(path, config, variant="whole"):
-    chosen = config.find_variant(variant)
-    trainer = build_trainer(config, chosen, CPU)
-    with pytest.raises((ConfigError, CheckpointError)) as caught:
-        load_trainer(path, config, chosen, trainer)
-    assert trainer.steps_done == 0
+    with pytest.raises(ConfigError) as caught:
+        train(config, variant=variant, resume=path)
     return str(caught.value)
 
 
 def test_a_checkpoint_of_another_run_is_refused(write_run, saved):
-    other_decay = read_config(write_run(optimizer="beta1 = 0.8", whole=REFERENCE))
-    message = refusal(saved, other_decay)
+    message = refusal(saved, write_run(optimizer="beta1 = 0.8", whole=REFERENCE))
     assert "of this run, whose optimizer.beta1 is 0.8, got " in message
     assert message.endswith("saved', whose optimizer.beta1 is 0.9")
 
 
 def test_a_checkpoint_of_another_variant_is_refused(write_run, saved):
-    config = read_config(write_run(whole=REFERENCE, other=REFERENCE))
-    message = refusal(saved, config, "other")
+    message = refusal(saved, write_run(whole=REFERENCE, other=REFERENCE), "other")
     assert "whose variant.name is 'other', got " in message
     assert message.endswith("whose variant.name is 'whole'")
+
+
+def test_another_file_is_refused(write_run, tmp_path):
+    checkpoint.save(tmp_path / "other", {"model": 1})
+    message = refusal(tmp_path / "other", write_run(whole=REFERENCE))
+    assert message.startswith("resume must be a checkpoint of `megaopt train`, got ")

@@ -9,11 +9,10 @@ from torch import nn
 from megaopt.commands.bits import as_integers
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
 from megaopt.commands.regression.unfused import (
-    UnfusedAdam,
+    UnfusedWeights,
     adam_update,
     round_nearest_away,
     round_nearest_even,
-    scalars_of,
     square_root,
 )
 
@@ -22,10 +21,13 @@ CONFIG = OptimizerConfig(learning_rate=LEARNING_RATE, beta2=0.95, eps=1e-6, weig
 
 
 def numpy_adam(param, grad, exp_avg, exp_avg_sq, config, step):
-    names = ("bias_correction", "eps", "weight_decay")
+    return adam(param, exp_avg, exp_avg_sq, grad, group_of(config, step), config.adam_w_mode)
+
+
+def group_of(config, step):
+    names = ("bias_correction", "eps", "weight_decay", "adam_w_mode")
     group = {name: getattr(config, name) for name in names} | {"step": step}
-    group |= {"betas": (config.beta1, config.beta2), "lr": config.learning_rate}
-    return adam(param, exp_avg, exp_avg_sq, grad, group, config.adam_w_mode)
+    return group | {"betas": (config.beta1, config.beta2), "lr": config.learning_rate}
 
 
 def values(seed, exponents=(-30, 10), count=4001):
@@ -46,8 +48,7 @@ def test_the_update_is_the_contract_bit_for_bit(adam_w_mode, bias_correction):
     for step in range(1, 8):
         grad = values(10 + step)
         expected = numpy_adam(expected[0], grad, *expected[1:], config, step)
-        scalars = scalars_of(config, step, LEARNING_RATE, config.weight_decay)
-        adam_update(tensors[0], torch.from_numpy(grad), *tensors[1:], scalars)
+        adam_update(tensors[0], torch.from_numpy(grad), *tensors[1:], group_of(config, step))
         for tensor, array in zip(tensors, expected, strict=True):
             assert array.dtype == np.float32
             assert np.array_equal(tensor.numpy().view(np.int32), array.view(np.int32))
@@ -103,7 +104,7 @@ def set_gradients(model, step):
 
 def test_masters_feed_the_weights_and_norms_are_their_own():
     model = Pair()
-    owner = UnfusedAdam(model, CONFIG, UnfusedVariant(name="a"))
+    owner = UnfusedWeights(model, CONFIG, UnfusedVariant(name="a"))
     master = model.matrix.detach().float().numpy().ravel()
     norm = model.norm.detach().clone().numpy()
     state, norm_state = [np.zeros_like(master)] * 2, [np.zeros_like(norm)] * 2
@@ -114,10 +115,10 @@ def test_masters_feed_the_weights_and_norms_are_their_own():
         master, *state = numpy_adam(master, gradients[0], *state, CONFIG, step)
         no_decay = CONFIG.model_copy(update={"weight_decay": 0.0})
         norm, *norm_state = numpy_adam(norm, gradients[1], *norm_state, no_decay, step)
-    snapshot = owner.snapshot()
-    assert list(snapshot) == ["matrix", "norm"]
-    assert "master_param" not in snapshot["norm"]
-    assert np.array_equal(snapshot["matrix"]["master_param"].numpy().ravel(), master)
-    assert np.array_equal(snapshot["norm"]["weight"].numpy(), norm)
+    found = {(value.name, value.quantity): tensor for value, tensor in owner.parts()}
+    assert [name for name, quantity in found if quantity == "weight"] == ["matrix", "norm"]
+    assert ("norm", "master") not in found
+    assert np.array_equal(found["matrix", "master"].numpy().ravel(), master)
+    assert np.array_equal(found["norm", "weight"].numpy(), norm)
     expected = torch.from_numpy(master).view(3, 4).bfloat16()
     assert torch.equal(as_integers(model.matrix), as_integers(expected))

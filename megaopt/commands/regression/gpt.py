@@ -1,0 +1,181 @@
+"""The GPT of megaopt.commands.training as a regression trains it, with any owner of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megaopt.commands.config import (
+    FusedVariant,
+    GaLoreVariant,
+    PeerVariant,
+    RunConfig,
+    UnfusedVariant,
+    Variant,
+)
+from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
+from megaopt.commands.regression.fused import (
+    FusedWeights,
+    GaLoreWeights,
+    PeerWeights,
+    ShardedWeights,
+)
+from megaopt.commands.regression.outputs import about_file
+from megaopt.commands.regression.parts import Part
+from megaopt.commands.regression.unfused import UnfusedWeights
+from megaopt.commands.regression.weights import OptimizerWeights
+from megaopt.commands.toml_tables import ConfigError
+from megaopt.commands.training.model import GPT, build_model
+from megaopt.commands.training.text import batches_of, load_corpus
+from megaopt.float8 import RECIPES, scaled_matmul, to_float8
+from megaopt.recording.files import hexadecimal
+from megaopt.saving import checkpoint
+
+if TYPE_CHECKING:
+    from megaopt.commands.regression.rank import Task
+
+
+class Training:
+    """A model and the owner of its weights; all variants of a config start with the same bits.
+
+    Args:
+        config: the run.
+        variant: one of it; those with ranks have met in the default process group.
+        device: where to train.
+
+    Raises:
+        ConfigError: the variant cannot run here, its backend being absent, say.
+    """
+
+    def __init__(self, config: RunConfig, variant: Variant, device: torch.device) -> None:
+        self.config, self.variant, self.device = config, variant, device
+        self.batches = batches_of(config, load_corpus())
+        self.model = build_model(config.model, config.seed, device)
+        self.scaled = config.float8 is not None and config.float8.scaled_matmul
+        if variant.recipe is not None:
+            self._quantize(variant.recipe)
+        try:
+            self.owner = build_owner(self.model, config, variant)
+        except (ValueError, ImportError, RuntimeError) as error:
+            raise ConfigError(f"variant = {variant.name!r} cannot run here: {error}") from error
+        self.steps_done = 0
+
+    def _quantize(self, recipe: str) -> None:
+        """Makes the weights of linear layers fp8, or has a baseline's cast to it at every use."""
+        if not isinstance(self.variant, UnfusedVariant):
+            to_float8(self.model, RECIPES[recipe], filter=in_a_block)
+            return
+        for name, layer in list(self.model.named_modules()):
+            if in_a_block(name, layer):
+                owner, _, own = name.rpartition(".")
+                made = FakeQuantizedLinear(layer.weight, recipe, self.scaled)
+                setattr(self.model.get_submodule(owner), own, made)
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Trains on a step's batch; the loss is that before the update, in nats."""
+        inputs, targets = (tensor.to(self.device) for tensor in self.batches.at(number))
+        with scaled_matmul(self.scaled):
+            loss = self.model(inputs, targets)
+        loss.backward()
+        self.owner.step(self.config.optimizer.learning_rate_at(number))
+        self.model.zero_grad(set_to_none=True)
+        self.steps_done = number
+        return {"losses": [hexadecimal(loss.item())], "grad_norm": None}
+
+    def parts(self) -> Iterator[Part]:
+        """Weights and state."""
+        return self.owner.parts()
+
+    def about(self) -> dict[str, Any]:
+        """The variant."""
+        return {"variant": self.variant.model_dump()}
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint; an OSError names it."""
+        state = {"step": self.steps_done, "model": self.model.state_dict()}
+        state["optimizer"] = self.owner.state_dict()
+        try:
+            checkpoint.save(path, {"run": describe(self.config, self.variant), "training": state})
+        except OSError as error:
+            raise about_file(error, path) from error
+
+    def load(self, path: Path, check: bool = False) -> None:
+        """Continues a checkpoint.
+
+        Args:
+            path: of `save`'s.
+            check: whether the checkpoint may be of another run or variant, to be refused.
+
+        Raises:
+            ConfigError: the checkpoint is of another run.
+            CheckpointError: the file cannot be read.
+        """
+        payload = checkpoint.load(path)
+        if check:
+            require_run(path, payload, describe(self.config, self.variant))
+        state = payload["training"]
+        self.model.load_state_dict(state["model"])
+        self.owner.load_state_dict(state["optimizer"])
+        self.steps_done = state["step"]
+
+
+def in_a_block(name: str, module: nn.Module) -> bool:
+    """The linear layers of the blocks; the output matrix, which is the embedding, stays bf16."""
+    return isinstance(module, nn.Linear) and name.startswith("blocks.")
+
+
+def build_owner(model: GPT, config: RunConfig, variant: Variant) -> OptimizerWeights:
+    """What steps a variant's weights."""
+    if isinstance(variant, UnfusedVariant):
+        return UnfusedWeights(model, config.optimizer, variant)
+    if isinstance(variant, PeerVariant):
+        return PeerWeights(model, config.optimizer, variant)
+    if isinstance(variant, GaLoreVariant):
+        assert config.galore is not None  # as the config was checked
+        return GaLoreWeights(model, config.optimizer, config.galore, variant)
+    owner = FusedWeights if variant.ranks is None else ShardedWeights
+    return owner(model, config.optimizer, variant)
+
+
+def build(task: Task) -> Training:
+    """The training of a rank's process, which meets the others where its variant has ranks."""
+    run, variant = task.run, task.job.variant
+    assert isinstance(run, RunConfig)
+    assert isinstance(variant, Variant)
+    if isinstance(variant, FusedVariant) and variant.ranks is not None:
+        ranks, rank = task.job.ranks, task.rank
+        dist.init_process_group("gloo", task.meeting, world_size=ranks, rank=rank)
+    return Training(run, variant, torch.device(task.device))
+
+
+def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
+    """What must be the same where a checkpoint is loaded again: all that its bits depend on."""
+    own = config.model_dump(
+        include={"seed", "batch_size", "model", "optimizer", "float8", "galore"}
+    )
+    return own | {"variant": variant.model_dump()}
+
+
+def require_run(path: Path, payload: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raises a ConfigError where a checkpoint is of another run, and names what differs first."""
+    saved = payload.get("run")
+    if not isinstance(saved, dict) or "training" not in payload:
+        raise ConfigError(f"resume must be a checkpoint of `megaopt train`, got {str(path)!r}")
+    own, other = _flat(expected), _flat(saved)
+    for key in {**own, **other}:
+        if own.get(key) != other.get(key):
+            raise ConfigError(
+                f"resume must be a checkpoint of this run, whose {key} is {own.get(key)!r}, got "
+                f"{str(path)!r}, whose {key} is {other.get(key)!r}"
+            )
+
+
+def _flat(tables: dict[str, Any]) -> dict[str, Any]:
+    """The keys of tables as "table.key"."""
+    own = ((k, v if isinstance(v, dict) else {"": v}) for k, v in tables.items())
+    return {f"{k}.{key}".rstrip("."): value for k, v in own for key, value in v.items()}

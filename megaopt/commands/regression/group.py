@@ -1,0 +1,174 @@
+"""The processes of a job: started together, watched, and ended together where one fails.
+
+torch.distributed.elastic.multiprocessing is not used: it takes the command's handler of Ctrl-C away
+for good, and writes errors to stderr itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+from megaopt.commands.exits import DEBUG, wants_traceback
+from megaopt.commands.regression.megatron.config import MegatronRun
+from megaopt.commands.regression.rank import Task, serve
+
+CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # not on Windows
+GRACE = 20.0  # seconds that ranks have to leave once all have recorded their last step
+TOLD = 3000  # characters of a failed rank's log that its error repeats, at most
+TRACEBACK = "Traceback (most recent call last)"
+
+LONGEST_FOLDER = 70
+"""Bytes of the folder for temporary files, at most, where a copy can be asked for: its socket lies
+there, its path is 32 bytes longer, and Linux takes 107 in all, macOS 103."""
+
+
+def context_for(task: Task) -> Any:
+    """How processes are made: on the CPU as copies of one that has imported what they need.
+
+    That one computes nothing, so that they are fresh, and seconds of imports are spent once. CUDA
+    allows no copies.
+    """
+    # threads that wait for each other turning would take the cores from processes beside them: a
+    # step of a small GPT took 15 times as long; read when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if task.device == "cuda" or len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = f"{__package__}.preload", f"{__package__}.megatron.preload"
+    context.set_forkserver_preload([ours, theirs] if isinstance(task.run, MegatronRun) else [ours])
+    return context
+
+
+class RankError(RuntimeError):
+    """A process of a variant failed."""
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started within do not hear Ctrl-C, which a terminal sends to all.
+
+    Here it is heard when the context is left: blocked, and not ignored, so that none is lost.
+    Another thread may get it all the same, hence the handler.
+    """
+    if not CAN_BLOCK:
+        yield
+        return
+    # else it would be started with the first process, and unblocks Ctrl-C then
+    resource_tracker.ensure_running()
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+class Group:
+    """The ranks of a job, under way; whoever makes one ends it.
+
+    Args:
+        tasks: one for each rank.
+    """
+
+    def __init__(self, tasks: list[Task]) -> None:
+        self.tasks, self.job = tasks, tasks[0].job
+        self.processes: list[Any] = []
+        self._lines = [Lines(task) for task in tasks]
+        context = context_for(tasks[0])
+        # its end tells the processes that the command has ended
+        self._own, self._theirs = context.Pipe(duplex=False)
+        self._context, self._moved = context, time.monotonic()
+
+    def start(self) -> None:
+        """Starts the processes, which do not hear Ctrl-C."""
+        for task in self.tasks:
+            own = {"target": serve, "args": (task, self._own), "name": task.name}
+            self.processes.append(self._context.Process(**own))
+            with _deaf():
+                self.processes[-1].start()
+
+    @property
+    def steps(self) -> int:
+        """How many rank 0 has recorded."""
+        return self._lines[0].count
+
+    def look(self) -> bool:
+        """Whether the job has ended well.
+
+        Raises:
+            RankError: a rank failed, or none finished a step in time; the message ends with what it
+                printed last.
+        """
+        # before the lines are read: what a process wrote before it ended is then among them
+        gone = [not process.is_alive() for process in self.processes]
+        news = [lines.look() for lines in self._lines]
+        if any(news):
+            self._moved = time.monotonic()
+        silent = time.monotonic() - self._moved
+        whole = [lines.count >= self.job.steps for lines in self._lines]
+        if all(whole):
+            return all(gone) or silent > GRACE
+        waiting = [task for task in self.tasks if not whole[task.rank]]
+        if failed := [task for task in waiting if gone[task.rank]]:
+            # the others may have failed because the first did: it wrote first
+            first = min(failed, key=lambda task: task.log.exists() and task.log.stat().st_mtime)
+            raise RankError(f"rank {first.rank} of {self.job.name} failed: {_told(first)}")
+        patience = getattr(self.tasks[0].run, "patience", None)
+        if patience is not None and silent > patience:
+            raise RankError(
+                f"{self.job.name}: nothing for {patience=} s; ranks {[t.rank for t in waiting]} "
+                f"had not finished, rank {waiting[0].rank} said: {_told(waiting[0])}"
+            )
+        return False
+
+    def end(self) -> None:
+        """Ends the processes; none is left then."""
+        for process in (each for each in self.processes if each.pid is not None):
+            process.kill()
+            process.join()
+        self._own.close()
+        self._theirs.close()
+
+
+def _told(task: Task) -> str:
+    text = task.log.read_text(encoding="utf-8", errors="replace") if task.log.exists() else ""
+    # before the traceback there are other packages' warnings
+    text = text[max(text.rfind(TRACEBACK), 0) :]
+    if text.startswith(TRACEBACK) and not wants_traceback():
+        # the error itself: frames and their code are indented
+        lines = [line for line in text.split("\n")[1:] if not line.startswith(" ")]
+        text = "\n".join(lines).strip() + f" ({DEBUG}=1 shows the traceback)"
+    return text[-TOLD:].strip() or "nothing"
+
+
+class Lines:
+    """A rank's file of scalars, a line a step, looked at as it grows."""
+
+    def __init__(self, task: Task) -> None:
+        self.path = task.recording / f"rank-{task.rank}" / "scalars.jsonl"
+        self.place: int | None = None
+        self.count = 0
+
+    def look(self) -> bool:
+        """Whether the rank has begun, or finished a step, since the last look."""
+        if not self.path.exists():
+            return False
+        began, before = self.place is None, self.count
+        with self.path.open("rb") as file:
+            file.seek(self.place or 0)
+            new = file.read()
+        self.place = (self.place or 0) + len(new)
+        self.count += new.count(b"\n")
+        return began or self.count > before

@@ -1,0 +1,196 @@
+"""A rank's Megatron-Core GPT: its meeting with the others, its steps, and what they take."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megaopt.commands.regression.megatron import checkpoint, state
+from megaopt.commands.regression.megatron.config import MegatronRun, MegatronVariant, StockVariant
+from megaopt.commands.regression.megatron.cpu import pretend_cuda
+from megaopt.commands.regression.megatron.model import (
+    ForwardStep,
+    build_gpt,
+    connect,
+    megatron,
+    transformer_config,
+    wrap,
+)
+from megaopt.commands.regression.megatron.optimizer import (
+    build_optimizer,
+    distributed_optimizers,
+    scheduler_of,
+)
+from megaopt.commands.regression.parts import Part
+from megaopt.commands.training.text import batches_of, load_corpus
+from megaopt.recording.files import hexadecimal
+
+if TYPE_CHECKING:
+    from megaopt.commands.regression.rank import Task
+
+SETTINGS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+"""The settings under which a run repeats itself on GPUs; those of the environment go first."""
+
+
+def settings() -> dict[str, str]:
+    """SETTINGS, but for what the environment says otherwise."""
+    return {key: os.environ.get(key, value) for key, value in SETTINGS.items()}
+
+
+def build(task: Task) -> Training:
+    """The training of a rank's process, which meets the others."""
+    run, variant = task.run, task.job.variant
+    assert isinstance(run, MegatronRun)
+    assert isinstance(variant, MegatronVariant)
+    os.environ.update(settings())
+    ranks = str(task.job.ranks)
+    os.environ.update(RANK=str(task.rank), LOCAL_RANK=str(task.rank), WORLD_SIZE=ranks)
+    # a warning and no refusal: Megatron calls operations that are marked without need
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # else every torch.empty would be filled, within the time taken
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False
+    device = torch.device("cuda", task.rank) if task.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        pretend_cuda()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        task.meeting,
+        timedelta(seconds=run.patience),
+        world_size=task.job.ranks,
+        rank=task.rank,
+    )
+    megatron("parallel_state").initialize_model_parallel(
+        tensor_model_parallel_size=run.megatron.tensor_parallel,
+        pipeline_model_parallel_size=run.megatron.pipeline_parallel,
+    )
+    torch.manual_seed(run.seed)
+    if device.type == "cuda":
+        megatron("tensor_parallel").model_parallel_cuda_manual_seed(run.seed)
+    return Training(run, variant, device)
+
+
+class Training:
+    """A rank's model, optimizer and text; the ranks have met."""
+
+    def __init__(self, run: MegatronRun, variant: MegatronVariant, device: torch.device) -> None:
+        self.run, self.variant, self.device = run, variant, device
+        self.config = transformer_config(run, device)
+        self.chunk = wrap(run, variant, self.config, build_gpt(run, self.config, device))
+        self.optimizer = build_optimizer(run, variant, self.chunk)
+        connect(self.config, self.chunk, self.optimizer)
+        self.scheduler = scheduler_of(run, self.optimizer)
+        groups = megatron("parallel_state")
+        self.forward_step = ForwardStep(
+            batches_of(run, load_corpus()),
+            groups.get_data_parallel_rank(),
+            groups.get_data_parallel_world_size(),
+            run.megatron.micro_batch_size,
+            device,
+        )
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Trains a step; with seconds, of the whole and of the optimizer's part, and bytes."""
+        memory_of(self.device)
+        began = time.perf_counter()
+        losses = self._backward(number)
+        peak, before = memory_of(self.device)
+        self.scheduler.num_steps = number
+        self.scheduler.step(increment=0)
+        # so that no rank waits for another within the time taken
+        dist.barrier()
+        self._synchronize()
+        start = time.perf_counter()
+        _, norm, _ = self.optimizer.step()
+        self._synchronize()
+        stop = time.perf_counter()
+        own_peak, after = memory_of(self.device)
+        extra = {
+            "peak_bytes": max(peak, own_peak),
+            "optimizer_extra_bytes": own_peak - before,
+            "allocated_bytes": after,
+        }
+        return {
+            "losses": losses,
+            "grad_norm": hexadecimal(norm),
+            "optimizer_seconds": stop - start,
+            "seconds": stop - began,
+            "state_bytes": state.state_bytes(self.optimizer),
+            **(extra if self.device.type == "cuda" else {}),
+        }
+
+    def _backward(self, step: int) -> list[str]:
+        """Gradients of all micro batches; the losses, which the last pipeline stage alone has."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        forward_backward = megatron("pipeline_parallel.schedules").get_forward_backward_func()
+        told = forward_backward(
+            forward_step_func=self.forward_step,
+            data_iterator=self.forward_step.data(step),
+            model=[self.chunk],
+            num_microbatches=self.forward_step.micro_batches,
+            seq_length=self.run.model.context,
+            micro_batch_size=self.run.megatron.micro_batch_size,
+            forward_only=False,
+        )
+        losses = [each["loss"] for each in told]
+        return [hexadecimal(loss) for loss in torch.stack(losses).tolist()] if losses else []
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def parts(self) -> Iterable[Part]:
+        """The shards of this rank."""
+        groups, own = megatron("parallel_state"), self.run.megatron
+        rank, stage = groups.get_tensor_model_parallel_rank, groups.get_pipeline_model_parallel_rank
+        suffix = f" (tensor-parallel rank {rank()})" if own.tensor_parallel > 1 else ""
+        suffix += f" (pipeline stage {stage()})" if own.pipeline_parallel > 1 else ""
+        return state.parts(self.chunk, self.optimizer, suffix)
+
+    def about(self) -> dict[str, Any]:
+        """Sizes, and whose Adam it is."""
+        return {
+            "parameters": sum(p.numel() for p in self.chunk.module.parameters()),
+            "buckets": [
+                [bucket.grad_data.numel() for bucket in buffer.buckets]
+                for buffer in self.chunk.buffers
+            ],
+            "inner_optimizer": type(
+                distributed_optimizers(self.optimizer)[0].optimizer
+            ).__qualname__,
+        }
+
+    def save(self, path: Path) -> None:
+        """Writes Megatron's own checkpoint."""
+        checkpoint.save(path, self.chunk, self.optimizer)
+
+    def load(self, path: Path) -> None:
+        """Continues one, of any number of data-parallel ranks."""
+        checkpoint.load(path, self.chunk, self.optimizer)
+        if isinstance(self.variant, StockVariant) and self.variant.cast_after_load:
+            checkpoint.cast_masters(self.chunk, self.optimizer)
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU: the peak since the last call, and what is there now; 0 on the CPU."""
+    if device.type == "cpu":
+        return 0, 0
+    found = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return found

@@ -1,0 +1,156 @@
+"""What became of a trial: its recordings joined, and the first place where they differ."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megaopt.commands.regression.megatron.config import SharedKeys
+from megaopt.commands.regression.plan import Trial
+from megaopt.recording.files import Recording, Summed
+
+WARM_UP = 3
+"""Steps of a group of processes whose times are not counted: the first compile and allocate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a trial first differs from its baseline."""
+
+    step: int
+    """The step, counted from 1, after whose update the tensor differs, or whose loss differs."""
+    variant: str
+    baseline: str
+    tensor: str
+    """The quantity: a loss, a norm, or the parameter's name and the kind: "norm.weight exp_avg"."""
+    bits: str
+    """The variant's, of a tensor its digest, in hexadecimal."""
+    baseline_bits: str
+    """The baseline's."""
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, variant {self.variant}, {self.tensor}: {self.bits}, but "
+            f"{self.baseline_bits} in {self.baseline}"
+        )
+
+
+def earliest(differences: Iterable[Difference | None]) -> Difference | None:
+    """The one of the lowest step; the first of these where several share it."""
+    found = [difference for difference in differences if difference is not None]
+    return min(found, key=lambda difference: difference.step, default=None)
+
+
+class Outcome:
+    """A trial that has ended: what its ranks recorded, or why it failed.
+
+    Args:
+        trial: what was run.
+        folder: of the jobs' recordings.
+        baseline: what it is compared with; None: nothing.
+        failure: why it could not be run; None: it was run.
+    """
+
+    def __init__(
+        self, trial: Trial, folder: Path, baseline: Outcome | None, failure: str | None = None
+    ) -> None:
+        self.trial, self.baseline, self.failure = trial, baseline, failure
+        self.difference: Difference | None = None
+        if failure is not None:
+            return
+        self.recordings = [Recording(folder / job.name) for job in trial.jobs]
+        if baseline is not None and baseline.failure is not None:
+            self.failure = f"its baseline {baseline.trial.name} failed"
+        elif baseline is not None:
+            self._compare(baseline)
+
+    def _compare(self, baseline: Outcome) -> None:
+        """Notes the first difference, by step and then in the order in which a step makes it."""
+        for step in range(1, self.trial.jobs[-1].last + 1):
+            own, other = self.quantities(step), baseline.quantities(step)
+            if odd := own.keys() ^ other.keys():
+                self.failure = f"step {step}: only one of the two has {sorted(odd)[:4]}"
+                return
+            for name, bits in own.items():
+                if bits != other[name]:
+                    names = self.trial.name, baseline.trial.name
+                    self.difference = Difference(step, *names, name, bits, other[name])
+                    return
+
+    def recording_at(self, step: int) -> Recording:
+        """The recording that has a step; the first job's may have later ones, of another trial."""
+        begun = [job.first <= step for job in self.trial.jobs]
+        return self.recordings[sum(begun) - 1]
+
+    def lines(self, step: int) -> list[dict[str, Any]]:
+        """Each rank's scalars of a step."""
+        return [sources[0] for sources in self.recording_at(step).scalars(step)]
+
+    def quantities(self, step: int) -> dict[str, str]:
+        """All that is compared of a step, with the bits."""
+        found, lines = {}, self.lines(step)
+        if isinstance(self.trial.variant, SharedKeys):
+            for rank, line in enumerate(lines):
+                for batch, loss in enumerate(line["losses"]):
+                    found[f"loss of rank {rank}, micro batch {batch}"] = loss
+        else:  # every rank has the whole batch
+            alike = dict.fromkeys(loss for line in lines for loss in line["losses"])
+            found["loss"] = " and ".join(alike)
+        for rank, line in enumerate(lines):
+            if line["grad_norm"] is not None:
+                found[f"gradient norm on rank {rank}"] = line["grad_norm"]
+        return found | self.digests(step)
+
+    def digests(self, step: int) -> dict[str, str]:
+        """The digest of each tensor after a step, by "name quantity"."""
+        found = self.recording_at(step).digests(step)
+        return {f"{name} {quantity}": told(each) for (name, quantity), each in found.items()}
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """The mean loss of each step, over ranks and micro batches, in fp64; none if it failed."""
+        steps = range(1, self.trial.jobs[-1].last + 1) if self.ran else ()
+        of_steps = ([loss for line in self.lines(s) for loss in line["losses"]] for s in steps)
+        return [statistics.fmean(map(float.fromhex, each)) for each in of_steps]
+
+    @property
+    def ran(self) -> bool:
+        """Whether there is a recording of every step."""
+        return hasattr(self, "recordings")
+
+    # --- times and memory
+
+    @property
+    def measured(self) -> list[int]:
+        """The steps of the last job without its first ones."""
+        job = self.trial.jobs[-1]
+        steps = range(job.first, job.last + 1)
+        return list(steps[WARM_UP:] or steps)
+
+    def each(self, key: str) -> list[list[Any]]:
+        """For each measured step what the ranks say under a key, those that do."""
+        lines = (self.lines(step) for step in self.measured)
+        return [[line[key] for line in ranks if key in line] for ranks in lines]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the optimizer's steps were timed."""
+        return self.ran and any(self.each("optimizer_seconds"))
+
+    def median(self, key: str) -> float:
+        """Over the measured steps, of the slowest rank's seconds."""
+        return statistics.median(float(max(ranks)) for ranks in self.each(key))
+
+    def largest(self, key: str) -> int | None:
+        """Over the measured steps and ranks, of bytes; None where they were not measured."""
+        return max((value for ranks in self.each(key) for value in ranks), default=None)
+
+
+def told(found: Summed) -> str:
+    """A tensor's digest, and which ranks have others where replicas differ."""
+    apart = " and ".join(f"{', '.join(map(str, ranks))}" for ranks in found.replicas)
+    return f"{found.digest} (ranks {apart} differ)" if apart else str(found.digest)

@@ -1,0 +1,140 @@
+"""What a rank's process does: trains a job's steps of a variant and records its bits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megaopt.commands.regression import gpt
+from megaopt.commands.regression.megatron import training as megatron
+from megaopt.commands.regression.megatron.config import MegatronRun
+from megaopt.commands.regression.parts import (
+    Part,
+    flip_master_bit,
+    open_recording,
+    rows_of,
+)
+from megaopt.commands.regression.plan import AnyRun, Job
+from megaopt.commands.training.determinism import deterministic
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a rank's process is told."""
+
+    run: AnyRun
+    job: Job
+    device: str
+    """ "cuda" or "cpu"."""
+    folder: Path
+    """Where the ranks of all jobs meet, write and save."""
+    rank: int
+    perturb: int | None = None
+    """Step after which this rank flips one bit of a master; None: never."""
+
+    @property
+    def name(self) -> str:
+        """The job's name and the rank."""
+        return f"{self.job.name}-rank{self.rank}"
+
+    @property
+    def recording(self) -> Path:
+        """The folder of the job's recording; its files are in a folder rank-0, rank-1 ..."""
+        return self.folder / self.job.name
+
+    @property
+    def log(self) -> Path:
+        """The file of what it prints."""
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def meeting(self) -> str:
+        """How the job's ranks meet: by a file."""
+        return f"file://{self.folder / self.job.name}.meeting"
+
+
+class Training(Protocol):
+    """A rank's model, its optimizer and its text."""
+
+    device: torch.device
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Trains a step, counted from 1.
+
+        Returns:
+            Its line in the recording: "losses" and "grad_norm" as float.hex writes them, and what
+            else JSON can hold.
+        """
+
+    def parts(self) -> Iterable[Part]:
+        """Weights, masters and moments after a step, in the model's order."""
+
+    def about(self) -> dict[str, Any]:
+        """What a recording says of the run."""
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint; for all ranks to call together."""
+
+    def load(self, path: Path) -> None:
+        """Continues what was saved; for all ranks to call together."""
+
+
+def serve(task: Task, parent: Connection) -> None:
+    """The process's life: exit status 1 and a traceback in its log where anything fails."""
+    log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    # processes that Megatron spawns to save would import the command's main module, torch and all
+    sys.modules["__main__"] = ModuleType("__main__")
+    # a rank that waits for another in a collective would outlive a parent that was killed
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        with deterministic(task.run.cpu_threads):
+            train(task)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # not sys.exit: what waits for the other ranks at exit may wait for ever
+        os._exit(1)
+
+
+def _end_with(parent: Connection) -> None:
+    parent.poll(None)
+    os._exit(1)
+
+
+def build(task: Task) -> Training:
+    """A rank's training, from the seed; the ranks have met."""
+    return megatron.build(task) if isinstance(task.run, MegatronRun) else gpt.build(task)
+
+
+def train(task: Task) -> None:
+    """Makes the steps of a job, recording each."""
+    job, training = task.job, build(task)
+    if job.load is not None:
+        training.load(task.folder / job.load)
+    about = job.ranks, training.about()
+    with closing(open_recording(task.recording, task.rank, *about)) as writer:
+        for step in range(job.first, job.last + 1):
+            scalars = training.step(step)
+            if step == task.perturb:
+                flip_master_bit(training.parts())
+            rows = rows_of(training.parts(), writer, training.device)
+            if step in job.save_after:
+                training.save(task.folder / job.checkpoint(step))
+            writer.step(step, 0, scalars, rows)

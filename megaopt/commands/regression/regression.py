@@ -1,0 +1,172 @@
+"""The trials of a config: runs their jobs, side by side where cores allow, and compares them."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megaopt.commands.config import RunConfig
+from megaopt.commands.environment import cores
+from megaopt.commands.regression.group import Group, RankError
+from megaopt.commands.regression.megatron.config import MegatronRun, StockVariant
+from megaopt.commands.regression.outcome import Difference, Outcome, earliest
+from megaopt.commands.regression.plan import AnyRun, Job, in_order, job_to_perturb, plan_trials
+from megaopt.commands.regression.rank import Task
+from megaopt.commands.toml_tables import ConfigError, require
+from megaopt.commands.training.limits import count_parameters, require_memory, require_room
+
+PAUSE = 0.1
+"""Seconds between two looks at the processes."""
+
+
+class Regression:
+    """The trials of a config.
+
+    Args:
+        run: the config.
+        device: "cpu" or "cuda".
+        folder: an existing folder for the processes' files.
+        perturb: step after whose update one bit of one master is flipped; None: never.
+
+    Raises:
+        ConfigError: perturb is no step of the run, or there is no variant to perturb, or the run
+            cannot be made here: a package is missing, or GPUs are, or memory is.
+    """
+
+    def __init__(self, run: AnyRun, device: str, folder: Path, perturb: int | None = None) -> None:
+        self.run, self.device, self.folder, self.perturb = run, device, folder, perturb
+        self.trials = plan_trials(run)
+        self.perturbed = None if perturb is None else job_to_perturb(run, self.trials, perturb)
+        self._waiting = in_order(self.trials)
+        self.total_steps = sum(job.steps for job in self._waiting)
+        self._running: list[Group] = []
+        self._ended: dict[Job, str | None] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        if isinstance(run, RunConfig):
+            for variant in run.runs:
+                require_room(run, variant, torch.device(device))
+        else:
+            require_parts(run, device)
+
+    def train(self, on_trial: Callable[[Outcome], None], on_step: Callable[[int], None]) -> None:
+        """Runs and compares all trials; a failed one does not keep the others from running.
+
+        Args:
+            on_trial: called with each trial that ended, well or not.
+            on_step: called with how many of total_steps are made.
+        """
+        try:
+            while self._waiting or self._running:
+                self._start_some()
+                for group in self._running[:]:
+                    self._look_at(group)
+                on_step(self._steps_made())
+                self._compare_some(on_trial)
+                time.sleep(PAUSE)
+        finally:
+            for group in self._running:
+                group.end()
+
+    def _start_some(self) -> None:
+        for job in self._waiting[:]:
+            if self._may_start(job):
+                self._waiting.remove(job)
+                # noted before it starts: an interrupt would leave its processes
+                self._running.append(Group(self._tasks(job)))
+                self._running[-1].start()
+
+    def _may_start(self, job: Job) -> bool:
+        """Whether what it continues is there, and a core for each rank; on GPUs nobody else.
+
+        A job that needs more has all cores to itself.
+        """
+        names = {ended.name for ended in self._ended}
+        if job.continues is not None and job.continues not in names:
+            return False
+        taken = sum(group.job.ranks for group in self._running)
+        return not taken or (self.device == "cpu" and taken + job.ranks <= cores())
+
+    def _tasks(self, job: Job) -> list[Task]:
+        perturbs = [self.perturb if job == self.perturbed else None, *[None] * (job.ranks - 1)]
+        own = self.run, job, self.device, self.folder
+        return [Task(*own, rank, perturb) for rank, perturb in enumerate(perturbs)]
+
+    def _look_at(self, group: Group) -> None:
+        try:
+            if not group.look():
+                return
+            failure = None
+        except RankError as error:
+            failure = str(error)
+            # what would continue it cannot be run
+            follow = [job for job in self._waiting if job.continues == group.job.name]
+            self._waiting = [job for job in self._waiting if job not in follow]
+            self._ended |= dict.fromkeys(follow, failure)
+        group.end()
+        self._running.remove(group)
+        self._ended[group.job] = failure
+
+    def _steps_made(self) -> int:
+        ended = sum(job.steps for job in self._ended)
+        return ended + sum(group.steps for group in self._running)
+
+    def _compare_some(self, on_trial: Callable[[Outcome], None]) -> None:
+        """Compares the trials that have ended since the last time, baselines first."""
+        for trial in sorted(self.trials, key=lambda trial: trial.baseline is not None):
+            jobs = [job for job in trial.jobs if job in self._ended]
+            known = trial.baseline is None or trial.baseline in self._outcomes
+            if trial.name in self._outcomes or not known or len(jobs) < len(trial.jobs):
+                continue
+            failures = [self._ended[job] for job in jobs if self._ended[job] is not None]
+            baseline = None if trial.baseline is None else self._outcomes[trial.baseline]
+            outcome = Outcome(trial, self.folder, baseline, *failures[:1])
+            self._outcomes[trial.name] = outcome
+            on_trial(outcome)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The trials that have ended, in the config's order."""
+        return [self._outcomes[t.name] for t in self.trials if t.name in self._outcomes]
+
+    def first_difference(self) -> Difference | None:
+        """The earliest difference of all trials."""
+        return earliest(each.difference for each in self.outcomes)
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """The trials that could not be run or compared."""
+        return [each for each in self.outcomes if each.failure is not None]
+
+
+def require_parts(run: MegatronRun, device: str) -> None:
+    """Raises a `ConfigError` where the packages, the memory or the GPUs of a run are not here."""
+    needed = {"megatron.core": "megatron-core"}
+    if any(each.resume_after is not None for each in run.variant):
+        needed["psutil"] = "psutil"
+    stock = [each for each in run.variant if isinstance(each, StockVariant)]
+    inner = any(each.inner == "transformer_engine" for each in stock)
+    graphs = any(each.cuda_graph for each in run.variant)
+    if inner or graphs or run.megatron.fp8_recipe is not None:
+        needed["transformer_engine"] = "transformer_engine[pytorch]"
+    require(device == "cuda" or not graphs, "cuda_graph", True, "false on the CPU")
+    missing = [package for name, package in needed.items() if not is_installed(name)]
+    if missing:
+        raise ConfigError(f"{run.name} needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    # at least the bf16 weights, which every tensor-parallel group has
+    weights = 2 * count_parameters(run.model) // run.megatron.shares
+    require_memory(weights * (1 if device == "cuda" else run.most_ranks), torch.device(device))
+    if device == "cuda":
+        seen = torch.cuda.device_count()
+        require(run.most_ranks <= seen, "ranks", run.most_ranks, f"at most {seen}, as many as GPUs")
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module can be imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -12,17 +13,18 @@ from megaopt.kernels.digest.codes import FINITE, NONFINITE, ROW, codes_of, place
 from megaopt.kernels.place import Place
 
 WORD = 2**32 - 1
+ROW_BITS = ROW.bit_length() - 1
 PIECE = {"cpu": 2**16, "cuda": 2**21}
 """Elements that are worked on at a time: what fits into a processor's cache, or fills a GPU."""
 
 
 def factors_reference(number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For each number from 0 to 2**32 - 1, int64, the odd factors of both lanes."""
-    mixed = (number + 0x9E3779B9) & WORD
-    mixed = (mixed ^ mixed >> 16) * 0x21F0AAAD & WORD
-    mixed = (mixed ^ mixed >> 15) * 0x735A2D97 & WORD
+    mixed = (number + 0x9E3779B9).bitwise_and_(WORD)
+    mixed = (mixed ^ mixed >> 16).mul_(0x21F0AAAD).bitwise_and_(WORD)
+    mixed = (mixed ^ mixed >> 15).mul_(0x735A2D97).bitwise_and_(WORD)
     mixed ^= mixed >> 15
-    second = mixed * 0x9E3779B1 & WORD
+    second = (mixed * 0x9E3779B1).bitwise_and_(WORD)
     return mixed | 1, (second ^ second >> 16) | 1
 
 
@@ -64,13 +66,17 @@ def lanes_in_rows(codes: torch.Tensor, first: int) -> torch.Tensor:
     return lanes_of(words, column_factors(codes.device), factors_reference(row))
 
 
-def lanes_apart(codes: torch.Tensor, begin: int, place: Place) -> torch.Tensor:
-    """int64 [2], the sums of a tensor's codes from `begin` on, each at a place of its own."""
-    index = torch.arange(len(codes), device=codes.device) + begin
-    own = place.first + index // place.run * place.stride + index % place.run
-    words = [word[:, None] for word in words_of(codes)]
-    column0, column1 = (table[own % ROW][:, None] for table in column_factors(codes.device))
-    return lanes_of(words, (column0, column1), factors_reference(own // ROW))
+def lanes_in_runs(codes: torch.Tensor, begin: int, place: Place) -> torch.Tensor:
+    """int64 [2], the sums of a tensor's codes from `begin` on, which are in runs."""
+    # as many as always follow each other in one row
+    width = math.gcd(ROW, place.first, place.run, place.stride)
+    index = torch.arange(begin, begin + len(codes), width, device=codes.device)
+    run = index.div(place.run, rounding_mode="floor")
+    own = index.add_(place.first).add_(run, alpha=place.stride - place.run)
+    column = (own & ROW - 1)[:, None] + torch.arange(width, device=codes.device)
+    words = [pad(word, (0, -len(word) % width)).view(-1, width) for word in words_of(codes)]
+    column0, column1 = (table[column] for table in column_factors(codes.device))
+    return lanes_of(words, (column0, column1), factors_reference(own >> ROW_BITS))
 
 
 def nonfinite_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | int:
@@ -92,7 +98,7 @@ def add_reference(
             begin = max(end - size, 0)
             piece = codes[begin:end]
             if place.stride:
-                row[:2] += lanes_apart(piece, begin, place)
+                row[:2] += lanes_in_runs(piece, begin, place)
             else:
                 row[:2] += lanes_in_rows(piece, place.first + begin)
             row[2] += nonfinite_of(piece, tensor.dtype.to_real())

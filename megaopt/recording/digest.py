@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ class Digester:
             refuse("tensors", "on one device", devices)
         self._are_sharded = any(map(is_dtensor, tensors))
         launches = bool(own) and default_backend(devices[0]) == "triton"
+        self._kinds = _kinds(own)
         self._digests = Digests(own, places, launches)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -112,8 +114,19 @@ class Digester:
 
         Returns:
             int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
+
+        Raises ValueError for others.
         """
-        return self._digests([*map(local_of, tensors)] if self._are_sharded else tensors)
+        own = [*map(local_of, tensors)] if self._are_sharded else tensors
+        if _kinds(own) != self._kinds:
+            refuse("tensors", "of the sizes, dtypes and device of those before", tensors)
+        return self._digests(own)
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+    """The facts that a launch relies on, list by list: one call for each tensor takes longer."""
+    looks = (torch.Tensor.numel, attrgetter("dtype"), torch.Tensor.get_device)
+    return tuple(list(map(look, tensors)) for look in looks)
 
 
 def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) -> Place:

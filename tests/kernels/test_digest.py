@@ -237,7 +237,7 @@ MUTANTS = {
             ".long().bitwise_and_(2 ** (8 * codes.element_size()) - 1)",
             ".long()",
         ),
-        "runs without a stride": ("place.run * place.stride", "place.run * place.run"),
+        "runs without a stride": ("alpha=place.stride - place.run", "alpha=place.stride"),
     },
     "kernel": {
         "another constant": ("0x735A2D97", "0x735A2D99"),

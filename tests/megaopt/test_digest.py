@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import digest, digest_many, hexadecimal
 from megaopt.kernels.place import Place
+from megaopt.recording.digest import Digester
 
 
 def matrix():
@@ -101,3 +102,11 @@ def test_what_is_refused(message, arguments):
 def test_lists_of_other_lengths_are_refused():
     with pytest.raises(ValueError, match="starts must be a list of 1, one for each tensor"):
         digest_many([WHOLE], [0, 1])
+
+
+@pytest.mark.parametrize("other", [torch.zeros(23), torch.zeros(4, 6).bfloat16()])
+def test_a_digester_refuses_other_tensors_than_those_before(other):
+    digester = Digester([WHOLE], [Place(0)])
+    assert torch.equal(digester([WHOLE + 1])[0, :2], digest(WHOLE + 1))
+    with pytest.raises(ValueError, match="tensors must be of the sizes, dtypes and device"):
+        digester([other])

@@ -48,6 +48,20 @@ def test_a_captured_step_leaves_digests(options):
         assert_digests(optimizer)
 
 
+def test_a_step_that_the_device_leaves_out_has_digests_of_what_stayed():
+    params = [torch.nn.Parameter(values(shape, 1).bfloat16().cuda()) for shape in SHAPES]
+    optimizer = FusedAdam(params, lr=0.1, capturable=True, nonfinite="skip", **MASTER)
+    optimizer.record_digests(ALL)
+    for bad in (0.0, torch.inf):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        params[0].grad[0, 0] += bad
+        before = [param.clone() for param in params]
+        optimizer.step()
+        assert all(map(torch.equal, params, before)) == bool(bad)
+        assert_digests(optimizer)
+
+
 def test_a_captured_digester_reads_what_is_there():
     tensors = [values(shape, 2).cuda() for shape in SHAPES]
     digester, graph = Digester(tensors, [Place(0)] * len(tensors)), torch.cuda.CUDAGraph()

@@ -16,6 +16,9 @@ from megaopt.kernels.step import kernel, launch
 from megaopt.params import view_of
 from megaopt.recording.digest import of_places
 
+each_backend = pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=interpreted)]
+)
 ADAM = ("grad", "weight", "master_param", "exp_avg", "exp_avg_sq")
 
 
@@ -53,7 +56,7 @@ def step_with_grads(optimizer, step, **options):
     return grads
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@each_backend
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sample(3)
 def test_digests_are_those_of_the_tensors(kind, backend):
@@ -64,6 +67,7 @@ def test_digests_are_those_of_the_tensors(kind, backend):
         assert assert_digests(optimizer, grads) >= 2 * len(grads)
 
 
+@interpreted
 @pytest.mark.parametrize("kind", ["fp32_masters", "drawn", "blocks", "fp16_moments"])
 def test_digests_change_no_bit(kind):
     plain, recorded = made(kind, backend="triton"), made(kind, backend="triton")
@@ -74,12 +78,12 @@ def test_digests_change_no_bit(kind):
         assert torch.equal(one, other)
 
 
-def adam(backend="triton", shapes=((70, 40), (5,), (0,)), **options):
+def adam(backend="reference", shapes=((70, 40), (5,), (0,)), **options):
     options = {**MASTER, "lr": 0.1, **options}
     return FusedAdam(parameters(shapes), backend=backend, **options)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@each_backend
 @pytest.mark.parametrize("capturable", [False, True])
 def test_a_step_that_is_left_out_has_the_digests_of_what_stayed(backend, capturable):
     optimizer = adam(backend, nonfinite="skip", capturable=capturable)
@@ -93,7 +97,7 @@ def test_a_step_that_is_left_out_has_the_digests_of_what_stayed(backend, captura
     assert assert_digests(optimizer, grads) == 15
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@each_backend
 def test_the_gradient_is_the_one_that_the_step_found(backend):
     optimizer = adam(backend, write_unscaled_grads=True)
     optimizer.record_digests(["grad"])
@@ -103,6 +107,7 @@ def test_the_gradient_is_the_one_that_the_step_found(backend):
     assert assert_digests(optimizer, grads) == 3
 
 
+@interpreted
 def test_parts_have_their_places():
     (whole,) = parameters([(4096,)])
     parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().split([1024, 1030, 2042])]

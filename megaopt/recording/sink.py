@@ -96,7 +96,7 @@ def option(value: Any) -> Any:
 class Sink:
     """Takes steps and writes them in their order.
 
-    An error of a thread's is raised by the next `put` or by `close`.
+    An error of a thread's is raised by the next `put` or by `close`; nothing is written after it.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -104,6 +104,7 @@ class Sink:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_told = False
 
     def put(self, step: Step, devices: set[torch.device]) -> None:
         """Writes a step, when the devices have done what they were asked for up to now."""
@@ -140,6 +141,6 @@ class Sink:
                 self._error = error
 
     def _raise(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._error is not None and not self._is_told:
+            self._is_told = True
+            raise self._error

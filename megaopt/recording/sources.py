@@ -46,6 +46,7 @@ def _inner(tensor: Any) -> tuple[str, ...]:
 
 
 CPU = torch.device("cpu")
+KIND = operator.attrgetter("dtype", "device")
 Named = tuple[Known, str, torch.Tensor]
 """What is known of a tensor, its quantity, and itself."""
 
@@ -120,6 +121,7 @@ class Source:
         self.open: Any = None
         """A step that waits for the model's weights."""
         self._params: list[torch.Tensor] = []
+        self._kinds: list[Any] = []
         self._owners: list[Owner] = []
         self._weights: Those | None = None
         self._models: Those | None = None
@@ -149,7 +151,8 @@ class Source:
 
     def _look(self) -> None:
         params = self.params()
-        if are_the_same(params, self._params):
+        kinds = [*map(KIND, params)]  # model.to(...) leaves parameters the same objects
+        if are_the_same(params, self._params) and kinds == self._kinds:
             return
         self.forget()
         labels = [
@@ -157,7 +160,7 @@ class Source:
             for i, group in enumerate(self.groups)
             for j in range(len(group["params"]))
         ]
-        self._params = params
+        self._params, self._kinds = params, kinds
         self._owners = list(map(self._parameters.owner, params, labels))
 
     def gradients(self) -> Those:

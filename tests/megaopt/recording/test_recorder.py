@@ -242,3 +242,20 @@ def test_batches_tell_samples_apart_and_add_over_them():
 def test_tensors_of_a_batch_may_not_be_exchanged():
     first, second = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
     assert not torch.equal(batch_digest((first, second)), batch_digest((second, first)))
+
+
+def test_a_model_that_is_cast_between_steps(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a"):
+        steps(model, optimizer, 1)
+        optimizer.zero_grad()
+        model.bfloat16()
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    recording = Recording(tmp_path / "a")
+    assert recording.steps == [1, 2]
+    dtypes = {value.dtype for value, _ in recording.ranks[0].rows(2)}
+    assert dtypes == {"bfloat16"}
+    weight = digest(model[0].weight.detach())
+    assert recording.digests(2)["0.weight", "weight"].digest.low == int(weight[0]) % LANES

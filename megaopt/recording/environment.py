@@ -61,7 +61,7 @@ def describe() -> dict[str, Any]:
         "cublas": installed("nvidia-cublas-cu12") or installed("nvidia-cublas"),
         "driver": driver() if on_gpu else None,
         "card": torch.cuda.get_device_name() if on_gpu else None,
-        "nccl": _nccl() if on_gpu else None,
+        "nccl": _nccl() if on_gpu and torch.distributed.is_nccl_available() else None,
         "TransformerEngine": installed("transformer-engine"),
         "python": platform.python_version(),
         "processor": processor(),

@@ -161,7 +161,7 @@ class Digest(NamedTuple):
     """How many elements are not finite; None where nobody counted."""
 
     def __str__(self) -> str:
-        return f"{self.high:016x}{self.low:016x}"
+        return f"{self.low:016x}{self.high:016x}"
 
 
 class Summed(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -94,33 +94,38 @@ class Watched:
     """A function whose calls are listened to; put back when nobody listens.
 
     Args:
-        places: where it stands, as "module:name" or "module:class.name".
+        places: where it stands, as "module:name" or "module:class.name"; of modules that are
+            imported alone.
     """
 
     def __init__(self, *places: str) -> None:
         self._places = places
         self._listeners: list[Listener] = []
-        self._put_back: list[tuple[Any, str, Any]] = []
+        self._put_back: dict[str, tuple[Any, str, Any]] = {}
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Tells the listener of each call, until what this returns is called."""
-        if not self._listeners:
-            self._wrap()
         self._listeners.append(listener)
+        self.look()
         return lambda: self._forget(listener)
 
     def _forget(self, listener: Listener) -> None:
         self._listeners.remove(listener)
         while self._put_back and not self._listeners:
-            setattr(*self._put_back.pop())
+            setattr(*self._put_back.popitem()[1])
 
-    def _wrap(self) -> None:
-        for place in self._places:
+    def look(self) -> None:
+        """Listens in modules that have been imported since, too."""
+        for place in self._places if self._listeners else ():
             module, _, path = place.partition(":")
             *classes, name = path.split(".")
-            owner: Any = functools.reduce(getattr, classes, importlib.import_module(module))
-            self._put_back.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, self._wrapped(getattr(owner, name)))
+            if module not in sys.modules or place in self._put_back:
+                continue
+            owner: Any = functools.reduce(getattr, classes, sys.modules[module])
+            function = getattr(owner, name, None)  # other versions may have other names
+            if function is not None:
+                self._put_back[place] = owner, name, function
+                setattr(owner, name, self._wrapped(function))
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -137,5 +142,10 @@ class Watched:
 
 BACKWARD = Watched("torch.autograd:backward")
 """Tensor.backward calls it too."""
-CLIP = Watched("torch.nn.utils:clip_grad_norm_", "torch.nn.utils.clip_grad:clip_grad_norm_")
+PIPELINE = Watched("megatron.core.pipeline_parallel.schedules:custom_backward")
+CLIP = Watched(
+    "torch.nn.utils:clip_grad_norm_",
+    "torch.nn.utils.clip_grad:clip_grad_norm_",
+    "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+)
 SCALER = Watched("torch.amp.grad_scaler:GradScaler.step")

@@ -22,7 +22,15 @@ from megaopt.params.dtensor import local_of
 from megaopt.recording import megatron
 from megaopt.recording.environment import describe
 from megaopt.recording.files import Writer
-from megaopt.recording.inputs import BACKWARD, CLIP, SCALER, batch_digest, leaves, random_states
+from megaopt.recording.inputs import (
+    BACKWARD,
+    CLIP,
+    PIPELINE,
+    SCALER,
+    batch_digest,
+    leaves,
+    random_states,
+)
 from megaopt.recording.places import Known, Parameters
 from megaopt.recording.sink import Number, Sink, Step, option
 from megaopt.recording.sources import Source, Those, count_of, stamps
@@ -101,7 +109,12 @@ class Recorder:
             self.add_optimizer(inner)
         if self._sources:
             self._open()  # to refuse a folder at once
-        pairs = (BACKWARD, self._backward), (CLIP, self._clip), (SCALER, self._scale)
+        pairs = (
+            (BACKWARD, self._backward),
+            (PIPELINE, self._pipeline_backward),
+            (CLIP, self._clip),
+            (SCALER, self._scale),
+        )
         self._undo += [watched.listen(listener) for watched, listener in pairs]
         # of any process: one that multiprocessing has started knows no atexit
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
@@ -118,6 +131,8 @@ class Recorder:
         It stands for models that were added before and are modules of it.
         """
         self._parameters.add(model)
+        for watched in (PIPELINE, CLIP):
+            watched.look()  # Megatron may have been imported since
         self._described = 0  # there are other names now
         for source in self._sources:
             source.forget()
@@ -234,10 +249,19 @@ class Recorder:
     # --- what torch's functions are called with
 
     def _backward(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        tensors = args[0] if args else named["tensors"]
+        given = [*args, *named.values()]
+        if any(each is not None for each in given[1:2]):
+            return  # with a gradient: an output of another rank's input, no loss
+        tensors = given[0]
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             if tensor.numel() == 1 and self._wanted and self._is_here():
                 self.loss(tensor)
+
+    def _pipeline_backward(self, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        """Hears of Megatron's own: of a loss, or of an output with the next stage's gradient."""
+        output, gradient = args
+        if gradient is None:
+            self._backward((output,), {})
 
     def _clip(self, *_: Any) -> Callable[[Any], None]:
         def clipped(norm: Any) -> None:
@@ -393,16 +417,19 @@ class Untraced:
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The torch.optim.Optimizers in one, in a list, or in wrappers as Megatron has them.
+    """The torch.optim.Optimizers in one, in a list, or in wrappers as Megatron and torchtitan have.
 
     Raises TypeError for anything else.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
+    several = getattr(optimizer, "chained_optimizers", None) or getattr(
+        optimizer, "optimizers", None
+    )
+    if isinstance(optimizer, torch.optim.Optimizer) and not several:
         # integration.megatron's shows Megatron one whose gradients and weights are elsewhere
         fused = getattr(optimizer, "fused", None)
         yield fused if isinstance(fused, torch.optim.Optimizer) else optimizer
         return
-    inside = getattr(optimizer, "chained_optimizers", None) or getattr(optimizer, "optimizer", None)
+    inside = several or getattr(optimizer, "optimizer", None)
     found = optimizer if isinstance(optimizer, Sequence) else inside
     if found is None:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
@@ -411,10 +438,11 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The members of lists and sequences of modules that hold parameters."""
+    """The members of lists, dicts and sequences of modules that hold parameters."""
+    kinds = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
     for module in model.modules():
-        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
-            yield from (each for each in module if any(True for _ in each.parameters()))
+        if isinstance(module, kinds):
+            yield from (each for each in module.children() if any(True for _ in each.parameters()))
 
 
 def on_gradient(tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:

@@ -32,8 +32,11 @@ def starting(execute: Any) -> Any:
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        from megaopt.recording.runner import start
-
+        try:
+            from megaopt.recording.runner import start
+        except ModuleNotFoundError as error:
+            wanted = f"megaopt must be installed for {sys.executable} to be recorded: {error}"
+            raise SystemExit(f"megaopt: {wanted}") from None
         start()
 
     return exec_module

@@ -146,6 +146,42 @@ def test_several_optimizers_and_models(tmp_path):
     assert found == {"weight", "bias", "model1.weight", "model1.bias"}
 
 
+class Container(torch.optim.Optimizer):
+    """Steps others, as torchtitan's container does."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        super().__init__([p for each in optimizers for p in each.param_groups[0]["params"]], {})
+
+    def step(self, closure=None):
+        for each in self.optimizers:
+            each.step()
+
+
+def test_a_container_stands_for_its_optimizers(tmp_path):
+    model = network()
+    halves = [[*model[0].parameters()], [*model[4].parameters()]]
+    optimizer = Container([torch.optim.AdamW(half) for half in halves])
+    with Recorder(model, optimizer, tmp_path / "a"):
+        steps(model, optimizer, 2)
+    (rank,) = Recording(tmp_path / "a").ranks
+    assert [each["class"] for each in rank.optimizers] == ["torch.optim.adamw.AdamW"] * 2
+    assert ("0.weight", "exp_avg") in Recording(tmp_path / "a").digests(2)
+
+
+def test_members_of_a_dict_of_modules_are_blocks(tmp_path):
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleDict({"0": torch.nn.Linear(8, 4)})
+    model.forward = lambda batch: model.layers["0"](batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a", level="blocks"):
+        steps(model, optimizer, 1)
+    assert [*Recording(tmp_path / "a").own(1)] == [
+        (0, "layers.0", "forward"),
+        (0, "layers.0", "backward"),
+    ]
+
+
 def test_sparse_gradients_are_as_dense_ones(tmp_path):
     found = []
     for sparse in (True, False):

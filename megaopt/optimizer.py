@@ -148,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         return self.stepper.norm
 
-    def record_digests(self, quantities: Iterable[str] | None) -> None:
+    def record_digests(self, quantities: Iterable[str] | None, *, passes: bool = True) -> None:
         """Lets later steps find the digests of what they read and store (see `digests`).
 
         On a GPU the step's launch sums them up, where no scale of its own has to be known first;
@@ -158,10 +158,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             quantities: of "grad", as the step finds it, "weight", "master_param", the moments'
                 names ("exp_avg"), and with "_scale" behind them what belongs to their codes; all as
                 they are stored. What a parameter does not have is left out. None: no digests.
+            passes: whether passes of their own make what launches do not sum up; otherwise that is
+                left out of `digests`.
 
         Raises ValueError for another name.
         """
-        self.stepper.record_digests(quantities)
+        self.stepper.record_digests(quantities, passes)
 
     @property
     def digests(self) -> list[StepDigests]:

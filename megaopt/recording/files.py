@@ -406,16 +406,16 @@ def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
     )
     numel = math.prod(value.shape)
     missing = numel - sum(place[3] for place in parts)
-    unlike = [_alike(ranks) for ranks in parts.values() if len(set(ranks.values())) > 1]
-    groups = unlike[0] if unlike else {}
+    unlike = (groups for groups in map(_alike, parts.values()) if len(groups) > 1)
+    groups = next(unlike, {})
     return Summed(total, missing, tuple(groups.values()), tuple(groups))
 
 
 def _alike(ranks: Mapping[int, Digest]) -> dict[Digest, tuple[int, ...]]:
-    groups: dict[Digest, list[int]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, digest in ranks.items():
-        groups[digest].append(rank)
-    return {digest: tuple(group) for digest, group in groups.items()}
+        groups[digest.low, digest.high].append(rank)  # counts may lack on some
+    return {ranks[group[0]]: tuple(group) for group in groups.values()}
 
 
 def places_of_samples(name: str, numel: int, width: int) -> Sequence[int]:

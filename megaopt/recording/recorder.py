@@ -177,6 +177,7 @@ class Recorder:
         if self._files is not None and os.getpid() == self._pid:
             for source in self._sources:
                 self._finish(source)
+                source.close()
             self._files[1].close()
         self._files, self._is_closed = None, True
 
@@ -302,10 +303,12 @@ class Recorder:
         step.options = [options_of(group) for group in source.groups]
         note_scaling(step, source.optimizer)
         if self._is_recorded(source.step) and self._level >= STEP:
+            if self._every == 1:  # launches would sum up at other steps too
+                source.ask()
             with torch.no_grad():
                 self._gather_before(step, source)
                 if not has_closure(args, named):
-                    self._add(step, source.gradients())
+                    self._add_gradients(step, source)
 
     def _gather_before(self, step: Step, source: Source) -> None:
         weights = source.weights()
@@ -335,7 +338,7 @@ class Recorder:
         if self._level >= STEP:
             with torch.no_grad():
                 if has_closure(args, named):  # which made them within the step
-                    self._add(step, source.gradients())
+                    self._add_gradients(step, source)
                 self._gather_after(step, source)
         source.open = step
         if self._level < STEP or source.models() is None:
@@ -343,14 +346,20 @@ class Recorder:
 
     def _gather_after(self, step: Step, source: Source) -> None:
         weights = source.weights()
-        self._add(step, weights)
+        step.rows += source.rows(self._number)
+        self._add_elements(step, weights)
         source.after = step.number, weights.listed, stamps(weights)
         if self._is_sampled(step.number):
             source.sampled = step.number
 
-    def _add(self, step: Step, found: Those) -> None:
-        """Adds digests, samples and whole tensors, as far as they are wanted of this step."""
-        step.rows += found.listed.rows(found.tensors, self._number)
+    def _add_gradients(self, step: Step, source: Source) -> None:
+        found = source.gradients()
+        now = source.read(found)
+        step.rows += now.listed.rows(now.tensors, self._number)
+        self._add_elements(step, found)
+
+    def _add_elements(self, step: Step, found: Those) -> None:
+        """Adds samples and whole tensors, as far as they are wanted of this step."""
         if self._is_sampled(step.number):
             step.samples += found.listed.samples(found.tensors, self._number)
         if step.number in self._keep:
@@ -364,7 +373,8 @@ class Recorder:
         models = source.models() if self._level >= STEP else None
         if models is not None:
             with torch.no_grad():
-                self._add(step, models)
+                step.rows += models.listed.rows(models.tensors, self._number)
+                self._add_elements(step, models)
         self._open()[1].put(step, self._devices)
 
     def _is_recorded(self, step: int) -> bool:

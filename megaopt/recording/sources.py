@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from megaopt.params.dtensor import local_of
+from megaopt.params.view import MASTER
 from megaopt.recording.places import Known, Owner, Parameters, of_state
-from megaopt.recording.table import Listed, held
+from megaopt.recording.table import Launched, Listed, Number, Rows, held
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 RENAMED = {
-    "master_param": "master",
+    MASTER: "master",
     **dict.fromkeys(("data8", "_data", "_rowwise_data"), "codes"),
     **dict.fromkeys(("_scale_inv", "_rowwise_scale_inv"), "scale_inv"),
 }
@@ -47,8 +48,8 @@ def _inner(tensor: Any) -> tuple[str, ...]:
 
 CPU = torch.device("cpu")
 KIND = operator.attrgetter("dtype", "device")
-Named = tuple[Known, str, torch.Tensor]
-"""What is known of a tensor, its quantity, and itself."""
+Named = tuple[Known, str, torch.Tensor, torch.Tensor]
+"""What is known of a tensor, its quantity, itself, and its parameter."""
 
 
 class Those(NamedTuple):
@@ -64,7 +65,10 @@ class Those(NamedTuple):
 
 def those(found: Sequence[Named]) -> Those:
     """Tensors with what they are."""
-    return Those(Listed(held(*each) for each in found), [tensor for *_, tensor in found])
+    return Those(Listed(held(*each) for each in found), [tensor for *_, tensor, _ in found])
+
+
+NOTHING = those([])
 
 
 def stamps(found: Those) -> list[Any]:
@@ -126,6 +130,10 @@ class Source:
         self._weights: Those | None = None
         self._models: Those | None = None
         self._gradients: tuple[Any, Listed] | None = None
+        self._launched: tuple[Any, Launched] | None = None
+        self._has_asked, self._asked = False, tuple[str, ...]()
+        self._read = NOTHING
+        """Gradients whose digests the launch sums up."""
         self._seen: list[torch.Tensor] = []
         self._states: States = States(optimizer, ())
 
@@ -171,9 +179,10 @@ class Source:
         tensors = [_dense(grad) for grad in found if grad is not None]
         key = [grad if grad is None else grad.dtype for grad in found]
         if self._gradients is None or self._gradients[0] != key:
-            owners = (o for o, grad in zip(self._owners, found, strict=True) if grad is not None)
-            pairs = zip(owners, tensors, strict=True)
-            self._gradients = key, Listed(held(o.known, "grad", t) for o, t in pairs)
+            owned = zip(self._params, self._owners, found, strict=True)
+            have = [(param, owner) for param, owner, grad in owned if grad is not None]
+            pairs = zip(have, tensors, strict=True)
+            self._gradients = key, Listed(held(o.known, "grad", t, p) for (p, o), t in pairs)
         return Those(self._gradients[1], tensors)
 
     def weights(self) -> Those:
@@ -194,9 +203,49 @@ class Source:
         self._look()
         if self._models is None:
             weights = [o.weight for o in self._owners if o.weight is not None]
-            found = ((self._parameters.known(w), *each) for w in weights for each in weight_of(w))
-            self._models = those(list(found))
+            self._models = those([each for weight in weights for each in self._of_model(weight)])
         return self._models if self._models.tensors else None
+
+    def ask(self) -> None:
+        """Asks an optimizer of megaopt for the digests that its launch sums up.
+
+        Not where somebody else has asked: what passes make has places of its own.
+        """
+        optimizer: Any = self.optimizer
+        if not hasattr(optimizer, "record_digests"):
+            return
+        stepper = optimizer.stepper
+        if not stepper.quantities:
+            # a gradient that the step writes has its digest before
+            read = () if stepper.options.write_unscaled_grads else ("grad",)
+            moments = (moment.name for moment in stepper.rule.kept)
+            optimizer.record_digests((*read, "weight", MASTER, *moments), passes=False)
+            self._has_asked = True
+        self._asked = () if stepper.passes else stepper.quantities
+
+    def close(self) -> None:
+        """Asks for nothing any more."""
+        optimizer: Any = self.optimizer
+        if self._has_asked and not optimizer.stepper.passes:
+            optimizer.record_digests(None)
+
+    def read(self, gradients: Those) -> Those:
+        """The gradients that have their digests before the step; `rows` has those of the others."""
+        self._read = gradients if "grad" in self._asked else NOTHING
+        return NOTHING if "grad" in self._asked else gradients
+
+    def rows(self, number: Number) -> list[Rows]:
+        """The digests of what a step has left, and of gradients: the launch's as far as it goes."""
+        left, optimizer = self.weights(), cast("Any", self.optimizer)
+        if not self._asked:
+            return left.listed.rows(left.tensors, number)
+        read, self._read, found = self._read, NOTHING, optimizer.digests
+        key = [read.listed, left.listed, *(each.params for each in found)]
+        if self._launched is None or not are_the_same(key, self._launched[0]):
+            called = {p: o.quantity for p, o in zip(self._params, self._owners, strict=True)}
+            held = [*read.listed.held, *left.listed.held]
+            self._launched = key, Launched(held, found, called, number)
+        return self._launched[1].rows([*read.tensors, *left.tensors], found, number)
 
     def changed(self, step: int, weights: Those) -> Sequence[int]:
         """The places among `weights` that were written since the step before, as torch knows."""
@@ -216,14 +265,19 @@ class Source:
                 elif not isinstance(value, (int, float)):
                     yield from (tensor for _, tensor in flattened("", value))
 
+    def _of_model(self, weight: torch.Tensor) -> Iterator[Named]:
+        known = self._parameters.known(weight)
+        for name, tensor in weight_of(weight):
+            yield of_state(weight, known, tensor), name, tensor, weight
+
     def _of(self, param: torch.Tensor, owner: Owner) -> Iterator[Named]:
         for name, tensor in weight_of(param, owner.quantity):
-            yield owner.known, name, tensor
+            yield of_state(param, owner.known, tensor), name, tensor, param
         for key, value in self.optimizer.state.get(param, {}).items():
             for name, tensor in flattened(RENAMED.get(key, str(key)), value):
                 if tensor.dim() or tensor.device.type != "cpu":  # a count on the host is a number
                     whole = value if tensor is local_of(value) else tensor
-                    yield of_state(param, owner.known, whole), name, tensor
+                    yield of_state(param, owner.known, whole), name, tensor, param
 
 
 def weight_of(param: torch.Tensor, quantity: str = "weight") -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -12,10 +13,15 @@ import torch
 from megaopt.kernels.backends import default_backend
 from megaopt.kernels.gather import Gather
 from megaopt.kernels.place import Place
+from megaopt.params import view_of
+from megaopt.params.view import MASTER
 from megaopt.recording.digest import Digester
 from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, Value, places_of_samples
 from megaopt.recording.pieces import Piece
 from megaopt.recording.places import Known
+
+if TYPE_CHECKING:
+    from megaopt.step.digests import StepDigests
 
 Array = numpy.ndarray[Any, Any]
 Number = Callable[[Value], int]
@@ -34,6 +40,8 @@ class Held(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     """In the rank's own memory."""
+    param: torch.Tensor | None = None
+    """The parameter of an optimizer that it belongs to."""
 
     @property
     def values(self) -> Iterator[tuple[Value, Piece]]:
@@ -47,9 +55,11 @@ class Held(NamedTuple):
             yield own, Piece(0, math.prod(self.shape), Place(0))
 
 
-def held(known: Known, quantity: str, tensor: torch.Tensor) -> Held:
+def held(
+    known: Known, quantity: str, tensor: torch.Tensor, param: torch.Tensor | None = None
+) -> Held:
     """What a tensor is, which is not kept."""
-    return Held(known, quantity, tensor.dtype, tuple(tensor.shape))
+    return Held(known, quantity, tensor.dtype, tuple(tensor.shape), param)
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,14 +75,18 @@ class Rows(NamedTuple):
     numbers: Array
     """The values' numbers."""
     digests: torch.Tensor
-    """int64 (n, 3), on the host: both lanes, and how many elements are not finite."""
+    """int64 (n, 3), on the host: both lanes, and how many elements are not finite; (n, 2) where
+    nobody counts these."""
+    chosen: Array | slice = slice(None)
+    """Those that the numbers are of."""
 
     def array(self) -> Array:
         """The rows as files have them; when the device is done."""
-        found, rows = self.digests.numpy(), numpy.empty(len(self.numbers), ROW)
+        found, rows = self.digests.numpy()[self.chosen], numpy.empty(len(self.numbers), ROW)
         rows["value"] = self.numbers
         rows["low"], rows["high"] = found[:, 0].view("u8"), found[:, 1].view("u8")
-        rows["nonfinite"] = found[:, 2].clip(0, NOT_COUNTED - 1)
+        counts = found[:, 2:].clip(0, NOT_COUNTED - 1)
+        rows["nonfinite"] = counts[:, 0] if counts.size else NOT_COUNTED
         return rows
 
 
@@ -132,6 +146,51 @@ class Listed:
             chosen = (self.held[i] for i in indices)
             self._before[key] = Listed(h._replace(quantity=f"old {h.quantity}") for h in chosen)
         return self._before[key]
+
+
+class Launched:
+    """The rows of tensors some of which an optimizer's launch sums up; the others have passes.
+
+    Args:
+        held: what the tensors are.
+        found: the optimizer's digests.
+        called: what a recording calls each parameter's "weight".
+        number: of a value, as rows name it.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        found: Sequence[StepDigests],
+        called: Mapping[torch.Tensor, str],
+        number: Number,
+    ) -> None:
+        where = {(each.param, each.quantity): i for i, each in enumerate(held)}
+        self._numbers, summed = list[tuple[Array, Array]](), set[int]()
+        for each in found:
+            pairs = itertools.product(each.params, each.quantities)
+            names = ((p, {"weight": called[p], MASTER: "master"}.get(q, q)) for p, q in pairs)
+            places = [where.get(name, -1) for name in names]
+            own = {row: i for row, i in enumerate(places) if i >= 0 and _is_whole(held[i])}
+            numbers = [number(next(held[i].values)[0]) for i in own.values()]
+            self._numbers.append((numpy.array(numbers, "u4"), numpy.array([*own], int)))
+            summed.update(own.values())
+        self._rest = [i for i in range(len(held)) if i not in summed]
+        self._others = Listed(held[i] for i in self._rest)
+
+    def rows(self, tensors: Tensors, found: Sequence[StepDigests], number: Number) -> list[Rows]:
+        """The digests of the tensors; found: the optimizer's, of this step."""
+        own = [
+            Rows(numbers, fetched(each.lanes.flatten(0, 1)), rows)
+            for (numbers, rows), each in zip(self._numbers, found, strict=True)
+        ]
+        return own + self._others.rows([tensors[i] for i in self._rest], number)
+
+
+def _is_whole(held: Held) -> bool:
+    """Whether it is one piece, at the place where its parameter's launch takes it to be."""
+    place, pieces = view_of(held.param).place(0), [piece for _, piece in held.values]
+    return pieces == [Piece(0, math.prod(held.shape), place)]
 
 
 def _by_device(parts: Iterable[Any], tensors: Tensors) -> list[list[Any]]:

@@ -37,27 +37,30 @@ class BatchDigests:
     """The digests of a batch's chosen slots.
 
     Those that the launch does not sum up come from passes of their own: over gradients before the
-    step, which may write them, and over the rest behind it.
+    step, which may write them, and over the rest behind it; without `passes` it is left out.
     """
 
-    def __init__(self, batch: Batch, owned: Owned, quantities: Sequence[str]) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, owned: Owned, quantities: Sequence[str], passes: bool) -> None:
+        self.batch, self.is_known = batch, False
         names = {slot: state_name(slot) for slot in batch.formats.state_slots}
         names = {**{slot: slot for slot in BESIDE_STATE}, **names}
-        self._names = {slot: name for slot, name in names.items() if name in quantities}
+        self.names = {slot: name for slot, name in names.items() if name in quantities}
+        """What has digests."""
         views = [owned.views[place] for place in batch.positions]
         places = [owned.place(place) for place in batch.positions]
         self._launches = owned.backend(batch.device) == "triton" and batch.device.type == "cuda"
         self._launched = self._in_launch(places)
         slots = batch.plan.digest_slots if isinstance(batch.plan, TritonPlan) else ()
-        self._of_launch = {slot: self._names[slot] for slot in slots}
+        self._of_launch = {slot: self.names[slot] for slot in slots}
+        if not passes:
+            self.names = self._of_launch
         self._initial = initial([v.local.numel() for v in views], batch.device)[:, None, :2]
-        self._places = {slot: _places(views, batch.formats, slot, places) for slot in self._names}
+        self._places = {slot: _places(views, batch.formats, slot, places) for slot in self.names}
         self._own_passes: dict[str, Digests] = {}
         self._found: dict[str, torch.Tensor] = {}
 
     def _in_launch(self, places: list[Place]) -> torch.Tensor | None:
-        plan, slots = self.batch.plan, [s for s in self._names if s in self.batch.formats.by_slot]
+        plan, slots = self.batch.plan, [s for s in self.names if s in self.batch.formats.by_slot]
         if not isinstance(plan, TritonPlan) or not slots:
             return None
         return plan.sum_digests(slots, places)
@@ -66,11 +69,12 @@ class BatchDigests:
         """Before the launch."""
         if self._launched is not None:
             self._launched.copy_(self._initial.expand_as(self._launched))
-        self._look([slot for slot in self._names if slot == "grad"], grads)
+        self._look([slot for slot in self.names if slot == "grad"], grads)
 
     def finish(self, grads: Grads) -> None:
         """Behind the step."""
-        self._look([slot for slot in self._names if slot != "grad"], grads)
+        self.is_known = True
+        self._look([slot for slot in self.names if slot != "grad"], grads)
 
     def _look(self, slots: Sequence[str], grads: Grads) -> None:
         for slot in slots:
@@ -92,7 +96,8 @@ class BatchDigests:
 
     def leave_out(self, grads: Grads) -> None:
         """In the place of a step that the host leaves out."""
-        found = {slot: self._digest(slot, grads) for slot in self._names}
+        self.is_known = True
+        found = {slot: self._digest(slot, grads) for slot in self.names}
         self._found = found
         if self._launched is not None:
             own = [found[slot] for slot in self._of_launch]
@@ -103,7 +108,7 @@ class BatchDigests:
         own = [slot for slot in self._found if slot not in self._of_launch]
         parts = [] if self._launched is None else [self._launched]
         parts += [self._found[slot][:, None] for slot in own]
-        quantities = [*self._of_launch.values(), *(self._names[slot] for slot in own)]
+        quantities = [*self._of_launch.values(), *(self.names[slot] for slot in own)]
         return StepDigests(self.batch.source.params, tuple(quantities), torch.cat(parts, 1))
 
 

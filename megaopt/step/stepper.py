@@ -178,6 +178,8 @@ class Stepper:
         self.writes = ExternalWrites(said)
         self.quantities: tuple[str, ...] = ()
         """What steps record digests of."""
+        self.passes = True
+        """Whether passes of their own make those that launches do not."""
         self.was_stepped = False
         """Whether no step asks any more which states there would be."""
         self._preparations = Preparations()
@@ -216,19 +218,20 @@ class Stepper:
         """See FusedOptimizer.grad_norm."""
         return self._preparations.norm
 
-    def record_digests(self, quantities: Iterable[str] | None) -> None:
+    def record_digests(self, quantities: Iterable[str] | None, passes: bool) -> None:
         """See FusedOptimizer.record_digests."""
         own = tuple(dict.fromkeys(quantities or ()))
         moments = [moment.name for moment in self.rule.kept]
         state = [MASTER, *moments, *(f"{name}{SCALE}" for name in (MASTER, *moments))]
         for quantity in own:
             one_of("quantities", quantity, (*BESIDE_STATE, *state))
-        self.quantities, self._batches = own, None
+        self.quantities, self.passes, self._batches = own, passes, None
 
     @property
     def digests(self) -> list[StepDigests]:
         """See FusedOptimizer.digests."""
-        return [] if self._batches is None else [each.read() for each in self._batches.digests]
+        batches = [] if self._batches is None else self._batches.digests
+        return [each.read() for each in batches if each.is_known]
 
     def check_numbers(self, groups: Sequence[Group]) -> None:
         """Raises ValueError for a number of a group that a step cannot use."""
@@ -388,8 +391,9 @@ class Stepper:
         self.writes.watch(owned, found.places)
         batches = make_batches(owned, state, found, self.writes.versions)
         if self.quantities:
-            own = batches.batches
-            batches.digests = [BatchDigests(batch, owned, self.quantities) for batch in own]
+            asked = self.quantities, self.passes
+            made = [BatchDigests(batch, owned, *asked) for batch in batches.batches]
+            batches.digests = [each for each in made if each.names]
         self._is_shared = any(v.split is not None or v.group is not None for v in owned.views)
         self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}

@@ -34,11 +34,16 @@ class Run:
             "environment": {**ENVIRONMENT, **environment},
             "layout": layout or {},
         }
-        self.scalars, self.moves = {}, []
+        self.scalars, self.moves, self.counts = {}, [], {}
 
     def saying(self, step, rank, **numbers):
         """Other numbers of a step of a rank."""
         self.scalars[step, rank] = numbers
+        return self
+
+    def counting(self, rank, count):
+        """A rank that counts what is not finite."""
+        self.counts[rank] = count
         return self
 
     def moved(self, *moves):
@@ -77,7 +82,7 @@ class Run:
         low = zlib.crc32(repr((at, name, call, whose)).encode())
         return (
             writer.number(value),
-            NOT_COUNTED,
+            self.counts.get(rank, NOT_COUNTED),
             low + self.added(step, rank, name, quantity, call),
             1,
         )

@@ -102,6 +102,12 @@ def test_both_runs_are_blamed_alike(right, tmp_path):
     assert (found.blame.kind, found.blame.where) == (kind, where)
 
 
+def test_counts_that_one_side_or_one_replica_lacks_are_no_difference(right, tmp_path):
+    counted = Run().counting(0, 3).write(tmp_path / "a")
+    assert compare(counted, right).verdict == compare(right, counted).verdict == "same"
+    assert all(each.replicas == () for each in counted.digests(AT).values())
+
+
 def test_a_write_in_both_runs_is_no_difference(tmp_path):
     write = (AT, ALL, "head.weight", "old weight", 0)
     a, b = (Run(write).write(tmp_path / name) for name in "ab")

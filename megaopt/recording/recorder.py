@@ -95,7 +95,16 @@ class Recorder:
         self._undo: list[Callable[[], None]] = []
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
         """What is registered for each model."""
-        for module in [model] if isinstance(model, torch.nn.Module) else model:
+        # of any process: one that multiprocessing has started knows no atexit
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
+        try:
+            self._start([model] if isinstance(model, torch.nn.Module) else model, optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        for module in models:
             self.add_model(module)
         for inner in inner_optimizers(optimizer):
             self.add_optimizer(inner)
@@ -103,8 +112,6 @@ class Recorder:
             self._open()  # to refuse a folder at once
         pairs = (BACKWARD, self._backward), (CLIP, self._clip), (SCALER, self._scale)
         self._undo += [watched.listen(listener) for watched, listener in pairs]
-        # of any process: one that multiprocessing has started knows no atexit
-        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def __enter__(self) -> Recorder:
         return self

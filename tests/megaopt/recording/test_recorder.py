@@ -223,6 +223,17 @@ def test_a_recording_is_not_written_over(tmp_path):
         recorded("sgd", tmp_path / "a")
 
 
+def test_a_recorder_that_is_refused_leaves_no_hooks(tmp_path):
+    (tmp_path / "file").touch()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(NotADirectoryError):
+        Recorder(model, optimizer, tmp_path / "file")
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    assert not any(getattr(module, each) for module in model.modules() for each in hooks)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_batches_tell_samples_apart_and_add_over_them():
     batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     whole = batch_digest((batch, {"labels": torch.arange(6)}))

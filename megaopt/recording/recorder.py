@@ -129,8 +129,8 @@ class Recorder:
         for source in self._sources:
             source.forget()
         hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(Hook(self._after_forward)),
             *self._module_hooks(model),
         ]
         for inner in model.modules():
@@ -206,9 +206,9 @@ class Recorder:
             own = [each for each, _ in module.named_parameters(recurse=False)]
             if own and self._level >= STEP:
                 names = [self._parameters.name(model, f"{path}.{each}") for each in own]
-                yield module.register_forward_pre_hook(functools.partial(self._meet, names))
+                yield module.register_forward_pre_hook(Hook(self._meet, names))
             if module in blocks or (self._level >= MODULES and not any(module.children())):
-                yield module.register_forward_hook(functools.partial(self._after_module, name))
+                yield module.register_forward_hook(Hook(self._after_module, name))
         if self._level >= BLOCKS and process()["world"] > 1:
             for path, param in model.named_parameters():
                 name = self._parameters.name(model, path)
@@ -385,6 +385,22 @@ class Recorder:
                 }
             )
         self._described = len(self._sources)
+
+
+class Hook:
+    """A hook of a module, which does nothing in a copy of it, or where it was saved and loaded."""
+
+    def __init__(self, function: Callable[..., None] | None = None, *first: Any) -> None:
+        self._function, self._first = function, first
+
+    def __call__(self, *args: Any) -> None:
+        """Calls the function."""
+        if self._function is not None:
+            self._function(*self._first, *args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        """What copies and pickles have of it."""
+        return Hook, ()
 
 
 class Untraced:

@@ -1,6 +1,7 @@
 """A recorder learns what each step of any torch optimizer did, and changes nothing in it."""
 
 import copy
+import pickle
 import weakref
 
 import pytest
@@ -174,6 +175,18 @@ def test_after_close_everything_is_as_it_was(tmp_path):
     assert torch.nn.utils.clip_grad_norm_ is clip
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert Recording(tmp_path / "a").steps == []
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_model_are_not_recorded(copied, tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", level="modules"):
+        steps(copied(model), optimizer, 1)
+        steps(model, optimizer, 1)
+    found = Recording(tmp_path / "a")
+    assert [len(found.scalars(step)[0][0]["batch"]) for step in (1, 2)] == [0, 1]
+    assert not found.own(1)
 
 
 def test_gradients_and_outputs_are_not_kept_alive(tmp_path):

@@ -179,7 +179,8 @@ def _outputs(pair: Pair, step: int) -> Blame | None:
         return Blame(step, "forward", name, "forward", text, keys)
     if not pair.says("losses", step):
         return None
-    a, b = (list(floats(side.scalars(step, "losses"))) for side in pair.both)
+    # as text, in which a NaN is equal to itself, and -0 is not 0
+    a, b = (list(map(repr, floats(side.scalars(step, "losses")))) for side in pair.both)
     if not pair.alike_layout:
         a, b = sorted(set(a)), sorted(set(b))  # ranks that share a model have one loss
         if len(a) != len(b):  # of other parts of the batch
@@ -188,7 +189,7 @@ def _outputs(pair: Pair, step: int) -> Blame | None:
     if unlike is None:
         return None
     seen = "after the last block" if pair.records("forward", step) else "seen first in the loss"
-    text = f"{seen}: loss {unlike[0]!r}, and {unlike[1]!r}"
+    text = f"{seen}: loss {unlike[0]}, and {unlike[1]}"
     return Blame(step, "forward", "loss", "loss", text)
 
 

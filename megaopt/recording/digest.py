@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -142,9 +141,18 @@ def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) ->
     found = place_of_box(0, start, shape, whole)
     if found is None:
         refuse("whole", f"cut in at most one dimension behind the first for shape {shape}", whole)
-    if tensor.numel() and found.last(tensor.numel()) >= math.prod(whole):
+    if tensor.numel() and not _holds(whole, start, shape):
         refuse("start", f"a place in shape {tuple(whole)} that holds {name}", start)
     return found
+
+
+def _holds(whole: Sequence[int], start: int, shape: Sequence[int]) -> bool:
+    """Whether a box that begins at an element ends within the whole in each dimension."""
+    for size, extent in zip(reversed(shape), reversed(whole), strict=True):
+        start, begin = divmod(start, extent)
+        if begin + size > extent:
+            return False
+    return start == 0
 
 
 def _check(tensor: Any, place: Place, name: str) -> None:

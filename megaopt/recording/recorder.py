@@ -103,7 +103,16 @@ class Recorder:
         self._undo: list[Callable[[], None]] = []
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
         """What is registered for each model."""
-        for module in [model] if isinstance(model, torch.nn.Module) else model:
+        # of any process: one that multiprocessing has started knows no atexit
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
+        try:
+            self._start([model] if isinstance(model, torch.nn.Module) else model, optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        for module in models:
             self.add_model(module)
         for inner in inner_optimizers(optimizer):
             self.add_optimizer(inner)
@@ -116,8 +125,6 @@ class Recorder:
             (SCALER, self._scale),
         )
         self._undo += [watched.listen(listener) for watched, listener in pairs]
-        # of any process: one that multiprocessing has started knows no atexit
-        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def __enter__(self) -> Recorder:
         return self
@@ -137,8 +144,8 @@ class Recorder:
         for source in self._sources:
             source.forget()
         hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(Hook(self._after_forward)),
             *self._module_hooks(model),
         ]
         for inner in model.modules():
@@ -215,9 +222,9 @@ class Recorder:
             own = [each for each, _ in module.named_parameters(recurse=False)]
             if own and self._level >= STEP:
                 names = [self._parameters.name(model, f"{path}.{each}") for each in own]
-                yield module.register_forward_pre_hook(functools.partial(self._meet, names))
+                yield module.register_forward_pre_hook(Hook(self._meet, names))
             if module in blocks or (self._level >= MODULES and not any(module.children())):
-                yield module.register_forward_hook(functools.partial(self._after_module, name))
+                yield module.register_forward_hook(Hook(self._after_module, name))
         if self._level >= BLOCKS and process()["world"] > 1:
             for path, param in model.named_parameters():
                 name = self._parameters.name(model, path)
@@ -412,6 +419,22 @@ class Recorder:
                 }
             )
         self._described = len(self._sources)
+
+
+class Hook:
+    """A hook of a module, which does nothing in a copy of it, or where it was saved and loaded."""
+
+    def __init__(self, function: Callable[..., None] | None = None, *first: Any) -> None:
+        self._function, self._first = function, first
+
+    def __call__(self, *args: Any) -> None:
+        """Calls the function."""
+        if self._function is not None:
+            self._function(*self._first, *args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        """What copies and pickles have of it."""
+        return Hook, ()
 
 
 class Untraced:

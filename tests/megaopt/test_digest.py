@@ -84,7 +84,10 @@ REFUSED = {
         (QUANTIZED,),
     ],
     "start must be a whole number >= 0, got": [(WHOLE, -1), (WHOLE, 1.0), (WHOLE, True)],
-    "start must be a place in shape \\(4, 6\\)": [(WHOLE[:2], 13, (4, 6))],
+    "start must be a place in shape \\(4, 6\\)": [
+        (WHOLE[:2], 13, (4, 6)),
+        (WHOLE[:2, :3], 4, (4, 6)),
+    ],
     "whole must be a shape that holds tensors\\[0\\]": [(WHOLE, 0, (24,)), (WHOLE, 0, (4, 5))],
     "whole must be cut in at most one": [(torch.zeros(2, 3, 4), 0, (2, 4, 5))],
     "last place must be at most": [(WHOLE, 2**40)],

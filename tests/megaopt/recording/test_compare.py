@@ -244,6 +244,17 @@ def test_equal_runs_are_the_same(right, tmp_path):
         assert compare(again, Recording(again.folder)).verdict == "same"
 
 
+class NotANumber(Faults):
+    def loss(self, step, loss):
+        return loss * torch.nan if step == AT else loss
+
+
+def test_losses_that_are_no_numbers_are_equal(tmp_path):
+    """Other levels, so that the two are not seen to be alike at a look."""
+    a, b = (run(tmp_path / level, NotANumber(), level=level) for level in (LOSS, STEP))
+    assert compare(a, b).verdict == "same"
+
+
 # ---- what is said beside the blame
 
 

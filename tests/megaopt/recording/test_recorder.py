@@ -1,6 +1,7 @@
 """A recorder learns what each step of any torch optimizer did, and changes nothing in it."""
 
 import copy
+import pickle
 import weakref
 
 import pytest
@@ -212,6 +213,18 @@ def test_after_close_everything_is_as_it_was(tmp_path):
     assert Recording(tmp_path / "a").steps == []
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_model_are_not_recorded(copied, tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", level="modules"):
+        steps(copied(model), optimizer, 1)
+        steps(model, optimizer, 1)
+    found = Recording(tmp_path / "a")
+    assert [len(found.scalars(step)[0][0]["batch"]) for step in (1, 2)] == [0, 1]
+    assert not found.own(1)
+
+
 def test_gradients_and_outputs_are_not_kept_alive(tmp_path):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -257,6 +270,17 @@ def test_a_recording_is_not_written_over(tmp_path):
     recorded("sgd", tmp_path / "a")
     with pytest.raises(FileExistsError):
         recorded("sgd", tmp_path / "a")
+
+
+def test_a_recorder_that_is_refused_leaves_no_hooks(tmp_path):
+    (tmp_path / "file").touch()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(NotADirectoryError):
+        Recorder(model, optimizer, tmp_path / "file")
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    assert not any(getattr(module, each) for module in model.modules() for each in hooks)
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_batches_tell_samples_apart_and_add_over_them():

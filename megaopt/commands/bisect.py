@@ -31,8 +31,10 @@ def bisect(good: Path, bad: Path, command: Sequence[str]) -> int:
         0 where the command's steps are those of good, 1 where they are not, 125 where the command
         ends before that step.
 
-    Raises RecordingError where good and bad do not part.
+    Raises RecordingError where good and bad do not part, and without a command.
     """
+    if not command:
+        raise RecordingError("command must stand behind --, as in -- python train.py, got none")
     right, wrong = Recording(good), Recording(bad)
     parted = compare(right, wrong)
     if parted.blame is None or parted.blame.kind == "length":

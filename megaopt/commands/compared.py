@@ -199,12 +199,11 @@ def growth_rows(growth: Sequence[Growth]) -> list[tuple[str, ...]]:
     """A row for each quantity that differs: when, how many, and how far apart."""
     rows = []
     for quantity in dict.fromkeys(each.quantity for each in growth):
-        apart = [each for each in growth if each.quantity == quantity and each.differ]
-        if apart:
-            first, last = apart[0], apart[-1]
+        own = [each for each in growth if each.quantity == quantity]
+        first, last = next((each for each in own if each.differ), None), own[-1]
+        if first is not None:
             counts = (f"{each.differ} of {each.of}" for each in (first, last))
-            far = (f"{_number(first.relative)} to {_number(last.relative)}", _number(last.ulp))
-            rows.append((quantity, str(first.step), *counts, *far))
+            rows.append((quantity, str(first.step), *counts, _far(first, last), _number(last.ulp)))
     return rows
 
 
@@ -219,6 +218,11 @@ def noise_rows(noise: Sequence[Repeats]) -> list[tuple[str, ...]]:
         farther = f"{sum(each.change > each.repeats for each in own)} of {len(own)} steps"
         rows.append((quantity, farther, f"{own[-1].change:.2g}", f"{own[-1].repeats:.2g}"))
     return rows
+
+
+def _far(first: Growth, last: Growth) -> str:
+    relative = [_number(each.relative) for each in (first, last)]
+    return "-" if relative == ["-", "-"] else " to ".join(relative)
 
 
 def _number(value: Any) -> str:

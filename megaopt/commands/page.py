@@ -51,8 +51,9 @@ def page(found: Comparison, growth: Sequence[Sequence[str]], noise: Sequence[Seq
         title = "Units in the last place, at the last step with samples"
         parts += _section(title, _picture(_draw_histogram, found.histogram))
     if found.blame is not None and found.blame.tensors:
-        title = f"Step {found.blame.step}: {len(found.blame.tensors)} differ, the first {MOST}"
         rows = found.blame.tensors[:MOST]
+        title = f"Step {found.blame.step}: {len(found.blame.tensors)} differ"
+        title += f", the first {MOST}" if len(rows) < len(found.blame.tensors) else ""
         parts += _section(title, _table(("tensor", "quantity"), rows))
     parts += _section("B against repeats of A", _table(noise[0], noise[1:]))
     head = f'<meta charset="utf-8"><title>megaopt diff</title><style>{STYLE}</style>'

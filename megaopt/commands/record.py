@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from megaopt.recording.runner import VARIABLE
 
 PRELOAD = Path(__file__).parents[1] / "recording" / "preload"
 """The folder that goes on PYTHONPATH."""
+
+NOTHING = "no step of a torch.optim.Optimizer ran, or Python was started with -S, -I or -E"
 
 
 def record(
@@ -30,8 +33,10 @@ def record(
         audit: hold the recording to the optimizers' laws afterwards, where the command succeeded.
         options: more of a recorder's, which JSON can hold.
 
-    Raises ConfigError for a recording that is there already, and for steps that are none.
+    Raises ConfigError for a recording that is there already, no command, and steps that are none.
     """
+    if not command:
+        raise ConfigError("command must stand behind --, as in -- python train.py, got none")
     if any(out.glob("rank-*")):
         raise ConfigError(f"out must be a folder without a recording, got {str(out)!r}")
     given = {"out": str(out.absolute()), "keep": list(steps_of(keep)), **options}
@@ -43,6 +48,8 @@ def record(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both
     signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
     status = child.wait()
+    if not any(out.glob("rank-*")):
+        print(f"megaopt: nothing was recorded: {NOTHING}", file=sys.stderr)
     if audit and not status:
         from megaopt.commands.audit import audit as hold
 
@@ -54,6 +61,7 @@ def steps_of(keep: str) -> Iterator[tuple[int, int]]:
     """The first step and the one after the last of each range in a text as "100,200-210"."""
     for each in filter(None, keep.split(",")):
         first, _, last = each.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
             raise ConfigError(f"keep must be steps, as 100,200-210, got {keep!r}")
-        yield int(first), int(last or first) + 1
+        yield int(first), int(last) + 1

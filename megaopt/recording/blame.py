@@ -174,7 +174,9 @@ def _outputs(pair: Pair, step: int) -> Blame | None:
     found = _first_rows(pair, step, "forward", pair.modules(step))
     if found:
         (call, name), keys = found
-        before = "; what went into it is equal" if len(pair.modules(step)) > 1 else ""
+        order = pair.modules(step)
+        ahead = [each for each in order if order[each] < order.get(name, 0)]
+        before = f"; that of {ahead[-1]} before it is equal" if ahead else ""
         text = f"the output of {name} is the first that differs{_call(call)}{before}"
         return Blame(step, "forward", name, "forward", text, keys)
     if not pair.says("losses", step):

@@ -133,7 +133,7 @@ class Comparison:
         lines = []
         if self.blame is not None and self.blame.unrecorded:
             lines.append(f"not recorded in both runs: {', '.join(self.blame.unrecorded)}")
-        lines += [f"bits are not to be equal: {reason}" for reason in self.reasons]
+        lines += [f"bits need not be equal: {reason}" for reason in self.reasons]
         return [*lines, *self.notes]
 
     def report(self) -> list[str]:
@@ -294,7 +294,7 @@ def _scalars_apart(pair: Pair, step: int) -> Iterator[Growth]:
     apart = sum(name in drawn for _, name in pair.generators_apart(step))
     yield Growth(step, "random state", apart, len(drawn), None, None)
     for quantity, name in (("data", "batch"), ("loss", "losses")):
-        if not pair.says(name, step):
+        if not (pair.alike_layout and pair.says(name, step)):  # a rank's own have no partner
             continue
         a, b = (side.scalars(step, name) for side in pair.both)
         count = sum(x != y for x, y in zip_longest(a, b))

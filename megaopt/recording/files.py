@@ -79,6 +79,8 @@ class Writer:
     def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
         self.folder = folder / f"rank-{rank}"
         self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / "manifest.jsonl").exists():
+            raise FileExistsError(f"out must be a folder without a recording, got {str(folder)!r}")
         self._files: dict[str, BinaryIO] = {
             name: open(self.folder / name, "xb", buffering=0)  # noqa: SIM115 closed by close
             for name in ("manifest.jsonl", "samples.bin", "rows.bin", "scalars.jsonl")

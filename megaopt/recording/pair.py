@@ -229,7 +229,9 @@ class Pair:
         apart = next((step for step in self.steps if self.generators_apart(step)), None)
         if apart is not None:
             names = dict.fromkeys(name for _, name in self.generators_apart(apart))
-            found.append(f"random states differ from step {apart} on: {', '.join(names)}")
+            drawn = any(names.keys() & self.drawn(step) for step in self.steps)
+            unread = "" if drawn else "; no step draws from them"
+            found.append(f"random states differ from step {apart} on: {', '.join(names)}{unread}")
         first, last = self.steps[0], self.steps[-1]
         for letter, side in zip("AB", self.both, strict=True):
             rest = [step for step in side.run.steps if step not in set(self.steps)]

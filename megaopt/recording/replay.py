@@ -105,7 +105,7 @@ def _made(
     module, _, name = path.rpartition(".")
     is_own = module.startswith("megaopt.")
     if backend is not None and not is_own:
-        raise RecordingError(f"backend must be {path}'s own, got {backend!r}")
+        raise RecordingError(f"backend must be torch for {path}, got {backend!r}")
     options = _own_options(groups[0], has_masters) if is_own else {}
     if backend is not None:
         options["backend"] = backend

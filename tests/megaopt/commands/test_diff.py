@@ -12,6 +12,8 @@ from faulty_runs import AT, Faults, run
 from safetensors.torch import load_file, save_file
 
 from megaopt import FusedAdam
+from megaopt.commands.compared import growth_rows
+from megaopt.recording.compare import Growth
 
 
 class Rate(Faults):
@@ -225,9 +227,22 @@ def test_bisect_says_which_commit_is_good(lr, steps, status, words, runs, script
     assert words in found[1]
 
 
+def test_the_table_says_what_the_last_step_has():
+    growth = [
+        Growth(1, "loss", 1, 1, 0.5, None),
+        Growth(1, "forward", 2, 3, None, None),
+        Growth(2, "loss", 0, 1, 0.0, None),
+        Growth(2, "forward", 3, 3, None, None),
+    ]
+    assert growth_rows(growth) == [
+        ("loss", "1", "1 of 1", "0 of 1", "0.5 to 0", "-"),
+        ("forward", "1", "2 of 3", "3 of 3", "-", "-"),
+    ]
+
+
 def test_runs_that_do_not_part_cannot_be_bisected(runs, megaopt):
     status, _, err = megaopt("bisect", runs / "a", runs / "a", "--", "true")
-    assert status == 2
+    assert status == 128  # ends the bisect: git takes 2 for a bad commit
     assert err.startswith("megaopt: good and bad must differ in a step of both, got same")
 
 
@@ -292,4 +307,6 @@ def test_what_cannot_be_taken_again_is_refused(megaopt, tmp_path):
     assert err.startswith("megaopt: step must be one that was kept (--keep), got 3: no ")
     status, _, err = megaopt("replay", tmp_path / "a", "--step", 2, "--backend", "cpu")
     assert status == 2
-    assert err.startswith("megaopt: backend must be torch.optim.adamw.AdamW's own, got 'reference'")
+    assert err.startswith(
+        "megaopt: backend must be torch for torch.optim.adamw.AdamW, got 'reference'"
+    )

@@ -26,7 +26,7 @@ LOSS = {"losses": [hexadecimal(9.0)]}
 PLANTED = {
     "a block of one rank": (
         Run((AT, 1, "blocks.1", "forward", ALL), (AT, ALL, "head", "forward", ALL)),
-        ("forward", "blocks.1", "the output of blocks.1 is the first that differs"),
+        ("forward", "blocks.1", "blocks.1 is the first that differs; that of blocks.0 before it"),
     ),
     "the second call": (
         Run((AT, 0, "embed", "forward", 1), (AT, 0, "blocks.0", "forward", 1)),
@@ -132,7 +132,7 @@ def test_a_generator_that_nobody_draws_from_is_not_to_blame(tmp_path):
     a, b = (unseeded(Run(), ord(name)).write(tmp_path / name) for name in "ab")
     found = compare(a, b)
     assert found.verdict == "same"
-    assert found.notes == ["random states differ from step 1 on: python"]
+    assert found.notes == ["random states differ from step 1 on: python; no step draws from them"]
     other = unseeded(Run((AT, ALL, "embed", "forward", ALL), after(AT)), 7).write(tmp_path / "c")
     assert compare(a, other).blame.kind == "forward"
 

@@ -154,5 +154,13 @@ def test_what_cannot_be_recorded_is_refused(folder):
     assert run(folder, *command("--out", "a", "--", *script))[0] == 0
     status, _, error = run(folder, *command("--out", "a", "--", *script))
     assert (status, "out must be a folder without a recording" in error) == (2, True)
-    status, _, error = run(folder, *command("--out", "b", "--keep", "x", "--", *script))
-    assert (status, "keep must be steps, as 100,200-210, got 'x'" in error) == (2, True)
+    for keep in ("x", "5-3", "0"):
+        status, _, error = run(folder, *command("--out", "b", "--keep", keep, "--", *script))
+        assert (status, f"keep must be steps, as 100,200-210, got {keep!r}" in error) == (2, True)
+    status, _, error = run(folder, *command("--out", "b", "--"))
+    assert (status, "command must stand behind --" in error) == (2, True)
+
+
+def test_a_command_without_an_optimizer_is_told_of(folder):
+    status, _, error = run(folder, *command("--out", "c", "--", sys.executable, "-c", "pass"))
+    assert (status, "nothing was recorded" in error) == (0, True)

@@ -100,7 +100,7 @@ class Golden(_Summary):
     def digests(self, step: int) -> dict[Key, Summed]:
         """Each tensor's digest, of the steps that have them."""
         return {
-            (name, quantity): Summed(Digest(int(text[16:], 16), int(text[:16], 16), None), 0, ())
+            (name, quantity): Summed(Digest(int(text[:16], 16), int(text[16:], 16), None), 0, ())
             for quantity, texts in self._digests.get(str(step), {}).items()
             for name, text in zip(self._names, texts, strict=True)
             if text is not None

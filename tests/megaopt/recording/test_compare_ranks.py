@@ -173,6 +173,8 @@ def test_the_global_batch_is_compared_over_ranks(right, tmp_path):
     other = [*halves(AT)[:-1], f"{1:032x}"]
     found = compare(right, alone(batch=other).write(tmp_path / "b"))
     assert (found.blame.kind, found.tier) == ("data", "bits")
+    # one rank's batch beside another's says nothing
+    assert not {"data", "loss"} & {each.quantity for each in found.growth}
 
 
 def with_gradients(layout, *faults, **environment):

@@ -222,7 +222,7 @@ def golden(
 
 
 def bisect(good: Path, bad: Path, command: tuple[str, ...], /) -> int:
-    """Tell `git bisect run` whether a command still trains as it did: 0 good, 1 bad, 125 skip.
+    """Tell `git bisect run` if a command trains as it did: 0 good, 1 bad, 125 skip, 128 stop.
 
     Args:
         good: Folder of a recording of the good commit.

@@ -30,8 +30,12 @@ def record(
         audit: hold the recording to the optimizers' laws afterwards, where the command succeeded.
         options: more of a recorder's, which JSON can hold.
 
-    Raises ConfigError for a recording that is there already, and for steps that are none.
+    Raises ConfigError for a recording that is there already, numbers out of range, and for steps
+    that are none; OSError for a folder that cannot be made.
     """
+    for name in ("every", "samples"):
+        if options[name] < 1:
+            raise ConfigError(f"{name} must be a whole number >= 1, got {options[name]}")
     if any(out.glob("rank-*")):
         raise ConfigError(f"out must be a folder without a recording, got {str(out)!r}")
     given = {"out": str(out.absolute()), "keep": list(steps_of(keep)), **options}
@@ -39,6 +43,7 @@ def record(
         given["names"] = json.loads(names.read_text(encoding="utf-8"))
     paths = [str(PRELOAD), *filter(None, [os.environ.get("PYTHONPATH")])]
     changed = {VARIABLE: json.dumps(given), "PYTHONPATH": os.pathsep.join(paths)}
+    out.mkdir(parents=True, exist_ok=True)
     child = subprocess.Popen(command, env={**os.environ, **changed})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both
     signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
@@ -54,6 +59,7 @@ def steps_of(keep: str) -> Iterator[tuple[int, int]]:
     """The first step and the one after the last of each range in a text as "100,200-210"."""
     for each in filter(None, keep.split(",")):
         first, _, last = each.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
-            raise ConfigError(f"keep must be steps, as 100,200-210, got {keep!r}")
-        yield int(first), int(last or first) + 1
+        numbers = first, last or first
+        if not all(map(str.isdecimal, numbers)) or not 0 < int(first) <= int(numbers[1]):
+            raise ConfigError(f"keep must be steps from 1 on, as 100,200-210, got {keep!r}")
+        yield int(first), int(numbers[1]) + 1

@@ -12,12 +12,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaopt.commands import exits
 from megaopt.recording.blame import Blame
 from megaopt.recording.compare import compare
 from megaopt.recording.files import Recording, RecordingError
 
-GOOD, BAD, SKIP = 0, 1, 125
-"""What `git bisect run` understands."""
+GOOD, BAD, SKIP, STOP = 0, 1, 125, 128
+"""What `git bisect run` understands; another status would call the commit bad."""
 PAUSE = 0.2
 """Seconds between looks at a recording that grows."""
 PATIENCE = 10
@@ -29,10 +30,14 @@ def bisect(good: Path, bad: Path, command: Sequence[str]) -> int:
 
     Returns:
         0 where the command's steps are those of good, 1 where they are not, 125 where the command
-        ends before that step.
-
-    Raises RecordingError where good and bad do not part, and without a command.
+        ends before that step, 128 where nothing can be said of any commit, as where good and bad
+        do not part.
     """
+    status = exits.run(lambda: _bisect(good, bad, command))
+    return STOP if status == exits.REFUSED else status
+
+
+def _bisect(good: Path, bad: Path, command: Sequence[str]) -> int:
     if not command:
         raise RecordingError("command must stand behind --, as in -- python train.py, got none")
     right, wrong = Recording(good), Recording(bad)

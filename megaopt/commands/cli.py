@@ -23,9 +23,6 @@ from megaopt.commands.configs import DEFAULT, find_config
 TOML_PACKAGES = () if sys.version_info >= (3, 11) else ("tomli",)
 PACKAGES = ("tyro", "rich", "matplotlib", "pydantic", *TOML_PACKAGES)
 
-ABORT = 128
-"""The least exit status at which `git bisect run` stops."""
-
 DESCRIPTION = (
     "Fused optimizers with the same bits everywhere. --version shows the version; COMMAND --help "
     "what a command takes."
@@ -225,7 +222,7 @@ def golden(
 
 
 def bisect(good: Path, bad: Path, command: tuple[str, ...], /) -> int:
-    """Tell `git bisect run` whether a command still trains as it did: 0 good, 1 bad, 125 skip.
+    """Tell `git bisect run` if a command trains as it did: 0 good, 1 bad, 125 skip, 128 stop.
 
     What cannot be done here ends the whole bisect, by 128: git takes 2 for a bad commit.
 
@@ -234,8 +231,7 @@ def bisect(good: Path, bad: Path, command: tuple[str, ...], /) -> int:
         bad: Folder of a recording of the bad one.
         command: What trains, after "--"; it is recorded, and ended where the two recordings part.
     """
-    status = exits.run(lambda: _import("megaopt.commands.bisect", "bisect")(good, bad, command))
-    return ABORT if status == exits.REFUSED else status
+    return _import("megaopt.commands.bisect", "bisect")(good, bad, command)
 
 
 def replay(

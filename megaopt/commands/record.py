@@ -33,8 +33,12 @@ def record(
         audit: hold the recording to the optimizers' laws afterwards, where the command succeeded.
         options: more of a recorder's, which JSON can hold.
 
-    Raises ConfigError for a recording that is there already, no command, and steps that are none.
+    Raises ConfigError for a recording that is there already, no command, numbers out of range,
+    and steps that are none; OSError for a folder that cannot be made.
     """
+    for name in ("every", "samples"):
+        if options[name] < 1:
+            raise ConfigError(f"{name} must be a whole number >= 1, got {options[name]}")
     if not command:
         raise ConfigError("command must stand behind --, as in -- python train.py, got none")
     if any(out.glob("rank-*")):
@@ -44,6 +48,7 @@ def record(
         given["names"] = json.loads(names.read_text(encoding="utf-8"))
     paths = [str(PRELOAD), *filter(None, [os.environ.get("PYTHONPATH")])]
     changed = {VARIABLE: json.dumps(given), "PYTHONPATH": os.pathsep.join(paths)}
+    out.mkdir(parents=True, exist_ok=True)
     child = subprocess.Popen(command, env={**os.environ, **changed})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both
     signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
@@ -61,7 +66,7 @@ def steps_of(keep: str) -> Iterator[tuple[int, int]]:
     """The first step and the one after the last of each range in a text as "100,200-210"."""
     for each in filter(None, keep.split(",")):
         first, _, last = each.partition("-")
-        last = last or first
-        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-            raise ConfigError(f"keep must be steps, as 100,200-210, got {keep!r}")
-        yield int(first), int(last) + 1
+        numbers = first, last or first
+        if not all(map(str.isdecimal, numbers)) or not 0 < int(first) <= int(numbers[1]):
+            raise ConfigError(f"keep must be steps from 1 on, as 100,200-210, got {keep!r}")
+        yield int(first), int(numbers[1]) + 1

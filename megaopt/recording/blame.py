@@ -305,11 +305,19 @@ def _optimizer(pair: Pair, step: int) -> Blame | None:
 
 
 def _equal_inputs(pair: Pair, step: int, key: Key) -> list[str]:
-    """What of a tensor's step is known to be equal."""
+    """What of a tensor's step is known to be equal.
+
+    What was not looked at before the step is told as the last one left it: `p.data` may have been
+    written since, and of that samples alone are seen.
+    """
     name = key[0]
+    rows = [side.digests(step) for side in pair.both]
     known = [q for n, q in pair.a.before(step) if n == name and (n, q) in pair.b.before(step)]
-    gradient = ["gradient"] if pair.records("grad", step) else []
-    return gradient + [f"old {quantity}" for quantity in known]
+    looked_at = [q for q in known if all((name, f"old {q}") in each for each in rows)]
+    left = [quantity for quantity in known if quantity not in looked_at]
+    found = ["gradient"] if pair.records("grad", step) else []
+    found += [f"old {quantity}" for quantity in looked_at]
+    return [*found, *([f"{' and '.join(left)} as step {step - 1} left them"] if left else [])]
 
 
 CHECKS = (_begin, _data, _forward, _backward, _gradient, _optimizer)

@@ -40,6 +40,8 @@ LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
 SAMPLED_FIRST = 100
 """So many first steps are sampled each."""
+HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
+"""What torch wraps around each class's step, and calls hooks in."""
 
 
 class Recorder:
@@ -301,6 +303,8 @@ class Recorder:
             if any(map(is_capturing, self._devices)):
                 warnings.warn("steps that a CUDA graph replays are not recorded", stacklevel=2)
             return
+        if is_inner(source.optimizer):
+            return
         self._finish(source)
         self._begin()
         self._describe()
@@ -333,7 +337,7 @@ class Recorder:
             keep_tensors(step, weights.before(everything))
 
     def _after(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
-        if not self._is_here() or self._coming.number != source.step:
+        if not self._is_here() or self._coming.number != source.step or is_inner(source.optimizer):
             return
         step, self._coming = self._coming, Step()
         self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
@@ -419,6 +423,20 @@ class Recorder:
                 }
             )
         self._described = len(self._sources)
+
+
+def running() -> Iterator[torch.optim.Optimizer]:
+    """The optimizers whose steps are running, the innermost first; errors leave nothing behind."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is HOOKED:
+            yield frame.f_locals["self"]
+
+
+def is_inner(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether another step of the same optimizer called this one, as a subclass's by super."""
+    return sum(each is optimizer for each in running()) > 1
 
 
 class Hook:

@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megaopt.recording.recorder import Recorder, inner_optimizers
+from megaopt.recording.recorder import Recorder, inner_optimizers, running
 
 VARIABLE = "MEGAOPT_RECORD"
 """The environment variable with a recorder's options, as JSON; `megaopt record` sets it."""
@@ -32,10 +29,8 @@ class Runner:
         self._known: set[int] = set()
         """The ids of modules whose forwards have been seen, and of those within them."""
         self._optimizers: set[int] = set()
-        self._within: list[torch.optim.Optimizer] = []
         register_module_forward_pre_hook(self._forward)
         register_optimizer_step_pre_hook(self._before)
-        register_optimizer_step_post_hook(self._after)
 
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or id(module) in self._known:
@@ -49,14 +44,10 @@ class Runner:
         self._recorder.batch((call["args"], call["kwargs"]))
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._within.append(optimizer)
-        if len(self._within) == 1 and id(optimizer) not in self._optimizers:
+        if len(list(running())) <= 1 and id(optimizer) not in self._optimizers:
             self._optimizers.add(id(optimizer))
             for inner in inner_optimizers(optimizer):
                 self._recorder.add_optimizer(inner)  # whose own hooks run after the global ones
-
-    def _after(self, *_: Any) -> None:
-        self._within.pop()
 
 
 def start() -> None:

@@ -271,7 +271,7 @@ def told(right, fault, tmp_path, level=STEP):
 def test_options_that_differ_are_named(right, tmp_path):
     found = told(right, Option, tmp_path)
     assert "lr of group 0: 0.01, and 0.009" in found.line
-    assert "equal: gradient, old weight, old exp_avg, old exp_avg_sq" in found.line
+    assert "equal: gradient, weight and exp_avg and exp_avg_sq as step 2 left them" in found.line
     assert found.options == []  # at the first step they are the same
 
 

@@ -154,9 +154,11 @@ def test_what_cannot_be_recorded_is_refused(folder):
     assert run(folder, *command("--out", "a", "--", *script))[0] == 0
     status, _, error = run(folder, *command("--out", "a", "--", *script))
     assert (status, "out must be a folder without a recording" in error) == (2, True)
-    for keep in ("x", "5-3", "0"):
-        status, _, error = run(folder, *command("--out", "b", "--keep", keep, "--", *script))
-        assert (status, f"keep must be steps, as 100,200-210, got {keep!r}" in error) == (2, True)
+    status, _, error = run(folder, *command("--out", "b", "--keep", "x", "--", *script))
+    assert (status, "keep must be steps from 1 on, as 100,200-210, got 'x'" in error) == (2, True)
+    for option, value in (("--keep", "0"), ("--keep", "5-2"), ("--every", "0"), ("--samples", "0")):
+        status, _, error = run(folder, *command("--out", "b", option, value, "--", *script))
+        assert (status, f"{option[2:]} must be" in error) == (2, True)
     status, _, error = run(folder, *command("--out", "b", "--"))
     assert (status, "command must stand behind --" in error) == (2, True)
 

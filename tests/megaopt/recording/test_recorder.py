@@ -213,6 +213,25 @@ def test_after_close_everything_is_as_it_was(tmp_path):
     assert Recording(tmp_path / "a").steps == []
 
 
+class Subclass(torch.optim.AdamW):
+    """A user's: its step calls the one that it inherits, which torch has wrapped already."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_one_it_inherits_is_one_step(tmp_path):
+    torch.optim.AdamW([torch.ones(1)])
+    for name, kind in (("a", torch.optim.AdamW), ("b", Subclass)):
+        model = network()
+        optimizer = kind(model.parameters())
+        with Recorder(model, optimizer, tmp_path / name):
+            steps(model, optimizer)
+    first, second = Recording(tmp_path / "a"), Recording(tmp_path / "b")
+    assert first.steps == second.steps
+    assert all(list(first.ranks[0].rows(s)) == list(second.ranks[0].rows(s)) for s in first.steps)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_a_model_are_not_recorded(copied, tmp_path):
     model = network()

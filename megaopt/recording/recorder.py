@@ -271,6 +271,7 @@ class Recorder:
                 warnings.warn("steps that a CUDA graph replays are not recorded", stacklevel=2)
             return
         self._finish(source)
+        source.look()
         self._begin()
         self._describe()
         source.step += 1
@@ -322,7 +323,7 @@ class Recorder:
 
     def _gather_after(self, step: Step, source: Source) -> None:
         weights = source.weights()
-        step.rows += source.rows(self._number)
+        step.rows += source.rows(weights, self._number)
         self._add_elements(step, weights)
         source.after = step.number, weights.listed, stamps(weights)
         if self._is_sampled(step.number):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
+import numpy
 import torch
 from torch.nn.functional import pad
 
-from megaopt.kernels.digest.codes import FINITE, NONFINITE, ROW, codes_of, place_of_codes
+from megaopt.kernels.chunks.table import to_device
+from megaopt.kernels.digest.codes import FINITE, NONFINITE, ROW, codes_of, count_of, place_of_codes
 from megaopt.kernels.place import Place
 
 WORD = 2**32 - 1
@@ -47,23 +51,18 @@ def lanes_of(
     columns: tuple[torch.Tensor, torch.Tensor],
     rows: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """int64 [2], the sums of words [rows, width], and factors of columns and rows."""
+    """int64 [rows, 2], each row's sums of words [rows, width], and factors of columns and rows."""
     (column0, column1), (row0, row1) = columns, rows
     lane0, lane1 = words[0] * column0, words[0] * column1
     if len(words) == 2:
         lane0 += words[1] * column1
         lane1 += words[1] * (2 * column0)
-    return torch.stack([(lane0.sum(1) * row0).sum(), (lane1.sum(1) * row1).sum()])
+    return torch.stack([lane0.sum(1) * row0, lane1.sum(1) * row1], 1)
 
 
-def lanes_in_rows(codes: torch.Tensor, first: int) -> torch.Tensor:
-    """int64 [2], the sums of codes whose places follow each other from `first` on."""
-    lead, numel = first % ROW, len(codes)
-    count = -(-(lead + numel) // ROW)
-    margins = (lead, count * ROW - lead - numel)
-    words = [pad(word, margins).view(count, ROW) for word in words_of(codes)]
-    row = torch.arange(count, device=codes.device) + first // ROW
-    return lanes_of(words, column_factors(codes.device), factors_reference(row))
+def lanes_in_rows(codes: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """int64 [rows, 2], each row's sums of codes [rows, ROW]; row: their numbers."""
+    return lanes_of(words_of(codes), column_factors(codes.device), factors_reference(row))
 
 
 def lanes_in_runs(codes: torch.Tensor, begin: int, place: Place) -> torch.Tensor:
@@ -76,29 +75,88 @@ def lanes_in_runs(codes: torch.Tensor, begin: int, place: Place) -> torch.Tensor
     column = (own & ROW - 1)[:, None] + torch.arange(width, device=codes.device)
     words = [pad(word, (0, -len(word) % width)).view(-1, width) for word in words_of(codes)]
     column0, column1 = (table[column] for table in column_factors(codes.device))
-    return lanes_of(words, (column0, column1), factors_reference(own >> ROW_BITS))
+    return lanes_of(words, (column0, column1), factors_reference(own >> ROW_BITS)).sum(0)
 
 
-def nonfinite_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | int:
-    """How many codes of a dtype are infinities and NaNs."""
+def nonfinite_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How many codes of each row, the last dimension, are infinities and NaNs of a dtype."""
     mask, pattern = NONFINITE.get(dtype, FINITE)
-    return (codes & mask == pattern).sum() if mask else 0
+    return (codes & mask == pattern).sum(-1)
+
+
+class Part(NamedTuple):
+    """Codes of one tensor that follow each other."""
+
+    number: int
+    """The tensor's."""
+    codes: torch.Tensor
+    count: int
+    first: int
+    """The place of the first."""
+
+    @property
+    def rows(self) -> int:
+        """The rows that they lie in."""
+        return -(-(self.first % ROW + self.count) // ROW)
+
+
+def joined(parts: Iterable[Part], size: int) -> Iterator[list[Part]]:
+    """Lists of parts that fill whole rows of `size` elements at most; large ones are cut."""
+    found, room = list[Part](), size
+    for part in parts:
+        begin, (number, codes, count, first) = 0, part
+        while begin < count:
+            end = min(begin + room - (first + begin) % ROW, count)
+            own = codes if end - begin == count else codes[begin:end]
+            found.append(Part(number, own, end - begin, first + begin))
+            begin, room = end, room - found[-1].rows * ROW
+            if not room:
+                yield found
+                found, room = [], size
+    yield found
+
+
+def add_in_rows(parts: Sequence[Part], dtype: torch.dtype, out: torch.Tensor) -> None:
+    """Adds the sums of parts, whose codes are of one dtype, to their tensors' rows of `out`."""
+    zeros = parts[0].codes.new_zeros(ROW)
+    each = ((zeros[: p.first % ROW], p.codes, zeros[: -(p.first + p.count) % ROW]) for p in parts)
+    codes = torch.cat([*itertools.chain.from_iterable(each)]).view(-1, ROW)
+    counts = numpy.array([part.rows for part in parts])
+    begins = numpy.array([part.first // ROW for part in parts]) - counts.cumsum() + counts
+    rows = numpy.repeat(begins, counts) + numpy.arange(counts.sum())
+    numbers = numpy.repeat([part.number for part in parts], counts)
+    row, number = to_device(numpy.stack([rows, numbers]), codes.device)
+    sums = [lanes_in_rows(codes, row), nonfinite_of(codes, dtype)[:, None]]
+    out.index_add_(0, number, torch.cat(sums, 1))
+
+
+def add_in_runs(codes: torch.Tensor, place: Place, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """Adds the sums of a tensor whose codes lie in runs to its row."""
+    size = piece_of(codes.device)
+    # the first piece ends where a row does, and so do all but the last
+    for end in range(size - place.first % ROW, len(codes) + size, size):
+        begin = max(end - size, 0)
+        out[:2] += lanes_in_runs(codes[begin:end], begin, place)
+        out[2] += nonfinite_of(codes[begin:end], dtype)
+
+
+def piece_of(device: torch.device) -> int:
+    """How many elements are worked on at a time."""
+    return PIECE.get(device.type, PIECE["cuda"])
 
 
 def add_reference(
     places: Sequence[Place], tensors: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     """Adds the sums of tensors at places, and their counts, to rows of `out`, int64 [n, 3]."""
-    for row, tensor, given in zip(out, tensors, places, strict=True):
+    alike: dict[torch.dtype, list[Part]] = {}
+    for i, (tensor, given) in enumerate(zip(tensors, places, strict=True)):
         codes, place = codes_of(tensor).flatten(), place_of_codes(tensor, given)
-        size = PIECE.get(codes.device.type, PIECE["cuda"])
-        # the first piece ends where a row does, and so do all but the last
-        ends = range(size - place.first % ROW, len(codes) + size, size)
-        for end in ends:
-            begin = max(end - size, 0)
-            piece = codes[begin:end]
-            if place.stride:
-                row[:2] += lanes_in_runs(piece, begin, place)
-            else:
-                row[:2] += lanes_in_rows(piece, place.first + begin)
-            row[2] += nonfinite_of(piece, tensor.dtype.to_real())
+        dtype = tensor.dtype.to_real()
+        if place.stride:
+            add_in_runs(codes, place, dtype, out[i])
+        else:
+            alike.setdefault(dtype, []).append(Part(i, codes, count_of(tensor), place.first))
+    for dtype, parts in alike.items():
+        for own in filter(None, joined(parts, piece_of(out.device))):
+            add_in_rows(own, dtype, out)

@@ -27,7 +27,7 @@ def random_states(devices: set[torch.device]) -> dict[str, str]:
     legacy: Any = numpy.random.get_state(legacy=False)
     key, rest = legacy["state"]["key"], (legacy["state"]["pos"], legacy["gauss"])
     found = {
-        "python": _hash(numpy.array(words, "u4").tobytes(), (version, gauss)),
+        "python": _hash(words, (version, gauss)),
         "numpy": _hash(key.tobytes(), rest),
         "torch": _hash(torch.get_rng_state().numpy().tobytes()),
     }
@@ -37,8 +37,10 @@ def random_states(devices: set[torch.device]) -> dict[str, str]:
     return found
 
 
-def _hash(data: bytes, more: object = None) -> str:
-    return hashlib.blake2b(data + repr(more).encode(), digest_size=16).hexdigest()
+@functools.lru_cache(8)  # most stay as they are from step to step
+def _hash(data: bytes | tuple[int, ...], more: object = None) -> str:
+    words = data if isinstance(data, bytes) else numpy.array(data, "u4").tobytes()
+    return hashlib.blake2b(words + repr(more).encode(), digest_size=16).hexdigest()
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:

@@ -306,6 +306,7 @@ class Recorder:
         if is_inner(source.optimizer):
             return
         self._finish(source)
+        source.look()
         self._begin()
         self._describe()
         source.step += 1
@@ -357,7 +358,7 @@ class Recorder:
 
     def _gather_after(self, step: Step, source: Source) -> None:
         weights = source.weights()
-        step.rows += source.rows(self._number)
+        step.rows += source.rows(weights, self._number)
         self._add_elements(step, weights)
         source.after = step.number, weights.listed, stamps(weights)
         if self._is_sampled(step.number):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,8 @@ def _inner(tensor: Any) -> tuple[str, ...]:
 
 CPU = torch.device("cpu")
 KIND = operator.attrgetter("dtype", "device")
+GRAD, VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
+DTYPE, LAYOUT = operator.attrgetter("dtype"), operator.attrgetter("layout")
 Named = tuple[Known, str, torch.Tensor, torch.Tensor]
 """What is known of a tensor, its quantity, itself, and its parameter."""
 
@@ -72,14 +74,13 @@ NOTHING = those([])
 
 
 def stamps(found: Those) -> list[Any]:
-    """What changes where torch hears of a write to a tensor, or a weight's memory is another."""
+    """What changes where torch hears of a write to a tensor; behind it the weights' addresses."""
     try:
-        stamps: list[Any] = [tensor._version for tensor in found.tensors]
+        versions = [*map(VERSION, found.tensors)]
     except RuntimeError:  # tensors of inference mode have none
-        stamps = [0] * len(found.tensors)
-    for i in found.listed.own:
-        stamps[i] = stamps[i], found.tensors[i].data_ptr()
-    return stamps
+        versions = [0] * len(found.tensors)
+    own = map(found.tensors.__getitem__, found.listed.own)
+    return [*versions, *map(torch.Tensor.data_ptr, own)]
 
 
 def are_the_same(found: Sequence[Any], known: Sequence[Any]) -> bool:
@@ -145,7 +146,7 @@ class Source:
 
     def names(self) -> list[list[str]]:
         """The parameters' names, group by group."""
-        self._look()
+        self.look()
         found = iter(self._owners)
         return [[next(found).known.name for _ in group["params"]] for group in self.groups]
 
@@ -157,7 +158,8 @@ class Source:
         """The parameters in the groups' order."""
         return [param for group in self.groups for param in group["params"]]
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Before each step: the parameters may be others."""
         params = self.params()
         kinds = [*map(KIND, params)]  # model.to(...) leaves parameters the same objects
         if are_the_same(params, self._params) and kinds == self._kinds:
@@ -173,11 +175,13 @@ class Source:
 
     def gradients(self) -> Those:
         """The gradients that the optimizer reads; of sparse ones a dense copy."""
-        self._look()
-        name = "decoupled_grad" if getattr(self.optimizer, "use_decoupled_grad", False) else "grad"
-        found = [getattr(param, name, None) for param in self._params]
-        tensors = [_dense(grad) for grad in found if grad is not None]
-        key = [grad if grad is None else grad.dtype for grad in found]
+        found: list[torch.Tensor | None] = [*map(GRAD, self._params)]
+        if getattr(self.optimizer, "use_decoupled_grad", False):
+            found = [getattr(param, "decoupled_grad", None) for param in self._params]
+        tensors = [grad for grad in found if grad is not None]
+        if {*map(type, tensors), *map(LAYOUT, tensors)} != {torch.Tensor, torch.strided}:
+            tensors = [*map(_dense, tensors)]
+        key = [*map(operator.is_, found, itertools.repeat(None)), *map(DTYPE, tensors)]
         if self._gradients is None or self._gradients[0] != key:
             owned = zip(self._params, self._owners, found, strict=True)
             have = [(param, owner) for param, owner, grad in owned if grad is not None]
@@ -187,7 +191,6 @@ class Source:
 
     def weights(self) -> Those:
         """The parameters and the tensors of their state; `listed` is the same while these are."""
-        self._look()
         if self._weights is not None and self._states.are_the_same(self.optimizer):
             return self._weights
         found = list(self._tensors())
@@ -200,8 +203,8 @@ class Source:
 
     def models(self) -> Those | None:
         """The model's weights, of which the optimizer has masters alone."""
-        self._look()
         if self._models is None:
+            self.look()
             weights = [o.weight for o in self._owners if o.weight is not None]
             self._models = those([each for weight in weights for each in self._of_model(weight)])
         return self._models if self._models.tensors else None
@@ -234,9 +237,9 @@ class Source:
         self._read = gradients if "grad" in self._asked else NOTHING
         return NOTHING if "grad" in self._asked else gradients
 
-    def rows(self, number: Number) -> list[Rows]:
+    def rows(self, left: Those, number: Number) -> list[Rows]:
         """The digests of what a step has left, and of gradients: the launch's as far as it goes."""
-        left, optimizer = self.weights(), cast("Any", self.optimizer)
+        optimizer: Any = self.optimizer
         if not self._asked:
             return left.listed.rows(left.tensors, number)
         read, self._read, found = self._read, NOTHING, optimizer.digests
@@ -252,8 +255,12 @@ class Source:
         after = self.after
         if after is None or after[0] != step - 1 or after[1] is not weights.listed:
             return range(len(weights.tensors))
-        pairs = zip(after[2], stamps(weights), strict=True)
-        return [i for i, (then, now) in enumerate(pairs) if then != now]
+        now = stamps(weights)
+        if now == after[2]:
+            return ()
+        places = [*range(len(weights.tensors)), *weights.listed.own]
+        pairs = zip(places, after[2], now, strict=True)
+        return sorted({i for i, then, now in pairs if then != now})
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """What `weights` gives, without names."""

@@ -211,6 +211,7 @@ class _Group:
         number: Number,
     ) -> None:
         self._parts = [(i, _stretch(piece, tensors[i])) for i, _, piece in parts]
+        self._takes_all = self._parts == [(i, None) for i in range(len(tensors))]
         self._numbers = numpy.array([number(value) for _, value, _ in parts], "u4")
         places = [piece.place for _, _, piece in parts]
         self._digester = Digester(self._chosen(tensors), places)
@@ -218,7 +219,9 @@ class _Group:
     def rows(self, tensors: Tensors) -> Rows:
         return Rows(self._numbers, fetched(self._digester(self._chosen(tensors))))
 
-    def _chosen(self, tensors: Tensors) -> list[torch.Tensor]:
+    def _chosen(self, tensors: Tensors) -> Tensors:
+        if self._takes_all:
+            return tensors
         return [
             tensors[i] if stretch is None else tensors[i].reshape(-1)[stretch]
             for i, stretch in self._parts

@@ -230,14 +230,16 @@ MUTANTS = {
         "no last mixing": ("mixed ^= mixed >> 15", "mixed ^= mixed >> 31"),
         "an even factor": ("return mixed | 1", "return mixed & -2"),
         "columns as rows": ("device=device) + 2**31", "device=device)"),
-        "rows from 0 on": ("device=codes.device) + first // ROW", "device=codes.device)"),
-        "one lane twice": ("(lane1.sum(1) * row1)", "(lane0.sum(1) * row0)"),
+        "rows from 0 on": ("[part.first // ROW for", "[0 for"),
+        "one lane twice": ("lane1.sum(1) * row1", "lane0.sum(1) * row0"),
         "the upper word as the lower": ("words[1] * (2 * column0)", "words[1] * column0"),
         "signed bits": (
             ".long().bitwise_and_(2 ** (8 * codes.element_size()) - 1)",
             ".long()",
         ),
         "runs without a stride": ("alpha=place.stride - place.run", "alpha=place.stride"),
+        "parts from the first's row on": (" - counts.cumsum() + counts", ""),
+        "one tensor's numbers": ("[part.number for", "[0 for"),
     },
     "kernel": {
         "another constant": ("0x735A2D97", "0x735A2D99"),

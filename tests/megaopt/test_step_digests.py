@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from interpreted import interpreted
 from kinds import KINDS, made
 from mutants import mutant
+from one_rank import group_of_one
 from runs import MASTER, REMAINDERS, give_gradients, parameters, params_of, train
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megaopt import FusedAdam, digest, digest_many, kernels
 from megaopt.kernels.chunks.table import Geometry
@@ -136,6 +139,23 @@ def test_digests_begin_and_end_between_steps():
     optimizer.record_digests(None)
     train(optimizer, 1)
     assert optimizer.digests == []
+
+
+@each_backend
+def test_a_step_that_only_makes_states_has_none(backend, tmp_path):
+    """As torch.distributed.checkpoint takes one to ask which states there are."""
+    with group_of_one("gloo", tmp_path):
+        whole = torch.ones(4, 4)
+        weight = distribute_tensor(whole, dist.init_device_mesh("cpu", (1,)), [Shard(0)])
+        optimizer = FusedAdam([torch.nn.Parameter(weight)], lr=0.0, backend=backend)
+        optimizer.record_digests(["weight"])
+        (param,) = params_of(optimizer)
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert optimizer.digests == []
+        optimizer.step()
+        (found,) = optimizer.digests
+        assert torch.equal(found.lanes[0, 0], digest(whole))
 
 
 def test_other_parameters_with_gradients_have_digests():

@@ -15,6 +15,7 @@ OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, foreach=False),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "ours": lambda params: FusedAdam(params, lr=1e-3, backend="reference"),
+    "launched": lambda params: FusedAdam(params, lr=1e-3, backend="triton"),
     "8 bit": lambda params: FusedAdam(
         params,
         lr=1e-3,

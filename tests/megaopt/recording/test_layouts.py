@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from interpreted import interpreted
 from recorded_ranks import OPTIMIZERS, bare, batches, rows, small
 
 from megaopt.recording.files import Recording
@@ -20,6 +21,24 @@ def test_fsdp2_on_any_number_of_ranks(on_ranks, tmp_path, name):
         out = tmp_path / f"{world}-{replicas}"
         on_ranks(world, bare, out, name, True, replicas, shapes)
         assert rows(out) == expected
+
+
+def lanes(recording):
+    return [
+        {key: (each.digest.low, each.digest.high) for key, each in recording.digests(step).items()}
+        for step in recording.steps
+    ]
+
+
+@interpreted
+def test_shards_that_a_launch_sums_up(on_ranks, tmp_path):
+    shapes = [(8, 4), (12,), (64, 16)]
+    bare(tmp_path / "plain", "ours", False, shapes=shapes)
+    on_ranks(2, bare, tmp_path / "sharded", "launched", True, 1, shapes)
+    plain, sharded = Recording(tmp_path / "plain"), Recording(tmp_path / "sharded")
+    assert lanes(plain) == lanes(sharded)
+    uncounted = {q for (_, q), each in sharded.digests(2).items() if each.digest.nonfinite is None}
+    assert uncounted == {"grad", "weight", "exp_avg", "exp_avg_sq"}
 
 
 def test_samples_are_those_of_the_whole(on_ranks, tmp_path):

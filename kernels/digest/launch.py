@@ -31,8 +31,6 @@ from megaopt.kernels.digest.reference import add_reference
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place
 
-CHANGING = [GRAD.value, ALIGNED.value]
-"""The rows of the table that a call may change."""
 LONGEST_RUN = 2**30
 OWN = INTERPRETER if INTERPRETED else Geometry(2048, 16)
 
@@ -80,7 +78,7 @@ class DigestPlan:
         codes = tensors if plain and not self._is_complex else [*map(codes_of, tensors)]
         if note_row(self.rows[GRAD.value], codes):
             self.rows[ALIGNED.value] = self.rows[GRAD.value] % 16 == 0
-        table = self._table.update(self.rows, CHANGING)
+        table = self._table.update(self.rows, [GRAD.value, ALIGNED.value])
         if not self.chunks.count:
             return
         options: dict[str, object] = {"SPEC": self._spec, "num_warps": self._spec.geometry.warps}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.place import Place
 from megaopt.params.dtensor import local_of
@@ -44,9 +45,12 @@ def _hash(data: bytes | tuple[int, ...], more: object = None) -> str:
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results, in order."""
+    """The tensors in arguments or results whose elements can be read, in order."""
     if isinstance(value, torch.Tensor):
-        yield value
+        own = local_of(value)
+        unread = value.is_meta or value.is_quantized or value.is_nested
+        if own.layout == torch.strided and not unread and not is_traceable_wrapper_subclass(own):
+            yield value
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from leaves(each)
@@ -63,7 +67,7 @@ def batch_digest(value: Any) -> torch.Tensor:
     Tensors of as many rows as the first has are cut into samples; others belong to all of them.
     """
     found = (local_of(each.detach()) for each in leaves(value))
-    tensors = [each for each in found if each.numel() and each.layout == torch.strided]
+    tensors = [each for each in found if each.numel()]
     if not tensors:
         return torch.zeros(2, dtype=torch.int64)
     rows = tensors[0].shape[0] if tensors[0].dim() else 1

@@ -95,7 +95,6 @@ class Recorder:
         self._parameters = Parameters(names or {}, vocabulary)
         self._sources: list[Source] = []
         self._devices: set[torch.device] = set()
-        self._described = 0
         self._order: dict[str, None] = {}
         """Names of parameters as the first forward met them."""
         self._coming, self._wanted = Step(), True
@@ -142,7 +141,6 @@ class Recorder:
         self._parameters.add(model)
         for watched in (PIPELINE, CLIP):
             watched.look()  # Megatron may have been imported since
-        self._described = 0  # there are other names now
         for source in self._sources:
             source.forget()
         hooks = [
@@ -234,7 +232,8 @@ class Recorder:
                     yield on_gradient(param, functools.partial(self._add_own, name, "local grad"))
 
     def _meet(self, names: Sequence[str], *_: Any) -> None:
-        if not self._described and not torch.compiler.is_compiling():
+        is_first = not any(source.step for source in self._sources)
+        if is_first and not torch.compiler.is_compiling():
             self._order.update(dict.fromkeys(names))
 
     def _after_module(self, name: str, _: torch.nn.Module, __: Any, output: Any) -> None:
@@ -409,9 +408,10 @@ class Recorder:
         return self._open()[0].number(value)
 
     def _describe(self) -> None:
-        """Describes the optimizers that came since the last step."""
-        for source in self._sources[self._described :]:
+        """Describes the optimizers that came, or have other parameters, since the last step."""
+        for source in (each for each in self._sources if not each.is_described):
             kind, names = type(source.optimizer), source.names()
+            source.is_described = True
             own = dict.fromkeys(itertools.chain(*names))
             order = [name for name in self._order if name in own]
             self._open()[0].optimizer(
@@ -423,7 +423,6 @@ class Recorder:
                     "order": list(dict.fromkeys([*order, *own])),
                 }
             )
-        self._described = len(self._sources)
 
 
 def running() -> Iterator[torch.optim.Optimizer]:

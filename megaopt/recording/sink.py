@@ -96,7 +96,8 @@ def option(value: Any) -> Any:
 class Sink:
     """Takes steps and writes them in their order.
 
-    An error of a thread's is raised by the next `put` or by `close`; nothing is written after it.
+    An error is raised once, a thread's by the next `put` or by `close`; nothing is written after
+    it, as no step behind a torn one could be read.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -109,9 +110,15 @@ class Sink:
     def put(self, step: Step, devices: set[torch.device]) -> None:
         """Writes a step, when the devices have done what they were asked for up to now."""
         self._raise()
+        if self._error is not None:
+            return
         waits = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == "cuda"]
         if not waits and self._thread is None:
-            step.write(self._writer)
+            try:
+                step.write(self._writer)
+            except BaseException as error:
+                self._error, self._is_told = error, True
+                raise
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="megaopt-recorder", daemon=True)

@@ -118,6 +118,8 @@ class Source:
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, known: Parameters) -> None:
         self.optimizer, self.number, self._parameters = optimizer, number, known
         self.step = 0
+        self.is_described = False
+        """Whether the files have its parameters' names as they are."""
         self.device = next((local_of(param).device for param in self.params()), CPU)
         self.after: tuple[int, Listed, list[Any]] | None = None
         """The step that was recorded last, what its tensors were, and their stamps after it."""
@@ -151,7 +153,8 @@ class Source:
         return [[next(found).known.name for _ in group["params"]] for group in self.groups]
 
     def forget(self) -> None:
-        """Looks everything up anew: a model has come."""
+        """Looks everything up anew: a model or parameters have come."""
+        self.is_described = False
         self._params, self._weights, self._models, self._gradients = [], None, None, None
 
     def params(self) -> list[torch.Tensor]:

@@ -143,7 +143,7 @@ def test_ctrl_c_reaches_the_script(folder):
     )
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=240)
     assert process.returncode == 130, error
     assert "KeyboardInterrupt" in error
     assert Recording(folder / "a").steps == [1, 2, 3]

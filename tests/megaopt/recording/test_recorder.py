@@ -10,7 +10,7 @@ from recorded import LOOPS, network, recorded, steps, trained
 from safetensors.torch import load_file
 
 from megaopt import Recorder, digest
-from megaopt.recording.files import LANES, Digest, Recording
+from megaopt.recording.files import LANES, Digest, Recording, Writer
 from megaopt.recording.inputs import batch_digest
 
 
@@ -145,6 +145,44 @@ def test_several_optimizers_and_models(tmp_path):
     assert sorted(rank.scalars[1]) == [0, 1]
     found = {name for name, _ in Recording(tmp_path / "a").digests(1)}
     assert found == {"weight", "bias", "model1.weight", "model1.bias"}
+
+
+def test_groups_that_come_later_are_described(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    with Recorder(model, optimizer, tmp_path / "a"):
+        steps(model, optimizer, 2)
+        optimizer.add_param_group({"params": model[4].parameters()})
+        steps(model, optimizer, 2)
+    (rank,) = Recording(tmp_path / "a").ranks
+    assert rank.optimizers[-1]["groups"] == [["0.weight", "0.bias"], ["4.weight", "4.bias"]]
+
+
+def test_arguments_that_cannot_be_read_are_passed_over(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.register_forward_pre_hook(lambda _, args: args[:1])
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    others = torch.empty(3, device="meta"), nested, torch.ones(2).to_sparse()
+    with Recorder(model, optimizer, tmp_path / "a"):
+        for more in ((), others):
+            torch.nn.Module.__call__(model, torch.ones(1, 2), *more).sum().backward()
+            optimizer.step()
+    first, second = (Recording(tmp_path / "a").scalars(step)[0][0]["batch"] for step in (1, 2))
+    assert first == second
+
+
+def test_nothing_is_written_behind_a_torn_step(tmp_path, monkeypatch):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a"):
+        steps(model, optimizer, 1)
+        with monkeypatch.context() as full:
+            full.setattr(Writer, "step", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                steps(model, optimizer, 1)
+        steps(model, optimizer, 1)
+    assert Recording(tmp_path / "a").steps == [1]
 
 
 class Container(torch.optim.Optimizer):

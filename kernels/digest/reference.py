@@ -90,14 +90,14 @@ class Part(NamedTuple):
     number: int
     """The tensor's."""
     codes: torch.Tensor
-    count: int
+    numel: int
     first: int
     """The place of the first."""
 
     @property
     def rows(self) -> int:
         """The rows that they lie in."""
-        return -(-(self.first % ROW + self.count) // ROW)
+        return -(-(self.first % ROW + self.numel) // ROW)
 
 
 def joined(parts: Iterable[Part], size: int) -> Iterator[list[Part]]:
@@ -119,7 +119,7 @@ def joined(parts: Iterable[Part], size: int) -> Iterator[list[Part]]:
 def add_in_rows(parts: Sequence[Part], dtype: torch.dtype, out: torch.Tensor) -> None:
     """Adds the sums of parts, whose codes are of one dtype, to their tensors' rows of `out`."""
     zeros = parts[0].codes.new_zeros(ROW)
-    each = ((zeros[: p.first % ROW], p.codes, zeros[: -(p.first + p.count) % ROW]) for p in parts)
+    each = ((zeros[: p.first % ROW], p.codes, zeros[: -(p.first + p.numel) % ROW]) for p in parts)
     codes = torch.cat([*itertools.chain.from_iterable(each)]).view(-1, ROW)
     counts = numpy.array([part.rows for part in parts])
     begins = numpy.array([part.first // ROW for part in parts]) - counts.cumsum() + counts

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from digest_oracle import oracle
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from recorded_ranks import digests_of_shards
+from torch.distributed.tensor import Replicate, Shard
 
 from megaopt import digest, digest_many, hexadecimal
 from megaopt.kernels.place import Place
@@ -57,14 +57,9 @@ def test_gradients_and_parameters_are_read_as_they_are():
     assert not digest(param).requires_grad
 
 
-def shards_of(whole, placements):
-    mesh = init_device_mesh("cpu", (2,))
-    return [digest(distribute_tensor(whole, mesh, [each])) for each in placements]
-
-
 def test_shards_of_dtensors_add_up(on_ranks):
     whole = matrix()
-    found = on_ranks(2, shards_of, whole, [Shard(0), Shard(1), Replicate()])
+    found = on_ranks(2, digests_of_shards, whole, [Shard(0), Shard(1), Replicate()])
     for one, other in zip(*(each[:2] for each in found), strict=True):
         assert torch.equal(one + other, digest(whole))
     assert torch.equal(found[0][2], digest(whole))

@@ -5,9 +5,11 @@ import operator
 
 import torch
 from fsdp2_ranks import SHAPES, Bare, give, gradients, sharded
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
-from megaopt import FusedAdam, Recorder
+from megaopt import FusedAdam, Recorder, digest
 from megaopt.recording.files import LANES, Recording
 
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
@@ -69,3 +71,9 @@ def batches(out):
     found = [each[0]["batch"] for each in Recording(out).scalars(1)]
     lanes = [(int(b[:16], 16), int(b[16:], 16)) for rank in found for b in rank]
     return tuple(functools.reduce(operator.add, lane) % LANES for lane in zip(*lanes, strict=True))
+
+
+def digests_of_shards(whole, placements):
+    """The digests of this rank's shards of a tensor, for each placement over two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    return [digest(distribute_tensor(whole, mesh, [each])) for each in placements]

@@ -25,9 +25,12 @@ from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
 from megaopt.float8 import RECIPES
 from megaopt.float8.shard import Float8Shard
 from megaopt.kernels import backends
+from megaopt.kernels.digest.launch import DigestPlan
+from megaopt.kernels.gather import Gather
 from megaopt.kernels.norm import launch
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.place import Place
 from megaopt.state import owned
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -122,6 +125,16 @@ def step(name, params, clip_norm=None, grad_scale=None, kind=FusedAdam, **option
     optimizer.step(clip_norm=clip_norm)
 
 
+def recorded():
+    """The passes that a recording makes, whose launches are compiled."""
+    global scenario
+    scenario = "recorded"
+    tensors = [param.detach() for param in plain()]
+    places = [Place(0), Place(0, 3), Place(0, 0, 8, 16)]
+    DigestPlan(tensors, places).add(tensors, torch.zeros(3, 3, dtype=torch.int64))
+    Gather(tensors, [[0, 5]] * 3, launches=True)(tensors)
+
+
 def twice(tensor, op=dist.ReduceOp.SUM, group=None):
     """An all_reduce of two ranks that have the same."""
     if op == dist.ReduceOp.SUM:
@@ -156,6 +169,7 @@ def main():
         step(f"{name} of TransformerEngine", foreign(name), contract="te", **masters)
     step("fp16 moments, fp8 weights", float8("block_128x128"), **masters, **fp16)
     step("fp8 moments, fp8 weights", float8("current"), **masters, **fp8)
+    recorded()
     step("lion", plain(), kind=FusedLion, **masters)
     step("lion, fp8 moment", plain(), kind=FusedLion, exp_avg_dtype=torch.uint8, **masters)
     step("sgd", plain(), kind=FusedSGD, **masters)

@@ -2,13 +2,12 @@
 
 import os
 import platform
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 import megaopt
+from megaopt.recording.environment import driver, processor
 
 __all__ = ["cores", "describe", "installed_version"]
 
@@ -28,7 +27,7 @@ def describe() -> dict[str, str | None]:
         "triton": installed_version("triton"),
         "cuda_runtime": torch.version.cuda,
         **_gpu(),
-        "cpu": _cpu_model(),
+        "cpu": processor(),
         "cores": str(cores()),
         "os": platform.platform(),
     }
@@ -48,30 +47,11 @@ def _gpu() -> dict[str, str | None]:
     current = torch.cuda.get_device_properties(torch.cuda.current_device())
     count = torch.cuda.device_count()
     return {
-        "cuda_driver": _driver_version(),
+        "cuda_driver": driver(),
         "gpu": current.name if count == 1 else f"{count} x {current.name}",
         "compute_capability": f"{current.major}.{current.minor}",
         "gpu_memory": f"{current.total_memory / 2**30:.1f} GiB",
     }
-
-
-def _driver_version() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.split("\n")[0].strip() or None
-
-
-def _cpu_model() -> str | None:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or None
 
 
 def cores() -> int:

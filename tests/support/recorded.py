@@ -66,3 +66,13 @@ def recorded(name, out, count=3, **options):
     with Recorder(model, optimizer, out, **options):
         steps(model, optimizer, count)
     return state_of(model, optimizer)
+
+
+def places(pieces):
+    """The whole's index of each element of a rank's tensor."""
+    found = {}
+    for begin, numel, (_, first, run, stride) in pieces:
+        for i in range(numel):
+            where = first + i // run * stride + i % run if stride else first + i
+            found[begin + i] = where
+    return [found[i] for i in range(len(found))]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from interpreted import interpreted
+from recorded import places
 from recorded_ranks import OPTIMIZERS, bare, batches, rows, small
 
 from megaopt.recording.files import Recording
@@ -57,16 +58,6 @@ def test_batches_add_over_ranks(on_ranks, tmp_path):
     on_ranks(2, small, tmp_path / "sharded", True)
     assert batches(tmp_path / "plain") == batches(tmp_path / "sharded")
     assert len(Recording(tmp_path / "sharded").scalars(1)) == 2
-
-
-def places(pieces):
-    """The whole's index of each element of a rank's tensor."""
-    found = {}
-    for begin, numel, (_, first, run, stride) in pieces:
-        for i in range(numel):
-            where = first + i // run * stride + i % run if stride else first + i
-            found[begin + i] = where
-    return [found[i] for i in range(len(found))]
 
 
 @pytest.mark.parametrize(

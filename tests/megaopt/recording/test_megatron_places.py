@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from recorded import places
 
 from megaopt.recording import megatron
 from megaopt.recording.pieces import cut
@@ -32,15 +33,6 @@ def parameter(tensor, dim, stride=1, **more):
     param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, stride
     vars(param).update(more)
     return param
-
-
-def places(pieces):
-    found = {}
-    for begin, numel, (_, first, run, stride) in pieces:
-        for i in range(numel):
-            where = first + i // run * stride + i % run if stride else first + i
-            found[begin + i] = where
-    return [found[i] for i in range(len(found))]
 
 
 def test_rows_columns_and_gated_halves(ranks):

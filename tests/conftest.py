@@ -1,6 +1,7 @@
 """Runs the kernels on Triton's interpreter where there is no GPU, before megaopt is imported."""
 
 import os
+import signal
 import zlib
 
 import pytest
@@ -55,6 +56,14 @@ def long_ones_apart(items):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def hears_interrupts():
+    """A shell's job in the background ignores SIGINT, and so does all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -25,21 +25,24 @@ PLACES = [
 
 @pytest.mark.parametrize(("device", "shapes", "rank", "options"), PLACES)
 def test_two_ranks_are_off_by_no_more_than_twice_what_one_is(
-    device, shapes, rank, options, tmp_path
+    device, shapes, rank, options, tmp_path, on_ranks
 ):
     """Against fp64, by norm, over three refreshes; ranks communicate at refreshes alone."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     options = {**options, "rank": rank}
-    given = (str(tmp_path), device, options, STEPS, shapes)
-    torch.multiprocessing.spawn(rank_of_two, given, nprocs=2)
+    given = (options, STEPS, shapes)
+    if device == "cuda":
+        torch.multiprocessing.spawn(rank_of_two, (str(tmp_path), *given), nprocs=2)
+        runs = [torch.load(tmp_path / f"{own}.pt") for own in range(2)]
+    else:
+        runs = on_ranks(2, stepped_on, torch.device("cpu"), *given)
     alone, nothing = stepped_on(torch.device(device), options, STEPS, shapes)
     exact = exact_weights(STEPS, options["stagger"], shapes, rank)
     sent = bytes_by_turns(STEPS, options["stagger"], 1, shapes, rank)
     assert nothing == [0] * STEPS
     bound = 2 * norm_of_errors(matrices(alone), exact)
     assert 0 < bound < 1e-3 * norm_of_errors(exact, [torch.zeros(())] * len(exact))
-    runs = [torch.load(tmp_path / f"{own}.pt") for own in range(2)]
     for weights, bytes_of_steps in runs:
         assert norm_of_errors(matrices(weights), exact) <= bound
         assert bytes_of_steps == sent

@@ -144,14 +144,13 @@ def stepped_on(device, options, steps, shapes):
     return [weight.cpu() for weight in whole([p.detach() for p in params])], found
 
 
-def rank_of_two(rank, folder, device_type, options, steps, shapes):
-    """A process for torch.multiprocessing: steps on its own device, and leaves what came out."""
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(rank)
-    kind = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(kind, f"file://{folder}/meeting", world_size=2, rank=rank)
-    torch.save(stepped_on(device, options, steps, shapes), f"{folder}/{rank}.pt")
+def rank_of_two(rank, folder, options, steps, shapes):
+    """A process for torch.multiprocessing: steps on a GPU of its own, and leaves what came out."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"file://{folder}/meeting", world_size=2, rank=rank)
+    torch.save(
+        stepped_on(torch.device("cuda", rank), options, steps, shapes), f"{folder}/{rank}.pt"
+    )
     dist.destroy_process_group()
 
 

@@ -86,14 +86,6 @@ class Command:
 
 
 @pytest.fixture
-def hears_interrupts():
-    """A shell's job in the background ignores SIGINT, and so does all that it starts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
 def start(tmp_path, hears_interrupts):
     commands = []
 

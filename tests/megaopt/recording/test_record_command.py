@@ -131,7 +131,7 @@ def test_a_script_that_imports_megaopt_first(folder):
     assert Recording(folder / "a").steps == [1, 2, 3]
 
 
-def test_ctrl_c_reaches_the_script(folder):
+def test_ctrl_c_reaches_the_script(folder, hears_interrupts):
     script = [sys.executable, "train.py", "0.01", "wait"]
     process = subprocess.Popen(
         command("--out", "a", "--", *script),

@@ -34,7 +34,7 @@ def finished_reference(
     added: torch.Tensor | None = None,
     beta: float = 1.0,
 ) -> torch.Tensor:
-    """alpha total + beta added, each operation rounded once to fp32, and then to the dtype."""
+    """Returns alpha total + beta added, each operation rounded to fp32, and then to the dtype."""
     value = total * float(numpy.float32(alpha))
     if added is not None:
         value = value + added.float() * float(numpy.float32(beta))
@@ -67,13 +67,13 @@ if INTERPRETED:
 else:
 
     @helper
-    def rounded(value, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    def rounded(value, ELEMENT: tl.constexpr):
         return value.to(ELEMENT)
 
 
 @helper
 def finished(total, alpha, ELEMENT: tl.constexpr, added=None, beta=1.0):
-    """alpha total + beta added, each operation rounded once to fp32, and then to the element."""
+    """As its twin `finished_reference`."""
     value = total * alpha
     if added is not None:
         value = value + added.to(tl.float32) * beta

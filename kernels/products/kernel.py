@@ -153,7 +153,7 @@ def places_of(
     left = operand_place(own, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
     right = operand_place(own, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
     out = place_in(own, OUT, KIND.out, m, n, ROWS, COLUMNS, KIND)
-    added = mirror = out
+    added, mirror = out, out
     if KIND.added is not None:
         added = place_in(own, ADDED, KIND.added, m, n, ROWS, COLUMNS, KIND)
     if KIND.mirrored:
@@ -174,15 +174,18 @@ def products_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,  # of K, at a time
 ):
-    """alpha left @ right + beta added, of every product; a program makes every so many'th tile."""
-    for number in range(
-        loop_bound(tl.program_id(0)), loop_bound(tiles), loop_bound(tl.num_programs(0))
-    ):
+    """Makes alpha left @ right + beta added of every product; programs take tiles in turns."""
+    first = tl.program_id(0)
+    made = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + first)
+    places = places_of(Column(table_ptr, products, made), KIND, ROWS, COLUMNS, INNER)
+    for number in range(loop_bound(first), loop_bound(tiles), loop_bound(tl.num_programs(0))):
         product = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + number)
         row = tl.load(tiles_ptr + ROW_OF_TILE * tiles + number)
         column = tl.load(tiles_ptr + COLUMN_OF_TILE * tiles + number)
         own = Column(table_ptr, products, product)
-        places = places_of(own, KIND, ROWS, COLUMNS, INNER)
+        if product != made:  # a descriptor takes long to make
+            made = product
+            places = places_of(own, KIND, ROWS, COLUMNS, INNER)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for inner in range(0, loop_bound(entry(own, K).to(tl.int32)), INNER):
             left = operand_tile(places.left, row, inner, ROWS, INNER, KIND.left_turned, KIND)
@@ -196,6 +199,6 @@ def products_kernel(
             added = loaded(places.added, row, column, ROWS, COLUMNS, KIND)
             value = finished(total, alpha, KIND.out, added, beta)
         store(places.out, row, column, value, KIND)
-        if KIND.mirrored:
+        if KIND.mirrored:  # noqa: SIM102 at compile time, the other at run time
             if row != column:
                 store(places.mirror, column, row, tl.trans(value), KIND)

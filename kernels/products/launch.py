@@ -1,4 +1,4 @@
-"""Products of lists of matrices: on a GPU in one launch, elsewhere by their twin, to the same bits."""
+"""Products of lists of matrices: one launch on a GPU, the twin elsewhere, to the same bits."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ class Tile:
     columns: int
     warps: int
     stages: int
-    rate: float
+    rate: float = 1.0
     """How fast a processor makes results by such tiles, beside one with the fastest."""
     programs: int = 1
     """So many run on a processor at a time."""
 
 
+UNEVEN = Tile(64, 64, 4, 4, 0.2, 2)
+"""Without tensor descriptors: larger ones spill registers."""
 TILES = (
-    Tile(128, 256, 8, 3, 1.0),
+    Tile(128, 256, 8, 3),
     Tile(128, 128, 8, 4, 0.87),
     Tile(64, 128, 4, 4, 0.75, 2),
-    Tile(64, 64, 4, 4, 0.5, 2),
+    Tile(64, 64, 4, 4, 0.5, 3),
 )
 INNER_BYTES = 128
 """Of K so many bytes at a time: 64 numbers of 16 bits, 32 of TF32."""
@@ -48,18 +50,27 @@ OVERHEAD = 128
 """Steps of K that a tile's beginning and end take as long as."""
 
 
-def tile_of(shapes: Sequence[tuple[int, int, int]], mirrored: bool) -> Tile:
-    """The tile by which products of shapes (m, n, k) take the least time, square where mirrored."""
-    square = [tile for tile in TILES if tile.rows == tile.columns or not mirrored]
-    return min(square, key=lambda tile: _time(shapes, mirrored, tile))
+def tile_of(shapes: Sequence[tuple[int, int, int]], kind: kernel.Kind) -> Tile:
+    """The tile by which products of shapes (m, n, k) take the least time."""
+    if not kind.described:
+        return UNEVEN
+    fitting = [tile for tile in TILES if _fits(tile, kind)]
+    return min(fitting, key=lambda tile: _time(shapes, kind.mirrored, tile))
+
+
+def _fits(tile: Tile, kind: kernel.Kind) -> bool:
+    """Whether it is square where results are mirrored, and its fp32 results fit beside operands."""
+    in_memory = kind.out.primitive_bitwidth == 16 or tile.rows * tile.columns <= 128 * 128
+    return in_memory and (tile.rows == tile.columns or not kind.mirrored)
 
 
 def _time(shapes: Sequence[tuple[int, int, int]], mirrored: bool, tile: Tile) -> float:
     """What the first program works, in an order of tiles from the longest to the shortest one."""
     counts = [len(_corners(m, n, mirrored, tile)[0]) for m, n, _ in shapes]
     steps = -numpy.sort(-numpy.repeat([k + OVERHEAD for *_, k in shapes], counts))
-    own = int(steps[:: PROCESSORS * tile.programs].sum())
-    return own * tile.rows * tile.columns * tile.programs / tile.rate
+    together = min(tile.programs, -(-len(steps) // PROCESSORS))
+    own = int(steps[:: PROCESSORS * max(together, 1)].sum())
+    return own * tile.rows * tile.columns * together / tile.rate
 
 
 def _corners(m: int, n: int, mirrored: bool, tile: Tile) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -137,7 +148,7 @@ class _Launch:
         tile: Tile | None,
         device: torch.device,
     ) -> None:
-        self._tile = tile = tile or tile_of(shapes, kind.mirrored)
+        self._tile = tile = tile or tile_of(shapes, kind)
         tiles = tile_rows(shapes, kind.mirrored, tile)
         self._count, self._tiles = tiles.shape[1], to_device(tiles, device)
         self._programs = min(self._count, tile.programs * _processors(device))
@@ -228,7 +239,7 @@ def products(
     launches: bool | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """alpha left[i] @ right[i] + beta add[i], with the bits of docs/numbers.md's "Products".
+    """Makes alpha left[i] @ right[i] + beta add[i], with the bits of docs/numbers.md's "Products".
 
     alpha and beta are rounded to fp32; the sum times alpha, add times beta, and the sum of both are
     rounded once each to fp32, and that once to the result's dtype. NaNs are 0x7FFFFFFF, or 0x7FFF.
@@ -274,7 +285,7 @@ def symmetric_products(
     launches: bool | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """alpha A A^T + beta add of each matrix A [m, k], in little more than half of the time.
+    """Makes alpha A A^T + beta add of each matrix A [m, k], in little more than half of the time.
 
     Where A is symmetric that is alpha A^2 + beta add. The bits, and the arguments, are those of
     `products`; add is symmetric to the bit, which is not looked at.
@@ -330,8 +341,8 @@ def _check(index: int, product: Factors, first: Factors) -> None:
         raise ValueError(f"left[{index}] and right[{index}] must have a stride of 1, got {strides}")
     for name, matrix in (("out", out), ("add", added)):
         if matrix is not None and matrix.shape[1] > 1 and matrix.stride(1) != 1:
-            strides = matrix.stride()
-            raise ValueError(f"{name}[{index}] must have rows without gaps, got strides {strides}")
+            own = f"strides {matrix.stride()}"
+            raise ValueError(f"{name}[{index}] must have rows without gaps, got {own}")
 
 
 def _check_one(

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from megaopt.kernels.calling import call
-from megaopt.kernels.chunks.table import DeviceTable, is_capturing, to_device
+from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.optional_triton import set_allocator, tl
 from megaopt.kernels.products import kernel
 from megaopt.kernels.products.epilogue import OUTS, product_with_epilogue
@@ -46,6 +46,8 @@ INNER_BYTES = 128
 """Of K so many bytes at a time: 64 numbers of 16 bits, 32 of TF32."""
 PROCESSORS = 132
 """Of an H100 and an H200; tiles are chosen for so many on any card, and are the same everywhere."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have on an H100."""
 OVERHEAD = 128
 """Steps of K that a tile's beginning and end take as long as."""
 
@@ -148,11 +150,12 @@ class _Launch:
         tile: Tile | None,
         device: torch.device,
     ) -> None:
-        self._tile = tile = tile or tile_of(shapes, kind)
+        tile = tile or (tile_of(shapes, kind) if _has_room(device) else UNEVEN)
         tiles = tile_rows(shapes, kind.mirrored, tile)
-        self._count, self._tiles = tiles.shape[1], to_device(tiles, device)
+        self._count = tiles.shape[1]
+        self._tiles, self._table = DeviceTable(device), DeviceTable(device)
+        self._tiles.update(tiles)
         self._programs = min(self._count, tile.programs * _processors(device))
-        self._table = DeviceTable(device)
         self._options: dict[str, object] = {
             "KIND": kind,
             "ROWS": tile.rows,
@@ -167,8 +170,23 @@ class _Launch:
             return
         table = self._table.update(numpy.array([*map(_column, products)], numpy.int64).T.copy())
         set_allocator(_scratch)  # for descriptors
-        arguments = (table, self._tiles, len(products), self._count, alpha, beta)
+        arguments = (
+            table,
+            self._tiles.kept(),
+            len(products),
+            self._count,
+            float(alpha),
+            float(beta),
+        )
         call(kernel.products_kernel, self._programs, arguments, self._options)
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether a program may have as much shared memory as on an H100."""
+    if device.type == "cpu":
+        return True
+    own = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return bool(own >= SHARED_MEMORY)
 
 
 @cache
@@ -340,7 +358,7 @@ def _check(index: int, product: Factors, first: Factors) -> None:
         strides = f"{left.stride()} and {right.stride()}"
         raise ValueError(f"left[{index}] and right[{index}] must have a stride of 1, got {strides}")
     for name, matrix in (("out", out), ("add", added)):
-        if matrix is not None and matrix.shape[1] > 1 and matrix.stride(1) != 1:
+        if matrix is not None and matrix.stride(1) != 1:
             own = f"strides {matrix.stride()}"
             raise ValueError(f"{name}[{index}] must have rows without gaps, got {own}")
 

@@ -45,10 +45,10 @@ def added_to(shapes, dtype, seed=1, device="cpu"):
     return [matrix(m, n, dtype, generator, device=device) for m, n, _ in shapes]
 
 
-def with_special_rows(matrices):
+def with_special_rows(matrices, first=0):
     """The same list, in which each matrix has a row of one special value, but for every third."""
     found = [each.clone(memory_format=torch.preserve_format) for each in matrices]
-    for index, each in enumerate(found):
-        if index % 3 and each.shape[0]:
-            each[index % each.shape[0]] = SPECIAL[index % len(SPECIAL)]
+    for number, each in enumerate(found, first):
+        if number % 3 and each.shape[0]:
+            each[number % each.shape[0]] = SPECIAL[number % len(SPECIAL)]
     return found

@@ -56,7 +56,7 @@ if INTERPRETED:
     DTYPES = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
 
     def rounded(value: Any, ELEMENT: tl.constexpr) -> Any:
-        """As the GPU rounds: the interpreter's own cast to bf16 truncates."""
+        """The value, rounded as a GPU does: the interpreter's own cast to bf16 truncates."""
         element = ELEMENT.value if isinstance(ELEMENT, tl.constexpr) else ELEMENT
         found = rounded_reference(torch.from_numpy(value.handle.data), DTYPES[element])
         data = found.view(torch.int16).numpy().view(numpy.uint16)
@@ -73,7 +73,7 @@ else:
 
 @helper
 def finished(total, alpha, ELEMENT: tl.constexpr, added=None, beta=1.0):
-    """As its twin `finished_reference`."""
+    """`finished_reference` in Triton."""
     value = total * alpha
     if added is not None:
         value = value + added.to(tl.float32) * beta

@@ -43,9 +43,9 @@ TILES = (
     Tile(64, 64, 4, 4, 0.5, 3),
 )
 INNER_BYTES = 128
-"""Of K so many bytes at a time: 64 numbers of 16 bits, 32 of TF32."""
+"""So many of K at a time: 64 numbers of 16 bits, 32 of TF32."""
 PROCESSORS = 132
-"""Of an H100 and an H200; tiles are chosen for so many on any card, and are the same everywhere."""
+"""As many as an H100 has, and an H200; tiles are chosen for them on any card."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on an H100."""
 OVERHEAD = 128
@@ -185,8 +185,8 @@ def _has_room(device: torch.device) -> bool:
     """Whether a program may have as much shared memory as on an H100."""
     if device.type == "cpu":
         return True
-    own = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return bool(own >= SHARED_MEMORY)
+    properties: Any = torch.cuda.get_device_properties(device)  # whose types lack this one
+    return bool(properties.shared_memory_per_block_optin >= SHARED_MEMORY)
 
 
 @cache

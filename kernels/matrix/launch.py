@@ -17,7 +17,7 @@ from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
-from megaopt.kernels.matrix.galore import LEFT, PROJECTION, LowRank, projected
+from megaopt.kernels.matrix.galore import LEFT, PROJECTION, SLAB, LowRank, projected
 from megaopt.kernels.matrix.plan import (
     FLOAT32,
     CompiledStep,
@@ -35,12 +35,6 @@ from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import step_tensor
 
 # --- how large the tiles of the two launches are: it shows in no bit
-
-PROGRAMS = 128
-"""So many tiles keep the 132 processors of an H200 at work."""
-OUTER_UNIT = 128
-"""Numbers of a tile, for slabs: these must not go by a tile's real size."""
-MOST_SLABS = 8
 
 
 def part_of(most: int, rank: int) -> int:
@@ -167,9 +161,8 @@ ROOM = 2**25
 PART = 0.009
 ONE_TILE = Geometry(1, 1, span=4 if INTERPRETED else 32)
 """Chunks of one tile each."""
-SLAB_UNIT = kernel.SLAB_UNIT.value
-FEW = PROGRAMS
-"""With fewer tiles each slab has a program of its own."""
+FEW = 128
+"""With fewer tiles each slab has a program of its own: an H200 has 132 processors."""
 ADDED = 1024
 """Numbers that a program adds from slabs."""
 UNIT = 128
@@ -259,18 +252,14 @@ class How:
         """Whether it has whole tiles only, of rows of whole 16 bytes: in the two launches."""
         (outer, terms), rank = self.outer_and_terms(shape), self.low_rank.rank
         project, back, wide = self.tiles.project, self.tiles.back, shape[1] % 16
-        first = (outer % project.outer, terms % SLAB_UNIT, rank % part_of(project.ranks, rank))
+        first = (outer % project.outer, terms % project.inner, rank % part_of(project.ranks, rank))
         last = (shape[0] % back.rows, shape[1] % back.width, rank % part_of(back.inner, rank))
         return not any((*first, wide)), not any((*last, wide))
 
     def slabs(self, shape: torch.Size) -> int:
-        """How many slabs a matrix's sums are cut into: as many as make PROGRAMS tiles of it.
-
-        By the shape alone, as they say in which order numbers are added.
-        """
-        outer, terms = self.outer_and_terms(shape)
-        most: int = min(MOST_SLABS, terms // (2 * SLAB_UNIT))
-        return max(1, min(PROGRAMS // -(-outer // OUTER_UNIT), most))
+        """How many slabs a matrix's sums are cut into."""
+        _, terms = self.outer_and_terms(shape)
+        return -(-terms // SLAB)
 
 
 class GaLoreLaunches:
@@ -425,6 +414,7 @@ class Wave:
         options = {
             "PRODUCT": self._product(how.formats.grad, self._even[0]),
             "SPAN": ONE_TILE.span,
+            "SLAB": SLAB,
             "SLABS": self._slabs,
             "APART": self._apart,
             "OUTER": own.outer,

@@ -149,12 +149,12 @@ def tiles_of(low_rank: LowRank) -> Tiles:
 
 LAUNCHED = ("hybrid", "grouped")
 """Kernels that are Triton's."""
-AUTO = {"ieee": "hybrid", "tf32": "hybrid", "bf16": "grouped"}
-"""The kernel that "auto" takes on a GPU for each precision: whose projection is faster.
+AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
+"""The kernel that "auto" takes on a GPU for each precision.
 
-One H200, ms, torch's and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank 128 0.270
-and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090. tf32, the
-same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230.
+One H200, ms, torch's projection and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank
+128 0.270 and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090.
+tf32, the same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230; but torch's bits are the library's.
 """
 ROOM = 2**25
 """Bytes of a workspace, or, where that is more, PART of the weights' bytes."""
@@ -202,10 +202,12 @@ def launched_plan(
 ) -> MatrixPlan:
     """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
 
-    grouped: gradients are projected by one launch, not by torch. tiles: for tests.
+    grouped: gradients are projected by one launch, not by torch, as always but with "ieee".
+    tiles: for tests.
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
+    grouped = grouped or low_rank.precision != IEEE
     how = How(formats, low_rank, grouped, tiles or tiles_of(low_rank))
     places = places or in_order(len(shapes))
     launches = GaLoreLaunches(how, device, shapes, groups, places)
@@ -401,12 +403,10 @@ class Wave:
     def _project_by_torch(
         self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
     ) -> None:
-        precision, side = self.how.low_rank.precision, self.how.low_rank.side
         own = zip(self._firsts.tolist(), grads, projections, strict=True)
         for first, grad, projection in own:
-            if precision != BF16 or grad.dtype != torch.bfloat16:
-                grad = self.how.formats.grad.decode_reference(grad)
-            found = projected(grad, projection, side, precision)
+            grad = self.how.formats.grad.decode_reference(grad)
+            found = projected(grad, projection, self.how.low_rank.side)
             low[first : first + found.numel()] = found.view(-1)
 
     def _project(self, low: torch.Tensor) -> None:

@@ -21,8 +21,22 @@ if INTERPRETED:
 
     def chained(left: Any, right: Any, total: Any) -> Any:
         """fp32 total + left @ right, docs/numbers.md's "Products"; tiles of bf16, fp16 or fp32."""
-        found = product_reference(_values(left), _values(right), _values(total))
+        some, others, found = _values(left), _values(right), _values(total).clone()
+        # what lies behind a matrix is zeros, which change no bit but beside infinities and NaN
+        m, n = _end(some, 1, others), _end(others, 0, some)
+        k = max(_end(some, 0), _end(others, 1))
+        found[:m, :n] = product_reference(some[:m, :k], others[:k, :n], found[:m, :n])
         return tl.tensor(TensorHandle(found.numpy(), tl.float32), total.type)
+
+    def _end(matrix: torch.Tensor, dim: int, beside: torch.Tensor | None = None) -> int:
+        """How many rows (of dim 1) or columns (0) there are up to the last that is not zeros.
+
+        All where it is multiplied by a matrix `beside` that is not finite.
+        """
+        if beside is not None and not bool(beside.isfinite().all()):
+            return matrix.shape[1 - dim]
+        places = (matrix != 0).any(dim).nonzero()
+        return int(places[-1]) + 1 if len(places) else 0
 
 else:
 

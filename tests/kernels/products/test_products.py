@@ -193,17 +193,23 @@ WRONG = {
     r"right\[0\] must be of dtype .*torch.float32 as the first is, got torch.bfloat16": {
         "right": [torch.zeros(5, 4).bfloat16(), torch.zeros(5, 4)]
     },
-    r"out\[1\] must be of shape \[4, 4\], got \[4, 5\]": {
+    r"out\[1\] must be \[4, 4\] with rows without gaps, got \[4, 5\] with strides \[5, 1\]": {
         "out": [torch.zeros(4, 4), torch.zeros(4, 5)]
     },
     r"add\[0\] must be of dtype one of .*, got torch.int32": {"add": [torch.zeros(4, 4).int()] * 2},
-    r"out\[0\] must have rows without gaps, got strides \(1, 4\)": {
+    r"out\[0\] must be \[4, 4\] with rows without gaps, got \[4, 4\] with strides \[1, 4\]": {
         "out": [torch.zeros(4, 4).mT] * 2
     },
-    r"left\[0\] and right\[0\] must have a stride of 1, got \(20, 2\) and \(4, 1\)": {
+    r"left\[0\] must be a matrix with a stride of 1, got \[4, 5\] with strides \[20, 2\]": {
         "left": [torch.zeros(4, 10, 2)[:, :5, 0]] * 2
     },
-    r"right\[0\] must be on cpu, got meta": {"right": [torch.zeros(5, 4, device="meta")] * 2},
+    r"right\[0\] must be a matrix with a stride of 1, got \[5\] with strides \[2\]": {
+        "right": [torch.zeros(5, 2)[:, 0]] * 2,
+        "out": [torch.zeros(4, 4)] * 2,
+    },
+    r"right\[0\] must be on left\[0\]'s device cpu, got meta": {
+        "right": [torch.zeros(5, 4, device="meta")] * 2
+    },
 }
 
 

@@ -131,18 +131,18 @@ class Tables:
         """Makes products, in one launch for each way in which their matrices lie in memory."""
         first = products[0]
         dtypes = tuple(None if each is None else each.dtype for each in first)
-        by_way: dict[tuple[bool, ...], list[tuple[int, ...]]] = {}
+        by_way: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
         for left, right, added, out in products:
             places = [_place(left), _place(right), _place(added), _place(out)]
             way = places[0].turned, places[1].turned, all(place.described for place in places)
             column = (*out.shape, left.shape[1], *(each for place in places for each in place[:2]))
             by_way.setdefault(way, []).append(column)
         for way, columns in by_way.items():
-            shapes = tuple(column[:3] for column in columns)
+            shapes = tuple((m, n, k) for m, n, k, *_ in columns)
             key = (way, mirrored, dtypes, shapes, tile, first.out.device)
             if key not in self._launches:
                 kind = _kind(dtypes, *way, mirrored)
-                self._launches[key] = _Launch(kind, *key[3:])
+                self._launches[key] = _Launch(kind, shapes, tile, first.out.device)
             self._launches[key](columns, alpha, beta)
 
 
@@ -157,6 +157,7 @@ class _Launch:
         device: torch.device,
     ) -> None:
         tile = tile or (tile_of(shapes, kind) if _has_room(device) else UNEVEN)
+        assert tile.rows == tile.columns or not kind.mirrored
         tiles = tile_rows(shapes, kind.mirrored, tile)
         self._count = tiles.shape[1]
         self._tiles, self._table = DeviceTable(device), DeviceTable(device)
@@ -355,7 +356,7 @@ def _check(index: int, product: Factors, first: Factors) -> None:
         if matrix.shape != (m, n) or matrix.stride(1) != 1:
             own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
             raise ValueError(f"{name}[{index}] must be {[m, n]} with rows without gaps, got {own}")
-    for name, matrix in product._asdict().items():
+    for name, matrix in zip(("left", "right", "add", "out"), product, strict=True):
         if matrix is not None and matrix.device != first.left.device:
             wanted = f"on left[0]'s device {first.left.device}"
             raise ValueError(f"{name}[{index}] must be {wanted}, got {matrix.device}")

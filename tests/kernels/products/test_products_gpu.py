@@ -5,7 +5,15 @@ import random
 import pytest
 import torch
 from bits import assert_same_bits
-from product_cases import DTYPES, added_to, lists, odd, with_special_rows
+from product_cases import (
+    DTYPES,
+    added_to,
+    assert_all_same,
+    assert_kernel_is_twin,
+    lists,
+    odd,
+    with_special_rows,
+)
 
 from megaopt.kernels.products.launch import Tables, products, symmetric_products
 
@@ -23,16 +31,6 @@ def random_shape(chance, most=512):
     """Every second one of whole 16 bytes, for tensor descriptors."""
     unit = chance.choice((1, 8))
     return tuple(unit * chance.randint(1, most // unit) for _ in range(3))
-
-
-def assert_kernel_is_twin(function, *matrices, add=None, **options):
-    """The twin is made on the CPU, by other arithmetic than the card's."""
-    found = function(*matrices, add=add, launches=True, **options)
-    own = [[each.cpu() for each in some] for some in matrices]
-    added = None if add is None else [each.cpu() for each in add]
-    expected = function(*own, add=added, launches=False, **options)
-    for index, pair in enumerate(zip(found, expected, strict=True)):
-        assert_same_bits(*pair, f"product {index}")
 
 
 def case(number, count):
@@ -102,8 +100,7 @@ def test_a_graph_replays_them():
     for each in out:
         each.zero_()
     graph.replay()
-    for pair in zip(out, expected, strict=True):
-        assert_same_bits(*pair)
+    assert_all_same(out, expected)
 
 
 # of which cuBLAS splits no K: a wave of its tiles and more, or seen on an H200

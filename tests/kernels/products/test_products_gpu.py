@@ -15,7 +15,7 @@ from product_cases import (
     with_special_rows,
 )
 
-from megaopt.kernels.products.launch import Tables, products, symmetric_products
+from megaopt.kernels.products.launch import TILES, Tables, products, symmetric_products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,12 +71,17 @@ def test_random_symmetric_products_are_the_twins(number):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_tile_of_a_large_matrix_is_the_twins(dtype):
+def test_every_tile_makes_the_twins_bits(dtype):
     """More tiles than processors, of several matrices: descriptors are made anew in between."""
     shapes = [(2048, 1536, 96), (1000, 2056, 64), (2048, 1536, 160)]
     left, right = lists(shapes, dtype, device="cuda")
-    assert_kernel_is_twin(products, left, right, out_dtype=torch.bfloat16)
-    assert_kernel_is_twin(symmetric_products, left, out_dtype=torch.bfloat16)
+    out = {"out_dtype": torch.bfloat16}
+    full = assert_kernel_is_twin(products, left, right, **out)
+    symmetric = assert_kernel_is_twin(symmetric_products, left, **out)
+    for tile in TILES:
+        assert_all_same(products(left, right, tile=tile, **out), full)
+        if tile.rows == tile.columns:
+            assert_all_same(symmetric_products(left, tile=tile, **out), symmetric)
 
 
 def test_the_same_bits_on_every_run():

@@ -26,7 +26,7 @@ from megaopt.kernels.digest.codes import initial
 from megaopt.kernels.digest.reference import add_reference
 from megaopt.kernels.place import Place
 from megaopt.recording.digest import Digester
-from megaopt.state import native
+from megaopt.kernels import native
 
 ALL = ("grad", "weight", "master_param", "exp_avg", "exp_avg_sq")
 RECORDED = {"none": None, "weight": ("weight",), "all": ALL}

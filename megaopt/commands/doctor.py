@@ -22,7 +22,7 @@ from megaopt.commands.golden.record import packaged
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
-from megaopt.state import native
+from megaopt.kernels import native
 
 __all__ = ["Finding", "examine", "examine_peers", "main"]
 

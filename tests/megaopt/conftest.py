@@ -5,7 +5,7 @@ import pytest
 from megaopt import galore
 from megaopt.kernels.chunks import table
 from megaopt.kernels.step import preparation
-from megaopt.state import native
+from megaopt.kernels import native
 from megaopt.step import stepper
 
 

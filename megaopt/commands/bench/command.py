@@ -27,7 +27,7 @@ from megaopt.commands.source import Source, describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
-from megaopt.state import native
+from megaopt.kernels import native
 
 __all__ = ["HostFigures", "host_record", "host_table", "main", "measure_host", "why_not"]
 

@@ -378,17 +378,16 @@ product::Matrix matrix(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<float>(), tensor.stride(0), tensor.stride(1)};
 }
 
-// fp32 total + left @ right of numbers of a type that has blocks of so many terms, and at least that
-// exponent.
-at::Tensor product_of(const at::Tensor& left, const at::Tensor& right, const at::Tensor& total,
-                      int terms, int least) {
-  const at::Tensor out = total.clone(at::MemoryFormat::Contiguous);
+// Adds left @ right to fp32 totals, of numbers of a type that has blocks of so many terms, and at
+// least that exponent.
+void add_product(const at::Tensor& left, const at::Tensor& right, const at::Tensor& totals,
+                 int terms, int least) {
   const std::int64_t m = left.size(0), k = left.size(1), n = right.size(1);
-  TORCH_CHECK(right.size(0) == k && out.sizes() == at::IntArrayRef({m, n}));
-  matrix(out);
-  product::Product(matrix(left), matrix(right), out.mutable_data_ptr<float>(), m, k, n, terms, least)
+  TORCH_CHECK(right.size(0) == k && totals.sizes() == at::IntArrayRef({m, n}));
+  TORCH_CHECK(totals.is_contiguous() && totals.is_cpu());
+  product::Product(matrix(left), matrix(right), totals.mutable_data_ptr<float>(), m, k, n, terms,
+                   least)
       .run([](auto... of) { on_threads(of...); });
-  return out;
 }
 
 }  // namespace
@@ -400,5 +399,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                     std::vector<Addresses>>());
   module.def("look", &look);
   module.def("count_versions_up", &count_versions_up);
-  module.def("product", &product_of, py::call_guard<py::gil_scoped_release>());
+  module.def("add_product", &add_product, py::call_guard<py::gil_scoped_release>());
 }

@@ -31,7 +31,8 @@ using Index = std::int64_t;
 
 constexpr int TERMS = 16;  // of a block, at most
 constexpr int COLUMNS = 32, ROWS = 64;  // of a tile; of what one thread takes at once
-constexpr int BLOCKS = 8;  // in a row, so that those of a tile's columns lie in the nearest cache
+constexpr int BLOCKS = 32;  // that are prepared before threads wait for each other
+constexpr int NEAR = 8;  // of a tile's columns, which the nearest cache holds
 constexpr int FRACTION = 25, LEAST = -133;  // FRACTION and LEAST in reference.py
 constexpr std::uint32_t SIGN = 0x80000000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fffffff;
 // Of a zero, which does not take part in the alignment; two of them fit 16 bits.
@@ -262,8 +263,8 @@ class Product {
     };
     for (first_ = 0; first_ < k_; first_ += BLOCKS * terms_) {
       blocks_ = std::min<Index>(BLOCKS, (k_ - first_ + terms_ - 1) / terms_);
-      each(m_, 256, bound(prepare_rows));
-      each(tiles(), 8, bound(prepare_columns));
+      each(m_, 64, bound(prepare_rows));
+      each(tiles(), 2, bound(prepare_columns));
       each(tiles() * ((m_ + ROWS - 1) / ROWS), 1, bound(add_tiles));
     }
   }
@@ -308,16 +309,18 @@ class Product {
     const Index groups = (own.m_ + ROWS - 1) / ROWS;
     for (Index place = begin; place < end; ++place) {
       const Index tile = place / groups, row = place % groups * ROWS;
-      for (Index i = row; i < std::min(own.m_, row + ROWS); ++i) own.add_row(i, tile);
+      for (Index block = 0; block < own.blocks_; block += NEAR) {
+        for (Index i = row; i < std::min(own.m_, row + ROWS); ++i) own.add_row(i, tile, block);
+      }
     }
   }
 
-  MEGAOPT_INLINE void add_row(Index i, Index tile) {
+  MEGAOPT_INLINE void add_row(Index i, Index tile, Index first_block) {
     const Index first_column = tile * COLUMNS, columns = std::min<Index>(COLUMNS, n_ - first_column);
     float totals[COLUMNS] = {}, begun[COLUMNS];
     float* const out = out_ + i * n_ + first_column;
     std::copy_n(out, columns, totals);
-    for (Index block = 0; block < blocks_; ++block) {
+    for (Index block = first_block; block < std::min(blocks_, first_block + NEAR); ++block) {
       const Block<1>& left = rows_[i * BLOCKS + block];
       const Block<COLUMNS>& right = columns_[tile * BLOCKS + block];
       std::int32_t fails[COLUMNS];

@@ -52,18 +52,21 @@ def product_reference(
     left, right: [m, k] and [k, n], both bf16, both fp16, or both fp32, which are cut to TF32.
     total: fp32 [m, n], with which the chain begins; None: zeros.
     """
-    if total is None:
-        total = left.new_zeros(left.shape[0], right.shape[1], dtype=torch.float32)
     own = OPERANDS[left.dtype]
     if left.dtype == torch.float32:
         left, right = cut_to_tf32(left), cut_to_tf32(right)
-    if left.device.type == "cpu":
-        worth = left.numel() * right.shape[1] >= WORTH_BUILDING
-        if extension := native.get(worth):
-            found: torch.Tensor = extension.product(left.float(), right.float(), total, *own)
-            return found
-    rows = max(1, NUMBERS_AT_ONCE // max(1, right.shape[1]))
-    parts = zip(left.split(rows), total.split(rows), strict=True)
+    shape = left.shape[0], right.shape[1]
+    if total is None:
+        out = left.new_zeros(shape, dtype=torch.float32)
+    else:
+        out = total.clone(memory_format=torch.contiguous_format)
+    worth = left.numel() * shape[1] >= WORTH_BUILDING
+    extension = native.get(worth) if left.device.type == "cpu" else None
+    if extension is not None:
+        extension.add_product(left.float(), right.float(), out, *own)
+        return out
+    rows = max(1, NUMBERS_AT_ONCE // max(1, shape[1]))
+    parts = zip(left.split(rows), out.split(rows), strict=True)
     return torch.cat([_chain(part, right, begun, own) for part, begun in parts])
 
 

@@ -38,7 +38,7 @@ constexpr std::uint32_t SIGN = 0x80000000, INFINITE = 0x7f800000, NOT_A_NUMBER =
 // Of a zero, which does not take part in the alignment; two of them fit 16 bits.
 constexpr int NO_EXPONENT = -8192;
 // So many binades may lie between products of a block for fp32 to hold them and their multiples as
-// normal numbers; subnormal factors of 16 bits and TF32 take 20 more at most.
+// normal numbers; subnormal factors of bf16 and TF32 take up to 10 more each.
 constexpr int APART = 100;
 
 MEGAOPT_INLINE std::uint32_t bits_of(float value) {
@@ -146,21 +146,20 @@ inline float added(const Factors& own, float total) {
 template <int LANES>
 struct Block {
   float values[TERMS][LANES];  // divided by 2^top
-  std::int16_t exponents[TERMS][LANES];  // less top
+  std::int16_t exponents[TERMS][LANES];  // as they count in the alignment, less top
   std::int32_t top[LANES];
   std::int32_t apart;  // so many binades lie between exponents of a lane; many if one is not finite
 };
 
 template <int LANES>
-MEGAOPT_INLINE void find_top(Block<LANES>& block, const std::uint32_t (&bits)[TERMS][LANES],
-                             int least) {
+MEGAOPT_INLINE void find_top(Block<LANES>& block, const std::uint32_t (&bits)[TERMS][LANES]) {
   std::int32_t low[LANES], finite = 1;
   std::fill_n(block.top, LANES, NO_EXPONENT);
   std::fill_n(low, LANES, 128);
   for (int k = 0; k < TERMS; ++k) {
     for (int lane = 0; lane < LANES; ++lane) {
       const std::uint32_t own = bits[k][lane];
-      const std::int32_t exponent = std::max(exponent_of(own), least);
+      const std::int32_t exponent = exponent_of(own);
       block.top[lane] = std::max(block.top[lane], is_zero(own) ? NO_EXPONENT : exponent);
       low[lane] = std::min(low[lane], is_zero(own) ? 128 : exponent);
       finite &= is_finite(own);
@@ -175,7 +174,7 @@ MEGAOPT_INLINE void find_top(Block<LANES>& block, const std::uint32_t (&bits)[TE
 template <int LANES>
 MEGAOPT_INLINE void prepare(Block<LANES>& block, const std::uint32_t (&bits)[TERMS][LANES],
                             int least) {
-  find_top(block, bits, least);
+  find_top(block, bits);
   for (int k = 0; k < TERMS; ++k) {
     for (int lane = 0; lane < LANES; ++lane) {
       const std::uint32_t own = bits[k][lane];

@@ -173,22 +173,51 @@ def test_both_twins_agree_on_any_bits(dtype, seed):
 
 
 @pytest.mark.parametrize("dtype", OPERANDS)
-@pytest.mark.parametrize("specials", [[INF], [INF, -INF], [NAN], [INF, NAN, 0.0, -0.0]], ids=str)
-def test_both_twins_agree_beside_infinities(dtype, specials):
-    """Rows, columns and totals without them keep their bits."""
+@pytest.mark.parametrize("gap", [0, 30, 45, 49, 51, 55, 60, 64, 70])
+def test_both_twins_agree_where_the_largest_meet_zeros(dtype, gap):
+    """What is left lies twice the gap below the product of the largest."""
     needs_native()
-    left, right = spread((20, 100), 4, dtype), spread((100, 70), 4, dtype, seed=1)
-    total = spread((20, 70), 4, torch.float32, seed=2)
+    left, right = spread((9, 64), 6, torch.float64), spread((64, 40), 6, torch.float64, seed=1)
+    left[:, ::4] *= 2.0 ** min(gap, 15 if dtype == torch.float16 else gap)
+    right[1::4] *= 2.0**gap
+    left[:, 1::4], right[::4] = 0, -0.0
+    for down in (0, 60):
+        both((left * 2.0**-down).to(dtype), (right * 2.0**-down).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", OPERANDS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_both_twins_agree_on_the_largest_sum(dtype, sign):
+    """Some 65.5 * 2**25: more than 31 bits."""
+    needs_native()
+    almost_2 = 2 - (2.0**-10 if dtype == torch.float32 else torch.finfo(dtype).eps)
+    left = torch.full((2, 32), almost_2).to(dtype)
+    right = torch.full((32, 3), sign * almost_2).to(dtype)
+    total = torch.tensor([[1.9999999, -1.9999999, 0.0]]).expand(2, 3)
+    both(left, right, total)
+
+
+@pytest.mark.parametrize("dtype", OPERANDS)
+@pytest.mark.parametrize("specials", [[INF], [INF, -INF], [NAN], [INF, NAN, 0.0, -0.0]], ids=str)
+@pytest.mark.parametrize(("binades", "around"), [(40, 0), (4, -20)])
+def test_both_twins_agree_beside_infinities(dtype, specials, binades, around):
+    """Rows, columns and totals without them keep their bits, where fp16 is subnormal too."""
+    needs_native()
+    left = (spread((20, 100), binades, torch.float64) * 2.0**around).to(dtype)
+    right = spread((100, 70), binades, dtype, seed=1)
+    total = spread((20, 70), 4, torch.float32, seed=2) * 2.0**around
     plain = both(left, right, total)
     one, other, begun = left.clone(), right.clone(), total.clone()
     one[::3] = sprinkled(left[::3], specials, 0.02)
+    one[3] = 0
+    one[3, 50], other[50, :40] = specials[0], 0
     other[:, ::5] = sprinkled(right[:, ::5], specials, 0.02)
     begun[4] = sprinkled(total[4], specials, 0.2)
     found = both(one, other, begun)
     rows = torch.tensor([i for i in range(20) if i % 3 and i != 4])
-    columns = torch.tensor([j for j in range(70) if j % 5])
+    columns = torch.tensor([j for j in range(40, 70) if j % 5])
     assert_same_bits(found[rows][:, columns], plain[rows][:, columns])
-    assert found.isnan().any() or found.isinf().any()
+    assert found[3].isnan().any()
 
 
 # --- what a product promises

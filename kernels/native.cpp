@@ -378,6 +378,8 @@ product::Matrix matrix(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<float>(), tensor.stride(0), tensor.stride(1)};
 }
 
+constexpr std::int64_t ALONE = 1 << 25;  // products of two numbers
+
 // Adds left @ right to fp32 totals, of numbers of a type that has blocks of so many terms, and at
 // least that exponent.
 void add_product(const at::Tensor& left, const at::Tensor& right, const at::Tensor& totals,
@@ -385,9 +387,14 @@ void add_product(const at::Tensor& left, const at::Tensor& right, const at::Tens
   const std::int64_t m = left.size(0), k = left.size(1), n = right.size(1);
   TORCH_CHECK(right.size(0) == k && totals.sizes() == at::IntArrayRef({m, n}));
   TORCH_CHECK(totals.is_contiguous() && totals.is_cpu());
-  product::Product(matrix(left), matrix(right), totals.mutable_data_ptr<float>(), m, k, n, terms,
-                   least)
-      .run([](auto... of) { on_threads(of...); });
+  product::Product own(matrix(left), matrix(right), totals.mutable_data_ptr<float>(), m, k, n,
+                       terms, least);
+  // below some 5 ms other threads are not waited for: where others compute, that took 80 ms
+  if (m * k * n < ALONE) {
+    own.run([](std::int64_t count, std::int64_t, const auto& part) { part(0, count); });
+  } else {
+    own.run([](auto... of) { on_threads(of...); });
+  }
 }
 
 }  // namespace

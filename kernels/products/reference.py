@@ -1,10 +1,15 @@
-"""The twin of a product on tensor cores, in torch: docs/numbers.md has its specification."""
+"""The twin of a product on tensor cores: docs/numbers.md has its specification.
+
+In torch, and in C++ (product.h) with the same bits, some 60 times as fast, where it is built.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+from megaopt.kernels import native
 
 FRACTION = 25
 """Bits behind the binary point that a term keeps, once it is aligned to the block's largest."""
@@ -13,9 +18,14 @@ LEAST = -133
 NAN = 0x7FFFFFFF
 """The bits of every NaN that a product makes."""
 NO_EXPONENT = -(2**20)
-"""Of a zero, which does not take part in the alignment."""
+"""The exponent of a zero, which does not take part in the alignment."""
 NUMBERS_AT_ONCE = 2**18
 """Numbers of a result that are made at once, so that what is in between stays in caches."""
+WORTH_BUILDING = 2**21
+"""So many products of two numbers, 128^3, take 17 ms in torch and 0.3 ms in C++.
+
+Building takes one core some 30 s, once on a machine: 2,000 such products.
+"""
 
 
 class Operand(NamedTuple):
@@ -42,13 +52,21 @@ def product_reference(
     left, right: [m, k] and [k, n], both bf16, both fp16, or both fp32, which are cut to TF32.
     total: fp32 [m, n], with which the chain begins; None: zeros.
     """
-    if total is None:
-        total = left.new_zeros(left.shape[0], right.shape[1], dtype=torch.float32)
     own = OPERANDS[left.dtype]
     if left.dtype == torch.float32:
         left, right = cut_to_tf32(left), cut_to_tf32(right)
-    rows = max(1, NUMBERS_AT_ONCE // max(1, right.shape[1]))
-    parts = zip(left.split(rows), total.split(rows), strict=True)
+    shape = left.shape[0], right.shape[1]
+    if total is None:
+        out = left.new_zeros(shape, dtype=torch.float32)
+    else:
+        out = total.clone(memory_format=torch.contiguous_format)
+    worth = left.numel() * shape[1] >= WORTH_BUILDING
+    extension = native.get(worth) if left.device.type == "cpu" else None
+    if extension is not None:
+        extension.add_product(left.float(), right.float(), out, *own)
+        return out
+    rows = max(1, NUMBERS_AT_ONCE // max(1, shape[1]))
+    parts = zip(torch.split(left, rows), torch.split(out, rows), strict=True)
     return torch.cat([_chain(part, right, begun, own) for part, begun in parts])
 
 

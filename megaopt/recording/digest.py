@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from megaopt.kernels.digest.launch import Digests
 from megaopt.kernels.place import Place, place_of_box
 from megaopt.options.checks import is_dense, refuse
 from megaopt.params.dtensor import is_dtensor, local_of, shard_place
+from megaopt.state.looks import Looks
 
 
 def digest(
@@ -105,7 +105,7 @@ class Digester:
             refuse("tensors", "on one device", devices)
         self._are_sharded = any(map(is_dtensor, tensors))
         launches = bool(own) and default_backend(devices[0]) == "triton"
-        self._kinds = _kinds(own)
+        self._looks = Looks(own)
         self._digests = Digests(own, places, launches)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -117,15 +117,10 @@ class Digester:
         Raises ValueError for others.
         """
         own = [*map(local_of, tensors)] if self._are_sharded else tensors
-        if _kinds(own) != self._kinds:
+        looked = self._looks.look(own)
+        if looked is None:
             refuse("tensors", "of the sizes, dtypes and device of those before", tensors)
-        return self._digests(own)
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    """The facts that a launch relies on, list by list: one call for each tensor takes longer."""
-    looks = (torch.Tensor.numel, attrgetter("dtype"), torch.Tensor.get_device)
-    return tuple(list(map(look, tensors)) for look in looks)
+        return self._digests(own, self._looks.addresses if looked.in_order else None)
 
 
 def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) -> Place:

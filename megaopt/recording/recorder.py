@@ -33,7 +33,7 @@ from megaopt.recording.inputs import (
 )
 from megaopt.recording.places import Known, Parameters
 from megaopt.recording.sink import Number, Sink, Step, option
-from megaopt.recording.sources import Source, Those, count_of, stamps
+from megaopt.recording.sources import Source, Those, count_of
 from megaopt.recording.table import Listed, fetched, held
 
 LEVELS = ("loss", "step", "blocks", "modules")
@@ -359,7 +359,7 @@ class Recorder:
         weights = source.weights()
         step.rows += source.rows(weights, self._number)
         self._add_elements(step, weights)
-        source.after = step.number, weights.listed, stamps(weights)
+        source.after = step.number, weights.listed
         if self._is_sampled(step.number):
             source.sampled = step.number
 

@@ -19,6 +19,7 @@ from megaopt.recording.digest import Digester
 from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, Value, places_of_samples
 from megaopt.recording.pieces import Piece
 from megaopt.recording.places import Known
+from megaopt.state.looks import Looks
 
 if TYPE_CHECKING:
     from megaopt.step.digests import StepDigests
@@ -119,7 +120,7 @@ class Listed:
 
     def __init__(self, held: Iterable[Held]) -> None:
         self.held = list(held)
-        self.own = [i for i, each in enumerate(self.held) if each.quantity in WEIGHTS]
+        self.own = {i for i, each in enumerate(self.held) if each.quantity in WEIGHTS}
         """The places of weights."""
         self._groups: list[_Group] | None = None
         self._sampled: list[_Sampled] | None = None
@@ -255,12 +256,15 @@ class _Sampled:
         self._where = row, place
         own = [tensors[i] for i in self._chosen]
         launches = bool(own) and default_backend(own[0].device) == "triton"
-        self._gather = Gather(own, indices, launches) if own else None
+        self._looks, self._gather = Looks(own), Gather(own, indices, launches) if own else None
 
     def samples(self, tensors: Tensors) -> Samples:
         bits = torch.empty(0, dtype=torch.int64)
         if self._gather is not None:
-            bits = self._gather([tensors[i] for i in self._chosen])
+            own = [tensors[i] for i in self._chosen]
+            looked = self._looks.look(own)
+            is_plain = looked is not None and looked.in_order
+            bits = self._gather(own, self._looks.addresses if is_plain else None)
         return Samples(self._rows.copy(), self._where, fetched(bits))
 
 

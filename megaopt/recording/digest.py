@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -108,8 +109,15 @@ class Digester:
         self._looks = Looks(own)
         self._digests = Digests(own, places, launches)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], addresses: numpy.ndarray | None = None
+    ) -> torch.Tensor:
         """The digests of tensors of the shapes and dtypes that the digester was made for.
+
+        Args:
+            tensors: those.
+            addresses: what `megaopt.state.looks.Looked` has of them, of plain tensors; None: they
+                are looked at here.
 
         Returns:
             int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
@@ -117,10 +125,12 @@ class Digester:
         Raises ValueError for others.
         """
         own = [*map(local_of, tensors)] if self._are_sharded else tensors
-        looked = self._looks.look(own)
-        if looked is None:
-            refuse("tensors", "of the sizes, dtypes and device of those before", tensors)
-        return self._digests(own, self._looks.addresses if looked.in_order else None)
+        if addresses is None:
+            looked = self._looks.look(own)
+            if looked is None:
+                refuse("tensors", "of the sizes, dtypes and device of those before", tensors)
+            addresses = looked.addresses
+        return self._digests(own, addresses)
 
 
 def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) -> Place:

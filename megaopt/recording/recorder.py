@@ -328,11 +328,11 @@ class Recorder:
         if self._level >= BLOCKS or is_sampled:
             with_own = sorted({*changed, *weights.listed.own})
         written = weights.before(with_own if self._level >= BLOCKS else changed)
-        step.rows += written.listed.rows(written.tensors, self._number)
+        step.rows += written.rows(self._number)
         if is_sampled:
             follows = source.sampled == step.number - 1 > 0
             old = weights.before(with_own if follows else everything)
-            step.samples += old.listed.samples(old.tensors, self._number)
+            step.samples += old.samples(self._number)
         if step.number in self._keep:
             keep_tensors(step, weights.before(everything))
 
@@ -366,13 +366,13 @@ class Recorder:
     def _add_gradients(self, step: Step, source: Source) -> None:
         found = source.gradients()
         now = source.read(found)
-        step.rows += now.listed.rows(now.tensors, self._number)
+        step.rows += now.rows(self._number)
         self._add_elements(step, found)
 
     def _add_elements(self, step: Step, found: Those) -> None:
         """Adds samples and whole tensors, as far as they are wanted of this step."""
         if self._is_sampled(step.number):
-            step.samples += found.listed.samples(found.tensors, self._number)
+            step.samples += found.samples(self._number)
         if step.number in self._keep:
             keep_tensors(step, found)
 
@@ -384,7 +384,7 @@ class Recorder:
         models = source.models() if self._level >= STEP else None
         if models is not None:
             with torch.no_grad():
-                step.rows += models.listed.rows(models.tensors, self._number)
+                step.rows += models.rows(self._number)
                 self._add_elements(step, models)
         self._open()[1].put(step, self._devices)
 
@@ -460,11 +460,14 @@ class Untraced:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
+        self._is_disabled = False
 
     def __call__(self, *args: Any) -> None:
         """Calls it."""
-        dynamo = sys.modules.get("torch._dynamo")
-        (self._function if dynamo is None else dynamo.disable(self._function))(*args)
+        if not self._is_disabled and "torch._dynamo" in sys.modules:
+            self._function = sys.modules["torch._dynamo"].disable(self._function)
+            self._is_disabled = True
+        self._function(*args)
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

@@ -12,7 +12,7 @@ import torch
 from megaopt.params.dtensor import local_of
 from megaopt.params.view import MASTER
 from megaopt.recording.places import Known, Owner, Parameters, of_state
-from megaopt.recording.table import Launched, Listed, Number, Rows, held
+from megaopt.recording.table import Array, Launched, Listed, Number, Rows, Samples, held
 from megaopt.state.looks import Looked, Looks, SameStates, same_params
 from megaopt.state.watch import same_objects
 
@@ -59,10 +59,21 @@ class Those(NamedTuple):
 
     listed: Listed
     tensors: Sequence[torch.Tensor]
+    addresses: Array | None = None
+    """Where a look found them."""
 
     def before(self, indices: Sequence[int]) -> Those:
         """Some of them, as they are before the step."""
-        return Those(self.listed.before(indices), [self.tensors[i] for i in indices])
+        addresses = None if self.addresses is None else self.addresses[[*indices]]
+        return Those(self.listed.before(indices), [self.tensors[i] for i in indices], addresses)
+
+    def rows(self, number: Number) -> list[Rows]:
+        """Their digests; see `Listed.rows`."""
+        return self.listed.rows(self.tensors, number, self.addresses)
+
+    def samples(self, number: Number) -> list[Samples]:
+        """Their sampled elements."""
+        return self.listed.samples(self.tensors, number, self.addresses)
 
 
 def those(found: Sequence[Named]) -> Those:
@@ -148,13 +159,17 @@ class Source:
         if getattr(self.optimizer, "use_decoupled_grad", False):
             found = [getattr(param, "decoupled_grad", None) for param in self._params]
         tensors = found if self._are_dense else [*map(_dense, found)]
-        if self._gradients is None or self._gradients[1].look(tensors) is None:
+        looked = None if self._gradients is None else self._gradients[1].look(tensors)
+        if self._gradients is None or looked is None:
             tensors = [*map(_dense, found)]
             self._are_dense = same_objects(tensors, found)
             owned = zip(self._params, self._owners, tensors, strict=True)
-            own = (held(o.known, "grad", t, p) for p, o, t in owned if t is not None)
+            own = [held(o.known, "grad", t, p) for p, o, t in owned if t is not None]
             self._gradients = Listed(own), Looks(tensors)
-        return Those(self._gradients[0], [each for each in tensors if each is not None])
+        listed = self._gradients[0]
+        if len(listed.held) == len(tensors):
+            return Those(listed, tensors, looked and looked.addresses)
+        return Those(listed, [each for each in tensors if each is not None])
 
     def weights(self) -> Those:
         """The parameters and the tensors of their state; `listed` is the same while these are."""
@@ -164,7 +179,7 @@ class Source:
             self._weights = self._models = None
             found = self._known()
             self._looked = self._looks.look(found.tensors)
-        return found
+        return found._replace(addresses=self._looked and self._looked.addresses)
 
     def _known(self) -> Those:
         """What `weights` gives, before a look at the tensors."""
@@ -222,7 +237,7 @@ class Source:
         """The digests of what a step has left, and of gradients: the launch's as far as it goes."""
         optimizer: Any = self.optimizer
         if not self._asked:
-            return left.listed.rows(left.tensors, number)
+            return left.rows(number)
         read, self._read, found = self._read, NOTHING, optimizer.digests
         key = [read.listed, left.listed, *(each.params for each in found)]
         if self._launched is None or not same_objects(key, self._launched[0]):

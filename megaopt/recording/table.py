@@ -19,7 +19,6 @@ from megaopt.recording.digest import Digester
 from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, Value, places_of_samples
 from megaopt.recording.pieces import Piece
 from megaopt.recording.places import Known
-from megaopt.state.looks import Looks
 
 if TYPE_CHECKING:
     from megaopt.step.digests import StepDigests
@@ -86,7 +85,7 @@ class Rows(NamedTuple):
         found, rows = self.digests.numpy()[self.chosen], numpy.empty(len(self.numbers), ROW)
         rows["value"] = self.numbers
         rows["low"], rows["high"] = found[:, 0].view("u8"), found[:, 1].view("u8")
-        counts = found[:, 2:].clip(0, NOT_COUNTED - 1)
+        counts = numpy.minimum(found[:, 2:], NOT_COUNTED - 1)
         rows["nonfinite"] = counts[:, 0] if counts.size else NOT_COUNTED
         return rows
 
@@ -126,19 +125,25 @@ class Listed:
         self._sampled: list[_Sampled] | None = None
         self._before: dict[tuple[int, ...], Listed] = {}
 
-    def rows(self, tensors: Tensors, number: Number) -> list[Rows]:
-        """The digests of the tensors, for each device; number: of a value, as rows name it."""
+    def rows(self, tensors: Tensors, number: Number, addresses: Array | None = None) -> list[Rows]:
+        """The digests of the tensors, for each device.
+
+        Args:
+            tensors: those.
+            number: of a value, as rows name it.
+            addresses: of the tensors, where somebody has looked at them.
+        """
         if self._groups is None:
             parts = [(i, *each) for i, held in enumerate(self.held) for each in held.values]
             self._groups = [_Group(own, tensors, number) for own in _by_device(parts, tensors)]
-        return [group.rows(tensors) for group in self._groups]
+        return [group.rows(tensors, addresses) for group in self._groups]
 
-    def samples(self, tensors: Tensors, number: Number) -> list[Samples]:
-        """The sampled elements of those that ranks hold together, for each device."""
+    def samples(self, tensors: Tensors, number: Number, addresses: Array | None) -> list[Samples]:
+        """The sampled elements of those that ranks hold together, for each device; see `rows`."""
         if self._sampled is None:
             parts = [(i, held) for i, held in enumerate(self.held) if held.known.pieces]
             self._sampled = [_Sampled(own, tensors, number) for own in _by_device(parts, tensors)]
-        return [sampled.samples(tensors) for sampled in self._sampled]
+        return [sampled.samples(tensors, addresses) for sampled in self._sampled]
 
     def before(self, indices: Sequence[int]) -> Listed:
         """Some of the tensors, as they are before the step."""
@@ -217,8 +222,9 @@ class _Group:
         places = [piece.place for _, _, piece in parts]
         self._digester = Digester(self._chosen(tensors), places)
 
-    def rows(self, tensors: Tensors) -> Rows:
-        return Rows(self._numbers, fetched(self._digester(self._chosen(tensors))))
+    def rows(self, tensors: Tensors, addresses: Array | None) -> Rows:
+        own = addresses if self._takes_all else None
+        return Rows(self._numbers, fetched(self._digester(self._chosen(tensors), own)))
 
     def _chosen(self, tensors: Tensors) -> Tensors:
         if self._takes_all:
@@ -256,15 +262,13 @@ class _Sampled:
         self._where = row, place
         own = [tensors[i] for i in self._chosen]
         launches = bool(own) and default_backend(own[0].device) == "triton"
-        self._looks, self._gather = Looks(own), Gather(own, indices, launches) if own else None
+        self._gather = Gather(own, indices, launches) if own else None
 
-    def samples(self, tensors: Tensors) -> Samples:
+    def samples(self, tensors: Tensors, addresses: Array | None) -> Samples:
         bits = torch.empty(0, dtype=torch.int64)
         if self._gather is not None:
-            own = [tensors[i] for i in self._chosen]
-            looked = self._looks.look(own)
-            is_plain = looked is not None and looked.in_order
-            bits = self._gather(own, self._looks.addresses if is_plain else None)
+            own = None if addresses is None else addresses[self._chosen]
+            bits = self._gather([tensors[i] for i in self._chosen], own)
         return Samples(self._rows.copy(), self._where, fetched(bits))
 
 

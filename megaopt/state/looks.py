@@ -23,8 +23,9 @@ NOTHING = torch.empty(0)
 class Looked(NamedTuple):
     """What a look at tensors found."""
 
-    in_order: bool
-    """Whether the elements of each lie one behind the other, as their bits are."""
+    addresses: numpy.ndarray | None
+    """int64 [n], where each tensor's elements lie, one behind the other, as their bits are; None
+    where those of one do not. The next look writes into it."""
     moved: list[int]
     """Places of tensors that lie elsewhere than at the last look."""
     written: list[int]
@@ -42,8 +43,7 @@ class Looks:
         self._absent = [each is None for each in tensors]
         self._kind = _kind(tensors)
         self._is_worth_building = is_worth_building(_there(tensors))
-        self.addresses = numpy.zeros(len(tensors), numpy.int64)
-        """Where each tensor's elements lay at the last look."""
+        self._addresses = numpy.zeros(len(tensors), numpy.int64)
         self._versions = numpy.zeros(len(tensors), numpy.int64)
         self._module: Any = None
         self._native: Any = None
@@ -57,8 +57,12 @@ class Looks:
             numels, *rest, _ = self._kind
             own = [None if no else numel for no, numel in zip(self._absent, numels, strict=True)]
             self._native = self._module.Kinds(own, *rest)
-        found = self._module.look_at(self._native, [*tensors], self.addresses, self._versions)
-        return None if found is None else Looked(*found)
+        own = tensors if type(tensors) is list else [*tensors]
+        found = self._module.look_at(self._native, own, self._addresses, self._versions)
+        return None if found is None else self._looked(*found)
+
+    def _looked(self, in_order: bool, moved: list[int], written: list[int]) -> Looked:
+        return Looked(self._addresses if in_order else None, moved, written)
 
     def _look(self, tensors: Tensors) -> Looked | None:
         """The extension's twin."""
@@ -72,8 +76,8 @@ class Looks:
             versions = list(map(VERSION, own))
         except RuntimeError:  # tensors of inference mode have none
             versions = [0 if each.is_inference() else each._version for each in own]
-        moved, written = _noted(self.addresses, addresses), _noted(self._versions, versions)
-        return Looked(in_order, moved, written)
+        moved, written = _noted(self._addresses, addresses), _noted(self._versions, versions)
+        return self._looked(in_order, moved, written)
 
 
 def _there(tensors: Tensors) -> list[torch.Tensor]:

@@ -164,3 +164,6 @@ CLIP = Watched(
     "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
 )
 SCALER = Watched("torch.amp.grad_scaler:GradScaler.step")
+CAPTURE_BEGIN = Watched("torch.cuda.graphs:CUDAGraph.capture_begin")
+CAPTURE_END = Watched("torch.cuda.graphs:CUDAGraph.capture_end")
+REPLAY = Watched("torch.cuda.graphs:CUDAGraph.replay")

@@ -132,6 +132,10 @@ class Sink:
 
         self._queue.put(write)
 
+    def wait(self) -> None:
+        """Returns when no step waits for its device."""
+        self._queue.join()
+
     def close(self) -> None:
         """Waits for what is on its way, and closes the files."""
         if self._thread is not None:
@@ -147,6 +151,8 @@ class Sink:
                     write()
             except BaseException as error:
                 self._error = error
+            finally:
+                self._queue.task_done()
 
     def _raise(self) -> None:
         if self._error is not None and not self._is_told:

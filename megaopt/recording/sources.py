@@ -155,7 +155,7 @@ class Source:
 
     def gradients(self) -> Those:
         """The gradients that the optimizer reads; of sparse ones a dense copy."""
-        found: list[torch.Tensor | None] = [*map(GRAD, self._params)]
+        found: list[Any] = [*map(GRAD, self._params)]
         if getattr(self.optimizer, "use_decoupled_grad", False):
             found = [getattr(param, "decoupled_grad", None) for param in self._params]
         tensors = found if self._are_dense else [*map(_dense, found)]
@@ -245,6 +245,11 @@ class Source:
             held = [*read.listed.held, *left.listed.held]
             self._launched = key, Launched(held, found, called, number)
         return self._launched[1].rows([*read.tensors, *left.tensors], found, number)
+
+    def note(self, step: int) -> None:
+        """Notes which step left the weights that were looked at last."""
+        if self._weights is not None:
+            self.after = step, self._weights.listed
 
     def changed(self, step: int, weights: Those) -> Sequence[int]:
         """The places among `weights` that were written since the step before, as torch knows."""

@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from megaopt.kernels.backends import default_backend
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.gather import Gather
 from megaopt.kernels.place import Place
 from megaopt.params import view_of
@@ -62,9 +63,22 @@ def held(
     return Held(known, quantity, tensor.dtype, tuple(tensor.shape), param)
 
 
+class UnpreparedError(RuntimeError):
+    """A CUDA graph would capture digests whose tables no step before has made."""
+
+
+def check_prepared(tensors: Tensors) -> None:
+    """Raises UnpreparedError within a capture: tables cannot be made there."""
+    if any(is_capturing(device) for device in {tensor.device for tensor in tensors}):
+        raise UnpreparedError
+
+
 def fetched(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, which is there when the device gets to it."""
-    if tensor.device.type == "cpu":
+    """A copy on the host, which is there when the device gets to it.
+
+    Within a capture a copy on the device, which each replay writes.
+    """
+    if tensor.device.type == "cpu" or is_capturing(tensor.device):
         return tensor.detach().clone()
     return tensor.detach().to("cpu", non_blocking=True)  # into pinned memory, which torch keeps
 
@@ -100,6 +114,10 @@ class Samples(NamedTuple):
     bits: torch.Tensor
     """int64 (n,), on the host: the elements."""
 
+    def fetched(self) -> Samples:
+        """Those of a graph's replay."""
+        return self._replace(rows=self.rows.copy(), bits=fetched(self.bits))
+
     def array(self) -> Array:
         """The rows as files have them; when the device is done."""
         found, (row, place) = self.bits.numpy().view("u8"), self.where
@@ -134,6 +152,7 @@ class Listed:
             addresses: of the tensors, where somebody has looked at them.
         """
         if self._groups is None:
+            check_prepared(tensors)
             parts = [(i, *each) for i, held in enumerate(self.held) for each in held.values]
             self._groups = [_Group(own, tensors, number) for own in _by_device(parts, tensors)]
         return [group.rows(tensors, addresses) for group in self._groups]
@@ -141,6 +160,7 @@ class Listed:
     def samples(self, tensors: Tensors, number: Number, addresses: Array | None) -> list[Samples]:
         """The sampled elements of those that ranks hold together, for each device; see `rows`."""
         if self._sampled is None:
+            check_prepared(tensors)
             parts = [(i, held) for i, held in enumerate(self.held) if held.known.pieces]
             self._sampled = [_Sampled(own, tensors, number) for own in _by_device(parts, tensors)]
         return [sampled.samples(tensors, addresses) for sampled in self._sampled]

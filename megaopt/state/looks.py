@@ -15,7 +15,7 @@ from megaopt.state.watch import is_worth_building, same_objects
 
 Tensors = Sequence[torch.Tensor | None]
 VERSION, VALUES = operator.attrgetter("_version"), operator.methodcaller("values")
-KIND = [torch.Tensor.numel, *map(operator.attrgetter, ("dtype", "device", "layout"))]
+KIND: list[Any] = [torch.Tensor.numel, *map(operator.attrgetter, ("dtype", "device", "layout"))]
 """What makes tensors alike; fact by fact, as one call for each tensor takes longer."""
 NOTHING = torch.empty(0)
 

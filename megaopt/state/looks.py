@@ -110,9 +110,9 @@ class SameStates:
     """Tells whether a state has the very entries, and these the very values, that it had."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
-        self._state, self._keys, self._entries = state, (*state.keys(),), (*state.values(),)
-        self.has_dicts = all(type(each) is dict for each in self._entries)
-        """Whether all entries are; otherwise it cannot be told."""
+        self._keys, self._entries = (*state.keys(),), (*state.values(),)
+        self.has_dicts = isinstance(state, dict) and all(type(e) is dict for e in self._entries)
+        """Whether it is a dict of dicts; otherwise it cannot be told."""
         self.values = self._now() if self.has_dicts else ()
 
     def _now(self) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ class SameStates:
     def are(self, state: Mapping[Any, Any]) -> bool:
         """Whether they are the same."""
         module = native.get(is_worth_building=False)
-        if module is not None:
+        if module is not None and isinstance(state, dict):
             return bool(module.same_states(state, self._keys, self._entries, self.values))
         is_same = same_objects(state.keys(), self._keys)
         is_same = is_same and same_objects(state.values(), self._entries)

@@ -334,7 +334,8 @@ class Recorder:
 
     def _end_capture(self, *_: Any) -> None:
         if self._graph is not None:
-            self._graphs[self._graph].append((None, self._coming))
+            if self._coming.losses or self._coming.grad_norm is not None:
+                self._graphs[self._graph].append((None, self._coming))
             self._graph, self._coming = None, self._outside
 
     def _give_up(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from megaopt.state import native
+from megaopt.kernels import native
 from megaopt.state.watch import is_worth_building, same_objects
 
 Tensors = Sequence[torch.Tensor | None]

@@ -5,7 +5,7 @@ from collections import UserDict
 import pytest
 import torch
 
-from megaopt.state import native
+from megaopt.kernels import native
 from megaopt.state.looks import Looks, SameStates, same_params
 
 pytestmark = pytest.mark.usefixtures("looks")

@@ -218,7 +218,7 @@ def main():
     for precision in ("tf32", "bf16"):
         step(f"galore, {precision}", plain(), precision=precision, **grouped, **masters)
     own = {**grouped, "rank": 64, "precision": "bf16", "proj_type": "right"}
-    step("galore, whole tiles, slabs", plain(shape=(256, 512)), **own, **masters)
+    step("galore, whole tiles, slabs", plain(shape=(256, 2048)), **own, **masters)
     step("galore, remainders", plain(), store_param_remainders=True, **galore, **masters)
     blocks = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
     step("galore, stochastic", plain(), **galore, **weights, **blocks)

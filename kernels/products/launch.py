@@ -136,7 +136,10 @@ class Tables:
         by_way: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
         for left, right, added, out in products:
             places = [_place(left), _place(right), _place(added), _place(out)]
-            way = places[0].turned, places[1].turned, all(place.described for place in places)
+            # numbers of one row or column lie as rows and as columns do; a mirrored product's
+            # right matrix is the left one's memory
+            turned = not places[0].turned if mirrored else places[1].turned
+            way = places[0].turned, turned, all(place.described for place in places)
             column = (*out.shape, left.shape[1], *(each for place in places for each in place[:2]))
             by_way.setdefault(way, []).append(column)
         for way, columns in by_way.items():

@@ -150,6 +150,15 @@ def test_symmetric_products_are_products(dtype, device):
     assert_all_same([each.mT for each in found], whole)
 
 
+@pytest.mark.parametrize("size", [(40, 1), (1, 40), (1, 1)], ids=str)
+def test_a_matrix_of_one_row_or_column(size, device):
+    """Of which strides do not say how it lies in memory."""
+    own = torch.arange(1.0, 1 + max(size)).view(size).to(device, torch.bfloat16)
+    for matrix in (own, own.mT.contiguous().mT):
+        assert_kernel_is_twin(symmetric_products, [matrix], tile=SQUARE)
+        assert_kernel_is_twin(products, [matrix], [matrix.mT], tile=SMALL)
+
+
 def test_a_polynomial_of_a_symmetric_matrix(device):
     """beta A + alpha A^2, where A is what is added, too, and lies in its own transposed memory."""
     (one,), _ = lists([(80, 80, 80)], torch.bfloat16, device=device)

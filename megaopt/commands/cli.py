@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -399,8 +400,18 @@ def _by_mode(arguments: Sequence[str]) -> list[str]:
     return ["galore", MODES[mode], *found[1:]]
 
 
-def _dispatch(arguments: Sequence[str] | None) -> int:
-    if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+def _require_dashes(arguments: Sequence[str]) -> None:
+    """Raises ConfigError where nothing stands behind -- of a command that runs another."""
+    is_asked = arguments[:1] in (["record"], ["bisect"]) and not {"-h", "--help"} & {*arguments}
+    if is_asked and "--" not in arguments[:-1]:
+        from megaopt.commands.toml_tables import ConfigError
+
+        words = shlex.join(arguments[1:]) or "nothing"
+        raise ConfigError(f"command must stand behind --, as in -- python train.py, got {words}")
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    if list(arguments) == ["--version"]:
         print(f"megaopt {megaopt.__version__}")
         return exits.DONE
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -424,7 +435,8 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "replay": replay,
         "galore": _galore(),
     }
-    given = _by_mode(sys.argv[1:] if arguments is None else arguments)
+    given = _by_mode(arguments)
+    _require_dashes(given)
     status: int = tyro.extras.subcommand_cli_from_dict(
         commands, prog="megaopt", description=DESCRIPTION, args=given
     )
@@ -441,11 +453,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. Whatever happens is told in words on stderr, without a traceback.
     """
-    owns_process = arguments is None
+    owns_process, given = arguments is None, sys.argv[1:] if arguments is None else arguments
     if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     try:
-        return exits.run(lambda: _dispatch(arguments))
+        status = exits.run(lambda: _dispatch(given))
+        is_bisect = given[:1] == ["bisect"]
+        return exits.STOP if is_bisect and status == exits.REFUSED else status
     finally:
         if owns_process:
             # what Python does on leaving takes a while, and would show where it was broken off

@@ -90,7 +90,7 @@ def golden(
     elif action == "make":
         values.make(file, recording)
     else:
-        values.refuse_changes(file)
+        values.refuse_changes(file, recording)
         values.update(file, recording, because)
     print(f"written: {file}")
     return DONE
@@ -145,7 +145,7 @@ def read_names(path: Path) -> dict[str, str]:
     except ValueError as error:
         raise RecordingError(f"map must be a file of JSON, got {str(path)!r}: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-        raise RecordingError(f"map must be names of B and of A, as {{'b': 'a'}}, got {str(path)!r}")
+        raise RecordingError(f"map must be a dict of texts, as {{'b': 'a'}}, got {str(path)!r}")
     return found
 
 

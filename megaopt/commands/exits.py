@@ -17,6 +17,7 @@ __all__ = [
     "DONE",
     "INTERRUPTED",
     "REFUSED",
+    "STOP",
     "describe_error",
     "run",
     "wants_traceback",
@@ -28,6 +29,8 @@ DIFFERENT = 1
 """A difference, or a check that failed."""
 REFUSED = 2
 """Bad input, what cannot be done here, or a file that cannot be written."""
+STOP = 128
+"""REFUSED, to `git bisect run`: it ends the bisect, where another status would be a commit's."""
 INTERRUPTED = 130
 """Ctrl-C."""
 DEBUG = "MEGAOPT_DEBUG"

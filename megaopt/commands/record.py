@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaopt.commands.compared import read_names
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.recording.runner import VARIABLE
 
@@ -33,19 +34,17 @@ def record(
         audit: hold the recording to the optimizers' laws afterwards, where the command succeeded.
         options: more of a recorder's, which JSON can hold.
 
-    Raises ConfigError for a recording that is there already, no command, numbers out of range,
-    and steps that are none; OSError for a folder that cannot be made.
+    Raises ConfigError for a recording that is there already, numbers out of range, and steps that
+    are none; RecordingError for a file of other names; OSError for a folder that cannot be made.
     """
     for name in ("every", "samples"):
         if options[name] < 1:
             raise ConfigError(f"{name} must be a whole number >= 1, got {options[name]}")
-    if not command:
-        raise ConfigError("command must stand behind --, as in -- python train.py, got none")
     if any(out.glob("rank-*")):
         raise ConfigError(f"out must be a folder without a recording, got {str(out)!r}")
     given = {"out": str(out.absolute()), "keep": list(steps_of(keep)), **options}
     if names is not None:
-        given["names"] = json.loads(names.read_text(encoding="utf-8"))
+        given["names"] = read_names(names)
     paths = [str(PRELOAD), *filter(None, [os.environ.get("PYTHONPATH")])]
     changed = {VARIABLE: json.dumps(given), "PYTHONPATH": os.pathsep.join(paths)}
     out.mkdir(parents=True, exist_ok=True)

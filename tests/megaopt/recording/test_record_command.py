@@ -159,8 +159,13 @@ def test_what_cannot_be_recorded_is_refused(folder):
     for option, value in (("--keep", "0"), ("--keep", "5-2"), ("--every", "0"), ("--samples", "0")):
         status, _, error = run(folder, *command("--out", "b", option, value, "--", *script))
         assert (status, f"{option[2:]} must be" in error) == (2, True)
-    status, _, error = run(folder, *command("--out", "b", "--"))
-    assert (status, "command must stand behind --" in error) == (2, True)
+    status, _, error = run(folder, *command("--out", "b", "python", "-c", "pass"))
+    words = "command must stand behind --, as in -- python train.py, got --out b python -c pass"
+    assert (status, error) == (2, f"megaopt: {words}\n")
+    (folder / "map.json").write_text("[1]")
+    status, _, error = run(folder, *command("--map", "map.json", "--", *script))
+    words = "map must be a dict of texts, as {'b': 'a'}, got 'map.json'"
+    assert (status, error) == (2, f"megaopt: {words}\n")
 
 
 def test_a_command_without_an_optimizer_is_told_of(folder):

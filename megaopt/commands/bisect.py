@@ -24,12 +24,15 @@ PATIENCE = 10
 """Seconds that a command gets to end when it is told to."""
 
 
-def bisect(good: Path, bad: Path, command: Sequence[str]) -> int:
-    """Records a command, and compares it with two recordings up to the step at which these part.
+def bisect(good: Path, bad: Path, command: tuple[str, ...], /) -> int:
+    """Tell `git bisect run` if a command trains as it did: 0 good, 1 bad, 125 skip, 128 stop.
 
-    Returns:
-        0 where the command's steps are those of good, 1 where they are not, 125 where the command
-        ends before that step.
+    What cannot be done here ends the whole bisect, by 128: git takes 2 for a bad commit.
+
+    Args:
+        good: Folder of a recording of the good commit.
+        bad: Folder of a recording of the bad one.
+        command: What trains, after "--"; it is recorded, and ended where the two recordings part.
 
     Raises RecordingError where nothing can be said of any commit, as where good and bad do not
     part.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from json import loads
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -34,13 +34,24 @@ MOST = 12
 def diff(
     a: Path,
     b: Path,
+    /,
+    *,
     map: Path | None = None,
     json: Path | None = None,
     html: Path | None = None,
     github: bool = False,
-    noise: Sequence[Path] = (),
+    noise: tuple[Path, ...] = (),
 ) -> int:
-    """Compares two recordings and tells what was found.
+    """Compare two recorded runs: what differs first, and who is to blame. 0 same, 1 differ.
+
+    Args:
+        a: Folder of the recording that counts as right.
+        b: Folder of the other.
+        map: JSON file of names of tensors in B and what they are called in A; a "*" is any text.
+        json: Write the comparison to this file.
+        html: Write a page with pictures to this file.
+        github: Print an annotation for GitHub's pull requests too.
+        noise: Folders of repeats of A: how far a run lies from itself.
 
     Returns:
         0 where they are the same, or differ as repeats do; 1 where they differ; 2 where they cannot
@@ -66,14 +77,24 @@ def diff(
 
 
 def golden(
-    action: str,
+    action: Literal["make", "check", "update"],
     file: Path,
     run: Path,
+    /,
+    *,
     because: str = "",
     megatron: bool = False,
     github: bool = False,
 ) -> int:
-    """Makes, checks or updates a file of golden values.
+    """Keep what a recorded run gave in a small file, and hold other runs to it.
+
+    Args:
+        action: make the file, check a run against it, or update the entry of this environment.
+        file: JSON file of golden values.
+        run: Folder of the recording.
+        because: Why the values may change; update asks for it.
+        megatron: The file is one of Megatron-LM's functional tests.
+        github: Print an annotation for GitHub's pull requests too.
 
     Returns:
         0 where it is written, or the run is the same; 1 where it differs; 2 where there is no entry
@@ -123,8 +144,18 @@ BACKENDS = {"cpu": "reference", "triton": "triton", "torch": None}
 """The backends of megaopt's own optimizers, by the command's names."""
 
 
-def replay(run: Path, step: int, rank: int, backend: str) -> int:
-    """Takes a kept step again: 0 where every bit is the same, else 1."""
+def replay(
+    run: Path, /, *, step: int, rank: int = 0, backend: Literal["triton", "cpu", "torch"] = "torch"
+) -> int:
+    """Take a step that a recording kept again, here, and compare the bits.
+
+    Args:
+        run: Folder of the recording.
+        step: Which step; --keep of `megaopt record` chose those that are kept.
+        rank: Whose tensors.
+        backend: torch: the recorded optimizer, on the CPU; cpu, triton: megaopt's own, by that
+            backend.
+    """
     from megaopt.recording.replay import replay as take  # which needs torch
 
     lines = take(Rank(run / f"rank-{rank}"), step, BACKENDS[backend])

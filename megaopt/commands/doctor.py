@@ -76,11 +76,12 @@ class Finding:
         return f"{', '.join(self.of)}: {self.note}"
 
 
-def main(check: bool = False) -> int:
-    """Print a verdict in the first line; then versions, devices, findings, other libraries.
+def main(*, check: bool = False) -> int:
+    """Show what is installed, and which backends and contracts work here.
 
     Args:
-        check: Also step more cases, on Triton's interpreter too, and the installed peers.
+        check: Also step more cases of the golden record, some 20 seconds on a CPU, and installed
+            peers whose bits a contract promises.
 
     Returns:
         0 when all that is meant to work here works with the bits it promises, 1 otherwise.

@@ -48,14 +48,14 @@ class Task:
 
 
 def verify(
-    record: Path | None = None, only: Sequence[str] = (), backends: Sequence[str] = ()
+    *, record: Path | None = None, only: tuple[str, ...] = (), backends: tuple[str, ...] = ()
 ) -> int:
-    """Steps the cases of the record with every backend that works here, and compares.
+    """Step the cases of the golden record with every backend that works here; compare their bits.
 
     Args:
-        record: writes the file anew, here, and compares nothing.
-        only: patterns of the names of cases to check; none means all.
-        backends: the backends to check; none means all.
+        record: Write the record anew to this file, and compare nothing.
+        only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
+        backends: Names of the backends to check; all by default.
 
     Returns:
         0 where all that was checked is identical, or the record is written; 1 where something

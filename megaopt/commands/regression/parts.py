@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from megaopt.commands.bits import compared_integers
+from megaopt.commands.bits import alike_codes
 from megaopt.kernels.place import Place
 from megaopt.recording.digest import of_places
 from megaopt.recording.files import ROW, Value, Writer
@@ -55,7 +55,7 @@ def rows_of(parts: Iterable[Part], writer: Writer, device: torch.device) -> nump
     found = of_places([tensor for _, tensor in own], places).cpu()
     for number in found[:, 2].nonzero().flatten().tolist():
         tensor = own[number][1]
-        alike = compared_integers(tensor).view(tensor.dtype)
+        alike = alike_codes(tensor).view(tensor.dtype)
         found[number] = of_places([alike], [places[number]])[0].cpu()
     rows = numpy.empty(len(own), ROW)
     rows["value"] = [writer.number(value) for value, _ in own]

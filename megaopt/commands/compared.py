@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from megaopt.commands.console import make_console
+from megaopt.commands.console import make_console, make_table
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
 from megaopt.recording import golden as values
 from megaopt.recording.blame import Blame
@@ -214,11 +213,7 @@ def print_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> None:
     """Prints a table; nothing where it has no rows."""
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*map(escape, row))
+    table = make_table(title, columns, (map(escape, row) for row in rows))
     if table.row_count:
         console.print(table, highlight=False)
 

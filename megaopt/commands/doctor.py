@@ -22,9 +22,8 @@ from megaopt.commands.golden.record import packaged
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
+from megaopt.recording.environment import installed
 from megaopt.state import native
-
-__all__ = ["Finding", "examine", "examine_peers", "main"]
 
 EVERYWHERE = (
     "ieee/adamw/bf16-weight/fp32-master/fp32-fp32",
@@ -94,7 +93,7 @@ def main(*, check: bool = False) -> int:
         verdict, soft_wrap=True, highlight=False, markup=False, style="green" if healthy else "red"
     )
     here = environment.describe()
-    here["megatron-core"] = environment.installed_version("megatron-core")
+    here["megatron-core"] = installed("megatron-core")
     here |= {"extension": native.status(), **host_memory()}
     rows = ((name, value or "none, or not known") for name, value in here.items())
     console.print(make_table("here", ("", ""), rows))
@@ -205,7 +204,7 @@ def libraries() -> dict[str, str]:
     """
     names = dict.fromkeys(peer.package for peer in PEERS.values())
     absent = {name: "not known" if find_spec(name) else "not installed" for name in names}
-    return {name: environment.installed_version(name) or absent[name] for name in names}
+    return {name: installed(name) or absent[name] for name in names}
 
 
 def _rows(findings: Sequence[Finding]) -> list[tuple[str, ...]]:

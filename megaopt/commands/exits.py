@@ -11,18 +11,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 
-__all__ = [
-    "DEBUG",
-    "DIFFERENT",
-    "DONE",
-    "INTERRUPTED",
-    "REFUSED",
-    "STOP",
-    "describe_error",
-    "run",
-    "wants_traceback",
-]
-
 DONE = 0
 """Done; nothing differs."""
 DIFFERENT = 1

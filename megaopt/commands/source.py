@@ -16,8 +16,6 @@ from typing import Any
 import megaopt
 from megaopt.commands import environment
 
-__all__ = ["COMMIT_VARIABLE", "Source", "SourceError", "describe_source", "made_with", "portable"]
-
 Source = dict[str, str | bool | None]
 
 COMMIT_VARIABLE = "MEGAOPT_COMMIT"

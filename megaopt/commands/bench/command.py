@@ -29,8 +29,6 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
 from megaopt.state import native
 
-__all__ = ["HostFigures", "host_record", "host_table", "main", "measure_host", "why_not"]
-
 CHECKED_ELEMENTS = 2**20
 HOST_COUNTS = (16, 148, 291, 723, 4000)
 """The tensors of a small model, GPT-2, Llama-3.1-8B, Llama-3.1-70B, and a mixture of experts."""

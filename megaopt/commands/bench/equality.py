@@ -16,8 +16,6 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.recording.digest import digest_many, hexadecimal
 from megaopt.recording.pair import differences
 
-__all__ = ["Check", "check", "compare", "first_difference"]
-
 
 @dataclass(frozen=True)
 class Check:

@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["HOST", "SETS", "Shape", "TensorSet"]
-
 HOST = "host"
 """The set of megaopt.bench.host, of which the host's time alone is measured."""
 

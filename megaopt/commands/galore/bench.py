@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from megaopt.commands import exits
 from megaopt.commands.bench.command import why_not
 from megaopt.commands.bench.instance import Instance, build
-from megaopt.commands.bench.measure import Copy, Figures, measure
+from megaopt.commands.bench.measure import Copy, Figures, measure, record_of_figures
 from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console, make_table, print_table
@@ -39,8 +39,6 @@ from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.matrix.products import BF16, PRECISIONS, TF32, product
 from megaopt.saving.files import write_json
-
-__all__ = ["main", "run"]
 
 SIDE = 8192
 """Rows and columns of the matrices whose product says how fast the device multiplies."""
@@ -139,12 +137,8 @@ def record_of_result(result: Result) -> dict[str, Any]:
     record = {**asdict(setup), "floor_bytes": floor_bytes(setup), "operations": operations(setup)}
     record["problem"] = result.problem
     if figures is not None:
-        record |= asdict(figures) | {
-            "launches": figures.launches,
-            "copy_bandwidth": figures.copy_bandwidth,
-            "speed": result.speed,
-            "floor_ms": result.floor_ms,
-        }
+        record |= record_of_figures(figures)
+        record |= {"speed": result.speed, "floor_ms": result.floor_ms}
     return record
 
 

@@ -13,8 +13,6 @@ from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.galore.errors import Finding, Setup, check_setup, measure_errors
 from megaopt.commands.toml_tables import ConfigError, require
 
-__all__ = ["main"]
-
 CALLED = {
     "exp_avg": "running mean (exp_avg)",
     "exp_avg_sq": "running variance (exp_avg_sq)",

@@ -16,7 +16,7 @@ from rich.table import Table
 from megaopt.commands import exits
 from megaopt.commands.config import read_config
 from megaopt.commands.configs import DEFAULT, find_config
-from megaopt.commands.console import make_console, step_progress
+from megaopt.commands.console import make_console, make_table, print_table, step_progress
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.outcome import Outcome
 from megaopt.commands.regression.outputs import make_folder
@@ -73,9 +73,9 @@ def regress(
         _draw(regression, folder)
     console.print(_compared(regression))
     if any(outcome.is_timed for outcome in regression.outcomes):
-        console.print(_measured(regression))
+        print_table(console, _measured(regression))
     if any(trial.number > 1 for trial in regression.trials):
-        console.print(_times(regression))
+        print_table(console, _times(regression))
     return _report(regression, config_path, folder, console)
 
 
@@ -179,9 +179,8 @@ def _row(outcome: Outcome) -> dict[str, str]:
 
 def _measured(regression: Regression) -> Table:
     """A row for each trial: time, memory and bytes."""
-    table = Table(title="a rank's optimizer step, norm and clip included")
-    for name in ("variant", *MEASURED):
-        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    title, headings = "a rank's optimizer step, norm and clip included", [f">{n}" for n in MEASURED]
+    table = make_table(title, ("variant", *headings))
     for outcome in (each for each in regression.outcomes if each.is_timed):
         found = measured(regression, outcome)
         cells = (show(found[key]) for key, show in MEASURED.values())
@@ -191,9 +190,8 @@ def _measured(regression: Regression) -> Table:
 
 def _times(regression: Regression) -> Table:
     """A row for each variant: medians over its runs, least and most, and over the baseline's."""
-    table = Table(title="over all runs: medians, (least to most), times the baseline's")
-    for name in ("variant", "runs", "step ms", "", "iteration ms", ""):
-        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    title = "over all runs: medians, (least to most), times the baseline's"
+    table = make_table(title, ("variant", ">runs", ">step ms", ">", ">iteration ms", ">"))
     for variant, times in times_of(regression).items():
         cells = []
         for spread in (times[key] for key in TIMES):

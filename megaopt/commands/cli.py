@@ -42,29 +42,17 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "regress": Command(
-        "regression.command", "regress", "Train the variants of a config; compare them in bits."
+        "regression.command", "regress", "Compare training runs of a config in bits."
     ),
     "train": Command("regression.single", "train", "Train one variant of a config."),
-    "bench": Command(
-        "bench.command", "main", "Time the optimizer step, and other libraries', on a CUDA GPU."
-    ),
+    "bench": Command("bench.command", "main", "Time the optimizer step on a CUDA GPU."),
     "doctor": Command("doctor", "main", "Show what is installed, and what works here."),
-    "verify": Command(
-        "golden.check", "verify", "Compare steps with the golden record, in bits.", False
-    ),
+    "verify": Command("golden.check", "verify", "Compare steps with the golden record.", False),
     "audit": Command("audit", "audit", "Hold a recording to the laws of its optimizers."),
-    "record": Command(
-        "record", "record", "Run a command, and record its optimizers' steps.", False
-    ),
-    "diff": Command(
-        "compared", "diff", "Compare two recordings: what differs, who is to blame.", False
-    ),
-    "golden": Command(
-        "compared", "golden", "Keep what a recorded run gave in a file; hold others to it.", False
-    ),
-    "bisect": Command(
-        "bisect", "bisect", "Tell `git bisect run` if a command trains as it did.", False
-    ),
+    "record": Command("record", "record", "Run a command; record its optimizers' steps.", False),
+    "diff": Command("compared", "diff", "Compare two recordings; say who is to blame.", False),
+    "golden": Command("compared", "golden", "Hold recordings to a file of golden values.", False),
+    "bisect": Command("bisect", "bisect", "Judge a commit for `git bisect run`.", False),
     "replay": Command("compared", "replay", "Take a step that a recording kept again."),
     "galore test": Command("galore.check", "main", "Check GaLoreAdamW's step of a matrix."),
     "galore bench": Command("galore.bench", "main", "Time GaLoreAdamW's step."),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 HOST = "host"
-"""The set of megaopt.bench.host, of which the host's time alone is measured."""
+"""The set of which the host's time alone is measured."""
 
 Shape = tuple[int, ...]
 

@@ -21,6 +21,7 @@ from megaopt.commands.golden.run import run
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.recording.pair import differences
 
 DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch", "triton")
 """What a record says of the machine on which the part of NVIDIA GPUs was made."""
@@ -238,8 +239,7 @@ def what_differs(
         return f"{type(error).__name__}: {error}"
     if expected is None:
         return None
-    quantities = dict.fromkeys((*expected, *found))
-    return ", ".join(q for q in quantities if found.get(q) != expected.get(q)) or None
+    return ", ".join(each.name for each in differences(expected, found)) or None
 
 
 def why_not_recorded() -> str | None:

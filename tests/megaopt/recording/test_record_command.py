@@ -169,5 +169,6 @@ def test_what_cannot_be_recorded_is_refused(folder):
 
 
 def test_a_command_without_an_optimizer_is_told_of(folder):
-    status, _, error = run(folder, *command("--out", "c", "--", sys.executable, "-c", "pass"))
+    script = [sys.executable, "-c", "pass", "--mode", "an option of the script's own"]
+    status, _, error = run(folder, *command("--out", "c", "--", *script))
     assert (status, "nothing was recorded" in error) == (0, True)

@@ -22,11 +22,11 @@ from megaopt import FusedAdam
 from megaopt.commands.bench.sets import SETS
 from megaopt.commands.environment import describe
 from megaopt.commands.source import describe_source
+from megaopt.kernels import native
 from megaopt.kernels.digest.codes import initial
 from megaopt.kernels.digest.reference import add_reference
 from megaopt.kernels.place import Place
 from megaopt.recording.digest import Digester
-from megaopt.state import native
 
 ALL = ("grad", "weight", "master_param", "exp_avg", "exp_avg_sq")
 RECORDED = {"none": None, "weight": ("weight",), "all": ALL}

@@ -19,11 +19,11 @@ from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
 from megaopt.commands.golden.check import what_differs, why_not_compared
 from megaopt.commands.golden.record import packaged
+from megaopt.kernels import native
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
 from megaopt.recording.environment import installed
-from megaopt.state import native
 
 EVERYWHERE = (
     "ieee/adamw/bf16-weight/fp32-master/fp32-fp32",

@@ -25,9 +25,9 @@ from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import Source, describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError
+from megaopt.kernels import native
 from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
-from megaopt.state import native
 
 CHECKED_ELEMENTS = 2**20
 HOST_COUNTS = (16, 148, 291, 723, 4000)

@@ -15,7 +15,7 @@ from torch import Tensor
 import megaopt
 from megaopt.commands.bits import alike_codes
 from megaopt.commands.golden.case import Case
-from megaopt.commands.golden.tensors import copies, gradient, parameters, select, specs_of
+from megaopt.commands.golden.tensors import copies, gradient, parameters, project, select, specs_of
 from megaopt.float8 import Float8Weight
 from megaopt.kernels.digest.codes import codes_of
 from megaopt.optimizer import FusedOptimizer
@@ -138,8 +138,10 @@ def _master(param: Tensor) -> Tensor:
 def _start(case: Case, optimizer: FusedOptimizer) -> None:
     if case.is_projected:
         optimizer.initialize_states()
-        for state in optimizer.state.values():
-            if "projection" in state:
+        for index, state in enumerate(optimizer.state.values()):
+            if "projection" in state and "precision" in case.options:
+                project(state["projection"], index)
+            elif "projection" in state:
                 select(state["projection"])
     if not case.has("late"):
         return

@@ -162,6 +162,14 @@ def select(projection: Tensor) -> None:
         row[(5 * index + 2) % len(row)] = -1.0 if index == 1 else 1.0
 
 
+@torch.no_grad()
+def project(projection: Tensor, index: int) -> None:
+    """Writes any numbers, those of a parameter's number."""
+    spec = Spec(tuple(projection.shape), 0, "normal")
+    bits, _ = _drawn(spec, torch.float32, (2, index))
+    projection.copy_(_tensor_of(bits, torch.float32).reshape(spec.shape))
+
+
 def gradient(case: Case, index: int, step: int, device: torch.device) -> Tensor | None:
     """The gradient of a parameter at a step, counted from 1; None where it has none."""
     if step in WITHOUT_GRAD and index % 3 == step % 3:

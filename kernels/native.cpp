@@ -1,10 +1,11 @@
 // Looks at thousands of tensors in one call. Python takes some 65 ns for each attribute of each
 // tensor (4,000 small parameters: 6 ms a step), this some 30 ns for all of them. What `look` means
-// is said by its Python twin, Watch.look in watch.py.
+// is said by its Python twin, Watch.look in megaopt/state/watch.py. And products, by product.h.
 //
 // Nothing here holds a Python object that may refer to others: the garbage collector would not see
 // it. The objects to compare with come in with each call.
 
+#include <ATen/TensorIterator.h>
 #include <c10/core/impl/COWDeleter.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -17,6 +18,8 @@
 #include <cstdint>
 #include <optional>
 #include <vector>
+
+#include "products/product.h"
 
 namespace {
 
@@ -358,6 +361,35 @@ void count_versions_up(const py::list& tensors, Addresses& noted) {
   }
 }
 
+// On torch's threads, which only torch's own code can reach without OpenMP here.
+template <typename Part>
+void on_threads(std::int64_t count, std::int64_t grain, const Part& part) {
+  const at::Tensor places = at::arange(count, at::kLong);
+  at::TensorIterator::borrowing_nullary_op(places).for_each(
+      [&part](char** data, const std::int64_t*, std::int64_t length) {
+        const std::int64_t begin = *reinterpret_cast<const std::int64_t*>(data[0]);
+        part(begin, begin + length);
+      },
+      grain);
+}
+
+product::Matrix matrix(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.dim() == 2 && tensor.scalar_type() == at::kFloat && tensor.is_cpu());
+  return {tensor.const_data_ptr<float>(), tensor.stride(0), tensor.stride(1)};
+}
+
+// Adds left @ right to fp32 totals, of numbers of a type that has blocks of so many terms, and at
+// least that exponent.
+void add_product(const at::Tensor& left, const at::Tensor& right, const at::Tensor& totals,
+                 int terms, int least) {
+  const std::int64_t m = left.size(0), k = left.size(1), n = right.size(1);
+  TORCH_CHECK(right.size(0) == k && totals.sizes() == at::IntArrayRef({m, n}));
+  TORCH_CHECK(totals.is_contiguous() && totals.is_cpu());
+  product::Product(matrix(left), matrix(right), totals.mutable_data_ptr<float>(), m, k, n, terms,
+                   least)
+      .run([](auto... of) { on_threads(of...); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -367,4 +399,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                     std::vector<Addresses>>());
   module.def("look", &look);
   module.def("count_versions_up", &count_versions_up);
+  module.def("add_product", &add_product, py::call_guard<py::gil_scoped_release>());
 }

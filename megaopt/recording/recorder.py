@@ -593,7 +593,7 @@ def has_closure(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
 def keep_tensors(step: Step, found: Those) -> None:
     """Keeps whole tensors for the step's file."""
     for each, tensor in zip(found.listed.held, found.tensors, strict=True):
-        if tensor.dtype == torch.complex128:  # which safetensors has not
+        if tensor.dtype == torch.complex128:  # which safetensors has not; steps are of the parts
             tensor = torch.view_as_real(tensor.resolve_conj())
         step.kept[f"{each.known.name}|{each.quantity}"] = fetched(tensor).contiguous()
 

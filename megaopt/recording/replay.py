@@ -45,11 +45,8 @@ def _read(recorded: Rank, step: int) -> Kept:
     from safetensors.torch import load_file
 
     kept: Kept = {}
-    dtypes = {(value.name, value.quantity): value.dtype for value in recorded.values}
     for key, tensor in load_file(path).items():
         name, _, quantity = key.rpartition("|")
-        if dtypes.get((name, quantity.removeprefix("old "))) == "complex128":
-            tensor = torch.view_as_complex(tensor.clone())  # the file's has other alignment
         kept.setdefault(name, {})[quantity] = tensor
     return kept
 

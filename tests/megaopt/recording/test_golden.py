@@ -192,7 +192,7 @@ def test_a_tree_with_changes_is_refused(tmp_path, monkeypatch):
     run(tmp_path / "a")
     source.write_text("")
     with pytest.raises(RecordingError, match="run must be recorded where git has no changes"):
-        command("update", file, tmp_path / "a", "a reason")
+        command("update", file, tmp_path / "a", because="a reason")
 
 
 # ---- Megatron-LM's files

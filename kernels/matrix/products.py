@@ -18,7 +18,7 @@ import torch
 from megaopt.kernels.formats import Format, bfloat16
 from megaopt.kernels.optional_triton import INTERPRETED, helper, tl
 from megaopt.kernels.products.chain import chained
-from megaopt.kernels.products.reference import product_reference
+from megaopt.kernels.products.launch import products
 
 IEEE, TF32, BF16 = "ieee", "tf32", "bf16"
 PRECISIONS = (IEEE, TF32, BF16)
@@ -163,8 +163,10 @@ def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> 
         with _exact_products():
             return _aligned(some) @ _aligned(others)
     if precision == BF16:
-        return product_reference(some.bfloat16(), others.bfloat16())
-    return product_reference(*(operand_reference(each, TF32) for each in (some, others)))
+        some, others = some.bfloat16(), others.bfloat16()
+    else:
+        some, others = (operand_reference(each, TF32) for each in (some, others))
+    return products([some], [others], out_dtype=torch.float32)[0]
 
 
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:

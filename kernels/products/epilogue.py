@@ -53,15 +53,13 @@ def product_with_epilogue(
 if INTERPRETED:
     from triton.runtime.interpreter import TensorHandle
 
-    DTYPES = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
+    from megaopt.kernels.products.chain import TYPES
 
     def rounded(value: Any, ELEMENT: tl.constexpr) -> Any:
         """The value, rounded as a GPU does: the interpreter's own cast to bf16 truncates."""
         element = ELEMENT.value if isinstance(ELEMENT, tl.constexpr) else ELEMENT
-        found = rounded_reference(torch.from_numpy(value.handle.data), DTYPES[element])
-        data = found.view(torch.int16).numpy().view(numpy.uint16)
-        if element != tl.bfloat16:
-            data = found.numpy()
+        found = rounded_reference(torch.from_numpy(value.handle.data), TYPES[element])
+        data = (found.view(torch.uint16) if element == tl.bfloat16 else found).numpy()
         return tl.tensor(TensorHandle(data, element), tl.block_type(element, value.shape))
 
 else:

@@ -71,7 +71,6 @@ class Places(NamedTuple):
     right: Any
     added: Any
     out: Any
-    mirror: Any
 
 
 @helper
@@ -151,14 +150,13 @@ def places_of(
     """Where a product's matrices lie."""
     m, n, k = entry(own, M).to(tl.int32), entry(own, N).to(tl.int32), entry(own, K).to(tl.int32)
     left = operand_place(own, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
-    right = operand_place(own, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
     out = place_in(own, OUT, KIND.out, m, n, ROWS, COLUMNS, KIND)
-    added, mirror = out, out
+    right, added = left, out
+    if not KIND.mirrored:  # otherwise left's own memory, and square tiles
+        right = operand_place(own, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
     if KIND.added is not None:
         added = place_in(own, ADDED, KIND.added, m, n, ROWS, COLUMNS, KIND)
-    if KIND.mirrored:
-        mirror = place_in(own, OUT, KIND.out, n, m, COLUMNS, ROWS, KIND)
-    return Places(left, right, added, out, mirror)
+    return Places(left, right, added, out)
 
 
 @jit(do_not_specialize=["products", "tiles", "alpha", "beta"])
@@ -201,4 +199,4 @@ def products_kernel(
         store(places.out, row, column, value, KIND)
         if KIND.mirrored:  # noqa: SIM102 at compile time, the other at run time
             if row != column:
-                store(places.mirror, column, row, tl.trans(value), KIND)
+                store(places.out, column, row, tl.trans(value), KIND)

@@ -36,11 +36,13 @@ class Tile:
 
 UNEVEN = Tile(64, 64, 4, 4, 0.2, 2)
 """Without tensor descriptors: larger ones spill registers."""
+# On an H200 the first two made 689 and, of symmetric products, 597 TFLOP/s; the others' rates are
+# not measured yet. Two programs of theirs have room beside each other with fp32 results, too.
 TILES = (
     Tile(128, 256, 8, 3),
     Tile(128, 128, 8, 4, 0.87),
-    Tile(64, 128, 4, 4, 0.75, 2),
-    Tile(64, 64, 4, 4, 0.5, 3),
+    Tile(64, 128, 4, 3, 0.75, 2),
+    Tile(64, 64, 4, 4, 0.5, 2),
 )
 INNER_BYTES = 128
 """So many of K at a time: 64 numbers of 16 bits, 32 of TF32."""
@@ -129,15 +131,21 @@ class Tables:
         tile: Tile | None,
     ) -> None:
         """Makes products, in one launch for each way in which their matrices lie in memory."""
-        by_kind: dict[kernel.Kind, list[Factors]] = {}
-        for product in products:
-            by_kind.setdefault(_kind(product, mirrored), []).append(product)
-        for kind, own in by_kind.items():
-            shapes = tuple((*each.out.shape, each.left.shape[1]) for each in own)
-            key = (kind, shapes, tile, own[0].out.device)
+        first = products[0]
+        dtypes = tuple(None if each is None else each.dtype for each in first)
+        by_way: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
+        for left, right, added, out in products:
+            places = [_place(left), _place(right), _place(added), _place(out)]
+            way = places[0].turned, places[1].turned, all(place.described for place in places)
+            column = (*out.shape, left.shape[1], *(each for place in places for each in place[:2]))
+            by_way.setdefault(way, []).append(column)
+        for way, columns in by_way.items():
+            shapes = tuple((m, n, k) for m, n, k, *_ in columns)
+            key = (way, mirrored, dtypes, shapes, tile, first.out.device)
             if key not in self._launches:
-                self._launches[key] = _Launch(*key)
-            self._launches[key](own, alpha, beta)
+                kind = _kind(dtypes, *way, mirrored)
+                self._launches[key] = _Launch(kind, shapes, tile, first.out.device)
+            self._launches[key](columns, alpha, beta)
 
 
 class _Launch:
@@ -151,6 +159,7 @@ class _Launch:
         device: torch.device,
     ) -> None:
         tile = tile or (tile_of(shapes, kind) if _has_room(device) else UNEVEN)
+        assert tile.rows == tile.columns or not kind.mirrored
         tiles = tile_rows(shapes, kind.mirrored, tile)
         self._count = tiles.shape[1]
         self._tiles, self._table = DeviceTable(device), DeviceTable(device)
@@ -165,19 +174,14 @@ class _Launch:
             "num_stages": tile.stages,
         }
 
-    def __call__(self, products: Sequence[Factors], alpha: float, beta: float) -> None:
+    def __call__(self, columns: Sequence[Sequence[int]], alpha: float, beta: float) -> None:
+        """columns: of the table, one a product."""
         if not self._count:
             return
-        table = self._table.update(numpy.array([*map(_column, products)], numpy.int64).T.copy())
+        rows = numpy.ascontiguousarray(numpy.array(columns, numpy.int64).T)
+        tables = (self._table.update(rows), self._tiles.kept())
         set_allocator(_scratch)  # for descriptors
-        arguments = (
-            table,
-            self._tiles.kept(),
-            len(products),
-            self._count,
-            float(alpha),
-            float(beta),
-        )
+        arguments = (*tables, len(columns), self._count, float(alpha), float(beta))
         call(kernel.products_kernel, self._programs, arguments, self._options)
 
 
@@ -201,43 +205,39 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _is_turned(matrix: torch.Tensor) -> bool:
-    """Whether columns, not rows, lie in memory one behind another."""
-    return matrix.stride(1) != 1
+class Place(NamedTuple):
+    """How a matrix lies in memory."""
+
+    address: int
+    stride: int
+    """How far apart its rows lie; of a turned one its columns."""
+    turned: bool
+    """Columns, not rows, lie there one behind another."""
+    described: bool
+    """A tensor descriptor can describe it."""
 
 
-def _stride(matrix: torch.Tensor) -> int:
-    """How far apart the rows lie, or of a turned matrix the columns."""
-    return matrix.stride(1 if _is_turned(matrix) else 0)
+def _place(matrix: torch.Tensor | None) -> Place:
+    """A matrix's place; of None one that changes nothing."""
+    if matrix is None:
+        return Place(0, 0, False, True)
+    (rows, columns), (stride, along), address = matrix.shape, matrix.stride(), matrix.data_ptr()
+    turned = along != 1
+    if turned:
+        rows, columns, stride = columns, rows, along
+    whole = (address | stride * matrix.element_size()) % 16 == 0
+    return Place(address, stride, turned, whole and rows > 0 and 0 < columns <= stride)
 
 
-def _column(product: Factors) -> list[int]:
-    """A product's column of the table."""
-    found = [*product.out.shape, product.left.shape[1]]
-    for matrix in (product.left, product.right, product.added, product.out):
-        found += [0, 0] if matrix is None else [matrix.data_ptr(), _stride(matrix)]
-    return found
-
-
-def _kind(product: Factors, mirrored: bool) -> kernel.Kind:
-    left, right, added, out = product
-    there = [matrix for matrix in product if matrix is not None]
-    return kernel.Kind(
-        operand=ELEMENTS[left.dtype],
-        added=None if added is None else ELEMENTS[added.dtype],
-        out=ELEMENTS[out.dtype],
-        left_turned=_is_turned(left),
-        right_turned=_is_turned(right),
-        mirrored=mirrored,
-        described=all(map(_has_descriptor, there)),
-    )
-
-
-def _has_descriptor(matrix: torch.Tensor) -> bool:
-    """Whether it lies in memory as a tensor descriptor wants it."""
-    stride, length = _stride(matrix), matrix.shape[0 if _is_turned(matrix) else 1]
-    odd = (matrix.data_ptr() | stride * matrix.element_size()) % 16
-    return not odd and 0 < length <= stride and matrix.shape.numel() > 0
+def _kind(
+    dtypes: Sequence[torch.dtype | None],
+    left_turned: bool,
+    right_turned: bool,
+    described: bool,
+    mirrored: bool,
+) -> kernel.Kind:
+    left, _, added, out = (None if each is None else ELEMENTS[each] for each in dtypes)
+    return kernel.Kind(left, added, out, left_turned, right_turned, mirrored, described)
 
 
 # --- what others call
@@ -343,37 +343,37 @@ def _multiply(
 
 def _check(index: int, product: Factors, first: Factors) -> None:
     left, right, added, out = product
-    if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0]:
-        shapes = f"{list(left.shape)} and {list(right.shape)}"
+    (m, k), (terms, n) = _matrix(f"left[{index}]", left), _matrix(f"right[{index}]", right)
+    if k != terms:
+        shapes = f"{[m, k]} and {[terms, n]}"
         raise ValueError(
             f"left[{index}] and right[{index}] must be [m, k] and [k, n], got {shapes}"
         )
-    _check_one(f"left[{index}]", left, first.left, left.shape, OPERANDS)
-    _check_one(f"right[{index}]", right, first.left, right.shape, OPERANDS)
-    shape = torch.Size((left.shape[0], right.shape[1]))
-    _check_one(f"out[{index}]", out, first.out, shape, OUTS)
-    if added is not None and first.added is not None:
-        _check_one(f"add[{index}]", added, first.added, shape, OUTS)
-    if 1 not in left.stride() or 1 not in right.stride():
-        strides = f"{left.stride()} and {right.stride()}"
-        raise ValueError(f"left[{index}] and right[{index}] must have a stride of 1, got {strides}")
-    for name, matrix in (("out", out), ("add", added)):
-        if matrix is not None and matrix.stride(1) != 1:
-            own = f"strides {matrix.stride()}"
-            raise ValueError(f"{name}[{index}] must have rows without gaps, got {own}")
+    _check_dtype(f"left[{index}]", left, first.left.dtype, OPERANDS)
+    _check_dtype(f"right[{index}]", right, first.left.dtype, OPERANDS)
+    for name, matrix, like in (("out", out, first.out), ("add", added, first.added)):
+        if matrix is None or like is None:
+            continue
+        _check_dtype(f"{name}[{index}]", matrix, like.dtype, OUTS)
+        if matrix.shape != (m, n) or matrix.stride(1) != 1:
+            own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
+            raise ValueError(f"{name}[{index}] must be {[m, n]} with rows without gaps, got {own}")
+    for name, matrix in zip(("left", "right", "add", "out"), product, strict=True):
+        if matrix is not None and matrix.device != first.left.device:
+            wanted = f"on left[0]'s device {first.left.device}"
+            raise ValueError(f"{name}[{index}] must be {wanted}, got {matrix.device}")
 
 
-def _check_one(
-    name: str,
-    matrix: torch.Tensor,
-    first: torch.Tensor,
-    shape: torch.Size,
-    dtypes: Iterable[torch.dtype],
+def _matrix(name: str, matrix: torch.Tensor) -> torch.Size:
+    if matrix.dim() != 2 or 1 not in matrix.stride():
+        own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
+        raise ValueError(f"{name} must be a matrix with a stride of 1, got {own}")
+    return matrix.shape
+
+
+def _check_dtype(
+    name: str, matrix: torch.Tensor, wanted: torch.dtype, dtypes: Iterable[torch.dtype]
 ) -> None:
-    if matrix.shape != shape:
-        raise ValueError(f"{name} must be of shape {list(shape)}, got {list(matrix.shape)}")
-    if matrix.dtype not in dtypes or matrix.dtype != first.dtype:
-        allowed = f"one of {', '.join(map(str, dtypes))}, and {first.dtype} as the first is"
+    if matrix.dtype not in dtypes or matrix.dtype != wanted:
+        allowed = f"one of {', '.join(map(str, dtypes))}, and {wanted} as the first is"
         raise ValueError(f"{name} must be of dtype {allowed}, got {matrix.dtype}")
-    if matrix.device != first.device:
-        raise ValueError(f"{name} must be on {first.device}, got {matrix.device}")

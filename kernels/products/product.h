@@ -114,6 +114,7 @@ inline float cut_to_fp32(std::int64_t sum, int top) {
   if (leading + unit > 127) return float_of(sign | INFINITE);
   const int cut = std::max(leading - 23, -149 - unit);
   const std::uint32_t kept = cut < 0 ? size << -cut : size >> cut;
+  if (kept == 0) return 0.0f;
   // the leading bit of a normal number adds 1 to its exponent
   return float_of(sign | ((static_cast<std::uint32_t>(unit + cut + 149) << 23) + kept));
 }

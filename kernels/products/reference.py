@@ -18,7 +18,7 @@ LEAST = -133
 NAN = 0x7FFFFFFF
 """The bits of every NaN that a product makes."""
 NO_EXPONENT = -(2**20)
-"""Of a zero, which does not take part in the alignment."""
+"""The exponent of a zero, which does not take part in the alignment."""
 NUMBERS_AT_ONCE = 2**18
 """Numbers of a result that are made at once, so that what is in between stays in caches."""
 WORTH_BUILDING = 2**21
@@ -66,7 +66,7 @@ def product_reference(
         extension.add_product(left.float(), right.float(), out, *own)
         return out
     rows = max(1, NUMBERS_AT_ONCE // max(1, shape[1]))
-    parts = zip(left.split(rows), out.split(rows), strict=True)
+    parts = zip(torch.split(left, rows), torch.split(out, rows), strict=True)
     return torch.cat([_chain(part, right, begun, own) for part, begun in parts])
 
 

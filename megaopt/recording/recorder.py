@@ -10,7 +10,8 @@ import multiprocessing.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from megaopt.recording.environment import describe
 from megaopt.recording.files import Writer
 from megaopt.recording.inputs import (
     BACKWARD,
+    CAPTURE_BEGIN,
+    CAPTURE_END,
     CLIP,
     PIPELINE,
+    REPLAY,
     SCALER,
     batch_digest,
     leaves,
@@ -33,13 +37,18 @@ from megaopt.recording.inputs import (
 )
 from megaopt.recording.places import Known, Parameters
 from megaopt.recording.sink import Number, Sink, Step, option
-from megaopt.recording.sources import Source, Those, count_of, stamps
-from megaopt.recording.table import Listed, fetched, held
+from megaopt.recording.sources import Source, Those, count_of
+from megaopt.recording.table import Listed, UnpreparedError, fetched, held
 
 LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
 SAMPLED_FIRST = 100
 """So many first steps are sampled each."""
+NUMBERS = (
+    *("grad_norm", "clip_norm", "clip_coefficient"),
+    *("loss_scale", "grad_scale", "skipped"),
+)
+"""What a step has one of."""
 HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
 """What torch wraps around each class's step, and calls hooks in."""
 
@@ -100,6 +109,11 @@ class Recorder:
         self._order: dict[str, None] = {}
         """Names of parameters as the first forward met them."""
         self._coming, self._wanted = Step(), True
+        self._graph: Any = None
+        """The CUDA graph that is being captured; `_coming` is within it."""
+        self._outside = Step()
+        """What came before the capture."""
+        self._graphs: MutableMapping[Any, list[Captured]] = weakref.WeakKeyDictionary()
         self._files: tuple[Writer, Sink] | None = None
         self._is_closed = False
         self._own_rows: dict[Any, Listed] = {}
@@ -126,6 +140,9 @@ class Recorder:
             (PIPELINE, self._pipeline_backward),
             (CLIP, self._clip),
             (SCALER, self._scale),
+            (CAPTURE_BEGIN, self._begin_capture),
+            (CAPTURE_END, self._end_capture),
+            (REPLAY, self._replay),
         )
         self._undo += [watched.listen(listener) for watched, listener in pairs]
 
@@ -163,9 +180,12 @@ class Recorder:
         source = Source(optimizer, len(self._sources), self._parameters)
         self._sources.append(source)
         self._devices.add(source.device)
-        before = optimizer.register_step_pre_hook(Untraced(functools.partial(self._before, source)))
-        after = optimizer.register_step_post_hook(Untraced(functools.partial(self._after, source)))
-        self._undo += [before.remove, after.remove]
+        before, after = (
+            Untraced(functools.partial(self._hear, function, source))
+            for function in (self._before, self._after)
+        )
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        self._undo += [hook.remove for hook in hooks]
 
     def loss(self, loss: torch.Tensor | float) -> None:
         """Notes a loss of the next step, where no backward is called on it."""
@@ -197,11 +217,14 @@ class Recorder:
         is_traced = torch.compiler.is_compiling()  # a hook would become a part of the program
         return not is_traced and self._wanted and torch.is_grad_enabled() and self._is_here()
 
-    def _is_here(self) -> bool:
-        """Whether the process is the recorder's, and nothing is captured; hooks outlive it."""
+    def _is_here(self, in_graph: bool = False) -> bool:
+        """Whether the process is the recorder's, and nothing is captured; hooks outlive it.
+
+        in_graph: what a graph that the recorder knows captures is heard, too.
+        """
         if self._is_closed or os.getpid() != self._pid:
             return False
-        return not any(map(is_capturing, self._devices))
+        return (in_graph and self._graph is not None) or not any(map(is_capturing, self._devices))
 
     def _before_forward(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._listens():
@@ -263,9 +286,9 @@ class Recorder:
         given = [*args, *named.values()]
         if any(each is not None for each in given[1:2]):
             return  # with a gradient: an output of another rank's input, no loss
-        tensors = given[0]
+        tensors, is_wanted = given[0], self._wanted or self._graph is not None
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            if tensor.numel() == 1 and self._wanted and self._is_here():
+            if tensor.numel() == 1 and is_wanted and self._is_here(in_graph=True):
                 self.loss(tensor)
 
     def _pipeline_backward(self, args: tuple[Any, ...], _: dict[str, Any]) -> None:
@@ -276,7 +299,8 @@ class Recorder:
 
     def _clip(self, *_: Any) -> Callable[[Any], None]:
         def clipped(norm: Any) -> None:
-            if local_of(norm) is norm and self._is_here():  # of a DTensor ranks would have to meet
+            # of a DTensor ranks would have to meet
+            if local_of(norm) is norm and self._is_here(in_graph=True):
                 self._coming.grad_norm = number_of(norm)
 
         return clipped
@@ -297,84 +321,179 @@ class Recorder:
 
         return scaled
 
+    # --- CUDA graphs, whose replays run no hooks
+
+    def _begin_capture(self, args: tuple[Any, ...], _: Any) -> None:
+        """Hears that a graph is captured from now on: what follows is noted within it."""
+        if not self._is_here():
+            return
+        for source in self._sources:
+            self._finish(source)
+        if self._files is not None:
+            self._files[1].wait()  # a thread that asks for events would break the capture
+        self._graph, self._outside, self._coming = args[0], self._coming, Step()
+        self._graphs[self._graph] = []
+
+    def _end_capture(self, *_: Any) -> None:
+        if self._graph is not None:
+            if self._coming.losses or self._coming.grad_norm is not None:
+                self._graphs[self._graph].append((None, self._coming))
+            self._graph, self._coming = None, self._outside
+
+    def _give_up(self) -> None:
+        """Leaves a capture alone."""
+        del self._graphs[self._graph]
+        self._graph, self._coming = None, self._outside
+        warn_of_capture("a recorded step like it has to come before the capture")
+
+    def _replay(self, args: tuple[Any, ...], _: Any) -> Callable[[Any], None] | None:
+        """Hears of a replay before it; what it leaves is copied to the host behind it."""
+        captured = self._graphs.get(args[0])
+        if not captured or not self._is_here():
+            return None
+        sources = [source for source, _ in captured]
+        steps = [
+            Step() if source is None else self._before_replay(source, source not in sources[:i])
+            for i, source in enumerate(sources)
+        ]
+
+        def replayed(_: Any) -> None:
+            for step, (source, found) in zip(steps, captured, strict=True):
+                if source is None:
+                    add_replayed(self._coming, found)
+                else:
+                    self._after_replay(step, source, found)
+
+        return replayed
+
+    def _before_replay(self, source: Source, is_first: bool) -> Step:
+        """The step that a replay will make; is_first: within it."""
+        step, self._coming = self._begun(source), Step()
+        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
+        if is_first and self._is_looked_at(source):
+            with torch.no_grad():
+                self._gather_before(step, source)
+        return step
+
+    def _after_replay(self, step: Step, source: Source, captured: Step) -> None:
+        if not self._is_recorded(step.number):
+            return
+        add_replayed(step, captured)
+        if not self._is_sampled(step.number):
+            step.samples.clear()
+        if self._level >= STEP:
+            weights = source.weights()
+            if step.number in self._keep:
+                keep_tensors(step, weights)
+        self._close_step(step, source)
+
     # --- steps
 
+    def _hear(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        except UnpreparedError:
+            self._give_up()
+
     def _before(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
-        if not self._is_here():
+        if not self._is_here(in_graph=True):
             if any(map(is_capturing, self._devices)):
-                warnings.warn("steps that a CUDA graph replays are not recorded", stacklevel=2)
+                warn_of_capture("the recorder was not there when the capture began")
             return
         if is_inner(source.optimizer):
             return
+        if self._graph is None:
+            self._begun(source)
+        else:
+            source.look()
+        step = self._coming
+        step.options = [options_of(group) for group in source.groups]
+        note_scaling(step, source.optimizer)
+        if self._is_looked_at(source):
+            with torch.no_grad():
+                if self._graph is None:
+                    self._gather_before(step, source)
+                if not has_closure(args, named):
+                    self._add_gradients(step, source)
+
+    def _is_looked_at(self, source: Source) -> bool:
+        """Whether a step that is here has digests: a captured one, or one that is recorded."""
+        in_graph = self._graph is not None
+        return self._level >= STEP and (in_graph or self._is_recorded(source.step))
+
+    def _begun(self, source: Source) -> Step:
+        """The step that comes, and what is known of it before it."""
         self._finish(source)
         source.look()
         self._begin()
         self._describe()
         source.step += 1
-        step = self._coming
-        step.number, step.source = source.step, source.number
-        step.options = [options_of(group) for group in source.groups]
-        note_scaling(step, source.optimizer)
-        if self._is_recorded(source.step) and self._level >= STEP:
-            if self._every == 1:  # launches would sum up at other steps too
-                source.ask()
-            with torch.no_grad():
-                self._gather_before(step, source)
-                if not has_closure(args, named):
-                    self._add_gradients(step, source)
+        self._coming.number, self._coming.source = source.step, source.number
+        return self._coming
 
     def _gather_before(self, step: Step, source: Source) -> None:
+        if self._every == 1:  # launches would sum up at other steps too
+            source.ask()
         weights = source.weights()
         changed = source.changed(step.number, weights)
         everything, is_sampled = range(len(weights.tensors)), self._is_sampled(step.number)
         if self._level >= BLOCKS or is_sampled:
             with_own = sorted({*changed, *weights.listed.own})
         written = weights.before(with_own if self._level >= BLOCKS else changed)
-        step.rows += written.listed.rows(written.tensors, self._number)
+        step.rows += written.rows(self._number)
         if is_sampled:
             follows = source.sampled == step.number - 1 > 0
             old = weights.before(with_own if follows else everything)
-            step.samples += old.listed.samples(old.tensors, self._number)
+            step.samples += old.samples(self._number)
         if step.number in self._keep:
             keep_tensors(step, weights.before(everything))
 
     def _after(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
-        if not self._is_here() or self._coming.number != source.step or is_inner(source.optimizer):
+        is_begun = self._graph is not None or self._coming.number == source.step
+        if not self._is_here(in_graph=True) or not is_begun or is_inner(source.optimizer):
             return
         step, self._coming = self._coming, Step()
         self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
-        if not self._is_recorded(source.step):
+        if self._graph is None and not self._is_recorded(source.step):
             return
         for group, options in zip(source.groups, step.options, strict=True):
-            options["step"] = count_of(source.optimizer, group)
+            options["step"] = None if self._graph else count_of(source.optimizer, group)
         note_norm(step, source.optimizer, named)
-        if self._level >= STEP:
+        if self._is_looked_at(source):
             with torch.no_grad():
                 if has_closure(args, named):  # which made them within the step
                     self._add_gradients(step, source)
                 self._gather_after(step, source)
-        source.open = step
-        if self._level < STEP or source.models() is None:
-            self._finish(source)
+        if self._graph is None:
+            self._close_step(step, source)
+        else:
+            self._graphs[self._graph].append((source, step))
 
     def _gather_after(self, step: Step, source: Source) -> None:
         weights = source.weights()
         step.rows += source.rows(weights, self._number)
         self._add_elements(step, weights)
-        source.after = step.number, weights.listed, stamps(weights)
-        if self._is_sampled(step.number):
-            source.sampled = step.number
+
+    def _close_step(self, step: Step, source: Source) -> None:
+        """Notes what a step has left; it is written now, or after the model's weights."""
+        if self._level >= STEP:
+            source.note(step.number)
+            if self._is_sampled(step.number):
+                source.sampled = step.number
+        source.open = step
+        if self._level < STEP or source.models() is None:
+            self._finish(source)
 
     def _add_gradients(self, step: Step, source: Source) -> None:
         found = source.gradients()
         now = source.read(found)
-        step.rows += now.listed.rows(now.tensors, self._number)
+        step.rows += now.rows(self._number)
         self._add_elements(step, found)
 
     def _add_elements(self, step: Step, found: Those) -> None:
         """Adds samples and whole tensors, as far as they are wanted of this step."""
         if self._is_sampled(step.number):
-            step.samples += found.listed.samples(found.tensors, self._number)
+            step.samples += found.samples(self._number)
         if step.number in self._keep:
             keep_tensors(step, found)
 
@@ -386,7 +505,7 @@ class Recorder:
         models = source.models() if self._level >= STEP else None
         if models is not None:
             with torch.no_grad():
-                step.rows += models.listed.rows(models.tensors, self._number)
+                step.rows += models.rows(self._number)
                 self._add_elements(step, models)
         self._open()[1].put(step, self._devices)
 
@@ -441,6 +560,30 @@ def is_inner(optimizer: torch.optim.Optimizer) -> bool:
     return sum(each is optimizer for each in running()) > 1
 
 
+Captured = tuple[Source | None, Step]
+"""A step within a CUDA graph; without a source what is noted behind the last one."""
+
+
+def add_replayed(step: Step, captured: Step) -> None:
+    """Adds what a replay has left on the device, where the next one writes it anew."""
+    step.losses += map(number_of, captured.losses)
+    for name in NUMBERS:
+        found = getattr(captured, name)
+        if found is not None:
+            setattr(step, name, number_of(found))
+    step.options = [
+        {n: number_of(v) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+        for options in captured.options
+    ]
+    step.rows += [each._replace(digests=fetched(each.digests)) for each in captured.rows]
+    step.samples += [each.fetched() for each in captured.samples]
+
+
+def warn_of_capture(reason: str) -> None:
+    """Says that replays will not be recorded."""
+    warnings.warn(f"steps that this CUDA graph replays are not recorded: {reason}", stacklevel=2)
+
+
 class Hook:
     """A hook of a module, which does nothing in a copy of it, or where it was saved and loaded."""
 
@@ -462,11 +605,14 @@ class Untraced:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
+        self._is_disabled = False
 
     def __call__(self, *args: Any) -> None:
         """Calls it."""
-        dynamo = sys.modules.get("torch._dynamo")
-        (self._function if dynamo is None else dynamo.disable(self._function))(*args)
+        if not self._is_disabled and "torch._dynamo" in sys.modules:
+            self._function = sys.modules["torch._dynamo"].disable(self._function)
+            self._is_disabled = True
+        self._function(*args)
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

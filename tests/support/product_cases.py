@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+from bits import assert_same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 1, 1), (16, 16, 16), (33, 70, 129), (128, 128, 64), (72, 200, 40), (8, 5, 0))
@@ -52,3 +53,18 @@ def with_special_rows(matrices, first=0):
         if number % 3 and each.shape[0]:
             each[number % each.shape[0]] = SPECIAL[number % len(SPECIAL)]
     return found
+
+
+def assert_kernel_is_twin(function, *lists, add=None, tile=None, **options):
+    """Returns what the kernel made, the bits of the twin, which is made on the CPU."""
+    found = function(*lists, add=add, launches=True, tile=tile, **options)
+    own = [[each.cpu() for each in some] for some in lists]
+    added = None if add is None else [each.cpu() for each in add]
+    assert_all_same(found, function(*own, add=added, launches=False, **options))
+    return found
+
+
+def assert_all_same(found, expected):
+    """Each product has the bits of the other."""
+    for index, pair in enumerate(zip(found, expected, strict=True)):
+        assert_same_bits(*pair, f"product {index}")

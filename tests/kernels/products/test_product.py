@@ -278,8 +278,9 @@ def test_no_zero_has_a_sign(twin, dtype):
     minus, one = torch.tensor([[-0.0]]).to(dtype), torch.tensor([[1.0]]).to(dtype)
     assert_same_bits(product_reference(minus, one, torch.tensor([[-0.0]])), torch.tensor([[0.0]]))
     if dtype != torch.float16:
-        tiny = torch.tensor([[2.0**-80]]).to(dtype)
-        assert_same_bits(product_reference(-tiny, tiny), torch.tensor([[0.0]]))
+        for power in (-80, -77, -75):  # cut as a term, and as a sum
+            tiny = torch.tensor([[2.0**power]]).to(dtype)
+            assert_same_bits(product_reference(-tiny, tiny), torch.tensor([[0.0]]))
 
 
 def test_operands_and_total_are_left_alone(factors):

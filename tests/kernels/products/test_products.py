@@ -5,24 +5,21 @@ import numpy
 import pytest
 import torch
 from bits import assert_same_bits
-from product_cases import DTYPES, SHAPES, added_to, lists, odd, with_special_rows
+from product_cases import (
+    DTYPES,
+    SHAPES,
+    added_to,
+    assert_all_same,
+    assert_kernel_is_twin,
+    lists,
+    odd,
+    with_special_rows,
+)
 
 from megaopt.kernels.products.epilogue import finished_reference
 from megaopt.kernels.products.launch import TILES, Tables, Tile, products, symmetric_products
-from megaopt.kernels.products.reference import product_reference
 
 SMALL, SQUARE = Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)
-
-
-def assert_all_same(found, expected):
-    for index, pair in enumerate(zip(found, expected, strict=True)):
-        assert_same_bits(*pair, f"product {index}")
-
-
-def assert_kernel_is_twin(left, right, tile=SMALL, function=products, **options):
-    found = function(left, right, launches=True, tile=tile, **options)
-    assert_all_same(found, products(left, right, launches=False, **options))
-    return found
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
@@ -31,7 +28,7 @@ def test_the_kernel_is_the_twin(dtype, out_dtype, device):
     left, right = lists(SHAPES, dtype, device=device)
     added = added_to(SHAPES, out_dtype, device=device)
     options = {"add": added, "alpha": -0.7, "beta": 1 / 3, "out_dtype": out_dtype}
-    assert_kernel_is_twin(left, right, **options)
+    assert_kernel_is_twin(products, left, right, tile=SMALL, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -39,7 +36,7 @@ def test_how_matrices_lie_in_memory_shows_in_no_bit(dtype, device):
     """By tensor descriptors and by pointers, row by row and column by column."""
     shapes = [(48, 40, 72)] * 4
     left, right = lists(shapes, dtype, device=device)
-    found = assert_kernel_is_twin(left, right)
+    found = assert_kernel_is_twin(products, left, right, tile=SMALL)
     for change in (odd, torch.Tensor.contiguous, lambda each: each.mT.contiguous().mT):
         own = map(change, left), map(change, right)
         assert_all_same(products(*map(list, own), launches=True, tile=SMALL), found)
@@ -47,7 +44,7 @@ def test_how_matrices_lie_in_memory_shows_in_no_bit(dtype, device):
 
 def test_the_tile_shows_in_no_bit(device):
     left, right = lists(SHAPES, torch.bfloat16, device=device)
-    found = assert_kernel_is_twin(left, right)
+    found = assert_kernel_is_twin(products, left, right, tile=SMALL)
     for tile in (SQUARE, TILES[-1], None):
         assert_all_same(products(left, right, launches=True, tile=tile), found)
 
@@ -57,7 +54,7 @@ def test_special_values_stay_in_their_rows(dtype, device):
     left, right = lists(SHAPES * 2, dtype, spread=20, device=device)
     plain = products(left, right, launches=True, tile=SMALL)
     special = with_special_rows(left)
-    found = assert_kernel_is_twin(special, right)
+    found = assert_kernel_is_twin(products, special, right, tile=SMALL)
     for index, (one, other) in enumerate(zip(plain, found, strict=True)):
         row = index % len(one)
         keep = [i for i in range(len(one)) if index % 3 == 0 or i != row]
@@ -75,7 +72,7 @@ def test_every_nan_of_a_result_is_one(dtype, device):
     left = one.clone()
     left[1, 0] = torch.inf
     options = {"add": [added], "out_dtype": dtype}
-    (found,) = assert_kernel_is_twin([left.bfloat16()], [one.bfloat16()], **options)
+    (found,) = assert_kernel_is_twin(products, [left.bfloat16()], [one.bfloat16()], **options)
     wanted = 0x7FFFFFFF if dtype == torch.float32 else 0x7FFF
     patterns = found[found.isnan()].view(torch.int32 if found.element_size() == 4 else torch.int16)
     assert patterns.tolist() == [wanted] * 3
@@ -117,15 +114,16 @@ def test_each_operation_of_the_epilogue_is_rounded_once(dtype, numbers):
 def test_what_is_added_may_be_where_results_go(device):
     left, right = lists(SHAPES[:4], torch.bfloat16, device=device)
     out = added_to(SHAPES[:4], torch.bfloat16, device=device)
-    expected = products(left, right, add=out, beta=0.5, launches=False)
-    products(left, right, out, add=out, beta=0.5, launches=True, tile=SMALL)
+    options = {"add": out, "beta": 0.5, "tile": SMALL}
+    expected = assert_kernel_is_twin(products, left, right, **options)
+    products(left, right, out, launches=True, **options)
     assert_all_same(out, expected)
 
 
 def test_nothing_beside_a_result_is_written(device):
     """A part of a larger matrix, on whose rows tiles end, at whole 16 bytes and not."""
     left, right = lists([(40, 56, 24)], torch.bfloat16, device=device)
-    (expected,) = products(left, right, launches=False)
+    (expected,) = assert_kernel_is_twin(products, left, right, tile=SMALL)
     for first in (8, 3):
         room = torch.full((60, 96), 7.0, dtype=torch.bfloat16, device=device)
         out = room[first : first + 40, first : first + 56]
@@ -144,23 +142,21 @@ def test_symmetric_products_are_products(dtype, device):
     shapes = [(m, m, k) for m, _, k in SHAPES]
     matrices = with_special_rows(lists(shapes, dtype, spread=12, device=device)[0])
     added = [one + one.mT for one in added_to(shapes, dtype, device=device)]
-    options = {"add": added, "alpha": 0.3, "beta": -1.7}
-    whole = products(matrices, [each.mT for each in matrices], launches=False, **options)
-    for launches in (True, False):
-        found = symmetric_products(matrices, launches=launches, tile=SQUARE, **options)
-        assert_all_same(found, whole)
-        assert_all_same([each.mT for each in found], whole)
+    options = {"add": added, "alpha": 0.3, "beta": -1.7, "tile": SQUARE}
+    turned = [each.mT for each in matrices]
+    whole = assert_kernel_is_twin(products, matrices, turned, **options)
+    found = assert_kernel_is_twin(symmetric_products, matrices, **options)
+    assert_all_same(found, whole)
+    assert_all_same([each.mT for each in found], whole)
 
 
 def test_a_polynomial_of_a_symmetric_matrix(device):
     """beta A + alpha A^2, where A is what is added, too, and lies in its own transposed memory."""
     (one,), _ = lists([(80, 80, 80)], torch.bfloat16, device=device)
     own = one + one.mT
-    (expected,) = products([own], [own], add=[own], alpha=0.25, beta=3.0, launches=False)
-    (found,) = symmetric_products(
-        [own], add=[own], alpha=0.25, beta=3.0, launches=True, tile=SQUARE
-    )
-    assert_same_bits(found, expected)
+    options = {"add": [own], "alpha": 0.25, "beta": 3.0, "tile": SQUARE}
+    expected = assert_kernel_is_twin(products, [own], [own], **options)
+    assert_all_same(symmetric_products([own], launches=True, **options), expected)
 
 
 # --- tables, and what is refused
@@ -171,11 +167,7 @@ def test_tables_follow_matrices_that_move(device):
     for seed in (0, 4, 0):  # each lies in memory as the others do
         left, right = lists(shapes, torch.bfloat16, seed, device=device)
         found = products(left, right, tables=tables, launches=True, tile=SMALL)
-        assert_all_same(found, map(product_in_bf16, left, right))
-
-
-def product_in_bf16(left, right):
-    return product_reference(left, right).bfloat16()
+        assert_all_same(found, assert_kernel_is_twin(products, left, right, tile=SMALL))
 
 
 def test_an_empty_list_and_empty_matrices(device):
@@ -193,17 +185,23 @@ WRONG = {
     r"right\[0\] must be of dtype .*torch.float32 as the first is, got torch.bfloat16": {
         "right": [torch.zeros(5, 4).bfloat16(), torch.zeros(5, 4)]
     },
-    r"out\[1\] must be of shape \[4, 4\], got \[4, 5\]": {
+    r"out\[1\] must be \[4, 4\] with rows without gaps, got \[4, 5\] with strides \[5, 1\]": {
         "out": [torch.zeros(4, 4), torch.zeros(4, 5)]
     },
     r"add\[0\] must be of dtype one of .*, got torch.int32": {"add": [torch.zeros(4, 4).int()] * 2},
-    r"out\[0\] must have rows without gaps, got strides \(1, 4\)": {
+    r"out\[0\] must be \[4, 4\] with rows without gaps, got \[4, 4\] with strides \[1, 4\]": {
         "out": [torch.zeros(4, 4).mT] * 2
     },
-    r"left\[0\] and right\[0\] must have a stride of 1, got \(20, 2\) and \(4, 1\)": {
+    r"left\[0\] must be a matrix with a stride of 1, got \[4, 5\] with strides \[20, 2\]": {
         "left": [torch.zeros(4, 10, 2)[:, :5, 0]] * 2
     },
-    r"right\[0\] must be on cpu, got meta": {"right": [torch.zeros(5, 4, device="meta")] * 2},
+    r"right\[0\] must be a matrix with a stride of 1, got \[5\] with strides \[2\]": {
+        "right": [torch.zeros(5, 2)[:, 0]] * 2,
+        "out": [torch.zeros(4, 4)] * 2,
+    },
+    r"right\[0\] must be on left\[0\]'s device cpu, got meta": {
+        "right": [torch.zeros(5, 4, device="meta")] * 2
+    },
 }
 
 

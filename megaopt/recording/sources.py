@@ -116,7 +116,7 @@ class Source:
         """Gradients whose digests the launch sums up."""
         self._seen: list[torch.Tensor] = []
         self._states: SameStates | None = None
-        """None where there are others in lists and tensor subclasses: it is hard to say."""
+        """The states; None with others in lists and tensor subclasses: it is hard to say."""
 
     @property
     def groups(self) -> list[dict[str, Any]]:

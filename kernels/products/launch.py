@@ -47,7 +47,7 @@ TILES = (
 INNER_BYTES = 128
 """So many of K at a time: 64 numbers of 16 bits, 32 of TF32."""
 PROCESSORS = 132
-"""As many as an H100 has, and an H200; tiles are chosen for them on any card."""
+"""Those of an H100, and of an H200; tiles are chosen for them on any card."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on an H100."""
 OVERHEAD = 128

@@ -13,7 +13,7 @@ from megaopt.kernels.optional_triton import jit, tl
 
 BLOCK = 256
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For each size in bytes the dtype whose numbers are the bits."""
+"""The dtype whose numbers are the bits, by its size in bytes."""
 
 
 @jit(do_not_specialize=["count"])

@@ -25,8 +25,7 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
 from megaopt.kernels.products.launch import products
 from megaopt.kernels.products.reference import OPERANDS, product_reference
-
-__all__ = ["Finding", "examine", "examine_peers", "examine_products", "main"]
+from megaopt.recording.environment import installed
 
 EVERYWHERE = (
     "ieee/adamw/bf16-weight/fp32-master/fp32-fp32",
@@ -82,11 +81,12 @@ class Finding:
         return f"{', '.join(self.of)}: {self.note}"
 
 
-def main(check: bool = False) -> int:
-    """Print a verdict in the first line; then versions, devices, findings, other libraries.
+def main(*, check: bool = False) -> int:
+    """Show what is installed, and which backends and contracts work here.
 
     Args:
-        check: Also step more cases, on Triton's interpreter too, and the installed peers.
+        check: Also step more cases of the golden record, some 20 seconds on a CPU, and installed
+            peers whose bits a contract promises.
 
     Returns:
         0 when all that is meant to work here works with the bits it promises, 1 otherwise.
@@ -101,7 +101,7 @@ def main(check: bool = False) -> int:
         verdict, soft_wrap=True, highlight=False, markup=False, style="green" if healthy else "red"
     )
     here = environment.describe()
-    here["megatron-core"] = environment.installed_version("megatron-core")
+    here["megatron-core"] = installed("megatron-core")
     here |= {"extension": native.status(), **host_memory()}
     rows = ((name, value or "none, or not known") for name, value in here.items())
     console.print(make_table("here", ("", ""), rows))
@@ -245,7 +245,7 @@ def libraries() -> dict[str, str]:
     """
     names = dict.fromkeys(peer.package for peer in PEERS.values())
     absent = {name: "not known" if find_spec(name) else "not installed" for name in names}
-    return {name: environment.installed_version(name) or absent[name] for name in names}
+    return {name: installed(name) or absent[name] for name in names}
 
 
 def _rows(findings: Sequence[Finding]) -> list[tuple[str, ...]]:

@@ -85,12 +85,12 @@ def batch_digest(value: Any) -> torch.Tensor:
         is_cut = tensor.dim() and tensor.shape[0] == rows
         parts = tensor.unbind() if is_cut else (tensor,)
         lanes = of_places(parts, [Place(0)] * len(parts))[:, :2].to(tensors[0].device)
-        total = total + _mixed(lanes + number)  # so that tensors may not be exchanged
-    return _mixed(total).expand(rows, 2).sum(0)
+        total = total + mixed(lanes + number)  # so that tensors may not be exchanged
+    return mixed(total).expand(rows, 2).sum(0)
 
 
-def _mixed(lanes: torch.Tensor) -> torch.Tensor:
-    """Each number through splitmix64, so that parts of samples may not be exchanged."""
+def mixed(lanes: torch.Tensor) -> torch.Tensor:
+    """The last part of the splitmix64 generator, of each number, int64."""
     for shift, multiplier in zip((30, 27), MIX, strict=True):
         lanes = (lanes ^ _shifted(lanes, shift)) * (multiplier - LANES)
     return lanes ^ _shifted(lanes, 31)

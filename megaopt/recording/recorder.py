@@ -101,7 +101,9 @@ class Recorder:
             refuse("keep", "empty where safetensors is not installed", keep)
         self._run = {"level": level, "every": every}
         self.folder, self._pid = Path(out), os.getpid()
-        self._parameters = Parameters(names or {}, vocabulary)
+        if vocabulary is not None:
+            whole_number("vocabulary", vocabulary)
+        self._parameters = Parameters(checked_names(names), vocabulary)
         self._sources: list[Source] = []
         self._devices: set[torch.device] = set()
         self._order: dict[str, None] = {}
@@ -121,7 +123,7 @@ class Recorder:
         # of any process: one that multiprocessing has started knows no atexit
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
         try:
-            self._start([model] if isinstance(model, torch.nn.Module) else model, optimizer)
+            self._start(models_of(model), optimizer)
         except BaseException:
             self.close()
             raise
@@ -642,6 +644,23 @@ def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from (each for each in module.children() if any(True for _ in each.parameters()))
 
 
+def models_of(model: object) -> Sequence[torch.nn.Module]:
+    """The modules that a recorder is given; ValueError for anything else."""
+    found = [model] if isinstance(model, torch.nn.Module) else model
+    if not isinstance(found, Sequence) or not all(isinstance(m, torch.nn.Module) for m in found):
+        refuse("model", "a torch.nn.Module or a list of them", model)
+    return found
+
+
+def checked_names(names: Any) -> Mapping[str, str]:
+    """Names by names; ValueError for anything else than a dict of texts, or None."""
+    found = {} if names is None else names
+    is_map = isinstance(found, Mapping)
+    if not is_map or not all(isinstance(n, str) for pair in found.items() for n in pair):
+        refuse("names", "a dict of texts, as {'their.name': 'name'}", names)
+    return found
+
+
 def on_gradient(tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
     """Registers a hook on a tensor's gradient; torch's method has no types."""
     return tensor.register_hook(hook)
@@ -654,8 +673,10 @@ def whole_number(name: str, value: object) -> int:
     return value
 
 
-def steps_of(keep: Iterable[int | range]) -> Iterator[int]:
-    """The numbers of steps and ranges of them."""
+def steps_of(keep: Any) -> Iterator[int]:
+    """The numbers of steps and ranges of them; ValueError for anything else."""
+    if isinstance(keep, str) or not isinstance(keep, Iterable):
+        refuse("keep", "numbers of steps and ranges, as (100, range(200, 210))", keep)
     for each in keep:
         steps = each if isinstance(each, range) else (each,)
         yield from (whole_number("keep", step) for step in steps)
@@ -718,6 +739,8 @@ def has_closure(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
 def keep_tensors(step: Step, found: Those) -> None:
     """Keeps whole tensors for the step's file."""
     for each, tensor in zip(found.listed.held, found.tensors, strict=True):
+        if tensor.dtype == torch.complex128:  # which safetensors has not; steps are of the parts
+            tensor = torch.view_as_real(tensor.resolve_conj())
         step.kept[f"{each.known.name}|{each.quantity}"] = fetched(tensor).contiguous()
 
 

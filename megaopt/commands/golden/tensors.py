@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import megaopt
 from megaopt.commands.golden.case import Case
 from megaopt.float8 import Float8Recipe
+from megaopt.recording.inputs import mixed
 
 Words = NDArray[numpy.uint64]
 Patterns = NDArray[numpy.int64]
@@ -247,11 +248,8 @@ def _parameter(
 
 
 def _mixed(words: Words) -> Words:
-    """The last part of the splitmix64 generator; products and sums are modulo 2**64."""
-    words = (words ^ (words >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-    mixed: Words = words ^ (words >> numpy.uint64(31))
-    return mixed
+    """Each of them through `mixed`; products and sums are modulo 2**64."""
+    return mixed(torch.from_numpy(words.view(numpy.int64))).numpy().view(numpy.uint64)
 
 
 def _words(count: int, *seeds: int) -> Words:

@@ -313,13 +313,20 @@ def test_an_error_in_writing_ends_the_step(tmp_path):
         ({"every": 0}, "every must be a whole number >= 1, got 0"),
         ({"samples": 2.0}, r"samples must be a whole number >= 1, got 2\.0"),
         ({"keep": [range(2)]}, "keep must be a whole number >= 1, got 0"),
+        ({"keep": 5}, r"keep must be numbers of steps and ranges, as \(100, .* got 5"),
+        ({"keep": "5"}, "keep must be numbers of steps and ranges, .* got '5'"),
+        ({"names": 5}, "names must be a dict of texts, .* got 5"),
+        ({"names": {"a": 1}}, "names must be a dict of texts, .* got {'a': 1}"),
+        ({"vocabulary": 0}, "vocabulary must be a whole number >= 1, got 0"),
+        ({"model": None}, r"model must be a torch\.nn\.Module or a list of them, got None"),
         ({"level": "all"}, "level must be one of loss, step, blocks, modules, got 'all'"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, options, message):
     model = network()
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), **options}
     with pytest.raises(ValueError, match=message):
-        Recorder(model, torch.optim.SGD(model.parameters()), tmp_path / "a", **options)
+        Recorder(out=tmp_path / "a", **given)
     assert not (tmp_path / "a").exists()
 
 

@@ -277,6 +277,9 @@ def test_auto_is_the_kernels_where_these_step_the_rest(precision, taken):
     ]
     assert_same(weights[0], weights[1])
     assert_same(weights[2], weights[3])
+    if precision == "bf16":  # every kernel has the same bits
+        assert_same(weights[0], weights[2])
+        return
     with pytest.raises(AssertionError, match="differ"):
         assert_same(weights[0], weights[2])
 

@@ -13,13 +13,19 @@ LAYOUTS = {
     "tensor parallel": (2, {"tensor_parallel": 2}),
     "pipeline": (2, {"pipeline": 2}),
 }
+OF_FOUR = {
+    "tensor parallel, four": (4, {"tensor_parallel": 4}),
+    "tensor and data parallel": (4, {"tensor_parallel": 2}),
+    "tensor parallel and pipeline": (4, {"tensor_parallel": 2, "pipeline": 2}),
+}
 
 
 @pytest.mark.parametrize("plug", [None, "main_shards", "precision_aware"])
-def test_layouts(pools, tmp_path, plug):
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(OF_FOUR, marks=pytest.mark.slow)])
+def test_layouts(pools, tmp_path, plug, layouts):
     pools(1)(recorded, tmp_path / "one", {"plug": plug})
     expected = rows(tmp_path / "one")
     assert {each for _, each in expected[1]} >= {"grad", "master", "weight", "exp_avg"}
-    for name, (world, settings) in LAYOUTS.items():
+    for name, (world, settings) in layouts.items():
         pools(world)(recorded, tmp_path / name, {"plug": plug, **settings})
         assert rows(tmp_path / name) == expected, name

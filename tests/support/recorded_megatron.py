@@ -8,7 +8,7 @@ from megatron_gpt import Case, Trainer, megatron
 
 from megaopt import Recorder
 
-SIZES = {"hidden": 32, "inner": 64, "overlap": False, "clip_grad": 0.0}
+SIZES = {"hidden": 32, "inner": 64, "heads": 4, "overlap": False, "clip_grad": 0.0}
 
 
 def whole_name(trainer, name):

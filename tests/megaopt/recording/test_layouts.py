@@ -18,7 +18,7 @@ def test_fsdp2_on_any_number_of_ranks(on_ranks, tmp_path, name):
     expected = rows(tmp_path / "plain")
     dtypes = {value.dtype for value in Recording(tmp_path / "plain").values.values()}
     assert dtypes == {"float32", *(["uint8"] if name == "8 bit" else [])}
-    for world, replicas in ((1, 1), (2, 1), (3, 1), (2, 2)):
+    for world, replicas in ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2)):
         out = tmp_path / f"{world}-{replicas}"
         on_ranks(world, bare, out, name, True, replicas, shapes)
         assert rows(out) == expected

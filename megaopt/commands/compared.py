@@ -160,9 +160,10 @@ def tell(found: Comparison, console: Console) -> None:
     """Prints the verdict, then what belongs to it."""
     colour = COLOURS.get(found.verdict, "red")
     verdict, colon, rest = found.line.partition(":")
-    console.print(f"[{colour}]{escape(verdict)}[/]{colon}{escape(rest)}", highlight=False)
+    line = f"[{colour}]{escape(verdict)}[/]{colon}{escape(rest)}"
+    console.print(line, highlight=False, soft_wrap=True)
     for line in found.remarks():
-        console.print(escape(line), highlight=False)
+        console.print(escape(line), highlight=False, soft_wrap=True)
     for title, differences in (("environment", found.environment), ("options", found.options)):
         rows = [(each.name, shown(each.a), shown(each.b)) for each in differences]
         print_table(console, title, ("", "A", "B"), rows)

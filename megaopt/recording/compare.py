@@ -13,8 +13,11 @@ from itertools import combinations, zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
-from megaopt.recording.blame import Blame, first_blame
-from megaopt.recording.measure import NEAR
+import numpy
+
+from megaopt.recording.blame import BEGIN, Blame, first_blame
+from megaopt.recording.files import hexadecimal
+from megaopt.recording.measure import NEAR, as_numbers, farthest
 from megaopt.recording.pair import (
     Difference,
     Pair,
@@ -50,6 +53,32 @@ class Growth(NamedTuple):
     """The largest difference of a sampled element, in units in the last place."""
 
 
+class Elements(NamedTuple):
+    """The elements that differ in the tensor that is blamed, where both runs kept it."""
+
+    name: str
+    quantity: str
+    """"old weight": before the step."""
+    first: tuple[int, ...]
+    """The index of the first one in the whole tensor."""
+    a: str
+    """Its value, in hexadecimal."""
+    b: str
+    differ: int
+    of: int
+    apart: float
+    """The largest difference of two."""
+    ulp: int
+    """The same in units in the last place."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.quantity} of {self.name}: {self.differ} of {self.of} elements differ, first "
+            f"{list(self.first)}: {self.a}, and {self.b}; largest distance {self.apart:.3g}, or "
+            f"{self.ulp} units in the last place"
+        )
+
+
 class Repeats(NamedTuple):
     """A quantity's difference beside that of repeats, at one step."""
 
@@ -79,6 +108,7 @@ class Comparison:
     steps: tuple[int, ...] = ()
     """The first and the last step that were compared, and how many."""
     blame: Blame | None = None
+    elements: Elements | None = None
     growth: list[Growth] = field(default_factory=list)
     histogram: dict[str, dict[int, int]] = field(default_factory=dict)
     """How many sampled elements differ by 0 units in the last place (0), by 1 (1), 2-3 (2), 4-7
@@ -130,7 +160,7 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """What is to be known beside the verdict, a line each."""
-        lines = []
+        lines = [] if self.elements is None else [str(self.elements)]
         if self.blame is not None and self.blame.unrecorded:
             lines.append(f"not recorded in both runs: {', '.join(self.blame.unrecorded)}")
         lines += [f"bits need not be equal: {reason}" for reason in self.reasons]
@@ -144,6 +174,7 @@ class Comparison:
         """All of it as JSON holds it; docs/diff.md has the schema."""
         content = {"schema": SCHEMA, "verdict": self.verdict, "line": self.line, **asdict(self)}
         content["blame"] = None if self.blame is None else self.blame._asdict()
+        content["elements"] = self.elements and _finite(self.elements._asdict())
         for name in ("environment", "options", "growth", "noise"):
             content[name] = [_finite(each._asdict()) for each in getattr(self, name)]
         return content
@@ -183,6 +214,7 @@ def compare(
     found.blame = first_blame(pair)
     found.notes = pair.notes()
     if found.blame is not None:
+        found.elements = _elements(pair, found.blame)
         found.growth = list(_growth(pair, found.blame.step))
         found.histogram = _histogram(pair)
         _look_at_repeats(found, a, b, names, noise)
@@ -195,6 +227,27 @@ def _tier(found: Comparison) -> str:
         return "bits"
     by_nature = found.blame.kind in BY_NATURE or "the gradient" in found.blame.unrecorded
     return "close" if by_nature else "bits"
+
+
+def _elements(pair: Pair, blame: Blame) -> Elements | None:
+    """What differs within the tensor that is blamed; None where not both have kept it."""
+    key = blame.where, blame.quantity
+    if any(key not in side.values for side in pair.both):
+        return None
+    name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
+    kept = [side.kept(blame.step, (name, quantity)) for side in pair.both]
+    (dtype, other), (mine, theirs) = pair.dtypes_of(key), kept
+    if mine is None or theirs is None or dtype != other:
+        return None
+    held = mine[1] & theirs[1]
+    unlike = numpy.flatnonzero(held & (mine[0] != theirs[0]))
+    if not len(unlike):
+        return None
+    a, b = mine[0][unlike], theirs[0][unlike]
+    first = tuple(map(int, numpy.unravel_index(unlike[0], pair.a.values[key].shape)))
+    x, y = (hexadecimal(as_numbers(bits[:1], dtype)[0]) for bits in (a, b))
+    apart, ulp = farthest(a, b, dtype)
+    return Elements(name, quantity, first, x, y, len(unlike), int(held.sum()), apart, ulp)
 
 
 def _against_repeats(

@@ -3,7 +3,7 @@
 import pytest
 from how_to import needs
 from recorded_megatron import recorded
-from recorded_ranks import rows
+from recorded_ranks import kept, rows
 
 pytestmark = needs("megatron")
 
@@ -26,6 +26,8 @@ def test_layouts(pools, tmp_path, plug, layouts):
     pools(1)(recorded, tmp_path / "one", {"plug": plug})
     expected = rows(tmp_path / "one")
     assert {each for _, each in expected[1]} >= {"grad", "master", "weight", "exp_avg"}
+    assert {each for _, each in kept(tmp_path / "one", 2)} >= {"grad", "old master", "exp_avg"}
     for name, (world, settings) in layouts.items():
         pools(world)(recorded, tmp_path / name, {"plug": plug, **settings})
         assert rows(tmp_path / name) == expected, name
+        assert kept(tmp_path / name, 2) == kept(tmp_path / "one", 2), name

@@ -50,6 +50,6 @@ def recorded(out, settings, steps=3):
         for param, value in zip(params.values(), drawn("weight"), strict=True):
             param.copy_(value)
         trainer.optimizer.reload_model_params()
-        with Recorder(trainer.chunks, trainer.optimizer, out):
+        with Recorder(trainer.chunks, trainer.optimizer, out, keep=[2]):
             for step in range(steps):
                 trainer.step_given(drawn(step))

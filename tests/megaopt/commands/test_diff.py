@@ -94,6 +94,23 @@ def test_json_has_the_blame(megaopt, runs, tmp_path):
     assert found["line"] == megaopt("diff", runs / "a", runs / "b")[1].splitlines()[0]
 
 
+def test_kept_tensors_have_the_first_element(megaopt, tmp_path):
+    for name, faults in (("a", Faults()), ("b", Rate())):
+        run(tmp_path / name, faults, keep=(AT,))
+    a, b = (
+        load_file(tmp_path / name / "rank-0/kept/step-3.safetensors")["embed.weight|weight"]
+        for name in ("a", "b")
+    )
+    files = "--json", tmp_path / "diff.json", "--html", tmp_path / "diff.html"
+    out = megaopt("diff", tmp_path / "a", tmp_path / "b", *files)[1]
+    line = f"weight of embed.weight: 32 of 32 elements differ, first [0, 0]: {a[0, 0].item().hex()}"
+    assert line in out
+    assert line in (tmp_path / "diff.html").read_text()
+    found = json.loads((tmp_path / "diff.json").read_text())["elements"]
+    assert [found[n] for n in ("first", "b", "of")] == [[0, 0], b[0, 0].item().hex(), 32]
+    assert found["apart"] == (b.double() - a.double()).abs().max().item()
+
+
 class Page(HTMLParser):
     """What a page holds, and what it would ask others for."""
 

@@ -42,9 +42,9 @@ class Step:
     random: dict[str, str] = field(default_factory=dict)
     batches: list[torch.Tensor] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
-    """Of forwards and backwards."""
+    """What forwards and backwards made."""
     stepped: list[Rows] = field(default_factory=list)
-    """Of what the optimizer reads and writes."""
+    """What the optimizer reads and writes."""
     samples: list[Samples] = field(default_factory=list)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     """Whole tensors on the host, by "name|quantity"."""

@@ -182,6 +182,7 @@ def diff(
     html: Path | None = None,
     github: bool = False,
     noise: tuple[Path, ...] = (),
+    tolerance: float | None = None,
 ) -> int:
     """Compare two recorded runs: what differs first, and who is to blame. 0 same, 1 differ.
 
@@ -193,8 +194,11 @@ def diff(
         html: Write a page with pictures to this file.
         github: Print an annotation for GitHub's pull requests too.
         noise: Folders of repeats of A: how far a run lies from itself.
+        tolerance: How far numbers may lie apart and pass, of their norm, as 1e-5; it excuses no
+            other data, weights at the start or writes from outside.
     """
-    return _import("megaopt.commands.compared", "diff")(a, b, map, json, html, github, noise)
+    main = _import("megaopt.commands.compared", "diff")
+    return main(a, b, map, json, html, github, noise, tolerance)
 
 
 def golden(

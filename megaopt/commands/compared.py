@@ -23,10 +23,12 @@ from megaopt.saving.files import replacing, write_json
 STATUS = {
     "same": DONE,
     "as two repeats differ": DONE,
+    "within tolerance": DONE,
     "differ": DIFFERENT,
     "not comparable": REFUSED,
 }
-COLOURS = {"same": "green", "as two repeats differ": "green", "not comparable": "yellow"}
+PASSES = dict.fromkeys(("same", "as two repeats differ", "within tolerance"), "green")
+COLOURS = {**PASSES, "not comparable": "yellow"}
 MOST = 12
 """Tensors that are listed."""
 
@@ -39,15 +41,17 @@ def diff(
     html: Path | None = None,
     github: bool = False,
     noise: Sequence[Path] = (),
+    tolerance: float | None = None,
 ) -> int:
     """Compares two recordings and tells what was found.
 
     Returns:
-        0 where they are the same, or differ as repeats do; 1 where they differ; 2 where they cannot
-        be compared.
+        0 where they are the same, or differ as repeats do or within the tolerance; 1 where they
+        differ; 2 where they cannot be compared.
     """
     names = None if map is None else read_names(map)
-    found = compare(Recording(a), Recording(b), names, [Recording(each) for each in noise])
+    repeats = [Recording(each) for each in noise]
+    found = compare(Recording(a), Recording(b), names, repeats, tolerance)
     tell(found, make_console())
     for path in filter(None, (json, html)):
         path.parent.mkdir(parents=True, exist_ok=True)

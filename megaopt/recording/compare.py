@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from megaopt.recording.blame import BEGIN, Blame, first_blame
-from megaopt.recording.files import hexadecimal
+from megaopt.recording.files import RecordingError, hexadecimal
 from megaopt.recording.measure import NEAR, as_numbers, farthest
 from megaopt.recording.pair import (
     Difference,
@@ -37,6 +37,8 @@ CURVE = 64
 FIRST = 16
 BY_NATURE = ("forward", "backward", "reduction", "gradient")
 """Kinds of blame that another layout or another card alone explains."""
+TOLERABLE = (*BY_NATURE, "optimizer")
+"""Kinds of blame that a tolerance excuses: other numbers of the same data and weights."""
 
 
 class Growth(NamedTuple):
@@ -51,6 +53,15 @@ class Growth(NamedTuple):
     """Norm of the difference over the norm, of sampled elements; None without samples."""
     ulp: int | None
     """The largest difference of a sampled element, in units in the last place."""
+
+
+class Farthest(NamedTuple):
+    """Where two runs lie farthest apart."""
+
+    relative: float
+    """Norm of the difference over the norm, of sampled elements; of a number its own."""
+    quantity: str
+    step: int
 
 
 class Elements(NamedTuple):
@@ -117,16 +128,28 @@ class Comparison:
     repeats_part: int | None = None
     """The first step at which a repeat differs from A."""
     notes: list[str] = field(default_factory=list)
+    tolerance: float | None = None
+    """How far apart runs may lie."""
+    farthest: Farthest | None = None
+    """How far they do, where a tolerance was given."""
 
     @property
     def verdict(self) -> str:
-        """One of "same", "differ", "as two repeats differ", "not comparable"."""
+        """One of "same", "differ", "not comparable"; of what passes, how two runs differ."""
         if self.missing:
             return "not comparable"
         if self.blame is None:
             return "same"
+        if self._is_tolerated:
+            return "within tolerance"
         excused = self.noise and self.tier == "close" and not self.exceeds_noise
         return "as two repeats differ" if excused else "differ"
+
+    @property
+    def _is_tolerated(self) -> bool:
+        if self.blame is None or self.farthest is None or self.tolerance is None:
+            return False
+        return self.blame.kind in TOLERABLE and self.farthest.relative <= self.tolerance
 
     @property
     def exceeds_noise(self) -> bool:
@@ -152,7 +175,7 @@ class Comparison:
 
     @property
     def _sentence(self) -> str:
-        if self.verdict == "as two repeats differ":
+        if self.verdict in ("as two repeats differ", "within tolerance"):
             return self.verdict
         if self.noise:
             return "differ more than repeats do" if self.exceeds_noise else "differ"
@@ -163,6 +186,10 @@ class Comparison:
         lines = [] if self.elements is None else [str(self.elements)]
         if self.blame is not None and self.blame.unrecorded:
             lines.append(f"not recorded in both runs: {', '.join(self.blame.unrecorded)}")
+        if self.farthest is not None:
+            far, quantity, step = self.farthest
+            words = f"farthest apart is {quantity} of step {step}, by {far:.2g} of its norm"
+            lines.append(f"{words}; the tolerance is {self.tolerance:g}")
         lines += [f"bits need not be equal: {reason}" for reason in self.reasons]
         return [*lines, *self.notes]
 
@@ -174,7 +201,9 @@ class Comparison:
         """All of it as JSON holds it; docs/diff.md has the schema."""
         content = {"schema": SCHEMA, "verdict": self.verdict, "line": self.line, **asdict(self)}
         content["blame"] = None if self.blame is None else self.blame._asdict()
-        content["elements"] = self.elements and _finite(self.elements._asdict())
+        for name in ("elements", "farthest"):
+            found = getattr(self, name)
+            content[name] = None if found is None else _finite(found._asdict())
         for name in ("environment", "options", "growth", "noise"):
             content[name] = [_finite(each._asdict()) for each in getattr(self, name)]
         return content
@@ -190,6 +219,7 @@ def compare(
     b: Run,
     names: Mapping[str, str] | None = None,
     noise: Sequence[Run] = (),
+    tolerance: float | None = None,
 ) -> Comparison:
     """Compares two recorded runs.
 
@@ -199,9 +229,15 @@ def compare(
         names: what a tensor or module of b is called in a, by its name in b; a "*" in both stands
             for any text. Other names are the same in both.
         noise: repeats of a, to see how far a run lies from itself.
+        tolerance: how far the runs may lie apart and pass: of all quantities' samples the norm of
+            the difference over the norm, of losses and norms of gradients the difference over the
+            number. It excuses no other data, weights at the start or writes. None: not at all.
 
-    Runs that have no step or not the same tensors in common are not comparable; the answer says so.
+    Raises RecordingError for a tolerance below 0 or NaN. Runs that have no step or not the same
+    tensors in common are not comparable; the answer says so.
     """
+    if tolerance is not None and not tolerance >= 0:
+        raise RecordingError(f"tolerance must be a number >= 0, got {tolerance}")
     pair = Pair(Side(a), Side(b, names))
     found = Comparison(_title(a), _title(b), environment=_environment(a, b))
     found.reasons = [*_reasons(a, b), *pair.dtypes()]
@@ -218,6 +254,9 @@ def compare(
         found.growth = list(_growth(pair, found.blame.step))
         found.histogram = _histogram(pair)
         _look_at_repeats(found, a, b, names, noise)
+        if tolerance is not None:
+            found.tolerance = tolerance
+            found.farthest = max(_apart(pair, found.blame.step), default=None)
     found.tier = _tier(found)
     return found
 
@@ -353,6 +392,23 @@ def _scalars_apart(pair: Pair, step: int) -> Iterator[Growth]:
         count = sum(x != y for x, y in zip_longest(a, b))
         relative = _relative(a, b) if name == "losses" else None
         yield Growth(step, quantity, count, len(a), relative, None)
+
+
+def _apart(pair: Pair, first: int) -> Iterator[Farthest]:
+    """How far the runs lie apart from a step on, in everything that has a distance."""
+    for step in (step for step in pair.steps if step >= first):
+        for quantity, length in pair.distances(step).items():
+            yield Farthest(length.relative, quantity, step)
+        for name in ("losses", "grad_norm") if pair.alike_layout else ():
+            for far in _each_apart(*(side.scalars(step, name) for side in pair.both)):
+                yield Farthest(far, name, step)
+
+
+def _each_apart(a: Any, b: Any) -> Iterator[float]:
+    """How far numbers lie apart, of themselves; infinitely what is none, or has no partner."""
+    for x, y in zip_longest(floats(a), floats(b), fillvalue=math.nan):
+        far = 0.0 if x == y or (x != x and y != y) else abs(y - x) / abs(x) if x else math.inf
+        yield far if far == far else math.inf
 
 
 def _curve(pair: Pair, first: int) -> list[int]:

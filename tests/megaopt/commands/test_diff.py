@@ -94,6 +94,16 @@ def test_json_has_the_blame(megaopt, runs, tmp_path):
     assert found["line"] == megaopt("diff", runs / "a", runs / "b")[1].splitlines()[0]
 
 
+def test_what_lies_within_a_tolerance_ends_with_0(megaopt, runs):
+    status, out, _ = megaopt("diff", runs / "a", runs / "b", "--tolerance", "0.5")
+    assert status == 0
+    assert out.startswith("within tolerance: step 3: weight of embed.weight differs; ")
+    assert "; the tolerance is 0.5" in out
+    assert megaopt("diff", runs / "a", runs / "b", "--tolerance", "1e-9")[0] == 1
+    status, _, err = megaopt("diff", runs / "a", runs / "b", "--tolerance", "nan")
+    assert (status, err) == (2, "megaopt: tolerance must be a number >= 0, got nan\n")
+
+
 def test_kept_tensors_have_the_first_element(megaopt, tmp_path):
     for name, faults in (("a", Faults()), ("b", Rate())):
         run(tmp_path / name, faults, keep=(AT,))

@@ -9,7 +9,7 @@ from faulty_runs import AT, Faults, run
 from safetensors.torch import load_file
 
 from megaopt.recording.compare import Elements, compare
-from megaopt.recording.files import Recording, places_of_samples
+from megaopt.recording.files import Recording, RecordingError, places_of_samples
 
 ENOUGH = 1e-3
 
@@ -322,6 +322,46 @@ def test_of_blocks_the_weight_was_looked_at(right, tmp_path):
     words = "exp_avg and exp_avg_sq as step 2 left them (not looked at since; a write to .data "
     found = told(right, OneBit, tmp_path, BLOCKS)
     assert f"equal: gradient, old weight, {words}is not seen)" in found.line
+
+
+# ---- tolerances
+
+
+class LittleGradient(Faults):
+    def after_clipping(self, step, model):
+        if step == AT:
+            model.head.weight.grad.mul_(1 + 2.0**-20)
+
+
+def test_what_lies_within_a_tolerance_passes(right, tmp_path):
+    wrong = run(tmp_path / "b", LittleGradient())
+    found = compare(right(STEP), wrong, tolerance=0.0)
+    far = found.farthest
+    assert (found.verdict, found.blame.kind) == ("differ", "gradient")
+    assert 0 < far.relative < 1e-4
+    assert compare(right(STEP), wrong, tolerance=far.relative).verdict == "within tolerance"
+    less = np.nextafter(far.relative, 0)
+    assert compare(right(STEP), wrong, tolerance=less).verdict == "differ"
+    assert f"farthest apart is {far.quantity} of step {far.step}, by " in " ".join(found.remarks())
+
+
+def test_the_farthest_is_the_farthest_of_all_steps(right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", Option()), tolerance=1.0)
+    grown = max((g.relative, g.quantity, g.step) for g in found.growth if g.relative is not None)
+    assert found.farthest.relative >= grown[0]
+    assert found.verdict == "within tolerance"
+    assert compare(right(STEP), right(STEP), tolerance=0.0).verdict == "same"
+
+
+@pytest.mark.parametrize("fault", [OneElement, TorchDrew, WrittenAfter, OneWeight, NotANumber])
+def test_no_tolerance_excuses_other_inputs(fault, right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", fault()), tolerance=1e9)
+    assert found.verdict == "differ"
+
+
+def test_a_tolerance_is_a_number(right):
+    with pytest.raises(RecordingError, match=r"tolerance must be a number >= 0, got -1\.0"):
+        compare(right(STEP), right(STEP), tolerance=-1.0)
 
 
 # ---- elements of tensors that both kept

@@ -201,6 +201,16 @@ def diff(
     return main(a, b, map, json, html, github, noise, tolerance)
 
 
+def export(run: Path, to: Path, /) -> int:
+    """Write a recording as a table: step, rank, optimizer, name, quantity, value, digest.
+
+    Args:
+        run: Folder of the recording.
+        to: File to write, named .csv or .jsonl (an object a line).
+    """
+    return _import("megaopt.commands.export", "export")(run, to)
+
+
 def golden(
     action: Literal["make", "check", "update"],
     file: Path,
@@ -423,6 +433,7 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         "audit": audit,
         "record": record,
         "diff": diff,
+        "export": export,
         "golden": golden,
         "bisect": bisect,
         "replay": replay,

@@ -55,10 +55,10 @@ def rows_of(recording: Recording, step: int) -> Iterator[Row]:
 
 def _of_line(line: Mapping[str, Any]) -> Iterator[Row]:
     """The numbers of a step's line, and the digests in it."""
-    yield from ({"quantity": "loss", "value": shown(each)} for each in line["losses"])
-    yield from ({"quantity": "batch", "digest": each} for each in line["batch"])
-    yield from ({"quantity": "rng", "name": n, "digest": d} for n, d in line["rng"].items())
-    groups = {f"group {i}": group for i, group in enumerate(line["groups"])}
+    yield from ({"quantity": "loss", "value": shown(each)} for each in line.get("losses", ()))
+    yield from ({"quantity": "batch", "digest": each} for each in line.get("batch", ()))
+    yield from ({"quantity": "rng", "name": n, "digest": d} for n, d in line.get("rng", {}).items())
+    groups = {f"group {i}": group for i, group in enumerate(line.get("groups", ()))}
     for name, group in groups.items():
         for option, value in flat(group).items():
             yield {"name": name, "quantity": option, "value": shown(value)}

@@ -513,7 +513,7 @@ class LastHook:
         self._before = module.register_forward_pre_hook(Hook(self._move))
 
     def _move(self, module: torch.nn.Module, _: Any) -> None:
-        is_last = next(reversed(module._forward_hooks)) == self._handle.id
+        is_last = next(reversed(module._forward_hooks), None) == self._handle.id
         if not is_last and not torch.compiler.is_compiling():
             self._handle.remove()
             self._handle = module.register_forward_hook(self._hook)

@@ -2,8 +2,10 @@
 
 import pytest
 from how_to import needs
-from recorded_megatron import recorded
+from recorded_megatron import recorded, trained
 from recorded_ranks import kept, rows
+
+from megaopt.recording.files import Recording
 
 pytestmark = needs("megatron")
 
@@ -31,3 +33,11 @@ def test_layouts(pools, tmp_path, plug, layouts):
         pools(world)(recorded, tmp_path / name, {"plug": plug, **settings})
         assert rows(tmp_path / name) == expected, name
         assert kept(tmp_path / name, 2) == kept(tmp_path / "one", 2), name
+
+
+@pytest.mark.parametrize(("world", "settings"), [(1, {}), (2, {"pipeline": 2})])
+def test_losses_and_norms_of_its_models_are_heard(pools, tmp_path, world, settings):
+    pools(world)(trained, tmp_path / "a", settings)
+    lines = [sources[0] for sources in Recording(tmp_path / "a").scalars(2)]
+    assert all(line["grad_norm"] for line in lines)
+    assert [bool(line["losses"]) for line in lines] == [False, True][-world:]

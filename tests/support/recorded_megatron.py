@@ -38,6 +38,14 @@ def values(name, step, shape):
     return torch.randn(shape, generator=generator)
 
 
+def trained(out, settings):
+    """Records steps with forwards and backwards of Megatron's own schedule."""
+    trainer = Trainer(Case(**{**SIZES, "clip_grad": 1.0, **settings}))
+    with Recorder(trainer.chunks, trainer.optimizer, out):
+        for _ in range(2):
+            trainer.step()
+
+
 def recorded(out, settings, steps=3):
     """Trains weights and gradients that are made from their names."""
     trainer = Trainer(Case(**{**SIZES, **settings}))

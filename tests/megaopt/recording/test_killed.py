@@ -100,7 +100,7 @@ def test_killed_processes_leave_whole_steps(tmp_path):
         process.start()
         while not any(out.glob("*/manifest.jsonl")) or not lines(out / "rank-0/manifest.jsonl"):
             assert process.is_alive()
-        time.sleep(draws.uniform(0, 0.1))
+        time.sleep(draws.uniform(0, 0.05))
         grows = out / "rank-0" / NAMES[trial % 4] if trial % 4 < 3 else None
         size = grows and grows.stat().st_size
         while grows and grows.stat().st_size == size:  # then it is killed between two writes

@@ -45,7 +45,8 @@ setup(
     package_dir=package_dir,
     package_data={
         "megaopt": ["py.typed"],
-        "megaopt.state": ["native.cpp"],
+        "megaopt.kernels": ["native.cpp"],
+        "megaopt.kernels.products": ["product.h"],
         "megaopt.commands.golden": ["record.json"],
         "megaopt.commands.regression": ["losses.json"],
     },

@@ -8,12 +8,12 @@ import numpy
 import torch
 
 from megaopt.kernels.calling import call
-from megaopt.kernels.chunks.table import DeviceTable, note_row, to_device
+from megaopt.kernels.chunks.table import DeviceTable, to_device
 from megaopt.kernels.optional_triton import jit, tl
 
 BLOCK = 256
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For each size in bytes the dtype whose numbers are the bits."""
+"""The dtype whose numbers are the bits, by its size in bytes."""
 
 
 @jit(do_not_specialize=["count"])
@@ -53,8 +53,7 @@ class Gather:
         self, tensors: Sequence[torch.Tensor], indices: Sequence[Sequence[int]], launches: bool
     ) -> None:
         device = tensors[0].device
-        self._launches, self._addresses = launches, numpy.zeros((1, len(tensors)), numpy.int64)
-        self._table = DeviceTable(device)
+        self._launches, self._table = launches, DeviceTable(device)
         counts = [len(index) for index in indices]
         widths = numpy.repeat([tensor.element_size() for tensor in tensors], counts)
         places = numpy.concatenate(indices).astype(numpy.int64)
@@ -66,14 +65,21 @@ class Gather:
         ]
         self._count = len(places)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """int64 [n], the elements' bits with zeros before them, tensor by tensor."""
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], addresses: numpy.ndarray | None = None
+    ) -> torch.Tensor:
+        """int64 [n], the elements' bits with zeros before them, tensor by tensor.
+
+        addresses: int64 [tensors], of their elements, which lie in their order; None: looked up.
+        """
         if not self._launches:
             pairs = zip(tensors, self._indices, strict=True)
             return torch.cat([gather_reference(*pair) for pair in pairs])
-        own = [tensor.detach().reshape(-1) for tensor in tensors]
-        note_row(self._addresses[0], own)
+        own = tensors
+        if addresses is None:
+            own = [tensor.detach().reshape(-1) for tensor in tensors]  # which may be copies
+            addresses = numpy.array([*map(torch.Tensor.data_ptr, own)], numpy.int64)
         out = torch.empty(self._count, dtype=torch.int64, device=own[0].device)
-        arguments = (self._table.update(self._addresses), *self._columns, out, self._count)
+        arguments = (self._table.update(addresses[None]), *self._columns, out, self._count)
         call(gather_kernel, -(-self._count // BLOCK), arguments, {"BLOCK": BLOCK})
         return out

@@ -39,6 +39,9 @@ except ImportError as error:
         """There is no GPU to speak of."""
         return False
 
+    def set_allocator(allocator: Callable[..., Any]) -> None:
+        """No one launches what would need memory."""
+
     def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
         """Leaves the function as it is: no one launches it without Triton."""
         return function if function is not None else lambda inner: inner
@@ -50,6 +53,7 @@ else:
     MISSING = None
     INTERPRETED = bool(triton.knobs.runtime.interpret)
     jit = triton.jit
+    set_allocator = triton.set_allocator
 
     def helper(function: Callable[..., Any]) -> Any:
         """Decorates a function that only kernels call.
@@ -86,5 +90,6 @@ __all__ = [
     "jit",
     "libdevice",
     "loop_bound",
+    "set_allocator",
     "tl",
 ]

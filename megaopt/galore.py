@@ -242,12 +242,14 @@ class GaLoreAdamW(FusedOptimizer):
         kernel: what steps the matrices with a rank; others go by `backend`. "torch": plain torch,
             matrix by matrix. "compiled": the same, what is elementwise by torch.compile. "hybrid":
             torch's product for the projection, then one launch for Adam and one for the rest, for
-            many matrices. "grouped": a launch for the projections, too. The latter two not for
-            masters with a scale. "auto": where the backend is "triton", "grouped" with precision
-            "bf16", else "hybrid"; elsewhere "torch".
+            many matrices. "grouped": a launch for the projections, too, as "hybrid" has it but
+            with precision "ieee". The latter two not for masters with a scale. "auto": where the
+            backend is "triton", "hybrid" with precision "ieee", else "grouped"; elsewhere "torch".
         precision: of the numbers in the two products of a step; sums are fp32's. "ieee": fp32.
-            "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Torch's global settings
-            change nothing of it; refreshes are always "ieee".
+            "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Of the last two every
+            kernel and device has the same bits, those of Hopper's tensor cores, which a CPU
+            computes more slowly than ieee products. Torch's global settings change nothing of it;
+            refreshes are always "ieee".
         refresh: how projections follow the gradient: "subspace", by two passes of subspace
             iteration from the last projection; or "svd", galore_torch's, a whole SVD, for which
             the host waits; not where rows are split over ranks. A gradient that is zero or not

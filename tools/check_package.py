@@ -130,7 +130,7 @@ def data_of_tree(root: Path = REPOSITORY) -> set[str]:
     """Return the other files that a wheel must have: configs, the golden record, sources, types."""
     configs = {f"megaopt/configs/{path.name}" for path in (root / "configs").glob("*.toml")}
     records = ("golden/record.json", "regression/losses.json")
-    others = ("state/native.cpp", "py.typed")
+    others = ("kernels/native.cpp", "kernels/products/product.h", "py.typed")
     data = [*(f"commands/{name}" for name in records), *others]
     return configs | {f"megaopt/{name}" for name in data}
 

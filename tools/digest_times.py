@@ -4,33 +4,46 @@ python tools/digest_times.py RECORD
 
 Steps of AdamW over the bench's set B, bf16 weights with fp32 masters: without digests, with those
 of weights, with those of all five tensors; a pass of its own over all five; and the host's time at
-300 tensors. Before anything is timed the digests are compared with the twin's.
+300 tensors. Then the time that a recorder takes, at 300 tensors and over set B, beside this AdamW
+and torch's fused one over fp32 weights: of the host, and of the GPU, which has its work queued
+before it begins. Before anything is timed the digests are compared with the twin's.
 """
 
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, Recorder
 from megaopt.commands.bench.sets import SETS
 from megaopt.commands.environment import describe
 from megaopt.commands.source import describe_source
+from megaopt.kernels import native
 from megaopt.kernels.digest.codes import initial
 from megaopt.kernels.digest.reference import add_reference
 from megaopt.kernels.place import Place
 from megaopt.recording.digest import Digester
-from megaopt.state import native
+from megaopt.recording.recorder import SAMPLED_FIRST
 
 ALL = ("grad", "weight", "master_param", "exp_avg", "exp_avg_sq")
 RECORDED = {"none": None, "weight": ("weight",), "all": ALL}
+RECORDERS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "loss": {"level": "loss"},
+    "step": {"level": "step"},
+    "step, sampled": {"level": "step", "samples": 1},
+}
 ROUNDS, STEPS = 5, 20
+PAUSE = 2**28
+"""Cycles of the GPU, for which the host queues what is timed."""
 
 
 def optimizer_of(sizes: list[int]) -> FusedAdam:
@@ -42,6 +55,20 @@ def optimizer_of(sizes: list[int]) -> FusedAdam:
         param.grad = torch.randn_like(param)
     optimizer.step()
     return optimizer
+
+
+def torch_optimizer_of(sizes: list[int]) -> torch.optim.AdamW:
+    """AdamW of torch, fused, of fp32 weights with random values."""
+    params = [torch.nn.Parameter(torch.randn(size, device="cuda")) for size in sizes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, fused=True)
+
+
+OPTIMIZERS: dict[str, Callable[[list[int]], torch.optim.Optimizer]] = {
+    "FusedAdam": optimizer_of,
+    "torch.optim.AdamW(fused=True)": torch_optimizer_of,
+}
 
 
 def tensors_of(optimizer: FusedAdam) -> list[torch.Tensor]:
@@ -58,6 +85,7 @@ def gpu_ms(run: Callable[[], Any]) -> list[float]:
     """The GPU's time of each of STEPS calls, after two that do not count."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     run(), run()
+    torch.cuda._sleep(PAUSE)
     for event in events[:-1]:
         event.record()
         run()
@@ -137,6 +165,27 @@ def host() -> dict[str, Any]:
     return found
 
 
+def recorder(sizes: list[int]) -> dict[str, Any]:
+    """Milliseconds of a step of the host and of the GPU, by optimizer and by what is recorded."""
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        optimizer = make(sizes)
+        found[name] = {what: recorded(optimizer, own) for what, own in RECORDERS.items()}
+        del optimizer
+    return found
+
+
+def recorded(optimizer: torch.optim.Optimizer, options: dict[str, Any] | None) -> dict[str, Any]:
+    """Milliseconds of steps beside a recorder: of those that are not the first ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "recording")
+        with nullcontext() if options is None else Recorder([], optimizer, out, **options):
+            for _ in range(SAMPLED_FIRST):
+                optimizer.step()
+            gpu_ms(optimizer.step)  # pins memory for as many steps on their way
+            return {"host_ms": host_ms(optimizer.step), "gpu": summary(gpu_ms(optimizer.step))}
+
+
 def main(out: Path) -> None:
     """Measures, and writes the record."""
     record = {"source": describe_source(), "environment": describe()}
@@ -149,6 +198,8 @@ def main(out: Path) -> None:
     record |= {"steps": steps(optimizer), "own_pass": own_pass(optimizer)}
     del optimizer
     record["host_ms"] = host()
+    sets = {"300 tensors": [1000] * 300, "set B": list(SETS["B"].sizes)}
+    record["recorder"] = {name: recorder(sizes) for name, sizes in sets.items()}
     out.write_text(json.dumps(record, indent=1), encoding="utf-8")
     print(json.dumps(record, indent=1))
 

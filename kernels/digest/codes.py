@@ -17,7 +17,7 @@ LENGTH_FACTORS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
 """What each element adds to the two lanes beside its bits: tensors of zeros differ by length."""
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For each size in bytes the dtype that a tensor's bits are read as."""
+"""The dtype that a tensor's bits are read as, by its size in bytes."""
 NONFINITE = {
     torch.float64: (0x7FF0 << 48, 0x7FF0 << 48),
     torch.float32: (0x7F800000, 0x7F800000),
@@ -47,12 +47,12 @@ def codes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def count_of(tensor: torch.Tensor) -> int:
-    """How many codes a tensor has."""
+    """The number of a tensor's codes."""
     return tensor.numel() * (1 + tensor.is_complex())
 
 
 def place_of_codes(tensor: torch.Tensor, place: Place) -> Place:
-    """Where the codes lie: there are two for each complex number."""
+    """The place of the codes: there are two for each complex number."""
     if not tensor.is_complex():
         return place
     return Place(place.number, 2 * place.first, 2 * place.run, 2 * place.stride)

@@ -36,7 +36,7 @@ IN_RUNS: tl.constexpr = tl.constexpr(1)
 SCATTERED: tl.constexpr = tl.constexpr(2)
 
 ELEMENTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
-"""For each size in bytes the Triton type that a kernel reads."""
+"""The Triton type that a kernel reads, by its size in bytes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -46,11 +46,11 @@ class Kind:
     size: int
     """Bytes of an element."""
     order: int
-    """How the places of WIDTH elements lie."""
+    """The way in which the places of WIDTH elements lie."""
 
     @property
     def number(self) -> int:
-        """Another for each kind."""
+        """A number of each kind's own."""
         return self.size + 16 * self.order
 
     @property
@@ -69,7 +69,7 @@ class Spec:
 
     @property
     def count(self) -> int:
-        """How many kinds there are."""
+        """The number of kinds."""
         return len(self.kinds)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy
 import torch
@@ -66,24 +65,40 @@ class DigestPlan:
         self._is_complex = any(map(torch.Tensor.is_complex, tensors))
         self._table = DeviceTable(device)
 
-    def add(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def add(
+        self,
+        tensors: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        addresses: numpy.ndarray | None = None,
+    ) -> None:
         """Adds each tensor's sums to its row of `out`, int64 [n, 3], in one launch.
 
-        tensors: of the sizes and dtypes, and on the device, that the plan was made for.
+        Args:
+            tensors: of the sizes and dtypes, and on the device, that the plan was made for.
+            out: what is added to.
+            addresses: int64 [n], of the tensors' elements, which lie in their order as their bits
+                are; None: somebody has yet to look.
         """
-        # most are their own codes, and looking at each takes the host longer than all else
-        plain = all(map(torch.Tensor.is_contiguous, tensors)) and not any(
-            map(torch.Tensor.is_neg, tensors)
-        )
-        codes = tensors if plain and not self._is_complex else [*map(codes_of, tensors)]
-        if note_row(self.rows[GRAD.value], codes):
-            self.rows[ALIGNED.value] = self.rows[GRAD.value] % 16 == 0
+        own, codes = self.rows[GRAD.value], tensors
+        if addresses is None or self._is_complex:
+            codes = self._codes(tensors)  # which may be copies
+            note_row(own, codes)
+        else:
+            own[:] = addresses
+        self.rows[ALIGNED.value] = own % 16 == 0
         table = self._table.update(self.rows, [GRAD.value, ALIGNED.value])
         if not self.chunks.count:
             return
         options: dict[str, object] = {"SPEC": self._spec, "num_warps": self._spec.geometry.warps}
         arguments = (table, self.chunks.table, out, len(tensors))
         call(kernel.digest_kernel, self.chunks.count, arguments, options)
+
+    def _codes(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        # most are their own codes, and looking at each takes the host longer than all else
+        plain = all(map(torch.Tensor.is_contiguous, tensors)) and not any(
+            map(torch.Tensor.is_neg, tensors)
+        )
+        return tensors if plain and not self._is_complex else [*map(codes_of, tensors)]
 
 
 class Digests:
@@ -102,14 +117,20 @@ class Digests:
         self._initial = initial([*map(count_of, tensors)], device)
         in_32_bits = all(place.run <= LONGEST_RUN for place in places)
         is_launched = launches and in_32_bits and len(tensors) > 0
-        self._add = (
-            DigestPlan(tensors, places).add if is_launched else partial(add_reference, places)
-        )
+        self._places, self._plan = places, DigestPlan(tensors, places) if is_launched else None
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """int64 [n, 3] on their device: the two lanes, and how many elements are not finite."""
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], addresses: numpy.ndarray | None = None
+    ) -> torch.Tensor:
+        """int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
+
+        addresses: as DigestPlan.add takes them.
+        """
         out = self._initial.clone()
-        self._add(tensors, out)
+        if self._plan is None:
+            add_reference(self._places, tensors, out)
+        else:
+            self._plan.add(tensors, out, addresses)
         return out
 
 

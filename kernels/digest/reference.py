@@ -23,7 +23,7 @@ PIECE = {"cpu": 2**16, "cuda": 2**21}
 
 
 def factors_reference(number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each number from 0 to 2**32 - 1, int64, the odd factors of both lanes."""
+    """The odd factors of both lanes of numbers from 0 to 2**32 - 1, int64."""
     mixed = (number + 0x9E3779B9).bitwise_and_(WORD)
     mixed = (mixed ^ mixed >> 16).mul_(0x21F0AAAD).bitwise_and_(WORD)
     mixed = (mixed ^ mixed >> 15).mul_(0x735A2D97).bitwise_and_(WORD)
@@ -79,7 +79,7 @@ def lanes_in_runs(codes: torch.Tensor, begin: int, place: Place) -> torch.Tensor
 
 
 def nonfinite_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How many codes of each row, the last dimension, are infinities and NaNs of a dtype."""
+    """The number of infinities and NaNs of a dtype in each row of codes, the last dimension."""
     mask, pattern = NONFINITE.get(dtype, FINITE)
     return (codes & mask == pattern).sum(-1)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ from megaopt.kernels.rules.matrix import ALONE, ROWS, MatrixRule, Parts, Shape, 
 RIGHT, LEFT = "right", "left"
 PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"
 """What a state has beside the moments; zeros until the parameter's first step."""
+SLAB = 1024
+"""Terms of a projected gradient's sum that are added up by themselves.
+
+So that the tiles of one matrix keep a GPU at work: one of 4096 x 4096 has 64 tiles of 64 rows, and
+4 slabs each. By the terms alone, which no sharding of rows changes.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,15 @@ def saves(rank: int, shape: Shape) -> bool:
 def projected(
     grad: torch.Tensor, projection: torch.Tensor, side: str, precision: str = IEEE
 ) -> torch.Tensor:
-    """A gradient [m, n] projected: [m, rank] on the right, [rank, n] on the left."""
-    if side == RIGHT:
-        return product(grad, projection.mT, precision)
-    return product(projection.mT, grad, precision)
+    """A gradient [m, n] projected: [m, rank] on the right, [rank, n] on the left.
+
+    In other precisions than "ieee" the sum of each SLAB of terms, then these in their order.
+    """
+    some, others = (grad, projection.mT) if side == RIGHT else (projection.mT, grad)
+    if precision == IEEE:
+        return product(some, others)
+    pairs = zip(some.split(SLAB, 1), others.split(SLAB), strict=True)
+    return reduce(torch.add, (product(*pair, precision) for pair in pairs))
 
 
 def projected_back(

@@ -1,9 +1,9 @@
 """GaLore's two launches over many matrices: project the gradients, project back and update.
 
 The first makes a tile of one matrix's projected gradient, [outer, rank] in these pages; the sum
-goes along the gradient's other dimension, of `terms`. They are cut into slabs, whose number goes by
-the matrix's shape alone. A slab is added up by itself, and slabs are added in their order: by one
-program, or, where programs are few, by a launch over a workspace. No bit goes by which.
+goes along the gradient's other dimension, of `terms`. They are cut into slabs of one length. A slab
+is added up by itself, and slabs are added in their order: by one program, or, where programs are
+few, by a launch over a workspace. No bit goes by which.
 
 The last makes a tile of one matrix: the product [m, rank] @ [rank, n], rank by rank in one fixed
 order, in fp32; then the step's own load, decode, update, encode and store, in place. The update,
@@ -28,8 +28,6 @@ PROJECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW)
 LOW: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 1)
 DIRECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 2)
 ROW_COUNT = FIRST_MOMENT_ROW + 3
-SLAB_UNIT: tl.constexpr = tl.constexpr(128)
-"""Slabs but the last have a multiple of so many terms: tiles of any size add up the same."""
 
 
 @helper
@@ -135,6 +133,7 @@ def project_kernel(
     matrices,
     workspace,  # numbers of a slab's workspace
     PRODUCT: tl.constexpr,
+    SLAB: tl.constexpr,  # terms
     SLABS: tl.constexpr,
     APART: tl.constexpr,  # a program for each slab
     OUTER: tl.constexpr,
@@ -159,11 +158,10 @@ def project_kernel(
     grad_ptr += outer.to(tl.int64) * (1 if LEFT else columns)
     projection_ptr = entry(own, PROJECTION).to(tl.pointer_type(PRODUCT.projection_element))
     projection_ptr += rank.to(tl.int64) * (1 if LEFT else terms)
-    per_slab = tl.cdiv(tl.cdiv(terms, SLABS), SLAB_UNIT) * SLAB_UNIT
     total = tl.zeros((OUTER, RANKS), tl.float32)
     for slab in range(1 if APART else SLABS):
-        first = (part + slab) * per_slab
-        last = tl.minimum(first + per_slab, terms)
+        first = (part + slab) * SLAB
+        last = tl.minimum(first + SLAB, terms)
         found = slab_sum(
             (grad_ptr, projection_ptr), ends, (first, last), (terms, columns),
             PRODUCT, OUTER, INNER, RANKS,

@@ -17,7 +17,7 @@ from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
-from megaopt.kernels.matrix.galore import LEFT, PROJECTION, LowRank, projected
+from megaopt.kernels.matrix.galore import LEFT, PROJECTION, SLAB, LowRank, projected
 from megaopt.kernels.matrix.plan import (
     FLOAT32,
     CompiledStep,
@@ -35,12 +35,6 @@ from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import step_tensor
 
 # --- how large the tiles of the two launches are: it shows in no bit
-
-PROGRAMS = 128
-"""So many tiles keep the 132 processors of an H200 at work."""
-OUTER_UNIT = 128
-"""Numbers of a tile, for slabs: these must not go by a tile's real size."""
-MOST_SLABS = 8
 
 
 def part_of(most: int, rank: int) -> int:
@@ -155,21 +149,20 @@ def tiles_of(low_rank: LowRank) -> Tiles:
 
 LAUNCHED = ("hybrid", "grouped")
 """Kernels that are Triton's."""
-AUTO = {"ieee": "hybrid", "tf32": "hybrid", "bf16": "grouped"}
-"""The kernel that "auto" takes on a GPU for each precision: whose projection is faster.
+AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
+"""The kernel that "auto" takes on a GPU for each precision.
 
-One H200, ms, torch's and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank 128 0.270
-and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090. tf32, the
-same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230.
+One H200, ms, torch's projection and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank
+128 0.270 and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090.
+tf32, the same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230; but torch's bits are the library's.
 """
 ROOM = 2**25
 """Bytes of a workspace, or, where that is more, PART of the weights' bytes."""
 PART = 0.009
 ONE_TILE = Geometry(1, 1, span=4 if INTERPRETED else 32)
 """Chunks of one tile each."""
-SLAB_UNIT = kernel.SLAB_UNIT.value
-FEW = PROGRAMS
-"""With fewer tiles each slab has a program of its own."""
+FEW = 128
+"""With fewer tiles each slab has a program of its own: an H200 has 132 processors."""
 ADDED = 1024
 """Numbers that a program adds from slabs."""
 UNIT = 128
@@ -209,10 +202,12 @@ def launched_plan(
 ) -> MatrixPlan:
     """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
 
-    grouped: gradients are projected by one launch, not by torch. tiles: for tests.
+    grouped: gradients are projected by one launch, not by torch, as always but with "ieee".
+    tiles: for tests.
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
+    grouped = grouped or low_rank.precision != IEEE
     how = How(formats, low_rank, grouped, tiles or tiles_of(low_rank))
     places = places or in_order(len(shapes))
     launches = GaLoreLaunches(how, device, shapes, groups, places)
@@ -259,18 +254,14 @@ class How:
         """Whether it has whole tiles only, of rows of whole 16 bytes: in the two launches."""
         (outer, terms), rank = self.outer_and_terms(shape), self.low_rank.rank
         project, back, wide = self.tiles.project, self.tiles.back, shape[1] % 16
-        first = (outer % project.outer, terms % SLAB_UNIT, rank % part_of(project.ranks, rank))
+        first = (outer % project.outer, terms % project.inner, rank % part_of(project.ranks, rank))
         last = (shape[0] % back.rows, shape[1] % back.width, rank % part_of(back.inner, rank))
         return not any((*first, wide)), not any((*last, wide))
 
     def slabs(self, shape: torch.Size) -> int:
-        """How many slabs a matrix's sums are cut into: as many as make PROGRAMS tiles of it.
-
-        By the shape alone, as they say in which order numbers are added.
-        """
-        outer, terms = self.outer_and_terms(shape)
-        most: int = min(MOST_SLABS, terms // (2 * SLAB_UNIT))
-        return max(1, min(PROGRAMS // -(-outer // OUTER_UNIT), most))
+        """How many slabs a matrix's sums are cut into."""
+        _, terms = self.outer_and_terms(shape)
+        return -(-terms // SLAB)
 
 
 class GaLoreLaunches:
@@ -412,12 +403,10 @@ class Wave:
     def _project_by_torch(
         self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
     ) -> None:
-        precision, side = self.how.low_rank.precision, self.how.low_rank.side
         own = zip(self._firsts.tolist(), grads, projections, strict=True)
         for first, grad, projection in own:
-            if precision != BF16 or grad.dtype != torch.bfloat16:
-                grad = self.how.formats.grad.decode_reference(grad)
-            found = projected(grad, projection, side, precision)
+            grad = self.how.formats.grad.decode_reference(grad)
+            found = projected(grad, projection, self.how.low_rank.side)
             low[first : first + found.numel()] = found.view(-1)
 
     def _project(self, low: torch.Tensor) -> None:
@@ -425,6 +414,7 @@ class Wave:
         options = {
             "PRODUCT": self._product(how.formats.grad, self._even[0]),
             "SPAN": ONE_TILE.span,
+            "SLAB": SLAB,
             "SLABS": self._slabs,
             "APART": self._apart,
             "OUTER": own.outer,

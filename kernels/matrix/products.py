@@ -1,8 +1,9 @@
 """Matrix products of a stated precision, whatever torch's global settings say.
 
 A product's numbers are rounded not at all (ieee), to 10 bits (tf32), or to bf16, to nearest, ties
-to even. Products of two numbers that are rounded so are exact in fp32, and sums are fp32's. Tensor
-cores alone would cut tf32 off, with twice the error and a bias.
+to even. Tensor cores alone would cut tf32 off, with twice the error and a bias. Rounded numbers are
+multiplied as docs/numbers.md's "Products" says, on any machine; ieee sums are fp32's, in an order
+that a library chooses.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import torch
 
 from megaopt.kernels.formats import Format, bfloat16
 from megaopt.kernels.optional_triton import INTERPRETED, helper, tl
+from megaopt.kernels.products.chain import chained
+from megaopt.kernels.products.launch import products
 
 IEEE, TF32, BF16 = "ieee", "tf32", "bf16"
 PRECISIONS = (IEEE, TF32, BF16)
 
 AS_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
-"""The interpreter has no product of bf16: it takes fp32 numbers that bf16 has."""
+"""The interpreter cuts fp32 numbers to bf16 where a GPU rounds them."""
+ON_NVIDIA: tl.constexpr = tl.constexpr(torch.version.hip is None)
 
 
 @helper
@@ -37,7 +41,7 @@ def operand(value, PRECISION: tl.constexpr):
     """fp32 values as a product takes them."""
     if PRECISION == "bf16":
         if AS_INTERPRETED:
-            value = bfloat16.decode(bfloat16.encode(value, 1.0), 1.0)
+            value = bfloat16.encode(value, 1.0).to(tl.bfloat16, bitcast=True)
         else:
             value = value.to(tl.bfloat16)
     elif PRECISION == "tf32":
@@ -57,31 +61,45 @@ def loaded(ptr, offsets, mask, EVEN: tl.constexpr):
 
 
 @helper
+def in_order(value):
+    """fp32 values, of which Triton does not see that they were loaded in 16 bits.
+
+    It would give a small tile's instructions of 8 terms every other pair of those of 16.
+    """
+    if ON_NVIDIA and not AS_INTERPRETED:
+        value = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return value
+
+
+@helper
 def taken(tile, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
     """A loaded tile as a product takes it."""
     if tile.dtype != tl.bfloat16:
-        tile = operand(FORMAT.decode(tile, 1.0), PRECISION)
+        value = operand(FORMAT.decode(tile, 1.0), PRECISION)
+        if PRECISION == "tf32" and tile.dtype.primitive_bitwidth < 32:
+            value = in_order(value)
+        tile = value
     return tile
 
 
 @helper
 def added_product(left, right, total, PRECISION: tl.constexpr):
     """Total + left @ right, of operands; fp32."""
-    if PRECISION == "tf32":
-        total = tl.dot(left, right, total, input_precision="tf32")
-    elif PRECISION == "ieee":
+    if PRECISION == "ieee":
         # a sum for each tile: one long one, a number at a time, was up to 4 times as far from fp64
         # as torch's. Minus, because Triton would take a plus into the product's own sum.
         total -= tl.dot(-left, right, input_precision="ieee")
     else:
-        total = tl.dot(left, right, total, input_precision="ieee")
+        total = chained(left, right, total)
     return total
 
 
 def element_of(form: Format, precision: str) -> Any:
     """The Triton type as which a product's tiles are loaded."""
-    exact = precision == BF16 and form.dtype == torch.bfloat16 and not INTERPRETED
-    return tl.bfloat16 if exact else form.element
+    is_exact = precision == BF16 and form.dtype == torch.bfloat16
+    return tl.bfloat16 if is_exact else form.element
 
 
 @dataclass(frozen=True)
@@ -137,49 +155,35 @@ def _without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def _fp32_products(precision: str) -> Iterator[None]:
-    """IEEE, or TF32 for CUDA's, whatever torch.set_float32_matmul_precision says."""
+def _exact_products() -> Iterator[None]:
+    """Products of fp32 numbers in fp32, whatever torch.set_float32_matmul_precision says."""
     backends: Any = torch.backends  # whose types lack some of it
-    places = [(backends.cuda.matmul, precision), (backends.mkldnn.matmul, IEEE)]
-    were = [place.fp32_precision for place, _ in places]
+    places = (backends.cuda.matmul, backends.mkldnn.matmul)
+    were = [place.fp32_precision for place in places]
     try:
-        for place, wanted in places:
-            place.fp32_precision = wanted
+        for place in places:
+            place.fp32_precision = IEEE
         yield
     finally:
-        for (place, _), was in zip(places, were, strict=True):
+        for place, was in zip(places, were, strict=True):
             place.fp32_precision = was
-
-
-@contextmanager
-def _bf16_products() -> Iterator[None]:
-    """Keeps partial sums of products of bf16 numbers on CUDA from being rounded to bf16."""
-    place: Any = torch.backends.cuda.matmul
-    name = "allow_bf16_reduced_precision_reduction"
-    was = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
-    try:
-        setattr(place, name, False)
-        yield
-    finally:
-        setattr(place, name, was)
 
 
 @_without_autocast()
 def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> torch.Tensor:
     """The matrix product of fp32 tensors [m, k] and [k, n], fp32; or of fp64 ones, fp64.
 
-    precision: of fp32 numbers in products, of PRECISIONS, and with bf16 they may be bf16; sums are
-    fp32's. On a CPU numbers are rounded to it; CUDA's own TF32 rounds or cuts off.
+    precision: of fp32 numbers in products, of PRECISIONS, and with bf16 they may be bf16. "tf32"
+    and "bf16": docs/numbers.md's "Products". "ieee": torch's, of fp32 numbers.
     """
-    some, others = _aligned(some), _aligned(others)
-    if some.is_cuda and some.dtype != torch.float64 and precision != IEEE:
-        if precision == BF16:
-            with _bf16_products():
-                return torch.mm(some.bfloat16(), others.bfloat16(), out_dtype=torch.float32)
-        with _fp32_products(TF32):
-            return some @ others
-    with _fp32_products(IEEE):
-        return operand_reference(some, precision) @ operand_reference(others, precision)
+    if precision == IEEE or some.dtype == torch.float64:
+        with _exact_products():
+            return _aligned(some) @ _aligned(others)
+    if precision == BF16:
+        some, others = some.bfloat16(), others.bfloat16()
+    else:
+        some, others = (operand_reference(each, TF32) for each in (some, others))
+    return products([some], [others], out_dtype=torch.float32)[0]
 
 
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,26 +12,29 @@ from rich.table import Table
 
 from megaopt.commands.console import make_console
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
-from megaopt.commands.toml_tables import ConfigError
 from megaopt.recording.audit import Audit, Finding, Report
 from megaopt.recording.files import Recording
+from megaopt.saving.files import write_json
 
 MOST = 20
 """Rows of a table."""
 
 
-def audit(folder: Path, to: Path | None) -> int:
-    """Audits a recording, and returns the exit status; see megaopt.commands.cli.
+def audit(folder: Path, /, *, json: Path | None = None) -> int:
+    """Hold each step of a recording to the law of its optimizer, without a reference run.
 
-    Raises ConfigError where there is none.
+    Exit status: 0 every step obeys, 1 some do not, 2 nothing could be checked.
+
+    Args:
+        folder: What megaopt record or megaopt.Recorder wrote.
+        json: Write the whole report to this file.
+
+    Raises RecordingError where there is none.
     """
-    try:
-        recording = Recording(folder)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    recording = Recording(folder)
     report = Audit(recording).run()
-    if to is not None:
-        to.write_text(json.dumps(as_json(recording, report), indent=1))
+    if json is not None:
+        write_json(json, as_json(recording, report))
     show(make_console(), recording, report)
     return {True: DONE, False: DIFFERENT, None: REFUSED}[report.obeys]
 

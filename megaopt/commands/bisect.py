@@ -12,34 +12,31 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaopt.commands import exits
 from megaopt.recording.blame import Blame
 from megaopt.recording.compare import compare
 from megaopt.recording.files import Recording, RecordingError
 
-GOOD, BAD, SKIP, STOP = 0, 1, 125, 128
-"""What `git bisect run` understands; another status would call the commit bad."""
+GOOD, BAD, SKIP = 0, 1, 125
+"""The statuses of a commit to `git bisect run`, which takes all but 125 from 1 to 127 for bad."""
 PAUSE = 0.2
 """Seconds between looks at a recording that grows."""
 PATIENCE = 10
 """Seconds that a command gets to end when it is told to."""
 
 
-def bisect(good: Path, bad: Path, command: Sequence[str]) -> int:
-    """Records a command, and compares it with two recordings up to the step at which these part.
+def bisect(good: Path, bad: Path, command: tuple[str, ...], /) -> int:
+    """Tell `git bisect run` if a command trains as it did: 0 good, 1 bad, 125 skip, 128 stop.
 
-    Returns:
-        0 where the command's steps are those of good, 1 where they are not, 125 where the command
-        ends before that step, 128 where nothing can be said of any commit, as where good and bad
-        do not part.
+    What cannot be done here ends the whole bisect, by 128: git takes 2 for a bad commit.
+
+    Args:
+        good: Folder of a recording of the good commit.
+        bad: Folder of a recording of the bad one.
+        command: What trains, after "--"; it is recorded, and ended where the two recordings part.
+
+    Raises RecordingError where nothing can be said of any commit, as where good and bad do not
+    part.
     """
-    status = exits.run(lambda: _bisect(good, bad, command))
-    return STOP if status == exits.REFUSED else status
-
-
-def _bisect(good: Path, bad: Path, command: Sequence[str]) -> int:
-    if not command:
-        raise RecordingError("command must stand behind --, as in -- python train.py, got none")
     right, wrong = Recording(good), Recording(bad)
     parted = compare(right, wrong)
     if parted.blame is None or parted.blame.kind == "length":
@@ -70,7 +67,7 @@ def _judge(right: Recording, wrong: Recording, out: Path, step: int) -> int:
 
 
 def _parting(a: Recording, b: Recording, step: int) -> Blame | None:
-    """What differs first, in steps up to one; a run that was ended there is no difference."""
+    """The first difference in steps up to one; a run that was ended there is none."""
     found = compare(a, b).blame
     return found if found and found.step <= step and found.kind != "length" else None
 

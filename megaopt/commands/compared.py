@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from json import loads
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from megaopt.commands.console import make_console
+from megaopt.commands.console import make_console, make_table
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
 from megaopt.recording import golden as values
 from megaopt.recording.blame import Blame
@@ -36,14 +35,27 @@ MOST = 12
 def diff(
     a: Path,
     b: Path,
+    /,
+    *,
     map: Path | None = None,
     json: Path | None = None,
     html: Path | None = None,
     github: bool = False,
-    noise: Sequence[Path] = (),
+    noise: tuple[Path, ...] = (),
     tolerance: float | None = None,
 ) -> int:
-    """Compares two recordings and tells what was found.
+    """Compare two recorded runs: what differs first, and who is to blame. 0 same, 1 differ.
+
+    Args:
+        a: Folder of the recording that counts as right.
+        b: Folder of the other.
+        map: JSON file of names of tensors in B and what they are called in A; a "*" is any text.
+        json: Write the comparison to this file.
+        html: Write a page with pictures to this file.
+        github: Print an annotation for GitHub's pull requests too.
+        noise: Folders of repeats of A: how far a run lies from itself.
+        tolerance: How far numbers may lie apart and pass, of their norm, as 1e-5; it excuses no
+            other data, weights at the start or writes from outside.
 
     Returns:
         0 where they are the same, or differ as repeats do or within the tolerance; 1 where they
@@ -70,14 +82,24 @@ def diff(
 
 
 def golden(
-    action: str,
+    action: Literal["make", "check", "update"],
     file: Path,
     run: Path,
+    /,
+    *,
     because: str = "",
     megatron: bool = False,
     github: bool = False,
 ) -> int:
-    """Makes, checks or updates a file of golden values.
+    """Keep what a recorded run gave in a small file, and hold other runs to it.
+
+    Args:
+        action: make the file, check a run against it, or update the entry of this environment.
+        file: JSON file of golden values.
+        run: Folder of the recording.
+        because: Why the values may change; update asks for it.
+        megatron: The file is one of Megatron-LM's functional tests.
+        github: Print an annotation for GitHub's pull requests too.
 
     Returns:
         0 where it is written, or the run is the same; 1 where it differs; 2 where there is no entry
@@ -94,7 +116,7 @@ def golden(
     elif action == "make":
         values.make(file, recording)
     else:
-        values.refuse_changes(file)
+        values.refuse_changes(file, recording)
         values.update(file, recording, because)
     print(f"written: {file}")
     return DONE
@@ -127,8 +149,18 @@ BACKENDS = {"cpu": "reference", "triton": "triton", "torch": None}
 """The backends of megaopt's own optimizers, by the command's names."""
 
 
-def replay(run: Path, step: int, rank: int, backend: str) -> int:
-    """Takes a kept step again: 0 where every bit is the same, else 1."""
+def replay(
+    run: Path, /, *, step: int, rank: int = 0, backend: Literal["triton", "cpu", "torch"] = "torch"
+) -> int:
+    """Take a step that a recording kept again, here, and compare the bits.
+
+    Args:
+        run: Folder of the recording.
+        step: Which step; --keep of `megaopt record` chose those that are kept.
+        rank: Whose tensors.
+        backend: torch: the recorded optimizer, on the CPU; cpu, triton: megaopt's own, by that
+            backend.
+    """
     from megaopt.recording.replay import replay as take  # which needs torch
 
     lines = take(Rank(run / f"rank-{rank}"), step, BACKENDS[backend])
@@ -149,7 +181,7 @@ def read_names(path: Path) -> dict[str, str]:
     except ValueError as error:
         raise RecordingError(f"map must be a file of JSON, got {str(path)!r}: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-        raise RecordingError(f"map must be names of B and of A, as {{'b': 'a'}}, got {str(path)!r}")
+        raise RecordingError(f"map must be a dict of texts, as {{'b': 'a'}}, got {str(path)!r}")
     return found
 
 
@@ -188,11 +220,7 @@ def print_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> None:
     """Prints a table; nothing where it has no rows."""
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*map(escape, row))
+    table = make_table(title, columns, (map(escape, row) for row in rows))
     if table.row_count:
         console.print(table, highlight=False)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import megaopt
 
-__all__ = ["DEFAULT", "find_config", "shipped"]
-
 DEFAULT = Path("configs/gpt_tiny.toml")
 PACKAGE = Path(megaopt.__file__).parent
 

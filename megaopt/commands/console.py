@@ -17,8 +17,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-__all__ = ["make_console", "make_table", "print_table", "step_progress"]
-
 UNLIMITED = 10_000
 """Columns of what is no terminal: more than any line has."""
 
@@ -49,7 +47,7 @@ def step_progress(console: Console) -> Progress:
 
 
 def make_table(
-    title: str | None, headings: Sequence[str], rows: Iterable[Sequence[str]] = ()
+    title: str | None, headings: Sequence[str], rows: Iterable[Iterable[str]] = ()
 ) -> Table:
     """A table whose long cells fold, without a head where all headings are empty.
 

@@ -19,12 +19,13 @@ from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
 from megaopt.commands.golden.check import what_differs, why_not_compared
 from megaopt.commands.golden.record import packaged
+from megaopt.kernels import native
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
-from megaopt.state import native
-
-__all__ = ["Finding", "examine", "examine_peers", "main"]
+from megaopt.kernels.products.launch import products
+from megaopt.kernels.products.reference import OPERANDS, product_reference
+from megaopt.recording.environment import installed
 
 EVERYWHERE = (
     "ieee/adamw/bf16-weight/fp32-master/fp32-fp32",
@@ -62,6 +63,10 @@ MATRICES = TensorSet.of_shapes(
 )
 
 
+PROBED = 128
+"""Rows, columns and terms of the products that a card is asked for."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What became of one backend under one contract on one device, or of a mode beside a peer."""
@@ -76,24 +81,27 @@ class Finding:
         return f"{', '.join(self.of)}: {self.note}"
 
 
-def main(check: bool = False) -> int:
-    """Print a verdict in the first line; then versions, devices, findings, other libraries.
+def main(*, check: bool = False) -> int:
+    """Show what is installed, and which backends and contracts work here.
 
     Args:
-        check: Also step more cases, on Triton's interpreter too, and the installed peers.
+        check: Also step more cases of the golden record, some 20 seconds on a CPU, and installed
+            peers whose bits a contract promises.
 
     Returns:
         0 when all that is meant to work here works with the bits it promises, 1 otherwise.
     """
     console = make_console()
     findings = [each for device in devices() for each in examine(device, check)]
+    if check:
+        findings += [each for device in devices()[1:] for each in examine_products(device)]
     peers = examine_peers(MODES) if check else None
     verdict, healthy = judge(findings, peers)
     console.print(
         verdict, soft_wrap=True, highlight=False, markup=False, style="green" if healthy else "red"
     )
     here = environment.describe()
-    here["megatron-core"] = environment.installed_version("megatron-core")
+    here["megatron-core"] = installed("megatron-core")
     here |= {"extension": native.status(), **host_memory()}
     rows = ((name, value or "none, or not known") for name, value in here.items())
     console.print(make_table("here", ("", ""), rows))
@@ -176,6 +184,39 @@ def _examine_one(device: torch.device, backend: str, contract: str, check: bool)
     return Finding(of, True, note)
 
 
+def examine_products(device: torch.device) -> list[Finding]:
+    """Multiplies on a GPU beside the twin: numbers.md says what is promised for Hopper's cards."""
+    return [_examine_product(device, dtype) for dtype in OPERANDS]
+
+
+def _examine_product(device: torch.device, dtype: torch.dtype) -> Finding:
+    kind = "tf32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+    of, reason = (str(device), "triton", f"products of {kind}"), BACKENDS["triton"].why_not(device)
+    if reason is not None:
+        return Finding(of, None, reason)
+    generator = torch.Generator().manual_seed(0)
+    different = 0
+    for binades in (0, 6, 40):
+        left, right = (
+            torch.ldexp(
+                torch.randn(PROBED, PROBED, generator=generator),
+                torch.randint(-binades, binades + 1, (PROBED, PROBED), generator=generator),
+            ).to(dtype)
+            for _ in range(2)
+        )
+        left[:2, 3:5] = torch.tensor([[torch.inf, -torch.inf], [torch.nan, 0.0]])
+        (found,) = products([left.to(device)], [right.to(device)], out_dtype=torch.float32)
+        expected = product_reference(left, right)
+        different += int((found.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
+    if not different:
+        return Finding(of, True, "the bits of docs/numbers.md, which are the same everywhere")
+    name = torch.cuda.get_device_name(device)
+    note = f"{different} of {3 * PROBED**2} numbers have other bits than docs/numbers.md says"
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        return Finding(of, False, note)
+    return Finding(of, None, f"{note}: the same bits are promised on {name} alone")
+
+
 def examine_peers(names: Iterable[str]) -> list[Finding]:
     """Steps modes of contracts that another library keeps beside that library, on the GPU.
 
@@ -204,7 +245,7 @@ def libraries() -> dict[str, str]:
     """
     names = dict.fromkeys(peer.package for peer in PEERS.values())
     absent = {name: "not known" if find_spec(name) else "not installed" for name in names}
-    return {name: environment.installed_version(name) or absent[name] for name in names}
+    return {name: installed(name) or absent[name] for name in names}
 
 
 def _rows(findings: Sequence[Finding]) -> list[tuple[str, ...]]:

@@ -2,14 +2,11 @@
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 import megaopt
-from megaopt.recording.environment import driver, processor
-
-__all__ = ["cores", "describe", "installed_version"]
+from megaopt.recording.environment import driver, installed, processor
 
 
 def describe() -> dict[str, str | None]:
@@ -24,21 +21,13 @@ def describe() -> dict[str, str | None]:
         "megaopt": megaopt.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": installed_version("triton"),
+        "triton": installed("triton"),
         "cuda_runtime": torch.version.cuda,
         **_gpu(),
         "cpu": processor(),
         "cores": str(cores()),
         "os": platform.platform(),
     }
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _gpu() -> dict[str, str | None]:

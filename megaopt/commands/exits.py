@@ -11,23 +11,14 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 
-__all__ = [
-    "DEBUG",
-    "DIFFERENT",
-    "DONE",
-    "INTERRUPTED",
-    "REFUSED",
-    "describe_error",
-    "run",
-    "wants_traceback",
-]
-
 DONE = 0
 """Done; nothing differs."""
 DIFFERENT = 1
 """A difference, or a check that failed."""
 REFUSED = 2
 """Bad input, what cannot be done here, or a file that cannot be written."""
+STOP = 128
+"""REFUSED, to `git bisect run`: it ends the bisect, where another status would be a commit's."""
 INTERRUPTED = 130
 """Ctrl-C."""
 DEBUG = "MEGAOPT_DEBUG"

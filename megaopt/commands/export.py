@@ -19,10 +19,16 @@ COLUMNS = ("step", "rank", "optimizer", "name", "quantity", "value", "digest")
 Row = dict[str, Any]
 
 
-def export(run: Path, to: Path) -> int:
-    """Writes a recording as CSV or JSON lines, by the file's ending: a row for each number.
+def export(run: Path, to: Path, /) -> int:
+    """Write a recording as a table: step, rank, optimizer, name, quantity, value, digest.
 
-    Raises ConfigError for another ending, RecordingError where there is no recording.
+    Args:
+        run: Folder of the recording.
+        to: File to write, named .csv or .jsonl (an object a line).
+
+    Raises:
+        ConfigError: for another ending.
+        RecordingError: where there is no recording.
     """
     if to.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"to must be a file named .csv or .jsonl, got {str(to)!r}")

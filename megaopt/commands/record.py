@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from megaopt.commands.toml_tables import ConfigError
+from megaopt.commands.compared import read_names
+from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.recording.runner import VARIABLE
 
 PRELOAD = Path(__file__).parents[1] / "recording" / "preload"
@@ -21,31 +22,48 @@ NOTHING = "no step of a torch.optim.Optimizer ran, or Python was started with -S
 
 
 def record(
-    command: Sequence[str], out: Path, keep: str, names: Path | None, audit: bool, **options: Any
+    command: tuple[str, ...],
+    /,
+    *,
+    out: Path = Path("out/recording"),
+    level: Literal["loss", "step", "blocks", "modules"] = "step",
+    every: int = 1,
+    samples: int = 10,
+    keep: str = "",
+    map: Path | None = None,
+    vocabulary: int | None = None,
+    audit: bool = False,
 ) -> int:
-    """Runs a command and returns its exit status; 128 and the signal's number where one ended it.
+    """Run a command, as `megaopt record -- torchrun train.py`, and record its optimizers' steps.
+
+    The exit status is the command's; 128 and the signal's number where one ended it.
 
     Args:
-        command: and its arguments.
-        out: folder of the recording.
-        keep: steps whose tensors are kept, as "100,200-210".
-        names: JSON file of canonical names.
-        audit: hold the recording to the optimizers' laws afterwards, where the command succeeded.
-        options: more of a recorder's, which JSON can hold.
+        command: Behind --: the command and its arguments.
+        out: Folder for the recording; each rank writes to one of its own there.
+        level: loss: losses, options, random states, batches; step: also digests and samples of
+            gradients, weights, masters, moments; blocks: also outputs of blocks and their
+            gradients; modules: of all modules.
+        every: Record each step that this divides, and the first.
+        samples: From step 101 on, sample elements at steps that this divides.
+        keep: Steps of which whole tensors are written, as 100,200-210.
+        map: JSON file of canonical names by the names that parameters have.
+        vocabulary: Rows of Megatron's embedding that are not padding.
+        audit: Hold the recording to the optimizers' laws afterwards; then the status is audit's.
 
-    Raises ConfigError for a recording that is there already, no command, numbers out of range,
-    and steps that are none; OSError for a folder that cannot be made.
+    Raises:
+        ConfigError: a recording is there already, a number is out of range, or keep has no steps.
+        RecordingError: map has no names.
+        OSError: the folder cannot be made.
     """
-    for name in ("every", "samples"):
-        if options[name] < 1:
-            raise ConfigError(f"{name} must be a whole number >= 1, got {options[name]}")
-    if not command:
-        raise ConfigError("command must stand behind --, as in -- python train.py, got none")
+    for name, value in (("every", every), ("samples", samples), ("vocabulary", vocabulary)):
+        require(value is None or value >= 1, name, value, "a whole number >= 1")
     if any(out.glob("rank-*")):
         raise ConfigError(f"out must be a folder without a recording, got {str(out)!r}")
-    given = {"out": str(out.absolute()), "keep": list(steps_of(keep)), **options}
-    if names is not None:
-        given["names"] = json.loads(names.read_text(encoding="utf-8"))
+    given = {
+        "out": str(out.absolute()), "level": level, "every": every, "samples": samples,
+        "keep": list(steps_of(keep)), "names": map and read_names(map), "vocabulary": vocabulary,
+    }  # fmt: skip
     paths = [str(PRELOAD), *filter(None, [os.environ.get("PYTHONPATH")])]
     changed = {VARIABLE: json.dumps(given), "PYTHONPATH": os.pathsep.join(paths)}
     out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +76,7 @@ def record(
     if audit and not status:
         from megaopt.commands.audit import audit as hold
 
-        return hold(out, None)
+        return hold(out)
     return 128 - status if status < 0 else status
 
 
@@ -67,6 +85,6 @@ def steps_of(keep: str) -> Iterator[tuple[int, int]]:
     for each in filter(None, keep.split(",")):
         first, _, last = each.partition("-")
         numbers = first, last or first
-        if not all(map(str.isdecimal, numbers)) or not 0 < int(first) <= int(numbers[1]):
+        if not all(each.isdecimal() for each in numbers) or not 0 < int(first) <= int(numbers[1]):
             raise ConfigError(f"keep must be steps from 1 on, as 100,200-210, got {keep!r}")
         yield int(first), int(numbers[1]) + 1

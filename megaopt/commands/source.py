@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any
 
 import megaopt
 from megaopt.commands import environment
-
-__all__ = ["COMMIT_VARIABLE", "Source", "SourceError", "describe_source", "made_with", "portable"]
+from megaopt.recording.environment import output
 
 Source = dict[str, str | bool | None]
 
@@ -100,12 +98,7 @@ def _git(*arguments: str) -> str | None:
     # an installed package may lie in the folders of somebody else's checkout
     if not (CHECKOUT / ".git").exists():
         return None
-    command = ["git", "-C", str(CHECKOUT), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    return output("git", "-C", str(CHECKOUT), *arguments)
 
 
 def _digest() -> str:

@@ -35,6 +35,8 @@ SCHEMA = 1
 CURVE = 64
 """Steps of which growth is looked at, beside the first ones after runs part."""
 FIRST = 16
+OWN = ("forward", "backward", "local grad")
+"""Quantities of which each rank has rows of its own."""
 BY_NATURE = ("forward", "backward", "reduction", "gradient")
 """Kinds of blame that another layout or another card alone explains."""
 TOLERABLE = (*BY_NATURE, "optimizer")
@@ -118,6 +120,10 @@ class Comparison:
     """Options of groups that differ at the first step that both have."""
     steps: tuple[int, ...] = ()
     """The first and the last step that were compared, and how many."""
+    tensors: int = 0
+    """How many were compared."""
+    quantities: list[str] = field(default_factory=list)
+    """Those of tensors, and of modules, that were compared."""
     blame: Blame | None = None
     elements: Elements | None = None
     growth: list[Growth] = field(default_factory=list)
@@ -168,9 +174,8 @@ class Comparison:
             return f"not comparable: {'; '.join(_missing_lines(self.missing))}"
         if self.blame is None:
             first, last, count = self.steps
-            return (
-                f"same: {count} steps from {first} to {last}, all that both recorded, bit for bit"
-            )
+            what = f"{self.tensors} tensors ({', '.join(self.quantities) or 'no digests'})"
+            return f"same: {count} steps from {first} to {last}, {what}, bit for bit"
         return f"{self._sentence}: step {self.blame.step}: {self.blame.text}"
 
     @property
@@ -246,6 +251,9 @@ def compare(
         return found
     steps = pair.steps
     found.steps = (steps[0], steps[-1], len(steps))
+    own = [quantity for quantity in OWN if all(pair.rows(steps[0], quantity))]
+    found.tensors = len({name for name, _ in pair.in_both})
+    found.quantities = list(dict.fromkeys([*(quantity for _, quantity in pair.in_both), *own]))
     found.options = pair.options(steps[0])
     found.blame = first_blame(pair)
     found.notes = pair.notes()
@@ -328,9 +336,9 @@ def _title(run: Run) -> str:
 
 
 def _environment(a: Run, b: Run) -> list[Difference]:
-    chosen = ("environment", "layout", "world", "level", "every", "argv")
+    chosen = ("environment", "layout", "world", "level", "every")
     mine, theirs = ({name: run.run.get(name) for name in chosen} for run in (a, b))
-    found = differences(flat(mine), flat(theirs))
+    found = differences(flat(mine) | _words(a), flat(theirs) | _words(b))
     found += differences(*(_classes(run) for run in (a, b)))
     short = ("environment.variables.", "environment.")
     return [each._replace(name=_without(each.name, short)) for each in found]
@@ -338,6 +346,17 @@ def _environment(a: Run, b: Run) -> list[Difference]:
 
 def _without(name: str, beginnings: Iterable[str]) -> str:
     return next((name[len(each) :] for each in beginnings if name.startswith(each)), name)
+
+
+def _words(run: Run) -> dict[str, str]:
+    """The words of a run's command: those behind each option, and those before the first."""
+    found, name = dict[str, str](), "argv"
+    for word in run.run.get("argv") or ():
+        if word.startswith("-") and word.lstrip("-")[:1].isalpha():
+            option, _, word = word.partition("=")
+            name = f"argv {option}"
+        found[name] = f"{found.get(name, '')} {word}".strip()
+    return found
 
 
 def _classes(run: Run) -> dict[str, Any]:
@@ -362,7 +381,7 @@ def _growth(pair: Pair, first: int) -> Iterator[Growth]:
     """What differs of each quantity, at steps from the first that differs."""
     for step in _curve(pair, first):
         yield from _scalars_apart(pair, step)
-        for quantity in ("forward", "backward", "local grad"):
+        for quantity in OWN:
             a, b = pair.rows(step, quantity)
             if a and b:
                 yield Growth(step, quantity, len(pair.differing(a, b)), len(a), None, None)

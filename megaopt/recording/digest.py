@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -15,6 +15,7 @@ from megaopt.kernels.digest.launch import Digests
 from megaopt.kernels.place import Place, place_of_box
 from megaopt.options.checks import is_dense, refuse
 from megaopt.params.dtensor import is_dtensor, local_of, shard_place
+from megaopt.state.looks import Looks
 
 
 def digest(
@@ -105,11 +106,18 @@ class Digester:
             refuse("tensors", "on one device", devices)
         self._are_sharded = any(map(is_dtensor, tensors))
         launches = bool(own) and default_backend(devices[0]) == "triton"
-        self._kinds = _kinds(own)
+        self._looks = Looks(own)
         self._digests = Digests(own, places, launches)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], addresses: numpy.ndarray | None = None
+    ) -> torch.Tensor:
         """The digests of tensors of the shapes and dtypes that the digester was made for.
+
+        Args:
+            tensors: those.
+            addresses: what `megaopt.state.looks.Looked` has of them, of plain tensors; None: they
+                are looked at here.
 
         Returns:
             int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
@@ -117,15 +125,12 @@ class Digester:
         Raises ValueError for others.
         """
         own = [*map(local_of, tensors)] if self._are_sharded else tensors
-        if _kinds(own) != self._kinds:
-            refuse("tensors", "of the sizes, dtypes and device of those before", tensors)
-        return self._digests(own)
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    """The facts that a launch relies on, list by list: one call for each tensor takes longer."""
-    looks = (torch.Tensor.numel, attrgetter("dtype"), torch.Tensor.get_device)
-    return tuple(list(map(look, tensors)) for look in looks)
+        if addresses is None:
+            looked = self._looks.look(own)
+            if looked is None:
+                refuse("tensors", "of the sizes, dtypes and device of those before", tensors)
+            addresses = looked.addresses
+        return self._digests(own, addresses)
 
 
 def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) -> Place:

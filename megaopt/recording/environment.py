@@ -48,7 +48,7 @@ VARIABLES = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 """Variables of the environment that change which kernels, orders and precisions are taken."""
-PATIENCE = 10
+PATIENCE = 60
 """Seconds that git and nvidia-smi are waited for."""
 
 
@@ -68,8 +68,8 @@ def describe() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
-        "git commit": _output("git", "rev-parse", "HEAD"),
-        "diff hash": _hash(_output("git", "diff", "HEAD")),
+        "git commit": output("git", "rev-parse", "HEAD"),
+        "diff hash": _hash(output("git", "diff", "HEAD")),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
 
@@ -85,7 +85,7 @@ def installed(distribution: str) -> str | None:
 def driver() -> str | None:
     """The version of the first card's driver."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return (_output(*query) or "").split("\n")[0].strip() or None
+    return (output(*query) or "").split("\n")[0].strip() or None
 
 
 def _nccl() -> str:
@@ -104,7 +104,8 @@ def processor() -> str | None:
     return platform.processor() or None
 
 
-def _output(*command: str) -> str | None:
+def output(*command: str) -> str | None:
+    """What a command prints; None where it cannot be run, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
     except (OSError, subprocess.SubprocessError):

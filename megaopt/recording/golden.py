@@ -290,8 +290,13 @@ def update(path: Path, recording: Recording, because: str) -> None:
     _write(path, [each for each in entries if each not in old] + [entry])
 
 
-def refuse_changes(path: Path) -> None:
-    """Raises RecordingError where git tells of changes beside the file's: what ran is no commit."""
+def refuse_changes(path: Path, recording: Recording | None = None) -> None:
+    """Raises RecordingError where git tells of changes beside the file's: what ran is no commit.
+
+    Those from when the recording was made count too.
+    """
+    if recording is not None and recording.run.get("environment", {}).get("diff hash"):
+        raise RecordingError("run must be recorded where git has no changes, got one with some")
     command = ["git", "-C", str(path.resolve().parent), "status", "--porcelain", "-uno"]
     exclude = ["--", ":/", f":(exclude){path.name}"]
     done = subprocess.run([*command, *exclude], capture_output=True, text=True, check=False)

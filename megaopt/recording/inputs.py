@@ -22,20 +22,29 @@ MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """The multipliers of the splitmix64 generator."""
 
 
-def random_states(devices: set[torch.device]) -> dict[str, str]:
-    """A digest of the state of each generator: Python's, numpy's, torch's, and each device's."""
+RandomStates = dict[str, tuple[Any, ...]]
+"""For each generator its words, and what belongs to them."""
+
+
+def random_states(devices: set[torch.device]) -> RandomStates:
+    """The state of each generator: Python's, numpy's, torch's, and each device's."""
     version, words, gauss = random.getstate()
     legacy: Any = numpy.random.get_state(legacy=False)
     key, rest = legacy["state"]["key"], (legacy["state"]["pos"], legacy["gauss"])
-    found = {
-        "python": _hash(words, (version, gauss)),
-        "numpy": _hash(key.tobytes(), rest),
-        "torch": _hash(torch.get_rng_state().numpy().tobytes()),
+    found: RandomStates = {
+        "python": (words, (version, gauss)),
+        "numpy": (key.tobytes(), rest),
+        "torch": (torch.get_rng_state().numpy().tobytes(),),
     }
     for device in sorted(devices, key=str):
         if device.type == "cuda":
-            found[str(device)] = _hash(torch.cuda.get_rng_state(device).numpy().tobytes())
+            found[str(device)] = (torch.cuda.get_rng_state(device).numpy().tobytes(),)
     return found
+
+
+def random_digests(states: RandomStates) -> dict[str, str]:
+    """A digest of the state of each generator."""
+    return {name: _hash(*state) for name, state in states.items()}
 
 
 @functools.lru_cache(8)  # most stay as they are from step to step
@@ -76,12 +85,12 @@ def batch_digest(value: Any) -> torch.Tensor:
         is_cut = tensor.dim() and tensor.shape[0] == rows
         parts = tensor.unbind() if is_cut else (tensor,)
         lanes = of_places(parts, [Place(0)] * len(parts))[:, :2].to(tensors[0].device)
-        total = total + _mixed(lanes + number)  # so that tensors may not be exchanged
-    return _mixed(total).expand(rows, 2).sum(0)
+        total = total + mixed(lanes + number)  # so that tensors may not be exchanged
+    return mixed(total).expand(rows, 2).sum(0)
 
 
-def _mixed(lanes: torch.Tensor) -> torch.Tensor:
-    """Each number through splitmix64, so that parts of samples may not be exchanged."""
+def mixed(lanes: torch.Tensor) -> torch.Tensor:
+    """The last part of the splitmix64 generator, of each number, int64."""
     for shift, multiplier in zip((30, 27), MIX, strict=True):
         lanes = (lanes ^ _shifted(lanes, shift)) * (multiplier - LANES)
     return lanes ^ _shifted(lanes, 31)
@@ -157,3 +166,6 @@ CLIP = Watched(
     "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
 )
 SCALER = Watched("torch.amp.grad_scaler:GradScaler.step")
+CAPTURE_BEGIN = Watched("torch.cuda.graphs:CUDAGraph.capture_begin")
+CAPTURE_END = Watched("torch.cuda.graphs:CUDAGraph.capture_end")
+REPLAY = Watched("torch.cuda.graphs:CUDAGraph.replay")

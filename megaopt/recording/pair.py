@@ -217,10 +217,14 @@ class Pair:
             ]
         return {side: names for side, names in found.items() if names}
 
+    @property
+    def in_both(self) -> list[Key]:
+        """The tensors that both have recorded, and the quantities."""
+        return [key for key in self.a.values if key in self.b.values and is_new(key[1])]
+
     def dtypes(self) -> list[str]:
         """The first tensor that has another dtype in the other run, in words."""
-        keys = [key for key in self.a.values if key in self.b.values and is_new(key[1])]
-        both = ((key, self.a.values[key].dtype, self.b.values[key].dtype) for key in keys)
+        both = ((key, *self.dtypes_of(key)) for key in self.in_both)
         found = [f"dtype of {q} of {n}: {a}, and {b}" for (n, q), a, b in both if a != b and a]
         more = f"; and of {len(found) - 1} more" if len(found) > 1 else ""
         return [found[0] + more] if found else []

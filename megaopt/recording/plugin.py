@@ -6,7 +6,7 @@ pytest finds it where megaopt is installed, and it imports nothing before a test
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,12 +102,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 
 def _hold(item: pytest.Function, file: Path) -> None:
-    from megaopt.recording import golden
+    from megaopt.recording.files import RecordingError
 
     made = item.funcargs.get("recorded_run")
     if not isinstance(made, RecordedRun) or not made.recorders:
         pytest.fail("a test marked golden must record a run by recorded_run, got none")
-    runs = [_recording(each) for each in made.recorders]
+    try:
+        _compare(item, file, [_recording(each) for each in made.recorders])
+    except RecordingError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+def _compare(item: pytest.Function, file: Path, runs: Sequence[Recording]) -> None:
+    from megaopt.recording import golden
+
     if item.config.getoption(UPDATE):
         _update(item, file, runs[0])
     if not file.exists():

@@ -11,8 +11,9 @@ import multiprocessing.util
 import os
 import sys
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from megaopt.recording.environment import describe
 from megaopt.recording.files import Writer
 from megaopt.recording.inputs import (
     BACKWARD,
+    CAPTURE_BEGIN,
+    CAPTURE_END,
     CLIP,
     PIPELINE,
+    REPLAY,
     SCALER,
     batch_digest,
     leaves,
@@ -35,13 +39,18 @@ from megaopt.recording.inputs import (
 )
 from megaopt.recording.places import Known, Parameters
 from megaopt.recording.sink import Number, Sink, Step, option
-from megaopt.recording.sources import Source, Those, count_of, stamps
-from megaopt.recording.table import Held, Listed, fetched, held
+from megaopt.recording.sources import Source, Those, count_of
+from megaopt.recording.table import Held, Listed, UnpreparedError, fetched, held
 
 LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
 SAMPLED_FIRST = 100
 """So many first steps are sampled each."""
+NUMBERS = (
+    *("grad_norm", "clip_norm", "clip_coefficient"),
+    *("loss_scale", "grad_scale", "skipped"),
+)
+"""What a step has one of."""
 HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
 """What torch wraps around each class's step, and calls hooks in."""
 
@@ -94,12 +103,19 @@ class Recorder:
             refuse("keep", "empty where safetensors is not installed", keep)
         self._run = {"level": level, "every": every}
         self.folder, self._pid = Path(out), os.getpid()
-        self._parameters = Parameters(names or {}, vocabulary)
+        if vocabulary is not None:
+            whole_number("vocabulary", vocabulary)
+        self._parameters = Parameters(checked_names(names), vocabulary)
         self._sources: list[Source] = []
         self._devices: set[torch.device] = set()
         self._order: dict[str, None] = {}
         """Names of parameters as the first forward met them."""
         self._coming, self._wanted = Step(), True
+        self._graph: Any = None
+        """The CUDA graph that is being captured; `_coming` is within it."""
+        self._outside = Step()
+        """What came before the capture."""
+        self._graphs: MutableMapping[Any, list[Captured]] = weakref.WeakKeyDictionary()
         self._files: tuple[Writer, Sink] | None = None
         self._is_closed = False
         self._own_rows: dict[tuple[str, str], tuple[Held, Listed]] = {}
@@ -114,7 +130,7 @@ class Recorder:
         # of any process: one that multiprocessing has started knows no atexit
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
         try:
-            self._start([model] if isinstance(model, torch.nn.Module) else model, optimizer)
+            self._start(models_of(model), optimizer)
         except BaseException:
             self.close()
             raise
@@ -132,6 +148,9 @@ class Recorder:
             (PIPELINE, self._pipeline_backward),
             (CLIP, self._clip),
             (SCALER, self._scale),
+            (CAPTURE_BEGIN, self._begin_capture),
+            (CAPTURE_END, self._end_capture),
+            (REPLAY, self._replay),
         )
         self._undo += [watched.listen(listener) for watched, listener in pairs]
 
@@ -169,9 +188,12 @@ class Recorder:
         source = Source(optimizer, len(self._sources), self._parameters)
         self._sources.append(source)
         self._devices.add(source.device)
-        before = optimizer.register_step_pre_hook(Untraced(functools.partial(self._before, source)))
-        after = optimizer.register_step_post_hook(Untraced(functools.partial(self._after, source)))
-        self._undo += [before.remove, after.remove]
+        before, after = (
+            Untraced(functools.partial(self._hear, function, source))
+            for function in (self._before, self._after)
+        )
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        self._undo += [hook.remove for hook in hooks]
 
     def loss(self, loss: torch.Tensor | float) -> None:
         """Notes a loss of the next step, where no backward is called on it."""
@@ -203,11 +225,14 @@ class Recorder:
         is_traced = torch.compiler.is_compiling()  # a hook would become a part of the program
         return not is_traced and self._wanted and torch.is_grad_enabled() and self._is_here()
 
-    def _is_here(self) -> bool:
-        """Whether the process is the recorder's, and nothing is captured; hooks outlive it."""
+    def _is_here(self, in_graph: bool = False) -> bool:
+        """Whether the process is the recorder's, and nothing is captured; hooks outlive it.
+
+        in_graph: what a graph that the recorder knows captures is heard, too.
+        """
         if self._is_closed or os.getpid() != self._pid:
             return False
-        return not any(map(is_capturing, self._devices))
+        return (in_graph and self._graph is not None) or not any(map(is_capturing, self._devices))
 
     def _before_forward(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._listens():
@@ -276,9 +301,9 @@ class Recorder:
         given = [*args, *named.values()]
         if any(each is not None for each in given[1:2]):
             return  # with a gradient: an output of another rank's input, no loss
-        tensors = given[0]
+        tensors, is_wanted = given[0], self._wanted or self._graph is not None
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            is_heard = tensor.numel() == 1 and self._wanted and self._is_here()
+            is_heard = tensor.numel() == 1 and is_wanted and self._is_here(in_graph=True)
             if is_heard and (self._hears_all or self._is_own(tensor.grad_fn)):
                 self.loss(tensor)
 
@@ -309,7 +334,8 @@ class Recorder:
             return None
 
         def clipped(norm: Any) -> None:
-            if local_of(norm) is norm and self._is_here():  # of a DTensor ranks would have to meet
+            # of a DTensor ranks would have to meet
+            if local_of(norm) is norm and self._is_here(in_graph=True):
                 self._coming.grad_norm = number_of(norm)
 
         return clipped
@@ -336,86 +362,184 @@ class Recorder:
 
         return scaled
 
+    # --- CUDA graphs, whose replays run no hooks
+
+    def _begin_capture(self, args: tuple[Any, ...], _: Any) -> None:
+        """Hears that a graph is captured from now on: what follows is noted within it."""
+        if not self._is_here():
+            return
+        for source in self._sources:
+            self._finish(source)
+        if self._files is not None:
+            self._files[1].wait()  # a thread that asks for events would break the capture
+        self._graph, self._outside, self._coming = args[0], self._coming, Step()
+        self._graphs[self._graph] = []
+
+    def _end_capture(self, *_: Any) -> None:
+        if self._graph is not None:
+            if self._coming.losses or self._coming.grad_norm is not None:
+                self._graphs[self._graph].append((None, self._coming))
+            self._graph, self._coming = None, self._outside
+
+    def _give_up(self) -> None:
+        """Leaves a capture alone."""
+        del self._graphs[self._graph]
+        self._graph, self._coming = None, self._outside
+        warn_of_capture("a recorded step like it has to come before the capture")
+
+    def _replay(self, args: tuple[Any, ...], _: Any) -> Callable[[Any], None] | None:
+        """Hears of a replay before it; what it leaves is copied to the host behind it."""
+        captured = self._graphs.get(args[0])
+        if not captured or not self._is_here():
+            return None
+        sources = [source for source, _ in captured]
+        steps = [
+            Step() if source is None else self._before_replay(source, sources[:i].count(source))
+            for i, source in enumerate(sources)
+        ]
+
+        def replayed(_: Any) -> None:
+            for step, (source, found) in zip(steps, captured, strict=True):
+                if source is None:
+                    add_replayed(self._coming, found)
+                else:
+                    self._after_replay(step, source, found)
+
+        return replayed
+
+    def _before_replay(self, source: Source, earlier: int) -> Step:
+        """The step that a replay will make; earlier: how many of the source it makes before."""
+        step, self._coming = self._begun(source), Step()
+        step.number += earlier
+        if not earlier and self._is_looked_at(step):
+            with torch.no_grad():
+                self._gather_before(step, source)
+        return step
+
+    def _after_replay(self, step: Step, source: Source, captured: Step) -> None:
+        self._count(step, source)
+        if not self._is_recorded(step.number):
+            return
+        add_replayed(step, captured)
+        if not self._is_sampled(step.number):
+            step.samples.clear()
+        if self._level >= STEP:
+            weights = source.weights()
+            if step.number in self._keep:
+                keep_tensors(step, weights)
+        self._close_step(step, source)
+
     # --- steps
 
+    def _hear(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        except UnpreparedError:
+            self._give_up()
+
     def _before(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
-        if not self._is_here():
+        if not self._is_here(in_graph=True):
             if any(map(is_capturing, self._devices)):
-                warnings.warn("steps that a CUDA graph replays are not recorded", stacklevel=2)
+                warn_of_capture("the recorder was not there when the capture began")
             return
         if is_inner(source.optimizer):
             return
-        self._finish(source)
-        source.look()
-        self._begin()
-        self._describe()
-        step = self._coming
-        step.number, step.source = source.step + 1, source.number
-        step.stepped, step.samples, step.kept = [], [], {}  # of a step that an error has ended
+        step = self._begun(source)
         step.options = [options_of(group) for group in source.groups]
         note_scaling(step, source.optimizer)
-        if self._is_recorded(step.number) and self._level >= STEP:
-            if self._every == 1:  # launches would sum up at other steps too
-                source.ask()
+        if self._is_looked_at(step):
             with torch.no_grad():
-                self._gather_before(step, source)
+                if self._graph is None:
+                    self._gather_before(step, source)
                 if not has_closure(args, named):
                     self._add_gradients(step, source)
 
+    def _is_looked_at(self, step: Step) -> bool:
+        """Whether a step has digests; a captured one, whose number is 0, has all of them."""
+        return self._level >= STEP and self._is_recorded(step.number)
+
+    def _begun(self, source: Source) -> Step:
+        """The step that comes, and what is known of it before it."""
+        self._finish(source)
+        source.look()
+        step = self._coming
+        step.stepped, step.samples, step.kept = [], [], {}  # of a step that an error has ended
+        if self._graph is None:
+            self._begin()
+            self._describe()
+            step.number, step.source = source.step + 1, source.number
+        return step
+
+    def _count(self, step: Step, source: Source) -> None:
+        """Counts a step that has been made."""
+        source.step = step.number
+        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
+
     def _gather_before(self, step: Step, source: Source) -> None:
+        if self._every == 1:  # launches would sum up at other steps too
+            source.ask()
         weights = source.weights()
         changed = source.changed(step.number, weights)
         everything, is_sampled = range(len(weights.tensors)), self._is_sampled(step.number)
         if self._level >= BLOCKS or is_sampled:
             with_own = sorted({*changed, *weights.listed.own})
         written = weights.before(with_own if self._level >= BLOCKS else changed)
-        step.stepped += written.listed.rows(written.tensors, self._number)
+        step.stepped += written.rows(self._number)
         if is_sampled:
             follows = source.sampled == step.number - 1 > 0
             old = weights.before(with_own if follows else everything)
-            step.samples += old.listed.samples(old.tensors, self._number)
+            step.samples += old.samples(self._number)
         if step.number in self._keep:
             keep_tensors(step, weights.before(everything))
 
     def _after(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
-        step = self._coming
-        is_its = (step.source, step.number) == (source.number, source.step + 1)
-        if not self._is_here() or not is_its or is_inner(source.optimizer):
+        step, in_graph = self._coming, self._graph is not None
+        is_its = in_graph or (step.source, step.number) == (source.number, source.step + 1)
+        if not self._is_here(in_graph=True) or not is_its or is_inner(source.optimizer):
             return
-        source.step, self._coming = step.number, Step()
-        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
-        if not self._is_recorded(source.step):
+        self._coming = Step()
+        if not in_graph:
+            self._count(step, source)
+        if not self._is_recorded(step.number):
             return
         for group, options in zip(source.groups, step.options, strict=True):
-            options["step"] = count_of(source.optimizer, group)
+            options["step"] = None if in_graph else count_of(source.optimizer, group)
         note_norm(step, source.optimizer, named)
         if self._level >= STEP:
             with torch.no_grad():
                 if has_closure(args, named):  # which made them within the step
                     self._add_gradients(step, source)
                 self._gather_after(step, source)
-        source.open = step
-        if self._level < STEP or source.models() is None:
-            self._finish(source)
+        if in_graph:
+            self._graphs[self._graph].append((source, step))
+        else:
+            self._close_step(step, source)
 
     def _gather_after(self, step: Step, source: Source) -> None:
         weights = source.weights()
         step.stepped += source.rows(weights, self._number)
         self._add_elements(step, weights)
-        source.after = step.number, weights.listed, stamps(weights)
-        if self._is_sampled(step.number):
-            source.sampled = step.number
+
+    def _close_step(self, step: Step, source: Source) -> None:
+        """Notes what a step has left; it is written now, or after the model's weights."""
+        if self._level >= STEP:
+            source.note(step.number)
+            if self._is_sampled(step.number):
+                source.sampled = step.number
+        source.open = step
+        if self._level < STEP or source.models() is None:
+            self._finish(source)
 
     def _add_gradients(self, step: Step, source: Source) -> None:
         found = source.gradients()
         now = source.read(found)
-        step.stepped += now.listed.rows(now.tensors, self._number)
+        step.stepped += now.rows(self._number)
         self._add_elements(step, found)
 
     def _add_elements(self, step: Step, found: Those) -> None:
         """Adds samples and whole tensors, as far as they are wanted of this step."""
         if self._is_sampled(step.number):
-            step.samples += found.listed.samples(found.tensors, self._number)
+            step.samples += found.samples(self._number)
         if step.number in self._keep:
             keep_tensors(step, found)
 
@@ -427,7 +551,7 @@ class Recorder:
         models = source.models() if self._level >= STEP else None
         if models is not None:
             with torch.no_grad():
-                step.stepped += models.listed.rows(models.tensors, self._number)
+                step.stepped += models.rows(self._number)
                 self._add_elements(step, models)
         self._open()[1].put(step, self._devices)
 
@@ -483,6 +607,27 @@ def is_inner(optimizer: torch.optim.Optimizer) -> bool:
     return sum(each is optimizer for each in running()) > 1
 
 
+Captured = tuple[Source | None, Step]
+"""A step within a CUDA graph; without a source what is noted behind the last one."""
+
+
+def add_replayed(step: Step, captured: Step) -> None:
+    """Adds what a replay has left on the device, where the next one writes it anew."""
+    step.losses += map(number_of, captured.losses)
+    for name in NUMBERS:
+        found = getattr(captured, name)
+        if found is not None:
+            setattr(step, name, number_of(found))
+    step.options = [{n: as_it_is(v) for n, v in options.items()} for options in captured.options]
+    step.stepped += [each._replace(digests=fetched(each.digests)) for each in captured.stepped]
+    step.samples += [each.fetched() for each in captured.samples]
+
+
+def warn_of_capture(reason: str) -> None:
+    """Says that replays will not be recorded."""
+    warnings.warn(f"steps that this CUDA graph replays are not recorded: {reason}", stacklevel=2)
+
+
 class Hook:
     """A hook of a module, which does nothing in a copy of it, or where it was saved and loaded."""
 
@@ -529,11 +674,14 @@ class Untraced:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
+        self._is_disabled = False
 
     def __call__(self, *args: Any) -> None:
         """Calls it."""
-        dynamo = sys.modules.get("torch._dynamo")
-        (self._function if dynamo is None else dynamo.disable(self._function))(*args)
+        if not self._is_disabled and "torch._dynamo" in sys.modules:
+            self._function = sys.modules["torch._dynamo"].disable(self._function)
+            self._is_disabled = True
+        self._function(*args)
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -589,6 +737,23 @@ def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from (each for each in module.children() if any(True for _ in each.parameters()))
 
 
+def models_of(model: object) -> Sequence[torch.nn.Module]:
+    """The modules that a recorder is given; ValueError for anything else."""
+    found = [model] if isinstance(model, torch.nn.Module) else model
+    if not isinstance(found, Sequence) or not all(isinstance(m, torch.nn.Module) for m in found):
+        refuse("model", "a torch.nn.Module or a list of them", model)
+    return found
+
+
+def checked_names(names: Any) -> Mapping[str, str]:
+    """Names by names; ValueError for anything else than a dict of texts, or None."""
+    found = {} if names is None else names
+    is_map = isinstance(found, Mapping)
+    if not is_map or not all(isinstance(n, str) for pair in found.items() for n in pair):
+        refuse("names", "a dict of texts, as {'their.name': 'name'}", names)
+    return found
+
+
 def on_gradient(tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
     """Registers a hook on a tensor's gradient; torch's method has no types."""
     return tensor.register_hook(hook)
@@ -601,8 +766,10 @@ def whole_number(name: str, value: object) -> int:
     return value
 
 
-def steps_of(keep: Iterable[int | range]) -> Iterator[int]:
-    """The numbers of steps and ranges of them."""
+def steps_of(keep: Any) -> Iterator[int]:
+    """The numbers of steps and ranges of them; ValueError for anything else."""
+    if isinstance(keep, str) or not isinstance(keep, Iterable):
+        refuse("keep", "numbers of steps and ranges, as (100, range(200, 210))", keep)
     for each in keep:
         steps = each if isinstance(each, range) else (each,)
         yield from (whole_number("keep", step) for step in steps)
@@ -680,6 +847,8 @@ def has_closure(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
 def keep_tensors(step: Step, found: Those) -> None:
     """Keeps whole tensors for the step's file."""
     for each, tensor in zip(found.listed.held, found.tensors, strict=True):
+        if tensor.dtype == torch.complex128:  # which safetensors has not; steps are of the parts
+            tensor = torch.view_as_real(tensor.resolve_conj())
         step.kept[f"{each.known.name}|{each.quantity}"] = fetched(tensor).contiguous()
 
 

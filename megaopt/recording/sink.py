@@ -13,6 +13,7 @@ import torch
 
 from megaopt.recording.digest import hexadecimal as digits
 from megaopt.recording.files import Writer, hexadecimal
+from megaopt.recording.inputs import RandomStates, random_digests
 from megaopt.recording.table import Rows, Samples
 
 WAITING = 64
@@ -39,7 +40,7 @@ class Step:
     skipped: Number | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
     """Those of each group."""
-    random: dict[str, str] = field(default_factory=dict)
+    random: RandomStates = field(default_factory=dict)
     batches: list[torch.Tensor] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
     """What forwards and backwards made."""
@@ -76,7 +77,7 @@ class Step:
             "grad_scale": in_hexadecimal(self.grad_scale),
             "loss_scale": in_hexadecimal(self.loss_scale),
             "skipped": None if self.skipped is None else bool(self.skipped),
-            "rng": self.random,
+            "rng": random_digests(self.random),
             "batch": [digits(batch) for batch in self.batches],
         }
 
@@ -135,6 +136,10 @@ class Sink:
 
         self._queue.put(write)
 
+    def wait(self) -> None:
+        """Returns when no step waits for its device."""
+        self._queue.join()
+
     def close(self) -> None:
         """Waits for what is on its way, and closes the files."""
         if self._thread is not None:
@@ -150,6 +155,8 @@ class Sink:
                     write()
             except BaseException as error:
                 self._error = error
+            finally:
+                self._queue.task_done()
 
     def _raise(self) -> None:
         if self._error is not None and not self._is_told:

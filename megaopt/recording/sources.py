@@ -12,7 +12,9 @@ import torch
 from megaopt.params.dtensor import local_of
 from megaopt.params.view import MASTER
 from megaopt.recording.places import Known, Owner, Parameters, of_state
-from megaopt.recording.table import Launched, Listed, Number, Rows, held
+from megaopt.recording.table import Array, Launched, Listed, Number, Rows, Samples, held
+from megaopt.state.looks import Looked, Looks, SameStates, same_params
+from megaopt.state.watch import same_objects
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 RENAMED = {
@@ -47,9 +49,7 @@ def _inner(tensor: Any) -> tuple[str, ...]:
 
 
 CPU = torch.device("cpu")
-KIND = operator.attrgetter("dtype", "device")
-GRAD, VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
-DTYPE, LAYOUT = operator.attrgetter("dtype"), operator.attrgetter("layout")
+GRAD = operator.attrgetter("grad")
 Named = tuple[Known, str, torch.Tensor, torch.Tensor]
 """What is known of a tensor, its quantity, itself, and its parameter."""
 
@@ -59,10 +59,21 @@ class Those(NamedTuple):
 
     listed: Listed
     tensors: Sequence[torch.Tensor]
+    addresses: Array | None = None
+    """Where a look found them."""
 
     def before(self, indices: Sequence[int]) -> Those:
         """Some of them, as they are before the step."""
-        return Those(self.listed.before(indices), [self.tensors[i] for i in indices])
+        addresses = None if self.addresses is None else self.addresses[[*indices]]
+        return Those(self.listed.before(indices), [self.tensors[i] for i in indices], addresses)
+
+    def rows(self, number: Number) -> list[Rows]:
+        """Their digests; see `Listed.rows`."""
+        return self.listed.rows(self.tensors, number, self.addresses)
+
+    def samples(self, number: Number) -> list[Samples]:
+        """Their sampled elements."""
+        return self.listed.samples(self.tensors, number, self.addresses)
 
 
 def those(found: Sequence[Named]) -> Those:
@@ -71,45 +82,6 @@ def those(found: Sequence[Named]) -> Those:
 
 
 NOTHING = those([])
-
-
-def stamps(found: Those) -> list[Any]:
-    """What changes where torch hears of a write to a tensor; behind it the weights' addresses."""
-    try:
-        versions = [*map(VERSION, found.tensors)]
-    except RuntimeError:  # tensors of inference mode have none
-        versions = [0] * len(found.tensors)
-    own = map(found.tensors.__getitem__, found.listed.own)
-    return [*versions, *map(torch.Tensor.data_ptr, own)]
-
-
-def are_the_same(found: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Whether they are the same objects; each step asks."""
-    return len(found) == len(known) and all(map(operator.is_, found, known))
-
-
-class States:
-    """The states that an optimizer had."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
-        self._state: Any = optimizer.state
-        self._own = [self._state[param] for param in params if param in self._state]
-        self._values, self._count = self._now(), len(self._state)
-        seen = itertools.chain(params, self._values)
-        self._is_plain = all(type(local_of(each)) in (*PLAIN, int, float) for each in seen)
-
-    def _now(self) -> list[Any]:
-        return [*itertools.chain.from_iterable(map(operator.methodcaller("values"), self._own))]
-
-    def are_the_same(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has the same tensors as then; False also where it is hard to say.
-
-        Those in lists and tensor subclasses may be others within the same object.
-        """
-        is_known = self._is_plain and optimizer.state is self._state
-        if not is_known or len(self._state) != self._count:
-            return False
-        return are_the_same(self._now(), self._values)
 
 
 class Source:
@@ -121,24 +93,32 @@ class Source:
         self.is_described = False
         """Whether the files have its parameters' names as they are."""
         self.device = next((local_of(param).device for param in self.params()), CPU)
-        self.after: tuple[int, Listed, list[Any]] | None = None
-        """The step that was recorded last, what its tensors were, and their stamps after it."""
+        self.after: tuple[int, Listed] | None = None
+        """The step that left what was looked at last, and what its tensors were."""
+        self._since: tuple[int, Listed] | None = None
+        """What `after` was before the last look, whose writes are since."""
         self.sampled = 0
         """The step that was sampled last."""
         self.open: Any = None
         """A step that waits for the model's weights."""
-        self._params: list[torch.Tensor] = []
-        self._kinds: list[Any] = []
+        self._params: tuple[torch.Tensor, ...] = ()
+        self._sizes: list[int] = []
         self._owners: list[Owner] = []
         self._weights: Those | None = None
+        self._looks = Looks(())
+        self._looked: Looked | None = None
+        """At the weights, and what the last one found."""
         self._models: Those | None = None
-        self._gradients: tuple[Any, Listed] | None = None
+        self._gradients: tuple[Listed, Looks] | None = None
+        self._are_dense = True
+        """Whether gradients are recorded as they are."""
         self._launched: tuple[Any, Launched] | None = None
         self._has_asked, self._asked = False, tuple[str, ...]()
         self._read = NOTHING
         """Gradients whose digests the launch sums up."""
         self._seen: list[torch.Tensor] = []
-        self._states: States = States(optimizer, ())
+        self._states: SameStates | None = None
+        """What the state had; None where tensors lie in lists or subclasses, and may be others."""
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -154,8 +134,8 @@ class Source:
 
     def forget(self) -> None:
         """Looks everything up anew: a model or parameters have come."""
-        self.is_described = False
-        self._params, self._weights, self._models, self._gradients = [], None, None, None
+        self.is_described, self._params, self._sizes = False, (), []
+        self._weights, self._models, self._gradients = None, None, None
 
     def params(self) -> list[torch.Tensor]:
         """The parameters in the groups' order."""
@@ -163,9 +143,7 @@ class Source:
 
     def look(self) -> None:
         """Before each step: the parameters may be others."""
-        params = self.params()
-        kinds = [*map(KIND, params)]  # model.to(...) leaves parameters the same objects
-        if are_the_same(params, self._params) and kinds == self._kinds:
+        if same_params(self.groups, self._params, self._sizes):
             return
         self.forget()
         labels = [
@@ -173,35 +151,53 @@ class Source:
             for i, group in enumerate(self.groups)
             for j in range(len(group["params"]))
         ]
-        self._params, self._kinds = params, kinds
-        self._owners = list(map(self._parameters.owner, params, labels))
+        self._params = tuple(self.params())
+        self._sizes = [len(group["params"]) for group in self.groups]
+        self._owners = list(map(self._parameters.owner, self._params, labels))
 
     def gradients(self) -> Those:
         """The gradients that the optimizer reads; of sparse ones a dense copy."""
-        found: list[torch.Tensor | None] = [*map(GRAD, self._params)]
+        found: list[Any] = [*map(GRAD, self._params)]
         if getattr(self.optimizer, "use_decoupled_grad", False):
             found = [getattr(param, "decoupled_grad", None) for param in self._params]
-        tensors = [grad for grad in found if grad is not None]
-        if {*map(type, tensors), *map(LAYOUT, tensors)} != {torch.Tensor, torch.strided}:
-            tensors = [*map(_dense, tensors)]
-        key = [*map(operator.is_, found, itertools.repeat(None)), *map(DTYPE, tensors)]
-        if self._gradients is None or self._gradients[0] != key:
-            owned = zip(self._params, self._owners, found, strict=True)
-            have = [(param, owner) for param, owner, grad in owned if grad is not None]
-            pairs = zip(have, tensors, strict=True)
-            self._gradients = key, Listed(held(o.known, "grad", t, p) for (p, o), t in pairs)
-        return Those(self._gradients[1], tensors)
+        tensors = found if self._are_dense else [*map(_dense, found)]
+        looked = None if self._gradients is None else self._gradients[1].look(tensors)
+        if self._gradients is None or looked is None:
+            tensors = [*map(_dense, found)]
+            self._are_dense = same_objects(tensors, found)
+            owned = zip(self._params, self._owners, tensors, strict=True)
+            own = [held(o.known, "grad", t, p) for p, o, t in owned if t is not None]
+            self._gradients = Listed(own), Looks(tensors)
+        listed = self._gradients[0]
+        if len(listed.held) == len(tensors):
+            return Those(listed, tensors, looked and looked.addresses)
+        return Those(listed, [each for each in tensors if each is not None])
 
     def weights(self) -> Those:
         """The parameters and the tensors of their state; `listed` is the same while these are."""
-        if self._weights is not None and self._states.are_the_same(self.optimizer):
+        found = self._known()
+        self._since, self.after = self.after, None  # in an interrupted step, or a capture, too
+        self._looked = self._looks.look(found.tensors)
+        if self._looked is None:  # as model.to(...) makes others of the same objects
+            self._weights = self._models = None
+            found = self._known()
+            self._looked = self._looks.look(found.tensors)
+        return found._replace(addresses=self._looked and self._looked.addresses)
+
+    def _known(self) -> Those:
+        """What `weights` gives, before a look at the tensors."""
+        is_same = self._states is not None and self._states.are(self.optimizer.state)
+        if self._weights is not None and is_same:
             return self._weights
         found = list(self._tensors())
-        if self._weights is None or not are_the_same(found, self._seen):
+        if self._weights is None or not same_objects(found, self._seen):
             owned = zip(self._params, self._owners, strict=True)
             self._weights = those([each for pair in owned for each in self._of(*pair)])
-            self._seen = found
-        self._states = States(self.optimizer, self._params)
+            self._seen, self._looks = found, Looks(self._weights.tensors)
+        states = SameStates(self.optimizer.state)
+        seen = itertools.chain(self._params, states.values)
+        is_plain = all(type(local_of(each)) in (*PLAIN, int, float) for each in seen)
+        self._states = states if is_plain and states.has_dicts else None
         return self._weights
 
     def models(self) -> Those | None:
@@ -244,26 +240,27 @@ class Source:
         """The digests of what a step has left, and of gradients: the launch's as far as it goes."""
         optimizer: Any = self.optimizer
         if not self._asked:
-            return left.listed.rows(left.tensors, number)
+            return left.rows(number)
         read, self._read, found = self._read, NOTHING, optimizer.digests
         key = [read.listed, left.listed, *(each.params for each in found)]
-        if self._launched is None or not are_the_same(key, self._launched[0]):
+        if self._launched is None or not same_objects(key, self._launched[0]):
             called = {p: o.quantity for p, o in zip(self._params, self._owners, strict=True)}
             held = [*read.listed.held, *left.listed.held]
             self._launched = key, Launched(held, found, called, number)
         return self._launched[1].rows([*read.tensors, *left.tensors], found, number)
 
+    def note(self, step: int) -> None:
+        """Notes which step left the weights that were looked at last."""
+        if self._weights is not None:
+            self.after = step, self._weights.listed
+
     def changed(self, step: int, weights: Those) -> Sequence[int]:
         """The places among `weights` that were written since the step before, as torch knows."""
-        after = self.after
-        if after is None or after[0] != step - 1 or after[1] is not weights.listed:
+        since, looked = self._since, self._looked
+        is_known = since is not None and since[0] == step - 1 and since[1] is weights.listed
+        if looked is None or not is_known:
             return range(len(weights.tensors))
-        now = stamps(weights)
-        if now == after[2]:
-            return ()
-        places = [*range(len(weights.tensors)), *weights.listed.own]
-        pairs = zip(places, after[2], now, strict=True)
-        return sorted({i for i, then, now in pairs if then != now})
+        return sorted({*looked.written, *weights.listed.own.intersection(looked.moved)})
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """What `weights` gives, without names."""
@@ -296,9 +293,9 @@ def weight_of(param: torch.Tensor, quantity: str = "weight") -> Iterator[tuple[s
         yield name.partition(".")[2] or name, tensor
 
 
-def _dense(grad: torch.Tensor) -> torch.Tensor:
+def _dense(grad: Any) -> Any:
     if type(grad) is not torch.Tensor:
-        return local_of(grad)  # type: ignore[no-any-return]
+        return local_of(grad)
     return grad if grad.layout == torch.strided else grad.to_dense()
 
 

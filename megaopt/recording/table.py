@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from megaopt.kernels.backends import default_backend
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.gather import Gather
 from megaopt.kernels.place import Place
 from megaopt.params import view_of
@@ -62,9 +63,22 @@ def held(
     return Held(known, quantity, tensor.dtype, tuple(tensor.shape), param)
 
 
+class UnpreparedError(RuntimeError):
+    """A CUDA graph would capture digests whose tables no step before has made."""
+
+
+def check_prepared(tensors: Tensors) -> None:
+    """Raises UnpreparedError within a capture: tables cannot be made there."""
+    if any(is_capturing(device) for device in {tensor.device for tensor in tensors}):
+        raise UnpreparedError
+
+
 def fetched(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, which is there when the device gets to it."""
-    if tensor.device.type == "cpu":
+    """A copy on the host, which is there when the device gets to it.
+
+    Within a capture a copy on the device, which each replay writes.
+    """
+    if tensor.device.type == "cpu" or is_capturing(tensor.device):
         return tensor.detach().clone()
     return tensor.detach().to("cpu", non_blocking=True)  # into pinned memory, which torch keeps
 
@@ -85,7 +99,7 @@ class Rows(NamedTuple):
         found, rows = self.digests.numpy()[self.chosen], numpy.empty(len(self.numbers), ROW)
         rows["value"] = self.numbers
         rows["low"], rows["high"] = found[:, 0].view("u8"), found[:, 1].view("u8")
-        counts = found[:, 2:].clip(0, NOT_COUNTED - 1)
+        counts = numpy.minimum(found[:, 2:], NOT_COUNTED - 1)
         rows["nonfinite"] = counts[:, 0] if counts.size else NOT_COUNTED
         return rows
 
@@ -99,6 +113,10 @@ class Samples(NamedTuple):
     """The row and the place in it of each element."""
     bits: torch.Tensor
     """int64 (n,), on the host: the elements."""
+
+    def fetched(self) -> Samples:
+        """Those of a graph's replay."""
+        return self._replace(rows=self.rows.copy(), bits=fetched(self.bits))
 
     def array(self) -> Array:
         """The rows as files have them; when the device is done."""
@@ -119,25 +137,33 @@ class Listed:
 
     def __init__(self, held: Iterable[Held]) -> None:
         self.held = list(held)
-        self.own = [i for i, each in enumerate(self.held) if each.quantity in WEIGHTS]
+        self.own = {i for i, each in enumerate(self.held) if each.quantity in WEIGHTS}
         """The places of weights."""
         self._groups: list[_Group] | None = None
         self._sampled: list[_Sampled] | None = None
         self._before: dict[tuple[int, ...], Listed] = {}
 
-    def rows(self, tensors: Tensors, number: Number) -> list[Rows]:
-        """The digests of the tensors, for each device; number: of a value, as rows name it."""
+    def rows(self, tensors: Tensors, number: Number, addresses: Array | None = None) -> list[Rows]:
+        """The digests of the tensors, for each device.
+
+        Args:
+            tensors: those.
+            number: of a value, as rows name it.
+            addresses: of the tensors, where somebody has looked at them.
+        """
         if self._groups is None:
+            check_prepared(tensors)
             parts = [(i, *each) for i, held in enumerate(self.held) for each in held.values]
             self._groups = [_Group(own, tensors, number) for own in _by_device(parts, tensors)]
-        return [group.rows(tensors) for group in self._groups]
+        return [group.rows(tensors, addresses) for group in self._groups]
 
-    def samples(self, tensors: Tensors, number: Number) -> list[Samples]:
-        """The sampled elements of those that ranks hold together, for each device."""
+    def samples(self, tensors: Tensors, number: Number, addresses: Array | None) -> list[Samples]:
+        """The sampled elements of those that ranks hold together, for each device; see `rows`."""
         if self._sampled is None:
+            check_prepared(tensors)
             parts = [(i, held) for i, held in enumerate(self.held) if held.known.pieces]
             self._sampled = [_Sampled(own, tensors, number) for own in _by_device(parts, tensors)]
-        return [sampled.samples(tensors) for sampled in self._sampled]
+        return [sampled.samples(tensors, addresses) for sampled in self._sampled]
 
     def before(self, indices: Sequence[int]) -> Listed:
         """Some of the tensors, as they are before the step."""
@@ -216,8 +242,9 @@ class _Group:
         places = [piece.place for _, _, piece in parts]
         self._digester = Digester(self._chosen(tensors), places)
 
-    def rows(self, tensors: Tensors) -> Rows:
-        return Rows(self._numbers, fetched(self._digester(self._chosen(tensors))))
+    def rows(self, tensors: Tensors, addresses: Array | None) -> Rows:
+        own = addresses if self._takes_all else None
+        return Rows(self._numbers, fetched(self._digester(self._chosen(tensors), own)))
 
     def _chosen(self, tensors: Tensors) -> Tensors:
         if self._takes_all:
@@ -257,10 +284,11 @@ class _Sampled:
         launches = bool(own) and default_backend(own[0].device) == "triton"
         self._gather = Gather(own, indices, launches) if own else None
 
-    def samples(self, tensors: Tensors) -> Samples:
+    def samples(self, tensors: Tensors, addresses: Array | None) -> Samples:
         bits = torch.empty(0, dtype=torch.int64)
         if self._gather is not None:
-            bits = self._gather([tensors[i] for i in self._chosen])
+            own = None if addresses is None else addresses[self._chosen]
+            bits = self._gather([tensors[i] for i in self._chosen], own)
         return Samples(self._rows.copy(), self._where, fetched(bits))
 
 

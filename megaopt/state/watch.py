@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from megaopt.state import native
+from megaopt.kernels import native
 
 GRAD, WEIGHT = 0, 1
 """Their places among a batch's tensors; weights may be wrappers of fp8 codes."""

@@ -10,10 +10,10 @@ from typing import Any
 import numpy
 import torch
 
+from megaopt.kernels import native
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.options.placement import STEP
-from megaopt.state import native
 from megaopt.state.numbers import given_numbers, shaping_numbers
 from megaopt.state.ownership import Versions
 from megaopt.state.watch import Grads, Guards, Seen, Watch, is_worth_building, same_objects

@@ -38,6 +38,8 @@ KINDS = {
     "masters": {"weights": BF16, **MASTER},
     "remainders": {"weights": BF16, **REMAINDERS, "kernel": "hybrid"},
     "grouped": {"weights": BF16, **MASTER, "kernel": "grouped", "precision": "bf16"},
+    "tf32": {"weights": BF16, **MASTER, "precision": "tf32"},
+    "bf16": {"weights": torch.float32, "precision": "bf16"},
     "stochastic": {"weights": BF16, "weight_rounding": "stochastic", "seed": 7, **DRAWN},
     "hybrid": {"weights": BF16, "weight_rounding": "stochastic", "kernel": "hybrid", **DRAWN},
 }
@@ -54,9 +56,13 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("options", "world", "replicas"), EXACT)
-def test_steps_are_whole_steps_where_products_are_exact(on_ranks, options, world, replicas):
-    """By projections of 0 and 1: moments, weights, masters, random bits, norm, to the bit."""
-    own = (options, 3, replicas, SHAPES[:3] if "kernel" in options else SHAPES)
+def test_steps_are_whole_steps(on_ranks, options, world, replicas):
+    """Moments, weights, masters, random bits, norm, to the bit; of ieee where products are exact.
+
+    That is by projections of 0 and 1.
+    """
+    shapes = SHAPES if options.get("precision", "ieee") == "ieee" else [*SHAPES, (5, 1040)]
+    own = (options, 3, replicas, SHAPES[:3] if "kernel" in options else shapes)
     found = on_ranks(world, selected, *own, clip_norm=1.0)
     assert_same_on_all(found, selected(*own, clip_norm=1.0))
 

@@ -43,6 +43,11 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(launched):
     assert {each["kernel"] for each in launched[0]} == kernels()
 
 
+def test_products_are_made_by_tensor_cores_without_spills(launched):
+    found = [each for each in launched[0] if each["kernel"] == "products_kernel"]
+    assert [each for each in found if each["STACK"] or each["LOCAL"] or not each["HGMMA"]] == []
+
+
 def test_direct_launches_pass_what_triton_passes(launched):
     launches = launched[1]["launches"]
     assert {each["kernel"] for each in launches} == kernels()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from digest_oracle import multipliers, oracle
-from mutants import mutant
+from mutants import each_of, mutant
 
 from megaopt import kernels
 from megaopt.kernels.chunks.table import Geometry
@@ -255,14 +255,9 @@ MUTANTS = {
         "infinities not counted": ("- 1 >> 31)", "- 1 >> 30)"),
     },
 }
-EVERY = [
-    pytest.param(source, change, id=f"{source}: {name}")
-    for source, own in MUTANTS.items()
-    for name, change in own.items()
-]
 
 
-@pytest.mark.parametrize(("source", "change"), EVERY)
+@pytest.mark.parametrize(("source", "change"), each_of(MUTANTS))
 def test_the_check_notices_a_mutant(source, change, tmp_path, monkeypatch, device):
     changed = mutant(Path(kernels.__file__).parent / "digest" / f"{source}.py", change, tmp_path)
     if source == "kernel":

@@ -20,7 +20,7 @@ from megaopt.kernels.matrix.launch import launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
 
-SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 520)], LEFT: [(70, 5), (18, 33), (520, 3)]}
+SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 1040)], LEFT: [(70, 5), (18, 33), (1040, 3)]}
 """Several tiles, parts of some, and two slabs."""
 KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
 
@@ -67,6 +67,21 @@ def assert_exact_steps_agree(side, device, precision="ieee", grad="float32", ran
 @pytest.mark.halved
 def test_the_step_is_the_twins_where_products_are_exact(side, precision, grad, device):
     assert_exact_steps_agree(side, device, precision, grad)
+
+
+@pytest.mark.parametrize("tiles", [SMALL, None], ids=["small tiles", "tiles of their own"])
+@pytest.mark.parametrize("rank", [5, 17])
+@pytest.mark.parametrize("grad", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+@pytest.mark.thirds
+def test_the_step_is_the_twins(side, precision, grad, rank, tiles, device):
+    """Of any numbers: tensor cores have a specification."""
+    formats = formats_of(PLAIN, LowRank(side, rank, precision), GRADS[grad])
+    shapes = SHAPES[side]
+    own = buffers(formats, shapes, hard=False), projections_of(formats.matrix.how, shapes)
+    found, expected = steps(formats, shapes, *own, device, tiles)
+    assert_same_buffers(found, expected)
 
 
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
@@ -140,12 +155,12 @@ def test_slabs_of_their_own_programs_and_waves_show_in_no_bit(side, device, monk
 
 # What the comparison with the twin has to notice.
 MUTANTS = {
-    "the last terms dropped": ("last = tl.minimum(first + per_slab, terms)",
-                               "last = tl.minimum(first + per_slab, terms - 1)"),
+    "the last terms dropped": ("last = tl.minimum(first + SLAB, terms)",
+                               "last = tl.minimum(first + SLAB, terms - 1)"),
     "a slab dropped": ("tl.static_range(SLABS)", "tl.static_range(SLABS - 1)"),
     "slabs added twice": ("total = total + tl.load(", "total = total + 2.0 * tl.load("),
-    "a slab begins early": ("first = (part + slab) * per_slab",
-                            "first = tl.maximum((part + slab) * per_slab - 1, 0)"),
+    "a slab begins early": ("first = (part + slab) * SLAB",
+                            "first = tl.maximum((part + slab) * SLAB - 1, 0)"),
     "only the last part of a sum": ("right, total, PRECISION)\n        grad_ptr",
                                     "right, 0 * total, PRECISION)\n        grad_ptr"),
     "the rows of another tile": ("tile // BLOCKS * OUTER", "tile // BLOCKS * 0"),

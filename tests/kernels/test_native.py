@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megaopt import FusedAdam
-from megaopt.state import native
+from megaopt.kernels import native
 from megaopt.step import batch
 
 # Compiled in a moment: what becomes of a build does not depend on what is built.
@@ -36,7 +36,7 @@ exec c++ "$@"
 """
 WAIT = """
 import json, os, sys, pathlib
-from megaopt.state import native
+from megaopt.kernels import native
 extension = native.Extension(*map(pathlib.Path, sys.argv[1:]))
 module = extension.wait()
 with open(f"{sys.argv[1]}.{os.getpid()}.said", "w") as file:

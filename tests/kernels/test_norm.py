@@ -11,7 +11,7 @@ import torch
 from bits import assert_same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mutants import mutant
+from mutants import each_of, mutant
 from norm_oracle import WIDTH, oracle_counts, oracle_norm, squares
 
 from megaopt import kernels
@@ -361,14 +361,9 @@ MUTANTS = {
         "no carry from limb to limb": (".sum() + (low >> LIMB)", ".sum()"),
     },
 }
-EVERY = [
-    pytest.param(*key, change, id=f"{key[0]}: {name}")
-    for key, own in MUTANTS.items()
-    for name, change in own.items()
-]
 
 
-@pytest.mark.parametrize(("source", "check", "change"), EVERY)
+@pytest.mark.parametrize(("source", "check", "change"), each_of(MUTANTS))
 def test_the_check_notices_a_mutant(source, check, change, tmp_path, monkeypatch, device):
     changed = mutant(Path(kernels.__file__).parent / "norm" / f"{source}.py", change, tmp_path)
     if source == "kernel":

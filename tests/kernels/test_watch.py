@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from megaopt.state import native
+from megaopt.kernels import native
 from megaopt.state.watch import Guards, Watch
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -3,9 +3,9 @@ import gc
 import pytest
 
 from megaopt import galore
+from megaopt.kernels import native
 from megaopt.kernels.chunks import table
 from megaopt.kernels.step import preparation
-from megaopt.state import native
 from megaopt.step import stepper
 
 

@@ -158,12 +158,18 @@ def rank_of_two(rank, folder, options, steps, shapes):
 
 
 def selecting(optimizer, offset=0):
-    """Gives every matrix a projection of 0 and 1, with which all products are exact."""
+    """Gives every matrix a projection of 0 and 1, with which all products are exact.
+
+    Of other numbers where a precision says how they are multiplied.
+    """
     optimizer.initialize_states()
-    for own in optimizer.state.values():
+    for number, own in enumerate(optimizer.state.values()):
         if "projection" in own:
             basis = own["projection"]
             basis = basis.to_local() if isinstance(basis, DTensor) else basis
+            if optimizer.options.precision != "ieee":
+                basis.copy_(values(basis.shape, number))
+                continue
             is_wide = basis.shape[0] < basis.shape[1]
             rows = basis if is_wide else basis.T
             rows.zero_().diagonal(offset).fill_(1.0)

@@ -31,6 +31,8 @@ from megaopt.kernels.norm import launch
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place
+from megaopt.kernels.products.launch import TILES, UNEVEN, products, symmetric_products
+from megaopt.kernels.products.reference import OPERANDS
 from megaopt.state import owned
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -60,6 +62,8 @@ class Utils:
     @staticmethod
     def load_binary(name, binary, shared, device):
         used = resources(binary)
+        if name == "products_kernel":
+            used["HGMMA"] = dumped(binary, "--dump-sass").count("HGMMA")
         compiled.append({"scenario": scenario, "kernel": name, **used})
         return len(compiled), 0, used["REG"], used["LOCAL"], 1024
 
@@ -85,14 +89,18 @@ class Driver:
         return torch.cuda
 
 
-def resources(binary):
-    """Registers of a thread and bytes of its stack and local memory, where spills go."""
+def dumped(binary, what):
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [str(tool), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(binary):
+    """Registers of a thread and bytes of its stack and local memory, where spills go."""
+    text = dumped(binary, "--dump-resource-usage")
     return {key: int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL")}
 
 
@@ -135,6 +143,18 @@ def recorded():
     Gather(tensors, [[0, 5]] * 3, launches=True)(tensors)
 
 
+def multiplied(dtype, tile):
+    """Products of a list, and symmetric ones."""
+    global scenario
+    scenario = f"products, {dtype}, {tile}"
+    size = 250 if tile is UNEVEN else 256
+    whole = torch.zeros(size, size, dtype=dtype)
+    products([whole], [whole], launches=True, tile=tile, out_dtype=torch.bfloat16)
+    if tile.rows == tile.columns == 128:
+        out = torch.zeros(size, size)
+        symmetric_products([whole], [out], add=[out], launches=True, tile=tile)
+
+
 def twice(tensor, op=dist.ReduceOp.SUM, group=None):
     """An all_reduce of two ranks that have the same."""
     if op == dist.ReduceOp.SUM:
@@ -170,6 +190,10 @@ def main():
     step("fp16 moments, fp8 weights", float8("block_128x128"), **masters, **fp16)
     step("fp8 moments, fp8 weights", float8("current"), **masters, **fp8)
     recorded()
+    for dtype in OPERANDS:
+        multiplied(dtype, TILES[1])
+    for tile in (TILES[0], *TILES[2:], UNEVEN):
+        multiplied(torch.bfloat16, tile)
     step("lion", plain(), kind=FusedLion, **masters)
     step("lion, fp8 moment", plain(), kind=FusedLion, exp_avg_dtype=torch.uint8, **masters)
     step("sgd", plain(), kind=FusedSGD, **masters)
@@ -194,7 +218,7 @@ def main():
     for precision in ("tf32", "bf16"):
         step(f"galore, {precision}", plain(), precision=precision, **grouped, **masters)
     own = {**grouped, "rank": 64, "precision": "bf16", "proj_type": "right"}
-    step("galore, whole tiles, slabs", plain(shape=(256, 512)), **own, **masters)
+    step("galore, whole tiles, slabs", plain(shape=(256, 2048)), **own, **masters)
     step("galore, remainders", plain(), store_param_remainders=True, **galore, **masters)
     blocks = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
     step("galore, stochastic", plain(), **galore, **weights, **blocks)

@@ -3,6 +3,18 @@
 import importlib.util
 import sys
 
+import pytest
+
+
+def each_of(mutants):
+    """A test's parameters: what each table of changes is of, a text or several, and a change."""
+    several = {key if isinstance(key, tuple) else (key,): own for key, own in mutants.items()}
+    return [
+        pytest.param(*key, change, id=f"{key[0]}: {name}")
+        for key, own in several.items()
+        for name, change in own.items()
+    ]
+
 
 def mutant(path, change, folder):
     old, new = change

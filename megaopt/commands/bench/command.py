@@ -25,11 +25,9 @@ from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import Source, describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError
+from megaopt.kernels import native
 from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
-from megaopt.state import native
-
-__all__ = ["HostFigures", "host_record", "host_table", "main", "measure_host", "why_not"]
 
 CHECKED_ELEMENTS = 2**20
 HOST_COUNTS = (16, 148, 291, 723, 4000)
@@ -42,19 +40,20 @@ HOST_MODE = MODES["bf16"]
 
 
 def main(
+    *,
     out: Path = Path("out/bench"),
     sets: tuple[str, ...] = (),
     only: tuple[str, ...] = (),
     peers: bool = True,
 ) -> int:
-    """Measure the optimizer step, ours and the peers', against a same-run copy on the device.
+    """Time the optimizer step, and other libraries', beside a copy of its bytes, on a CUDA GPU.
 
     Args:
-        out: The folder for record.json and a speed_<set>.png for each set; made where missing.
-        sets: Names of tensor sets (sets.SETS, and sets.HOST for the host's share); none means all.
-        only: Names of modes (modes.MODES) and peers (peers.PEERS); none means all. A mode brings
-            the peers that it is compared with.
-        peers: Whether peers are measured, as far as they are installed.
+        out: Folder for the record and the pictures.
+        sets: Sets of tensors to time: A, B, C, llama70b-64, moe64, gpt2, host; all by default.
+        only: Forms to time, as bf16 or blocks, with their peers; all by default. Any other word
+            shows the list of names.
+        peers: Time the other libraries' optimizers that are installed.
 
     Returns:
         0 when every case of ours was measured, 1 when one was refused.

@@ -12,10 +12,9 @@ from megaopt.commands.bench.instance import Instance, build, state_tensors
 from megaopt.commands.bench.modes import Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.sets import TensorSet
-from megaopt.commands.bits import first_unequal
 from megaopt.kernels.contracts import CONTRACTS
-
-__all__ = ["Check", "check", "compare", "first_difference"]
+from megaopt.recording.digest import digest_many, hexadecimal
+from megaopt.recording.pair import differences
 
 
 @dataclass(frozen=True)
@@ -95,19 +94,18 @@ def first_difference(ours: Instance, theirs: Instance, steps: int = 4) -> str | 
 
 def compare(ours: Instance, theirs: Instance) -> str | None:
     """Return the first difference between two instances of one case, None where there is none."""
-    pairs = zip(ours.parameters, theirs.parameters, strict=True)
-    for index, (parameter, other) in enumerate(pairs):
-        one, two = state_tensors(ours, parameter), state_tensors(theirs, other)
-        if one.keys() != two.keys():
-            return f"tensor {index}: states {sorted(one)} against {sorted(two)}"
-        for name, values in one.items():
-            if found := _compare_tensors(values, two[name]):
-                return f"tensor {index}, {name}{found}"
-    return None
+    one, two = (dict(_tensors(each)) for each in (ours, theirs))
+    kinds = ({name: (t.dtype, tuple(t.shape)) for name, t in each.items()} for each in (one, two))
+    found = differences(*kinds) or differences(_digests(one), _digests(two))
+    return str(found[0]) if found else None
 
 
-def _compare_tensors(ours: Tensor, theirs: Tensor) -> str | None:
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return f": {ours.dtype} {tuple(ours.shape)} against {theirs.dtype} {tuple(theirs.shape)}"
-    found = first_unequal(ours, theirs, nans_alike=False)
-    return None if found is None else f"[{found.place}]: {found.bits} against {found.others}"
+def _tensors(instance: Instance) -> Iterator[tuple[str, Tensor]]:
+    for index, parameter in enumerate(instance.parameters):
+        for name, tensor in state_tensors(instance, parameter).items():
+            yield f"{name} of tensor {index}", tensor
+
+
+def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    found = digest_many(list(tensors.values())).cpu()
+    return dict(zip(tensors, map(hexadecimal, found), strict=True))

@@ -14,8 +14,6 @@ from megaopt.kernels.formats import MASTERS, MOMENTS
 from megaopt.kernels.matrix.galore import PROJECTION
 from megaopt.kernels.quantizers import Left
 
-__all__ = ["Instance", "build", "bytes_held", "bytes_per_step", "is_float8", "state_tensors"]
-
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param")
 SCALED = {f.dtype for table in (MOMENTS, MASTERS) for f in table.values() if f.scaled}
 

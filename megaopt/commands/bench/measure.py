@@ -5,14 +5,12 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
-
-__all__ = ["Copy", "Figures", "count_device_work", "measure", "repetitions", "wall_ms"]
 
 MOST_STEPS = 50
 LEAST_STEPS = 3
@@ -64,6 +62,12 @@ class Figures:
     def percent_of_copy(self) -> float:
         """The step's bytes per second over the copy's, in percent."""
         return 100 * (self.bytes / self.step_ms) / (self.copy_bytes / self.copy_ms)
+
+
+def record_of_figures(figures: Figures) -> dict[str, Any]:
+    """What was measured, and what follows from it, ready for JSON."""
+    names = ("launches", "copy_bandwidth", "percent_of_copy")
+    return asdict(figures) | {name: getattr(figures, name) for name in names}
 
 
 class Copy:

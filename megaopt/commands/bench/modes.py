@@ -15,8 +15,6 @@ from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.optimizer import FusedOptimizer
 
-__all__ = ["MODES", "Mode"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:

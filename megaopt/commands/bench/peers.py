@@ -19,8 +19,6 @@ from megaopt.commands.bench.instance import is_float8
 from megaopt.float8 import RECIPES
 from megaopt.kernels.quantizers.scale import scale_from_amax_reference
 
-__all__ = ["PEERS", "SHARED", "Peer", "describe_float8"]
-
 SHARED: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "weight_decay": 0.1})
 """What every optimizer is given; a decay, so that a step does all that it does in training."""
 

@@ -11,15 +11,13 @@ from matplotlib.patches import Patch
 from rich.table import Table
 
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.measure import Figures
+from megaopt.commands.bench.measure import Figures, record_of_figures
 from megaopt.commands.bench.modes import MODES, Mode
 from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.sets import HOST, SETS, TensorSet
 from megaopt.commands.console import make_table
 from megaopt.commands.regression.picture import save
 from megaopt.commands.toml_tables import require
-
-__all__ = ["Case", "Ratio", "Result", "draw", "ratios", "record_of", "select", "table_of"]
 
 HEADINGS = (
     "case", "bits", ">B/param", ">held", ">ms", ">of copy", ">wall", ">new grads", ">launches",
@@ -214,11 +212,7 @@ def _case_record(result: Result, results: Sequence[Result]) -> dict[str, Any]:
         equal = None if check is None or check.against is None else check.difference is None
         record["equal"] = equal
     if figures is not None:
-        record |= asdict(figures) | {
-            "launches": figures.launches,
-            "copy_bandwidth": figures.copy_bandwidth,
-            "percent_of_copy": figures.percent_of_copy,
-        }
+        record |= record_of_figures(figures)
         if ours:
             record["times_faster_than"] = [asdict(ratio) for ratio in ratios(result, results)]
     return record

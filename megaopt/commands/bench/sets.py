@@ -4,10 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["HOST", "SETS", "Shape", "TensorSet"]
-
 HOST = "host"
-"""The set of megaopt.bench.host, of which the host's time alone is measured."""
+"""The set of which the host's time alone is measured."""
 
 Shape = tuple[int, ...]
 

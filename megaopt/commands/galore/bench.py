@@ -21,20 +21,24 @@ from torch.nn import Parameter
 from megaopt.commands import exits
 from megaopt.commands.bench.command import why_not
 from megaopt.commands.bench.instance import Instance, build
-from megaopt.commands.bench.measure import Copy, Figures, measure
+from megaopt.commands.bench.measure import Copy, Figures, measure, record_of_figures
 from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console, make_table, print_table
-from megaopt.commands.galore.errors import WEIGHTS, Setup, check_setup, measure_errors
+from megaopt.commands.galore.errors import (
+    KERNELS,
+    WEIGHTS,
+    Setup,
+    check_setup,
+    measure_errors,
+)
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import save
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.matrix.products import BF16, IEEE, product
+from megaopt.kernels.matrix.products import BF16, PRECISIONS, TF32, product
 from megaopt.saving.files import write_json
-
-__all__ = ["main", "run"]
 
 SIDE = 8192
 """Rows and columns of the matrices whose product says how fast the device multiplies."""
@@ -133,34 +137,35 @@ def record_of_result(result: Result) -> dict[str, Any]:
     record = {**asdict(setup), "floor_bytes": floor_bytes(setup), "operations": operations(setup)}
     record["problem"] = result.problem
     if figures is not None:
-        record |= asdict(figures) | {
-            "launches": figures.launches,
-            "copy_bandwidth": figures.copy_bandwidth,
-            "speed": result.speed,
-            "floor_ms": result.floor_ms,
-        }
+        record |= record_of_figures(figures)
+        record |= {"speed": result.speed, "floor_ms": result.floor_ms}
     return record
 
 
 def main(
-    out: Path,
-    shapes: Sequence[tuple[int, int]],
-    ranks: Sequence[int],
-    kernels: Sequence[str],
-    weights: Sequence[str],
-    precisions: Sequence[str] = (IEEE,),
-    matrices: Sequence[int] = (1,),
+    *,
+    M: int = 4096,
+    N: tuple[int, ...] = (4096, 11008),
+    ranks: tuple[int, ...] = (32, 64, 128, 256, 512),
+    kernels: tuple[str, ...] = KERNELS,
+    weights: tuple[str, ...] = tuple(WEIGHTS),
+    precisions: tuple[str, ...] = PRECISIONS,
+    matrices: tuple[int, ...] = (1,),
+    allow_tf32: bool = False,
+    out: Path = Path("out/galore"),
 ) -> int:
-    """Measures each case, prints and draws the times, and writes a record.
+    """Time GaLoreAdamW's step without a refresh, against a copy of the bytes that it must move.
 
     Args:
-        out: the folder for record.json and speed.png; made where missing.
-        shapes: rows and columns of the matrices.
-        ranks: of their projections.
-        kernels: of errors.KERNELS.
-        weights: of errors.WEIGHTS.
-        precisions: of the two products.
-        matrices: how many of a shape are stepped together.
+        M: Rows.
+        N: Columns, of one shape each.
+        ranks: Of the projections.
+        kernels: torch, compiled, hybrid, grouped.
+        weights: float32, bfloat16 (with fp32 masters and bf16 gradients).
+        precisions: Of the two products: ieee, tf32, bf16.
+        matrices: How many of a shape are stepped together.
+        allow_tf32: As precisions tf32 alone.
+        out: Folder for the record and the picture.
 
     Returns:
         0 where every case was measured, 1 where one was not.
@@ -173,6 +178,7 @@ def main(
     if reason := why_not():
         raise ConfigError(f"galore bench cannot run here: {reason}")
     device, console = torch.device("cuda", torch.cuda.current_device()), make_console()
+    shapes, precisions = [(M, columns) for columns in N], (TF32,) if allow_tf32 else precisions
     try:
         setups = select(shapes, ranks, kernels, weights, precisions, matrices, device)
         source = describe_source()

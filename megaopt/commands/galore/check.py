@@ -11,9 +11,7 @@ from rich.table import Table
 from megaopt.commands import exits
 from megaopt.commands.console import make_console, make_table, print_table
 from megaopt.commands.galore.errors import Finding, Setup, check_setup, measure_errors
-from megaopt.commands.toml_tables import ConfigError
-
-__all__ = ["main"]
+from megaopt.commands.toml_tables import ConfigError, require
 
 CALLED = {
     "exp_avg": "running mean (exp_avg)",
@@ -27,19 +25,49 @@ MOST = 5
 """Elements that --verbose shows of each tensor."""
 
 
-def main(setup: Setup, verbose: bool = False) -> int:
-    """Prints the errors of a step on the current GPU, or on the CPU where there is none.
+def main(
+    *,
+    kernel: str = "hybrid",
+    M: int = 4096,
+    N: int = 4096,
+    rank: int = 128,
+    weights: str = "float32",
+    precision: str = "ieee",
+    proj_type: str = "std",
+    seed: int = 0,
+    tf32: bool = False,
+    allow_tf32: bool = False,
+    verbose: bool = False,
+) -> int:
+    """Step a random matrix with GaLoreAdamW; compare its errors against fp64 with torch's own.
 
     Args:
-        setup: what is stepped.
-        verbose: also print the largest errors, and where they are.
+        kernel: torch, compiled, hybrid or grouped; the last two run slowly without a GPU.
+        M: Rows.
+        N: Columns.
+        rank: Of the projection; with rank * (M + N) < M * N.
+        weights: float32, or bfloat16 with fp32 masters and bf16 gradients.
+        precision: Of the two products: ieee, tf32 or bf16.
+        proj_type: Side of the projection: std, reverse_std, right, left or auto.
+        seed: Of weight, gradients and first projection.
+        tf32: As precision tf32, and refused beside another but ieee, the default.
+        allow_tf32: The same.
+        verbose: Also print the largest errors, and where they are.
 
     Returns:
         0 where every error is within its bound, 1 otherwise.
 
     Raises:
-        ConfigError: `check_setup` refuses the setup, or the kernel does not run here.
+        ConfigError: an argument is out of its range, or the kernel does not run here.
     """
+    if tf32 or allow_tf32:
+        name = "--tf32" if tf32 else "--allow_tf32"
+        require(precision in ("ieee", "tf32"), "precision", precision, f"'tf32' beside {name}")
+        precision = "tf32"
+    setup = Setup(
+        kernel=kernel, rows=M, columns=N, rank=rank, weights=weights, precision=precision,
+        proj_type=proj_type, seed=seed,
+    )  # fmt: skip
     device = _device()
     try:
         check_setup(setup, device)

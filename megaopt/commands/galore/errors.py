@@ -17,8 +17,6 @@ from megaopt.kernels.matrix.launch import why_not_kernel
 from megaopt.kernels.matrix.products import IEEE, PRECISIONS
 from megaopt.options.checks import one_of, refuse
 
-__all__ = ["KERNELS", "WEIGHTS", "Finding", "Setup", "check_setup", "compared", "measure_errors"]
-
 KERNELS = ("torch", "compiled", "hybrid", "grouped")
 WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes of weight and gradient, by name; bf16 weights have fp32 masters."""

@@ -94,6 +94,10 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "no-bias-correction": {"bias_correction": False},
     "capturable": {"capturable": True},
     "maximize": {"maximize": True},
+    # GaLore's products, of numbers rounded so, with projections of any numbers
+    "tf32": {"precision": "tf32"},
+    "bf16-products": {"precision": "bf16"},
+    "larger-side": {"proj_type": "reverse_std"},  # sums of 1,400 terms
     "late": {},  # from step 99,990 on in the first group, from 4,090 on in the second
     "clip": {},  # clip_norm, which every other step exceeds
     "grad-scale": {},  # a GradScaler's scale, a power of two in some steps and not in others

@@ -216,6 +216,13 @@ GALORE = _rows("""
     bf16 remainder8-master        block_e4m3-block_e5m3
     bf16 no-master-stochastic     block64_e4m3-block64_e5m3/capturable
 """)
+# by projections of any numbers: the products are tensor cores'
+PRODUCTS = _rows("""
+    fp32 no-master    fp32-fp32/tf32 fp32-fp32/bf16-products fp32-fp32/tf32/larger-side/capturable
+    bf16 fp32-master  fp32-fp32/tf32 fp32-bf16/bf16-products/larger-side/clip
+    bf16 remainder    bf16-fp32/bf16-products fp32-fp32/tf32/larger-side/resume
+    fp16 fp16-master  fp16-fp32/bf16-products/larger-side/overflow
+""")
 MAXIMIZE = _rows("bf16 fp32-master fp32-fp32/maximize")
 
 
@@ -238,7 +245,7 @@ CASES: dict[str, list[Case]] = {
         ("ieee/adamw_amsgrad", AMSGRAD),
         ("ieee/adam_amsgrad", AMSGRAD),
         ("ieee/adamw_amsgrad", _rows("bf16 fp32-master block_e4m3-block_e5m3_nearest")),
-        ("ieee/galore", GALORE),
+        ("ieee/galore", GALORE + PRODUCTS),
         ("ieee/lion", LION),
         ("ieee/sgd", NO_MOMENTUM),
         ("ieee/sgdw", NO_MOMENTUM),

@@ -21,6 +21,7 @@ from megaopt.commands.golden.run import run
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.recording.pair import differences
 
 DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch", "triton")
 """What a record says of the machine on which the part of NVIDIA GPUs was made."""
@@ -48,14 +49,14 @@ class Task:
 
 
 def verify(
-    record: Path | None = None, only: Sequence[str] = (), backends: Sequence[str] = ()
+    *, record: Path | None = None, only: tuple[str, ...] = (), backends: tuple[str, ...] = ()
 ) -> int:
-    """Steps the cases of the record with every backend that works here, and compares.
+    """Step the cases of the golden record with every backend that works here; compare their bits.
 
     Args:
-        record: writes the file anew, here, and compares nothing.
-        only: patterns of the names of cases to check; none means all.
-        backends: the backends to check; none means all.
+        record: Write the record anew to this file, and compare nothing.
+        only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
+        backends: Names of the backends to check; all by default.
 
     Returns:
         0 where all that was checked is identical, or the record is written; 1 where something
@@ -238,8 +239,7 @@ def what_differs(
         return f"{type(error).__name__}: {error}"
     if expected is None:
         return None
-    quantities = dict.fromkeys((*expected, *found))
-    return ", ".join(q for q in quantities if found.get(q) != expected.get(q)) or None
+    return ", ".join(each.name for each in differences(expected, found)) or None
 
 
 def why_not_recorded() -> str | None:

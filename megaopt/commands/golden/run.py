@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 import megaopt
-from megaopt.commands.bits import as_integers
+from megaopt.commands.bits import alike_codes
 from megaopt.commands.golden.case import Case
-from megaopt.commands.golden.tensors import copies, gradient, parameters, select, specs_of
+from megaopt.commands.golden.tensors import copies, gradient, parameters, project, select, specs_of
 from megaopt.float8 import Float8Weight
+from megaopt.kernels.digest.codes import codes_of
 from megaopt.optimizer import FusedOptimizer
 
 STEPS = 20
@@ -63,9 +64,8 @@ class Hashes:
 
 def _bytes_of(tensor: Tensor, any_nan: bool) -> bytes:
     tensor = tensor.detach().cpu()
-    if any_nan and tensor.is_floating_point() and tensor.element_size() > 1:
-        tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
-    array = as_integers(tensor).numpy()
+    codes = alike_codes if any_nan and tensor.element_size() > 1 else codes_of
+    array = codes(tensor).numpy()
     return numpy.asarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
 
 
@@ -138,8 +138,10 @@ def _master(param: Tensor) -> Tensor:
 def _start(case: Case, optimizer: FusedOptimizer) -> None:
     if case.is_projected:
         optimizer.initialize_states()
-        for state in optimizer.state.values():
-            if "projection" in state:
+        for index, state in enumerate(optimizer.state.values()):
+            if "projection" in state and "precision" in case.options:
+                project(state["projection"], index)
+            elif "projection" in state:
                 select(state["projection"])
     if not case.has("late"):
         return

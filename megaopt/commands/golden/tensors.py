@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import megaopt
 from megaopt.commands.golden.case import Case
 from megaopt.float8 import Float8Recipe
+from megaopt.recording.inputs import mixed
 
 Words = NDArray[numpy.uint64]
 Patterns = NDArray[numpy.int64]
@@ -161,6 +162,14 @@ def select(projection: Tensor) -> None:
         row[(5 * index + 2) % len(row)] = -1.0 if index == 1 else 1.0
 
 
+@torch.no_grad()
+def project(projection: Tensor, index: int) -> None:
+    """Writes any numbers, those of a parameter's number."""
+    spec = Spec(tuple(projection.shape), 0, "normal")
+    bits, _ = _drawn(spec, torch.float32, (2, index))
+    projection.copy_(_tensor_of(bits, torch.float32).reshape(spec.shape))
+
+
 def gradient(case: Case, index: int, step: int, device: torch.device) -> Tensor | None:
     """The gradient of a parameter at a step, counted from 1; None where it has none."""
     if step in WITHOUT_GRAD and index % 3 == step % 3:
@@ -239,11 +248,8 @@ def _parameter(
 
 
 def _mixed(words: Words) -> Words:
-    """The last part of the splitmix64 generator; products and sums are modulo 2**64."""
-    words = (words ^ (words >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-    mixed: Words = words ^ (words >> numpy.uint64(31))
-    return mixed
+    """Each of them through `mixed`; products and sums are modulo 2**64."""
+    return mixed(torch.from_numpy(words.view(numpy.int64))).numpy().view(numpy.uint64)
 
 
 def _words(count: int, *seeds: int) -> Words:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from megaopt.commands import exits
 from megaopt.commands.config import read_config
-from megaopt.commands.console import make_console, step_progress
+from megaopt.commands.configs import DEFAULT, find_config
+from megaopt.commands.console import make_console, make_table, print_table, step_progress
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.outcome import Outcome
 from megaopt.commands.regression.outputs import make_folder
@@ -38,15 +39,15 @@ def read_run(path: Path) -> AnyRun:
     return read_megatron_run(path) if "megatron" in read_toml(path) else read_config(path)
 
 
-def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
-    """Trains the variants of a config in fresh processes and compares them bit for bit.
-
-    The record is written anew whenever a variant has ended, the pictures at the end.
+def regress(
+    config: Path = DEFAULT, /, *, perturb: int | None = None, out: Path = Path("out")
+) -> int:
+    """Train the variants that a config names on the same data; compare them bit for bit.
 
     Args:
-        config_path: the TOML file; with a table [megatron] Megatron-Core trains.
-        out: folder in which the folder of this run, named like the config, is made.
-        perturb: step after whose update one bit of one master is flipped; None: never.
+        config: TOML file of the run, or the name of one that comes with megaopt, as gpt_tiny_fp8.
+        perturb: Flip the lowest bit of one master after this step, to see a difference caught.
+        out: Folder for the record and the pictures; the run gets a folder of its name in it.
 
     Returns:
         0 where every variant equals its baseline, 1 where one differs, 2 where one failed.
@@ -56,6 +57,7 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
         SourceError: MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout.
         OSError: the record or a picture cannot be written.
     """
+    config_path = find_config(config)
     run, source = read_run(config_path), describe_source()
     console, corpus = make_console(), load_corpus()
     with tempfile.TemporaryDirectory() as scratch:
@@ -71,9 +73,9 @@ def regress(config_path: Path, out: Path, perturb: int | None = None) -> int:
         _draw(regression, folder)
     console.print(_compared(regression))
     if any(outcome.is_timed for outcome in regression.outcomes):
-        console.print(_measured(regression))
+        print_table(console, _measured(regression))
     if any(trial.number > 1 for trial in regression.trials):
-        console.print(_times(regression))
+        print_table(console, _times(regression))
     return _report(regression, config_path, folder, console)
 
 
@@ -177,9 +179,8 @@ def _row(outcome: Outcome) -> dict[str, str]:
 
 def _measured(regression: Regression) -> Table:
     """A row for each trial: time, memory and bytes."""
-    table = Table(title="a rank's optimizer step, norm and clip included")
-    for name in ("variant", *MEASURED):
-        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    title, headings = "a rank's optimizer step, norm and clip included", [f">{n}" for n in MEASURED]
+    table = make_table(title, ("variant", *headings))
     for outcome in (each for each in regression.outcomes if each.is_timed):
         found = measured(regression, outcome)
         cells = (show(found[key]) for key, show in MEASURED.values())
@@ -189,9 +190,8 @@ def _measured(regression: Regression) -> Table:
 
 def _times(regression: Regression) -> Table:
     """A row for each variant: medians over its runs, least and most, and over the baseline's."""
-    table = Table(title="over all runs: medians, (least to most), times the baseline's")
-    for name in ("variant", "runs", "step ms", "", "iteration ms", ""):
-        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    title = "over all runs: medians, (least to most), times the baseline's"
+    table = make_table(title, ("variant", ">runs", ">step ms", ">", ">iteration ms", ">"))
     for variant, times in times_of(regression).items():
         cells = []
         for spread in (times[key] for key in TIMES):

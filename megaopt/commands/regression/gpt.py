@@ -34,6 +34,7 @@ from megaopt.commands.training.model import GPT, build_model
 from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.float8 import RECIPES, scaled_matmul, to_float8
 from megaopt.recording.files import hexadecimal
+from megaopt.recording.pair import differences, flat
 from megaopt.saving import checkpoint
 
 if TYPE_CHECKING:
@@ -166,16 +167,8 @@ def require_run(path: Path, payload: dict[str, Any], expected: dict[str, Any]) -
     saved = payload.get("run")
     if not isinstance(saved, dict) or "training" not in payload:
         raise ConfigError(f"resume must be a checkpoint of `megaopt train`, got {str(path)!r}")
-    own, other = _flat(expected), _flat(saved)
-    for key in {**own, **other}:
-        if own.get(key) != other.get(key):
-            raise ConfigError(
-                f"resume must be a checkpoint of this run, whose {key} is {own.get(key)!r}, got "
-                f"{str(path)!r}, whose {key} is {other.get(key)!r}"
-            )
-
-
-def _flat(tables: dict[str, Any]) -> dict[str, Any]:
-    """The keys of tables as "table.key"."""
-    own = ((k, v if isinstance(v, dict) else {"": v}) for k, v in tables.items())
-    return {f"{k}.{key}".rstrip("."): value for k, v in own for key, value in v.items()}
+    for key, own, other in differences(flat(expected), flat(saved)):
+        raise ConfigError(
+            f"resume must be a checkpoint of this run, whose {key} is {own!r}, got {str(path)!r}, "
+            f"whose {key} is {other!r}"
+        )

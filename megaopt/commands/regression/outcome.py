@@ -12,6 +12,7 @@ from typing import Any
 from megaopt.commands.regression.megatron.config import SharedKeys
 from megaopt.commands.regression.plan import Trial
 from megaopt.recording.files import Recording, Summed
+from megaopt.recording.pair import differences
 
 WARM_UP = 3
 """Steps of a group of processes whose times are not counted: the first compile and allocate."""
@@ -71,15 +72,14 @@ class Outcome:
     def _compare(self, baseline: Outcome) -> None:
         """Notes the first difference, by step and then in the order in which a step makes it."""
         for step in range(1, self.trial.jobs[-1].last + 1):
-            own, other = self.quantities(step), baseline.quantities(step)
-            if odd := own.keys() ^ other.keys():
-                self.failure = f"step {step}: only one of the two has {sorted(odd)[:4]}"
+            found = differences(self.quantities(step), baseline.quantities(step))
+            if odd := [each.name for each in found if None in each]:
+                self.failure = f"step {step}: only one of the two has {odd[:4]}"
+            elif found:
+                names = self.trial.name, baseline.trial.name
+                self.difference = Difference(step, *names, *found[0])
+            if found:
                 return
-            for name, bits in own.items():
-                if bits != other[name]:
-                    names = self.trial.name, baseline.trial.name
-                    self.difference = Difference(step, *names, name, bits, other[name])
-                    return
 
     def recording_at(self, step: int) -> Recording:
         """The recording that has a step; the first job's may have later ones, of another trial."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from megaopt.commands.toml_tables import require
 
-__all__ = ["about_file", "make_folder", "require_file", "require_new_folder"]
-
 
 def require_file(key: str, path: Path | None) -> None:
     """Tries whether a file can be written at `path`; None: nothing is to be written.

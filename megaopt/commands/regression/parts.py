@@ -9,10 +9,11 @@ from typing import Any
 import numpy
 import torch
 
-from megaopt.commands.bits import compared_integers
+from megaopt.commands.bits import alike_codes
 from megaopt.kernels.place import Place
 from megaopt.recording.digest import of_places
-from megaopt.recording.files import ROW, Value, Writer
+from megaopt.recording.files import Value, Writer
+from megaopt.recording.table import Array, Rows
 
 Part = tuple[Value, torch.Tensor]
 """What a rank holds of a quantity: all of it, or elements that follow each other."""
@@ -44,7 +45,7 @@ def open_recording(folder: Path, rank: int, world: int, about: Mapping[str, Any]
     return Writer(folder, rank, {"world": world, "level": "step", "every": 1, "training": about})
 
 
-def rows_of(parts: Iterable[Part], writer: Writer, device: torch.device) -> numpy.ndarray[Any, Any]:
+def rows_of(parts: Iterable[Part], writer: Writer, device: torch.device) -> Array:
     """The digests of parts, which are computed on a device, as the writer's rows.
 
     Every NaN counts as the same: its sign and payload come from the processor, and from which
@@ -55,12 +56,9 @@ def rows_of(parts: Iterable[Part], writer: Writer, device: torch.device) -> nump
     found = of_places([tensor for _, tensor in own], places).cpu()
     for number in found[:, 2].nonzero().flatten().tolist():
         tensor = own[number][1]
-        alike = compared_integers(tensor).view(tensor.dtype)
+        alike = alike_codes(tensor).view(tensor.dtype)
         found[number] = of_places([alike], [places[number]])[0].cpu()
-    rows = numpy.empty(len(own), ROW)
-    rows["value"] = [writer.number(value) for value, _ in own]
-    rows["low"], rows["high"], rows["nonfinite"] = found.numpy().T
-    return rows
+    return Rows(numpy.array([writer.number(value) for value, _ in own]), found).array()
 
 
 def flip_master_bit(parts: Iterable[Part]) -> None:

@@ -6,26 +6,18 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from megaopt.commands.regression import gpt
 from megaopt.commands.regression.megatron import training as megatron
 from megaopt.commands.regression.megatron.config import MegatronRun
-from megaopt.commands.regression.parts import (
-    Part,
-    flip_master_bit,
-    open_recording,
-    rows_of,
-)
+from megaopt.commands.regression.parts import flip_master_bit, open_recording, rows_of
 from megaopt.commands.regression.plan import AnyRun, Job
 from megaopt.commands.training.determinism import deterministic
 
@@ -65,32 +57,6 @@ class Task:
         return f"file://{self.folder / self.job.name}.meeting"
 
 
-class Training(Protocol):
-    """A rank's model, its optimizer and its text."""
-
-    device: torch.device
-
-    def step(self, number: int) -> dict[str, Any]:
-        """Trains a step, counted from 1.
-
-        Returns:
-            Its line in the recording: "losses" and "grad_norm" as float.hex writes them, and what
-            else JSON can hold.
-        """
-
-    def parts(self) -> Iterable[Part]:
-        """Weights, masters and moments after a step, in the model's order."""
-
-    def about(self) -> dict[str, Any]:
-        """What a recording says of the run."""
-
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint; for all ranks to call together."""
-
-    def load(self, path: Path) -> None:
-        """Continues what was saved; for all ranks to call together."""
-
-
 def serve(task: Task, parent: Connection) -> None:
     """The process's life: exit status 1 and a traceback in its log where anything fails."""
     log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -118,7 +84,7 @@ def _end_with(parent: Connection) -> None:
     os._exit(1)
 
 
-def build(task: Task) -> Training:
+def build(task: Task) -> gpt.Training | megatron.Training:
     """A rank's training, from the seed; the ranks have met."""
     return megatron.build(task) if isinstance(task.run, MegatronRun) else gpt.build(task)
 

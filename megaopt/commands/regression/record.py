@@ -22,6 +22,7 @@ from megaopt.commands.regression.plan import variants_of
 from megaopt.commands.regression.regression import Regression, is_installed
 from megaopt.commands.source import Source
 from megaopt.commands.training.text import Corpus
+from megaopt.recording.environment import installed
 
 VERSIONS = ("megaopt", "python", "torch", "triton", "cuda_runtime", "cuda_driver")
 PACKAGES = ("megatron-core", "transformer_engine", "apex")
@@ -35,7 +36,7 @@ def made_with(regression: Regression, corpus: Corpus, source: Source) -> dict[st
     versions = {key: described[key] for key in VERSIONS}
     of_megatron: dict[str, Any] = {}
     if isinstance(regression.run, MegatronRun):
-        versions |= {name: environment.installed_version(name) for name in PACKAGES}
+        versions |= {name: installed(name) for name in PACKAGES}
         of_megatron = {"settings": settings()}
     return {
         "source": source,

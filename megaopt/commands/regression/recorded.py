@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_losses", "digest_of", "recorded"]
-
 FILE = Path(__file__).with_name("losses.json")
 
 

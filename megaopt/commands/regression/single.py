@@ -13,6 +13,7 @@ from megaopt.commands.config import (
     Variant,
     read_config,
 )
+from megaopt.commands.configs import find_config
 from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.gpt import Training
 from megaopt.commands.regression.outputs import about_file, require_file, require_new_folder
@@ -35,7 +36,8 @@ def _choose_variant(config: RunConfig, name: str | None) -> Variant:
 
 
 def train(
-    config_path: Path,
+    config: Path,
+    /,
     *,
     variant: str | None = None,
     steps: int | None = None,
@@ -43,17 +45,20 @@ def train(
     resume: Path | None = None,
     result: Path | None = None,
 ) -> int:
-    """Trains one variant of a config.
+    """Train one variant of a config; regress alone takes those of Megatron (megatron_...).
 
     Args:
-        config_path: the TOML file.
-        variant: its name; the first fused variant by default.
-        steps: the last step, counted from the run's beginning; the config's by default.
-        save: where to write a checkpoint at the end.
-        resume: a checkpoint of the same run to continue from.
-        result: a folder that is made, for a recording of the steps trained here.
+        config: TOML file of the run, or the name of one that comes with megaopt.
+        variant: Name of the variant; the config's first fused variant by default.
+        steps: Last step, counted from the run's beginning; the config's by default.
+        save: Write a checkpoint to this file at the end.
+        resume: Continue from this checkpoint of the same variant.
+        result: Record the steps trained here in this folder, which must not be there yet: losses as
+            float.hex writes them, and the digest of every weight, master and moment after each step
+            (docs/recording.md).
 
-    Returns 0.
+    Returns:
+        0.
 
     Raises:
         ConfigError: the config, variant, steps, save or result is wrong, or the checkpoint is of
@@ -61,16 +66,17 @@ def train(
         CheckpointError: the checkpoint cannot be read.
         OSError: a file cannot be written.
     """
-    config = read_config(config_path)
-    chosen = _choose_variant(config, variant)
-    last = config.steps if steps is None else steps
+    path = find_config(config)
+    run = read_config(path)
+    chosen = _choose_variant(run, variant)
+    last = run.steps if steps is None else steps
     require(1 <= last <= MOST, "steps", last, "a whole number from 1 to 2**31-1")
     require_file("save", save)
     require_new_folder("result", result)
-    with deterministic(config.cpu_threads):
-        device = choose_device(config)
-        require_room(config, chosen, device)
-        training = Training(config, chosen, device)
+    with deterministic(run.cpu_threads):
+        device = choose_device(run)
+        require_room(run, chosen, device)
+        training = Training(run, chosen, device)
         if resume is not None:
             training.load(resume, check=True)
         done = training.steps_done
@@ -78,7 +84,7 @@ def train(
         try:
             _train_steps(training, last, result)
         except OSError as error:
-            raise about_file(error, result or config_path) from error
+            raise about_file(error, result or path) from error
     if save is not None:
         training.save(save)
     return exits.DONE

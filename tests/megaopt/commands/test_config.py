@@ -6,6 +6,7 @@ from pydantic import ValidationError
 import megaopt
 from megaopt.commands import cli, configs
 from megaopt.commands.config import FusedVariant, UnfusedVariant, read_config
+from megaopt.commands.regression import command
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.float8 import RECIPES
 
@@ -246,8 +247,13 @@ def test_an_unknown_name_is_refused_with_those_there_are(tmp_path, monkeypatch, 
 def test_regress_takes_the_config_of_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     taken = []
-    monkeypatch.setattr(cli, "_load", lambda *_: lambda config, *_: taken.append(config) or 0)
-    assert cli.main(["regress"]) == cli.main(["regress", "gpt_tiny_fp8"]) == 0
+
+    def read_run(path):
+        taken.append(path)
+        raise ConfigError("read")
+
+    monkeypatch.setattr(command, "read_run", read_run)
+    assert cli.main(["regress"]) == cli.main(["regress", "gpt_tiny_fp8"]) == 2
     assert [path.name for path in taken] == ["gpt_tiny.toml", "gpt_tiny_fp8.toml"]
     assert all(path.is_file() for path in taken)
 

@@ -23,6 +23,11 @@ class Rate(Faults):
         optimizer.param_groups[0]["lr"] = 9e-3 if step == AT else 1e-2
 
 
+class Plain(Faults):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=self.lr)
+
+
 class Wider(Faults):
     def start(self, model):
         model.extra = torch.nn.Linear(2, 2)
@@ -31,10 +36,15 @@ class Wider(Faults):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    run(folder / "a")
-    run(folder / "b", Rate())
-    run(folder / "wider", Wider())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # what git says of the checkout is not what the tests are about
+        run(folder / "a")
+        run(folder / "b", Rate())
+        run(folder / "wider", Wider())
     return folder
+
+
+SAME = "same: 5 steps from 1 to 5, 16 tensors (grad, weight, exp_avg, exp_avg_sq), bit for bit\n"
 
 
 # ---- diff
@@ -51,8 +61,33 @@ def test_the_verdict_stands_in_the_first_line(megaopt, runs):
 
 
 def test_equal_runs_are_one_line(megaopt, runs):
-    line = "same: 5 steps from 1 to 5, all that both recorded, bit for bit\n"
-    assert megaopt("diff", runs / "a", runs / "a") == (0, line, "")
+    assert megaopt("diff", runs / "a", runs / "a") == (0, SAME, "")
+
+
+@pytest.mark.parametrize(
+    ("level", "words"),
+    [
+        ("loss", "0 tensors (no digests)"),
+        ("blocks", "16 tensors (grad, weight, forward, backward)"),
+    ],
+)
+def test_what_was_compared_is_told(level, words, megaopt, tmp_path):
+    run(tmp_path / "a", Plain(), level)
+    line = f"same: 5 steps from 1 to 5, {words}, bit for bit\n"
+    assert megaopt("diff", tmp_path / "a", tmp_path / "a")[1] == line
+
+
+def test_words_of_a_command_are_told_one_by_one(megaopt, tmp_path, monkeypatch):
+    for name, words in (("a", "a --lr 3 --x"), ("b", "b --lr=-3 --x --y")):
+        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+        run(tmp_path / name)
+    out = megaopt("diff", tmp_path / "a", tmp_path / "b")[1]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    assert [row for row in rows if row and row[0].startswith("argv")] == [
+        ["argv", "train.py a", "train.py b"],
+        ["argv --lr", "3", "-3"],
+        ["argv --y", "unset", ""],
+    ]
 
 
 def test_what_cannot_be_compared_ends_with_2(megaopt, runs):
@@ -71,7 +106,7 @@ def test_a_map_of_names(megaopt, runs, tmp_path):
     file.write_text("[]")
     status, _, err = megaopt("diff", runs / "a", runs / "a", "--map", file)
     assert status == 2
-    assert err.startswith("megaopt: map must be names of B and of A")
+    assert err.startswith("megaopt: map must be a dict of texts, as ")
 
 
 def test_annotations_of_a_pull_request(megaopt, runs, tmp_path):
@@ -204,10 +239,7 @@ def test_a_table_is_csv_or_json_lines(megaopt, runs, tmp_path):
 def test_golden_values_are_made_checked_and_renewed(megaopt, runs, tmp_path):
     file = tmp_path / "golden.json"
     assert megaopt("golden", "make", file, runs / "a") == (0, f"written: {file}\n", "")
-    assert megaopt("golden", "check", file, runs / "a")[:2] == (
-        0,
-        "same: 5 steps from 1 to 5, all that both recorded, bit for bit\n",
-    )
+    assert megaopt("golden", "check", file, runs / "a")[:2] == (0, SAME)
     status, out, _ = megaopt("golden", "check", file, runs / "b")
     assert status == 1
     assert out.startswith("differ: step 3: lr of group 0: 0.01, and 0.009\n")
@@ -304,6 +336,10 @@ def test_runs_that_do_not_part_cannot_be_bisected(runs, megaopt):
     status, _, err = megaopt("bisect", runs / "a", runs / "a", "--", "true")
     assert status == 128  # ends the bisect: git takes 2 for a bad commit
     assert err.startswith("megaopt: good and bad must differ in a step of both, got same")
+    status, _, err = megaopt("bisect", runs / "a", runs / "b", "python", "-c", "pass")
+    words = f"got {runs / 'a'} {runs / 'b'} python -c pass"
+    message = f"megaopt: command must stand behind --, as in -- python train.py, {words}\n"
+    assert (status, err) == (128, message)
 
 
 # ---- replay
@@ -312,6 +348,16 @@ def test_runs_that_do_not_part_cannot_be_bisected(runs, megaopt):
 class SGD(Faults):
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
+
+
+class Complex(SGD):
+    """A parameter of complex128, which safetensors has not."""
+
+    def start(self, model):
+        self.phase = model.phase = torch.nn.Parameter(torch.ones(3, dtype=torch.complex128))
+
+    def loss(self, step, loss):
+        return loss + (self.phase * (1 + 2j)).abs().square().sum()
 
 
 class Ours(Faults):
@@ -337,7 +383,7 @@ class Masters(Ours):
         )
 
 
-@pytest.mark.parametrize("kind", [Faults, SGD, Ours, Masters])
+@pytest.mark.parametrize("kind", [Faults, SGD, Complex, Ours, Masters])
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_kept_step_is_taken_again(kind, step, megaopt, tmp_path):
     run(tmp_path / "a", kind(), keep=(step,))

@@ -4,6 +4,7 @@ import copy
 import re
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +151,36 @@ def test_a_difference_is_told_with_its_mode(
     assert healthy == (difference is None)
     told = "NOT the peer's bits: torch:fp32, torch-fused-fp32: step 1, weight[3]"
     assert verdict == told or (healthy and "; 1 modes have a peer's bits, 0 could not" in verdict)
+
+
+@pytest.mark.gpu
+def test_products_of_a_card_are_the_twins() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the bits are those of Hopper")
+    found = doctor.examine_products(torch.device("cuda", 0))
+    assert [each.works for each in found] == [True, True, True], found
+
+
+@pytest.mark.parametrize(
+    ("capability", "works", "words"),
+    [((9, 0), False, "1 of"), ((8, 0), None, "on A card alone")],
+    ids=str,
+)
+def test_a_card_that_multiplies_otherwise_is_told(
+    capability: tuple[int, int], works: bool | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number of a product of TF32 is another one."""
+    own, count = doctor.products, iter(range(9))
+
+    def changed(left: Any, right: Any, **options: Any) -> Any:
+        found = own(left, right, **options)
+        if next(count) == 6:
+            found[0][5, 5] += 1
+        return found
+
+    monkeypatch.setattr(doctor, "products", changed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
+    bf16, fp16, tf32 = doctor.examine_products(torch.device("cpu"))
+    assert (bf16.works, fp16.works, tf32.works) == (True, True, works)
+    assert words in tf32.note

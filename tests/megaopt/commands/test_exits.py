@@ -21,7 +21,7 @@ def ended_by(monkeypatch, capsys):
     monkeypatch.delenv("MEGAOPT_DEBUG", raising=False)
 
     def ended_by(error):
-        def raise_it(check):
+        def raise_it():
             raise error
 
         monkeypatch.setattr(doctor, "main", raise_it)

@@ -298,6 +298,7 @@ def test_a_scaler_that_leaves_out_a_step(tmp_path):
 
 def test_a_dummy_step_is_found_in_an_unedited_script(tmp_path, capfd):
     """The model is not known yet when the script takes it."""
+    pytest.importorskip("tyro", reason="the command's requirements (megaopt[cli]) are not there")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = ["record", "--out", str(tmp_path / "run"), "--audit", "--", sys.executable]

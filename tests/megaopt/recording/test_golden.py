@@ -8,6 +8,7 @@ import torch
 from faulty_runs import AT, Faults, run
 from written_runs import Run
 
+from megaopt.commands.compared import golden as command
 from megaopt.recording import golden
 from megaopt.recording.files import RecordingError
 
@@ -169,7 +170,7 @@ def test_update_wants_a_reason(file, right):
         golden.update(file, right, " ")
 
 
-def test_a_tree_with_changes_is_refused(tmp_path):
+def test_a_tree_with_changes_is_refused(tmp_path, monkeypatch):
     def git(*arguments):
         author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
         subprocess.run(["git", "-C", str(tmp_path), *author, *arguments], check=True)
@@ -187,6 +188,11 @@ def test_a_tree_with_changes_is_refused(tmp_path):
     source.write_text("lr = 2")
     with pytest.raises(RecordingError, match=r"tree must be clean, got changes:  M train\.py"):
         golden.refuse_changes(file)
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "a")
+    source.write_text("")
+    with pytest.raises(RecordingError, match="run must be recorded where git has no changes"):
+        command("update", file, tmp_path / "a", because="a reason")
 
 
 # ---- Megatron-LM's files

@@ -92,6 +92,17 @@ def test_a_run_is_held_to_its_file(tried, tmp_path):
     assert '"because": "pytest --golden-update"' in (tmp_path / "golden.json").read_text()
 
 
+def test_a_tree_with_changes_is_refused_in_words(tried, tmp_path):
+    golden = ("test_golden and not nothing", "--golden-update")
+    assert tried(*golden)[0] == 0
+    for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b.c commit -qm first"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    status, out = tried(*golden, lr=0.2)
+    assert status == 1
+    assert "the git tree must be clean, got changes:  M test_runs.py" in out
+    assert "RecordingError" not in out
+
+
 @pytest.mark.slow
 def test_a_golden_test_records_a_run(tried):
     status, out = tried("nothing")

@@ -159,10 +159,16 @@ def test_what_cannot_be_recorded_is_refused(folder):
     for option, value in (("--keep", "0"), ("--keep", "5-2"), ("--every", "0"), ("--samples", "0")):
         status, _, error = run(folder, *command("--out", "b", option, value, "--", *script))
         assert (status, f"{option[2:]} must be" in error) == (2, True)
-    status, _, error = run(folder, *command("--out", "b", "--"))
-    assert (status, "command must stand behind --" in error) == (2, True)
+    status, _, error = run(folder, *command("--out", "b", "python", "-c", "pass"))
+    words = "command must stand behind --, as in -- python train.py, got --out b python -c pass"
+    assert (status, error) == (2, f"megaopt: {words}\n")
+    (folder / "map.json").write_text("[1]")
+    status, _, error = run(folder, *command("--map", "map.json", "--", *script))
+    words = "map must be a dict of texts, as {'b': 'a'}, got 'map.json'"
+    assert (status, error) == (2, f"megaopt: {words}\n")
 
 
 def test_a_command_without_an_optimizer_is_told_of(folder):
-    status, _, error = run(folder, *command("--out", "c", "--", sys.executable, "-c", "pass"))
+    script = [sys.executable, "-c", "pass", "--mode", "an option of the script's own"]
+    status, _, error = run(folder, *command("--out", "c", "--", *script))
     assert (status, "nothing was recorded" in error) == (0, True)

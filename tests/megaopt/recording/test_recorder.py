@@ -162,6 +162,19 @@ def test_a_step_that_is_tried_again_is_one_step(tmp_path):
     assert len(recording.scalars(2)[0][0]["losses"]) == 2  # of both backwards
 
 
+def test_a_write_before_a_step_that_is_tried_again_is_seen(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a"):
+        steps(model, optimizer, 1)
+        with torch.no_grad():
+            written = digest(model[4].bias.add_(1))
+        broken_off(model, optimizer)
+        steps(model, optimizer, 1)
+    old = Recording(tmp_path / "a").digests(2)["4.bias", "old weight"]
+    assert old.digest.low == int(written[0]) % LANES
+
+
 def test_a_step_that_another_optimizer_takes_after_an_error(tmp_path):
     model = network()
     optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 4)]
@@ -418,13 +431,20 @@ def test_an_error_in_writing_ends_the_step(tmp_path):
         ({"every": 0}, "every must be a whole number >= 1, got 0"),
         ({"samples": 2.0}, r"samples must be a whole number >= 1, got 2\.0"),
         ({"keep": [range(2)]}, "keep must be a whole number >= 1, got 0"),
+        ({"keep": 5}, r"keep must be numbers of steps and ranges, as \(100, .* got 5"),
+        ({"keep": "5"}, "keep must be numbers of steps and ranges, .* got '5'"),
+        ({"names": 5}, "names must be a dict of texts, .* got 5"),
+        ({"names": {"a": 1}}, "names must be a dict of texts, .* got {'a': 1}"),
+        ({"vocabulary": 0}, "vocabulary must be a whole number >= 1, got 0"),
+        ({"model": None}, r"model must be a torch\.nn\.Module or a list of them, got None"),
         ({"level": "all"}, "level must be one of loss, step, blocks, modules, got 'all'"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, options, message):
     model = network()
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), **options}
     with pytest.raises(ValueError, match=message):
-        Recorder(model, torch.optim.SGD(model.parameters()), tmp_path / "a", **options)
+        Recorder(out=tmp_path / "a", **given)
     assert not (tmp_path / "a").exists()
 
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="bench cannot run here: needs a CUDA GPU"):
-        main(tmp_path / "out", (), ())
+        main(out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -67,7 +67,7 @@ def test_peers_are_measured_unless_refused(
     monkeypatch.setattr(command, "_measure_all", measured)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(Peer, "version", lambda _: "1.0")
-    assert main(tmp_path, ("A",), ("fp32",), peers) == 1
+    assert main(out=tmp_path, sets=("A",), only=("fp32",), peers=peers) == 1
     assert len(seen) == count
     record = json.loads((tmp_path / "record.json").read_text())
     assert [case["case"] for case in record["cases"]] == [case.name for case in seen]
@@ -82,7 +82,7 @@ def test_peers_are_measured_unless_refused(
 @pytest.mark.gpu
 def test_small_run_on_a_gpu(tmp_path: Path) -> None:
     only = ("bf16", "bf16-remainders", "fp32", "torch-fused-fp32")
-    assert main(tmp_path, ("C", "gpt2"), only, peers=True) == 0
+    assert main(out=tmp_path, sets=("C", "gpt2"), only=only) == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["environment"]["gpu"]
     assert record["libraries"]["torch"] == torch.__version__

@@ -61,7 +61,7 @@ def run(write, tmp_path):
     """Runs variants; the exit status and the record."""
 
     def run(variants, perturb=None):
-        status = regress(write(variants), tmp_path / "out", perturb)
+        status = regress(write(variants), out=tmp_path / "out", perturb=perturb)
         text = (tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8")
         return status, json.loads(text)
 
@@ -77,7 +77,7 @@ def test_pipeline_stages_and_times_over_runs(tmp_path):
     text = tiny_run(3, batch_size=4, **tables).replace("layers = 1", "layers = 2")
     text += STOCK + OURS.format(name="ours", baseline="stock", keys="runs = 2")
     (tmp_path / "tiny.toml").write_text(text, encoding="utf-8")
-    assert regress(tmp_path / "tiny.toml", tmp_path / "out", None) == 0
+    assert regress(tmp_path / "tiny.toml", out=tmp_path / "out") == 0
     record = json.loads((tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
     found = record["variants"]
     stages = {name.partition(" (")[2].partition(")")[0] for name in found["ours"]["digests"]}

@@ -17,7 +17,7 @@ FORMS = {
 @pytest.fixture
 def run(write_run, tmp_path, here):
     def run(perturb=None):
-        status = regress(write_run(steps=3, **FORMS), tmp_path / "out", perturb)
+        status = regress(write_run(steps=3, **FORMS), out=tmp_path / "out", perturb=perturb)
         text = (tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8")
         return status, json.loads(text)
 

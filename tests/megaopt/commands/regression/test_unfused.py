@@ -6,7 +6,6 @@ import torch
 from oracle import adam
 from torch import nn
 
-from megaopt.commands.bits import as_integers
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
 from megaopt.commands.regression.unfused import (
     UnfusedWeights,
@@ -15,6 +14,7 @@ from megaopt.commands.regression.unfused import (
     round_nearest_even,
     square_root,
 )
+from megaopt.kernels.digest.codes import codes_of
 
 LEARNING_RATE = 0.00123
 CONFIG = OptimizerConfig(learning_rate=LEARNING_RATE, beta2=0.95, eps=1e-6, weight_decay=0.1)
@@ -121,4 +121,4 @@ def test_masters_feed_the_weights_and_norms_are_their_own():
     assert np.array_equal(found["matrix", "master"].numpy().ravel(), master)
     assert np.array_equal(found["norm", "weight"].numpy(), norm)
     expected = torch.from_numpy(master).view(3, 4).bfloat16()
-    assert torch.equal(as_integers(model.matrix), as_integers(expected))
+    assert torch.equal(codes_of(model.matrix), codes_of(expected))

@@ -1,10 +1,11 @@
 // Looks at thousands of tensors in one call. Python takes some 65 ns for each attribute of each
 // tensor (4,000 small parameters: 6 ms a step), this some 30 ns for all of them. What `look` means
-// is said by its Python twin, Watch.look in watch.py.
+// is said by its Python twin, Watch.look in megaopt/state/watch.py. And products, by product.h.
 //
 // Nothing here holds a Python object that may refer to others: the garbage collector would not see
 // it. The objects to compare with come in with each call.
 
+#include <ATen/TensorIterator.h>
 #include <c10/core/impl/COWDeleter.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -17,6 +18,8 @@
 #include <cstdint>
 #include <optional>
 #include <vector>
+
+#include "products/product.h"
 
 namespace {
 
@@ -348,6 +351,86 @@ std::optional<py::tuple> look(const std::vector<Guards*>& batches, const py::tup
   return py::make_tuple(moved, elsewhere, written_of(counted, noted), grads);
 }
 
+// Kinds in looks.py; a place without a tensor has no number of elements
+struct Kinds {
+  Kinds(std::vector<std::optional<std::int64_t>> numels, std::vector<at::ScalarType> dtypes,
+        std::vector<at::Device> devices)
+      : numels(std::move(numels)), dtypes(std::move(dtypes)), devices(std::move(devices)) {}
+
+  std::vector<std::optional<std::int64_t>> numels;
+  std::vector<at::ScalarType> dtypes;
+  std::vector<at::Device> devices;
+
+  bool fits(PyObject* object, std::size_t place) const {
+    if (!numels[place]) return object == Py_None;
+    if (!THPVariable_Check(object)) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
+    if (tensor.numel() != *numels[place] || tensor.scalar_type() != dtypes[place]) return false;
+    return tensor.device() == devices[place];
+  }
+};
+
+// Sends for what a look at a list's tensors reads, as Looker does.
+void send_ahead(const py::list& tensors, std::size_t place) {
+  const auto tensor_at = [&](std::size_t ahead) -> const at::Tensor* {
+    if (place + ahead >= tensors.size()) return nullptr;
+    PyObject* const object = PyList_GET_ITEM(tensors.ptr(), place + ahead);
+    return THPVariable_Check(object) ? &THPVariable_Unpack(object) : nullptr;
+  };
+  if (place + 9 < tensors.size()) prefetch(PyList_GET_ITEM(tensors.ptr(), place + 9));
+  if (const at::Tensor* const tensor = tensor_at(6)) prefetch_impl(*tensor);
+  if (const at::Tensor* const tensor = tensor_at(3)) {
+    prefetch(tensor->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(), 16);
+  }
+}
+
+// Looked in looks.py, but for the addresses; None where a tensor is of another kind.
+std::optional<py::tuple> look_at(const Kinds& kinds, const py::list& tensors, Addresses& addresses,
+                                 Addresses& versions) {
+  const std::size_t count = kinds.numels.size();
+  TORCH_CHECK(addresses.size() == static_cast<py::ssize_t>(count));
+  TORCH_CHECK(versions.size() == static_cast<py::ssize_t>(count));
+  if (tensors.size() != count) return std::nullopt;
+  bool in_order = true;
+  std::vector<std::size_t> moved, written;
+  std::int64_t *const at = addresses.mutable_data(), *const noted = versions.mutable_data();
+  for (std::size_t place = 0; place < count; ++place) {
+    send_ahead(tensors, place);
+    PyObject* const object = PyList_GET_ITEM(tensors.ptr(), place);
+    if (!kinds.fits(object, place)) return std::nullopt;
+    if (object == Py_None) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    in_order = in_order && tensor.is_contiguous() && !tensor.key_set().has_any(not_plain);
+    if (at[place] != address(tensor)) {
+      const auto now = reinterpret_cast<std::int64_t>(tensor.mutable_data_ptr());
+      if (at[place] != now) moved.push_back(place);
+      at[place] = now;
+    }
+    const std::int64_t version =
+        tensor.is_inference() ? 0 : impl_at(tensors, place).version_counter().current_version();
+    if (noted[place] != version) written.push_back(place);
+    noted[place] = version;
+  }
+  return py::make_tuple(in_order, moved, written);
+}
+
+// Whether the entries of a state, and what is in them, are the same objects.
+bool same_states(const py::dict& state, const py::tuple& keys, const py::tuple& entries,
+                 const py::tuple& values) {
+  if (!same_items(state, keys, entries)) return false;
+  std::size_t place = 0;
+  for (const py::handle entry : entries) {
+    Py_ssize_t next = 0;
+    PyObject *key, *value;
+    while (PyDict_Next(entry.ptr(), &next, &key, &value)) {
+      if (place == values.size() || value != PyTuple_GET_ITEM(values.ptr(), place)) return false;
+      ++place;
+    }
+  }
+  return place == values.size();
+}
+
 // Counts each tensor's version up, and notes it.
 void count_versions_up(const py::list& tensors, Addresses& noted) {
   std::int64_t* const row = noted.mutable_data();
@@ -358,6 +441,42 @@ void count_versions_up(const py::list& tensors, Addresses& noted) {
   }
 }
 
+// On torch's threads, which only torch's own code can reach without OpenMP here.
+template <typename Part>
+void on_threads(std::int64_t count, std::int64_t grain, const Part& part) {
+  const at::Tensor places = at::arange(count, at::kLong);
+  at::TensorIterator::borrowing_nullary_op(places).for_each(
+      [&part](char** data, const std::int64_t*, std::int64_t length) {
+        const std::int64_t begin = *reinterpret_cast<const std::int64_t*>(data[0]);
+        part(begin, begin + length);
+      },
+      grain);
+}
+
+product::Matrix matrix(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.dim() == 2 && tensor.scalar_type() == at::kFloat && tensor.is_cpu());
+  return {tensor.const_data_ptr<float>(), tensor.stride(0), tensor.stride(1)};
+}
+
+constexpr std::int64_t ALONE = 1 << 25;  // products of two numbers
+
+// Adds left @ right to fp32 totals, of numbers of a type that has blocks of so many terms, and at
+// least that exponent.
+void add_product(const at::Tensor& left, const at::Tensor& right, const at::Tensor& totals,
+                 int terms, int least) {
+  const std::int64_t m = left.size(0), k = left.size(1), n = right.size(1);
+  TORCH_CHECK(right.size(0) == k && totals.sizes() == at::IntArrayRef({m, n}));
+  TORCH_CHECK(totals.is_contiguous() && totals.is_cpu());
+  product::Product own(matrix(left), matrix(right), totals.mutable_data_ptr<float>(), m, k, n,
+                       terms, least);
+  // below some 5 ms other threads are not waited for: where others compute, that took 80 ms
+  if (m * k * n < ALONE) {
+    own.run([](std::int64_t count, std::int64_t, const auto& part) { part(0, count); });
+  } else {
+    own.run([](auto... of) { on_threads(of...); });
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -365,6 +484,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<std::vector<std::int64_t>, std::vector<py::str>, std::vector<at::ScalarType>,
                     std::vector<std::optional<Sizes>>, Sizes, std::vector<at::Device>, bool,
                     std::vector<Addresses>>());
+  py::class_<Kinds>(module, "Kinds")
+      .def(py::init<std::vector<std::optional<std::int64_t>>, std::vector<at::ScalarType>,
+                    std::vector<at::Device>>());
   module.def("look", &look);
+  module.def("look_at", &look_at);
+  module.def("same_params", &same_params);
+  module.def("same_states", &same_states);
   module.def("count_versions_up", &count_versions_up);
+  module.def("add_product", &add_product, py::call_guard<py::gil_scoped_release>());
 }

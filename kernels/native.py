@@ -1,6 +1,6 @@
 """The extension of native.cpp: loaded where it lies built, else built aside by a child process.
 
-Nobody waits for it: until it is there the Python twin serves, and for good where it cannot be
+Nobody waits for it: until it is there Python twins serve, and for good where it cannot be
 built. `MEGAOPT_NATIVE=0` in the environment leaves it alone: it is neither built nor loaded.
 """
 
@@ -29,6 +29,7 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 REASON_LENGTH = 4000
 
 SOURCE = Path(__file__).with_name("native.cpp")
+PRODUCT = Path(__file__).with_name("products") / "product.h"
 BUILDER = Path(__file__).with_name("native_build.py")
 
 
@@ -39,7 +40,8 @@ def place() -> Path:
     """
     about = [torch.__version__, torch.version.git_version, sys.implementation.cache_tag]
     about += [platform.machine(), *platform.libc_ver()]
-    sources = SOURCE.read_bytes() + BUILDER.read_bytes()  # which has the compiler's flags
+    # the builder has the compiler's flags
+    sources = b"".join(path.read_bytes() for path in (SOURCE, PRODUCT, BUILDER))
     digest = hashlib.sha256(sources + repr(about).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions")

@@ -1,0 +1,50 @@
+"""One step of a product's chain: tensor cores, or their twin under the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.optional_triton import INTERPRETED, helper, tl
+from megaopt.kernels.products.reference import product_reference
+
+if INTERPRETED:
+    from triton.runtime.interpreter import TensorHandle
+
+    TYPES = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
+
+    def _values(tile: Any) -> torch.Tensor:
+        own = torch.from_numpy(numpy.ascontiguousarray(tile.handle.data))
+        return own.view(TYPES[tile.dtype])
+
+    def chained(left: Any, right: Any, total: Any) -> Any:
+        """fp32 total + left @ right, docs/numbers.md's "Products"; tiles of bf16, fp16 or fp32."""
+        some, others, found = _values(left), _values(right), _values(total).clone()
+        # what lies behind a matrix is zeros, which change no bit but beside infinities and NaN
+        m, n = _end(some, 1, others), _end(others, 0, some)
+        k = max(_end(some, 0), _end(others, 1))
+        found[:m, :n] = product_reference(some[:m, :k], others[:k, :n], found[:m, :n])
+        return tl.tensor(TensorHandle(found.numpy(), tl.float32), total.type)
+
+    def _end(matrix: torch.Tensor, dim: int, beside: torch.Tensor | None = None) -> int:
+        """How many rows (of dim 1) or columns (0) there are up to the last that is not zeros.
+
+        All where it is multiplied by a matrix `beside` that is not finite.
+        """
+        if beside is not None and not bool(beside.isfinite().all()):
+            return matrix.shape[1 - dim]
+        places = (matrix != 0).any(dim).nonzero()
+        return int(places[-1]) + 1 if len(places) else 0
+
+else:
+
+    @helper
+    def chained(left, right, total):  # type: ignore[no-untyped-def]
+        """fp32 total + left @ right, docs/numbers.md's "Products"; tiles of bf16, fp16 or fp32."""
+        if left.dtype == tl.float32:
+            total = tl.dot(left, right, total, input_precision="tf32")
+        else:
+            total = tl.dot(left, right, total, input_precision="ieee")
+        return total

@@ -1,0 +1,78 @@
+"""What becomes of a product's sum: alpha times it, beta times another matrix, one rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.optional_triton import INTERPRETED, helper, tl
+from megaopt.kernels.products.reference import NAN, product_reference
+
+# All NaNs are one, the one that NVIDIA's GPUs make: operations on fp32 numbers 0x7FFFFFFF, and
+# roundings of it 0x7FFF.
+OUTS = {
+    torch.float32: (torch.int32, NAN),
+    torch.bfloat16: (torch.int16, 0x7FFF),
+    torch.float16: (torch.int16, 0x7FFF),
+}
+"""The dtypes of results: integers of the same width, and the bits of a NaN."""
+
+
+def rounded_reference(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 numbers rounded to nearest, ties to even, to bf16 or fp16, or as they are; one NaN."""
+    integers, nan = OUTS[dtype]
+    bits = value.to(dtype).view(integers)
+    return torch.where(value.isnan(), nan, bits).view(dtype)
+
+
+def finished_reference(
+    total: torch.Tensor,
+    alpha: float,
+    dtype: torch.dtype,
+    added: torch.Tensor | None = None,
+    beta: float = 1.0,
+) -> torch.Tensor:
+    """Returns alpha total + beta added, each operation rounded to fp32, and then to the dtype."""
+    value = total * float(numpy.float32(alpha))
+    if added is not None:
+        value = value + added.float() * float(numpy.float32(beta))
+    return rounded_reference(value, dtype)
+
+
+def product_with_epilogue(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None,
+    alpha: float, beta: float,
+) -> None:  # fmt: skip
+    """The twin of one product of kernel.products_kernel."""
+    total = product_reference(left, right)
+    out.copy_(finished_reference(total, alpha, out.dtype, added, beta))
+
+
+if INTERPRETED:
+    from triton.runtime.interpreter import TensorHandle
+
+    from megaopt.kernels.products.chain import TYPES
+
+    def rounded(value: Any, ELEMENT: tl.constexpr) -> Any:
+        """The value, rounded as a GPU does: the interpreter's own cast to bf16 truncates."""
+        element = ELEMENT.value if isinstance(ELEMENT, tl.constexpr) else ELEMENT
+        found = rounded_reference(torch.from_numpy(value.handle.data), TYPES[element])
+        data = (found.view(torch.uint16) if element == tl.bfloat16 else found).numpy()
+        return tl.tensor(TensorHandle(data, element), tl.block_type(element, value.shape))
+
+else:
+
+    @helper
+    def rounded(value, ELEMENT: tl.constexpr):
+        return value.to(ELEMENT)
+
+
+@helper
+def finished(total, alpha, ELEMENT: tl.constexpr, added=None, beta=1.0):
+    """`finished_reference` in Triton."""
+    value = total * alpha
+    if added is not None:
+        value = value + added.to(tl.float32) * beta
+    return rounded(value, ELEMENT)

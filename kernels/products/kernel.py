@@ -1,0 +1,202 @@
+"""Products of matrices of all shapes in one launch, tile by tile; a product's sum is never split.
+
+Every result is one chain over K (docs/numbers.md), so that neither the tile nor the program that it
+lies in shows in a bit: edges of tiles are filled up with zeros, which change no chain.
+
+A product of a matrix with its own transposed one is made by its lower tiles alone, each stored
+twice. It is symmetric to the bit: a block's sum is exact before it is cut, whatever the order of
+its terms, and the products of element [i, j] are those of [j, i] with their factors swapped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megaopt.kernels.chunks.chunk import Column, entry
+from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
+from megaopt.kernels.products.chain import chained
+from megaopt.kernels.products.epilogue import finished
+
+# Rows of the int64 table, one column a product: left [m, k] @ right [k, n].
+M: tl.constexpr = tl.constexpr(0)
+N: tl.constexpr = tl.constexpr(1)
+K: tl.constexpr = tl.constexpr(2)
+# addresses, and behind each how far apart the matrix's rows lie in memory, in elements
+LEFT: tl.constexpr = tl.constexpr(3)
+RIGHT: tl.constexpr = tl.constexpr(5)
+ADDED: tl.constexpr = tl.constexpr(7)
+OUT: tl.constexpr = tl.constexpr(9)
+ROW_COUNT = 11
+# Rows of the int32 table of tiles, one column a tile: its product, and where it begins there.
+PRODUCT_OF_TILE: tl.constexpr = tl.constexpr(0)
+ROW_OF_TILE: tl.constexpr = tl.constexpr(1)
+COLUMN_OF_TILE: tl.constexpr = tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the products of a launch have in common."""
+
+    operand: Any
+    """The Triton types of elements: of left and right,"""
+    added: Any
+    """of what is added, None where nothing is,"""
+    out: Any
+    """and of the results."""
+    left_turned: bool
+    """The left matrices lie in memory as [k, m],"""
+    right_turned: bool
+    """and the right ones as [n, k]."""
+    mirrored: bool
+    """The results are symmetric: tiles are below the diagonal, or on it, and stored twice."""
+    described: bool
+    """Tiles are loaded and stored by tensor descriptors: whole 16 bytes everywhere."""
+
+
+class Memory(NamedTuple):
+    """A matrix as it lies in memory, row by row."""
+
+    ptr: Any
+    rows: Any
+    columns: Any
+    stride: Any
+    """int64, elements from a row to the next."""
+
+
+class Places(NamedTuple):
+    """Where a product's tiles are loaded from and stored: descriptors, or Memory."""
+
+    left: Any
+    right: Any
+    added: Any
+    out: Any
+
+
+@helper
+def place_in(
+    own, row, ELEMENT: tl.constexpr, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Where tiles [HEIGHT, WIDTH] of a matrix lie; row: of its address in the table."""
+    ptr = entry(own, row).to(tl.pointer_type(ELEMENT))
+    stride = entry(own, row + 1)
+    if KIND.described:
+        place = tl.make_tensor_descriptor(ptr, [rows, columns], [stride, 1], [HEIGHT, WIDTH])
+    else:
+        place = Memory(ptr, rows, columns, stride)
+    return place
+
+
+@helper
+def pointers_in(place, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile's pointers, and which of them are the matrix's."""
+    rows, columns = row + tl.arange(0, HEIGHT), column + tl.arange(0, WIDTH)
+    pointers = place.ptr + rows.to(tl.int64)[:, None] * place.stride + columns[None, :]
+    return pointers, (rows[:, None] < place.rows) & (columns[None, :] < place.columns)
+
+
+@helper
+def loaded(place, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    """[HEIGHT, WIDTH] at a row and a column of memory, 0 behind the matrix's ends."""
+    if KIND.described:
+        tile = place.load([row, column])
+    else:
+        pointers, mask = pointers_in(place, row, column, HEIGHT, WIDTH)
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile
+
+
+@helper
+def store(place, row, column, tile, KIND: tl.constexpr):
+    """Stores a tile, but for what is behind the matrix's ends."""
+    if KIND.described:
+        place.store([row, column], tile)
+    else:
+        pointers, mask = pointers_in(place, row, column, tile.shape[0], tile.shape[1])
+        tl.store(pointers, tile, mask=mask)
+
+
+@helper
+def operand_place(
+    own, row, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Where tiles of an operand [rows, columns] lie; TURNED: in memory it is [columns, rows]."""
+    if TURNED:
+        place = place_in(own, row, KIND.operand, columns, rows, WIDTH, HEIGHT, KIND)
+    else:
+        place = place_in(own, row, KIND.operand, rows, columns, HEIGHT, WIDTH, KIND)
+    return place
+
+
+@helper
+def operand_tile(
+    place, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """[HEIGHT, WIDTH] of an operand."""
+    if TURNED:  # as it lies in memory, and then turned
+        tile = tl.trans(loaded(place, column, row, WIDTH, HEIGHT, KIND))
+    else:
+        tile = loaded(place, row, column, HEIGHT, WIDTH, KIND)
+    return tile
+
+
+@helper
+def places_of(
+    own, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr
+):
+    """Where a product's matrices lie."""
+    m, n, k = entry(own, M).to(tl.int32), entry(own, N).to(tl.int32), entry(own, K).to(tl.int32)
+    left = operand_place(own, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
+    out = place_in(own, OUT, KIND.out, m, n, ROWS, COLUMNS, KIND)
+    right, added = left, out
+    if not KIND.mirrored:  # otherwise left's own memory, and square tiles
+        right = operand_place(own, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
+    if KIND.added is not None:
+        added = place_in(own, ADDED, KIND.added, m, n, ROWS, COLUMNS, KIND)
+    return Places(left, right, added, out)
+
+
+@jit(do_not_specialize=["products", "tiles", "alpha", "beta"])
+def products_kernel(
+    table_ptr,  # *int64 [ROW_COUNT, products]
+    tiles_ptr,  # *int32 [3, tiles]
+    products,
+    tiles,
+    alpha,
+    beta,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,  # of K, at a time
+):
+    """Makes alpha left @ right + beta added of every product; programs take tiles in turns."""
+    first = tl.program_id(0)
+    made = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + first)
+    places = places_of(Column(table_ptr, products, made), KIND, ROWS, COLUMNS, INNER)
+    for number in range(loop_bound(first), loop_bound(tiles), loop_bound(tl.num_programs(0))):
+        product = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + number)
+        row = tl.load(tiles_ptr + ROW_OF_TILE * tiles + number)
+        column = tl.load(tiles_ptr + COLUMN_OF_TILE * tiles + number)
+        own = Column(table_ptr, products, product)
+        if product != made:  # a descriptor takes long to make
+            made = product
+            places = places_of(own, KIND, ROWS, COLUMNS, INNER)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for inner in range(0, loop_bound(entry(own, K).to(tl.int32)), INNER):
+            left = operand_tile(places.left, row, inner, ROWS, INNER, KIND.left_turned, KIND)
+            right = operand_tile(
+                places.right, inner, column, INNER, COLUMNS, KIND.right_turned, KIND
+            )
+            total = chained(left, right, total)
+        if KIND.added is None:
+            value = finished(total, alpha, KIND.out)
+        else:
+            added = loaded(places.added, row, column, ROWS, COLUMNS, KIND)
+            value = finished(total, alpha, KIND.out, added, beta)
+        store(places.out, row, column, value, KIND)
+        if KIND.mirrored:  # noqa: SIM102 at compile time, the other at run time
+            if row != column:
+                store(places.out, column, row, tl.trans(value), KIND)

@@ -1,0 +1,382 @@
+"""Products of lists of matrices: one launch on a GPU, the twin elsewhere, to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from megaopt.kernels.calling import call
+from megaopt.kernels.chunks.table import DeviceTable, is_capturing
+from megaopt.kernels.optional_triton import set_allocator, tl
+from megaopt.kernels.products import kernel
+from megaopt.kernels.products.epilogue import OUTS, product_with_epilogue
+from megaopt.kernels.products.reference import OPERANDS
+
+# --- how large the tiles are: it shows in no bit
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of a result that a program makes at a time."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    rate: float = 1.0
+    """How fast a processor makes results by such tiles, beside one with the fastest."""
+    programs: int = 1
+    """So many run on a processor at a time."""
+
+
+UNEVEN = Tile(64, 64, 4, 4, 0.2, 2)
+"""Without tensor descriptors: larger ones spill registers."""
+# On an H200 the first two made 689 and, of symmetric products, 597 TFLOP/s; the others' rates are
+# not measured yet. Two programs of theirs have room beside each other with fp32 results, too.
+TILES = (
+    Tile(128, 256, 8, 3),
+    Tile(128, 128, 8, 4, 0.87),
+    Tile(64, 128, 4, 3, 0.75, 2),
+    Tile(64, 64, 4, 4, 0.5, 2),
+)
+INNER_BYTES = 128
+"""So many of K at a time: 64 numbers of 16 bits, 32 of TF32."""
+PROCESSORS = 132
+"""The processors of an H100, and of an H200, for which tiles are chosen on any card."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have on an H100."""
+OVERHEAD = 128
+"""Steps of K that a tile's beginning and end take as long as."""
+
+
+def tile_of(shapes: Sequence[tuple[int, int, int]], kind: kernel.Kind) -> Tile:
+    """The tile by which products of shapes (m, n, k) take the least time."""
+    if not kind.described:
+        return UNEVEN
+    fitting = [tile for tile in TILES if _fits(tile, kind)]
+    return min(fitting, key=lambda tile: _time(shapes, kind.mirrored, tile))
+
+
+def _fits(tile: Tile, kind: kernel.Kind) -> bool:
+    """Whether it is square where results are mirrored, and its fp32 results fit beside operands."""
+    in_memory = kind.out.primitive_bitwidth == 16 or tile.rows * tile.columns <= 128 * 128
+    return in_memory and (tile.rows == tile.columns or not kind.mirrored)
+
+
+def _time(shapes: Sequence[tuple[int, int, int]], mirrored: bool, tile: Tile) -> float:
+    """What the first program works, in an order of tiles from the longest to the shortest one."""
+    counts = [len(_corners(m, n, mirrored, tile)[0]) for m, n, _ in shapes]
+    steps = -numpy.sort(-numpy.repeat([k + OVERHEAD for *_, k in shapes], counts))
+    together = min(tile.programs, -(-len(steps) // PROCESSORS))
+    own = int(steps[:: PROCESSORS * max(together, 1)].sum())
+    return own * tile.rows * tile.columns * together / tile.rate
+
+
+def _corners(m: int, n: int, mirrored: bool, tile: Tile) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The rows and columns at which tiles begin; neighbours in time share operands in the cache."""
+    down, across = -(-m // tile.rows), -(-n // tile.columns)
+    if mirrored:
+        rows, columns = numpy.tril_indices(down)
+    elif across <= down:
+        rows, columns = numpy.divmod(numpy.arange(down * across), max(across, 1))
+    else:
+        columns, rows = numpy.divmod(numpy.arange(down * across), max(down, 1))
+    return rows * tile.rows, columns * tile.columns
+
+
+def tile_rows(shapes: Sequence[tuple[int, int, int]], mirrored: bool, tile: Tile) -> numpy.ndarray:
+    """int32 [3, tiles] as kernel.products_kernel has it: those that take longest come first."""
+    order = sorted(range(len(shapes)), key=lambda product: -shapes[product][2])
+    parts = []
+    for product in order:
+        rows, columns = _corners(*shapes[product][:2], mirrored, tile)
+        parts.append(numpy.stack([numpy.full_like(rows, product), rows, columns]))
+    return numpy.concatenate(parts, axis=1).astype(numpy.int32)
+
+
+# --- the launches
+
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Factors(NamedTuple):
+    """The matrices of one product."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    added: torch.Tensor | None
+    out: torch.Tensor
+
+
+class Tables:
+    """What launches of products keep from call to call, of each list of shapes: tables on a device.
+
+    They are needed within the capture of a CUDA graph, and as long as the graph is replayed.
+    """
+
+    def __init__(self) -> None:
+        self._launches: dict[Any, _Launch] = {}
+
+    def launch(
+        self,
+        products: Sequence[Factors],
+        mirrored: bool,
+        alpha: float,
+        beta: float,
+        tile: Tile | None,
+    ) -> None:
+        """Makes products, in one launch for each way in which their matrices lie in memory."""
+        first = products[0]
+        dtypes = tuple(None if each is None else each.dtype for each in first)
+        by_way: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
+        for left, right, added, out in products:
+            places = [_place(left), _place(right), _place(added), _place(out)]
+            # numbers of one row or column lie as rows and as columns do; a mirrored product's
+            # right matrix is the left one's memory
+            turned = not places[0].turned if mirrored else places[1].turned
+            way = places[0].turned, turned, all(place.described for place in places)
+            column = (*out.shape, left.shape[1], *(each for place in places for each in place[:2]))
+            by_way.setdefault(way, []).append(column)
+        for way, columns in by_way.items():
+            shapes = tuple((m, n, k) for m, n, k, *_ in columns)
+            key = (way, mirrored, dtypes, shapes, tile, first.out.device)
+            if key not in self._launches:
+                kind = _kind(dtypes, *way, mirrored)
+                self._launches[key] = _Launch(kind, shapes, tile, first.out.device)
+            self._launches[key](columns, alpha, beta)
+
+
+class _Launch:
+    """The launch of products of one kind and of these shapes (m, n, k)."""
+
+    def __init__(
+        self,
+        kind: kernel.Kind,
+        shapes: Sequence[tuple[int, int, int]],
+        tile: Tile | None,
+        device: torch.device,
+    ) -> None:
+        tile = tile or (tile_of(shapes, kind) if _has_room(device) else UNEVEN)
+        assert tile.rows == tile.columns or not kind.mirrored
+        tiles = tile_rows(shapes, kind.mirrored, tile)
+        self._count = tiles.shape[1]
+        self._tiles, self._table = DeviceTable(device), DeviceTable(device)
+        self._tiles.update(tiles)
+        self._programs = min(self._count, tile.programs * _processors(device))
+        self._options: dict[str, object] = {
+            "KIND": kind,
+            "ROWS": tile.rows,
+            "COLUMNS": tile.columns,
+            "INNER": INNER_BYTES * 8 // kind.operand.primitive_bitwidth,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    def __call__(self, columns: Sequence[Sequence[int]], alpha: float, beta: float) -> None:
+        """columns: of the table, one a product."""
+        if not self._count:
+            return
+        rows = numpy.ascontiguousarray(numpy.array(columns, numpy.int64).T)
+        tables = (self._table.update(rows), self._tiles.kept())
+        set_allocator(_scratch)  # for descriptors
+        arguments = (*tables, len(columns), self._count, float(alpha), float(beta))
+        call(kernel.products_kernel, self._programs, arguments, self._options)
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether a program may have as much shared memory as on an H100."""
+    if device.type == "cpu":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)  # whose types lack this one
+    return bool(properties.shared_memory_per_block_optin >= SHARED_MEMORY)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory of the current device that a launch takes for a while."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+class Place(NamedTuple):
+    """How a matrix lies in memory."""
+
+    address: int
+    stride: int
+    """How far apart its rows lie; of a turned one its columns."""
+    turned: bool
+    """Columns, not rows, lie there one behind another."""
+    described: bool
+    """A tensor descriptor can describe it."""
+
+
+def _place(matrix: torch.Tensor | None) -> Place:
+    """A matrix's place; of None one that changes nothing."""
+    if matrix is None:
+        return Place(0, 0, False, True)
+    (rows, columns), (stride, along), address = matrix.shape, matrix.stride(), matrix.data_ptr()
+    turned = along != 1
+    if turned:
+        rows, columns, stride = columns, rows, along
+    whole = (address | stride * matrix.element_size()) % 16 == 0
+    return Place(address, stride, turned, whole and rows > 0 and 0 < columns <= stride)
+
+
+def _kind(
+    dtypes: Sequence[torch.dtype | None],
+    left_turned: bool,
+    right_turned: bool,
+    described: bool,
+    mirrored: bool,
+) -> kernel.Kind:
+    left, _, added, out = (None if each is None else ELEMENTS[each] for each in dtypes)
+    return kernel.Kind(left, added, out, left_turned, right_turned, mirrored, described)
+
+
+# --- what others call
+
+
+@torch.no_grad()
+def products(
+    left: Sequence[torch.Tensor],
+    right: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor] | None = None,
+    *,
+    add: Sequence[torch.Tensor] | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    tables: Tables | None = None,
+    launches: bool | None = None,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """Makes alpha left[i] @ right[i] + beta add[i], with the bits of docs/numbers.md's "Products".
+
+    alpha and beta are rounded to fp32; the sum times alpha, add times beta, and the sum of both are
+    rounded once each to fp32, and that once to the result's dtype. NaNs are 0x7FFFFFFF, or 0x7FFF.
+
+    Args:
+        left: [m, k] of any shapes, all bf16, all fp16, or all fp32 on one device; products cut fp32
+            to TF32. Rows or columns lie in memory without gaps between numbers.
+        right: [k, n], likewise.
+        out: fp32, bf16 or fp16 [m, n], all alike; rows without gaps. They may be what is added,
+            and share no memory otherwise. None: new ones.
+        add: likewise.
+        alpha: of the products.
+        beta: of what is added.
+        out_dtype: of new results; None: left's.
+        tables: what to keep for further calls; None: nothing, which no CUDA graph can capture.
+        launches: whether to launch the kernel, or have the twin compute; None: on a GPU.
+        tile: for tests.
+
+    Raises:
+        ValueError: lists are not of one length, matrices not of such shapes, dtypes or strides, or
+            tables None within a capture.
+    """
+    if out is None:
+        dtype = out_dtype or (left[0].dtype if left else None)
+        pairs = zip(left, right, strict=True)
+        out = [one.new_empty(one.shape[0], other.shape[1], dtype=dtype) for one, other in pairs]
+    added = [None] * len(out) if add is None else add
+    found = [Factors(*each) for each in zip(left, right, added, out, strict=True)]
+    _multiply(found, False, alpha, beta, tables, launches, tile)
+    return [*out]
+
+
+@torch.no_grad()
+def symmetric_products(
+    matrices: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor] | None = None,
+    *,
+    add: Sequence[torch.Tensor] | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    tables: Tables | None = None,
+    launches: bool | None = None,
+    tile: Tile | None = None,
+) -> list[torch.Tensor]:
+    """Makes alpha A A^T + beta add of each matrix A [m, k], in little more than half of the time.
+
+    Where A is symmetric that is alpha A^2 + beta add. The bits, and the arguments, are those of
+    `products`; add is symmetric to the bit, which is not looked at.
+    """
+    if out is None:
+        dtype = out_dtype or (matrices[0].dtype if matrices else None)
+        out = [each.new_empty(each.shape[0], each.shape[0], dtype=dtype) for each in matrices]
+    right = [each.mT for each in matrices]
+    added = [None] * len(out) if add is None else add
+    found = [Factors(*each) for each in zip(matrices, right, added, out, strict=True)]
+    _multiply(found, True, alpha, beta, tables, launches, tile)
+    return [*out]
+
+
+def _multiply(
+    found: Sequence[Factors],
+    mirrored: bool,
+    alpha: float,
+    beta: float,
+    tables: Tables | None,
+    launches: bool | None,
+    tile: Tile | None,
+) -> None:
+    if not found:
+        return
+    for index, product in enumerate(found):
+        _check(index, product, found[0])
+    device = found[0].out.device
+    if not (device.type == "cuda" if launches is None else launches):
+        for left, right, added, out in found:
+            product_with_epilogue(left, right, out, added, alpha, beta)
+        return
+    if tables is None and is_capturing(device):
+        raise ValueError("tables must be given within the capture of a CUDA graph, got None")
+    (tables or Tables()).launch(found, mirrored, alpha, beta, tile)
+
+
+def _check(index: int, product: Factors, first: Factors) -> None:
+    left, right, added, out = product
+    (m, k), (terms, n) = _matrix(f"left[{index}]", left), _matrix(f"right[{index}]", right)
+    if k != terms:
+        shapes = f"{[m, k]} and {[terms, n]}"
+        raise ValueError(
+            f"left[{index}] and right[{index}] must be [m, k] and [k, n], got {shapes}"
+        )
+    _check_dtype(f"left[{index}]", left, first.left.dtype, OPERANDS)
+    _check_dtype(f"right[{index}]", right, first.left.dtype, OPERANDS)
+    for name, matrix, like in (("out", out, first.out), ("add", added, first.added)):
+        if matrix is None or like is None:
+            continue
+        _check_dtype(f"{name}[{index}]", matrix, like.dtype, OUTS)
+        if matrix.shape != (m, n) or matrix.stride(1) != 1:
+            own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
+            raise ValueError(f"{name}[{index}] must be {[m, n]} with rows without gaps, got {own}")
+    for name, matrix in zip(("left", "right", "add", "out"), product, strict=True):
+        if matrix is not None and matrix.device != first.left.device:
+            wanted = f"on left[0]'s device {first.left.device}"
+            raise ValueError(f"{name}[{index}] must be {wanted}, got {matrix.device}")
+
+
+def _matrix(name: str, matrix: torch.Tensor) -> torch.Size:
+    if matrix.dim() != 2 or 1 not in matrix.stride():
+        own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
+        raise ValueError(f"{name} must be a matrix with a stride of 1, got {own}")
+    return matrix.shape
+
+
+def _check_dtype(
+    name: str, matrix: torch.Tensor, wanted: torch.dtype, dtypes: Iterable[torch.dtype]
+) -> None:
+    if matrix.dtype not in dtypes or matrix.dtype != wanted:
+        allowed = f"one of {', '.join(map(str, dtypes))}, and {wanted} as the first is"
+        raise ValueError(f"{name} must be of dtype {allowed}, got {matrix.dtype}")

@@ -1,0 +1,128 @@
+"""What tensors of a list, and an optimizer's groups and states, are: one call looks at all."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from megaopt.kernels import native
+from megaopt.state.watch import is_worth_building, same_objects
+
+Tensors = Sequence[torch.Tensor | None]
+VERSION, VALUES = operator.attrgetter("_version"), operator.methodcaller("values")
+KIND: list[Any] = [torch.Tensor.numel, *map(operator.attrgetter, ("dtype", "device", "layout"))]
+"""What makes tensors alike; fact by fact, as one call for each tensor takes longer."""
+NOTHING = torch.empty(0)
+
+
+class Looked(NamedTuple):
+    """What a look at tensors found."""
+
+    addresses: numpy.ndarray | None
+    """int64 [n], where each tensor's elements lie, one behind the other, as their bits are; None
+    where those of one do not. The next look writes into it."""
+    moved: list[int]
+    """Places of tensors that lie elsewhere than at the last look."""
+    written: list[int]
+    """Places of those that were written since, as far as torch counts writes."""
+
+
+class Looks:
+    """Looks at lists of tensors that are alike, again and again.
+
+    Args:
+        tensors: with memory of their own; None where there must be none.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._absent = [each is None for each in tensors]
+        self._kind = _kind(tensors)
+        self._is_worth_building = is_worth_building(_there(tensors))
+        self._addresses = numpy.zeros(len(tensors), numpy.int64)
+        self._versions = numpy.zeros(len(tensors), numpy.int64)
+        self._module: Any = None
+        self._native: Any = None
+
+    def look(self, tensors: Tensors) -> Looked | None:
+        """Notes where tensors lie, and their versions; None where one is of another kind."""
+        if self._module is None:
+            self._module = native.get(self._is_worth_building)
+            if self._module is None:
+                return self._look(tensors)
+            numels, *rest, _ = self._kind
+            own = [None if no else numel for no, numel in zip(self._absent, numels, strict=True)]
+            self._native = self._module.Kinds(own, *rest)
+        own = tensors if type(tensors) is list else [*tensors]
+        found = self._module.look_at(self._native, own, self._addresses, self._versions)
+        return None if found is None else self._looked(*found)
+
+    def _looked(self, in_order: bool, moved: list[int], written: list[int]) -> Looked:
+        return Looked(self._addresses if in_order else None, moved, written)
+
+    def _look(self, tensors: Tensors) -> Looked | None:
+        """The extension's twin."""
+        if [each is None for each in tensors] != self._absent or _kind(tensors) != self._kind:
+            return None
+        own = _there(tensors)
+        in_order = all(map(torch.Tensor.is_contiguous, own))
+        in_order = in_order and not any(each.is_neg() or each._is_zerotensor() for each in own)
+        addresses = list(map(torch.Tensor.data_ptr, own))
+        try:
+            versions = list(map(VERSION, own))
+        except RuntimeError:  # tensors of inference mode have none
+            versions = [0 if each.is_inference() else each._version for each in own]
+        moved, written = _noted(self._addresses, addresses), _noted(self._versions, versions)
+        return self._looked(in_order, moved, written)
+
+
+def _there(tensors: Tensors) -> list[torch.Tensor]:
+    return [NOTHING if each is None else each for each in tensors]
+
+
+def _kind(tensors: Tensors) -> tuple[list[Any], ...]:
+    return tuple(list(map(fact, _there(tensors))) for fact in KIND)
+
+
+def _noted(row: numpy.ndarray, now: list[int]) -> list[int]:
+    """Notes numbers in an int64 row; the places of those that are others."""
+    before = row.tolist()
+    row[:] = now
+    return [] if now == before else [i for i, each in enumerate(now) if each != before[i]]
+
+
+def same_params(
+    groups: Sequence[Mapping[str, Any]], params: tuple[torch.Tensor, ...], sizes: list[int]
+) -> bool:
+    """Whether groups have these very parameters; sizes: how many each of them has."""
+    module = native.get(is_worth_building=False)
+    if module is not None:
+        return bool(module.same_params(groups, params, sizes))
+    found = [group["params"] for group in groups]
+    return [*map(len, found)] == sizes and same_objects([*itertools.chain(*found)], params)
+
+
+class SameStates:
+    """Tells whether a state has the very entries, and these the very values, that it had."""
+
+    def __init__(self, state: Mapping[Any, Any]) -> None:
+        self._keys, self._entries = (*state.keys(),), (*state.values(),)
+        self.has_dicts = isinstance(state, dict) and all(type(e) is dict for e in self._entries)
+        """Whether it is a dict of dicts; otherwise it cannot be told."""
+        self.values = self._now() if self.has_dicts else ()
+
+    def _now(self) -> tuple[Any, ...]:
+        return (*itertools.chain.from_iterable(map(VALUES, self._entries)),)
+
+    def are(self, state: Mapping[Any, Any]) -> bool:
+        """Whether they are the same."""
+        module = native.get(is_worth_building=False)
+        if module is not None and isinstance(state, dict):
+            return bool(module.same_states(state, self._keys, self._entries, self.values))
+        is_same = same_objects(state.keys(), self._keys)
+        is_same = is_same and same_objects(state.values(), self._entries)
+        return is_same and same_objects(self._now(), self.values)

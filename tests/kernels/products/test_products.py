@@ -1,0 +1,227 @@
+"""Products of lists of matrices: the kernel's bits are the twin's, whatever lies beside them."""
+
+import ml_dtypes
+import numpy
+import pytest
+import torch
+from bits import assert_same_bits
+from product_cases import (
+    DTYPES,
+    SHAPES,
+    added_to,
+    assert_all_same,
+    assert_kernel_is_twin,
+    lists,
+    odd,
+    with_special_rows,
+)
+
+from megaopt.kernels.products.epilogue import finished_reference
+from megaopt.kernels.products.launch import TILES, Tables, Tile, products, symmetric_products
+
+SMALL, SQUARE = Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_is_the_twin(dtype, out_dtype, device):
+    left, right = lists(SHAPES, dtype, device=device)
+    added = added_to(SHAPES, out_dtype, device=device)
+    options = {"add": added, "alpha": -0.7, "beta": 1 / 3, "out_dtype": out_dtype}
+    assert_kernel_is_twin(products, left, right, tile=SMALL, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_how_matrices_lie_in_memory_shows_in_no_bit(dtype, device):
+    """By tensor descriptors and by pointers, row by row and column by column."""
+    shapes = [(48, 40, 72)] * 4
+    left, right = lists(shapes, dtype, device=device)
+    found = assert_kernel_is_twin(products, left, right, tile=SMALL)
+    for change in (odd, torch.Tensor.contiguous, lambda each: each.mT.contiguous().mT):
+        own = map(change, left), map(change, right)
+        assert_all_same(products(*map(list, own), launches=True, tile=SMALL), found)
+
+
+def test_the_tile_shows_in_no_bit(device):
+    left, right = lists(SHAPES, torch.bfloat16, device=device)
+    found = assert_kernel_is_twin(products, left, right, tile=SMALL)
+    for tile in (SQUARE, TILES[-1], None):
+        assert_all_same(products(left, right, launches=True, tile=tile), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values_stay_in_their_rows(dtype, device):
+    left, right = lists(SHAPES * 2, dtype, spread=20, device=device)
+    plain = products(left, right, launches=True, tile=SMALL)
+    special = with_special_rows(left)
+    found = assert_kernel_is_twin(products, special, right, tile=SMALL)
+    for index, (one, other) in enumerate(zip(plain, found, strict=True)):
+        row = index % len(one)
+        keep = [i for i in range(len(one)) if index % 3 == 0 or i != row]
+        assert_same_bits(other[keep], one[keep], f"product {index}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_nan_of_a_result_is_one(dtype, device):
+    """Those of matrices, of what is added, and those that infinities make."""
+    one = torch.ones(16, 16, device=device)
+    added = one.clone()
+    payloads = torch.tensor([0x7F812345, -0x3EDCBB], dtype=torch.int32).view(torch.float32)
+    added[0, :2] = payloads.to(device)
+    added[1, 0] = -torch.inf
+    left = one.clone()
+    left[1, 0] = torch.inf
+    options = {"add": [added], "out_dtype": dtype}
+    (found,) = assert_kernel_is_twin(products, [left.bfloat16()], [one.bfloat16()], **options)
+    wanted = 0x7FFFFFFF if dtype == torch.float32 else 0x7FFF
+    patterns = found[found.isnan()].view(torch.int32 if found.element_size() == 4 else torch.int16)
+    assert patterns.tolist() == [wanted] * 3
+
+
+def test_a_list_in_another_order_has_the_same_bits(device):
+    left, right = lists(SHAPES, torch.float16, spread=10, device=device)
+    order = [3, 0, 5, 2, 4, 1]
+    found = products([left[i] for i in order], [right[i] for i in order], launches=True, tile=SMALL)
+    each = products(left, right, launches=True, tile=SMALL)
+    assert_all_same(found, [each[i] for i in order])
+
+
+# --- the epilogue
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers"),
+    [
+        (torch.float32, numpy.float32),
+        (torch.bfloat16, ml_dtypes.bfloat16),
+        (torch.float16, numpy.float16),
+    ],
+)
+def test_each_operation_of_the_epilogue_is_rounded_once(dtype, numbers):
+    """As numpy and ml_dtypes round; nothing is contracted."""
+    generator = numpy.random.default_rng(0)
+    exponents = numpy.exp2(generator.integers(-30, 16, (2, 40_000))).astype(numpy.float32)
+    total, added = generator.standard_normal((2, 40_000), numpy.float32) * exponents
+    alpha, beta = 1.1, -0.3
+    value = total * numpy.float32(alpha) + added * numpy.float32(beta)
+    with numpy.errstate(over="ignore"):
+        expected = value.astype(numbers).astype(numpy.float32)
+    one, other = torch.from_numpy(total), torch.from_numpy(added)
+    found = finished_reference(one, alpha, dtype, other, beta).float()
+    assert_same_bits(found, torch.from_numpy(expected))
+
+
+def test_what_is_added_may_be_where_results_go(device):
+    left, right = lists(SHAPES[:4], torch.bfloat16, device=device)
+    out = added_to(SHAPES[:4], torch.bfloat16, device=device)
+    options = {"add": out, "beta": 0.5, "tile": SMALL}
+    expected = assert_kernel_is_twin(products, left, right, **options)
+    products(left, right, out, launches=True, **options)
+    assert_all_same(out, expected)
+
+
+def test_nothing_beside_a_result_is_written(device):
+    """A part of a larger matrix, on whose rows tiles end, at whole 16 bytes and not."""
+    left, right = lists([(40, 56, 24)], torch.bfloat16, device=device)
+    (expected,) = assert_kernel_is_twin(products, left, right, tile=SMALL)
+    for first in (8, 3):
+        room = torch.full((60, 96), 7.0, dtype=torch.bfloat16, device=device)
+        out = room[first : first + 40, first : first + 56]
+        products(left, right, [out], launches=True, tile=SMALL)
+        assert_same_bits(out, expected)
+        out.fill_(7.0)
+        assert bool((room == 7.0).all())
+
+
+# --- symmetric ones
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_symmetric_products_are_products(dtype, device):
+    """Rows of special values too; they are symmetric to the bit, by the twin as by the kernel."""
+    shapes = [(m, m, k) for m, _, k in SHAPES]
+    matrices = with_special_rows(lists(shapes, dtype, spread=12, device=device)[0])
+    added = [one + one.mT for one in added_to(shapes, dtype, device=device)]
+    options = {"add": added, "alpha": 0.3, "beta": -1.7, "tile": SQUARE}
+    turned = [each.mT for each in matrices]
+    whole = assert_kernel_is_twin(products, matrices, turned, **options)
+    found = assert_kernel_is_twin(symmetric_products, matrices, **options)
+    assert_all_same(found, whole)
+    assert_all_same([each.mT for each in found], whole)
+
+
+@pytest.mark.parametrize("size", [(40, 1), (1, 40), (1, 1)], ids=str)
+def test_a_matrix_of_one_row_or_column(size, device):
+    """Of which strides do not say how it lies in memory."""
+    own = torch.arange(1.0, 1 + max(size)).view(size).to(device, torch.bfloat16)
+    for matrix in (own, own.mT.contiguous().mT):
+        assert_kernel_is_twin(symmetric_products, [matrix], tile=SQUARE)
+        assert_kernel_is_twin(products, [matrix], [matrix.mT], tile=SMALL)
+
+
+def test_a_polynomial_of_a_symmetric_matrix(device):
+    """beta A + alpha A^2, where A is what is added, too, and lies in its own transposed memory."""
+    (one,), _ = lists([(80, 80, 80)], torch.bfloat16, device=device)
+    own = one + one.mT
+    options = {"add": [own], "alpha": 0.25, "beta": 3.0, "tile": SQUARE}
+    expected = assert_kernel_is_twin(products, [own], [own], **options)
+    assert_all_same(symmetric_products([own], launches=True, **options), expected)
+
+
+# --- tables, and what is refused
+
+
+def test_tables_follow_matrices_that_move(device):
+    tables, shapes = Tables(), SHAPES[1:4]
+    for seed in (0, 4, 0):  # each lies in memory as the others do
+        left, right = lists(shapes, torch.bfloat16, seed, device=device)
+        found = products(left, right, tables=tables, launches=True, tile=SMALL)
+        assert_all_same(found, assert_kernel_is_twin(products, left, right, tile=SMALL))
+
+
+def test_an_empty_list_and_empty_matrices(device):
+    assert products([], [], launches=True) == []
+    assert symmetric_products([], launches=True) == []
+    empty = torch.zeros(0, 5, device=device)
+    (found,) = products([empty], [torch.zeros(5, 3, device=device)], launches=True)
+    assert found.shape == (0, 3)
+
+
+WRONG = {
+    r"left\[1\] and right\[1\] must be \[m, k\] and \[k, n\], got \[4, 5\] and \[4, 5\]": {
+        "right": [torch.zeros(5, 4), torch.zeros(4, 5)]
+    },
+    r"right\[0\] must be of dtype .*torch.float32 as the first is, got torch.bfloat16": {
+        "right": [torch.zeros(5, 4).bfloat16(), torch.zeros(5, 4)]
+    },
+    r"out\[1\] must be \[4, 4\] with rows without gaps, got \[4, 5\] with strides \[5, 1\]": {
+        "out": [torch.zeros(4, 4), torch.zeros(4, 5)]
+    },
+    r"add\[0\] must be of dtype one of .*, got torch.int32": {"add": [torch.zeros(4, 4).int()] * 2},
+    r"out\[0\] must be \[4, 4\] with rows without gaps, got \[4, 4\] with strides \[1, 4\]": {
+        "out": [torch.zeros(4, 4).mT] * 2
+    },
+    r"left\[0\] must be a matrix with a stride of 1, got \[4, 5\] with strides \[20, 2\]": {
+        "left": [torch.zeros(4, 10, 2)[:, :5, 0]] * 2
+    },
+    r"right\[0\] must be a matrix with a stride of 1, got \[5\] with strides \[2\]": {
+        "right": [torch.zeros(5, 2)[:, 0]] * 2,
+        "out": [torch.zeros(4, 4)] * 2,
+    },
+    r"right\[0\] must be on left\[0\]'s device cpu, got meta": {
+        "right": [torch.zeros(5, 4, device="meta")] * 2
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_other_matrices_are_refused(message):
+    given = {"left": [torch.zeros(4, 5)] * 2, "right": [torch.zeros(5, 4)] * 2, **WRONG[message]}
+    with pytest.raises(ValueError, match=message):
+        products(given.pop("left"), given.pop("right"), **given)
+
+
+def test_lists_of_other_lengths_are_refused():
+    one = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="zip"):
+        products([one, one], [one])

@@ -84,7 +84,7 @@ def projected(
     some, others = (grad, projection.mT) if side == RIGHT else (projection.mT, grad)
     if precision == IEEE:
         return product(some, others)
-    pairs = zip(some.split(SLAB, 1), others.split(SLAB), strict=True)
+    pairs = zip(torch.split(some, SLAB, 1), torch.split(others, SLAB), strict=True)
     return reduce(torch.add, (product(*pair, precision) for pair in pairs))
 
 

@@ -117,9 +117,10 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 # | 128 x 64 x 32, 4, 2, 2                | 1.74 |      |
 # | 128 x 64 x 128, 8, 2, 1               |      | 1.36 |
 #
-# On the right, where few tiles are of one matrix, bf16 takes 64 x 64: 0.018 ms for one of
-# 4096 x 4096, and 0.029 as it was. ieee, one of 4096 x 11008, back: 64 x 64 x 32 with 4 warps and 2
-# stages 0.327, with 8 and 3 0.374.
+# With slabs of 1,024 terms, which need two sums of a tile, bf16 takes 64 x 64 with 4 warps and 4
+# stages: a step of these 8 matrices took an H100 1.90 ms, by 64 x 64, 8, 3 1.91, by 128 x 64, 8, 3
+# 1.92, by 128 x 64, 4, 4 1.99; 8 of 4096 x 4096 on the right 0.700, 0.702, 0.706, 0.729. ieee, one
+# of 4096 x 11008, back: 64 x 64 x 32 with 4 warps and 2 stages 0.327, with 8 and 3 0.374.
 
 BACK_BF16 = BackTile(64, 64, 128, 4, 2, 4, 128)
 BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128, True)
@@ -136,7 +137,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
     if low_rank.precision == IEEE:
         project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
     elif low_rank.precision == BF16:
-        project = ProjectTile(128 if low_rank.side == LEFT else 64, 64, 128, 4, 4)
+        project = ProjectTile(64, 64, 128, 4, 4)
         back = BACK_BF16 if low_rank.rank <= BACK_BF16.inner else HIGH_BACK_BF16
     else:
         project = ProjectTile(128, 32, 128, 4, 4)

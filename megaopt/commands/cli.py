@@ -51,6 +51,7 @@ COMMANDS = {
     "audit": Command("audit", "audit", "Hold a recording to the laws of its optimizers."),
     "record": Command("record", "record", "Run a command; record its optimizers' steps.", False),
     "diff": Command("compared", "diff", "Compare two recordings; say who is to blame.", False),
+    "export": Command("export", "export", "Write a recording as a table.", False),
     "golden": Command("compared", "golden", "Hold recordings to a file of golden values.", False),
     "bisect": Command("bisect", "bisect", "Judge a commit for `git bisect run`.", False),
     "replay": Command("compared", "replay", "Take a step that a recording kept again."),

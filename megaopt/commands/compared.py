@@ -22,10 +22,12 @@ from megaopt.saving.files import replacing, write_json
 STATUS = {
     "same": DONE,
     "as two repeats differ": DONE,
+    "within tolerance": DONE,
     "differ": DIFFERENT,
     "not comparable": REFUSED,
 }
-COLOURS = {"same": "green", "as two repeats differ": "green", "not comparable": "yellow"}
+PASSES = dict.fromkeys(("same", "as two repeats differ", "within tolerance"), "green")
+COLOURS = {**PASSES, "not comparable": "yellow"}
 MOST = 12
 """Tensors that are listed."""
 
@@ -40,6 +42,7 @@ def diff(
     html: Path | None = None,
     github: bool = False,
     noise: tuple[Path, ...] = (),
+    tolerance: float | None = None,
 ) -> int:
     """Compare two recorded runs: what differs first, and who is to blame. 0 same, 1 differ.
 
@@ -51,13 +54,16 @@ def diff(
         html: Write a page with pictures to this file.
         github: Print an annotation for GitHub's pull requests too.
         noise: Folders of repeats of A: how far a run lies from itself.
+        tolerance: How far numbers may lie apart and pass, of their norm, as 1e-5; it excuses no
+            other data, weights at the start or writes from outside.
 
     Returns:
-        0 where they are the same, or differ as repeats do; 1 where they differ; 2 where they cannot
-        be compared.
+        0 where they are the same, or differ as repeats do or within the tolerance; 1 where they
+        differ; 2 where they cannot be compared.
     """
     names = None if map is None else read_names(map)
-    found = compare(Recording(a), Recording(b), names, [Recording(each) for each in noise])
+    repeats = [Recording(each) for each in noise]
+    found = compare(Recording(a), Recording(b), names, repeats, tolerance)
     tell(found, make_console())
     for path in filter(None, (json, html)):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,9 +196,10 @@ def tell(found: Comparison, console: Console) -> None:
     """Prints the verdict, then what belongs to it."""
     colour = COLOURS.get(found.verdict, "red")
     verdict, colon, rest = found.line.partition(":")
-    console.print(f"[{colour}]{escape(verdict)}[/]{colon}{escape(rest)}", highlight=False)
+    line = f"[{colour}]{escape(verdict)}[/]{colon}{escape(rest)}"
+    console.print(line, highlight=False, soft_wrap=True)
     for line in found.remarks():
-        console.print(escape(line), highlight=False)
+        console.print(escape(line), highlight=False, soft_wrap=True)
     for title, differences in (("environment", found.environment), ("options", found.options)):
         rows = [(each.name, shown(each.a), shown(each.b)) for each in differences]
         print_table(console, title, ("", "A", "B"), rows)

@@ -25,7 +25,12 @@ table { border-collapse: collapse } td, th { padding: .2rem .9rem .2rem 0; text-
        vertical-align: top; border-bottom: 1px solid #eee; overflow-wrap: anywhere }
 th { font-weight: 600; color: #666 } p.small { color: #666 } svg { max-width: 100%; height: auto }
 """
-SHADES = {"same": "fine", "as two repeats differ": "fine", "not comparable": "unknown"}
+SHADES = {
+    "same": "fine",
+    "as two repeats differ": "fine",
+    "within tolerance": "fine",
+    "not comparable": "unknown",
+}
 EQUAL, LITTLE, MUCH = "#dfe9df", "#f6c9a8", "#c0392b"
 """Colours of a quantity at a step: nothing differs, less than half of its tensors, half or more."""
 MOST = 12

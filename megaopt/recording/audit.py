@@ -233,8 +233,14 @@ class Audit:
     def _optimizer(self, own: Owner) -> dict[str, Any]:
         return self.recording.ranks[own.rank].optimizers[own.source]
 
+    def _class(self, own: Owner) -> str:
+        """The optimizer's class; where its law is not known, one whose step it has inherited."""
+        optimizer = self._optimizer(own)
+        classes = optimizer["class"], *optimizer.get("steps_as", ())
+        return next((each for each in classes if each in LAWS), str(classes[0]))
+
     def _law(self, own: Owner) -> Law | None:
-        return LAWS.get(self._optimizer(own)["class"])
+        return LAWS.get(self._class(own))
 
     def _line(self, step: int, own: Owner) -> dict[str, Any]:
         return self.recording.ranks[own.rank].scalars.get(step, {}).get(own.source, {})
@@ -377,7 +383,7 @@ class Audit:
             self._counts[name] = Counted(step, given.options["step"])
 
     def _kind(self, own: Owner) -> str:
-        return str(self._optimizer(own)["class"].rpartition(".")[2])
+        return self._class(own).rpartition(".")[2]
 
     def _unlike(self, own: Owner, found: Tensors, given: Given) -> list[str] | None:
         """The quantities whose bits are not those of megaopt's twin; None: they are not known."""

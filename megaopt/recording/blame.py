@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from megaopt.recording.pair import Pair, floats, is_after, shown, value_of
 
 BEGIN = ("start", "outside write", "between")
 """Kinds of blame that precede a step."""
-NOT_NUMBERS = ("foreach", "fused", "capturable", "differentiable", "backend")
+NOT_NUMBERS = ("foreach", "fused", "capturable", "differentiable", "backend", "single")
 """Options that say how a step is made, not which."""
 
 
@@ -299,25 +300,40 @@ def _optimizer(pair: Pair, step: int) -> Blame | None:
     if apart:
         text = f"{quantity} of {name} is different on ranks {_groups(apart[0])} of one run"
     else:
-        equal = _equal_inputs(pair, step, keys[0])
+        equal = _equal_inputs(pair, step, name)
         text = f"{quantity} of {name} differs; equal: {', '.join(equal) or 'not known'}"
     return Blame(step, "optimizer", name, quantity, text + _and_options(pair, step), tuple(keys))
 
 
-def _equal_inputs(pair: Pair, step: int, key: Key) -> list[str]:
+def _equal_inputs(pair: Pair, step: int, name: str) -> list[str]:
     """What of a tensor's step is known to be equal.
 
     What was not looked at before the step is told as the last one left it: `p.data` may have been
     written since, and of that samples alone are seen.
     """
-    name = key[0]
-    rows = [side.digests(step) for side in pair.both]
+    rows, sampled = [side.digests(step) for side in pair.both], _sampled_before(pair, step, name)
     known = [q for n, q in pair.a.before(step) if n == name and (n, q) in pair.b.before(step)]
-    looked_at = [q for q in known if all((name, f"old {q}") in each for each in rows)]
+    looked_at = [
+        q
+        for q in known
+        if all((name, f"old {q}") in each for each in rows)
+        or sampled.get(q) == math.prod(pair.a.values[name, q].shape)
+    ]
     left = [quantity for quantity in known if quantity not in looked_at]
     found = ["gradient"] if pair.records("grad", step) else []
     found += [f"old {quantity}" for quantity in looked_at]
-    return [*found, *([f"{' and '.join(left)} as step {step - 1} left them"] if left else [])]
+    if left:
+        parts = [f"{sampled[each]} sampled elements of {each}" for each in left if each in sampled]
+        seen = f"looked at since: {', '.join(parts)}; " if parts else "not looked at since; "
+        unseen = f"a write to .data {'elsewhere ' if parts else ''}is not seen"
+        found.append(f"{' and '.join(left)} as step {step - 1} left them ({seen}{unseen})")
+    return found
+
+
+def _sampled_before(pair: Pair, step: int, name: str) -> dict[str, int]:
+    """How many elements of a tensor both have looked at before the step, by quantity."""
+    a, b = (side.old_samples(step) for side in pair.both)
+    return {q: (a[n, q][0] & b[n, q][0]).bit_count() for n, q in a if n == name and (n, q) in b}
 
 
 CHECKS = (_begin, _data, _forward, _backward, _gradient, _optimizer)

@@ -13,8 +13,11 @@ from itertools import combinations, zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
-from megaopt.recording.blame import Blame, first_blame
-from megaopt.recording.measure import NEAR
+import numpy
+
+from megaopt.recording.blame import BEGIN, Blame, first_blame
+from megaopt.recording.files import RecordingError, hexadecimal
+from megaopt.recording.measure import NEAR, as_numbers, farthest
 from megaopt.recording.pair import (
     Difference,
     Pair,
@@ -36,6 +39,8 @@ OWN = ("forward", "backward", "local grad")
 """Quantities of which each rank has rows of its own."""
 BY_NATURE = ("forward", "backward", "reduction", "gradient")
 """Kinds of blame that another layout or another card alone explains."""
+TOLERABLE = (*BY_NATURE, "optimizer")
+"""Kinds of blame that a tolerance excuses: other numbers of the same data and weights."""
 
 
 class Growth(NamedTuple):
@@ -50,6 +55,41 @@ class Growth(NamedTuple):
     """Norm of the difference over the norm, of sampled elements; None without samples."""
     ulp: int | None
     """The largest difference of a sampled element, in units in the last place."""
+
+
+class Farthest(NamedTuple):
+    """Where two runs lie farthest apart."""
+
+    relative: float
+    """Norm of the difference over the norm, of sampled elements; of a number its own."""
+    quantity: str
+    step: int
+
+
+class Elements(NamedTuple):
+    """The elements that differ in the tensor that is blamed, where both runs kept it."""
+
+    name: str
+    quantity: str
+    """"old weight": before the step."""
+    first: tuple[int, ...]
+    """The index of the first one in the whole tensor."""
+    a: str
+    """Its value, in hexadecimal."""
+    b: str
+    differ: int
+    of: int
+    apart: float
+    """The largest difference of two."""
+    ulp: int
+    """The same in units in the last place."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.quantity} of {self.name}: {self.differ} of {self.of} elements differ, first "
+            f"{list(self.first)}: {self.a}, and {self.b}; largest distance {self.apart:.3g}, or "
+            f"{self.ulp} units in the last place"
+        )
 
 
 class Repeats(NamedTuple):
@@ -85,6 +125,7 @@ class Comparison:
     quantities: list[str] = field(default_factory=list)
     """Those of tensors, and of modules, that were compared."""
     blame: Blame | None = None
+    elements: Elements | None = None
     growth: list[Growth] = field(default_factory=list)
     histogram: dict[str, dict[int, int]] = field(default_factory=dict)
     """How many sampled elements differ by 0 units in the last place (0), by 1 (1), 2-3 (2), 4-7
@@ -93,16 +134,28 @@ class Comparison:
     repeats_part: int | None = None
     """The first step at which a repeat differs from A."""
     notes: list[str] = field(default_factory=list)
+    tolerance: float | None = None
+    """How far apart runs may lie."""
+    farthest: Farthest | None = None
+    """How far they do, where a tolerance was given."""
 
     @property
     def verdict(self) -> str:
-        """One of "same", "differ", "as two repeats differ", "not comparable"."""
+        """One of "same", "differ", "not comparable"; of what passes, how two runs differ."""
         if self.missing:
             return "not comparable"
         if self.blame is None:
             return "same"
+        if self._is_tolerated:
+            return "within tolerance"
         excused = self.noise and self.tier == "close" and not self.exceeds_noise
         return "as two repeats differ" if excused else "differ"
+
+    @property
+    def _is_tolerated(self) -> bool:
+        if self.blame is None or self.farthest is None or self.tolerance is None:
+            return False
+        return self.blame.kind in TOLERABLE and self.farthest.relative <= self.tolerance
 
     @property
     def exceeds_noise(self) -> bool:
@@ -127,7 +180,7 @@ class Comparison:
 
     @property
     def _sentence(self) -> str:
-        if self.verdict == "as two repeats differ":
+        if self.verdict in ("as two repeats differ", "within tolerance"):
             return self.verdict
         if self.noise:
             return "differ more than repeats do" if self.exceeds_noise else "differ"
@@ -135,9 +188,13 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """What is to be known beside the verdict, a line each."""
-        lines = []
+        lines = [] if self.elements is None else [str(self.elements)]
         if self.blame is not None and self.blame.unrecorded:
             lines.append(f"not recorded in both runs: {', '.join(self.blame.unrecorded)}")
+        if self.farthest is not None:
+            far, quantity, step = self.farthest
+            words = f"farthest apart is {quantity} of step {step}, by {far:.2g} of its norm"
+            lines.append(f"{words}; the tolerance is {self.tolerance:g}")
         lines += [f"bits need not be equal: {reason}" for reason in self.reasons]
         return [*lines, *self.notes]
 
@@ -149,6 +206,9 @@ class Comparison:
         """All of it as JSON holds it; docs/diff.md has the schema."""
         content = {"schema": SCHEMA, "verdict": self.verdict, "line": self.line, **asdict(self)}
         content["blame"] = None if self.blame is None else self.blame._asdict()
+        for name in ("elements", "farthest"):
+            found = getattr(self, name)
+            content[name] = None if found is None else _finite(found._asdict())
         for name in ("environment", "options", "growth", "noise"):
             content[name] = [_finite(each._asdict()) for each in getattr(self, name)]
         return content
@@ -164,6 +224,7 @@ def compare(
     b: Run,
     names: Mapping[str, str] | None = None,
     noise: Sequence[Run] = (),
+    tolerance: float | None = None,
 ) -> Comparison:
     """Compares two recorded runs.
 
@@ -173,9 +234,15 @@ def compare(
         names: what a tensor or module of b is called in a, by its name in b; a "*" in both stands
             for any text. Other names are the same in both.
         noise: repeats of a, to see how far a run lies from itself.
+        tolerance: how far the runs may lie apart and pass: of all quantities' samples the norm of
+            the difference over the norm, of losses and norms of gradients the difference over the
+            number. It excuses no other data, weights at the start or writes. None: not at all.
 
-    Runs that have no step or not the same tensors in common are not comparable; the answer says so.
+    Raises RecordingError for a tolerance below 0 or NaN. Runs that have no step or not the same
+    tensors in common are not comparable; the answer says so.
     """
+    if tolerance is not None and not tolerance >= 0:
+        raise RecordingError(f"tolerance must be a number >= 0, got {tolerance}")
     pair = Pair(Side(a), Side(b, names))
     found = Comparison(_title(a), _title(b), environment=_environment(a, b))
     found.reasons = [*_reasons(a, b), *pair.dtypes()]
@@ -191,9 +258,13 @@ def compare(
     found.blame = first_blame(pair)
     found.notes = pair.notes()
     if found.blame is not None:
+        found.elements = _elements(pair, found.blame)
         found.growth = list(_growth(pair, found.blame.step))
         found.histogram = _histogram(pair)
         _look_at_repeats(found, a, b, names, noise)
+        if tolerance is not None:
+            found.tolerance = tolerance
+            found.farthest = max(_apart(pair, found.blame.step), default=None)
     found.tier = _tier(found)
     return found
 
@@ -203,6 +274,27 @@ def _tier(found: Comparison) -> str:
         return "bits"
     by_nature = found.blame.kind in BY_NATURE or "the gradient" in found.blame.unrecorded
     return "close" if by_nature else "bits"
+
+
+def _elements(pair: Pair, blame: Blame) -> Elements | None:
+    """What differs within the tensor that is blamed; None where not both have kept it."""
+    key = blame.where, blame.quantity
+    if any(key not in side.values for side in pair.both):
+        return None
+    name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
+    kept = [side.kept(blame.step, (name, quantity)) for side in pair.both]
+    (dtype, other), (mine, theirs) = pair.dtypes_of(key), kept
+    if mine is None or theirs is None or dtype != other:
+        return None
+    held = mine[1] & theirs[1]
+    unlike = numpy.flatnonzero(held & (mine[0] != theirs[0]))
+    if not len(unlike):
+        return None
+    a, b = mine[0][unlike], theirs[0][unlike]
+    first = tuple(map(int, numpy.unravel_index(unlike[0], pair.a.values[key].shape)))
+    x, y = (hexadecimal(as_numbers(bits[:1], dtype)[0]) for bits in (a, b))
+    apart, ulp = farthest(a, b, dtype)
+    return Elements(name, quantity, first, x, y, len(unlike), int(held.sum()), apart, ulp)
 
 
 def _against_repeats(
@@ -319,6 +411,23 @@ def _scalars_apart(pair: Pair, step: int) -> Iterator[Growth]:
         count = sum(x != y for x, y in zip_longest(a, b))
         relative = _relative(a, b) if name == "losses" else None
         yield Growth(step, quantity, count, len(a), relative, None)
+
+
+def _apart(pair: Pair, first: int) -> Iterator[Farthest]:
+    """How far the runs lie apart from a step on, in everything that has a distance."""
+    for step in (step for step in pair.steps if step >= first):
+        for quantity, length in pair.distances(step).items():
+            yield Farthest(length.relative, quantity, step)
+        for name in ("losses", "grad_norm") if pair.alike_layout else ():
+            for far in _each_apart(*(side.scalars(step, name) for side in pair.both)):
+                yield Farthest(far, name, step)
+
+
+def _each_apart(a: Any, b: Any) -> Iterator[float]:
+    """How far numbers lie apart, of themselves; infinitely what is none, or has no partner."""
+    for x, y in zip_longest(floats(a), floats(b), fillvalue=math.nan):
+        far = 0.0 if x == y or (x != x and y != y) else abs(y - x) / abs(x) if x else math.inf
+        yield far if far == far else math.inf
 
 
 def _curve(pair: Pair, first: int) -> list[int]:

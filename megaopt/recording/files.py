@@ -96,11 +96,15 @@ class Writer:
         self._append("manifest.jsonl", _line({"is": "optimizer", **description}))
 
     def number(self, value: Value) -> int:
-        """The number by which rows name a value; a new value is written to the manifest."""
-        if value not in self._numbers:
-            self._numbers[value] = len(self._numbers)
+        """The number by which rows name a value; a new value is written to the manifest.
+
+        A rank's own is one value whatever its shape, which may be another in each step.
+        """
+        key = value if value.place is not None else value._replace(shape=())
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
             self._append("manifest.jsonl", _line({"is": "value", **value._asdict()}))
-        return self._numbers[value]
+        return self._numbers[key]
 
     def step(
         self,
@@ -234,6 +238,19 @@ class Rank:
         for value, width, held, words in self._found(self._samples, step):
             yield self.values[value], int(held), words.view("<u8") if width == 8 else words
 
+    def kept(self, step: int) -> dict[Key, numpy.ndarray[Any, Any]]:
+        """The bits of whole tensors of a step, flat as in the rank's memory: views of files."""
+        sources = self.scalars.get(step, ())
+        names = [f"step-{step}" + (f"-{source}" if source else "") for source in sources]
+        files = (_tensors(self.folder / "kept" / f"{each}.safetensors") for each in names)
+        found = (pair for file in files for pair in file)
+        return {(key.rpartition("|")[0], key.rpartition("|")[2]): bits for key, bits in found}
+
+    def places(self, key: Key) -> list[tuple[int, int, int, int]]:
+        """The places of the pieces of a tensor that the rank has, in the order of its memory."""
+        found = (value.place for value in self.values if (value.name, value.quantity) == key)
+        return list(dict.fromkeys(place for place in found if place is not None))
+
     @property
     def sampled(self) -> set[int]:
         """The steps of which there are samples."""
@@ -279,6 +296,19 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             yield json.loads(line)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
+    """The bits of each tensor in a file of safetensors: a length, JSON of that length, bytes."""
+    if not path.is_file():
+        return
+    data = numpy.memmap(path, "u1", "r")
+    start = 8 + int(data[:8].view("<u8")[0])
+    for name, each in json.loads(data[8:start].tobytes()).items():
+        begin, end = each.get("data_offsets", (0, 0))  # metadata has none
+        width = (end - begin) // max(math.prod(each.get("shape", ())), 1)
+        if width in (1, 2, 4, 8):
+            yield name, data[start + begin : start + end].view(f"<u{width}")
 
 
 def _blocks(
@@ -383,6 +413,26 @@ class Recording:
                     found[rank.number, value.name, value.quantity].append(digest)
         return found
 
+    def kept(
+        self, step: int, key: Key
+    ) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None:
+        """The bits of a whole tensor that ranks kept of a step, flat, and which of them are there.
+
+        None where no rank kept it. A quantity is as after the step, "old weight" as before it.
+        """
+        plain = key[0], key[1].removeprefix("old ")
+        numel = math.prod(self.values[plain].shape) if plain in self.values else 0
+        found, held = None, numpy.zeros(numel, bool)
+        for rank in self.ranks:
+            own, places, begin = rank.kept(step).get(key), rank.places(plain), 0
+            if own is None or len(own) < sum(place[3] for place in places):
+                continue
+            found = numpy.zeros(numel, own.dtype) if found is None else found
+            for place in places:
+                where, end = _indices(place), begin + place[3]
+                found[where], held[where], begin = own[begin:end], True, end
+        return None if found is None else (found, held)
+
     def samples(self, step: int) -> dict[Key, tuple[int, numpy.ndarray[Any, Any]]]:
         """The sampled elements of each tensor: which are there (a bit each), and their bits.
 
@@ -396,6 +446,14 @@ class Recording:
                 own = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
                 found[key] = before | held, numpy.where(own, bits, known)
         return found
+
+
+def _indices(place: tuple[int, int, int, int]) -> Any:
+    """The indices in the whole tensor of the elements at a place."""
+    first, run, stride, numel = place
+    if not stride:
+        return slice(first, first + numel)
+    return first + numpy.arange(numel) // run * stride + numpy.arange(numel) % run
 
 
 def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:

@@ -145,6 +145,8 @@ class Watched:
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            # listeners look at what can be gone through once
+            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
             then = [listener(args, kwargs) for listener in tuple(self._listeners)]
             result = function(*args, **kwargs)
             for each in then:

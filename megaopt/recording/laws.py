@@ -47,9 +47,13 @@ class Sample:
         return self.constant(value if place is None else value[place])
 
     def constant(self, value: float) -> Rounded:
-        """A number as `number` has it: fp32 at least, and, beside a count on a device, at most."""
+        """A number as `number` has it: fp32 at least, and, beside what a device has, at most.
+
+        That is a count, or an option that is an fp32 tensor: it makes fp32 of numbers beside it.
+        """
         single = PRECISIONS["float32"]
-        is_single = self.precision.unit > single.unit or self.options.get("capturable")
+        is_on_device = self.options.get("capturable") or self.options.get("single")
+        is_single = self.precision.unit > single.unit or is_on_device
         return exact(float(value), single if is_single else self.precision).again(1)
 
     def beside(self, number: Rounded) -> Rounded:
@@ -99,11 +103,14 @@ def mixed(average: Rounded, value: Rounded, beta: Rounded) -> Rounded:
 def decayed(sample: Sample, param: Rounded) -> Rounded:
     """The parameter after decoupled weight decay.
 
-    torch multiplies by a rounded 1 - lr * weight_decay: one rounding more than to take it away.
+    torch multiplies by a rounded 1 - lr * weight_decay: one rounding more than to take it away; of
+    fp32 where lr is a tensor.
     """
     if not sample.options.get("weight_decay"):
         return param
-    return (param - param * (sample.number("lr") * sample.number("weight_decay"))).again(1)
+    share = sample.number("lr") * sample.number("weight_decay")
+    less = (param - param * share).again(1)
+    return either(less, param * -(share - 1.0)) if sample.options.get("single") else less
 
 
 def is_decoupled(options: Mapping[str, Any]) -> bool:

@@ -53,6 +53,17 @@ def _places(bits: Array, dtype: str) -> Array:
     return numpy.where(codes >= sign, sign - codes, codes)
 
 
+def farthest(bits: Array, others: Array, dtype: str) -> tuple[float, int]:
+    """The largest difference of elements at the same places, and the largest in last places.
+
+    Infinite where one of two is no finite number.
+    """
+    with numpy.errstate(all="ignore"):
+        apart = abs(as_numbers(others, dtype) - as_numbers(bits, dtype))
+    apart[~numpy.isfinite(apart)] = math.inf
+    return float(apart.max()), int(abs(_places(bits, dtype) - _places(others, dtype)).max())
+
+
 class Distance(NamedTuple):
     """The distance of elements of one run from another's, which adds over tensors."""
 

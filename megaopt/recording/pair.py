@@ -148,6 +148,13 @@ class Side:
         """The run's own, under the other's names."""
         return {(self.name(n), q): each for (n, q), each in self.run.samples(step).items()}
 
+    def kept(self, step: int, key: Key) -> tuple[Array, Array] | None:
+        """The bits of a whole tensor that the run kept, and which are there; None: it did not."""
+        name = next((name for name, _ in self.run.values if self.name(name) == key[0]), None)
+        if name is None or not isinstance(self.run, Recording):
+            return None
+        return self.run.kept(step, (name, key[1]))
+
     def after(self, step: int) -> dict[Key, Summed]:
         """Weights and state as a step leaves them; nothing where it is not recorded."""
         if step not in self.run.steps:
@@ -217,7 +224,7 @@ class Pair:
 
     def dtypes(self) -> list[str]:
         """The first tensor that has another dtype in the other run, in words."""
-        both = ((key, *self._dtypes(key)) for key in self.in_both)
+        both = ((key, *self.dtypes_of(key)) for key in self.in_both)
         found = [f"dtype of {q} of {n}: {a}, and {b}" for (n, q), a, b in both if a != b and a]
         more = f"; and of {len(found) - 1} more" if len(found) > 1 else ""
         return [found[0] + more] if found else []
@@ -337,7 +344,7 @@ class Pair:
         a, b = (side.samples(step) for side in self.both)
         alike: dict[tuple[str, ...], list[tuple[Array, Array]]] = {}
         for key in (key for key in a if key in b and is_new(key[1])):
-            alike.setdefault((key[1], *self._dtypes(key)), []).append(_held(a[key], b[key]))
+            alike.setdefault((key[1], *self.dtypes_of(key)), []).append(_held(a[key], b[key]))
         found: dict[str, Distance] = {}
         for (quantity, *dtypes), pairs in alike.items():  # all tensors of a kind in one go
             mine, theirs = map(numpy.concatenate, zip(*pairs, strict=True))
@@ -349,14 +356,15 @@ class Pair:
         """In words, which of some tensors lies farthest apart in its samples, where there are."""
         a, b = (side.samples(step) for side in self.both)
         known = [key for key in keys if key in a and key in b]
-        lengths = ((key, distance(*_held(a[key], b[key]), *self._dtypes(key))) for key in known)
+        lengths = ((key, distance(*_held(a[key], b[key]), *self.dtypes_of(key))) for key in known)
         apart = {key: length.relative for key, length in lengths}
         if len(apart) < 2:
             return ""
         name, quantity = max(apart, key=lambda key: apart[key])
         return f"; farthest apart is that of {name}, by {apart[name, quantity]:.2g} of its norm"
 
-    def _dtypes(self, key: Key) -> tuple[str, str]:
+    def dtypes_of(self, key: Key) -> tuple[str, str]:
+        """A tensor's dtypes in both runs."""
         return self.a.values[key].dtype, self.b.values[key].dtype
 
 

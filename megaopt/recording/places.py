@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -101,6 +101,10 @@ class Parameters:
         """The canonical name of a parameter or module."""
         found = canonical(megatron.global_name(model, name))
         return self._map.get(found, found)
+
+    def has(self, param: Any) -> bool:
+        """Whether it is a parameter of the models."""
+        return isinstance(param, torch.Tensor) and param in self._names
 
     def owner(self, param: torch.Tensor, default: str) -> Owner:
         """What a parameter of an optimizer is; default: its name where no model knows it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import itertools
 import math
 import multiprocessing.util
@@ -11,6 +12,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from megaopt.recording.inputs import (
 from megaopt.recording.places import Known, Parameters
 from megaopt.recording.sink import Number, Sink, Step, option
 from megaopt.recording.sources import Source, Those, count_of
-from megaopt.recording.table import Listed, UnpreparedError, fetched, held
+from megaopt.recording.table import Held, Listed, UnpreparedError, fetched, held
 
 LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
@@ -116,7 +118,12 @@ class Recorder:
         self._graphs: MutableMapping[Any, list[Captured]] = weakref.WeakKeyDictionary()
         self._files: tuple[Writer, Sink] | None = None
         self._is_closed = False
-        self._own_rows: dict[Any, Listed] = {}
+        self._own_rows: dict[tuple[str, str], tuple[Held, Listed]] = {}
+        """What the last tensor of a name and quantity was: its shape may be another each time."""
+        self._mark = object()
+        """What marks the functions that made the models' outputs."""
+        self._hears_all = True
+        """Whether no model was given: then every backward is one of the run."""
         self._undo: list[Callable[[], None]] = []
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
         """What is registered for each model."""
@@ -129,6 +136,7 @@ class Recorder:
             raise
 
     def _start(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        self._hears_all = not models
         for module in models:
             self.add_model(module)
         for inner in inner_optimizers(optimizer):
@@ -230,10 +238,15 @@ class Recorder:
         if self._listens():
             self.batch((args, kwargs))
 
-    def _after_forward(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            for source in self._sources:  # Megatron has gathered its weights now
-                self._finish(source)
+    def _after_forward(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for source in self._sources:  # Megatron has gathered its weights now
+            self._finish(source)
+        functions: Iterator[Any] = (tensor.grad_fn for tensor in leaves(output))
+        for function in functions:
+            if function is not None:
+                function.metadata[self._mark] = True
 
     def _begin(self) -> None:
         """Notes the random states once a step, before its first forward."""
@@ -249,7 +262,7 @@ class Recorder:
                 names = [self._parameters.name(model, f"{path}.{each}") for each in own]
                 yield module.register_forward_pre_hook(Hook(self._meet, names))
             if module in blocks or (self._level >= MODULES and not any(module.children())):
-                yield module.register_forward_hook(Hook(self._after_module, name))
+                yield LastHook(module, Hook(self._after_module, name))
         if self._level >= BLOCKS and process()["world"] > 1:
             for path, param in model.named_parameters():
                 name = self._parameters.name(model, path)
@@ -275,10 +288,12 @@ class Recorder:
             return
         local = local_of(tensor.detach())
         found = held(Known(name, tuple(local.shape), None), quantity, local)
-        if found not in self._own_rows:
-            self._own_rows[found] = Listed([found])
+        before, listed = self._own_rows.get((name, quantity), (None, None))
+        if listed is None or found != before:
+            listed = Listed([found])
+            self._own_rows[name, quantity] = found, listed
         with torch.no_grad():
-            self._coming.rows += self._own_rows[found].rows([local], self._number)
+            self._coming.rows += listed.rows([local], self._number)
 
     # --- what torch's functions are called with
 
@@ -288,8 +303,23 @@ class Recorder:
             return  # with a gradient: an output of another rank's input, no loss
         tensors, is_wanted = given[0], self._wanted or self._graph is not None
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            if tensor.numel() == 1 and is_wanted and self._is_here(in_graph=True):
+            is_heard = tensor.numel() == 1 and is_wanted and self._is_here(in_graph=True)
+            if is_heard and (self._hears_all or self._is_own(tensor.grad_fn)):
                 self.loss(tensor)
+
+    def _is_own(self, function: Any) -> bool:
+        """Whether a backward gets to an output or a parameter of the models, the nearest first."""
+        waiting, seen = deque([function]), {None}
+        while waiting:
+            function = waiting.popleft()
+            if function in seen:
+                continue
+            variable = getattr(function, "variable", None)
+            if self._mark in function.metadata or self._parameters.has(variable):
+                return True
+            seen.add(function)
+            waiting += [each for each, _ in function.next_functions]
+        return False
 
     def _pipeline_backward(self, args: tuple[Any, ...], _: dict[str, Any]) -> None:
         """Hears of Megatron's own: of a loss, or of an output with the next stage's gradient."""
@@ -297,13 +327,24 @@ class Recorder:
         if gradient is None:
             self._backward((output,), {})
 
-    def _clip(self, *_: Any) -> Callable[[Any], None]:
+    def _clip(self, args: tuple[Any, ...], named: dict[str, Any]) -> Callable[[Any], None] | None:
+        given = args[0] if args else named.get("parameters", ())
+        params = [given] if isinstance(given, torch.Tensor) else given
+        if not self._hears_all and self._are_others(params):
+            return None
+
         def clipped(norm: Any) -> None:
             # of a DTensor ranks would have to meet
             if local_of(norm) is norm and self._is_here(in_graph=True):
                 self._coming.grad_norm = number_of(norm)
 
         return clipped
+
+    def _are_others(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether they are parameters, and none is one of the run; Megatron gives gradients."""
+        params = [each for each in tensors if isinstance(each, torch.nn.Parameter)]
+        own = {param for source in self._sources for param in source.params()}
+        return bool(params) and not any(p in own or self._parameters.has(p) for p in params)
 
     def _scale(self, args: tuple[Any, ...], _: Any) -> Callable[[Any], None] | None:
         """Hears of torch.amp.GradScaler's step, which leaves out the optimizer's at an overflow."""
@@ -353,7 +394,7 @@ class Recorder:
             return None
         sources = [source for source, _ in captured]
         steps = [
-            Step() if source is None else self._before_replay(source, source not in sources[:i])
+            Step() if source is None else self._before_replay(source, sources[:i].count(source))
             for i, source in enumerate(sources)
         ]
 
@@ -366,16 +407,17 @@ class Recorder:
 
         return replayed
 
-    def _before_replay(self, source: Source, is_first: bool) -> Step:
-        """The step that a replay will make; is_first: within it."""
+    def _before_replay(self, source: Source, earlier: int) -> Step:
+        """The step that a replay will make; earlier: how many of the source it makes before."""
         step, self._coming = self._begun(source), Step()
-        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
-        if is_first and self._is_looked_at(source):
+        step.number += earlier
+        if not earlier and self._is_looked_at(step):
             with torch.no_grad():
                 self._gather_before(step, source)
         return step
 
     def _after_replay(self, step: Step, source: Source, captured: Step) -> None:
+        self._count(step, source)
         if not self._is_recorded(step.number):
             return
         add_replayed(step, captured)
@@ -402,34 +444,36 @@ class Recorder:
             return
         if is_inner(source.optimizer):
             return
-        if self._graph is None:
-            self._begun(source)
-        else:
-            source.look()
-        step = self._coming
+        step = self._begun(source)
         step.options = [options_of(group) for group in source.groups]
         note_scaling(step, source.optimizer)
-        if self._is_looked_at(source):
+        if self._is_looked_at(step):
             with torch.no_grad():
                 if self._graph is None:
                     self._gather_before(step, source)
                 if not has_closure(args, named):
                     self._add_gradients(step, source)
 
-    def _is_looked_at(self, source: Source) -> bool:
-        """Whether a step that is here has digests: a captured one, or one that is recorded."""
-        in_graph = self._graph is not None
-        return self._level >= STEP and (in_graph or self._is_recorded(source.step))
+    def _is_looked_at(self, step: Step) -> bool:
+        """Whether a step has digests; a captured one, whose number is 0, has all of them."""
+        return self._level >= STEP and self._is_recorded(step.number)
 
     def _begun(self, source: Source) -> Step:
         """The step that comes, and what is known of it before it."""
         self._finish(source)
         source.look()
-        self._begin()
-        self._describe()
-        source.step += 1
-        self._coming.number, self._coming.source = source.step, source.number
-        return self._coming
+        step = self._coming
+        step.stepped, step.samples, step.kept = [], [], {}  # of a step that an error has ended
+        if self._graph is None:
+            self._begin()
+            self._describe()
+            step.number, step.source = source.step + 1, source.number
+        return step
+
+    def _count(self, step: Step, source: Source) -> None:
+        """Counts a step that has been made."""
+        source.step = step.number
+        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
 
     def _gather_before(self, step: Step, source: Source) -> None:
         if self._every == 1:  # launches would sum up at other steps too
@@ -440,7 +484,7 @@ class Recorder:
         if self._level >= BLOCKS or is_sampled:
             with_own = sorted({*changed, *weights.listed.own})
         written = weights.before(with_own if self._level >= BLOCKS else changed)
-        step.rows += written.rows(self._number)
+        step.stepped += written.rows(self._number)
         if is_sampled:
             follows = source.sampled == step.number - 1 > 0
             old = weights.before(with_own if follows else everything)
@@ -449,29 +493,31 @@ class Recorder:
             keep_tensors(step, weights.before(everything))
 
     def _after(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
-        is_begun = self._graph is not None or self._coming.number == source.step
-        if not self._is_here(in_graph=True) or not is_begun or is_inner(source.optimizer):
+        step, in_graph = self._coming, self._graph is not None
+        is_its = in_graph or (step.source, step.number) == (source.number, source.step + 1)
+        if not self._is_here(in_graph=True) or not is_its or is_inner(source.optimizer):
             return
-        step, self._coming = self._coming, Step()
-        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
-        if self._graph is None and not self._is_recorded(source.step):
+        self._coming = Step()
+        if not in_graph:
+            self._count(step, source)
+        if not self._is_recorded(step.number):
             return
         for group, options in zip(source.groups, step.options, strict=True):
-            options["step"] = None if self._graph else count_of(source.optimizer, group)
+            options["step"] = None if in_graph else count_of(source.optimizer, group)
         note_norm(step, source.optimizer, named)
-        if self._is_looked_at(source):
+        if self._level >= STEP:
             with torch.no_grad():
                 if has_closure(args, named):  # which made them within the step
                     self._add_gradients(step, source)
                 self._gather_after(step, source)
-        if self._graph is None:
-            self._close_step(step, source)
-        else:
+        if in_graph:
             self._graphs[self._graph].append((source, step))
+        else:
+            self._close_step(step, source)
 
     def _gather_after(self, step: Step, source: Source) -> None:
         weights = source.weights()
-        step.rows += source.rows(weights, self._number)
+        step.stepped += source.rows(weights, self._number)
         self._add_elements(step, weights)
 
     def _close_step(self, step: Step, source: Source) -> None:
@@ -487,7 +533,7 @@ class Recorder:
     def _add_gradients(self, step: Step, source: Source) -> None:
         found = source.gradients()
         now = source.read(found)
-        step.rows += now.rows(self._number)
+        step.stepped += now.rows(self._number)
         self._add_elements(step, found)
 
     def _add_elements(self, step: Step, found: Those) -> None:
@@ -505,7 +551,7 @@ class Recorder:
         models = source.models() if self._level >= STEP else None
         if models is not None:
             with torch.no_grad():
-                step.rows += models.rows(self._number)
+                step.stepped += models.rows(self._number)
                 self._add_elements(step, models)
         self._open()[1].put(step, self._devices)
 
@@ -539,6 +585,7 @@ class Recorder:
                 {
                     "source": source.number,
                     "class": f"{kind.__module__}.{kind.__qualname__}",
+                    "steps_as": list(steps_as(kind)),
                     "options": all_options(source.optimizer),
                     "groups": names,
                     "order": list(dict.fromkeys([*order, *own])),
@@ -571,11 +618,8 @@ def add_replayed(step: Step, captured: Step) -> None:
         found = getattr(captured, name)
         if found is not None:
             setattr(step, name, number_of(found))
-    step.options = [
-        {n: number_of(v) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
-        for options in captured.options
-    ]
-    step.rows += [each._replace(digests=fetched(each.digests)) for each in captured.rows]
+    step.options = [{n: as_it_is(v) for n, v in options.items()} for options in captured.options]
+    step.stepped += [each._replace(digests=fetched(each.digests)) for each in captured.stepped]
     step.samples += [each.fetched() for each in captured.samples]
 
 
@@ -598,6 +642,31 @@ class Hook:
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         """What copies and pickles have of it."""
         return Hook, ()
+
+
+class LastHook:
+    """A module's forward hook, behind those that others register later: they may change the output.
+
+    Args:
+        module: the module.
+        hook: called with the module, its arguments and the output.
+    """
+
+    def __init__(self, module: torch.nn.Module, hook: Hook) -> None:
+        self._hook = hook
+        self._handle = module.register_forward_hook(hook)
+        self._before = module.register_forward_pre_hook(Hook(self._move))
+
+    def _move(self, module: torch.nn.Module, _: Any) -> None:
+        is_last = next(reversed(module._forward_hooks), None) == self._handle.id
+        if not is_last and not torch.compiler.is_compiling():
+            self._handle.remove()
+            self._handle = module.register_forward_hook(self._hook)
+
+    def remove(self) -> None:
+        """Takes it away."""
+        self._before.remove()
+        self._handle.remove()
 
 
 class Untraced:
@@ -634,6 +703,30 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     for each in found if isinstance(found, Sequence) else [found]:
         yield from inner_optimizers(each)
+
+
+NO_STEPS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
+"""Methods that a step does not call."""
+
+
+def steps_as(kind: type) -> Iterator[str]:
+    """The names of the classes whose step a class has inherited, the nearest first.
+
+    Its own methods with names that the inherited class does not have are called by nobody there;
+    those that it has must be the inherited ones, but for `__init__`, which makes the groups that
+    are recorded, and what no step calls.
+    """
+    for base in kind.__mro__[1 : kind.__mro__.index(torch.optim.Optimizer)]:
+        names = [n for n in dir(base) if not n.startswith("__") and n not in NO_STEPS]
+        pairs = ([own_code(each, name) for each in (kind, base)] for name in names)
+        if all(mine is theirs for mine, theirs in pairs):
+            yield f"{base.__module__}.{base.__qualname__}"
+
+
+def own_code(kind: type, name: str) -> Any:
+    """What a class has by a name, without what torch wraps around the step of each class."""
+    found = inspect.getattr_static(kind, name)
+    return inspect.unwrap(found) if callable(found) else found
 
 
 def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -690,8 +783,23 @@ def number_of(value: torch.Tensor | float) -> Number:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options as they are now."""
     left_out = ("params", "step", "param_names")
-    found = ((name, value) for name, value in group.items() if name not in left_out)
-    return {n: number_of(v) if isinstance(v, torch.Tensor) else v for n, v in found}
+    own = {name: value for name, value in group.items() if name not in left_out}
+    single = [name for name, value in own.items() if torch.float32 in dtypes_in(value)]
+    found = {name: as_it_is(value) for name, value in own.items()}
+    return {**found, "single": single} if single else found
+
+
+def dtypes_in(value: Any) -> list[torch.dtype]:
+    """The dtypes of an option's tensors; betas may be a pair of them."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [each.dtype for each in values if isinstance(each, torch.Tensor)]
+
+
+def as_it_is(value: Any) -> Any:
+    """An option as it is now: a tensor's number."""
+    if isinstance(value, (tuple, list)):
+        return [as_it_is(each) for each in value]
+    return number_of(value) if isinstance(value, torch.Tensor) else value
 
 
 def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def _differences(
     """Steps one optimizer, and tells what it wrote otherwise."""
     names = [[n for n in group if "grad" in kept.get(n, {})] for group in description["groups"]]
     params = {name: _param(kept[name]) for group in names for name in group}
-    options = [{n: _option(v) for n, v in group.items()} for group in line["groups"]]
+    told = [[pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]]
+    options = [{name: _option(value) for name, value in group} for group in told]
     counts = [own.pop("step") for own in options]
     groups = [
         {**own, "params": [params[name] for name in group]}

@@ -43,6 +43,9 @@ class Step:
     random: RandomStates = field(default_factory=dict)
     batches: list[torch.Tensor] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
+    """What forwards and backwards made."""
+    stepped: list[Rows] = field(default_factory=list)
+    """What the optimizer reads and writes."""
     samples: list[Samples] = field(default_factory=list)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     """Whole tensors on the host, by "name|quantity"."""
@@ -51,7 +54,8 @@ class Step:
         """Writes it; when the devices are done."""
         if self.kept:
             self._keep(writer)
-        rows = numpy.concatenate([r.array() for r in self.rows]) if self.rows else None
+        parts = [each.array() for each in (*self.rows, *self.stepped)]
+        rows = numpy.concatenate(parts) if parts else None
         samples = numpy.concatenate([s.array() for s in self.samples]) if self.samples else None
         writer.step(self.number, self.source, self._scalars(), rows, samples)
 

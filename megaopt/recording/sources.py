@@ -94,7 +94,9 @@ class Source:
         """Whether the files have its parameters' names as they are."""
         self.device = next((local_of(param).device for param in self.params()), CPU)
         self.after: tuple[int, Listed] | None = None
-        """The step that was recorded last, and what its tensors were."""
+        """The step that left what was looked at last, and what its tensors were."""
+        self._since: tuple[int, Listed] | None = None
+        """What `after` was before the last look, whose writes are since."""
         self.sampled = 0
         """The step that was sampled last."""
         self.open: Any = None
@@ -174,6 +176,7 @@ class Source:
     def weights(self) -> Those:
         """The parameters and the tensors of their state; `listed` is the same while these are."""
         found = self._known()
+        self._since, self.after = self.after, None  # in an interrupted step, or a capture, too
         self._looked = self._looks.look(found.tensors)
         if self._looked is None:  # as model.to(...) makes others of the same objects
             self._weights = self._models = None
@@ -253,8 +256,8 @@ class Source:
 
     def changed(self, step: int, weights: Those) -> Sequence[int]:
         """The places among `weights` that were written since the step before, as torch knows."""
-        after, looked = self.after, self._looked
-        is_known = after is not None and after[0] == step - 1 and after[1] is weights.listed
+        since, looked = self._since, self._looked
+        is_known = since is not None and since[0] == step - 1 and since[1] is weights.listed
         if looked is None or not is_known:
             return range(len(weights.tensors))
         return sorted({*looked.written, *weights.listed.own.intersection(looked.moved)})

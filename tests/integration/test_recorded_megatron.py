@@ -2,8 +2,10 @@
 
 import pytest
 from how_to import needs
-from recorded_megatron import recorded
-from recorded_ranks import rows
+from recorded_megatron import recorded, trained
+from recorded_ranks import kept, rows
+
+from megaopt.recording.files import Recording
 
 pytestmark = needs("megatron")
 
@@ -13,13 +15,29 @@ LAYOUTS = {
     "tensor parallel": (2, {"tensor_parallel": 2}),
     "pipeline": (2, {"pipeline": 2}),
 }
+OF_FOUR = {
+    "tensor parallel, four": (4, {"tensor_parallel": 4}),
+    "tensor and data parallel": (4, {"tensor_parallel": 2}),
+    "tensor parallel and pipeline": (4, {"tensor_parallel": 2, "pipeline": 2}),
+}
 
 
 @pytest.mark.parametrize("plug", [None, "main_shards", "precision_aware"])
-def test_layouts(pools, tmp_path, plug):
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(OF_FOUR, marks=pytest.mark.slow)])
+def test_layouts(pools, tmp_path, plug, layouts):
     pools(1)(recorded, tmp_path / "one", {"plug": plug})
     expected = rows(tmp_path / "one")
     assert {each for _, each in expected[1]} >= {"grad", "master", "weight", "exp_avg"}
-    for name, (world, settings) in LAYOUTS.items():
+    assert {each for _, each in kept(tmp_path / "one", 2)} >= {"grad", "old master", "exp_avg"}
+    for name, (world, settings) in layouts.items():
         pools(world)(recorded, tmp_path / name, {"plug": plug, **settings})
         assert rows(tmp_path / name) == expected, name
+        assert kept(tmp_path / name, 2) == kept(tmp_path / "one", 2), name
+
+
+@pytest.mark.parametrize(("world", "settings"), [(1, {}), (2, {"pipeline": 2})])
+def test_losses_and_norms_of_its_models_are_heard(pools, tmp_path, world, settings):
+    pools(world)(trained, tmp_path / "a", settings)
+    lines = [sources[0] for sources in Recording(tmp_path / "a").scalars(2)]
+    assert all(line["grad_norm"] for line in lines)
+    assert [bool(line["losses"]) for line in lines] == [False, True][-world:]

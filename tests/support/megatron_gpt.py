@@ -63,6 +63,7 @@ class Case:
     hidden: int = 32
     inner: int = 64
     """Sizes of the layers."""
+    heads: int = 2
     pads_buckets: bool = False
     """pad_buckets_for_high_nccl_busbw."""
     pipeline: int = 1
@@ -112,7 +113,7 @@ def build_chunks(case):
     config = config_class(
         num_layers=2 * (case.virtual or 1),
         hidden_size=case.hidden,
-        num_attention_heads=2,
+        num_attention_heads=case.heads,
         ffn_hidden_size=case.inner,
         bf16=case.dtype == torch.bfloat16,
         fp16=case.dtype == torch.float16,

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 PATIENCE = 120
 """Seconds that a rank waits for the others, and the test for all of them."""
 PRELOADED = [
-    "megaopt",
+    "megaopt.recording.recorder",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

@@ -1,5 +1,8 @@
 """Small training loops that recorders look at."""
 
+import random
+
+import numpy
 import torch
 
 from megaopt import Recorder
@@ -59,11 +62,13 @@ def trained(name):
     return state_of(model, optimizer)
 
 
-def recorded(name, out, count=3, **options):
+def recorded(name, out, count=3, level="step", **options):
     """What `trained` gives, beside a recorder."""
+    random.seed(0)  # of which files have the states
+    numpy.random.seed(0)
     model = network()
     optimizer = LOOPS[name](model.parameters())
-    with Recorder(model, optimizer, out, **options):
+    with Recorder(model, optimizer, out, level=level, **options):
         steps(model, optimizer, count)
     return state_of(model, optimizer)
 

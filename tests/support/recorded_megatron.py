@@ -8,7 +8,7 @@ from megatron_gpt import Case, Trainer, megatron
 
 from megaopt import Recorder
 
-SIZES = {"hidden": 32, "inner": 64, "overlap": False, "clip_grad": 0.0}
+SIZES = {"hidden": 32, "inner": 64, "heads": 4, "overlap": False, "clip_grad": 0.0}
 
 
 def whole_name(trainer, name):
@@ -38,6 +38,14 @@ def values(name, step, shape):
     return torch.randn(shape, generator=generator)
 
 
+def trained(out, settings):
+    """Records steps with forwards and backwards of Megatron's own schedule."""
+    trainer = Trainer(Case(**{**SIZES, "clip_grad": 1.0, **settings}))
+    with Recorder(trainer.chunks, trainer.optimizer, out):
+        for _ in range(2):
+            trainer.step()
+
+
 def recorded(out, settings, steps=3):
     """Trains weights and gradients that are made from their names."""
     trainer = Trainer(Case(**{**SIZES, **settings}))
@@ -50,6 +58,6 @@ def recorded(out, settings, steps=3):
         for param, value in zip(params.values(), drawn("weight"), strict=True):
             param.copy_(value)
         trainer.optimizer.reload_model_params()
-        with Recorder(trainer.chunks, trainer.optimizer, out):
+        with Recorder(trainer.chunks, trainer.optimizer, out, keep=[2]):
             for step in range(steps):
                 trainer.step_given(drawn(step))

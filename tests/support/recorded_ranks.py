@@ -28,14 +28,14 @@ OPTIMIZERS = {
 }
 
 
-def bare(out, name, is_sharded, replicas=1, shapes=SHAPES, steps=3):
+def bare(out, name, is_sharded, replicas=1, shapes=SHAPES, steps=3, keep=()):
     """Records steps of parameters alone."""
     torch.manual_seed(0)  # of which ours take the seed of their random bits
     model = Bare(shapes)
     if is_sharded:
         sharded(model, replicas)
     optimizer = OPTIMIZERS[name](model.parameters())
-    with Recorder(model, optimizer, out):
+    with Recorder(model, optimizer, out, keep=keep):
         for step in range(steps):
             give(list(model.parameters()), gradients(step, shapes))
             optimizer.step()
@@ -64,6 +64,15 @@ def rows(out):
             assert summed.missing == 0, key
             assert summed.replicas == (), key
     return {step: {k: s.digest for k, s in rows.items()} for step, rows in found.items()}
+
+
+def kept(out, step):
+    """The bits of all tensors of a step that ranks kept, whole."""
+    recording = Recording(out)
+    named = [*recording.values, *((n, f"old {q}") for n, q in recording.values if q != "grad")]
+    found = {key: recording.kept(step, key) for key in named if not key[1].startswith("old old")}
+    assert all(held.all() for _, held in filter(None, found.values()))
+    return {key: each[0].tolist() for key, each in found.items() if each is not None}
 
 
 def batches(out):

@@ -1,5 +1,6 @@
 """megaopt diff, golden, bisect and replay: what they print, write, and end with."""
 
+import csv
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from megaopt import FusedAdam
 from megaopt.commands.compared import growth_rows
 from megaopt.recording.compare import Growth
+from megaopt.recording.files import Recording
 
 
 class Rate(Faults):
@@ -129,6 +131,33 @@ def test_json_has_the_blame(megaopt, runs, tmp_path):
     assert found["line"] == megaopt("diff", runs / "a", runs / "b")[1].splitlines()[0]
 
 
+def test_what_lies_within_a_tolerance_ends_with_0(megaopt, runs):
+    status, out, _ = megaopt("diff", runs / "a", runs / "b", "--tolerance", "0.5")
+    assert status == 0
+    assert out.startswith("within tolerance: step 3: weight of embed.weight differs; ")
+    assert "; the tolerance is 0.5" in out
+    assert megaopt("diff", runs / "a", runs / "b", "--tolerance", "1e-9")[0] == 1
+    status, _, err = megaopt("diff", runs / "a", runs / "b", "--tolerance", "nan")
+    assert (status, err) == (2, "megaopt: tolerance must be a number >= 0, got nan\n")
+
+
+def test_kept_tensors_have_the_first_element(megaopt, tmp_path):
+    for name, faults in (("a", Faults()), ("b", Rate())):
+        run(tmp_path / name, faults, keep=(AT,))
+    a, b = (
+        load_file(tmp_path / name / "rank-0/kept/step-3.safetensors")["embed.weight|weight"]
+        for name in ("a", "b")
+    )
+    files = "--json", tmp_path / "diff.json", "--html", tmp_path / "diff.html"
+    out = megaopt("diff", tmp_path / "a", tmp_path / "b", *files)[1]
+    line = f"weight of embed.weight: 32 of 32 elements differ, first [0, 0]: {a[0, 0].item().hex()}"
+    assert line in out
+    assert line in (tmp_path / "diff.html").read_text()
+    found = json.loads((tmp_path / "diff.json").read_text())["elements"]
+    assert [found[n] for n in ("first", "b", "of")] == [[0, 0], b[0, 0].item().hex(), 32]
+    assert found["apart"] == (b.double() - a.double()).abs().max().item()
+
+
 class Page(HTMLParser):
     """What a page holds, and what it would ask others for."""
 
@@ -171,6 +200,37 @@ def test_what_runs_say_is_no_html(tmp_path, megaopt, monkeypatch):
     megaopt("diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "diff.html")
     assert "&lt;script&gt;" in (tmp_path / "diff.html").read_text()
     assert "script" not in Page((tmp_path / "diff.html").read_text()).tags
+
+
+# ---- export
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_recording_is_a_table(megaopt, runs, tmp_path, ending):
+    file = tmp_path / f"a.{ending}"
+    assert megaopt("export", runs / "a", file) == (0, "", "")
+    with open(file, newline="") as text:
+        found = list(csv.DictReader(text) if ending == "csv" else map(json.loads, text))
+    rows = [{name: str(value) for name, value in row.items() if value != ""} for row in found]
+    recording = Recording(runs / "a")
+    losses = [r["value"] for r in rows if r["quantity"] == "loss"]
+    lines = [recording.scalars(step)[0][0] for step in recording.steps]
+    assert losses == [repr(float.fromhex(line["losses"][0])) for line in lines]
+    rate = {"step": "2", "rank": "0", "optimizer": "0", "name": "group 0", "quantity": "lr"}
+    assert {**rate, "value": "0.01"} in rows
+    weight = recording.digests(4)["head.bias", "weight"].digest
+    tensor = {"step": "4", "name": "head.bias", "quantity": "weight", "digest": str(weight)}
+    assert tensor in rows
+    several = [str(row) for row in rows if "value" not in row]
+    assert len(several) == len(set(several)) == 5 * (64 + 1 + 3) + 16
+
+
+def test_a_table_is_csv_or_json_lines(megaopt, runs, tmp_path):
+    status, _, err = megaopt("export", runs / "a", tmp_path / "a.txt")
+    assert status == 2
+    assert err.startswith("megaopt: to must be a file named .csv or .jsonl, got ")
+    assert megaopt("export", tmp_path / "none", tmp_path / "a.csv")[0] == 2
+    assert not (tmp_path / "a.csv").exists()
 
 
 # ---- golden

@@ -6,7 +6,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from wrong_steps import AdamW, Model, audited
+from wrong_steps import SGD, AdamW, Model, audited
 
 from megaopt import FusedAdam
 from megaopt.commands.cli import main
@@ -77,6 +77,29 @@ def test_capturable_steps_obey(tmp_path, monkeypatch, name):
             made = getattr(torch.optim, name)(model.parameters(), **options)
             report = audited(tmp_path / f"{dtype} {way}", model, made, 4)
             assert report.obeys is True, (dtype, way, str(report.findings[0]))
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_options_that_are_tensors_accuse_nobody(tmp_path, name):
+    """They make fp32 of what is computed with them, beside fp64 weights too."""
+    betas = tuple(map(torch.tensor, ADAM["betas"]))
+    tensors = [{"lr": torch.tensor(1e-3)}]
+    if "betas" in TORCHS[name]:
+        tensors += [{"lr": 1e-3, "betas": betas}, {"lr": torch.tensor(1e-3), "betas": betas}]
+    for dtype in DTYPES:
+        for i, given in enumerate(tensors):
+            for way in ways(name, dtype)[::2]:  # foreach takes none
+                model = Model(dtype=dtype)
+                made = getattr(torch.optim, name)(model.parameters(), **TORCHS[name] | given | way)
+                report = audited(tmp_path / f"{dtype} {i} {way}", model, made, 4)
+                assert report.obeys is True, (dtype, given, way, str(report.findings[0]))
+
+
+def test_numbers_of_fp64_are_held_to_fp64(tmp_path, own_laws):
+    LAWS["wrong_steps.SGD"] = LAWS["torch.optim.sgd.SGD"]
+    model = Model(dtype=torch.float64)
+    optimizer = SGD(model.parameters(), {"lr": 0.1 * (1 + 1e-9)}, lr=0.1)
+    assert audited(tmp_path, model, optimizer, 3).obeys is False
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -332,6 +355,66 @@ def test_a_law_of_ones_own(tmp_path, own_laws):
     assert audited(tmp_path / "a", right, Halving(right.parameters())).obeys is True
     report = audited(tmp_path / "b", wrong, Halving(wrong.parameters(), keeps=0.75))
     assert report.findings[0].explanation == "unexplained"
+
+
+class Milder(torch.optim.AdamW):
+    """Has other numbers, and a method of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1e-3, weight_decay=0.3)
+
+    def rate(self):
+        return self.param_groups[0]["lr"]
+
+
+class Halved(Milder):
+    """Makes another step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(0.5)
+        return super().step(closure)
+
+
+class Started(torch.optim.SGD):
+    """Makes its step of other gradients."""
+
+    def _init_group(self, group, params, grads, momenta):
+        has_sparse = super()._init_group(group, params, grads, momenta)
+        grads[:] = [grad.sign() for grad in grads]
+        return has_sparse
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_inherited_step_has_the_law_of_its_class(tmp_path, is_first):
+    """Whichever of the two torch has wrapped the step of first."""
+    kind = type("Own", (Milder,), {}) if is_first else Milder
+    if not is_first:
+        torch.optim.AdamW([torch.ones(1)])
+    model = Model()
+    report = audited(tmp_path / "a", model, kind(model.parameters()))
+    assert (report.obeys, report.checked) == (True, 12)
+    wrong = Model()
+    optimizer = kind(wrong.parameters())
+    optimizer.register_step_post_hook(lambda *_: [p.data.add_(1) for p in wrong.parameters()])
+    assert audited(tmp_path / "b", wrong, optimizer).obeys is False
+
+
+@pytest.mark.parametrize("kind", [Halved, Started])
+def test_another_step_is_another_law(tmp_path, kind):
+    model = Model()
+    report = audited(tmp_path, model, kind(model.parameters()))
+    assert (report.obeys, report.checked) == (None, 0)
+    (reason,) = report.not_checked
+    assert reason.endswith(f"{kind.__name__} is not known")
+
+
+def test_ours_that_is_inherited_is_held_to_the_bit(tmp_path):
+    model = Model()
+    kind = type("Own", (FusedAdam,), {})
+    report = audited(tmp_path, model, kind(model.parameters(), lr=1e-3, backend="reference"))
+    assert (report.obeys, report.equal_bits) == (True, 12)
 
 
 def test_without_a_law_only_writes_of_others_are_found(tmp_path):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from faulty_runs import AT, Faults, run
+from safetensors.torch import load_file
 
-from megaopt.recording.compare import compare
-from megaopt.recording.files import Recording
+from megaopt.recording.compare import Elements, compare
+from megaopt.recording.files import Recording, RecordingError, places_of_samples
 
 ENOUGH = 1e-3
 
@@ -271,7 +272,7 @@ def told(right, fault, tmp_path, level=STEP):
 def test_options_that_differ_are_named(right, tmp_path):
     found = told(right, Option, tmp_path)
     assert "lr of group 0: 0.01, and 0.009" in found.line
-    assert "equal: gradient, weight and exp_avg and exp_avg_sq as step 2 left them" in found.line
+    assert "equal: gradient, old weight, exp_avg and exp_avg_sq as step 2 left them" in found.line
     assert found.options == []  # at the first step they are the same
 
 
@@ -281,6 +282,140 @@ def test_the_tensor_that_lies_farthest_apart_is_named(right, tmp_path):
     assert "farthest apart is that of blocks.1.linear.weight" in found.line
     assert len(found.blame.tensors) == 16
     assert found.blame.tensors[0] == ("head.bias", "grad")
+
+
+class WrittenUnseen(Faults):
+    """An element that is not sampled, by way of .data, between the backward and the step."""
+
+    def start(self, model):
+        model.head = torch.nn.Linear(8, 100)
+
+    def batch(self, step, x, y):
+        return x, y.repeat(1, 100)
+
+    def before_step(self, step, model, optimizer):
+        if step == AT and self.writes:
+            sampled = places_of_samples("head.weight", 800, 4)
+            place = next(i for i in range(800) if i not in sampled)
+            model.head.weight.data.view(-1)[place] += ENOUGH
+
+    def __init__(self, writes):
+        self.writes = writes
+
+
+@pytest.mark.parametrize("level", ["step", "blocks"])
+def test_what_was_not_looked_at_before_a_step_is_said(tmp_path, level):
+    both = [run(tmp_path / str(w), WrittenUnseen(w), level=level) for w in (False, True)]
+    found = compare(*both)
+    if level == "blocks":
+        assert (found.blame.kind, found.blame.where) == ("outside write", "head.weight")
+        return
+    assert found.blame.tensors == (("head.weight", "weight"),)
+    assert found.line == (
+        "differ: step 3: weight of head.weight differs; equal: gradient, weight and exp_avg and "
+        "exp_avg_sq as step 2 left them (looked at since: 64 sampled elements of weight; a write "
+        "to .data elsewhere is not seen)"
+    )
+
+
+def test_of_blocks_the_weight_was_looked_at(right, tmp_path):
+    words = "exp_avg and exp_avg_sq as step 2 left them (not looked at since; a write to .data "
+    found = told(right, OneBit, tmp_path, BLOCKS)
+    assert f"equal: gradient, old weight, {words}is not seen)" in found.line
+
+
+# ---- tolerances
+
+
+class LittleGradient(Faults):
+    def after_clipping(self, step, model):
+        if step == AT:
+            model.head.weight.grad.mul_(1 + 2.0**-20)
+
+
+def test_what_lies_within_a_tolerance_passes(right, tmp_path):
+    wrong = run(tmp_path / "b", LittleGradient())
+    found = compare(right(STEP), wrong, tolerance=0.0)
+    far = found.farthest
+    assert (found.verdict, found.blame.kind) == ("differ", "gradient")
+    assert 0 < far.relative < 1e-4
+    assert compare(right(STEP), wrong, tolerance=far.relative).verdict == "within tolerance"
+    less = np.nextafter(far.relative, 0)
+    assert compare(right(STEP), wrong, tolerance=less).verdict == "differ"
+    assert f"farthest apart is {far.quantity} of step {far.step}, by " in " ".join(found.remarks())
+
+
+def test_the_farthest_is_the_farthest_of_all_steps(right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", Option()), tolerance=1.0)
+    grown = max((g.relative, g.quantity, g.step) for g in found.growth if g.relative is not None)
+    assert found.farthest.relative >= grown[0]
+    assert found.verdict == "within tolerance"
+    assert compare(right(STEP), right(STEP), tolerance=0.0).verdict == "same"
+
+
+@pytest.mark.parametrize("fault", [OneElement, TorchDrew, WrittenAfter, OneWeight, NotANumber])
+def test_no_tolerance_excuses_other_inputs(fault, right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", fault()), tolerance=1e9)
+    assert found.verdict == "differ"
+
+
+def test_a_tolerance_is_a_number(right):
+    with pytest.raises(RecordingError, match=r"tolerance must be a number >= 0, got -1\.0"):
+        compare(right(STEP), right(STEP), tolerance=-1.0)
+
+
+# ---- elements of tensors that both kept
+
+
+class Element(Faults):
+    """Another bit of one element of a matrix, and of two elements of the one after it."""
+
+    def within_step(self, step, params, state):
+        if step == AT:
+            bits = params[4].data.view(torch.int32)
+            bits[2, 3] ^= 4
+            bits[5, 1] ^= 1
+
+
+def test_the_first_element_that_differs_is_named(tmp_path):
+    a, b = (
+        run(tmp_path / name, fault(), keep=[AT]) for name, fault in (("a", Faults), ("b", Element))
+    )
+    found = compare(a, b)
+    values = [
+        load_file(each.folder / f"rank-0/kept/step-{AT}.safetensors")[f"{PLACE}|weight"]
+        for each in (a, b)
+    ]
+    pairs = [[each[i, j].item() for each in values] for i, j in ((2, 3), (5, 1))]
+    apart = max(abs(y - x) for x, y in pairs)
+    first = Elements(PLACE, "weight", (2, 3), *map(float.hex, pairs[0]), 2, 64, apart, 4)
+    assert found.elements == first
+    assert found.remarks()[0] == (
+        f"weight of {PLACE}: 2 of 64 elements differ, first [2, 3]: {pairs[0][0].hex()}, and "
+        f"{pairs[0][1].hex()}; largest distance {apart:.3g}, or 4 units in the last place"
+    )
+
+
+PLACE = "blocks.0.linear.weight"
+
+
+@pytest.mark.parametrize("fault", [OneWeight, WrittenAfter, AfterClipping, OneBit])
+def test_elements_are_those_of_what_is_blamed(fault, tmp_path):
+    at = 1 if fault is OneWeight else AT
+    a, b = (run(tmp_path / kind.__name__, kind(), keep=[at]) for kind in (Faults, fault))
+    blame, found = compare(a, b).blame, compare(a, b).elements
+    quantity = f"old {blame.quantity}" if blame.kind in ("start", "outside write") else None
+    assert (found.name, found.quantity) == (blame.where, quantity or blame.quantity)
+    named = {f"theirs.{name}": name for name, _ in a.values}
+    other = run(tmp_path / "c", fault(), keep=[at], names={n: t for t, n in named.items()})
+    assert compare(a, other, named).elements == found
+
+
+def test_without_kept_tensors_of_both_no_element_is_named(right, tmp_path):
+    found = compare(right(STEP), run(tmp_path / "b", Option(), keep=[AT]))
+    assert found.elements is None
+    a, b = (run(tmp_path / n, f(), keep=[AT]) for n, f in (("c", Faults), ("d", Half)))
+    assert compare(a, b).elements is None
 
 
 def test_what_is_not_recorded_cannot_be_blamed(right, tmp_path):

@@ -102,6 +102,35 @@ def test_a_write_between_replays_is_seen(tmp_path):
     assert weight != found.digests(5)["4.bias", "old weight"]
 
 
+def test_a_write_before_a_capture_is_seen(tmp_path):
+    def write(loop, number):
+        if number == EAGER:
+            with torch.no_grad():
+                loop.model[4].bias.add_(1)
+
+    run(tmp_path / "a", True, write)
+    found = Recording(tmp_path / "a")
+    weight = found.digests(EAGER)["4.bias", "weight"]
+    assert weight != found.digests(EAGER + 1)["4.bias", "old weight"]
+
+
+def test_a_replay_behind_a_step_that_an_error_ended(tmp_path):
+    def fail(loop, number):
+        if number == STEPS - 1:
+            group = loop.optimizer.param_groups[0]
+            rate, group["lr"] = group["lr"], "none"
+            with pytest.raises(TypeError):
+                loop.step()
+            group["lr"] = rate
+
+    run(tmp_path / "a", True, fail)
+    recording = Recording(tmp_path / "a")
+    assert recording.steps == [*range(1, STEPS + 1)]
+    values = [value for value, _ in recording.ranks[0].rows(STEPS)]
+    assert len(values) == len(set(values))
+    assert len(recording.scalars(STEPS)[0][0]["losses"]) == 2  # of both backwards
+
+
 def test_steps_between_replays_do_not_disturb_them(tmp_path):
     def step(loop, number):
         if number == 4:
@@ -113,6 +142,19 @@ def test_steps_between_replays_do_not_disturb_them(tmp_path):
     for number in eager.steps:
         assert eager.digests(number).items() <= replayed.digests(number).items()
         assert numbers(eager, number) == numbers(replayed, number)
+
+
+def test_a_graph_of_two_steps_leaves_two(tmp_path):
+    for captures in (False, True):
+        loop = Loop(captures)
+        loop.step = lambda once=loop.step: (once(), once())
+        with Recorder(loop.model, loop.optimizer, tmp_path / str(captures)):
+            loop.run()
+    eager, replayed = (Recording(tmp_path / str(captures)) for captures in (False, True))
+    assert eager.steps == replayed.steps == [*range(1, 2 * STEPS + 1)]
+    for step in eager.steps:
+        assert eager.digests(step).items() <= replayed.digests(step).items()
+        assert numbers(eager, step) == numbers(replayed, step)
 
 
 def test_a_graph_of_forward_and_backward_leaves_losses(tmp_path):

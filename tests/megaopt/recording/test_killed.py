@@ -1,19 +1,17 @@
 """Whatever ends a process leaves all whole steps readable; equal runs leave equal files."""
 
 import json
+import multiprocessing
 import random
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
+from ranks import PRELOADED
 from recorded import recorded
 
 from megaopt.recording.files import Recording
 
-ROOT = Path(__file__).parents[3]
 NAMES = ("samples.bin", "rows.bin", "scalars.jsonl")
 """In the order in which a step is written."""
 
@@ -90,29 +88,39 @@ def test_steps_from_a_changed_byte_on_are_not_whole(run, tmp_path, name):
     assert found == {step: expected[step] for step in range(1, len(found) + 1)}
 
 
-SCRIPT = """
-import sys, torch
-sys.path.insert(0, sys.argv[2])
-from recorded import recorded
-recorded("adamw foreach", sys.argv[1], count=10**9)
-"""
-
-
 @pytest.mark.slow
 def test_killed_processes_leave_whole_steps(tmp_path):
-    support = str(ROOT / "tests" / "support")
-    for trial in range(3):
+    recorded("adamw foreach", tmp_path / "whole", level="modules", count=120)
+    expected, draws, torn = contents(tmp_path / "whole"), random.Random(0), 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    for trial in range(200):
         out = tmp_path / str(trial)
-        process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out), support])
-        scalars = out / "rank-0" / "scalars.jsonl"
-        while not scalars.is_file() or scalars.stat().st_size < 20_000 * (trial + 1):
-            assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process = context.Process(target=recorded, args=("adamw foreach", out, 10**9, "modules"))
+        process.start()
+        while not any(out.glob("*/manifest.jsonl")) or not lines(out / "rank-0/manifest.jsonl"):
+            assert process.is_alive()
+        time.sleep(draws.uniform(0, 0.05))
+        grows = out / "rank-0" / NAMES[trial % 4] if trial % 4 < 3 else None
+        size = grows and grows.stat().st_size
+        while grows and grows.stat().st_size == size:  # then it is killed between two writes
+            pass
+        process.kill()
+        process.join()
         steps = contents(out)
-        assert list(steps) == list(range(1, len(steps) + 1))
-        lines = scalars.read_bytes().count(b"\n")
-        assert len(steps) == lines > 10
+        assert steps == {step: expected[step] for step in range(1, len(steps) + 1)}
+        assert len(steps) == lines(out / "rank-0/scalars.jsonl")
+        torn += len(steps) < blocks(out / "rank-0/samples.bin")
+    assert torn > 0  # some were killed within a step's writes
+
+
+def lines(path):
+    return path.read_bytes().count(b"\n")
+
+
+def blocks(path):
+    """How many blocks begin there."""
+    return path.read_bytes().count(b"SAMP")
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreted import interpreted
 from recorded import places
-from recorded_ranks import OPTIMIZERS, bare, batches, rows, small
+from recorded_ranks import OPTIMIZERS, bare, batches, kept, rows, small
 
 from megaopt.recording.files import Recording
 from megaopt.recording.pieces import Piece, cut
@@ -14,14 +14,15 @@ from megaopt.recording.places import box
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fsdp2_on_any_number_of_ranks(on_ranks, tmp_path, name):
     shapes = [(6, 600), (5, 3), (1, 4), (7,)] if name != "8 bit" else [(12, 512), (5, 1024)]
-    bare(tmp_path / "plain", name, False, shapes=shapes)
+    bare(tmp_path / "plain", name, False, shapes=shapes, keep=[2])
     expected = rows(tmp_path / "plain")
     dtypes = {value.dtype for value in Recording(tmp_path / "plain").values.values()}
     assert dtypes == {"float32", *(["uint8"] if name == "8 bit" else [])}
-    for world, replicas in ((1, 1), (2, 1), (3, 1), (2, 2)):
+    for world, replicas in ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2)):
         out = tmp_path / f"{world}-{replicas}"
-        on_ranks(world, bare, out, name, True, replicas, shapes)
+        on_ranks(world, bare, out, name, True, replicas, shapes, keep=[2])
         assert rows(out) == expected
+        assert kept(out, 2) == kept(tmp_path / "plain", 2)
 
 
 def lanes(recording):
@@ -57,7 +58,8 @@ def test_batches_add_over_ranks(on_ranks, tmp_path):
     small(tmp_path / "plain", False)
     on_ranks(2, small, tmp_path / "sharded", True)
     assert batches(tmp_path / "plain") == batches(tmp_path / "sharded")
-    assert len(Recording(tmp_path / "sharded").scalars(1)) == 2
+    lines = [sources[0] for sources in Recording(tmp_path / "sharded").scalars(1)]
+    assert [len(line["losses"]) for line in lines] == [1, 1]
 
 
 @pytest.mark.parametrize(

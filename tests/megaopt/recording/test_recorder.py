@@ -10,6 +10,7 @@ from recorded import LOOPS, network, recorded, steps, trained
 from safetensors.torch import load_file
 
 from megaopt import Recorder, digest
+from megaopt.recording.compare import compare
 from megaopt.recording.files import LANES, Digest, Recording, Writer
 from megaopt.recording.inputs import batch_digest
 
@@ -130,6 +131,123 @@ def test_closures_leave_losses_and_the_last_gradient(tmp_path):
     found = Recording(tmp_path / "a")
     assert len(found.scalars(1)[0][0]["losses"]) > 1
     assert "grad" in quantities(tmp_path / "a", 1)
+
+
+def broken_off(model, optimizer):
+    """A step that an error ends after its weights were read."""
+    steps_of_group = optimizer.param_groups[0]
+    rate, steps_of_group["lr"] = steps_of_group["lr"], "none"
+    with pytest.raises(TypeError):
+        steps(model, optimizer, 1)
+    steps_of_group["lr"] = rate
+
+
+def test_a_step_that_is_tried_again_is_one_step(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a", level="blocks", keep=[2]):
+        steps(model, optimizer, 1)
+        broken_off(model, optimizer)
+        steps(model, optimizer, 1)
+        after = {name: digest(param.detach()) for name, param in model.named_parameters()}
+        steps(model, optimizer, 1)
+    recording = Recording(tmp_path / "a")
+    assert recording.steps == [1, 2, 3]
+    rank, found = recording.ranks[0], recording.digests(2)
+    values = [value for value, _ in rank.rows(2) if value.place is not None]
+    assert len(values) == len(set(values)) == 3 * len(after)
+    assert len(list(rank.samples(2))) == len(values)
+    for name, lanes in after.items():
+        assert found[name, "weight"].digest.low == int(lanes[0]) % LANES
+    assert len(recording.scalars(2)[0][0]["losses"]) == 2  # of both backwards
+
+
+def test_a_write_before_a_step_that_is_tried_again_is_seen(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a"):
+        steps(model, optimizer, 1)
+        with torch.no_grad():
+            written = digest(model[4].bias.add_(1))
+        broken_off(model, optimizer)
+        steps(model, optimizer, 1)
+    old = Recording(tmp_path / "a").digests(2)["4.bias", "old weight"]
+    assert old.digest.low == int(written[0]) % LANES
+
+
+def test_a_step_that_another_optimizer_takes_after_an_error(tmp_path):
+    model = network()
+    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 4)]
+    with Recorder(model, optimizers, tmp_path / "a"):
+        broken_off(model, optimizers[0])
+        for optimizer in reversed(optimizers):
+            steps(model, optimizer, 1)
+    recording = Recording(tmp_path / "a")
+    assert sorted(recording.scalars(1)[0]) == [0, 1]
+    names = {value.name for value, _ in recording.ranks[0].rows(1)}
+    assert len(list(recording.ranks[0].rows(1))) == 3 * len(names) == 3 * 4
+
+
+def test_outputs_of_many_shapes_are_one_value(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a", level="modules"):
+        for size in (1, 2, 3, 2):
+            model(torch.ones(size, 8)).sum().backward()
+            optimizer.step()
+    recording = Recording(tmp_path / "a")
+    own = [value for value in recording.ranks[0].values if value.place is None]
+    assert len(own) == len({(value.name, value.quantity) for value in own})
+    first = [recording.own(step)[0, "3", "forward"] for step in recording.steps]
+    assert len(first) == 4
+    assert len({tuple(each) for each in first}) == 4
+
+
+def test_what_belongs_to_other_models_is_not_heard(tmp_path):
+    model, other = network(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a"):
+        for is_alone in (True, False):
+            losses = [each(torch.ones(2, 8)).square().mean() for each in (model, other)]
+            losses[0].backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not is_alone:
+                losses[1].backward()
+                other(model(torch.ones(2, 8)).detach().repeat(1, 2)).sum().backward()
+                torch.nn.utils.clip_grad_norm_(other.parameters(), 1e-9)
+            optimizer.step()
+    found = [Recording(tmp_path / "a").scalars(step)[0][0] for step in (1, 2)]
+    assert [len(line["losses"]) for line in found] == [1, 1]
+    assert float.fromhex(found[1]["grad_norm"]) == norm.item()
+    assert float.fromhex(found[1]["losses"][0]) == losses[0].item()
+
+
+def test_losses_that_are_computed_of_the_weights_are_heard(tmp_path):
+    """Without a call of the model, and of an output that a part of it made."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a"):
+        model[4].weight.sum().backward()
+        model[0](torch.ones(2, 8)).mean().backward()
+        optimizer.step()
+    assert len(Recording(tmp_path / "a").scalars(1)[0][0]["losses"]) == 2
+
+
+def test_an_output_is_what_the_last_hook_made_of_it(tmp_path):
+    found = []
+    for is_late in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(model, optimizer, tmp_path / str(is_late), level="blocks"):
+            if is_late:
+                model[0].register_forward_hook(lambda _, __, output: output * 2)
+            for _ in range(2):
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+        found.append(Recording(tmp_path / str(is_late)))
+    blame = compare(*found).blame
+    assert (blame.step, blame.kind, blame.where) == (1, "forward", "0")
 
 
 def test_several_optimizers_and_models(tmp_path):

@@ -1,0 +1,73 @@
+"""`megaopt export`: a recording as a table, for programs that draw and reckon."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from megaopt.commands.exits import DONE
+from megaopt.commands.toml_tables import ConfigError
+from megaopt.recording.files import Recording
+from megaopt.recording.pair import flat, shown
+from megaopt.saving.files import replacing
+
+COLUMNS = ("step", "rank", "optimizer", "name", "quantity", "value", "digest")
+Row = dict[str, Any]
+
+
+def export(run: Path, to: Path, /) -> int:
+    """Write a recording as a table: step, rank, optimizer, name, quantity, value, digest.
+
+    Args:
+        run: Folder of the recording.
+        to: File to write, named .csv or .jsonl (an object a line).
+
+    Raises:
+        ConfigError: for another ending.
+        RecordingError: where there is no recording.
+    """
+    if to.suffix not in (".csv", ".jsonl"):
+        raise ConfigError(f"to must be a file named .csv or .jsonl, got {str(to)!r}")
+    recording = Recording(run)
+    rows = (row for step in recording.steps for row in rows_of(recording, step))
+    with replacing(to) as file:
+        text = TextIOWrapper(file, "utf-8", newline="")
+        if to.suffix == ".jsonl":
+            text.writelines(json.dumps(row) + "\n" for row in rows)
+        else:
+            writer = csv.DictWriter(text, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        text.detach()  # not closed: the file is put in its place first
+    return DONE
+
+
+def rows_of(recording: Recording, step: int) -> Iterator[Row]:
+    """The rows of a step: numbers of each rank, its own digests, those of all ranks together."""
+    for rank, lines in zip(recording.ranks, recording.scalars(step), strict=True):
+        for source, line in lines.items():
+            own: Row = {"step": step, "rank": rank.number, "optimizer": source}
+            yield from ({**own, **row} for row in _of_line(line))
+    for (number, name, quantity), digests in recording.own(step).items():
+        own = {"step": step, "rank": number, "name": name, "quantity": quantity}
+        yield from ({**own, "digest": str(digest)} for digest in digests)
+    for (name, quantity), summed in recording.digests(step).items():
+        yield {"step": step, "name": name, "quantity": quantity, "digest": str(summed.digest)}
+
+
+def _of_line(line: Mapping[str, Any]) -> Iterator[Row]:
+    """The numbers of a step's line, and the digests in it."""
+    yield from ({"quantity": "loss", "value": shown(each)} for each in line.get("losses", ()))
+    yield from ({"quantity": "batch", "digest": each} for each in line.get("batch", ()))
+    yield from ({"quantity": "rng", "name": n, "digest": d} for n, d in line.get("rng", {}).items())
+    groups = {f"group {i}": group for i, group in enumerate(line.get("groups", ()))}
+    for name, group in groups.items():
+        for option, value in flat(group).items():
+            yield {"name": name, "quantity": option, "value": shown(value)}
+    left = ("losses", "batch", "rng", "groups", "step", "source")
+    for quantity in (each for each in line if each not in left and line[each] is not None):
+        yield {"quantity": quantity, "value": shown(line[quantity])}

@@ -101,9 +101,9 @@ class Upload:
 
     def __del__(self) -> None:
         """Within a capture the pinned memory outlives this."""
-        pinned = [piece for piece in self._pieces if piece.tensor.is_pinned()]
-        if pinned and torch.cuda.is_current_stream_capturing():
-            GIVEN_UP.extend(pinned)
+        # no operation of torch on a CPU, where the collector may come at any moment
+        if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            GIVEN_UP.extend(self._pieces)
 
 
 @dataclass(frozen=True)

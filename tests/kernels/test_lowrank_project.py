@@ -28,7 +28,7 @@ KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
 def whole_numbers(formats, shapes):
     """Gradients of small whole numbers, and projections of powers of two.
 
-    Their products and sums are exact in every precision and order.
+    Their products and sums are exact in every order.
     """
     generator = torch.Generator().manual_seed(5)
     found = buffers(formats, shapes, hard=False)
@@ -54,19 +54,17 @@ def steps(formats, shapes, before, projections, device, tiles=SMALL):
     return own, twin
 
 
-def assert_exact_steps_agree(side, device, precision="ieee", grad="float32", rank=5):
-    formats = formats_of(PLAIN, LowRank(side, rank, precision), GRADS[grad])
+def assert_exact_steps_agree(side, device, grad="float32", rank=5):
+    formats = formats_of(PLAIN, LowRank(side, rank), GRADS[grad])
     before, projections = whole_numbers(formats, SHAPES[side])
     found, expected = steps(formats, SHAPES[side], before, projections, device)
     assert_same_buffers(found, expected)
 
 
 @pytest.mark.parametrize("grad", ["float32", "bfloat16"])
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
-@pytest.mark.halved
-def test_the_step_is_the_twins_where_products_are_exact(side, precision, grad, device):
-    assert_exact_steps_agree(side, device, precision, grad)
+def test_the_step_is_the_twins_where_products_are_exact(side, grad, device):
+    assert_exact_steps_agree(side, device, grad=grad)
 
 
 @pytest.mark.parametrize("tiles", [SMALL, None], ids=["small tiles", "tiles of their own"])
@@ -74,7 +72,7 @@ def test_the_step_is_the_twins_where_products_are_exact(side, precision, grad, d
 @pytest.mark.parametrize("grad", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
-@pytest.mark.thirds
+@pytest.mark.halved
 def test_the_step_is_the_twins(side, precision, grad, rank, tiles, device):
     """Of any numbers: tensor cores have a specification."""
     formats = formats_of(PLAIN, LowRank(side, rank, precision), GRADS[grad])
@@ -82,11 +80,6 @@ def test_the_step_is_the_twins(side, precision, grad, rank, tiles, device):
     own = buffers(formats, shapes, hard=False), projections_of(formats.matrix.how, shapes)
     found, expected = steps(formats, shapes, *own, device, tiles)
     assert_same_buffers(found, expected)
-
-
-@pytest.mark.parametrize("side", [RIGHT, LEFT])
-def test_ranks_of_several_tiles(side, device):
-    assert_exact_steps_agree(side, device, "bf16", rank=17)
 
 
 def assert_roundings_agree(precision, device, tiles=SMALL):

@@ -19,7 +19,13 @@ from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import SAME, WHOLE, Transform, Work
 from megaopt.kernels.step.launch import TritonPlan
-from megaopt.kernels.step.reference import skips_of, step_tensor, step_with_words, words_of
+from megaopt.kernels.step.reference import (
+    check_subnormals,
+    skips_of,
+    step_tensor,
+    step_with_words,
+    words_of,
+)
 
 FLOAT32 = WEIGHTS["float32"]
 Step = Callable[..., None]
@@ -68,7 +74,9 @@ class MatrixPlan:
         self._buffers: Buffers = {}
 
     def look(self, buffers: Buffers) -> None:
-        """Notes the buffers for the step."""
+        """Notes the buffers for the step; RuntimeError where a CPU flushes subnormals."""
+        if any(not weight.is_cuda for weight in buffers["weight"]):
+            check_subnormals()
         self._buffers = buffers
 
     def accumulate(self, bins: torch.Tensor) -> None:

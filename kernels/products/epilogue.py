@@ -55,6 +55,12 @@ if INTERPRETED:
 
     from megaopt.kernels.products.chain import TYPES
 
+    def widened(value: Any) -> Any:
+        """The value in fp32: the interpreter's own cast from bf16 makes zeros of subnormals."""
+        own = torch.from_numpy(value.handle.data).view(TYPES[value.dtype]).float()
+        kind = tl.block_type(tl.float32, value.shape)
+        return tl.tensor(TensorHandle(own.numpy(), tl.float32), kind)
+
     def rounded(value: Any, ELEMENT: tl.constexpr) -> Any:
         """The value, rounded as a GPU does: the interpreter's own cast to bf16 truncates."""
         element = ELEMENT.value if isinstance(ELEMENT, tl.constexpr) else ELEMENT
@@ -63,6 +69,10 @@ if INTERPRETED:
         return tl.tensor(TensorHandle(data, element), tl.block_type(element, value.shape))
 
 else:
+
+    @helper
+    def widened(value):  # type: ignore[no-untyped-def]
+        return value.to(tl.float32)
 
     @helper
     def rounded(value, ELEMENT: tl.constexpr):
@@ -74,5 +84,5 @@ def finished(total, alpha, ELEMENT: tl.constexpr, added=None, beta=1.0):
     """`finished_reference` in Triton."""
     value = total * alpha
     if added is not None:
-        value = value + added.to(tl.float32) * beta
+        value = value + widened(added) * beta
     return rounded(value, ELEMENT)

@@ -285,11 +285,9 @@ def products(
     """
     if out is None:
         dtype = out_dtype or (left[0].dtype if left else None)
-        pairs = zip(left, right, strict=True)
+        pairs = zip(left, right, strict=False)  # lengths are looked at below
         out = [one.new_empty(one.shape[0], other.shape[1], dtype=dtype) for one, other in pairs]
-    added = [None] * len(out) if add is None else add
-    found = [Factors(*each) for each in zip(left, right, added, out, strict=True)]
-    _multiply(found, False, alpha, beta, tables, launches, tile)
+    _multiply(_factors(left, right, add, out), False, alpha, beta, tables, launches, tile)
     return [*out]
 
 
@@ -315,10 +313,29 @@ def symmetric_products(
         dtype = out_dtype or (matrices[0].dtype if matrices else None)
         out = [each.new_empty(each.shape[0], each.shape[0], dtype=dtype) for each in matrices]
     right = [each.mT for each in matrices]
-    added = [None] * len(out) if add is None else add
-    found = [Factors(*each) for each in zip(matrices, right, added, out, strict=True)]
-    _multiply(found, True, alpha, beta, tables, launches, tile)
+    _multiply(_factors(matrices, right, add, out), True, alpha, beta, tables, launches, tile)
     return [*out]
+
+
+def _factors(
+    left: Sequence[torch.Tensor],
+    right: Sequence[torch.Tensor],
+    add: Sequence[torch.Tensor] | None,
+    out: Sequence[torch.Tensor],
+) -> list[Factors]:
+    added: Sequence[Any] = [None] * len(left) if add is None else add
+    lists: dict[str, Sequence[Any]] = {"left": left, "right": right, "add": added, "out": out}
+    for name, own in lists.items():
+        if len(own) != len(left):
+            raise ValueError(f"{name} must have {len(left)} matrices, as left, got {len(own)}")
+        for index, matrix in enumerate(own):
+            if not isinstance(matrix, torch.Tensor) and not (name == "add" and add is None):
+                raise ValueError(f"{name}[{index}] must be a matrix, got {matrix!r}")
+    return [
+        # what a view has in a bit of its own, as its sign, a kernel does not see
+        Factors(a.resolve_neg(), b.resolve_neg(), None if c is None else c.resolve_neg(), d)
+        for a, b, c, d in zip(*lists.values(), strict=True)
+    ]
 
 
 def _multiply(
@@ -377,6 +394,8 @@ def _matrix(name: str, matrix: torch.Tensor) -> torch.Size:
 def _check_dtype(
     name: str, matrix: torch.Tensor, wanted: torch.dtype, dtypes: Iterable[torch.dtype]
 ) -> None:
-    if matrix.dtype not in dtypes or matrix.dtype != wanted:
-        allowed = f"one of {', '.join(map(str, dtypes))}, and {wanted} as the first is"
-        raise ValueError(f"{name} must be of dtype {allowed}, got {matrix.dtype}")
+    if matrix.dtype not in dtypes:
+        allowed = ", ".join(map(str, dtypes))
+        raise ValueError(f"{name} must be of one of the dtypes {allowed}, got {matrix.dtype}")
+    if matrix.dtype != wanted:
+        raise ValueError(f"{name} must be of dtype {wanted}, as the first is, got {matrix.dtype}")

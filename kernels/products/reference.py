@@ -51,13 +51,27 @@ def product_reference(
 
     left, right: [m, k] and [k, n], both bf16, both fp16, or both fp32, which are cut to TF32.
     total: fp32 [m, n], with which the chain begins; None: zeros.
+
+    Raises ValueError for other dtypes or shapes.
     """
+    if left.dtype not in OPERANDS or right.dtype != left.dtype:
+        allowed = ", ".join(map(str, OPERANDS))
+        raise ValueError(
+            f"left and right must be of one of the dtypes {allowed}, got {left.dtype} and "
+            f"{right.dtype}"
+        )
+    if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0]:
+        shapes = f"{list(left.shape)} and {list(right.shape)}"
+        raise ValueError(f"left and right must be [m, k] and [k, n], got {shapes}")
     own = OPERANDS[left.dtype]
     if left.dtype == torch.float32:
         left, right = cut_to_tf32(left), cut_to_tf32(right)
     shape = left.shape[0], right.shape[1]
     if total is None:
         out = left.new_zeros(shape, dtype=torch.float32)
+    elif total.dtype != torch.float32 or total.shape != shape:
+        own_total = f"{total.dtype} {list(total.shape)}"
+        raise ValueError(f"total must be torch.float32 {list(shape)}, got {own_total}")
     else:
         out = total.clone(memory_format=torch.contiguous_format)
     worth = left.numel() * shape[1] >= WORTH_BUILDING

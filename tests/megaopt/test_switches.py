@@ -154,12 +154,16 @@ def test_a_step_within_inference_mode_has_the_same_bits():
         assert_same(run(CASES[name], torch.inference_mode), run(CASES[name]))
 
 
-def test_subnormal_numbers_that_would_be_flushed_raise_before_anything_changes():
+@pytest.mark.parametrize("precision", [None, "ieee", "bf16"])
+def test_subnormal_numbers_that_would_be_flushed_raise_before_anything_changes(precision):
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor flushes no subnormal numbers")
     torch.set_flush_denormal(False)
     params = plain()
     optimizer = FusedAdam(params, dtype=FP32)
+    if precision is not None:
+        params = [torch.nn.Parameter(numbers((24, 64), 3).to(BF16))]
+        optimizer = GaLoreAdamW(params, rank=4, dtype=FP32, precision=precision)
     for i, param in enumerate(params):
         param.grad = numbers(param.shape, i).to(BF16)
     before = everything(optimizer)

@@ -302,3 +302,19 @@ def test_the_number_of_threads_changes_no_bit(dtype):
         assert_same_bits(product_reference(left, right), one)
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "total", "message"),
+    [
+        (torch.ones(2, 3), torch.ones(5, 4), None, r"must be \[m, k\] and \[k, n\]"),
+        (torch.ones(2, 3), torch.ones(3), None, r"must be \[m, k\] and \[k, n\]"),
+        (torch.ones(2, 3), torch.ones(3, 4).bfloat16(), None, "must be of one of the dtypes"),
+        (torch.ones(2, 3).double(), torch.ones(3, 4).double(), None, "of one of the dtypes"),
+        (torch.ones(2, 3), torch.ones(3, 4), torch.ones(1, 4), r"total must be .* \[2, 4\]"),
+        (torch.ones(2, 3), torch.ones(3, 4), torch.ones(2, 4).double(), "total must be"),
+    ],
+)
+def test_other_matrices_are_refused(left, right, total, message, twin):
+    with pytest.raises(ValueError, match=message):
+        product_reference(left, right, total)

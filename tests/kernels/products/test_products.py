@@ -191,13 +191,19 @@ WRONG = {
     r"left\[1\] and right\[1\] must be \[m, k\] and \[k, n\], got \[4, 5\] and \[4, 5\]": {
         "right": [torch.zeros(5, 4), torch.zeros(4, 5)]
     },
-    r"right\[0\] must be of dtype .*torch.float32 as the first is, got torch.bfloat16": {
+    r"right\[0\] must be of dtype torch.float32, as the first is, got torch.bfloat16": {
         "right": [torch.zeros(5, 4).bfloat16(), torch.zeros(5, 4)]
     },
     r"out\[1\] must be \[4, 4\] with rows without gaps, got \[4, 5\] with strides \[5, 1\]": {
         "out": [torch.zeros(4, 4), torch.zeros(4, 5)]
     },
-    r"add\[0\] must be of dtype one of .*, got torch.int32": {"add": [torch.zeros(4, 4).int()] * 2},
+    r"add\[0\] must be of one of the dtypes .*, got torch.int32": {
+        "add": [torch.zeros(4, 4).int()] * 2
+    },
+    r"add\[1\] must be a matrix, got None": {"add": [torch.zeros(4, 4), None]},
+    r"add\[0\] must be a matrix, got None": {"add": [None, torch.zeros(4, 4)]},
+    r"right must have 2 matrices, as left, got 1": {"right": [torch.zeros(5, 4)]},
+    r"add must have 2 matrices, as left, got 3": {"add": [torch.zeros(4, 4)] * 3},
     r"out\[0\] must be \[4, 4\] with rows without gaps, got \[4, 4\] with strides \[1, 4\]": {
         "out": [torch.zeros(4, 4).mT] * 2
     },
@@ -221,7 +227,18 @@ def test_other_matrices_are_refused(message):
         products(given.pop("left"), given.pop("right"), **given)
 
 
-def test_lists_of_other_lengths_are_refused():
-    one = torch.zeros(4, 4)
-    with pytest.raises(ValueError, match="zip"):
-        products([one, one], [one])
+def test_views_that_are_negative_are_multiplied_so(device):
+    one, two = torch.eye(2, device=device), torch.full((2, 2), 3.0, device=device)
+    negative = [torch._neg_view(each) for each in (one, two)]
+    for launches in (True, False):
+        (found,) = products([negative[0]], [one], add=[negative[1]], launches=launches)
+        assert_same_bits(found, -one - two)
+
+
+def test_subnormal_numbers_are_added(device):
+    """All of bf16, times a power of two; no bit is lost."""
+    added = torch.arange(256).to(torch.int16).view(16, 16).view(torch.bfloat16).to(device)
+    own = torch.zeros(16, 4, device=device).bfloat16()
+    options = {"add": [added], "beta": 2.0**20, "out_dtype": torch.float32}
+    (found,) = assert_kernel_is_twin(products, [own], [own.mT], **options)
+    assert_same_bits(found.double(), added.double() * 2.0**20)

@@ -71,7 +71,7 @@ if INTERPRETED:
 else:
 
     @helper
-    def widened(value):  # type: ignore[no-untyped-def]
+    def widened(value):
         return value.to(tl.float32)
 
     @helper

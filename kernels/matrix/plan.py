@@ -75,7 +75,7 @@ class MatrixPlan:
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step; RuntimeError where a CPU flushes subnormals."""
-        if any(not weight.is_cuda for weight in buffers["weight"]):
+        if not buffers["weight"][0].is_cuda:  # all are on one device
             check_subnormals()
         self._buffers = buffers
 

@@ -15,13 +15,14 @@ if INTERPRETED:
 
     TYPES = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
 
-    def _values(tile: Any) -> torch.Tensor:
+    def values_of(tile: Any) -> torch.Tensor:
+        """The numbers of an interpreted tile, in its dtype."""
         own = torch.from_numpy(numpy.ascontiguousarray(tile.handle.data))
         return own.view(TYPES[tile.dtype])
 
     def chained(left: Any, right: Any, total: Any) -> Any:
         """fp32 total + left @ right, docs/numbers.md's "Products"; tiles of bf16, fp16 or fp32."""
-        some, others, found = _values(left), _values(right), _values(total).clone()
+        some, others, found = values_of(left), values_of(right), values_of(total).clone()
         # what lies behind a matrix is zeros, which change no bit but beside infinities and NaN
         m, n = _end(some, 1, others), _end(others, 0, some)
         k = max(_end(some, 0), _end(others, 1))

@@ -1,4 +1,4 @@
-"""What becomes of a product's sum: alpha times it, beta times another matrix, one rounding."""
+"""Makes results of a product's sums: alpha times, plus beta times another matrix, rounded once."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def product_with_epilogue(
 if INTERPRETED:
     from triton.runtime.interpreter import TensorHandle
 
-    from megaopt.kernels.products.chain import TYPES
+    from megaopt.kernels.products.chain import TYPES, values_of
 
     def widened(value: Any) -> Any:
         """The value in fp32: the interpreter's own cast from bf16 makes zeros of subnormals."""
-        own = torch.from_numpy(value.handle.data).view(TYPES[value.dtype]).float()
+        own = values_of(value).float()
         kind = tl.block_type(tl.float32, value.shape)
         return tl.tensor(TensorHandle(own.numpy(), tl.float32), kind)
 

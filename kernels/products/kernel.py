@@ -36,7 +36,7 @@ COLUMN_OF_TILE: tl.constexpr = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Kind:
-    """What the products of a launch have in common."""
+    """The settings that all products of a launch share."""
 
     operand: Any
     """The Triton types of elements: of left and right,"""
@@ -65,7 +65,7 @@ class Memory(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a product's tiles are loaded from and stored: descriptors, or Memory."""
+    """A product's matrices, as tiles are loaded and stored: descriptors, or Memory."""
 
     left: Any
     right: Any
@@ -78,7 +78,7 @@ def place_in(
     own, row, ELEMENT: tl.constexpr, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Where tiles [HEIGHT, WIDTH] of a matrix lie; row: of its address in the table."""
+    """Makes the descriptor, or Memory, of a matrix; row: of its address in the table."""
     ptr = entry(own, row).to(tl.pointer_type(ELEMENT))
     stride = entry(own, row + 1)
     if KIND.described:
@@ -122,7 +122,7 @@ def operand_place(
     own, row, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Where tiles of an operand [rows, columns] lie; TURNED: in memory it is [columns, rows]."""
+    """Makes that of an operand [rows, columns]; TURNED: in memory it is [columns, rows]."""
     if TURNED:
         place = place_in(own, row, KIND.operand, columns, rows, WIDTH, HEIGHT, KIND)
     else:
@@ -147,7 +147,7 @@ def operand_tile(
 def places_of(
     own, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr
 ):
-    """Where a product's matrices lie."""
+    """Makes the Places of a product."""
     m, n, k = entry(own, M).to(tl.int32), entry(own, N).to(tl.int32), entry(own, K).to(tl.int32)
     left = operand_place(own, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
     out = place_in(own, OUT, KIND.out, m, n, ROWS, COLUMNS, KIND)

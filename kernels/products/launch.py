@@ -69,7 +69,7 @@ def _fits(tile: Tile, kind: kernel.Kind) -> bool:
 
 
 def _time(shapes: Sequence[tuple[int, int, int]], mirrored: bool, tile: Tile) -> float:
-    """What the first program works, in an order of tiles from the longest to the shortest one."""
+    """The work of the first program, which takes the longest of each round of tiles."""
     counts = [len(_corners(m, n, mirrored, tile)[0]) for m, n, _ in shapes]
     steps = -numpy.sort(-numpy.repeat([k + OVERHEAD for *_, k in shapes], counts))
     together = min(tile.programs, -(-len(steps) // PROCESSORS))
@@ -114,7 +114,7 @@ class Factors(NamedTuple):
 
 
 class Tables:
-    """What launches of products keep from call to call, of each list of shapes: tables on a device.
+    """Tables on a device, which launches of products keep from call to call, by list of shapes.
 
     They are needed within the capture of a CUDA graph, and as long as the graph is replayed.
     """
@@ -283,12 +283,8 @@ def products(
         ValueError: lists are not of one length, matrices not of such shapes, dtypes or strides, or
             tables None within a capture.
     """
-    if out is None:
-        dtype = out_dtype or (left[0].dtype if left else None)
-        pairs = zip(left, right, strict=False)  # lengths are looked at below
-        out = [one.new_empty(one.shape[0], other.shape[1], dtype=dtype) for one, other in pairs]
-    _multiply(_factors(left, right, add, out), False, alpha, beta, tables, launches, tile)
-    return [*out]
+    found = _factors(left, right, add, out, out_dtype)
+    return _multiply(found, False, alpha, beta, tables, launches, tile)
 
 
 @torch.no_grad()
@@ -309,20 +305,21 @@ def symmetric_products(
     Where A is symmetric that is alpha A^2 + beta add. The bits, and the arguments, are those of
     `products`; add is symmetric to the bit, which is not looked at.
     """
-    if out is None:
-        dtype = out_dtype or (matrices[0].dtype if matrices else None)
-        out = [each.new_empty(each.shape[0], each.shape[0], dtype=dtype) for each in matrices]
-    right = [each.mT for each in matrices]
-    _multiply(_factors(matrices, right, add, out), True, alpha, beta, tables, launches, tile)
-    return [*out]
+    found = _factors(matrices, [each.mT for each in matrices], add, out, out_dtype)
+    return _multiply(found, True, alpha, beta, tables, launches, tile)
 
 
 def _factors(
     left: Sequence[torch.Tensor],
     right: Sequence[torch.Tensor],
     add: Sequence[torch.Tensor] | None,
-    out: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor] | None,
+    out_dtype: torch.dtype | None,
 ) -> list[Factors]:
+    if out is None:
+        dtype = out_dtype or (left[0].dtype if left else None)
+        pairs = zip(left, right, strict=False)  # lengths are looked at below
+        out = [one.new_empty(one.shape[0], other.shape[1], dtype=dtype) for one, other in pairs]
     added: Sequence[Any] = [None] * len(left) if add is None else add
     lists: dict[str, Sequence[Any]] = {"left": left, "right": right, "add": added, "out": out}
     for name, own in lists.items():
@@ -346,19 +343,21 @@ def _multiply(
     tables: Tables | None,
     launches: bool | None,
     tile: Tile | None,
-) -> None:
+) -> list[torch.Tensor]:
+    results = [product.out for product in found]
     if not found:
-        return
+        return results
     for index, product in enumerate(found):
         _check(index, product, found[0])
     device = found[0].out.device
     if not (device.type == "cuda" if launches is None else launches):
         for left, right, added, out in found:
             product_with_epilogue(left, right, out, added, alpha, beta)
-        return
+        return results
     if tables is None and is_capturing(device):
         raise ValueError("tables must be given within the capture of a CUDA graph, got None")
     (tables or Tables()).launch(found, mirrored, alpha, beta, tile)
+    return results
 
 
 def _check(index: int, product: Factors, first: Factors) -> None:

@@ -77,6 +77,7 @@ class GaLoreOptions(Options):
 
     OFFLOADS = False
     MATRIX = GALORE
+    MATRIX_KEYS = ("rank", "proj_type")
 
     def __post_init__(self) -> None:
         """Raises ValueError for an option out of its range, or options that contradict."""

@@ -240,6 +240,9 @@ class Options:
     """States may be in host memory."""
     MATRIX: ClassVar[MatrixRule | None] = None
     """The rule that steps whole matrices; None: every parameter is stepped elementwise."""
+    MATRIX_KEYS: ClassVar[tuple[str, ...]] = ()
+    """Keys of groups that choose how MATRIX steps their parameters: with another value they are
+    sorted anew."""
     dtype: torch.dtype | None = None
     master_weight_dtype: torch.dtype | str = torch.float32
     store_param_remainders: bool = False

@@ -244,7 +244,7 @@ class ParamView:
 
 
 class MatrixView(ParamView):
-    """A plain matrix whose moments are of the rule's low shape."""
+    """A plain tensor stepped whole, or as several matrices; its moments are of the low shape."""
 
     matrix: Matrix
 
@@ -271,9 +271,10 @@ class MatrixView(ParamView):
     def keeps_blocks(self, form: Format) -> bool:
         """Whether the moments are large enough, and their rows of whole blocks."""
         shape = self.matrix.low_shape(self.whole_shape)
-        return shape[1] % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
+        columns = math.prod(shape[1:]) if form.packed == 1 else shape[-1]
+        return columns % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
 
     def block_scales_shape(self, block: int) -> tuple[int, ...]:
         """The shape of the moments' scales: (rows, blocks of a row)."""
-        rows, columns = self.matrix.low_shape(self.local.shape)
-        return (rows, columns // block)
+        rows, *columns = self.matrix.low_shape(self.local.shape)
+        return (rows, math.prod(columns) // block)

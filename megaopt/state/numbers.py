@@ -81,9 +81,13 @@ def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [list(each) if isinstance(each, (list, tuple)) else each for each in given]
 
 
-def shaping_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """The numbers that decide the shapes of states: rank and proj_type, of groups with a rank."""
-    return [(group["rank"], group.get("proj_type")) for group in groups if "rank" in group]
+def chosen(groups: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
+    """What groups say under the keys that choose how matrices are stepped; no group can edit it."""
+    return [[_fixed(group.get(name)) for name in names] for group in groups] if names else []
+
+
+def _fixed(value: Any) -> Any:
+    return tuple(map(_fixed, value)) if isinstance(value, (list, tuple)) else value
 
 
 # --- on the device

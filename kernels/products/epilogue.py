@@ -114,7 +114,7 @@ else:
 
 @helper
 def finished(total, alpha, added, beta, diagonal, is_diagonal, scale, ELEMENT: tl.constexpr):
-    """`finished_reference` in Triton; added, is_diagonal (a mask), scale: None where there is none."""
+    """`finished_reference` in Triton; is_diagonal: a mask, None where nothing is added there."""
     value = total * alpha
     if added is not None:
         value = value + widened(added) * beta

@@ -3,9 +3,10 @@
 Every result is one chain over K (docs/numbers.md), so that neither the tile nor the program that it
 lies in shows in a bit: edges of tiles are filled up with zeros, which change no chain.
 
-A product of a matrix with its own transposed one is made by its lower tiles alone, each stored
-twice. It is symmetric to the bit: a block's sum is exact before it is cut, whatever the order of
-its terms, and the products of element [i, j] are those of [j, i] with their factors swapped.
+A symmetric product is made by its lower tiles alone, each stored twice. That of a matrix with its
+own transposed one is symmetric to the bit: a block's sum is exact before it is cut, whatever the
+order of its terms, and the products of element [i, j] are those of [j, i] with their factors
+swapped. Of two others the elements below the diagonal count, also within a tile on it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ LEFT: tl.constexpr = tl.constexpr(3)
 RIGHT: tl.constexpr = tl.constexpr(5)
 ADDED: tl.constexpr = tl.constexpr(7)
 OUT: tl.constexpr = tl.constexpr(9)
-ROW_COUNT = 11
+# the address of the product's factor, fp32
+SCALE: tl.constexpr = tl.constexpr(11)
+ROW_COUNT = 12
 # Rows of the int32 table of tiles, one column a tile: its product, and where it begins there.
 PRODUCT_OF_TILE: tl.constexpr = tl.constexpr(0)
 ROW_OF_TILE: tl.constexpr = tl.constexpr(1)
@@ -52,6 +55,12 @@ class Kind:
     """The results are symmetric: tiles are below the diagonal, or on it, and stored twice."""
     described: bool
     """Tiles are loaded and stored by tensor descriptors: whole 16 bytes everywhere."""
+    squared: bool = False
+    """The right matrices are the left ones, turned."""
+    diagonal: bool = False
+    """Something is added to the results' diagonals."""
+    scaled: bool = False
+    """Each product has a factor in memory."""
 
 
 class Memory(NamedTuple):
@@ -152,14 +161,27 @@ def places_of(
     left = operand_place(own, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
     out = place_in(own, OUT, KIND.out, m, n, ROWS, COLUMNS, KIND)
     right, added = left, out
-    if not KIND.mirrored:  # otherwise left's own memory, and square tiles
+    if not KIND.squared:  # otherwise left's own memory, and square tiles
         right = operand_place(own, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
     if KIND.added is not None:
         added = place_in(own, ADDED, KIND.added, m, n, ROWS, COLUMNS, KIND)
     return Places(left, right, added, out)
 
 
-@jit(do_not_specialize=["products", "tiles", "alpha", "beta"])
+@helper
+def on_diagonal(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which numbers of a tile are on the result's diagonal."""
+    return row + tl.arange(0, ROWS)[:, None] == column + tl.arange(0, COLUMNS)[None, :]
+
+
+@helper
+def mirrored(tile):
+    """A square tile on the diagonal, what is above its diagonal as what is below."""
+    rows, columns = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
+    return tl.where(rows >= columns, tile, tl.trans(tile))
+
+
+@jit(do_not_specialize=["products", "tiles", "alpha", "beta", "diagonal"])
 def products_kernel(
     table_ptr,  # *int64 [ROW_COUNT, products]
     tiles_ptr,  # *int32 [3, tiles]
@@ -167,12 +189,16 @@ def products_kernel(
     tiles,
     alpha,
     beta,
+    diagonal,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,  # of K, at a time
 ):
-    """Makes alpha left @ right + beta added of every product; programs take tiles in turns."""
+    """Makes scale (alpha left @ right + beta added + diagonal I) of every product.
+
+    Programs take tiles in turns.
+    """
     first = tl.program_id(0)
     made = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + first)
     places = places_of(Column(table_ptr, products, made), KIND, ROWS, COLUMNS, INNER)
@@ -191,11 +217,17 @@ def products_kernel(
                 places.right, inner, column, INNER, COLUMNS, KIND.right_turned, KIND
             )
             total = chained(left, right, total)
-        if KIND.added is None:
-            value = finished(total, alpha, KIND.out)
-        else:
+        added, scale, is_diagonal = None, None, None
+        if KIND.added is not None:
             added = loaded(places.added, row, column, ROWS, COLUMNS, KIND)
-            value = finished(total, alpha, KIND.out, added, beta)
+        if KIND.diagonal:
+            is_diagonal = on_diagonal(row, column, ROWS, COLUMNS)
+        if KIND.scaled:
+            scale = tl.load(entry(own, SCALE).to(tl.pointer_type(tl.float32)))
+        value = finished(total, alpha, added, beta, diagonal, is_diagonal, scale, KIND.out)
+        if KIND.mirrored and not KIND.squared:  # noqa: SIM102 as below
+            if row == column:
+                value = mirrored(value)
         store(places.out, row, column, value, KIND)
         if KIND.mirrored:  # noqa: SIM102 at compile time, the other at run time
             if row != column:

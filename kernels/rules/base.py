@@ -212,8 +212,12 @@ def in_one_row(first: Rule, *others: Rule) -> tuple[Rule, ...]:
     """These rules with one row for all: the first one's numbers, and behind them the others'.
 
     So one optimizer steps some parameters by the first and some by the others, which have one row
-    among them already, no lanes and no tables, and say their hyper_length.
+    among them already, no lanes and no tables, and say their hyper_length. Raises ValueError where
+    one does not.
     """
+    for rule in others:
+        if rule.hyper_length is None or rule.lanes or rule.tables is not no_tables:
+            raise ValueError(f"others must be rules that may follow one, got {rule!r}")
     row = joined_row(first, others[0])
 
     def part(rule: Rule, begin: int, end: int) -> Rule:

@@ -71,7 +71,7 @@ class Numbers:
 
 def _is_fixed(value: Any) -> bool:
     if type(value) is tuple:
-        return all(type(each) in FIXED for each in value)
+        return all(map(_is_fixed, value))
     return type(value) in FIXED
 
 
@@ -82,12 +82,8 @@ def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def chosen(groups: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
-    """What groups say under the keys that choose how matrices are stepped; no group can edit it."""
-    return [[_fixed(group.get(name)) for name in names] for group in groups] if names else []
-
-
-def _fixed(value: Any) -> Any:
-    return tuple(map(_fixed, value)) if isinstance(value, (list, tuple)) else value
+    """What groups say under the keys that choose how matrices are stepped."""
+    return [[group.get(name) for name in names] for group in groups] if names else []
 
 
 # --- on the device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -195,7 +196,7 @@ class Batches:
         self._with_counts = [own for own in states if STEP in own]
         self._own_counts = [own[STEP] for own in self._with_counts]
         self._matrix_keys = matrix_keys
-        self._chosen = chosen(param_groups, matrix_keys)
+        self._chosen = deepcopy(chosen(param_groups, matrix_keys))  # a group can edit its lists
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
         self._watched = [batch for batch in batches if not batch.source.sharded]

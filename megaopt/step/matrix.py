@@ -91,7 +91,9 @@ class Matrices:
         own = zip(self.plan.works, self._kept, self.states, self.labels, strict=True)
         for work, kept, state, label in own:
             there = all(state.get(name) is not None for name in kept)
-            if kept and not (work.is_made and there):
+            if kept and not there:
+                return f"the state of {label} is not made yet: take one step before the capture"
+            if kept and self.plan.matrix.rule.before.renew is not None and not work.is_made:
                 return (
                     f"the projection of {label} is not made yet: take one step before the capture, "
                     "with a gradient that is finite and not 0"

@@ -15,7 +15,7 @@ from megaopt.kernels.matrix.muon import MUON, Orthogonal, coefficients_of
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
-from megaopt.optimizer import FusedOptimizer
+from megaopt.matrices import FLAT, MatrixOptimizer, is_flat_part
 from megaopt.options.arguments import options_of, takes
 from megaopt.options.checks import DECAY, NOT_NEGATIVE, one_of, refuse
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment
@@ -64,7 +64,7 @@ def why_adamw(param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
     if group["use_muon"] is False:
         return "its group has use_muon=False"
     if param.dim() < 2:
-        return f"it has {param.dim()} dimensions"
+        return "it has fewer than two dimensions"
     for name, value in MARKS.items():
         if getattr(param, name, None) is value:
             return f"it is marked {name}={value}"
@@ -90,6 +90,7 @@ class MuonOptions(Options):
     OF_ALL: ClassVar[tuple[str, ...]] = ("method", "precision", "second_moment")
     MATRIX: ClassVar[MatrixRule] = MUON
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ("use_muon", "eps", *ORTHOGONALIZING)
+    MATRIX_OFF: ClassVar[tuple[str, Any]] = ("use_muon", False)
     OFFLOADS: ClassVar[bool] = False
 
     momentum_buffer_dtype: torch.dtype | str = torch.float32
@@ -135,12 +136,14 @@ class MuonOptions(Options):
         one_of(f"{where}: use_muon", group["use_muon"], (None, True, False))
         if group["use_muon"] is False:
             return
-        sizes = group["split_sizes"]
+        sizes, given = group["split_sizes"], group["ns_coefficients"]
         if sizes is not None and not _are_sizes(sizes):
             refuse(f"{where}: split_sizes", "None or a list of whole numbers >= 1", sizes)
+        if not isinstance(given, (str, list, tuple)):
+            refuse(f"{where}: ns_coefficients", "three numbers, a list of such or a name", given)
         try:
             how = self.how(group)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         for index, param in enumerate(group["params"]):
             self._check_param(param, group, how, f"{where}: use_muon", f"its parameter {index}")
@@ -150,6 +153,8 @@ class MuonOptions(Options):
     ) -> None:
         """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
         reason, wanted = why_adamw(param, group), group["use_muon"]
+        if is_flat_part(param):
+            refuse(name, f"False beside {which}, a {FLAT}", wanted)
         if reason is not None:
             if wanted:
                 refuse(name, f"None or False beside {which}, as {reason}", wanted)
@@ -195,7 +200,7 @@ class Stepped(NamedTuple):
 
 
 @takes(MuonOptions, SharedOptions)
-class FusedMuon(FusedOptimizer):
+class FusedMuon(MatrixOptimizer):
     """Muon (Jordan et al. 2024) for matrices and AdamW for the rest, writing the model's weights.
 
     Of a matrix the momentum is made about orthogonal by Newton and Schulz's iteration, on tensor

@@ -31,6 +31,8 @@ OUT: tl.constexpr = tl.constexpr(9)
 # the address of the product's factor, fp32
 SCALE: tl.constexpr = tl.constexpr(11)
 ROW_COUNT = 12
+ADDRESSES = tuple(row.value for row in (LEFT, RIGHT, ADDED, OUT, SCALE))
+"""The rows of addresses; 0 where there is nothing."""
 # Rows of the int32 table of tiles, one column a tile: its product, and where it begins there.
 PRODUCT_OF_TILE: tl.constexpr = tl.constexpr(0)
 ROW_OF_TILE: tl.constexpr = tl.constexpr(1)

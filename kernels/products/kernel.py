@@ -107,8 +107,9 @@ def place_in(
     stride, apart = entry(own, row + 1), entry(own, row + 2)
     if KIND.described:
         count = entry(own, COUNT).to(tl.int32)
-        shape, strides = [count, rows, columns], [apart, stride, 1]
-        place = tl.make_tensor_descriptor(ptr, shape, strides, [1, HEIGHT, WIDTH])
+        place = tl.make_tensor_descriptor(
+            ptr, [count, rows, columns], [apart, stride, 1], [1, HEIGHT, WIDTH]
+        )
     else:
         place = Memory(ptr, rows, columns, stride, apart)
     return place

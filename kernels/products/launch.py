@@ -52,7 +52,9 @@ INNER_BYTES = 128
 PROCESSORS = 132
 """The processors of an H100, and of an H200, for which tiles are chosen on any card."""
 SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may have on an H100."""
+"""Bytes that the programs of an H100's processor may have."""
+MARGIN = 2048
+"""Bytes of a program for barriers, and that the system takes."""
 OVERHEAD = 128
 """Steps of K that a tile's beginning and end take as long as."""
 
@@ -76,14 +78,29 @@ def tile_of(runs: Sequence[Run], kind: kernel.Kind) -> Tile:
 
 
 def _fits(tile: Tile, kind: kernel.Kind) -> bool:
-    """Whether it is of squares where results are mirrored."""
-    return not kind.mirrored or tile.columns in (tile.rows, 2 * tile.rows)
+    """Whether it is of squares where results are mirrored, and three stages have room."""
+    squares = not kind.mirrored or tile.columns in (tile.rows, 2 * tile.rows)
+    return squares and _stages(tile, kind) >= min(tile.stages, 3)
 
 
 def _parts(tile: Tile, kind: kernel.Kind) -> int:
     """In how many parts it is stored: squares of mirrored results, and what memory has room for."""
-    wide = kind.out.primitive_bitwidth == 32 and tile.rows * tile.columns > 128 * 128
-    return 2 if wide or (kind.mirrored and tile.columns > tile.rows) else 1
+    if kind.mirrored:
+        return tile.columns // tile.rows
+    return 2 if _stored_bytes(kind) * tile.rows * tile.columns > 2 * 128 * 256 else 1
+
+
+def _stages(tile: Tile, kind: kernel.Kind) -> int:
+    """The tile's, or as many as memory has room for beside a part of the results."""
+    stored = _stored_bytes(kind) * tile.rows * tile.columns // _parts(tile, kind)
+    one = (tile.rows + tile.columns) * INNER_BYTES
+    return min(tile.stages, (SHARED_MEMORY // tile.programs - stored - MARGIN) // one)
+
+
+def _stored_bytes(kind: kernel.Kind) -> int:
+    """Bytes of an element of the results, and of what is added."""
+    own = (kind.out, kind.added)
+    return sum(each.primitive_bitwidth // 8 for each in own if each is not None)
 
 
 def _time(runs: Sequence[Run], mirrored: bool, tile: Tile) -> float:
@@ -227,7 +244,7 @@ class _Launch:
             "INNER": INNER_BYTES * 8 // kind.operand.primitive_bitwidth,
             "PARTS": _parts(tile, kind),
             "num_warps": tile.warps,
-            "num_stages": tile.stages,
+            "num_stages": _stages(tile, kind) if kind.described else tile.stages,
         }
 
     def __call__(self, runs: numpy.ndarray, alpha: float, beta: float) -> None:

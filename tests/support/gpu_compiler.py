@@ -151,7 +151,7 @@ def multiplied(dtype, tile):
     whole = torch.zeros(size, size, dtype=dtype)
     products([whole], [whole], launches=True, tile=tile, out_dtype=torch.bfloat16)
     if tile.rows == 128:
-        out = torch.zeros(size, size)
+        out = torch.zeros(size, size, dtype=torch.bfloat16)
         symmetric_products([whole], [out], add=[out], launches=True, tile=tile)
 
 

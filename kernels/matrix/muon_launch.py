@@ -35,9 +35,8 @@ from megaopt.kernels.matrix.plan import FLOAT32, MatrixPlan, apply_formats, inne
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place, in_order
-from megaopt.kernels.products import kernel as products_kernel
 from megaopt.kernels.products.epilogue import Numbers
-from megaopt.kernels.products.launch import Tables, factors_of
+from megaopt.kernels.products.launch import Tables, factors_of, moved
 from megaopt.kernels.rules.matrix import Work
 from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION
 from megaopt.kernels.step.controls import COUNT, SKIP
@@ -84,19 +83,16 @@ class NotedLaunch:
     """A launch of products in a workspace, which may have moved when it is launched again."""
 
     def __init__(
-        self, launch: Any, rows: numpy.ndarray, numbers: Numbers, device: torch.device
+        self, launch: Any, runs: numpy.ndarray, numbers: Numbers, device: torch.device
     ) -> None:
-        self._launch, self._rows, self._numbers = launch, rows, numbers
-        self._table, self._shift, self._shifted = DeviceTable(device), 0, rows
+        self._launch, self._runs, self._numbers = launch, runs, numbers
+        self._table, self._shift, self._moved = DeviceTable(device), 0, runs
 
     def __call__(self, shift: int) -> None:
         """shift: how far the workspace is from where it was noted, in bytes."""
         if shift != self._shift:
-            self._shifted, self._shift = self._rows.copy(), shift
-            for row in products_kernel.ADDRESSES:
-                own = self._shifted[row]
-                own[own != 0] += shift
-        self._launch(self._shifted, self._numbers, self._table)
+            self._moved, self._shift = moved(self._runs, shift), shift
+        self._launch(self._moved, self._numbers, self._table)
 
 
 class Notes:

@@ -104,7 +104,7 @@ def tiles_of(lists: Lists) -> dict[str, Tile]:
     return {
         f"{tile.rows} x {tile.columns}, {tile.warps} warps": tile
         for tile in TILES
-        if tile.rows == tile.columns or not lists.symmetric
+        if tile.columns in (tile.rows, 2 * tile.rows)
     }
 
 

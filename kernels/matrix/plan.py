@@ -33,8 +33,13 @@ Step = Callable[..., None]
 
 
 def inner_formats(formats: Formats, direction: Format = FLOAT32) -> Formats:
-    """The formats of the inner rule's step: its gradient is fp32, its weight the direction."""
-    return replace(formats, grad=FLOAT32, weight=direction, master=NONE, matrix=None)
+    """The formats of the inner rule's step: its weight is the direction.
+
+    Its gradient is what `before` makes, fp32, or the matrix's own.
+    """
+    assert formats.matrix is not None
+    grad = formats.grad if formats.matrix.rule.before is SAME else FLOAT32
+    return replace(formats, grad=grad, weight=direction, master=NONE, matrix=None)
 
 
 def apply_formats(formats: Formats) -> Formats:
@@ -112,7 +117,8 @@ class MatrixPlan:
         rule, work, grad = self.matrix.rule, self.works[index], self.grad(index)
         low = self._through(rule.before, grad, work)
         direction = torch.empty_like(low) if low is grad else low
-        own = self._tensors(self._inner, index, grad=low, weight=direction)
+        taken = self._buffers["grad"][index] if rule.before is SAME else low
+        own = self._tensors(self._inner, index, grad=taken, weight=direction)
         place = self.matrix.low_place(work.place, grad.shape)
         self._step(own, self._inner, rule.inner, scalars, controls, place)
         update = self._through(rule.after, direction, work)

@@ -7,6 +7,10 @@ A symmetric product is made by its lower tiles alone, each stored twice. That of
 own transposed one is symmetric to the bit: a block's sum is exact before it is cut, whatever the
 order of its terms, and the products of element [i, j] are those of [j, i] with their factors
 swapped. Of two others the elements below the diagonal count, also within a tile on it.
+
+Tensor cores wait for operands, not for sums: an H100 made 128 x 128 tiles at 0.80 of the rate of
+128 x 256 ones, which load three quarters as much. So symmetric results have tiles of two squares
+too, of which one above the diagonal is dropped.
 """
 
 from __future__ import annotations
@@ -19,19 +23,26 @@ from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
 from megaopt.kernels.products.chain import chained
 from megaopt.kernels.products.epilogue import finished
 
-# Rows of the int64 table, one column a product: left [m, k] @ right [k, n].
-M: tl.constexpr = tl.constexpr(0)
-N: tl.constexpr = tl.constexpr(1)
-K: tl.constexpr = tl.constexpr(2)
-# addresses, and behind each how far apart the matrix's rows lie in memory, in elements
-LEFT: tl.constexpr = tl.constexpr(3)
-RIGHT: tl.constexpr = tl.constexpr(5)
-ADDED: tl.constexpr = tl.constexpr(7)
-OUT: tl.constexpr = tl.constexpr(9)
-# the address of the product's factor, fp32
-SCALE: tl.constexpr = tl.constexpr(11)
-ROW_COUNT = 12
-# Rows of the int32 table of tiles, one column a tile: its product, and where it begins there.
+# Rows of the int64 table, one column a run: products of one shape, equally far apart in memory,
+# left [m, k] @ right [k, n] each.
+COUNT: tl.constexpr = tl.constexpr(0)
+M: tl.constexpr = tl.constexpr(1)
+N: tl.constexpr = tl.constexpr(2)
+K: tl.constexpr = tl.constexpr(3)
+# of the table of tiles: the run's first, and the one behind its last
+FIRST_TILE: tl.constexpr = tl.constexpr(4)
+END_TILE: tl.constexpr = tl.constexpr(5)
+# addresses, and behind each how far apart the matrix's rows lie in memory, and the run's matrices,
+# in elements
+LEFT: tl.constexpr = tl.constexpr(6)
+RIGHT: tl.constexpr = tl.constexpr(9)
+ADDED: tl.constexpr = tl.constexpr(12)
+OUT: tl.constexpr = tl.constexpr(15)
+# likewise of the products' factors, fp32, without rows
+SCALE: tl.constexpr = tl.constexpr(18)
+ROW_COUNT = 21
+# Rows of the int32 table of tiles, one column a tile: its product's place in the run, and where it
+# begins there.
 PRODUCT_OF_TILE: tl.constexpr = tl.constexpr(0)
 ROW_OF_TILE: tl.constexpr = tl.constexpr(1)
 COLUMN_OF_TILE: tl.constexpr = tl.constexpr(2)
@@ -52,7 +63,7 @@ class Kind:
     right_turned: bool
     """and the right ones as [n, k]."""
     mirrored: bool
-    """The results are symmetric: tiles are below the diagonal, or on it, and stored twice."""
+    """The results are symmetric: squares are below the diagonal, or on it, and stored twice."""
     described: bool
     """Tiles are loaded and stored by tensor descriptors: whole 16 bytes everywhere."""
     squared: bool = False
@@ -64,22 +75,35 @@ class Kind:
 
 
 class Memory(NamedTuple):
-    """A matrix as it lies in memory, row by row."""
+    """A run's matrices as they lie in memory, row by row."""
 
     ptr: Any
     rows: Any
     columns: Any
     stride: Any
-    """int64, elements from a row to the next."""
+    """int64, elements from a row to the next,"""
+    apart: Any
+    """and from a matrix to the next."""
 
 
 class Places(NamedTuple):
-    """A product's matrices, as tiles are loaded and stored: descriptors, or Memory."""
+    """A run's matrices, as tiles are loaded and stored: descriptors, or Memory."""
 
     left: Any
     right: Any
     added: Any
     out: Any
+    end: Any
+    """int32, the rows of the results."""
+
+
+class Tile(NamedTuple):
+    """Where a tile begins."""
+
+    product: Any
+    """Its product's place in the run."""
+    row: Any
+    column: Any
 
 
 @helper
@@ -87,42 +111,48 @@ def place_in(
     own, row, ELEMENT: tl.constexpr, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Makes the descriptor, or Memory, of a matrix; row: of its address in the table."""
+    """Makes the descriptor, or Memory, of a run's matrices; row: of their address in the table."""
     ptr = entry(own, row).to(tl.pointer_type(ELEMENT))
-    stride = entry(own, row + 1)
+    stride, apart = entry(own, row + 1), entry(own, row + 2)
     if KIND.described:
-        place = tl.make_tensor_descriptor(ptr, [rows, columns], [stride, 1], [HEIGHT, WIDTH])
+        count = entry(own, COUNT).to(tl.int32)
+        place = tl.make_tensor_descriptor(
+            ptr, [count, rows, columns], [apart, stride, 1], [1, HEIGHT, WIDTH]
+        )
     else:
-        place = Memory(ptr, rows, columns, stride)
+        place = Memory(ptr, rows, columns, stride, apart)
     return place
 
 
 @helper
-def pointers_in(place, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def pointers_in(place, product, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """A tile's pointers, and which of them are the matrix's."""
     rows, columns = row + tl.arange(0, HEIGHT), column + tl.arange(0, WIDTH)
-    pointers = place.ptr + rows.to(tl.int64)[:, None] * place.stride + columns[None, :]
+    ptr = place.ptr + product.to(tl.int64) * place.apart
+    pointers = ptr + rows.to(tl.int64)[:, None] * place.stride + columns[None, :]
     return pointers, (rows[:, None] < place.rows) & (columns[None, :] < place.columns)
 
 
 @helper
-def loaded(place, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
+def loaded(
+    place, product, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr
+):
     """[HEIGHT, WIDTH] at a row and a column of memory, 0 behind the matrix's ends."""
     if KIND.described:
-        tile = place.load([row, column])
+        tile = place.load([product, row, column]).reshape(HEIGHT, WIDTH)
     else:
-        pointers, mask = pointers_in(place, row, column, HEIGHT, WIDTH)
+        pointers, mask = pointers_in(place, product, row, column, HEIGHT, WIDTH)
         tile = tl.load(pointers, mask=mask, other=0.0)
     return tile
 
 
 @helper
-def store(place, row, column, tile, KIND: tl.constexpr):
+def store(place, product, row, column, tile, KIND: tl.constexpr):
     """Stores a tile, but for what is behind the matrix's ends."""
     if KIND.described:
-        place.store([row, column], tile)
+        place.store([product, row, column], tile.reshape(1, tile.shape[0], tile.shape[1]))
     else:
-        pointers, mask = pointers_in(place, row, column, tile.shape[0], tile.shape[1])
+        pointers, mask = pointers_in(place, product, row, column, tile.shape[0], tile.shape[1])
         tl.store(pointers, tile, mask=mask)
 
 
@@ -131,7 +161,7 @@ def operand_place(
     own, row, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Makes that of an operand [rows, columns]; TURNED: in memory it is [columns, rows]."""
+    """Makes that of operands [rows, columns]; TURNED: in memory they are [columns, rows]."""
     if TURNED:
         place = place_in(own, row, KIND.operand, columns, rows, WIDTH, HEIGHT, KIND)
     else:
@@ -141,51 +171,86 @@ def operand_place(
 
 @helper
 def operand_tile(
-    place, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    place, product, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """[HEIGHT, WIDTH] of an operand."""
     if TURNED:  # as it lies in memory, and then turned
-        tile = tl.trans(loaded(place, column, row, WIDTH, HEIGHT, KIND))
+        tile = tl.trans(loaded(place, product, column, row, WIDTH, HEIGHT, KIND))
     else:
-        tile = loaded(place, row, column, HEIGHT, WIDTH, KIND)
+        tile = loaded(place, product, row, column, HEIGHT, WIDTH, KIND)
     return tile
 
 
 @helper
 def places_of(
-    own, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr
-):
-    """Makes the Places of a product."""
+    own, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Makes the Places of a run."""
     m, n, k = entry(own, M).to(tl.int32), entry(own, N).to(tl.int32), entry(own, K).to(tl.int32)
     left = operand_place(own, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
-    out = place_in(own, OUT, KIND.out, m, n, ROWS, COLUMNS, KIND)
-    right, added = left, out
-    if not KIND.squared:  # otherwise left's own memory, and square tiles
-        right = operand_place(own, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
+    right = operand_place(own, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
+    out = place_in(own, OUT, KIND.out, m, n, ROWS, COLUMNS // PARTS, KIND)
+    added = out
     if KIND.added is not None:
-        added = place_in(own, ADDED, KIND.added, m, n, ROWS, COLUMNS, KIND)
-    return Places(left, right, added, out)
+        added = place_in(own, ADDED, KIND.added, m, n, ROWS, COLUMNS // PARTS, KIND)
+    return Places(left, right, added, out, m)
 
 
 @helper
-def on_diagonal(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which numbers of a tile are on the result's diagonal."""
-    return row + tl.arange(0, ROWS)[:, None] == column + tl.arange(0, COLUMNS)[None, :]
+def chain_of(
+    places, tile, k, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):  # fmt: skip
+    """fp32 [ROWS, COLUMNS], a tile's sums."""
+    product, row, column = tile
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for inner in range(0, loop_bound(k), INNER):
+        left = operand_tile(places.left, product, row, inner, ROWS, INNER, KIND.left_turned, KIND)
+        right = operand_tile(
+            places.right, product, inner, column, INNER, COLUMNS, KIND.right_turned, KIND
+        )
+        total = chained(left, right, total)
+    return total
 
 
 @helper
-def mirrored(tile):
-    """A square tile on the diagonal, what is above its diagonal as what is below."""
-    rows, columns = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
-    return tl.where(rows >= columns, tile, tl.trans(tile))
+def below(value, tile):
+    """Which numbers of a part of a tile are above the diagonal, negative, on it, 0, or below."""
+    rows, columns = tl.arange(0, value.shape[0])[:, None], tl.arange(0, value.shape[1])[None, :]
+    return tile.row - tile.column + rows - columns
 
 
-@jit(do_not_specialize=["products", "tiles", "alpha", "beta", "diagonal"])
+@helper
+def finish(own, places, tile, total, numbers, KIND: tl.constexpr):
+    """Stores the results of a part of a tile; of symmetric ones also turned, those below."""
+    product, row, column = tile
+    alpha, beta, diagonal = numbers
+    added, scale, is_diagonal = None, None, None
+    if KIND.added is not None:
+        added = loaded(places.added, product, row, column, total.shape[0], total.shape[1], KIND)
+    if KIND.diagonal:
+        is_diagonal = below(total, tile) == 0
+    if KIND.scaled:
+        scales = entry(own, SCALE).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + product * entry(own, SCALE + 2))
+    value = finished(total, alpha, added, beta, diagonal, is_diagonal, scale, KIND.out)
+    if KIND.mirrored:
+        turned = tl.trans(value)
+        if not KIND.squared:
+            value = tl.where((row != column) | (below(value, tile) >= 0), value, turned)
+        # nothing is stored behind the end: with a branch the loops would not be one
+        store(places.out, product, tl.where(row > column, column, places.end), row, turned, KIND)
+        row = tl.where(row < column, places.end, row)
+    store(places.out, product, row, column, value, KIND)
+
+
+@jit(do_not_specialize=["runs", "tiles", "alpha", "beta", "diagonal"])
 def products_kernel(
-    table_ptr,  # *int64 [ROW_COUNT, products]
+    table_ptr,  # *int64 [ROW_COUNT, runs]
     tiles_ptr,  # *int32 [3, tiles]
-    products,
+    runs,
     tiles,
     alpha,
     beta,
@@ -194,41 +259,36 @@ def products_kernel(
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,  # of K, at a time
+    PARTS: tl.constexpr,  # in which a tile is stored, one beside another: 1 or 2
 ):
     """Makes scale (alpha left @ right + beta added + diagonal I) of every product.
 
     Programs take tiles in turns.
     """
-    first = tl.program_id(0)
-    made = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + first)
-    places = places_of(Column(table_ptr, products, made), KIND, ROWS, COLUMNS, INNER)
-    for number in range(loop_bound(first), loop_bound(tiles), loop_bound(tl.num_programs(0))):
-        product = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + number)
-        row = tl.load(tiles_ptr + ROW_OF_TILE * tiles + number)
-        column = tl.load(tiles_ptr + COLUMN_OF_TILE * tiles + number)
-        own = Column(table_ptr, products, product)
-        if product != made:  # a descriptor takes long to make
-            made = product
-            places = places_of(own, KIND, ROWS, COLUMNS, INNER)
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for inner in range(0, loop_bound(entry(own, K).to(tl.int32)), INNER):
-            left = operand_tile(places.left, row, inner, ROWS, INNER, KIND.left_turned, KIND)
-            right = operand_tile(
-                places.right, inner, column, INNER, COLUMNS, KIND.right_turned, KIND
-            )
-            total = chained(left, right, total)
-        added, scale, is_diagonal = None, None, None
-        if KIND.added is not None:
-            added = loaded(places.added, row, column, ROWS, COLUMNS, KIND)
-        if KIND.diagonal:
-            is_diagonal = on_diagonal(row, column, ROWS, COLUMNS)
-        if KIND.scaled:
-            scale = tl.load(entry(own, SCALE).to(tl.pointer_type(tl.float32)))
-        value = finished(total, alpha, added, beta, diagonal, is_diagonal, scale, KIND.out)
-        if KIND.mirrored and not KIND.squared:  # noqa: SIM102 as below
-            if row == column:
-                value = mirrored(value)
-        store(places.out, row, column, value, KIND)
-        if KIND.mirrored:  # noqa: SIM102 at compile time, the other at run time
-            if row != column:
-                store(places.out, column, row, tl.trans(value), KIND)
+    numbers = (alpha, beta, diagonal)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for run in range(loop_bound(runs)):
+        own = Column(table_ptr, runs, run)
+        first, end = entry(own, FIRST_TILE).to(tl.int32), entry(own, END_TILE).to(tl.int32)
+        first += (program + programs - first % programs) % programs
+        if first < end:
+            places = places_of(own, KIND, ROWS, COLUMNS, INNER, PARTS)
+            k = entry(own, K).to(tl.int32)
+            # one loop with that over K: a tile's first loads go out while the last one is stored
+            for number in tl.range(
+                loop_bound(first), loop_bound(end), loop_bound(programs), flatten=True
+            ):
+                product = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + number)
+                row = tl.load(tiles_ptr + ROW_OF_TILE * tiles + number)
+                column = tl.load(tiles_ptr + COLUMN_OF_TILE * tiles + number)
+                tile = Tile(product, row, column)
+                total = chain_of(places, tile, k, KIND, ROWS, COLUMNS, INNER)
+                if PARTS == 1:
+                    finish(own, places, tile, total, numbers, KIND)
+                else:
+                    WIDTH: tl.constexpr = COLUMNS // 2
+                    both = tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1))
+                    one, other = tl.split(both)
+                    finish(own, places, tile, one, numbers, KIND)
+                    beside = Tile(product, row, column + WIDTH)
+                    finish(own, places, beside, other, numbers, KIND)

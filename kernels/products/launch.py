@@ -36,67 +36,106 @@ class Tile:
 
 UNEVEN = Tile(64, 64, 4, 4, 0.2, 2)
 """Without tensor descriptors: larger ones spill registers."""
-# On an H200 the first two made 689 and, of symmetric products, 597 TFLOP/s; the others' rates are
-# not measured yet. Two programs of theirs have room beside each other with fp32 results, too.
 TILES = (
     Tile(128, 256, 8, 3),
-    Tile(128, 128, 8, 4, 0.87),
-    Tile(64, 128, 4, 3, 0.75, 2),
-    Tile(64, 64, 4, 4, 0.5, 2),
+    Tile(128, 128, 8, 4, 0.8),
+    Tile(64, 128, 4, 3, 0.6, 2),
+    Tile(64, 64, 4, 4, 0.42, 2),
 )
+GROUP = 8
+"""Rows of tiles that are made one beside another, whose operands stay in the cache.
+
+An H100, 8 of 4096^3, of torch.bmm's speed: 8 rows 1.02, 16 0.95, all 0.95.
+"""
 INNER_BYTES = 128
 """So many of K at a time: 64 numbers of 16 bits, 32 of TF32."""
 PROCESSORS = 132
 """The processors of an H100, and of an H200, for which tiles are chosen on any card."""
 SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may have on an H100."""
+"""Bytes that the programs of an H100's processor may have."""
+MARGIN = 2048
+"""Bytes of a program for barriers, and that the system takes."""
 OVERHEAD = 128
 """Steps of K that a tile's beginning and end take as long as."""
 
 
-def tile_of(shapes: Sequence[tuple[int, int, int]], kind: kernel.Kind) -> Tile:
-    """The tile by which products of shapes (m, n, k) take the least time."""
+@dataclass(frozen=True)
+class Run:
+    """Products of one shape, of which each matrix lies equally far from the next one's."""
+
+    count: int
+    m: int
+    n: int
+    k: int
+
+
+def tile_of(runs: Sequence[Run], kind: kernel.Kind) -> Tile:
+    """The tile by which products take the least time."""
     if not kind.described:
         return UNEVEN
     fitting = [tile for tile in TILES if _fits(tile, kind)]
-    return min(fitting, key=lambda tile: _time(shapes, kind.mirrored, tile))
+    return min(fitting, key=lambda tile: _time(runs, kind.mirrored, tile))
 
 
 def _fits(tile: Tile, kind: kernel.Kind) -> bool:
-    """Whether it is square where results are mirrored, and its fp32 results fit beside operands."""
-    in_memory = kind.out.primitive_bitwidth == 16 or tile.rows * tile.columns <= 128 * 128
-    return in_memory and (tile.rows == tile.columns or not kind.mirrored)
+    """Whether it is of squares where results are mirrored, and three stages have room."""
+    squares = not kind.mirrored or tile.columns in (tile.rows, 2 * tile.rows)
+    return squares and _stages(tile, kind) >= min(tile.stages, 3)
 
 
-def _time(shapes: Sequence[tuple[int, int, int]], mirrored: bool, tile: Tile) -> float:
+def _parts(tile: Tile, kind: kernel.Kind) -> int:
+    """In how many parts it is stored: squares of mirrored results, and what memory has room for."""
+    if kind.mirrored:
+        return tile.columns // tile.rows
+    return 2 if _stored_bytes(kind) * tile.rows * tile.columns > 2 * 128 * 256 else 1
+
+
+def _stages(tile: Tile, kind: kernel.Kind) -> int:
+    """The tile's, or as many as memory has room for beside a part of the results."""
+    stored = _stored_bytes(kind) * tile.rows * tile.columns // _parts(tile, kind)
+    one = (tile.rows + tile.columns) * INNER_BYTES
+    return min(tile.stages, (SHARED_MEMORY // tile.programs - stored - MARGIN) // one)
+
+
+def _stored_bytes(kind: kernel.Kind) -> int:
+    """Bytes of an element of the results, and of what is added."""
+    own = (kind.out, kind.added)
+    return sum(each.primitive_bitwidth // 8 for each in own if each is not None)
+
+
+def _time(runs: Sequence[Run], mirrored: bool, tile: Tile) -> float:
     """The work of the first program, which takes the longest of each round of tiles."""
-    counts = [len(_corners(m, n, mirrored, tile)[0]) for m, n, _ in shapes]
-    steps = -numpy.sort(-numpy.repeat([k + OVERHEAD for *_, k in shapes], counts))
+    counts = [run.count * len(_corners(run.m, run.n, mirrored, tile)[0]) for run in runs]
+    steps = -numpy.sort(-numpy.repeat([run.k + OVERHEAD for run in runs], counts))
     together = min(tile.programs, -(-len(steps) // PROCESSORS))
     own = int(steps[:: PROCESSORS * max(together, 1)].sum())
     return own * tile.rows * tile.columns * together / tile.rate
 
 
 def _corners(m: int, n: int, mirrored: bool, tile: Tile) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The rows and columns at which tiles begin; neighbours in time share operands in the cache."""
-    down, across = -(-m // tile.rows), -(-n // tile.columns)
-    if mirrored:
-        rows, columns = numpy.tril_indices(down)
-    elif across <= down:
-        rows, columns = numpy.divmod(numpy.arange(down * across), max(across, 1))
-    else:
-        columns, rows = numpy.divmod(numpy.arange(down * across), max(down, 1))
-    return rows * tile.rows, columns * tile.columns
+    """The rows and columns at which a product's tiles begin, in their order."""
+    rows, columns = numpy.divmod(
+        numpy.arange(-(-m // tile.rows) * -(-n // tile.columns)), max(-(-n // tile.columns), 1)
+    )
+    rows, columns = rows * tile.rows, columns * tile.columns
+    order = numpy.lexsort((rows, columns, rows // (GROUP * tile.rows)))
+    rows, columns = rows[order], columns[order]
+    kept = columns <= rows if mirrored else slice(None)
+    return rows[kept], columns[kept]
 
 
-def tile_rows(shapes: Sequence[tuple[int, int, int]], mirrored: bool, tile: Tile) -> numpy.ndarray:
-    """int32 [3, tiles] as kernel.products_kernel has it: those that take longest come first."""
-    order = sorted(range(len(shapes)), key=lambda product: -shapes[product][2])
-    parts = []
-    for product in order:
-        rows, columns = _corners(*shapes[product][:2], mirrored, tile)
-        parts.append(numpy.stack([numpy.full_like(rows, product), rows, columns]))
-    return numpy.concatenate(parts, axis=1).astype(numpy.int32)
+def tile_rows(
+    runs: Sequence[Run], mirrored: bool, tile: Tile
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """int32 [3, tiles] as kernel.products_kernel has it, and at which every run's begin."""
+    parts, firsts = [], [0]
+    for run in runs:
+        rows, columns = _corners(run.m, run.n, mirrored, tile)
+        places = numpy.arange(run.count)
+        own = (places.repeat(len(rows)), *(numpy.tile(each, run.count) for each in (rows, columns)))
+        parts.append(numpy.stack(own))
+        firsts.append(firsts[-1] + len(own[0]))
+    return numpy.concatenate(parts, axis=1).astype(numpy.int32), numpy.array(firsts)
 
 
 # --- the launches
@@ -105,7 +144,7 @@ ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 
 
 class Tables:
-    """Tables on a device, which launches of products keep from call to call, by list of shapes.
+    """Tables on a device, which launches of products keep from call to call, by runs of products.
 
     They are needed within the capture of a CUDA graph, and as long as the graph is replayed.
     """
@@ -121,8 +160,8 @@ class Tables:
         tile: Tile | None,
     ) -> None:
         """Makes products, in one launch for each way in which their matrices lie in memory."""
-        for launch, rows in self.prepared(products, symmetry, numbers, tile):
-            launch(rows, numbers)
+        for launch, runs in self.prepared(products, symmetry, numbers, tile):
+            launch(runs, numbers)
 
     def prepared(
         self,
@@ -131,45 +170,90 @@ class Tables:
         numbers: Numbers,
         tile: Tile | None = None,
     ) -> list[tuple[_Launch, numpy.ndarray]]:
-        """The launches, and the rows of addresses for each; symmetry: mirrored and squared."""
-        (_, squared), first, found = symmetry, products[0], []
-        dtypes = tuple(None if each is None else each.dtype for each in first[:4])
-        also = (bool(numbers.diagonal), first.scale is not None)
+        """The launches, and the runs that each is given.
+
+        symmetry: whether results are symmetric, and right matrices the left ones, turned.
+        """
+        first = products[0]
+        dtypes = tuple(None if each is None else each.dtype for each in first)
+        others = (*symmetry, bool(numbers.diagonal), first.scale is not None)
         by_way: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
         for left, right, added, out, scale in products:
             places = [_place(left), _place(right), _place(added), _place(out)]
-            # numbers of one row or column lie as rows and as columns do; a squared matrix is the
-            # left one's memory
-            turned = not places[0].turned if squared else places[1].turned
-            way = places[0].turned, turned, all(place.described for place in places)
+            way = places[0].turned, places[1].turned, all(place.described for place in places)
             where = (each for place in places for each in place[:2])
             factor = 0 if scale is None else scale.data_ptr()
-            by_way.setdefault(way, []).append((*out.shape, left.shape[1], *where, factor))
-        for way, columns in by_way.items():
-            shapes = tuple((m, n, k) for m, n, k, *_ in columns)
-            key = (way, symmetry, also, dtypes, shapes, tile, first.out.device)
+            own = (*out.shape, left.shape[1], *where, factor, 0)
+            by_way.setdefault(way, []).append(own)
+        found = []
+        for way, rows in by_way.items():
+            kind = _kind(dtypes, *way, *others)
+            sizes = [0 if each is None else each.itemsize for each in dtypes]
+            runs, columns = runs_of(numpy.array(rows, numpy.int64), sizes)
+            key = (kind, tuple(runs), tile, first.out.device)
             if key not in self._launches:
-                kind = _kind(dtypes, *way, *symmetry, *also)
-                self._launches[key] = _Launch(kind, shapes, tile, first.out.device)
-            rows = numpy.ascontiguousarray(numpy.array(columns, numpy.int64).T)
-            found.append((self._launches[key], rows))
+                self._launches[key] = _Launch(*key)
+            found.append((self._launches[key], columns))
         return found
 
 
+SHAPE = slice(0, 3)
+ADDRESSES, STRIDES = slice(3, None, 2), slice(4, None, 2)
+APART = (16, 16, 16, 16, 4)
+"""Of what the steps from a matrix to the next are multiples, in bytes; of a factor's at last."""
+
+
+def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[list[Run], numpy.ndarray]:
+    """The runs, those that take longest first, and the rows of each that are not of tiles.
+
+    Args:
+        products: int64, for each m, n, k, and the addresses and strides of its matrices, and of its
+            factor.
+        sizes: bytes of an element of each of these; 0 where there is none.
+    """
+    order = numpy.lexsort((*products[:, [1, 0, *range(4, 13, 2)]].T, -products[:, 2]))
+    products = products[order]
+    apart = numpy.diff(products[:, ADDRESSES], axis=0)
+    alike = [*range(3), *range(4, 13, 2)]
+    follows = (products[1:, alike] == products[:-1, alike]).all(1)
+    follows &= ((apart > 0) & (apart % APART == 0) | (numpy.array(sizes) == 0)).all(1)
+    firsts = [0]
+    for index in range(1, len(products)):
+        longer = index - firsts[-1] > 1
+        even = not longer or (apart[index - 1] == apart[firsts[-1]]).all()
+        if not (follows[index - 1] and even):
+            firsts.append(index)
+    counts = numpy.diff([*firsts, len(products)])
+    own = products[firsts]
+    steps = own[:, STRIDES].copy()  # of one product alone any step does
+    several = counts > 1
+    divisors = numpy.maximum(sizes, 1)
+    steps[several] = apart[numpy.array(firsts)[several]] // divisors
+    places = numpy.stack([own[:, ADDRESSES], own[:, STRIDES], steps], 2).reshape(len(own), -1)
+    runs = [
+        Run(int(count), *map(int, each)) for count, each in zip(counts, own[:, SHAPE], strict=True)
+    ]
+    return runs, numpy.concatenate([counts[:, None], own[:, SHAPE], places], 1)
+
+
+def moved(runs: numpy.ndarray, shift: int) -> numpy.ndarray:
+    """The same runs, whose matrices and factors all lie so many bytes further."""
+    found = runs.copy()
+    addresses = found[:, 4::3]
+    addresses[addresses != 0] += shift
+    return found
+
+
 class _Launch:
-    """The launch of products of one kind and of these shapes (m, n, k)."""
+    """The launch of products of one kind and of these runs."""
 
     def __init__(
-        self,
-        kind: kernel.Kind,
-        shapes: Sequence[tuple[int, int, int]],
-        tile: Tile | None,
-        device: torch.device,
+        self, kind: kernel.Kind, runs: Sequence[Run], tile: Tile | None, device: torch.device
     ) -> None:
-        tile = tile or (tile_of(shapes, kind) if _has_room(device) else UNEVEN)
-        assert tile.rows == tile.columns or not kind.mirrored
-        tiles = tile_rows(shapes, kind.mirrored, tile)
-        self.device, self._count = device, tiles.shape[1]
+        tile = tile or (tile_of(runs, kind) if _has_room(device) else UNEVEN)
+        assert _fits(tile, kind)
+        tiles, self._firsts = tile_rows(runs, kind.mirrored, tile)
+        self._count = tiles.shape[1]
         self._tiles, self._table = DeviceTable(device), DeviceTable(device)
         self._tiles.update(tiles)
         self._programs = min(self._count, tile.programs * _processors(device))
@@ -178,19 +262,22 @@ class _Launch:
             "ROWS": tile.rows,
             "COLUMNS": tile.columns,
             "INNER": INNER_BYTES * 8 // kind.operand.primitive_bitwidth,
+            "PARTS": _parts(tile, kind),
             "num_warps": tile.warps,
-            "num_stages": tile.stages,
+            "num_stages": _stages(tile, kind) if kind.described else tile.stages,
         }
 
     def __call__(
-        self, rows: numpy.ndarray, numbers: Numbers, table: DeviceTable | None = None
+        self, runs: numpy.ndarray, numbers: Numbers, table: DeviceTable | None = None
     ) -> None:
-        """rows: of the table, a column a product; table: to keep them in, in place of its own."""
+        """runs: as runs_of gives it; table: where they are kept on the device, if not here."""
         if not self._count:
             return
+        tiles = (self._firsts[:-1], self._firsts[1:])
+        rows = numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
         tables = ((table or self._table).update(rows), self._tiles.kept())
         set_allocator(_scratch)  # for descriptors
-        arguments = (*tables, rows.shape[1], self._count, *map(float, numbers))
+        arguments = (*tables, len(runs), self._count, *map(float, numbers))
         call(kernel.products_kernel, self._programs, arguments, self._options)
 
 
@@ -246,7 +333,7 @@ def _kind(
     mirrored: bool,
     *others: bool,
 ) -> kernel.Kind:
-    left, _, added, out = (None if each is None else ELEMENTS[each] for each in dtypes)
+    left, _, added, out = (None if each is None else ELEMENTS[each] for each in dtypes[:4])
     own = (left, added, out, left_turned, right_turned, mirrored, described)
     return kernel.Kind(*own, *others)
 

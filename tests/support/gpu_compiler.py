@@ -150,8 +150,8 @@ def multiplied(dtype, tile):
     size = 250 if tile is UNEVEN else 256
     whole = torch.zeros(size, size, dtype=dtype)
     products([whole], [whole], launches=True, tile=tile, out_dtype=torch.bfloat16)
-    if tile.rows == tile.columns == 128:
-        out = torch.zeros(size, size)
+    if tile.rows == 128:
+        out = torch.zeros(size, size, dtype=torch.bfloat16)
         symmetric_products([whole], [out], add=[out], launches=True, tile=tile)
 
 

@@ -156,13 +156,14 @@ def test_a_diagonal_and_a_factor_of_each_product(out_dtype, device):
 # --- symmetric ones
 
 
+@pytest.mark.parametrize("tile", [SQUARE, SMALL], ids=["square", "two squares"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_symmetric_products_are_products(dtype, device):
+def test_symmetric_products_are_products(dtype, tile, device):
     """Rows of special values too; they are symmetric to the bit, by the twin as by the kernel."""
     shapes = [(m, m, k) for m, _, k in SHAPES]
     matrices = with_special_rows(lists(shapes, dtype, spread=12, device=device)[0])
     added = [one + one.mT for one in added_to(shapes, dtype, device=device)]
-    options = {"add": added, "alpha": 0.3, "beta": -1.7, "tile": SQUARE}
+    options = {"add": added, "alpha": 0.3, "beta": -1.7, "tile": tile}
     turned = [each.mT for each in matrices]
     whole = assert_kernel_is_twin(products, matrices, turned, **options)
     found = assert_kernel_is_twin(symmetric_products, matrices, **options)
@@ -186,6 +187,34 @@ def test_a_polynomial_of_a_symmetric_matrix(device):
     options = {"add": [own], "alpha": 0.25, "beta": 3.0, "tile": SQUARE}
     expected = assert_kernel_is_twin(products, [own], [own], **options)
     assert_all_same(symmetric_products([own], launches=True, **options), expected)
+
+
+@pytest.mark.parametrize("tile", [SQUARE, SMALL], ids=["square", "two squares"])
+def test_what_is_added_may_be_where_symmetric_results_go(tile, device):
+    matrices, _ = lists([(72, 72, 24), (72, 72, 40)], torch.bfloat16, device=device)
+    out = [one + one.mT for one in added_to([(72, 72, 24)] * 2, torch.bfloat16, device=device)]
+    options = {"add": out, "beta": 0.5, "tile": tile}
+    expected = assert_kernel_is_twin(symmetric_products, matrices, **options)
+    symmetric_products(matrices, out, launches=True, **options)
+    assert_all_same(out, expected)
+
+
+@pytest.mark.parametrize("apart", [0, 3, 8])
+def test_matrices_that_are_equally_far_apart(apart, device):
+    """Of which one descriptor does, beside one that lies elsewhere, in any order."""
+    shapes = [(24, 40, 56)] * 5
+    left, right = lists(shapes, torch.bfloat16, device=device)
+    room = torch.zeros(5, 24 * 56 + apart, dtype=torch.bfloat16, device=device)
+    placed = [row[: 24 * 56].view(24, 56) for row in room]
+    for own, each in zip(placed, left, strict=True):
+        own.copy_(each)
+    placed[3] = left[3].clone()
+    stacked = list(torch.stack(right))
+    found = assert_kernel_is_twin(products, left, right, tile=SMALL)
+    for order in (range(5), (4, 2, 0, 1, 3)):
+        own = ([placed[i] for i in order], [stacked[i] for i in order])
+        again = products(*own, launches=True, tile=SMALL)
+        assert_all_same(again, [found[i] for i in order])
 
 
 @pytest.mark.parametrize("size", [1, 33, 96])

@@ -72,15 +72,19 @@ def test_random_symmetric_products_are_the_twins(number):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_tile_makes_the_twins_bits(dtype):
-    """More tiles than processors, of several matrices: descriptors are made anew in between."""
-    shapes = [(2048, 1536, 96), (1000, 2056, 64), (2048, 1536, 160)]
+    """More tiles than processors, of several matrices: descriptors are made anew in between.
+
+    Three lie equally far apart, and share theirs.
+    """
+    shapes = [(2048, 1536, 96), (1000, 2056, 64), *[(1032, 1536, 160)] * 3]
     left, right = lists(shapes, dtype, device="cuda")
+    left[2:], right[2:] = torch.stack(left[2:]), torch.stack(right[2:])
     out = {"out_dtype": torch.bfloat16}
     full = assert_kernel_is_twin(products, left, right, **out)
     symmetric = assert_kernel_is_twin(symmetric_products, left, **out)
     for tile in TILES:
         assert_all_same(products(left, right, tile=tile, **out), full)
-        if tile.rows == tile.columns:
+        if tile.columns in (tile.rows, 2 * tile.rows):
             assert_all_same(symmetric_products(left, tile=tile, **out), symmetric)
 
 

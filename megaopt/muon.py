@@ -11,7 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from typing_extensions import Unpack
 
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.matrix.muon import MUON, Orthogonal, coefficients_of
+from megaopt.kernels.matrix.muon_launch import muon_plan
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
@@ -130,6 +132,10 @@ class MuonOptions(Options):
         if not group or why_adamw(param, group) is not None:
             return None
         return Matrix(rules_of(self.contract)[1], self.how(group))
+
+    def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
+        """The plan of matrices: launches over many where the backend is "triton"."""
+        return muon_plan(backend, formats, *tables)
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its matrices."""

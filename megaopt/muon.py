@@ -401,6 +401,8 @@ def _group(saved: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict
         algorithm = saved.get("algorithm")
         one_of(f"{where}: algorithm", algorithm, STATES)
         found.update(betas=(saved["beta1"], saved["beta2"]), use_muon=algorithm == "muon")
+    if own["use_muon"] is False and "adam_eps" in found:
+        found["eps"] = found["adam_eps"]
     missing = {name: own[name] for name in ("betas", "eps", "momentum") if name not in found}
     return {**missing, **found}
 

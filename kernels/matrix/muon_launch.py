@@ -38,7 +38,6 @@ from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.products.epilogue import Numbers
 from megaopt.kernels.products.launch import Tables, factors_of, moved
 from megaopt.kernels.rules.matrix import Work
-from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import TritonPlan
 
@@ -249,7 +248,7 @@ class MuonLaunches:
             self._waves.append((own, Wave(formats, device, is_gram, *of_matrices)))
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         sizes = [shape.numel() for shape in shapes]
-        self._measured = TritonPlan(measured, MUON_APPLY, sizes, groups, device)
+        self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
         self._rows = DeviceTable(device)
 
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
@@ -322,9 +321,10 @@ class Wave:
         self._wide = FLOAT32 if self._is_scaled else WEIGHTS[self.how.dtype]
         sizes, own = [shape.numel() for shape in shapes], (groups, device, None, places)
         inner = inner_formats(formats, self._wide)
-        self._direction = TritonPlan(inner, MUON_DIRECTION, sizes, *own)
+        rule = formats.matrix.rule
+        self._direction = TritonPlan(inner, rule.inner, sizes, *own)
         updated = replace(apply_formats(formats), grad=self._operand, rounds_grad=False)
-        self._apply = TritonPlan(replace(updated, writes_grad=False), MUON_APPLY, sizes, *own)
+        self._apply = TritonPlan(replace(updated, writes_grad=False), rule.apply, sizes, *own)
         ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
         numels = [piece.numel for piece in self.layout.pieces]

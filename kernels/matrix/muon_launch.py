@@ -321,11 +321,10 @@ class Wave:
         self._wide = FLOAT32 if self._is_scaled else WEIGHTS[self.how.dtype]
         sizes, own = [shape.numel() for shape in shapes], (groups, device, None, places)
         inner = inner_formats(formats, self._wide)
-        self._direction = TritonPlan(inner, formats.matrix.rule.inner, sizes, *own)
+        rule = formats.matrix.rule
+        self._direction = TritonPlan(inner, rule.inner, sizes, *own)
         updated = replace(apply_formats(formats), grad=self._operand, rounds_grad=False)
-        self._apply = TritonPlan(
-            replace(updated, writes_grad=False), formats.matrix.rule.apply, sizes, *own
-        )
+        self._apply = TritonPlan(replace(updated, writes_grad=False), rule.apply, sizes, *own)
         ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
         numels = [piece.numel for piece in self.layout.pieces]

@@ -91,6 +91,8 @@ BUFFER = (Moment("momentum_buffer"),)
 _ROW = (scalars, 6, hyper, prepare)
 
 MUON_DIRECTION = Rule(
-    "muon_direction", "ieee", BUFFER, *_ROW, direction, direction_reference, reads_param=False
+    *("muon_direction", "ieee", BUFFER, *_ROW, direction, direction_reference),
+    reads_param=False,
+    hyper_length=3,
 )
-MUON_APPLY = Rule("muon_apply", "ieee", (), *_ROW, apply, apply_reference)
+MUON_APPLY = Rule("muon_apply", "ieee", (), *_ROW, apply, apply_reference, hyper_length=3)

@@ -18,13 +18,14 @@ from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, why_not_k
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
-from megaopt.matrices import FLAT, MatrixOptimizer, is_flat_part
+from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, takes
 from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse, same
 from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
+from megaopt.params.flat import FLAT, is_flat_part
 from megaopt.saving.parse import with_states
 
 PROJ_TYPES = get_args(ProjType)
@@ -179,7 +180,7 @@ def _is_count(value: object) -> bool:
 
 
 @takes(GaLoreOptions, SharedOptions)
-class GaLoreAdamW(MatrixOptimizer):
+class GaLoreAdamW(FusedOptimizer):
     """AdamW with GaLore (Zhao et al. 2024, arXiv:2403.03507) for the matrices that have a rank.
 
     Of a matrix [m, n] the gradient is projected to [m, rank] or [rank, n], Adam's moments are of

@@ -17,21 +17,20 @@ from megaopt.kernels.matrix.muon_launch import muon_plan
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
-from megaopt.matrices import FLAT, MatrixOptimizer, is_flat_part
+from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, takes
 from megaopt.options.checks import DECAY, NOT_NEGATIVE, one_of, refuse
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
+from megaopt.params.flat import FLAT, is_flat_part
 
 ORTHOGONALIZING = ("ns_coefficients", "ns_steps", "adjust_lr_fn", "split_sizes")
 """Keys of groups that say how matrices are made orthogonal: no numbers of the step."""
 MARKS = {"use_muon": False, "is_embedding_or_output_parameter": True}
 """Attributes of parameters that Muon does not step, with the values that say so: the second is
 Megatron-Core's."""
-MUON_NUMBERS = 3
-"""How many numbers of a group Muon's rules read beside lr: momentum, nesterov, weight_decay."""
 
 
 # --- the rules, which share a row of scalars
@@ -53,8 +52,7 @@ def rules_of(contract: str) -> tuple[Rule, MatrixRule]:
         hyper=lambda group: adamw.hyper(_of_adam(group)),
         tables=lambda group, device: adamw.tables(_of_adam(group), device),
     )
-    parts = [replace(rule, hyper_length=MUON_NUMBERS) for rule in (MUON.inner, MUON.apply)]
-    first, inner, apply = in_one_row(own, *parts)
+    first, inner, apply = in_one_row(own, MUON.inner, MUON.apply)
     return first, replace(MUON, inner=inner, apply=apply)
 
 
@@ -206,7 +204,7 @@ class Stepped(NamedTuple):
 
 
 @takes(MuonOptions, SharedOptions)
-class FusedMuon(MatrixOptimizer):
+class FusedMuon(FusedOptimizer):
     """Muon (Jordan et al. 2024) for matrices and AdamW for the rest, writing the model's weights.
 
     Of a matrix the momentum is made about orthogonal by Newton and Schulz's iteration, on tensor

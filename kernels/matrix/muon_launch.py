@@ -19,10 +19,12 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
-from megaopt.kernels.chunks.table import OWN, Chunks, DeviceTable, to_device
+from megaopt.kernels.chunks.table import OWN as GEOMETRY
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, to_device
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import muon_kernel
 from megaopt.kernels.matrix.muon import (
+    OWN,
     SQUARES,
     Matrices,
     Orthogonal,
@@ -31,7 +33,14 @@ from megaopt.kernels.matrix.muon import (
     iterated,
     ordered,
 )
-from megaopt.kernels.matrix.plan import FLOAT32, MatrixPlan, apply_formats, inner_formats
+from megaopt.kernels.matrix.muon_peers import PeerSteps
+from megaopt.kernels.matrix.plan import (
+    FLOAT32,
+    LaunchedStep,
+    MatrixPlan,
+    apply_formats,
+    inner_formats,
+)
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place, in_order
@@ -40,6 +49,7 @@ from megaopt.kernels.products.launch import Tables, factors_of, moved
 from megaopt.kernels.rules.matrix import Work
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.reference import step_tensor
 
 ROOM = 2**29
 """Bytes of the workspace at most, or as many as the largest parameter needs.
@@ -66,13 +76,19 @@ def muon_plan(
 ) -> MatrixPlan:
     """The plan of parameters that MUON steps: in launches where the backend is "triton".
 
+    Contracts "torch" and "eo" are torch's operations on every backend.
+
     Arguments as Options.matrix_plan has them. room: of the workspace, in bytes.
     """
-    places = places or in_order(len(shapes))
-    launches = None
-    if backend == BACKENDS["triton"].name:
+    assert formats.matrix is not None
+    places, is_launched = places or in_order(len(shapes)), backend == BACKENDS["triton"].name
+    launches: Any = None
+    if formats.matrix.how.contract != OWN:
+        launches = PeerSteps(formats, groups)
+    elif is_launched:
         launches = MuonLaunches(formats, shapes, groups, places, device, room)
-    return MatrixPlan(formats, groups, places, launches=launches)
+    step = LaunchedStep() if is_launched else step_tensor
+    return MatrixPlan(formats, groups, places, step, launches)
 
 
 # --- products that are noted
@@ -328,7 +344,7 @@ class Wave:
         ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
         numels = [piece.numel for piece in self.layout.pieces]
-        self._chunks, self._table = Chunks(numels, OWN, device), DeviceTable(device)
+        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
         self._rows[int(table_rows.NUMEL)] = numels
         self._tables, self._products = Tables(), list[NotedLaunch]()
@@ -386,10 +402,10 @@ class Wave:
         options: dict[str, object] = {
             "SOURCE": FLOAT32,
             "TARGET": WEIGHTS[self.how.dtype],
-            "BLOCK": OWN.block,
-            "ITERATIONS": OWN.iterations,
-            "SPAN": OWN.span,
-            "num_warps": OWN.warps,
+            "BLOCK": GEOMETRY.block,
+            "ITERATIONS": GEOMETRY.iterations,
+            "SPAN": GEOMETRY.span,
+            "num_warps": GEOMETRY.warps,
         }
         arguments = (table, self._chunks.table, scales, len(self.layout.pieces))
         call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)

@@ -144,7 +144,7 @@ form 15 s^2 l + 5 s^3. On an H200 a prototype took for 12 of 4096 x 14336 50.7 m
 some 80; for 192 of 1408 x 2048, a ratio of 1.45, 29.0 and 27.2.
 """
 GRAM_SHORT = 256
-"""Of matrices no wider "auto" takes the standard form: their small products are launches alone."""
+"""Up to this width "auto" takes the standard form: small products are little but launches."""
 RESTARTS = (2, 5, 8)
 """The steps, from 0, before which Gram's form makes X and its Gram matrix anew.
 
@@ -166,7 +166,7 @@ class Orthogonal:
     """How matrices are made orthogonal: MUON's `how`; the same for all matrices of a batch."""
 
     coefficients: tuple[Triple, ...]
-    """Of each step: `coefficients_of`."""
+    """Those of each step: `coefficients_of`."""
     eps: float = 1e-7
     """The least norm by which a direction is divided."""
     method: str = AUTO
@@ -176,13 +176,13 @@ class Orthogonal:
     adjust: str | float | None = None
     """One of RATIOS' names, or a number; None: "original"."""
     second_moment: str | None = None
-    """None, or "normuon": rows are divided by the root of a mean of their squares over steps."""
+    """With "normuon" rows are divided by the root of a mean of their squares over steps."""
     beta2: float = BETA2
-    """Of that mean."""
+    """The part of that mean that a step keeps."""
     split_sizes: tuple[int, ...] | None = None
     """Rows of each of several matrices that lie one below another; None: it is one."""
     restarts: tuple[int, ...] = RESTARTS
-    """Of Gram's form, in ascending order."""
+    """The restarts of Gram's form, in ascending order."""
     contract: str = OWN
     """One of CONTRACTS; what the others take of all this: muon_peers.py."""
 
@@ -293,13 +293,13 @@ class Scales(NamedTuple):
     """Factors of matrices, fp32 [matrices] each: of products, but for `power`."""
 
     square: torch.Tensor
-    """Of the first Gram matrix: 1 / n^2, where n is the norm of what the iteration begins with."""
+    """That of the first Gram matrix: 1 / n^2, n the norm of what the iteration begins with."""
     inverse: torch.Tensor
-    """Of the first product with it: 1 / n."""
+    """That of the first product with it: 1 / n."""
     last: torch.Tensor
-    """Of the last product: the ratio."""
+    """That of the last product: the ratio."""
     only: torch.Tensor
-    """Of a first one that is the last: inverse times last."""
+    """That of a first one that is the last: inverse times last."""
     power: torch.Tensor
     """What the direction is multiplied by; 1 in bf16."""
 

@@ -200,7 +200,7 @@ class Tables:
 SHAPE = slice(0, 3)
 ADDRESSES, STRIDES = slice(3, None, 2), slice(4, None, 2)
 APART = (16, 16, 16, 16, 4)
-"""Of what the steps from a matrix to the next are multiples, in bytes; of a factor's at last."""
+"""Bytes of which the steps from a matrix to the next are multiples; of a factor's at last."""
 
 
 def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[list[Run], numpy.ndarray]:

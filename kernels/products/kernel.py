@@ -7,9 +7,9 @@ A product of a matrix with its own transposed one is made by its lower tiles alo
 twice. It is symmetric to the bit: a block's sum is exact before it is cut, whatever the order of
 its terms, and the products of element [i, j] are those of [j, i] with their factors swapped.
 
-Tensor cores wait for operands: an H100 made 128 x 128 tiles at 0.89 of the rate of 128 x 256 ones,
-which load three quarters as much. So symmetric results have tiles of two squares, and single
-squares where a second one would lie above the diagonal.
+Tensor cores wait for operands, not for sums: an H100 made 128 x 128 tiles at 0.80 of the rate of
+128 x 256 ones, which load three quarters as much. So symmetric results have tiles of two squares
+too, of which one above the diagonal is dropped.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ COUNT: tl.constexpr = tl.constexpr(0)
 M: tl.constexpr = tl.constexpr(1)
 N: tl.constexpr = tl.constexpr(2)
 K: tl.constexpr = tl.constexpr(3)
+# of the table of tiles: the run's first, and the one behind its last
+FIRST_TILE: tl.constexpr = tl.constexpr(4)
+END_TILE: tl.constexpr = tl.constexpr(5)
 # addresses, and behind each how far apart the matrix's rows lie in memory, and the run's matrices,
 # in elements
-LEFT: tl.constexpr = tl.constexpr(4)
-RIGHT: tl.constexpr = tl.constexpr(7)
-ADDED: tl.constexpr = tl.constexpr(10)
-OUT: tl.constexpr = tl.constexpr(13)
-ROW_COUNT = 16
+LEFT: tl.constexpr = tl.constexpr(6)
+RIGHT: tl.constexpr = tl.constexpr(9)
+ADDED: tl.constexpr = tl.constexpr(12)
+OUT: tl.constexpr = tl.constexpr(15)
+ROW_COUNT = 18
 # Rows of the int32 table of tiles, one column a tile: its product's place in the run, and where it
 # begins there.
 PRODUCT_OF_TILE: tl.constexpr = tl.constexpr(0)
@@ -81,6 +84,8 @@ class Places(NamedTuple):
     right: Any
     added: Any
     out: Any
+    end: Any
+    """int32, the rows of the results."""
 
 
 class Tile(NamedTuple):
@@ -181,7 +186,7 @@ def places_of(
     added = out
     if KIND.added is not None:
         added = place_in(own, ADDED, KIND.added, m, n, ROWS, COLUMNS // PARTS, KIND)
-    return Places(left, right, added, out)
+    return Places(left, right, added, out, m)
 
 
 @helper
@@ -203,67 +208,59 @@ def chain_of(
 
 @helper
 def finish(places, tile, total, alpha, beta, KIND: tl.constexpr):
-    """Stores the results of a part of a tile; symmetric ones also turned."""
+    """Stores the results of a part of a tile; of symmetric ones also turned, those below."""
     product, row, column = tile
     if KIND.added is None:
         value = finished(total, alpha, KIND.out)
     else:
         added = loaded(places.added, product, row, column, total.shape[0], total.shape[1], KIND)
         value = finished(total, alpha, KIND.out, added, beta)
-    if KIND.mirrored:  # what is on the diagonal twice: with a branch the loops would not be one
-        store(places.out, product, column, row, tl.trans(value), KIND)
+    if KIND.mirrored:
+        # nothing is stored behind the end: with a branch the loops would not be one
+        above = row < column
+        store(places.out, product, tl.where(above, places.end, column), row, tl.trans(value), KIND)
+        row = tl.where(above, places.end, row)
     store(places.out, product, row, column, value, KIND)
-
-
-@helper
-def make_tiles(
-    own, tiles_ptr, tiles, first, end, alpha, beta, KIND: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Makes the tiles of a run from number `first` to before `end`; own: the run's column."""
-    places = places_of(own, KIND, ROWS, COLUMNS, INNER, PARTS)
-    k = entry(own, K).to(tl.int32)
-    # one loop with that over K: a tile's first loads go out while the last one is stored
-    for number in tl.range(loop_bound(first), loop_bound(end), flatten=True):
-        product = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + number)
-        row = tl.load(tiles_ptr + ROW_OF_TILE * tiles + number)
-        column = tl.load(tiles_ptr + COLUMN_OF_TILE * tiles + number)
-        tile = Tile(product, row, column)
-        total = chain_of(places, tile, k, KIND, ROWS, COLUMNS, INNER)
-        if PARTS == 1:
-            finish(places, tile, total, alpha, beta, KIND)
-        else:
-            WIDTH: tl.constexpr = COLUMNS // 2
-            both = tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1))
-            one, other = tl.split(both)
-            finish(places, tile, one, alpha, beta, KIND)
-            finish(places, Tile(product, row, column + WIDTH), other, alpha, beta, KIND)
 
 
 @jit(do_not_specialize=["runs", "tiles", "alpha", "beta"])
 def products_kernel(
     table_ptr,  # *int64 [ROW_COUNT, runs]
-    tiles_ptr,  # *int32 [3, tiles], those of one program and run one behind another
-    numbers_ptr,  # *int32 [PASSES, runs, programs], and one more: where these begin
+    tiles_ptr,  # *int32 [3, tiles]
     runs,
     tiles,
     alpha,
     beta,
     KIND: tl.constexpr,
-    PASSES: tl.constexpr,  # 2: there are squares, half as wide as tiles, too
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,  # of K, at a time
     PARTS: tl.constexpr,  # in which a tile is stored, one beside another: 1 or 2
 ):
-    """Makes alpha left @ right + beta added of every product, in tiles of each program's own."""
+    """Makes alpha left @ right + beta added of every product; programs take tiles in turns."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
     for run in range(loop_bound(runs)):
         own = Column(table_ptr, runs, run)
-        for made in tl.static_range(PASSES):
-            numbers = numbers_ptr + (made * runs + run) * tl.num_programs(0) + tl.program_id(0)
-            first, end = tl.load(numbers), tl.load(numbers + 1)
-            if first < end:
-                make_tiles(
-                    own, tiles_ptr, tiles, first, end, alpha, beta, KIND, ROWS,
-                    COLUMNS // (1 + made), INNER, PARTS // (1 + made),
-                )  # fmt: skip
+        first, end = entry(own, FIRST_TILE).to(tl.int32), entry(own, END_TILE).to(tl.int32)
+        first += (program + programs - first % programs) % programs
+        if first < end:
+            places = places_of(own, KIND, ROWS, COLUMNS, INNER, PARTS)
+            k = entry(own, K).to(tl.int32)
+            # one loop with that over K: a tile's first loads go out while the last one is stored
+            for number in tl.range(
+                loop_bound(first), loop_bound(end), loop_bound(programs), flatten=True
+            ):
+                product = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + number)
+                row = tl.load(tiles_ptr + ROW_OF_TILE * tiles + number)
+                column = tl.load(tiles_ptr + COLUMN_OF_TILE * tiles + number)
+                tile = Tile(product, row, column)
+                total = chain_of(places, tile, k, KIND, ROWS, COLUMNS, INNER)
+                if PARTS == 1:
+                    finish(places, tile, total, alpha, beta, KIND)
+                else:
+                    WIDTH: tl.constexpr = COLUMNS // 2
+                    both = tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1))
+                    one, other = tl.split(both)
+                    finish(places, tile, one, alpha, beta, KIND)
+                    beside = Tile(product, row, column + WIDTH)
+                    finish(places, beside, other, alpha, beta, KIND)

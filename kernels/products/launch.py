@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from heapq import heapreplace
 from typing import Any, NamedTuple
 
 import numpy
@@ -38,14 +37,15 @@ class Tile:
 UNEVEN = Tile(64, 64, 4, 4, 0.2, 2)
 """Without tensor descriptors: larger ones spill registers."""
 # The rates are those of an H100, 4096 x 4096 @ 4096 x 14336 in bf16: 0.627, 0.706, 0.914, 1.26 ms.
+# Symmetric results of 12 of 4096 x 14336 took 3.89 and 4.63 ms by the first two; single squares
+# where half of a wide tile lies above the diagonal 3.81, but 64 of 1408 x 2048 then 0.475 in place
+# of 0.459, as their operands were read once more.
 TILES = (
     Tile(128, 256, 8, 3),
     Tile(128, 128, 8, 4, 0.89),
     Tile(64, 128, 4, 3, 0.69, 2),
     Tile(64, 64, 4, 4, 0.5, 2),
 )
-SQUARE_RATE = 0.89
-"""The rate of single squares beside tiles of two."""
 GROUP = 8
 """Rows of tiles that are made one beside another, whose operands stay in the cache.
 
@@ -79,7 +79,7 @@ def tile_of(runs: tuple[Run, ...], kind: kernel.Kind) -> Tile:
     if not kind.described:
         return UNEVEN
     fitting = [tile for tile in TILES if _fits(tile, kind)]
-    return min(fitting, key=lambda tile: schedule_of(runs, kind.mirrored, tile, PROCESSORS).time)
+    return min(fitting, key=lambda tile: _time(runs, kind.mirrored, tile))
 
 
 def _fits(tile: Tile, kind: kernel.Kind) -> bool:
@@ -108,74 +108,39 @@ def _stored_bytes(kind: kernel.Kind) -> int:
     return sum(each.primitive_bitwidth // 8 for each in own if each is not None)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Which program makes which tiles."""
-
-    tiles: numpy.ndarray
-    """int32 [3, tiles] as kernel.products_kernel has it."""
-    numbers: numpy.ndarray
-    """int32 [passes * runs * programs + 1], at which a program's tiles of a pass and run begin."""
-    programs: int
-    time: float
-    """The program with the most work, in steps of K of an element of a tile of rate 1."""
+def _time(runs: Sequence[Run], mirrored: bool, tile: Tile) -> float:
+    """The work of the first program, which takes the longest of each round of tiles."""
+    counts = [run.count * len(_corners(run.m, run.n, mirrored, tile)[0]) for run in runs]
+    steps = -numpy.sort(-numpy.repeat([run.k + OVERHEAD for run in runs], counts))
+    together = min(tile.programs, -(-len(steps) // PROCESSORS))
+    own = int(steps[:: PROCESSORS * max(together, 1)].sum())
+    return own * tile.rows * tile.columns * together / tile.rate
 
 
-@lru_cache(maxsize=1024)
-def schedule_of(runs: tuple[Run, ...], mirrored: bool, tile: Tile, processors: int) -> Schedule:
-    """Gives each tile to the program with the least work, those that take longest first.
-
-    Of tiles that take equally long that is one after another, so that those which share operands
-    are made at a time.
-    """
-    parts, keys, times = [], [], []
-    for index, run in enumerate(runs):
-        for step, (rows, columns) in enumerate(_corners(run.m, run.n, mirrored, tile)):
-            count, places = len(rows) * run.count, numpy.arange(run.count).repeat(len(rows))
-            own = (places, *(numpy.tile(each, run.count) for each in (rows, columns)))
-            parts.append(numpy.stack(own))
-            keys.append(numpy.full(count, step * len(runs) + index))
-            times.append(numpy.full(count, _time(run.k, step, tile)))
-    tiles, key, time = (numpy.concatenate(each, axis=-1) for each in (parts, keys, times))
-    programs = max(min(len(key), tile.programs * processors), 1)
-    loads = [(0.0, program) for program in range(programs)]
-    taken = numpy.empty(len(key), numpy.int64)
-    for number in numpy.argsort(-time, kind="stable").tolist():
-        load, taken[number] = loads[0]
-        heapreplace(loads, (load + time[number], int(taken[number])))
-    places = key * programs + taken
-    counts = numpy.bincount(places, minlength=_passes(mirrored, tile) * len(runs) * programs)
-    numbers = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int32)
-    tiles = tiles[:, numpy.argsort(places, kind="stable")].astype(numpy.int32)
-    return Schedule(tiles, numbers, programs, max(loads)[0])
+def _corners(m: int, n: int, mirrored: bool, tile: Tile) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The rows and columns at which a product's tiles begin, in their order."""
+    rows, columns = numpy.divmod(
+        numpy.arange(-(-m // tile.rows) * -(-n // tile.columns)), max(-(-n // tile.columns), 1)
+    )
+    rows, columns = rows * tile.rows, columns * tile.columns
+    order = numpy.lexsort((rows, columns, rows // (GROUP * tile.rows)))
+    rows, columns = rows[order], columns[order]
+    kept = columns <= rows if mirrored else slice(None)
+    return rows[kept], columns[kept]
 
 
-def _passes(mirrored: bool, tile: Tile) -> int:
-    """2 where there are single squares beside tiles of two."""
-    return 2 if mirrored and tile.columns > tile.rows else 1
-
-
-def _time(k: int, step: int, tile: Tile) -> float:
-    """How long a tile takes, beside others on its processor; step: the pass that makes it."""
-    area, rate = tile.rows * tile.columns, tile.rate
-    if step:
-        area, rate = area // 2, SQUARE_RATE
-    return (k + OVERHEAD) * area * tile.programs / rate
-
-
-def _corners(
-    m: int, n: int, mirrored: bool, tile: Tile
-) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
-    """The rows and columns at which a product's tiles of each pass begin, in their order."""
-    across = -(-n // tile.columns)
-    rows, columns = numpy.divmod(numpy.arange(-(-m // tile.rows) * across), max(across, 1))
-    order = numpy.lexsort((rows, columns, rows // GROUP))
-    rows, columns = rows[order] * tile.rows, columns[order] * tile.columns
-    if not mirrored:
-        return [(rows, columns)]
-    whole = columns + tile.columns - tile.rows <= rows
-    single = ~whole & (columns <= rows)
-    return [(rows[each], columns[each]) for each in (whole, single)[: _passes(mirrored, tile)]]
+def tile_rows(
+    runs: Sequence[Run], mirrored: bool, tile: Tile
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """int32 [3, tiles] as kernel.products_kernel has it, and at which every run's begin."""
+    parts, firsts = [], [0]
+    for run in runs:
+        rows, columns = _corners(run.m, run.n, mirrored, tile)
+        places = numpy.arange(run.count)
+        own = (places.repeat(len(rows)), *(numpy.tile(each, run.count) for each in (rows, columns)))
+        parts.append(numpy.stack(own))
+        firsts.append(firsts[-1] + len(own[0]))
+    return numpy.concatenate(parts, axis=1).astype(numpy.int32), numpy.array(firsts)
 
 
 # --- the launches
@@ -233,7 +198,7 @@ ADDRESSES, STRIDES = slice(3, None, 2), slice(4, None, 2)
 
 
 def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, ...], numpy.ndarray]:
-    """The runs, and the table's column of each.
+    """The runs, those that take longest first, and the rows of each that are not of tiles.
 
     Args:
         products: int64, for each m, n, k, and the addresses and strides of its matrices.
@@ -271,14 +236,13 @@ class _Launch:
     ) -> None:
         tile = tile or (tile_of(runs, kind) if _has_room(device) else UNEVEN)
         assert _fits(tile, kind)
-        schedule = schedule_of(runs, kind.mirrored, tile, _processors(device))
-        self._count, self._programs = schedule.tiles.shape[1], schedule.programs
-        self._tiles, self._numbers, self._table = (DeviceTable(device) for _ in range(3))
-        self._tiles.update(schedule.tiles)
-        self._numbers.update(schedule.numbers)
+        tiles, self._firsts = tile_rows(runs, kind.mirrored, tile)
+        self._count = tiles.shape[1]
+        self._tiles, self._table = DeviceTable(device), DeviceTable(device)
+        self._tiles.update(tiles)
+        self._programs = min(self._count, tile.programs * _processors(device))
         self._options: dict[str, object] = {
             "KIND": kind,
-            "PASSES": _passes(kind.mirrored, tile),
             "ROWS": tile.rows,
             "COLUMNS": tile.columns,
             "INNER": INNER_BYTES * 8 // kind.operand.primitive_bitwidth,
@@ -291,8 +255,9 @@ class _Launch:
         """runs: as runs_of gives it."""
         if not self._count:
             return
-        table = self._table.update(numpy.ascontiguousarray(runs.T))
-        tables = (table, self._tiles.kept(), self._numbers.kept())
+        tiles = (self._firsts[:-1], self._firsts[1:])
+        rows = numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
+        tables = (self._table.update(rows), self._tiles.kept())
         set_allocator(_scratch)  # for descriptors
         arguments = (*tables, len(runs), self._count, float(alpha), float(beta))
         call(kernel.products_kernel, self._programs, arguments, self._options)

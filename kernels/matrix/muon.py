@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import accumulate_reference, total_reference
 from megaopt.kernels.products.launch import products, symmetric_products
 from megaopt.kernels.rules.matrix import SAME, WHOLE, MatrixRule, Shape, Transform, Work
-from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION
+from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION, PEER_APPLY, PEER_DIRECTION
 
 # --- the polynomials
 
@@ -126,6 +126,7 @@ RATIOS: dict[str, Callable[[int, int], float]] = {
 """What an update [rows, columns] is multiplied by, by name: torch.optim.Muon's first two (Jordan et
 al. 2024; Liu et al. 2025, arXiv:2502.16982), and Emerging-Optimizers' "spectral" and unit_rms_norm
 (Bernstein), which is "spectral_unclamped" here."""
+TORCH_RATIOS = (None, "original", "match_rms_adamw")
 
 # --- how matrices are stepped
 
@@ -143,7 +144,7 @@ form 15 s^2 l + 5 s^3. On an H200 a prototype took for 12 of 4096 x 14336 50.7 m
 some 80; for 192 of 1408 x 2048, a ratio of 1.45, 29.0 and 27.2.
 """
 GRAM_SHORT = 256
-"""Of matrices no wider "auto" takes the standard form: their small products are launches alone."""
+"""Up to this width "auto" takes the standard form: small products are little but launches."""
 RESTARTS = (2, 5, 8)
 """The steps, from 0, before which Gram's form makes X and its Gram matrix anew.
 
@@ -165,7 +166,7 @@ class Orthogonal:
     """How matrices are made orthogonal: MUON's `how`; the same for all matrices of a batch."""
 
     coefficients: tuple[Triple, ...]
-    """Of each step: `coefficients_of`."""
+    """Those of each step: `coefficients_of`."""
     eps: float = 1e-7
     """The least norm by which a direction is divided."""
     method: str = AUTO
@@ -175,13 +176,13 @@ class Orthogonal:
     adjust: str | float | None = None
     """One of RATIOS' names, or a number; None: "original"."""
     second_moment: str | None = None
-    """None, or "normuon": rows are divided by the root of a mean of their squares over steps."""
+    """With "normuon" rows are divided by the root of a mean of their squares over steps."""
     beta2: float = BETA2
-    """Of that mean."""
+    """The part of that mean that a step keeps."""
     split_sizes: tuple[int, ...] | None = None
     """Rows of each of several matrices that lie one below another; None: it is one."""
     restarts: tuple[int, ...] = RESTARTS
-    """Of Gram's form, in ascending order."""
+    """The restarts of Gram's form, in ascending order."""
     contract: str = OWN
     """One of CONTRACTS; what the others take of all this: muon_peers.py."""
 
@@ -198,6 +199,26 @@ class Orthogonal:
         if not LEAST_EPS <= self.eps <= 1.0:
             raise ValueError(f"eps must be from {LEAST_EPS} to 1, got {self.eps!r}")
         self._check_adjust()
+        self._check_contract()
+
+    def _check_contract(self) -> None:
+        """Raises ValueError for what other libraries do not have."""
+        if self.contract == OWN:
+            return
+        of_torch, is_one = self.contract == TORCH, len(set(self.coefficients)) == 1
+        given = {
+            "method": (self.method, self.method != GRAM),
+            "precision": (self.precision, self.precision == BF16),
+            "second_moment": (self.second_moment, self.second_moment is None),
+            "split_sizes": (self.split_sizes, self.split_sizes is None),
+            "ns_coefficients": (self.coefficients, is_one or not of_torch),
+            "adjust_lr_fn": (self.adjust, not of_torch or self.adjust in TORCH_RATIOS),
+        }
+        for name, (value, is_there) in given.items():
+            if not is_there:
+                raise ValueError(
+                    f"{name} must be one that contract {self.contract!r} has, got {value!r}"
+                )
 
     def _check_adjust(self) -> None:
         adjust, (least, most) = self.adjust, RATIO_RANGE
@@ -272,13 +293,13 @@ class Scales(NamedTuple):
     """Factors of matrices, fp32 [matrices] each: of products, but for `power`."""
 
     square: torch.Tensor
-    """Of the first Gram matrix: 1 / n^2, where n is the norm of what the iteration begins with."""
+    """That of the first Gram matrix: 1 / n^2, n the norm of what the iteration begins with."""
     inverse: torch.Tensor
-    """Of the first product with it: 1 / n."""
+    """That of the first product with it: 1 / n."""
     last: torch.Tensor
-    """Of the last product: the ratio."""
+    """That of the last product: the ratio."""
     only: torch.Tensor
-    """Of a first one that is the last: inverse times last."""
+    """That of a first one that is the last: inverse times last."""
     power: torch.Tensor
     """What the direction is multiplied by; 1 in bf16."""
 
@@ -436,6 +457,10 @@ def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
 def _after(direction: torch.Tensor, work: Work) -> torch.Tensor:
     """The update of a parameter, fp32."""
     how: Orthogonal = work.how
+    if how.contract != OWN:
+        raise ValueError(
+            f"contract {how.contract!r} must have whole matrices on each rank: it steps no shards"
+        )
     updates, rows = [], 0
     for piece in _cut(direction, how):
         update = orthogonal(piece.float(), how)
@@ -464,3 +489,5 @@ MUON = MatrixRule(
     kept=Orthogonal.kept,
     meets=WHOLE,
 )
+MUON_PEER = replace(MUON, name="muon_peer", inner=PEER_DIRECTION, apply=PEER_APPLY)
+"""MUON with the row of contracts "torch" and "eo"."""

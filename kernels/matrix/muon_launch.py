@@ -19,10 +19,12 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
-from megaopt.kernels.chunks.table import OWN, Chunks, DeviceTable, to_device
+from megaopt.kernels.chunks.table import OWN as GEOMETRY
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
-from megaopt.kernels.matrix import muon_kernel
+from megaopt.kernels.matrix import muon_kernel, normuon
 from megaopt.kernels.matrix.muon import (
+    OWN,
     SQUARES,
     Matrices,
     Orthogonal,
@@ -31,15 +33,24 @@ from megaopt.kernels.matrix.muon import (
     iterated,
     ordered,
 )
-from megaopt.kernels.matrix.plan import FLOAT32, MatrixPlan, apply_formats, inner_formats
+from megaopt.kernels.matrix.muon_peers import PeerSteps
+from megaopt.kernels.matrix.normuon import SECOND_MOMENT, numbers_of
+from megaopt.kernels.matrix.plan import (
+    FLOAT32,
+    LaunchedStep,
+    MatrixPlan,
+    apply_formats,
+    inner_formats,
+)
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.products.epilogue import Numbers
-from megaopt.kernels.products.launch import Tables, factors_of, moved
+from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
 from megaopt.kernels.rules.matrix import Work
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.reference import step_tensor
 
 ROOM = 2**29
 """Bytes of the workspace at most, or as many as the largest parameter needs.
@@ -51,6 +62,8 @@ UNIT = 256
 """What lies in the workspace begins at multiples of so many bytes."""
 WIDE = 8
 """Rows of squares begin at multiples of so many numbers, 16 bytes, as tensor descriptors want."""
+ONE_ROW = Geometry(1, 1)
+"""Chunks of a row each."""
 NEUTRAL = (1.0, 1.0, 1.0, 0.0, 0.0)
 """Controls that leave an update as it is."""
 
@@ -66,13 +79,19 @@ def muon_plan(
 ) -> MatrixPlan:
     """The plan of parameters that MUON steps: in launches where the backend is "triton".
 
+    Contracts "torch" and "eo" are torch's operations on every backend.
+
     Arguments as Options.matrix_plan has them. room: of the workspace, in bytes.
     """
-    places = places or in_order(len(shapes))
-    launches = None
-    if backend == BACKENDS["triton"].name:
+    assert formats.matrix is not None
+    places, is_launched = places or in_order(len(shapes)), backend == BACKENDS["triton"].name
+    launches: Any = None
+    if formats.matrix.how.contract != OWN:
+        launches = PeerSteps(formats, groups)
+    elif is_launched:
         launches = MuonLaunches(formats, shapes, groups, places, device, room)
-    return MatrixPlan(formats, groups, places, launches=launches)
+    step = LaunchedStep() if is_launched else step_tensor
+    return MatrixPlan(formats, groups, places, step, launches)
 
 
 # --- products that are noted
@@ -267,7 +286,8 @@ class MuonLaunches:
         left_out = None if controls is None else _left_out(controls)
         for own, wave in self._waves:
             theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
-            wave.step(theirs, workspace, scalars, controls, left_out)
+            kept = [works[i].kept for i in own]
+            wave.step(theirs, kept, workspace, scalars, controls, left_out)
 
 
 def _left_out(controls: torch.Tensor) -> torch.Tensor:
@@ -327,8 +347,12 @@ class Wave:
         self._apply = TritonPlan(replace(updated, writes_grad=False), rule.apply, sizes, *own)
         ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
+        if self.how.second_moment:
+            self._rows_table, self._row_rows = DeviceTable(device), self._rows_of(groups)
+            heights = [piece.shape[0] for piece in self.layout.pieces]
+            self._row_chunks = Chunks(heights, ONE_ROW, device)
         numels = [piece.numel for piece in self.layout.pieces]
-        self._chunks, self._table = Chunks(numels, OWN, device), DeviceTable(device)
+        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
         self._rows[int(table_rows.NUMEL)] = numels
         self._tables, self._products = Tables(), list[NotedLaunch]()
@@ -337,12 +361,13 @@ class Wave:
     def step(
         self,
         buffers: Buffers,
+        kept: Sequence[dict[str, torch.Tensor]],
         workspace: torch.Tensor,
         scalars: torch.Tensor,
         controls: torch.Tensor | None,
         left_out: torch.Tensor | None,
     ) -> None:
-        """One step; buffers: of the wave's parameters; left_out: controls of the update."""
+        """One step; buffers, kept: of the wave's parameters; left_out: controls of the update."""
         base = workspace.data_ptr()
         if not self._products:
             self._note(workspace)
@@ -351,6 +376,8 @@ class Wave:
         self._begin(workspace)
         for launch in self._products:
             launch(base - self._noted_at)
+        if self.how.second_moment:
+            self._normalize(kept, workspace, left_out)
         _look(self._apply, buffers, grad=_addresses(base, self._result))
         self._apply.step(scalars, left_out)
 
@@ -376,20 +403,62 @@ class Wave:
         self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(used) & 15 == 0
         table = self._table.update(self._rows)
         NormPlan(GRADS[size]).accumulate(table, self._chunks, bins.zero_())
-        arguments = (bins, self._ratios, scales, len(pieces), self.how.eps)
+        # with second moments the ratio comes behind them
+        ratios = torch.ones_like(self._ratios) if self.how.second_moment else self._ratios
+        arguments = (bins, ratios, scales, len(pieces), self.how.eps)
         options: dict[str, object] = {"IS_SCALED": self._is_scaled, "num_warps": 1}
         call(muon_kernel.scales_kernel, len(pieces), arguments, options)
         if self._is_scaled:
             self._cast(table, scales)
 
+    def _rows_of(self, groups: Sequence[int]) -> numpy.ndarray:
+        """The table of normuon.py's kernels, but for addresses."""
+        pieces = self.layout.pieces
+        rows = numpy.zeros((normuon.ROW_COUNT, len(pieces)), dtype=numpy.int64)
+        rows[int(normuon.COLUMNS)] = [piece.shape[1] for piece in pieces]
+        rows[int(normuon.HEIGHT)] = heights = [piece.shape[0] for piece in pieces]
+        rows[int(normuon.GROUP)] = [groups[piece.param] for piece in pieces]
+        rows[int(normuon.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
+        return rows
+
+    def _normalize(
+        self,
+        kept: Sequence[dict[str, torch.Tensor]],
+        workspace: torch.Tensor,
+        left_out: torch.Tensor | None,
+    ) -> None:
+        """Makes the rows of all updates alike, by their second moments."""
+        pieces, rows, size = self.layout.pieces, self._row_rows, self.how.dtype.itemsize
+        base, seconds = workspace.data_ptr(), [each[SECOND_MOMENT].data_ptr() for each in kept]
+        rows[int(normuon.UPDATE)] = [
+            base + self._result[piece.param] + piece.first * size for piece in pieces
+        ]
+        rows[int(normuon.SECOND)] = [
+            seconds[piece.param] + piece.first // piece.shape[1] * 4 for piece in pieces
+        ]
+        table, count = self._rows_table.update(rows), len(pieces)
+        squares, roots = workspace.new_empty((2, self._row_chunks.count), dtype=torch.float32)
+        factors, (keeps, rest, eps) = torch.empty_like(self._ratios), numbers_of(self.how.beta2)
+        element, span = ELEMENTS[self.how.dtype], ONE_ROW.span
+        own = {"ELEMENT": element, "SPAN": span, "num_warps": 2}
+        tables = (table, self._row_chunks.table)
+        arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
+        controlled = {**own, "CONTROLLED": left_out is not None}
+        call(normuon.row_squares_kernel, self._row_chunks.count, arguments, controlled)
+        arguments = (table, self._ratios, squares, roots, factors, count, eps)
+        call(normuon.row_factors_kernel, count, arguments, {"num_warps": 2})
+        call(
+            normuon.row_scale_kernel, self._row_chunks.count, (*tables, roots, factors, count), own
+        )
+
     def _cast(self, table: torch.Tensor, scales: torch.Tensor) -> None:
         options: dict[str, object] = {
             "SOURCE": FLOAT32,
             "TARGET": WEIGHTS[self.how.dtype],
-            "BLOCK": OWN.block,
-            "ITERATIONS": OWN.iterations,
-            "SPAN": OWN.span,
-            "num_warps": OWN.warps,
+            "BLOCK": GEOMETRY.block,
+            "ITERATIONS": GEOMETRY.iterations,
+            "SPAN": GEOMETRY.span,
+            "num_warps": GEOMETRY.warps,
         }
         arguments = (table, self._chunks.table, scales, len(self.layout.pieces))
         call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)

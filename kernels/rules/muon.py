@@ -87,6 +87,26 @@ def apply_reference(
     return param * kept - grad * lr, ()
 
 
+def peer_scalars(group: Mapping[str, Any]) -> Scalars:
+    """momentum, nesterov, weight_decay and lr, fp64."""
+    return (*hyper(group), float(group["lr"]))
+
+
+@helper
+def peer_prepare(hyper_ptr, lr, step):
+    return (
+        number(hyper_ptr, MOMENTUM).to(tl.float32),
+        number(hyper_ptr, NESTEROV).to(tl.float32),
+        number(hyper_ptr, WEIGHT_DECAY).to(tl.float32),
+        lr,
+    )
+
+
+def not_elementwise(*_: Any) -> Any:
+    """Raises TypeError."""
+    raise TypeError("contracts 'torch' and 'eo' step whole matrices: muon_peers.PeerSteps")
+
+
 BUFFER = (Moment("momentum_buffer"),)
 _ROW = (scalars, 6, hyper, prepare)
 
@@ -96,3 +116,7 @@ MUON_DIRECTION = Rule(
     hyper_length=3,
 )
 MUON_APPLY = Rule("muon_apply", "ieee", (), *_ROW, apply, apply_reference, hyper_length=3)
+_PEER = (peer_scalars, 4, hyper, peer_prepare, not_elementwise, not_elementwise)
+PEER_DIRECTION = Rule("muon_peer_direction", "torch", BUFFER, *_PEER, hyper_length=3)
+PEER_APPLY = Rule("muon_peer_apply", "torch", (), *_PEER, hyper_length=3)
+"""What makes the row of contracts "torch" and "eo", whose steps are muon_peers.py's."""

@@ -157,14 +157,17 @@ def multiplied(dtype, tile):
         symmetric_products([whole], [out], add=[out], launches=True, tile=tile)
 
 
-def muon(form):
-    """A clipped step of matrices of whole 16 bytes, wide and tall, and of others."""
+def muon(form, **how):
+    """A clipped step of matrices, wide, tall and square."""
     global scenario
-    scenario = f"muon, {form}"
-    formats = formats_of(how_of(form), (WEIGHTS["bfloat16"], MASTERS["float32"]), GRADS["bfloat16"])
+    scenario = f"muon, {form}, {how}"
+    formats = formats_of(
+        how_of(form, **how), (WEIGHTS["bfloat16"], MASTERS["float32"]), GRADS["bfloat16"]
+    )
     shapes = [SHAPE, SHAPE[::-1], (256, 256)]
     own = buffers(formats, shapes)
-    stepped("triton", formats, shapes, own, "cpu", torch.ones(1, 5), steps=1)
+    kept = [{"variance_neuron": torch.zeros(rows)} for rows, _ in shapes]
+    stepped("triton", formats, shapes, own, "cpu", torch.ones(1, 5), steps=1, kept=kept)
 
 
 def twice(tensor, op=dist.ReduceOp.SUM, group=None):
@@ -207,7 +210,7 @@ def main():
     for tile in (TILES[0], *TILES[2:], UNEVEN):
         multiplied(torch.bfloat16, tile)
     for form in FORMS:
-        muon(form)
+        muon(form, second_moment="normuon" if form.endswith("bf16") else None)
     step("lion", plain(), kind=FusedLion, **masters)
     step("lion, fp8 moment", plain(), kind=FusedLion, exp_avg_dtype=torch.uint8, **masters)
     step("sgd", plain(), kind=FusedSGD, **masters)

@@ -403,8 +403,8 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     groups: the optimizer's, whose numbers stay where a state dict has none. Raises ValueError for
     what Muon cannot go on from; warns where momentum is converted.
     """
-    saved = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
-    states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    saved: Any = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    states: Any = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     fits = isinstance(saved, (list, tuple)) and isinstance(states, Mapping)
     if not fits or not all(isinstance(each, Mapping) for each in saved):
         return state_dict

@@ -366,3 +366,16 @@ def test_a_matrix_that_is_not_finite_leaves_the_others(bad):
     assert not own.pop(1).isfinite().any()
     others.pop(1)
     assert_same(own, others)
+
+
+@interpreted
+def test_a_graph_captures_what_is_made(capturing):
+    """The second moment too; the host is asked for nothing."""
+    optimizer = made([(6, 4), (9,)], capturable=True, backend="triton", second_moment="normuon")
+    train(optimizer, 1)
+    capturing()
+    train(optimizer, 1, 1)
+    del optimizer.state[params_of(optimizer)[0]]["variance_neuron"]
+    reason = "the state of parameter 0 of group 0 is not made yet: take one step before"
+    with refused(optimizer, reason, RuntimeError):
+        optimizer.step()

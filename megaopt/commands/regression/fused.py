@@ -275,7 +275,7 @@ class MuonWeights(FusedWeights):
             is_embedding = piece.name.endswith("embedding.weight")
             piece.source.use_muon = not is_embedding  # type: ignore[attr-defined]  # a mark
         own = arguments(config)
-        self.optimizer = FusedMuon(  # type: ignore[assignment]  # another one of this package
+        self.optimizer = FusedMuon(
             numbered_groups(self.pieces, config, variant.layout),
             lr=own["lr"],
             betas=own["betas"],

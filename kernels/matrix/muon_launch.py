@@ -104,13 +104,15 @@ class NotedLaunch:
         self, launch: Any, runs: numpy.ndarray, numbers: Numbers, device: torch.device
     ) -> None:
         self._launch, self._runs, self._numbers = launch, runs, numbers
-        self._table, self._shift, self._moved = DeviceTable(device), 0, runs
+        self._table, self._shift = DeviceTable(device), 0
+        self._table.update(launch.rows(runs))
 
     def __call__(self, shift: int) -> None:
         """shift: how far the workspace is from where it was noted, in bytes."""
         if shift != self._shift:
-            self._moved, self._shift = moved(self._runs, shift), shift
-        self._launch(self._moved, self._numbers, self._table)
+            self._table.update(self._launch.rows(moved(self._runs, shift)))
+            self._shift = shift
+        self._launch.begin(self._table.kept(), self._numbers)
 
 
 class Notes:

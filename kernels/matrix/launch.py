@@ -272,6 +272,8 @@ class GaLoreLaunches:
     lies in its parameter, for random bits.
     """
 
+    many_calls = False
+
     def __init__(
         self,
         how: How,

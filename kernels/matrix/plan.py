@@ -17,7 +17,7 @@ from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import SAME, WHOLE, Transform, Work
+from megaopt.kernels.rules.matrix import ALONE, SAME, WHOLE, Transform, Work
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import (
     check_subnormals,
@@ -33,8 +33,13 @@ Step = Callable[..., None]
 
 
 def inner_formats(formats: Formats, direction: Format = FLOAT32) -> Formats:
-    """The formats of the inner rule's step: its gradient is fp32, its weight the direction."""
-    return replace(formats, grad=FLOAT32, weight=direction, master=NONE, matrix=None)
+    """The formats of the inner rule's step: its weight is the direction.
+
+    Its gradient is what `before` makes, fp32, or the matrix's own.
+    """
+    assert formats.matrix is not None
+    grad = formats.grad if formats.matrix.rule.before is SAME else FLOAT32
+    return replace(formats, grad=grad, weight=direction, master=NONE, matrix=None)
 
 
 def apply_formats(formats: Formats) -> Formats:
@@ -52,7 +57,8 @@ class MatrixPlan:
         groups: for each matrix, its row in the scalars that `step` is given.
         places: of each matrix in its parameter, for random bits.
         step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
-        launches: in its place, of a rule that has launches over many matrices (GaLoreLaunches).
+        launches: in its place, of a rule that has launches over many matrices (GaLoreLaunches),
+            or other steps of its own.
     """
 
     def __init__(
@@ -68,10 +74,21 @@ class MatrixPlan:
         places = places or in_order(len(groups))
         self.works = [Work(self.matrix.how, place) for place in places]
         self._inner, self._apply, self._step = inner_formats(formats), apply_formats(formats), step
-        self._launches, self.many_calls = launches, launches is None
+        self._launches = launches
         self.addresses: dict[str, numpy.ndarray] = {}  # `look` is told the tensors
         self.stale = True
         self._buffers: Buffers = {}
+
+    @property
+    def _is_launched(self) -> bool:
+        """Whether the rule's launches step: not where ranks bring parts of matrices together."""
+        shared = self.matrix.rule.meets == WHOLE and any(w.parts is not ALONE for w in self.works)
+        return self._launches is not None and not shared
+
+    @property
+    def many_calls(self) -> bool:
+        """A step is many calls on the host, as Plan has it."""
+        return not self._is_launched or bool(self._launches.many_calls)
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step; RuntimeError where a CPU flushes subnormals."""
@@ -96,7 +113,7 @@ class MatrixPlan:
 
     def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
         """One step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
-        if self._launches:
+        if self._is_launched:
             self._launches.step(self._buffers, self.works, scalars, controls)
         else:
             meets, left_out = self.matrix.rule.meets == WHOLE, skips_of(controls, len(scalars))
@@ -112,7 +129,8 @@ class MatrixPlan:
         rule, work, grad = self.matrix.rule, self.works[index], self.grad(index)
         low = self._through(rule.before, grad, work)
         direction = torch.empty_like(low) if low is grad else low
-        own = self._tensors(self._inner, index, grad=low, weight=direction)
+        taken = self._buffers["grad"][index] if rule.before is SAME else low
+        own = self._tensors(self._inner, index, grad=taken, weight=direction)
         place = self.matrix.low_place(work.place, grad.shape)
         self._step(own, self._inner, rule.inner, scalars, controls, place)
         update = self._through(rule.after, direction, work)

@@ -127,7 +127,7 @@ def add_block(
 def norm_kernel(
     table_ptr,  # *int64 [rows, tensors], as the step's
     chunks_ptr,  # *int32, as the step's
-    bins_ptr,  # *int64 [BANKS, ROWS, 2]
+    bins_ptr,  # *int64 [BANKS, ROWS, 2], or, APART, [tensors, BANKS, ROWS, 2]
     tensors,
     chunks,
     FORMAT: tl.constexpr,
@@ -135,6 +135,7 @@ def norm_kernel(
     TILE: tl.constexpr,
     ITERATIONS: tl.constexpr,
     SPAN: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Adds the squares of all tensors to the table; a program takes chunks evenly spaced."""
     bank_ptr = bins_ptr + (tl.program_id(0) % BANKS) * (2 * ROWS)
@@ -144,6 +145,9 @@ def norm_kernel(
         column = Column(table_ptr, tensors, tensor)
         start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
         grad_ptr = pointer(column, GRAD, start, FORMAT)
+        if APART:
+            bank = tensor.to(tl.int64) * BANKS + tl.program_id(0) % BANKS
+            bank_ptr = bins_ptr + bank * (2 * ROWS)
         block = tl.zeros((), tl.int32)
         while block < unmasked:
             add_block(bank_ptr, grad_ptr + block * BLOCK, BLOCK, FORMAT, BLOCK, TILE, False)

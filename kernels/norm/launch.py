@@ -55,7 +55,8 @@ class NormPlan:
         Args:
             table: int64 [rows, tensors], the addresses and sizes of contiguous tensors.
             chunks: of these tensors.
-            bins: int64, of megaopt.kernels.norm.bins.new_bins; all three on one device.
+            bins: int64, of megaopt.kernels.norm.bins.new_bins; all three on one device. Or such
+                bins for each tensor, one behind another in the first of four dimensions.
         """
         if chunks.count == 0:
             return
@@ -67,6 +68,7 @@ class NormPlan:
             "TILE": self.block if INTERPRETED else min(self.block, TILE),
             "ITERATIONS": self.iterations,
             "SPAN": self.span,
+            "APART": bins.dim() == 4,
             "num_warps": 1,
         }
         arguments = (table, chunks.table, bins, table.shape[1], chunks.count)

@@ -1,8 +1,11 @@
-"""Makes results of a product's sums: alpha times, plus beta times another matrix, rounded once."""
+"""Makes results of a product's sums: alpha times, plus beta times another matrix, rounded once.
+
+What is added to a diagonal, and a factor of each product, come before the rounding.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -20,6 +23,25 @@ OUTS = {
 """The dtypes of results: integers of the same width, and the bits of a NaN."""
 
 
+class Factors(NamedTuple):
+    """The matrices of one product."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    added: torch.Tensor | None
+    out: torch.Tensor
+    scale: torch.Tensor | None = None
+    """fp32 of one element, on the matrices' device."""
+
+
+class Numbers(NamedTuple):
+    """The numbers that all products of a launch share, each rounded to fp32."""
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    diagonal: float = 0.0
+
+
 def rounded_reference(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp32 numbers rounded to nearest, ties to even, to bf16 or fp16, or as they are; one NaN."""
     integers, nan = OUTS[dtype]
@@ -33,21 +55,32 @@ def finished_reference(
     dtype: torch.dtype,
     added: torch.Tensor | None = None,
     beta: float = 1.0,
+    diagonal: float = 0.0,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns alpha total + beta added, each operation rounded to fp32, and then to the dtype."""
+    """Returns scale (alpha total + beta added + diagonal I).
+
+    Each operation is rounded to fp32, and the result to the dtype.
+    """
     value = total * float(numpy.float32(alpha))
     if added is not None:
         value = value + added.float() * float(numpy.float32(beta))
+    if diagonal:
+        value.diagonal().add_(float(numpy.float32(diagonal)))
+    if scale is not None:
+        value = value * scale
     return rounded_reference(value, dtype)
 
 
-def product_with_epilogue(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None,
-    alpha: float, beta: float,
-) -> None:  # fmt: skip
+def product_with_epilogue(own: Factors, numbers: Numbers, mirrored: bool) -> None:
     """The twin of one product of kernel.products_kernel."""
-    total = product_reference(left, right)
-    out.copy_(finished_reference(total, alpha, out.dtype, added, beta))
+    total, (alpha, beta, diagonal) = product_reference(own.left, own.right), numbers
+    behind = (alpha, own.out.dtype, own.added, beta, diagonal, own.scale)
+    found = finished_reference(total, *behind)
+    if mirrored:
+        is_below = torch.ones_like(found, dtype=torch.bool).tril()
+        found = torch.where(is_below, found, found.mT)
+    own.out.copy_(found)
 
 
 if INTERPRETED:
@@ -80,9 +113,13 @@ else:
 
 
 @helper
-def finished(total, alpha, ELEMENT: tl.constexpr, added=None, beta=1.0):
-    """`finished_reference` in Triton."""
+def finished(total, alpha, added, beta, diagonal, is_diagonal, scale, ELEMENT: tl.constexpr):
+    """`finished_reference` in Triton; is_diagonal: a mask, None where nothing is added there."""
     value = total * alpha
     if added is not None:
         value = value + widened(added) * beta
+    if is_diagonal is not None:
+        value = tl.where(is_diagonal, value + diagonal, value)
+    if scale is not None:
+        value = value * scale
     return rounded(value, ELEMENT)

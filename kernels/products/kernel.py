@@ -3,9 +3,10 @@
 Every result is one chain over K (docs/numbers.md), so that neither the tile nor the program that it
 lies in shows in a bit: edges of tiles are filled up with zeros, which change no chain.
 
-A product of a matrix with its own transposed one is made by its lower tiles alone, each stored
-twice. It is symmetric to the bit: a block's sum is exact before it is cut, whatever the order of
-its terms, and the products of element [i, j] are those of [j, i] with their factors swapped.
+A symmetric product is made by its lower tiles alone, each stored twice. That of a matrix with its
+own transposed one is symmetric to the bit: a block's sum is exact before it is cut, whatever the
+order of its terms, and the products of element [i, j] are those of [j, i] with their factors
+swapped. Of two others the elements below the diagonal count, also within a tile on it.
 
 Tensor cores wait for operands, not for sums: an H100 made 128 x 128 tiles at 0.80 of the rate of
 128 x 256 ones, which load three quarters as much. So symmetric results have tiles of two squares
@@ -37,7 +38,9 @@ LEFT: tl.constexpr = tl.constexpr(6)
 RIGHT: tl.constexpr = tl.constexpr(9)
 ADDED: tl.constexpr = tl.constexpr(12)
 OUT: tl.constexpr = tl.constexpr(15)
-ROW_COUNT = 18
+# likewise of the products' factors, fp32, without rows
+SCALE: tl.constexpr = tl.constexpr(18)
+ROW_COUNT = 21
 # Rows of the int32 table of tiles, one column a tile: its product's place in the run, and where it
 # begins there.
 PRODUCT_OF_TILE: tl.constexpr = tl.constexpr(0)
@@ -63,6 +66,12 @@ class Kind:
     """The results are symmetric: squares are below the diagonal, or on it, and stored twice."""
     described: bool
     """Tiles are loaded and stored by tensor descriptors: whole 16 bytes everywhere."""
+    squared: bool = False
+    """The right matrices are the left ones, turned."""
+    diagonal: bool = False
+    """Something is added to the results' diagonals."""
+    scaled: bool = False
+    """Each product has a factor in memory."""
 
 
 class Memory(NamedTuple):
@@ -207,23 +216,37 @@ def chain_of(
 
 
 @helper
-def finish(places, tile, total, alpha, beta, KIND: tl.constexpr):
+def below(value, tile):
+    """Which numbers of a part of a tile are above the diagonal, negative, on it, 0, or below."""
+    rows, columns = tl.arange(0, value.shape[0])[:, None], tl.arange(0, value.shape[1])[None, :]
+    return tile.row - tile.column + rows - columns
+
+
+@helper
+def finish(own, places, tile, total, numbers, KIND: tl.constexpr):
     """Stores the results of a part of a tile; of symmetric ones also turned, those below."""
     product, row, column = tile
-    if KIND.added is None:
-        value = finished(total, alpha, KIND.out)
-    else:
+    alpha, beta, diagonal = numbers
+    added, scale, is_diagonal = None, None, None
+    if KIND.added is not None:
         added = loaded(places.added, product, row, column, total.shape[0], total.shape[1], KIND)
-        value = finished(total, alpha, KIND.out, added, beta)
+    if KIND.diagonal:
+        is_diagonal = below(total, tile) == 0
+    if KIND.scaled:
+        scales = entry(own, SCALE).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + product * entry(own, SCALE + 2))
+    value = finished(total, alpha, added, beta, diagonal, is_diagonal, scale, KIND.out)
     if KIND.mirrored:
+        turned = tl.trans(value)
+        if not KIND.squared:
+            value = tl.where((row != column) | (below(value, tile) >= 0), value, turned)
         # nothing is stored behind the end: with a branch the loops would not be one
-        above = row < column
-        store(places.out, product, tl.where(above, places.end, column), row, tl.trans(value), KIND)
-        row = tl.where(above, places.end, row)
+        store(places.out, product, tl.where(row > column, column, places.end), row, turned, KIND)
+        row = tl.where(row < column, places.end, row)
     store(places.out, product, row, column, value, KIND)
 
 
-@jit(do_not_specialize=["runs", "tiles", "alpha", "beta"])
+@jit(do_not_specialize=["runs", "tiles", "alpha", "beta", "diagonal"])
 def products_kernel(
     table_ptr,  # *int64 [ROW_COUNT, runs]
     tiles_ptr,  # *int32 [3, tiles]
@@ -231,13 +254,18 @@ def products_kernel(
     tiles,
     alpha,
     beta,
+    diagonal,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,  # of K, at a time
     PARTS: tl.constexpr,  # in which a tile is stored, one beside another: 1 or 2
 ):
-    """Makes alpha left @ right + beta added of every product; programs take tiles in turns."""
+    """Makes scale (alpha left @ right + beta added + diagonal I) of every product.
+
+    Programs take tiles in turns.
+    """
+    numbers = (alpha, beta, diagonal)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for run in range(loop_bound(runs)):
         own = Column(table_ptr, runs, run)
@@ -256,11 +284,11 @@ def products_kernel(
                 tile = Tile(product, row, column)
                 total = chain_of(places, tile, k, KIND, ROWS, COLUMNS, INNER)
                 if PARTS == 1:
-                    finish(places, tile, total, alpha, beta, KIND)
+                    finish(own, places, tile, total, numbers, KIND)
                 else:
                     WIDTH: tl.constexpr = COLUMNS // 2
                     both = tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1))
                     one, other = tl.split(both)
-                    finish(places, tile, one, alpha, beta, KIND)
+                    finish(own, places, tile, one, numbers, KIND)
                     beside = Tile(product, row, column + WIDTH)
-                    finish(places, beside, other, alpha, beta, KIND)
+                    finish(own, places, beside, other, numbers, KIND)

@@ -14,7 +14,7 @@ from megaopt.kernels.calling import call
 from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.optional_triton import set_allocator, tl
 from megaopt.kernels.products import kernel
-from megaopt.kernels.products.epilogue import OUTS, product_with_epilogue
+from megaopt.kernels.products.epilogue import OUTS, Factors, Numbers, product_with_epilogue
 from megaopt.kernels.products.reference import OPERANDS
 
 # --- how large the tiles are: it shows in no bit
@@ -148,15 +148,6 @@ def tile_rows(
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Factors(NamedTuple):
-    """The matrices of one product."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-    added: torch.Tensor | None
-    out: torch.Tensor
-
-
 class Tables:
     """Tables on a device, which launches of products keep from call to call, by runs of products.
 
@@ -169,47 +160,68 @@ class Tables:
     def launch(
         self,
         products: Sequence[Factors],
-        mirrored: bool,
-        alpha: float,
-        beta: float,
+        symmetry: tuple[bool, bool],
+        numbers: Numbers,
         tile: Tile | None,
     ) -> None:
         """Makes products, in one launch for each way in which their matrices lie in memory."""
+        for launch, runs in self.prepared(products, symmetry, numbers, tile):
+            launch(runs, numbers)
+
+    def prepared(
+        self,
+        products: Sequence[Factors],
+        symmetry: tuple[bool, bool],
+        numbers: Numbers,
+        tile: Tile | None = None,
+    ) -> list[tuple[_Launch, numpy.ndarray]]:
+        """The launches, and the runs that each is given.
+
+        symmetry: whether results are symmetric, and right matrices the left ones, turned.
+        """
         first = products[0]
         dtypes = tuple(None if each is None else each.dtype for each in first)
+        others = (*symmetry, bool(numbers.diagonal), first.scale is not None)
         by_way: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
-        for left, right, added, out in products:
+        for left, right, added, out, scale in products:
             places = [_place(left), _place(right), _place(added), _place(out)]
             way = places[0].turned, places[1].turned, all(place.described for place in places)
-            own = (*out.shape, left.shape[1], *(each for place in places for each in place[:2]))
+            where = (each for place in places for each in place[:2])
+            factor = 0 if scale is None else scale.data_ptr()
+            own = (*out.shape, left.shape[1], *where, factor, 0)
             by_way.setdefault(way, []).append(own)
+        found = []
         for way, rows in by_way.items():
-            kind = _kind(dtypes, *way, mirrored)
+            kind = _kind(dtypes, *way, *others)
             sizes = [0 if each is None else each.itemsize for each in dtypes]
             runs, columns = runs_of(numpy.array(rows, numpy.int64), sizes)
             key = (kind, runs, tile, first.out.device)
             if key not in self._launches:
                 self._launches[key] = _Launch(*key)
-            self._launches[key](columns, alpha, beta)
+            found.append((self._launches[key], columns))
+        return found
 
 
 SHAPE = slice(0, 3)
 ADDRESSES, STRIDES = slice(3, None, 2), slice(4, None, 2)
+APART = (16, 16, 16, 16, 4)
+"""Bytes of which the steps from a matrix to the next are multiples; of a factor's at last."""
 
 
 def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, ...], numpy.ndarray]:
     """The runs, those that take longest first, and the rows of each that are not of tiles.
 
     Args:
-        products: int64, for each m, n, k, and the addresses and strides of its matrices.
-        sizes: bytes of an element of each matrix; 0 where there is none.
+        products: int64, for each m, n, k, and the addresses and strides of its matrices, and of its
+            factor.
+        sizes: bytes of an element of each of these; 0 where there is none.
     """
-    order = numpy.lexsort((*products[:, [1, 0, *range(4, 11, 2)]].T, -products[:, 2]))
+    order = numpy.lexsort((*products[:, [1, 0, *range(4, 13, 2)]].T, -products[:, 2]))
     products = products[order]
     apart = numpy.diff(products[:, ADDRESSES], axis=0)
-    alike = [*range(3), *range(4, 11, 2)]
+    alike = [*range(3), *range(4, 13, 2)]
     follows = (products[1:, alike] == products[:-1, alike]).all(1)
-    follows &= ((apart > 0) & (apart % 16 == 0) | (numpy.array(sizes) == 0)).all(1)
+    follows &= ((apart > 0) & (apart % APART == 0) | (numpy.array(sizes) == 0)).all(1)
     firsts = [0]
     for index in range(1, len(products)):
         longer = index - firsts[-1] > 1
@@ -226,6 +238,14 @@ def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, .
     rows = zip(counts.tolist(), own[:, SHAPE].tolist(), strict=True)
     runs = tuple(Run(count, *shape) for count, shape in rows)
     return runs, numpy.concatenate([counts[:, None], own[:, SHAPE], places], 1)
+
+
+def moved(runs: numpy.ndarray, shift: int) -> numpy.ndarray:
+    """The same runs, whose matrices and factors all lie so many bytes further."""
+    found = runs.copy()
+    addresses = found[:, 4::3]
+    addresses[addresses != 0] += shift
+    return found
 
 
 class _Launch:
@@ -251,15 +271,17 @@ class _Launch:
             "num_stages": _stages(tile, kind) if kind.described else tile.stages,
         }
 
-    def __call__(self, runs: numpy.ndarray, alpha: float, beta: float) -> None:
-        """runs: as runs_of gives it."""
+    def __call__(
+        self, runs: numpy.ndarray, numbers: Numbers, table: DeviceTable | None = None
+    ) -> None:
+        """runs: as runs_of gives it; table: where they are kept on the device, if not here."""
         if not self._count:
             return
         tiles = (self._firsts[:-1], self._firsts[1:])
         rows = numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
-        tables = (self._table.update(rows), self._tiles.kept())
+        tables = ((table or self._table).update(rows), self._tiles.kept())
         set_allocator(_scratch)  # for descriptors
-        arguments = (*tables, len(runs), self._count, float(alpha), float(beta))
+        arguments = (*tables, len(runs), self._count, *map(float, numbers))
         call(kernel.products_kernel, self._programs, arguments, self._options)
 
 
@@ -313,9 +335,11 @@ def _kind(
     right_turned: bool,
     described: bool,
     mirrored: bool,
+    *others: bool,
 ) -> kernel.Kind:
-    left, _, added, out = (None if each is None else ELEMENTS[each] for each in dtypes)
-    return kernel.Kind(left, added, out, left_turned, right_turned, mirrored, described)
+    left, _, added, out = (None if each is None else ELEMENTS[each] for each in dtypes[:4])
+    own = (left, added, out, left_turned, right_turned, mirrored, described)
+    return kernel.Kind(*own, *others)
 
 
 # --- what others call
@@ -330,15 +354,19 @@ def products(
     add: Sequence[torch.Tensor] | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    diagonal: float = 0.0,
+    scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     tables: Tables | None = None,
     launches: bool | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """Makes alpha left[i] @ right[i] + beta add[i], with the bits of docs/numbers.md's "Products".
+    """Makes scale[i] (alpha left[i] @ right[i] + beta add[i] + diagonal I).
 
-    alpha and beta are rounded to fp32; the sum times alpha, add times beta, and the sum of both are
-    rounded once each to fp32, and that once to the result's dtype. NaNs are 0x7FFFFFFF, or 0x7FFF.
+    With the bits of docs/numbers.md's "Products". alpha, beta and diagonal are rounded to fp32. The
+    sum times alpha, add times beta, the sum of both, that and diagonal, and that times scale are
+    rounded once each to fp32, and the last once to the result's dtype. NaNs are 0x7FFFFFFF, or
+    0x7FFF.
 
     Args:
         left: [m, k] of any shapes, all bf16, all fp16, or all fp32 on one device; products cut fp32
@@ -349,6 +377,8 @@ def products(
         add: likewise.
         alpha: of the products.
         beta: of what is added.
+        diagonal: what is added to the results' diagonals.
+        scale: fp32 [products] on the matrices' device; None: no factors.
         out_dtype: of new results; None: left's.
         tables: what to keep for further calls; None: nothing, which no CUDA graph can capture.
         launches: whether to launch the kernel, or have the twin compute; None: on a GPU.
@@ -358,8 +388,9 @@ def products(
         ValueError: lists are not of one length, matrices not of such shapes, dtypes or strides, or
             tables None within a capture.
     """
-    found = _factors(left, right, add, out, out_dtype)
-    return _multiply(found, False, alpha, beta, tables, launches, tile)
+    found = factors_of(left, right, out, add, scale, out_dtype)
+    numbers = Numbers(alpha, beta, diagonal)
+    return _multiply(found, (False, False), numbers, tables, launches, tile)
 
 
 @torch.no_grad()
@@ -367,30 +398,41 @@ def symmetric_products(
     matrices: Sequence[torch.Tensor],
     out: Sequence[torch.Tensor] | None = None,
     *,
+    right: Sequence[torch.Tensor] | None = None,
     add: Sequence[torch.Tensor] | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    diagonal: float = 0.0,
+    scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     tables: Tables | None = None,
     launches: bool | None = None,
     tile: Tile | None = None,
 ) -> list[torch.Tensor]:
-    """Makes alpha A A^T + beta add of each matrix A [m, k], in little more than half of the time.
+    """Makes scale (alpha A A^T + beta add + diagonal I) of each matrix A [m, k].
 
-    Where A is symmetric that is alpha A^2 + beta add. The bits, and the arguments, are those of
-    `products`; add is symmetric to the bit, which is not looked at.
+    In little more than half of the time of `products`, whose bits and arguments it has. Where A is
+    symmetric A A^T is A^2. add is symmetric to the bit, which is not looked at.
+
+    right: [k, m], in the place of A^T. Of such a product the numbers on and below the diagonal are
+    made, and stand above it, too: for products that are symmetric but for roundings, as those of
+    polynomials of one symmetric matrix are.
     """
-    found = _factors(matrices, [each.mT for each in matrices], add, out, out_dtype)
-    return _multiply(found, True, alpha, beta, tables, launches, tile)
+    turned = [each.mT for each in matrices] if right is None else right
+    found = factors_of(matrices, turned, out, add, scale, out_dtype)
+    numbers = Numbers(alpha, beta, diagonal)
+    return _multiply(found, (True, right is None), numbers, tables, launches, tile)
 
 
-def _factors(
+def factors_of(
     left: Sequence[torch.Tensor],
     right: Sequence[torch.Tensor],
-    add: Sequence[torch.Tensor] | None,
     out: Sequence[torch.Tensor] | None,
-    out_dtype: torch.dtype | None,
+    add: Sequence[torch.Tensor] | None,
+    scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None = None,
 ) -> list[Factors]:
+    """The factors of each product, as `products` takes them; raises its ValueErrors."""
     if out is None:
         dtype = out_dtype or (left[0].dtype if left else None)
         pairs = zip(left, right, strict=False)  # lengths are looked at below
@@ -403,18 +445,26 @@ def _factors(
         for index, matrix in enumerate(own):
             if not isinstance(matrix, torch.Tensor) and not (name == "add" and add is None):
                 raise ValueError(f"{name}[{index}] must be a matrix, got {matrix!r}")
-    return [
+    factors: Sequence[Any] = [None] * len(left)
+    if scale is not None:
+        if scale.dtype != torch.float32 or scale.shape != (len(left),):
+            own_scale = f"{scale.dtype} {list(scale.shape)}"
+            raise ValueError(f"scale must be torch.float32 [{len(left)}], got {own_scale}")
+        factors = scale.unbind()
+    made = [
         # what a view has in a bit of its own, as its sign, a kernel does not see
-        Factors(a.resolve_neg(), b.resolve_neg(), None if c is None else c.resolve_neg(), d)
-        for a, b, c, d in zip(*lists.values(), strict=True)
+        Factors(a.resolve_neg(), b.resolve_neg(), None if c is None else c.resolve_neg(), d, e)
+        for a, b, c, d, e in zip(*lists.values(), factors, strict=True)
     ]
+    for index, product in enumerate(made):
+        _check(index, product, made[0])
+    return made
 
 
 def _multiply(
     found: Sequence[Factors],
-    mirrored: bool,
-    alpha: float,
-    beta: float,
+    symmetry: tuple[bool, bool],
+    numbers: Numbers,
     tables: Tables | None,
     launches: bool | None,
     tile: Tile | None,
@@ -422,21 +472,19 @@ def _multiply(
     results = [product.out for product in found]
     if not found:
         return results
-    for index, product in enumerate(found):
-        _check(index, product, found[0])
-    device = found[0].out.device
+    device, (is_mirrored, is_squared) = found[0].out.device, symmetry
     if not (device.type == "cuda" if launches is None else launches):
-        for left, right, added, out in found:
-            product_with_epilogue(left, right, out, added, alpha, beta)
+        for product in found:
+            product_with_epilogue(product, numbers, is_mirrored and not is_squared)
         return results
     if tables is None and is_capturing(device):
         raise ValueError("tables must be given within the capture of a CUDA graph, got None")
-    (tables or Tables()).launch(found, mirrored, alpha, beta, tile)
+    (tables or Tables()).launch(found, symmetry, numbers, tile)
     return results
 
 
 def _check(index: int, product: Factors, first: Factors) -> None:
-    left, right, added, out = product
+    left, right, added, out, _ = product
     (m, k), (terms, n) = _matrix(f"left[{index}]", left), _matrix(f"right[{index}]", right)
     if k != terms:
         shapes = f"{[m, k]} and {[terms, n]}"
@@ -452,7 +500,8 @@ def _check(index: int, product: Factors, first: Factors) -> None:
         if matrix.shape != (m, n) or matrix.stride(1) != 1:
             own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
             raise ValueError(f"{name}[{index}] must be {[m, n]} with rows without gaps, got {own}")
-    for name, matrix in zip(("left", "right", "add", "out"), product, strict=True):
+    names = ("left", "right", "add", "out", "scale")
+    for name, matrix in zip(names, product, strict=True):
         if matrix is not None and matrix.device != first.left.device:
             wanted = f"on left[0]'s device {first.left.device}"
             raise ValueError(f"{name}[{index}] must be {wanted}, got {matrix.device}")

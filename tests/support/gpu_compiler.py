@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import triton
+from muon_cases import FORMS, buffers, formats_of, how_of, stepped
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformer_engine_fakes import fake
 from triton.backends.compiler import GPUTarget
@@ -26,6 +27,7 @@ from megaopt.float8 import RECIPES
 from megaopt.float8.shard import Float8Shard
 from megaopt.kernels import backends
 from megaopt.kernels.digest.launch import DigestPlan
+from megaopt.kernels.formats import GRADS, MASTERS, WEIGHTS
 from megaopt.kernels.gather import Gather
 from megaopt.kernels.norm import launch
 from megaopt.kernels.norm.bins import new_bins
@@ -155,6 +157,19 @@ def multiplied(dtype, tile):
         symmetric_products([whole], [out], add=[out], launches=True, tile=tile)
 
 
+def muon(form, **how):
+    """A clipped step of matrices, wide, tall and square."""
+    global scenario
+    scenario = f"muon, {form}, {how}"
+    formats = formats_of(
+        how_of(form, **how), (WEIGHTS["bfloat16"], MASTERS["float32"]), GRADS["bfloat16"]
+    )
+    shapes = [SHAPE, SHAPE[::-1], (256, 256)]
+    own = buffers(formats, shapes)
+    kept = [{"variance_neuron": torch.zeros(rows)} for rows, _ in shapes]
+    stepped("triton", formats, shapes, own, "cpu", torch.ones(1, 5), steps=1, kept=kept)
+
+
 def twice(tensor, op=dist.ReduceOp.SUM, group=None):
     """An all_reduce of two ranks that have the same."""
     if op == dist.ReduceOp.SUM:
@@ -194,6 +209,8 @@ def main():
         multiplied(dtype, TILES[1])
     for tile in (TILES[0], *TILES[2:], UNEVEN):
         multiplied(torch.bfloat16, tile)
+    for form in FORMS:
+        muon(form, second_moment="normuon" if form.endswith("bf16") else None)
     step("lion", plain(), kind=FusedLion, **masters)
     step("lion, fp8 moment", plain(), kind=FusedLion, exp_avg_dtype=torch.uint8, **masters)
     step("sgd", plain(), kind=FusedSGD, **masters)

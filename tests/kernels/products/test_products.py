@@ -133,6 +133,26 @@ def test_nothing_beside_a_result_is_written(device):
         assert bool((room == 7.0).all())
 
 
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_a_diagonal_and_a_factor_of_each_product(out_dtype, device):
+    """Behind what is added, in this order, and before the only rounding to the result's dtype."""
+    left, right = lists(SHAPES, torch.bfloat16, device=device)
+    added = added_to(SHAPES, torch.bfloat16, device=device)
+    scale = torch.tensor([0.3, 1e-3, 7.0, -1.1, 1.0, 3e38], device=device)
+    options = {"alpha": 0.7, "beta": -1.3, "diagonal": 1 / 3}
+    found = products(
+        left, right, add=added, scale=scale, out_dtype=out_dtype, launches=True, tile=SMALL,
+        **options,
+    )  # fmt: skip
+    wide = products(left, right, out_dtype=torch.float32, launches=False)
+    for index, (one, total, other) in enumerate(zip(found, wide, added, strict=True)):
+        unit = torch.eye(*total.shape, device=device)
+        numbers = [torch.tensor(number) for number in options.values()]
+        value = total * numbers[0] + other.float() * numbers[1]
+        value = torch.where(unit == 1, value + numbers[2], value) * scale[index]
+        assert_same_bits(one, value.to(out_dtype), f"product {index}")
+
+
 # --- symmetric ones
 
 
@@ -197,6 +217,21 @@ def test_matrices_that_are_equally_far_apart(apart, device):
         assert_all_same(again, [found[i] for i in order])
 
 
+@pytest.mark.parametrize("size", [1, 33, 96])
+def test_what_is_below_the_diagonal_of_two_matrices_stands_above_it(size, device):
+    """Whatever the tile: such products are not symmetric to the bit themselves."""
+    left, right = lists([(size, size, size)] * 2, torch.float16, device=device)
+    added = [one + one.mT for one in added_to([(size,) * 3] * 2, torch.float16, device=device)]
+    options = {"add": added, "beta": 0.3, "diagonal": 1.7}
+    whole = products(left, right, launches=True, tile=SMALL, **options)
+    for tile in (SQUARE, TILES[-1]):
+        found = symmetric_products(left, right=right, launches=True, tile=tile, **options)
+        for one, other in zip(found, whole, strict=True):
+            assert_same_bits(one, other.tril() + other.tril(-1).mT)
+        assert_all_same(found, symmetric_products(left, right=right, launches=False, **options))
+    assert size == 1 or not torch.equal(whole[0], whole[0].mT)
+
+
 # --- tables, and what is refused
 
 
@@ -226,6 +261,7 @@ WRONG = {
     r"out\[1\] must be \[4, 4\] with rows without gaps, got \[4, 5\] with strides \[5, 1\]": {
         "out": [torch.zeros(4, 4), torch.zeros(4, 5)]
     },
+    r"scale must be torch.float32 \[2\], got torch.float32 \[3\]": {"scale": torch.ones(3)},
     r"add\[0\] must be of one of the dtypes .*, got torch.int32": {
         "add": [torch.zeros(4, 4).int()] * 2
     },

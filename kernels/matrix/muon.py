@@ -1,0 +1,493 @@
+"""Muon's rule: make the momentum's direction orthogonal by Newton and Schulz's iteration.
+
+docs/numbers.md has every operation. A parameter is one matrix or several (`Orthogonal.pieces`),
+each of which has the bits that it has alone. `iterated` makes the products of a list of matrices,
+for the twin here as for the launches (muon_launch.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import torch
+
+from megaopt.kernels.matrix.normuon import BETA2, SECOND_MOMENT, normalized
+from megaopt.kernels.norm.bins import new_bins
+from megaopt.kernels.norm.reference import accumulate_reference, total_reference
+from megaopt.kernels.products.launch import products, symmetric_products
+from megaopt.kernels.rules.matrix import SAME, WHOLE, MatrixRule, Shape, Transform, Work
+from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION, PEER_APPLY, PEER_DIRECTION
+
+# --- the polynomials
+
+Triple = tuple[float, float, float]
+"""a, b and c of a step X' = a X + b (X X^T) X + c (X X^T)^2 X."""
+
+COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    "deepseekv4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
+    "cubic5": (
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ),
+}
+"""Sets by the names and with the values of Emerging-Optimizers' muon_utils.py at fd77292.
+
+"simple": Jordan et al. 2024. "quintic": modded-nanogpt's. "polar_express": Amsel et al. 2025,
+arXiv:2505.16932, each divided by 1.01 to its power. "cans": arXiv:2506.10935. "deepseekv4":
+DeepSeek-V4's ten steps. "cubic5": arXiv:2606.00371, of no square, and of five steps only.
+"""
+LAST_AGAIN = ("polar_express", "cans", "deepseekv4")
+"""Sets of which further steps take the last again, as Emerging-Optimizers'; others begin anew."""
+MOST_STEPS = 99
+
+
+def coefficients_of(given: str | Sequence[Any], steps: int) -> tuple[Triple, ...]:
+    """The coefficients of so many steps, 1 to 99.
+
+    given: a set's name; three numbers, for all steps; or such triples, at least one for each step.
+    Raises ValueError for anything else.
+    """
+    if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"ns_steps must be a whole number from 1 to {MOST_STEPS}, got {steps!r}")
+    if isinstance(given, str):
+        return _named(given, steps)
+    own = (tuple(given),) * steps if _is_triple(given) else tuple(map(_triple, given))
+    if len(own) < steps:
+        raise ValueError(
+            f"ns_coefficients must have a triple for each of {steps} steps, got {len(own)}"
+        )
+    return tuple((float(a), float(b), float(c)) for a, b, c in own[:steps])
+
+
+def _named(name: str, steps: int) -> tuple[Triple, ...]:
+    own = COEFFICIENTS.get(name)
+    if own is None:
+        names = ", ".join(map(repr, COEFFICIENTS))
+        raise ValueError(f"ns_coefficients must be numbers or one of {names}, got {name!r}")
+    if name == "cubic5" and steps != len(own):
+        raise ValueError(f"ns_steps must be {len(own)} with ns_coefficients='cubic5', got {steps}")
+    more = steps - len(own)
+    again = own[-1:] * more if name in LAST_AGAIN else islice(cycle(own), max(more, 0))
+    return (*own[:steps], *again)
+
+
+def _is_triple(given: Any) -> bool:
+    is_sequence = isinstance(given, Sequence) and len(given) == 3
+    return is_sequence and all(isinstance(each, (int, float)) for each in given)
+
+
+def _triple(given: Any) -> Sequence[Any]:
+    if not _is_triple(given):
+        raise ValueError(f"ns_coefficients must be triples of numbers a, b and c, got {given!r}")
+    return given  # type: ignore[no-any-return]
+
+
+# --- how much an update counts
+
+RATIOS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
+"""What an update [rows, columns] is multiplied by, by name: torch.optim.Muon's first two (Jordan et
+al. 2024; Liu et al. 2025, arXiv:2502.16982), and Emerging-Optimizers' "spectral" and unit_rms_norm
+(Bernstein), which is "spectral_unclamped" here."""
+TORCH_RATIOS = (None, "original", "match_rms_adamw")
+
+# --- how matrices are stepped
+
+STANDARD, GRAM, AUTO = METHODS = ("standard", "gram", "auto")
+BF16, FP16 = PRECISIONS = ("bf16", "fp16")
+DTYPES = {BF16: torch.bfloat16, FP16: torch.float16}
+NORMUON = "normuon"
+OWN, TORCH, EO = CONTRACTS = ("ieee", "torch", "eo")
+
+GRAM_RATIO = 1.5
+"""With longer matrices than that "auto" takes Gram's form, of fp16.
+
+Of five steps it takes 6 s^2 l + 14 s^3 multiply-adds, twice that without symmetry, and the standard
+form 15 s^2 l + 5 s^3. On an H200 a prototype took for 12 of 4096 x 14336 50.7 ms, in standard form
+some 80; for 192 of 1408 x 2048, a ratio of 1.45, 29.0 and 27.2.
+"""
+GRAM_SHORT = 256
+"""Up to this width "auto" takes the standard form: small products are little but launches."""
+RESTARTS = (2, 5, 8)
+"""The steps, from 0, before which Gram's form makes X and its Gram matrix anew.
+
+gram-newton-schulz restarts before step 2, and has five. Without the others ten steps of a matrix
+whose singular values span four decades end in NaN. Errors against fp64 are 0.4 of
+torch.optim.Muon's there; with (2, 4) they are an eighth, as those of the standard form in fp16, for
+9 s^2 l + 11 s^3.
+"""
+FP16_EXPONENT = 14
+"""In fp16 a power of two brings the direction's norm to [2**14, 2**15): no number overflows."""
+LEAST_EPS = 1e-30
+"""The least eps: powers of two that bring such a norm there are fp32 numbers."""
+RATIO_RANGE = (2.0**-6, 2.0**12)
+"""What fp16 has room for beside an update's numbers, which are some 1 / sqrt(columns)."""
+
+
+@dataclass(frozen=True)
+class Orthogonal:
+    """How matrices are made orthogonal: MUON's `how`; the same for all matrices of a batch."""
+
+    coefficients: tuple[Triple, ...]
+    """Those of each step: `coefficients_of`."""
+    eps: float = 1e-7
+    """The least norm by which a direction is divided."""
+    method: str = AUTO
+    """One of METHODS; "auto" goes by a matrix's shape and the precision alone."""
+    precision: str = BF16
+    """One of PRECISIONS: of all numbers between products, whose sums are fp32."""
+    adjust: str | float | None = None
+    """One of RATIOS' names, or a number; None: "original"."""
+    second_moment: str | None = None
+    """With "normuon" rows are divided by the root of a mean of their squares over steps."""
+    beta2: float = BETA2
+    """The part of that mean that a step keeps."""
+    split_sizes: tuple[int, ...] | None = None
+    """Rows of each of several matrices that lie one below another; None: it is one."""
+    restarts: tuple[int, ...] = RESTARTS
+    """The restarts of Gram's form, in ascending order."""
+    contract: str = OWN
+    """One of CONTRACTS; what the others take of all this: muon_peers.py."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is not one of these, or does not go together."""
+        _one_of("method", self.method, METHODS)
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("second_moment", self.second_moment, (None, NORMUON))
+        _one_of("contract", self.contract, CONTRACTS)
+        if self.method == GRAM and self.precision == BF16:
+            raise ValueError(
+                "method='gram' must have precision='fp16': with 'bf16' updates are 11 to 33% off"
+            )
+        if not LEAST_EPS <= self.eps <= 1.0:
+            raise ValueError(f"eps must be from {LEAST_EPS} to 1, got {self.eps!r}")
+        self._check_adjust()
+        self._check_contract()
+
+    def _check_contract(self) -> None:
+        """Raises ValueError for what other libraries do not have."""
+        if self.contract == OWN:
+            return
+        of_torch, is_one = self.contract == TORCH, len(set(self.coefficients)) == 1
+        given = {
+            "method": (self.method, self.method != GRAM),
+            "precision": (self.precision, self.precision == BF16),
+            "second_moment": (self.second_moment, self.second_moment is None),
+            "split_sizes": (self.split_sizes, self.split_sizes is None),
+            "ns_coefficients": (self.coefficients, is_one or not of_torch),
+            "adjust_lr_fn": (self.adjust, not of_torch or self.adjust in TORCH_RATIOS),
+        }
+        for name, (value, is_there) in given.items():
+            if not is_there:
+                raise ValueError(
+                    f"{name} must be one that contract {self.contract!r} has, got {value!r}"
+                )
+
+    def _check_adjust(self) -> None:
+        adjust, (least, most) = self.adjust, RATIO_RANGE
+        if adjust is None or isinstance(adjust, str):
+            _one_of("adjust_lr_fn", adjust, (None, *RATIOS))
+        elif not 0.0 <= adjust < math.inf:
+            raise ValueError(f"adjust_lr_fn must be a name or a number >= 0, got {adjust!r}")
+        elif self.precision == FP16 and not least <= adjust <= most:
+            raise ValueError(
+                f"adjust_lr_fn must be from {least} to {most} with precision='fp16', got {adjust!r}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all numbers between products."""
+        return DTYPES[self.precision]
+
+    @cached_property
+    def steps(self) -> int:
+        """How many steps there are."""
+        return len(self.coefficients)
+
+    def ratio(self, shape: Shape) -> float:
+        """What the update of a matrix [rows, columns] is multiplied by."""
+        if self.adjust is None or isinstance(self.adjust, str):
+            rows, columns = shape
+            return RATIOS[self.adjust or "original"](rows, columns)
+        return float(self.adjust)
+
+    def pieces(self, shape: Shape) -> list[tuple[int, int]]:
+        """The shapes of the matrices of a parameter, as they lie one behind another in memory.
+
+        Two dimensions are a matrix; three a batch of them; more, as of convolutions, one of
+        [first, all others]. `split_sizes` cuts each into matrices of so many rows. Raises
+        ValueError for fewer dimensions, and for sizes that do not add up to the rows.
+        """
+        if len(shape) < 2:
+            raise ValueError(
+                f"a parameter that Muon steps must have two dimensions or more, got {list(shape)}"
+            )
+        count, rows, columns = 1, shape[0], math.prod(shape[1:])
+        if len(shape) == 3:
+            count, rows, columns = shape
+        sizes = (rows,) if self.split_sizes is None else self.split_sizes
+        if sum(sizes) != rows:
+            raise ValueError(f"split_sizes must add up to {rows} rows, got {list(sizes)}")
+        return [(size, columns) for size in sizes] * count
+
+    def is_gram(self, shape: Shape) -> bool:
+        """Whether a matrix is made orthogonal in Gram's form."""
+        short, long = sorted(shape)
+        if self.method != AUTO:
+            return self.method == GRAM
+        return self.precision == FP16 and short > GRAM_SHORT and long >= GRAM_RATIO * short
+
+    def kept(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        """What a parameter's state has beside the momentum."""
+        if self.second_moment is None:
+            return {}
+        return {SECOND_MOMENT: (sum(rows for rows, _ in self.pieces(shape)),)}
+
+
+def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+# --- the norm, and what it makes of the first matrix
+
+
+class Scales(NamedTuple):
+    """Factors of matrices, fp32 [matrices] each: of products, but for `power`."""
+
+    square: torch.Tensor
+    """That of the first Gram matrix: 1 / n^2, n the norm of what the iteration begins with."""
+    inverse: torch.Tensor
+    """That of the first product with it: 1 / n."""
+    last: torch.Tensor
+    """That of the last product: the ratio."""
+    only: torch.Tensor
+    """That of a first one that is the last: inverse times last."""
+    power: torch.Tensor
+    """What the direction is multiplied by; 1 in bf16."""
+
+
+def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bool) -> Scales:
+    """The factors of a matrix of a norm, fp32 of shape (1,); is_scaled: to a power of two."""
+    least, last = (torch.full_like(norm, number) for number in (eps, ratio))
+    norm = torch.where(norm < least, least, norm)  # a NaN stays one
+    power = torch.ones_like(norm)
+    if is_scaled:
+        exponent = FP16_EXPONENT - ((norm.view(torch.int32) >> 23) - 127)
+        scaled = ((exponent + 127) << 23).view(torch.float32)
+        power = torch.where(norm.isfinite(), scaled, power)
+    inverse = 1.0 / (norm * power)
+    return Scales(inverse * inverse, inverse, last, inverse * last, power)
+
+
+def begun(direction: torch.Tensor, how: Orthogonal) -> tuple[torch.Tensor, Scales]:
+    """What the iteration of a direction, fp32 [m, n], begins with, and its factors."""
+    bins, is_scaled = new_bins(direction.device), how.precision == FP16
+    own = direction if is_scaled else direction.to(how.dtype)
+    accumulate_reference([own], bins)
+    ratio = 1.0 if how.second_moment else how.ratio(direction.shape)
+    scales = scales_reference(total_reference(bins)[0].view(1), how.eps, ratio, is_scaled)
+    return ((direction * scales.power).to(how.dtype) if is_scaled else own), scales
+
+
+# --- the iteration
+
+Matrices = list[torch.Tensor]
+SQUARES = {False: 2, True: 4}
+"""How many matrices [short, short] an iteration needs beside: in standard form, in Gram's."""
+
+
+class Room(NamedTuple):
+    """The memory of an iteration: of each matrix."""
+
+    first: Matrices
+    """[m, n], in which it begins,"""
+    second: Matrices
+    """another one,"""
+    squares: list[Matrices]
+    """and lists of [short, short]."""
+
+
+class Immediate:
+    """Makes products when they are asked for; muon_launch.py notes them instead."""
+
+    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
+        """Makes S X of symmetric matrices S, or of a tall matrix X S, which is that turned."""
+        products(*ordered(squares, matrices), out, **others)
+
+    def symmetric(self, left: Matrices, out: Matrices, **others: Any) -> None:
+        """Makes symmetric products: megaopt.kernels.products.launch.symmetric_products."""
+        symmetric_products(left, out, **others)
+
+
+def is_tall(matrix: torch.Tensor) -> bool:
+    """Whether a matrix stands for the transposed one, which has no more rows than columns."""
+    return matrix.shape[0] > matrix.shape[1]
+
+
+def ordered(squares: Matrices, matrices: Matrices) -> tuple[Matrices, Matrices]:
+    """Left and right factors of S X."""
+    pairs = [(x, s) if is_tall(x) else (s, x) for s, x in zip(squares, matrices, strict=True)]
+    return [left for left, _ in pairs], [right for _, right in pairs]
+
+
+def gram_sides(matrices: Matrices) -> Matrices:
+    """Those X of which X X^T is the smaller."""
+    return [each.mT if is_tall(each) else each for each in matrices]
+
+
+def iterated(room: Room, scales: Scales, how: Orthogonal, is_gram: bool, make: Any) -> Matrices:
+    """Makes all products of an iteration of `room.first`; returns where the result is.
+
+    make: Immediate(), or what notes products.
+    """
+    return (_in_gram_form if is_gram else _in_standard_form)(room, scales, how, make)
+
+
+def _in_standard_form(room: Room, scales: Scales, how: Orthogonal, make: Any) -> Matrices:
+    """Makes A = X X^T, B = b A + c A A, X' = a X + B X in each step."""
+    (now, other, (gram, power)), last = room, how.steps - 1
+    for step, (a, b, c) in enumerate(how.coefficients):
+        make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
+        one = gram
+        if c:
+            make.symmetric(gram, power, add=gram, alpha=c, beta=b)
+            one = power
+        own = {"add": now, "alpha": 1.0 if c else b, "beta": a}
+        make.times(one, now, other, scale=_factor(scales, step == 0, step == last), **own)
+        now, other = other, now
+    return now
+
+
+def _in_gram_form(room: Room, scales: Scales, how: Orthogonal, make: Any) -> Matrices:
+    """Makes polynomials of R = X X^T, and multiplies X by them at restarts and at the end.
+
+    W = a I + b R + c R R is a step's; Q their product; R' = W R W. Products of these, which commute
+    but for roundings, are symmetric by their lower halves.
+    """
+    now, other, (gram, poly, spare, whole) = room
+    starts = {0, *(each for each in how.restarts if 0 < each < how.steps)}
+    for step, (a, b, c) in enumerate(how.coefficients):
+        if step in starts:
+            if step:
+                is_first = step == min(starts - {0})
+                make.times(whole, now, other, scale=_factor(scales, is_first, False))
+                now, other = other, now
+            make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
+        make.symmetric(gram, poly, add=gram, alpha=c, beta=b, diagonal=a)
+        if step in starts:
+            factor = poly
+        else:
+            make.symmetric(whole, spare, right=poly)
+            factor, spare = spare, whole
+        if step + 1 < how.steps and step + 1 not in starts:
+            make.symmetric(gram, spare, right=poly)
+            make.symmetric(poly, gram, right=spare)
+        if factor is poly:
+            poly, whole = whole, poly
+        else:
+            whole = factor
+    make.times(whole, now, other, scale=_factor(scales, len(starts) == 1, True))
+    return other
+
+
+def _factor(scales: Scales, is_first: bool, is_last: bool) -> torch.Tensor | None:
+    """The factor of a product with X: of the first, of the last, of one that is both."""
+    if is_first:
+        return scales.only if is_last else scales.inverse
+    return scales.last if is_last else None
+
+
+# --- the twin
+
+
+def room_of(first: torch.Tensor, is_gram: bool) -> Room:
+    """New memory for the iteration of a matrix."""
+    short = min(first.shape)
+    squares = [[first.new_empty(short, short)] for _ in range(SQUARES[is_gram])]
+    return Room([first], [torch.empty_like(first)], squares)
+
+
+def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
+    """The update of a direction, fp32 [m, n], before any second moment: of `how.dtype`."""
+    if not direction.numel():
+        return direction.to(how.dtype)
+    first, scales = begun(direction, how)
+    is_gram = how.is_gram(direction.shape)
+    return iterated(room_of(first, is_gram), scales, how, is_gram, Immediate())[0]
+
+
+def _after(direction: torch.Tensor, work: Work) -> torch.Tensor:
+    """The update of a parameter, fp32."""
+    how: Orthogonal = work.how
+    if how.contract != OWN:
+        raise ValueError(
+            f"contract {how.contract!r} must have whole matrices on each rank: it steps no shards"
+        )
+    updates, rows = [], 0
+    for piece in _cut(direction, how):
+        update = orthogonal(piece.float(), how)
+        if how.second_moment:
+            own = work.kept[SECOND_MOMENT][rows : rows + len(piece)]
+            update = normalized(update, own, how.beta2, how.ratio(piece.shape))
+        updates.append(update.float().flatten())
+        rows += len(piece)
+    return torch.cat(updates).view(direction.shape)
+
+
+def _cut(direction: torch.Tensor, how: Orthogonal) -> Iterator[torch.Tensor]:
+    """The matrices of a parameter."""
+    flat, first = direction.reshape(-1), 0
+    for rows, columns in how.pieces(direction.shape):
+        yield flat[first : first + rows * columns].view(rows, columns)
+        first += rows * columns
+
+
+MUON = MatrixRule(
+    "muon",
+    SAME,
+    MUON_DIRECTION,
+    Transform(_after),
+    MUON_APPLY,
+    kept=Orthogonal.kept,
+    meets=WHOLE,
+)
+MUON_PEER = replace(MUON, name="muon_peer", inner=PEER_DIRECTION, apply=PEER_APPLY)
+"""MUON with the row of contracts "torch" and "eo"."""

@@ -1,0 +1,476 @@
+"""Muon's step in launches over many matrices, in waves of as many as a workspace has room for.
+
+Of a wave the first launch steps all momenta and leaves the directions in the workspace, others make
+their norms, the products of `muon.iterated`, and the last updates all weights and masters. Which
+products a wave makes, and where their matrices lie in the workspace, is noted at its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.calling import call
+from megaopt.kernels.chunks import rows as table_rows
+from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
+from megaopt.kernels.chunks.table import OWN as GEOMETRY
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
+from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
+from megaopt.kernels.matrix import muon_kernel, normuon
+from megaopt.kernels.matrix.muon import (
+    OWN,
+    SQUARES,
+    Matrices,
+    Orthogonal,
+    Room,
+    Scales,
+    iterated,
+    ordered,
+)
+from megaopt.kernels.matrix.muon_peers import PeerSteps
+from megaopt.kernels.matrix.normuon import SECOND_MOMENT, numbers_of
+from megaopt.kernels.matrix.plan import (
+    FLOAT32,
+    LaunchedStep,
+    MatrixPlan,
+    apply_formats,
+    inner_formats,
+)
+from megaopt.kernels.norm.bins import BANKS, ROWS
+from megaopt.kernels.norm.launch import NormPlan
+from megaopt.kernels.place import Place, in_order
+from megaopt.kernels.products.epilogue import Numbers
+from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
+from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.step.controls import COUNT, SKIP
+from megaopt.kernels.step.launch import TritonPlan
+from megaopt.kernels.step.reference import step_tensor
+
+ROOM = 2**29
+"""Bytes of the workspace at most, or as many as the largest parameter needs.
+
+A wave is to keep a GPU busy for longer than its 20 launches take: 57 matrices of 768 x 2048, for
+which this is enough, have 9 rounds of tiles for 132 processors in each of their Gram products.
+"""
+UNIT = 256
+"""What lies in the workspace begins at multiples of so many bytes."""
+WIDE = 8
+"""Rows of squares begin at multiples of so many numbers, 16 bytes, as tensor descriptors want."""
+ONE_ROW = Geometry(1, 1)
+"""Chunks of a row each."""
+NEUTRAL = (1.0, 1.0, 1.0, 0.0, 0.0)
+"""Controls that leave an update as it is."""
+
+
+def muon_plan(
+    backend: str,
+    formats: Formats,
+    shapes: Sequence[torch.Size],
+    groups: Sequence[int],
+    places: Sequence[Place] | None,
+    device: torch.device,
+    room: int = ROOM,
+) -> MatrixPlan:
+    """The plan of parameters that MUON steps: in launches where the backend is "triton".
+
+    Contracts "torch" and "eo" are torch's operations on every backend.
+
+    Arguments as Options.matrix_plan has them. room: of the workspace, in bytes.
+    """
+    assert formats.matrix is not None
+    places, is_launched = places or in_order(len(shapes)), backend == BACKENDS["triton"].name
+    launches: Any = None
+    if formats.matrix.how.contract != OWN:
+        launches = PeerSteps(formats, groups)
+    elif is_launched:
+        launches = MuonLaunches(formats, shapes, groups, places, device, room)
+    step = LaunchedStep() if is_launched else step_tensor
+    return MatrixPlan(formats, groups, places, step, launches)
+
+
+# --- products that are noted
+
+
+class NotedLaunch:
+    """A launch of products in a workspace, which may have moved when it is launched again."""
+
+    def __init__(
+        self, launch: Any, runs: numpy.ndarray, numbers: Numbers, device: torch.device
+    ) -> None:
+        self._launch, self._runs, self._numbers = launch, runs, numbers
+        self._table, self._shift, self._moved = DeviceTable(device), 0, runs
+
+    def __call__(self, shift: int) -> None:
+        """shift: how far the workspace is from where it was noted, in bytes."""
+        if shift != self._shift:
+            self._moved, self._shift = moved(self._runs, shift), shift
+        self._launch(self._moved, self._numbers, self._table)
+
+
+class Notes:
+    """Notes products in the place of muon.Immediate, which makes them."""
+
+    def __init__(self, tables: Tables, device: torch.device) -> None:
+        self._tables, self._device, self.launches = tables, device, list[NotedLaunch]()
+
+    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
+        """Notes S X, as muon.Immediate makes it."""
+        self._note((False, False), *ordered(squares, matrices), out, **others)
+
+    def symmetric(
+        self, left: Matrices, out: Matrices, right: Matrices | None = None, **others: Any
+    ) -> None:
+        """Notes symmetric products."""
+        turned = [each.mT for each in left] if right is None else right
+        self._note((True, right is None), left, turned, out, **others)
+
+    def _note(
+        self,
+        symmetry: tuple[bool, bool],
+        left: Matrices,
+        right: Matrices,
+        out: Matrices,
+        add: Matrices | None = None,
+        scale: torch.Tensor | None = None,
+        **numbers: float,
+    ) -> None:
+        own = Numbers(**numbers)
+        found = self._tables.prepared(factors_of(left, right, out, add, scale), symmetry, own)
+        self.launches += [NotedLaunch(*each, own, self._device) for each in found]
+
+
+# --- where everything lies
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A matrix of a parameter."""
+
+    param: int
+    """The parameter's place in the wave."""
+    first: int
+    """Its first number in the parameter."""
+    shape: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        """Its numbers."""
+        return self.shape[0] * self.shape[1]
+
+
+def pieces_of(how: Orthogonal, shapes: Sequence[torch.Size]) -> Iterator[Piece]:
+    """The matrices of parameters, but for empty ones."""
+    for param, shape in enumerate(shapes):
+        first = 0
+        for own in how.pieces(shape):
+            piece = Piece(param, first, own)
+            first += piece.numel
+            if piece.numel:
+                yield piece
+
+
+class Layout:
+    """Where a wave's matrices lie, in bytes from the workspace's beginning."""
+
+    def __init__(self, how: Orthogonal, shapes: Sequence[torch.Size], is_gram: bool) -> None:
+        self.how, self.pieces = how, list(pieces_of(how, shapes))
+        self.used = 0
+        count = len(self.pieces)
+        self.bins = self._take(count * BANKS * ROWS * 2 * 8)
+        self.scales = self._take(len(Scales._fields) * count * 4)
+        size = how.dtype.itemsize
+        self.first = [self._take(shape.numel() * size) for shape in shapes]
+        self.wide = self.first
+        if how.precision == "fp16":  # fp32 directions, which go before what lies over them comes
+            begin = self.used
+            self.wide = [self._take(shape.numel() * 4) for shape in shapes]
+            behind, self.used = self.used, begin
+        self.second = [self._take(shape.numel() * size) for shape in shapes]
+        sizes = [min(piece.shape) * self.stride(piece) * size for piece in self.pieces]
+        self.squares = [[self._take(each) for each in sizes] for _ in range(SQUARES[is_gram])]
+        if self.wide is not self.first:
+            self.used = max(self.used, behind)
+
+    def _take(self, size: int) -> int:
+        begin = self.used
+        self.used += -(-size // UNIT) * UNIT
+        return begin
+
+    @staticmethod
+    def stride(piece: Piece) -> int:
+        """How far the rows of a piece's squares lie apart."""
+        return -(-min(piece.shape) // WIDE) * WIDE
+
+    def room(self, workspace: torch.Tensor) -> Room:
+        """The matrices of a workspace."""
+        return Room(
+            self._matrices(workspace, self.first),
+            self._matrices(workspace, self.second),
+            [self._squares(workspace, own) for own in self.squares],
+        )
+
+    def _matrices(self, workspace: torch.Tensor, firsts: Sequence[int]) -> Matrices:
+        size, found = self.how.dtype.itemsize, []
+        for piece in self.pieces:
+            begin = firsts[piece.param] + piece.first * size
+            own = workspace[begin : begin + piece.numel * size].view(self.how.dtype)
+            found.append(own.view(piece.shape))
+        return found
+
+    def _squares(self, workspace: torch.Tensor, firsts: Sequence[int]) -> Matrices:
+        found = []
+        for piece, begin in zip(self.pieces, firsts, strict=True):
+            short, stride = min(piece.shape), self.stride(piece)
+            own = workspace[begin : begin + short * stride * self.how.dtype.itemsize]
+            found.append(own.view(self.how.dtype).view(short, stride)[:, :short])
+        return found
+
+    def scales_in(self, workspace: torch.Tensor) -> Scales:
+        """The factors of the matrices, in a workspace."""
+        count = len(self.pieces)
+        own = workspace[self.scales : self.scales + len(Scales._fields) * count * 4]
+        return Scales(*own.view(torch.float32).view(-1, count).unbind())
+
+    def bins_in(self, workspace: torch.Tensor) -> torch.Tensor:
+        """The bins of the matrices' norms, in a workspace."""
+        own = workspace[self.bins : self.bins + len(self.pieces) * BANKS * ROWS * 2 * 8]
+        return own.view(torch.int64).view(-1, BANKS, ROWS, 2)
+
+
+# --- the launches
+
+
+class MuonLaunches:
+    """The launches of a batch; arguments as of `muon_plan`."""
+
+    many_calls = False
+
+    def __init__(
+        self,
+        formats: Formats,
+        shapes: Sequence[torch.Size],
+        groups: Sequence[int],
+        places: Sequence[Place],
+        device: torch.device,
+        room: int = ROOM,
+    ) -> None:
+        assert formats.matrix is not None
+        self._device, self._waves = device, list[tuple[list[int], Wave]]()
+        for own, is_gram in _waves(formats.matrix.how, shapes, room):
+            of_matrices: Any = ([each[i] for i in own] for each in (shapes, groups, places))
+            self._waves.append((own, Wave(formats, device, is_gram, *of_matrices)))
+        measured = Formats(formats.grad, formats.weight, NONE, (), ())
+        sizes = [shape.numel() for shape in shapes]
+        self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
+        self._rows = DeviceTable(device)
+
+    def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
+        """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
+        self._measured.look({slot: buffers[slot] for slot in ("grad", "weight")})
+        self._measured.accumulate(bins)
+
+    def step(
+        self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
+    ) -> None:
+        """One step of every parameter."""
+        if not isinstance(scalars, torch.Tensor):
+            scalars = self._rows.update(numpy.array(scalars, dtype=numpy.float32))
+        most = max((wave.layout.used for _, wave in self._waves), default=0)
+        workspace = torch.empty(most, dtype=torch.uint8, device=self._device)
+        left_out = None if controls is None else _left_out(controls)
+        for own, wave in self._waves:
+            theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
+            kept = [works[i].kept for i in own]
+            wave.step(theirs, kept, workspace, scalars, controls, left_out)
+
+
+def _left_out(controls: torch.Tensor) -> torch.Tensor:
+    """Controls that say of a step alone whether it is left out."""
+    own = torch.empty_like(controls)
+    for place in range(COUNT):
+        if place == SKIP:
+            own[:, place] = controls[:, place]
+        else:
+            own[:, place].fill_(NEUTRAL[place])
+    return own
+
+
+def _waves(
+    how: Orthogonal, shapes: Sequence[torch.Size], room: int
+) -> Iterator[tuple[list[int], bool]]:
+    """The places of parameters that are stepped together, and whether in Gram's form."""
+
+    def kind(index: int) -> Any:
+        own = how.pieces(shapes[index])[0]
+        return how.is_gram(own), own[0] > own[1], own
+
+    order = sorted((i for i, shape in enumerate(shapes) if shape.numel()), key=kind)
+    for is_gram, alike in groupby(order, lambda index: bool(kind(index)[0])):
+        own: list[int] = []
+        for index in alike:
+            if own and Layout(how, [shapes[i] for i in [*own, index]], is_gram).used > room:
+                yield own, is_gram
+                own = []
+            own.append(index)
+        yield own, is_gram
+
+
+class Wave:
+    """Steps some parameters of a batch, all in one form."""
+
+    def __init__(
+        self,
+        formats: Formats,
+        device: torch.device,
+        is_gram: bool,
+        shapes: Sequence[torch.Size],
+        groups: Sequence[int],
+        places: Sequence[Place],
+    ) -> None:
+        assert formats.matrix is not None
+        self.how: Orthogonal = formats.matrix.how
+        self.layout, self._is_gram = Layout(self.how, shapes, is_gram), is_gram
+        self._operand: Format = GRADS[self.how.dtype]
+        self._is_scaled = self.layout.wide is not self.layout.first
+        self._wide = FLOAT32 if self._is_scaled else WEIGHTS[self.how.dtype]
+        sizes, own = [shape.numel() for shape in shapes], (groups, device, None, places)
+        inner = inner_formats(formats, self._wide)
+        rule = formats.matrix.rule
+        self._direction = TritonPlan(inner, rule.inner, sizes, *own)
+        updated = replace(apply_formats(formats), grad=self._operand, rounds_grad=False)
+        self._apply = TritonPlan(replace(updated, writes_grad=False), rule.apply, sizes, *own)
+        ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
+        self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
+        if self.how.second_moment:
+            self._rows_table, self._row_rows = DeviceTable(device), self._rows_of(groups)
+            heights = [piece.shape[0] for piece in self.layout.pieces]
+            self._row_chunks = Chunks(heights, ONE_ROW, device)
+        numels = [piece.numel for piece in self.layout.pieces]
+        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
+        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
+        self._rows[int(table_rows.NUMEL)] = numels
+        self._tables, self._products = Tables(), list[NotedLaunch]()
+        self._noted_at, self._result = 0, self.layout.first
+
+    def step(
+        self,
+        buffers: Buffers,
+        kept: Sequence[dict[str, torch.Tensor]],
+        workspace: torch.Tensor,
+        scalars: torch.Tensor,
+        controls: torch.Tensor | None,
+        left_out: torch.Tensor | None,
+    ) -> None:
+        """One step; buffers, kept: of the wave's parameters; left_out: controls of the update."""
+        base = workspace.data_ptr()
+        if not self._products:
+            self._note(workspace)
+        _look(self._direction, buffers, weight=_addresses(base, self.layout.wide))
+        self._direction.step(scalars, controls)
+        self._begin(workspace)
+        for launch in self._products:
+            launch(base - self._noted_at)
+        if self.how.second_moment:
+            self._normalize(kept, workspace, left_out)
+        _look(self._apply, buffers, grad=_addresses(base, self._result))
+        self._apply.step(scalars, left_out)
+
+    def _note(self, workspace: torch.Tensor) -> None:
+        """Notes the products, and where their results will be."""
+        room, scales = self.layout.room(workspace), self.layout.scales_in(workspace)
+        notes = Notes(self._tables, workspace.device)
+        result = iterated(room, scales, self.how, self._is_gram, notes)
+        self._products, self._noted_at = notes.launches, workspace.data_ptr()
+        self._result = self.layout.first if result is room.first else self.layout.second
+
+    def _begin(self, workspace: torch.Tensor) -> None:
+        """Makes the factors of all matrices, by the norms of their directions, and casts these."""
+        bins, scales = self.layout.bins_in(workspace), self.layout.scales_in(workspace).square
+        base, pieces, size = workspace.data_ptr(), self.layout.pieces, self._wide.dtype
+        assert size is not None
+        wide, first = self.layout.wide, self.layout.first
+        grad = [base + wide[each.param] + each.first * size.itemsize for each in pieces]
+        own_size = self.how.dtype.itemsize
+        target = [base + first[each.param] + each.first * own_size for each in pieces]
+        self._rows[int(table_rows.GRAD)], self._rows[int(table_rows.WEIGHT)] = grad, target
+        used = self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]]
+        self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(used) & 15 == 0
+        table = self._table.update(self._rows)
+        NormPlan(GRADS[size]).accumulate(table, self._chunks, bins.zero_())
+        # with second moments the ratio comes behind them
+        ratios = torch.ones_like(self._ratios) if self.how.second_moment else self._ratios
+        arguments = (bins, ratios, scales, len(pieces), self.how.eps)
+        options: dict[str, object] = {"IS_SCALED": self._is_scaled, "num_warps": 1}
+        call(muon_kernel.scales_kernel, len(pieces), arguments, options)
+        if self._is_scaled:
+            self._cast(table, scales)
+
+    def _rows_of(self, groups: Sequence[int]) -> numpy.ndarray:
+        """The table of normuon.py's kernels, but for addresses."""
+        pieces = self.layout.pieces
+        rows = numpy.zeros((normuon.ROW_COUNT, len(pieces)), dtype=numpy.int64)
+        rows[int(normuon.COLUMNS)] = [piece.shape[1] for piece in pieces]
+        rows[int(normuon.HEIGHT)] = heights = [piece.shape[0] for piece in pieces]
+        rows[int(normuon.GROUP)] = [groups[piece.param] for piece in pieces]
+        rows[int(normuon.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
+        return rows
+
+    def _normalize(
+        self,
+        kept: Sequence[dict[str, torch.Tensor]],
+        workspace: torch.Tensor,
+        left_out: torch.Tensor | None,
+    ) -> None:
+        """Makes the rows of all updates alike, by their second moments."""
+        pieces, rows, size = self.layout.pieces, self._row_rows, self.how.dtype.itemsize
+        base, seconds = workspace.data_ptr(), [each[SECOND_MOMENT].data_ptr() for each in kept]
+        rows[int(normuon.UPDATE)] = [
+            base + self._result[piece.param] + piece.first * size for piece in pieces
+        ]
+        rows[int(normuon.SECOND)] = [
+            seconds[piece.param] + piece.first // piece.shape[1] * 4 for piece in pieces
+        ]
+        table, count = self._rows_table.update(rows), len(pieces)
+        squares, roots = workspace.new_empty((2, self._row_chunks.count), dtype=torch.float32)
+        factors, (keeps, rest, eps) = torch.empty_like(self._ratios), numbers_of(self.how.beta2)
+        element, span = ELEMENTS[self.how.dtype], ONE_ROW.span
+        own = {"ELEMENT": element, "SPAN": span, "num_warps": 2}
+        tables = (table, self._row_chunks.table)
+        arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
+        controlled = {**own, "CONTROLLED": left_out is not None}
+        call(normuon.row_squares_kernel, self._row_chunks.count, arguments, controlled)
+        arguments = (table, self._ratios, squares, roots, factors, count, eps)
+        call(normuon.row_factors_kernel, count, arguments, {"num_warps": 2})
+        call(
+            normuon.row_scale_kernel, self._row_chunks.count, (*tables, roots, factors, count), own
+        )
+
+    def _cast(self, table: torch.Tensor, scales: torch.Tensor) -> None:
+        options: dict[str, object] = {
+            "SOURCE": FLOAT32,
+            "TARGET": WEIGHTS[self.how.dtype],
+            "BLOCK": GEOMETRY.block,
+            "ITERATIONS": GEOMETRY.iterations,
+            "SPAN": GEOMETRY.span,
+            "num_warps": GEOMETRY.warps,
+        }
+        arguments = (table, self._chunks.table, scales, len(self.layout.pieces))
+        call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)
+
+
+def _addresses(base: int, firsts: Sequence[int]) -> list[int]:
+    return [base + first for first in firsts]
+
+
+def _look(plan: TritonPlan, buffers: Buffers, **others: list[int]) -> None:
+    """Tells a plan where its tensors lie; others: addresses in the place of the buffers' own."""
+    for slot, row in plan.addresses.items():
+        now = others.get(slot) or list(map(torch.Tensor.data_ptr, buffers[slot]))
+        plan.stale = plan.stale or now != row.tolist()
+        row[:] = now

@@ -1,0 +1,151 @@
+"""The steps of other libraries' Muon, by torch's own operations, one matrix after another.
+
+Contract "torch" is torch.optim.Muon of the torch that is installed, to the bit, as its own function
+steps. Contract "eo" is the Muon of Emerging-Optimizers 0.2.0, as Megatron-Core 0.19 pins it, with
+fp32_matmul_prec="medium".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
+from megaopt.kernels.formats import MASTERS, WEIGHTS
+from megaopt.kernels.matrix.muon import EO, TORCH, Orthogonal
+from megaopt.kernels.norm.reference import accumulate_reference
+from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.step.reference import controlled_grad, skips_of
+
+Numbers = tuple[float, float, float, float]
+"""momentum, nesterov, weight_decay and lr, fp64: the row of rules.muon.PEER_DIRECTION."""
+COUNT = 4
+Peer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Numbers, Orthogonal], None]
+"""Steps a parameter [m, n] and its buffer in place, by a gradient; all three of one dtype."""
+
+
+def step_as_torch(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    buffer: torch.Tensor,
+    numbers: Numbers,
+    how: Orthogonal,
+) -> None:
+    """torch.optim.Muon's step; of one set of coefficients for all steps."""
+    from torch.optim._muon import muon  # of 2.9 and later
+
+    momentum, nesterov, weight_decay, lr = numbers
+    muon(
+        *([param], [grad], [buffer]),
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=bool(nesterov),
+        ns_coefficients=how.coefficients[0],
+        eps=how.eps,
+        ns_steps=how.steps,
+        adjust_lr_fn=how.adjust,  # type: ignore[arg-type]  # __post_init__ knows
+        has_complex=False,
+    )
+
+
+def step_as_eo(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    buffer: torch.Tensor,
+    numbers: Numbers,
+    how: Orthogonal,
+) -> None:
+    """OrthogonalizedOptimizer.step of fp32 parameters, with decoupled weight decay."""
+    momentum, nesterov, weight_decay, lr = numbers
+    if weight_decay:
+        param.add_(param, alpha=-weight_decay * lr)
+    buffer.lerp_(grad, 1 - momentum)
+    direction = grad.lerp(buffer, momentum) if nesterov else buffer
+    update = _orthogonal_as_eo(direction, how)
+    extra = 1.0
+    if how.adjust == "match_rms_adamw":  # its extra_scale_factor, beside "spectral"
+        scale, extra = math.sqrt(max(param.shape)), 0.2
+    else:
+        scale = how.ratio(param.shape)
+    param.add_(update * scale * extra, alpha=-lr)
+
+
+def _orthogonal_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
+    """Its newton_schulz."""
+    is_tall = direction.shape[0] > direction.shape[1]
+    own = direction.mT if is_tall else direction
+    own = torch.nn.functional.normalize(own, p=2, dim=(-2, -1), eps=how.eps)  # type: ignore[arg-type]
+    own = own.bfloat16()
+    for a, b, c in how.coefficients:
+        gram = own @ own.mT
+        poly = torch.addmm(gram, gram, gram, alpha=c, beta=b)
+        own = torch.addmm(own, poly, own, alpha=1.0, beta=a)
+    return own.float().mT if is_tall else own.float()
+
+
+class PeerSteps:
+    """Steps matrices as another library does, in the place of launches; MatrixPlan's `launches`."""
+
+    many_calls = True
+
+    def __init__(self, formats: Formats, groups: Sequence[int]) -> None:
+        assert formats.matrix is not None
+        self._formats, self._groups, self._how = formats, groups, formats.matrix.how
+        self._rule = formats.matrix.rule.inner
+        _check(formats)
+        self._step: Peer = step_as_torch if self._how.contract == TORCH else step_as_eo
+
+    def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
+        """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
+        accumulate_reference(buffers["grad"], bins)
+
+    @torch.no_grad()
+    def step(
+        self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
+    ) -> None:
+        """One step of every parameter; ValueError for numbers on the device."""
+        if isinstance(scalars, torch.Tensor):
+            raise ValueError(
+                f"contract {self._how.contract!r} must have its numbers on the host: without "
+                "capturable=True, and lr as a number"
+            )
+        left_out = skips_of(controls, len(scalars))
+        for index, group in enumerate(self._groups):
+            if not left_out[group]:
+                own = {slot: each[index] for slot, each in buffers.items()}
+                row = None if controls is None else controls[group]
+                self._step_one(own, scalars[group], row)
+
+    def _step_one(self, own: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
+        formats, param = self._formats, own.get("master", own["weight"]).detach()
+        if row is None:
+            grad = formats.grad.decode_reference(own["grad"])
+        else:
+            grad = controlled_grad(own["grad"], row, formats, self._rule)
+        grad = (grad * -1.0 if formats.maximize else grad).to(param.dtype)
+        own_numbers = numbers[: self._rule.row_length][-COUNT:]  # behind those of others in the row
+        self._step(param, grad, own["momentum_buffer"], own_numbers, self._how)
+        if "master" in own:
+            own["weight"].detach().copy_(formats.weight.encode_reference(param))
+
+
+def _check(formats: Formats) -> None:
+    """Raises ValueError for formats that these libraries do not have."""
+    assert formats.matrix is not None
+    contract, (moment,) = formats.matrix.how.contract, formats.moments
+    master = formats.master if formats.master.present else formats.weight
+    if formats.cast or master not in (MASTERS["float32"], *WEIGHTS.values()):
+        raise ValueError(
+            f"contract {contract!r} must have fp32 masters or none, got {formats.master.name}"
+        )
+    if moment.name != master.name:
+        raise ValueError(
+            f"contract {contract!r} must have momentum_buffer_dtype {master.dtype}, that of the "
+            f"parameter, got {moment.name}"
+        )
+    if contract == EO and master.dtype != torch.float32:
+        raise ValueError(f"contract 'eo' must have fp32 parameters or masters, got {master.dtype}")

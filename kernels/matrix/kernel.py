@@ -3,7 +3,8 @@
 The first makes a tile of one matrix's projected gradient, [outer, rank] in these pages; the sum
 goes along the gradient's other dimension, of `terms`. They are cut into slabs of one length. A slab
 is added up by itself, and slabs are added in their order: by one program, or, where programs are
-few, by a launch over a workspace. No bit goes by which.
+few, from a workspace. No bit goes by which. The launch can also take Adam's step of the tile, by
+the step's own functions; of a workspace the program does that whose slab is the last to arrive.
 
 The last makes a tile of one matrix: the product [m, rank] @ [rank, n], rank by rank in one fixed
 order, in fp32; then the step's own load, decode, update, encode and store, in place. The update,
@@ -12,15 +13,15 @@ as large as the matrix, is never in memory.
 
 from __future__ import annotations
 
-from megaopt.kernels.chunks.blocks import pointers_of
+from megaopt.kernels.chunks.blocks import load_block, pointers_of, store_block
 from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry, place_of
-from megaopt.kernels.chunks.codes import loaded_param
+from megaopt.kernels.chunks.codes import loaded_moments, loaded_param
 from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
 from megaopt.kernels.matrix.products import added_product, loaded, taken
 from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
-from megaopt.kernels.step.kernel import draw_row, is_left_out, scalars_of
-from megaopt.kernels.step.update import canonical_values, stored_block
+from megaopt.kernels.step.kernel import controls_of, draw_row, is_left_out, scalars_of
+from megaopt.kernels.step.update import canonical_values, controlled_grad, stored_block, updated
 
 # Where the step's table has moments: addresses of the projection, of the projected gradient, and of
 # Adam's direction in its place.
@@ -109,43 +110,68 @@ def slab_sum(
 
 
 @helper
-def stored(low_ptr, total, ends, length, PRODUCT: tl.constexpr):
-    """Stores a tile, on the left turned; low_ptr: to its first number."""
-    outer, rank = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
-    outer_end, rank_end = ends
-    if PRODUCT.on_left:
-        total = tl.trans(total)
-        mask = (rank[:, None] < rank_end) & (outer[None, :] < outer_end)
-        pointers = low_ptr + rank[:, None] * length + outer[None, :]
-    else:
-        mask = (outer[:, None] < outer_end) & (rank[None, :] < rank_end)
-        pointers = low_ptr + outer[:, None] * PRODUCT.rank + rank[None, :]
-    if PRODUCT.even:
-        tl.store(tl.multiple_of(pointers, (1, 16)), total)
-    else:
-        tl.store(pointers, total, mask=mask)
+def low_places(first, ends, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets of some rows of a tile as they lie in memory, and which of these there are."""
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    mask = (row[:, None] < ends[0]) & (column[None, :] < ends[1])
+    return row[:, None] * stride + column[None, :], mask
 
 
-@jit(do_not_specialize=["matrices", "workspace"])
+@helper
+def added_slabs(ptr, offsets, mask, workspace, SLABS: tl.constexpr):
+    """The sum of slabs, in their order; ptr: to the first one's tile."""
+    total = tl.zeros(offsets.shape, tl.float32)
+    for _ in tl.static_range(SLABS):
+        total = total + load_block(ptr, offsets, mask)
+        ptr += workspace
+    return total
+
+
+@helper
+def step_low(chunk, offsets, mask, total, STEP: tl.constexpr):
+    """Adam's step of some rows of a tile; their direction goes where the chunk has the weight."""
+    FORMATS: tl.constexpr = STEP.formats
+    block, scales = Block(offsets, 0, mask), Scales(1.0, (1.0, 1.0), 1.0, (1.0, 1.0), 1.0)
+    grad = controlled_grad(total, chunk, block, STEP)
+    moments = loaded_moments(chunk, scales.moments, block, FORMATS)
+    values = updated(grad, tl.zeros_like(grad), moments, chunk, offsets, STEP)
+    words = block_words(chunk.draw, chunk.start, 0, offsets, FORMATS.draws, False, 0, False)
+    stored_block(chunk, scales, block, values, 0, words, FORMATS)
+
+
+@jit(do_not_specialize=["matrices", "workspace", "scalar_count"])
 def project_kernel(
     table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
     tiles_ptr,  # *int32 as chunks.table.Chunks, of tiles
+    step_table_ptr,  # *int64 as the step has it, of the projected gradients; as the next, with STEP
+    scalars_ptr,  # *fp32 [groups, scalar_count]
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless controlled
+    arrived_ptr,  # *int32 [tiles]: slabs that are stored, with STEP and APART; zeros before, behind
     matrices,
     workspace,  # numbers of a slab's workspace
+    scalar_count,
     PRODUCT: tl.constexpr,
+    STEP: tl.constexpr,  # chunks.spec.Spec of Adam's step; None: only the sums are stored
     SLAB: tl.constexpr,  # terms
     SLABS: tl.constexpr,
     APART: tl.constexpr,  # a program for each slab
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
     RANKS: tl.constexpr,  # of a tile
+    PIECE: tl.constexpr,  # numbers of a tile that are stepped at a time
     SPAN: tl.constexpr,
 ):
-    """One tile of one matrix's projected gradient, or of one slab of it."""
+    """One tile of one matrix's projected gradient, or of one slab of it; with STEP Adam's step.
+
+    A tile is stepped from memory, as its sums and moments would not fit into registers together.
+    """
     LEFT: tl.constexpr = PRODUCT.on_left
     RANK: tl.constexpr = PRODUCT.rank
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
-    own = Column(table_ptr, matrices, matrix)
+    own, low = Column(table_ptr, matrices, matrix), Column(step_table_ptr, matrices, matrix)
+    if STEP is not None and STEP.controlled:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(low, controls_ptr):
+            return
     rows, columns = shape_of(own, PRODUCT)
     length, terms = (columns, rows) if LEFT else (rows, columns)
     BLOCKS: tl.constexpr = (RANK + RANKS - 1) // RANKS
@@ -167,11 +193,37 @@ def project_kernel(
             PRODUCT, OUTER, INNER, RANKS,
         )  # fmt: skip
         total = found if SLABS == 1 or APART else total + found
-    low_ptr = entry(own, LOW).to(tl.pointer_type(tl.float32))
-    low_ptr += part.to(tl.int64) * workspace if APART else 0
-    low_ptr += rank.to(tl.int64) * (length if LEFT else 1)
-    low_ptr += outer.to(tl.int64) * (1 if LEFT else RANK)
-    stored(low_ptr, total, ends, length, PRODUCT)
+    ROWS: tl.constexpr = RANKS if LEFT else OUTER
+    COLUMNS: tl.constexpr = OUTER if LEFT else RANKS
+    if LEFT:  # as it lies in memory
+        total, ends = tl.trans(total), (RANK - rank, length - outer)
+    stride = length if LEFT else RANK
+    start = rank.to(tl.int64) * (length if LEFT else 1)
+    start += outer.to(tl.int64) * (1 if LEFT else RANK)
+    low_ptr = entry(own, LOW).to(tl.pointer_type(tl.float32)) + start
+    offsets, there = low_places(0, ends, stride, ROWS, COLUMNS)
+    mask = None if PRODUCT.even else there
+    store_block(low_ptr + part.to(tl.int64) * workspace if APART else low_ptr, offsets, total, mask)
+    if STEP is not None:
+        tl.debug_barrier()  # every thread has stored its numbers
+        if APART:
+            arrived_ptr += tl.program_id(0) // SLABS
+            if tl.atomic_add(arrived_ptr, 1) != SLABS - 1:
+                return
+            tl.atomic_xchg(arrived_ptr, 0)
+        scalars = scalars_of(low, scalars_ptr, scalar_count, STEP.rule)
+        controls = controls_of(low, controls_ptr, STEP.controlled)
+        row_ptr = draw_row(low, scalars_ptr, scalar_count, STEP.rule)
+        draw = draw_of(low, row_ptr, STEP.formats.draws)
+        pointers = pointers_of(low, start, STEP.formats)
+        chunk = Chunk(low, start, 0, pointers, scalars, controls, draw)
+        SUMS: tl.constexpr = SLABS if APART else 1
+        AT_ONCE: tl.constexpr = min(ROWS, PIECE // COLUMNS)
+        for first in range(0, ROWS, AT_ONCE):
+            own_offsets, own_there = low_places(first, ends, stride, AT_ONCE, COLUMNS)
+            own_mask = None if PRODUCT.even else own_there
+            own_total = added_slabs(low_ptr, own_offsets, own_mask, workspace, SUMS)
+            step_low(chunk, own_offsets, own_mask, own_total, STEP)
 
 
 @jit(do_not_specialize=["numel"])

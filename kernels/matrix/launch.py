@@ -14,6 +14,7 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
+from megaopt.kernels.chunks.spec import Spec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
@@ -148,7 +149,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
 
 # --- the plan
 
-LAUNCHED = ("hybrid", "grouped")
+LAUNCHED = ("hybrid", "grouped", "fused")
 """Kernels that are Triton's."""
 AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
 """The kernel that "auto" takes on a GPU for each precision.
@@ -166,8 +167,15 @@ FEW = 128
 """With fewer tiles each slab has a program of its own: an H200 has 132 processors."""
 ADDED = 1024
 """Numbers that a program adds from slabs."""
+STEPPED = 2**16 if INTERPRETED else 2048
+"""Numbers of a tile that a fused launch steps at a time: 16 or 8 a thread."""
 UNIT = 128
 """Matrices begin in the workspace at multiples of so many numbers."""
+
+
+def is_fused(moments: Sequence[Format]) -> bool:
+    """Whether the launch that projects can step moments of these formats: tile by tile."""
+    return not any(each.has_scale for each in moments)
 
 
 def why_not_kernel(kernel: str, device: torch.device) -> str | None:
@@ -185,9 +193,9 @@ def galore_plan(
     places: Sequence[Place],
     device: torch.device,
 ) -> MatrixPlan:
-    """The plan of a kernel: "torch", "compiled", "hybrid" or "grouped"; others as launched_plan."""
+    """The plan of a kernel: "torch", "compiled" or one of LAUNCHED; others as launched_plan."""
     if kernel in LAUNCHED:
-        return launched_plan(formats, shapes, groups, device, places, grouped=kernel == "grouped")
+        return launched_plan(formats, shapes, groups, device, places, kernel)
     step = CompiledStep() if kernel == "compiled" else step_tensor
     return MatrixPlan(formats, groups, places, step)
 
@@ -198,18 +206,17 @@ def launched_plan(
     groups: Sequence[int],
     device: torch.device,
     places: Sequence[Place] | None = None,
-    grouped: bool = False,
+    kernel: str = "hybrid",
     tiles: Tiles | None = None,
 ) -> MatrixPlan:
     """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
 
-    grouped: gradients are projected by one launch, not by torch, as always but with "ieee".
-    tiles: for tests.
+    kernel: "hybrid" has torch project gradients, with precision "ieee"; "grouped" a launch; "fused"
+    the same that steps the moments, where `is_fused`. tiles: for tests.
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
-    grouped = grouped or low_rank.precision != IEEE
-    how = How(formats, low_rank, grouped, tiles or tiles_of(low_rank))
+    how = How(formats, low_rank, kernel, tiles or tiles_of(low_rank))
     places = places or in_order(len(shapes))
     launches = GaLoreLaunches(how, device, shapes, groups, places)
     return MatrixPlan(formats, groups, places, launches=launches)
@@ -221,15 +228,26 @@ class How:
 
     formats: Formats
     low_rank: LowRank
-    grouped: bool
-    """The gradients are projected by one launch, not by torch."""
+    kernel: str
+    """One of LAUNCHED."""
     tiles: Tiles
+
+    @property
+    def grouped(self) -> bool:
+        """The gradients are projected by one launch, not by torch."""
+        return self.kernel != "hybrid" or self.low_rank.precision != IEEE
+
+    @property
+    def fused(self) -> bool:
+        """That launch takes Adam's step."""
+        return self.kernel == "fused"
 
     @property
     def direction(self) -> Formats:
         """The formats of Adam's step, which writes the direction rounded for the last product."""
+        own = replace(self.formats, writes_grad=False)  # a projected one, which nobody reads
         is_bf16 = self.low_rank.precision == BF16
-        return inner_formats(self.formats, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
+        return inner_formats(own, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
 
     def low_numel(self, shape: torch.Size) -> int:
         """Numbers of a projected gradient."""
@@ -357,6 +375,8 @@ class Wave:
         if self._apart:
             tiles = [count * self._slabs for count in tiles]
         self._project_tiles = Chunks(tiles, ONE_TILE, device)
+        arrivals = sum(tiles) // self._slabs if self._apart and how.fused else 0
+        self._arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self._back_tiles = Chunks(backs, ONE_TILE, device)
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
@@ -374,14 +394,15 @@ class Wave:
         for slot in self._apply.slots:
             self._rows[self._apply.rows[slot]] = list(map(torch.Tensor.data_ptr, buffers[slot]))
         self._rows[kernel.PROJECTION.value] = list(map(torch.Tensor.data_ptr, projections))
-        self._rows[kernel.LOW.value] = self._addresses(low)
         self._rows[kernel.DIRECTION.value] = self._addresses(direction)
+        scalars = self._direction.on_device(scalars)
+        self._look_low(buffers, low, direction)
         if self.how.grouped:
-            self._project(low)
+            self._project(low, scalars, controls)
         else:
             self._project_by_torch(low, buffers["grad"], projections)
-        scalars = self._direction.on_device(scalars)
-        self._step_low(buffers, low, direction, scalars, controls)
+        if not self.how.fused:
+            self._direction.step(scalars, controls)
         self._back_project(scalars, controls)
 
     def _cast(self, projections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -410,10 +431,18 @@ class Wave:
             found = projected(grad, projection, self.how.low_rank.side)
             low[first : first + found.numel()] = found.view(-1)
 
-    def _project(self, low: torch.Tensor) -> None:
-        how, own = self.how, self._project_tile
+    def _project(
+        self, low: torch.Tensor, scalars: torch.Tensor, controls: torch.Tensor | None
+    ) -> None:
+        """Projects the gradients; fused: and steps the moments."""
+        how, own, plan = self.how, self._project_tile, self._direction
+        step_table, even, step = None, self._even[0], None
+        if how.fused:
+            step_table, step = plan.table(), Spec(plan.formats, plan.rule, controls is not None)
+            even = even and bool(plan.rows[table_rows.ALIGNED.value].all())
         options = {
-            "PRODUCT": self._product(how.formats.grad, self._even[0]),
+            "PRODUCT": self._product(how.formats.grad, even),
+            "STEP": step,
             "SPAN": ONE_TILE.span,
             "SLAB": SLAB,
             "SLABS": self._slabs,
@@ -421,28 +450,23 @@ class Wave:
             "OUTER": own.outer,
             "INNER": own.inner,
             "RANKS": part_of(own.ranks, how.low_rank.rank),
+            "PIECE": STEPPED,
             "num_warps": own.warps,
             "num_stages": own.stages,
         }
         slabs = self._new(torch.float32, self._slabs) if self._apart else low
         self._rows[kernel.LOW.value] = self._addresses(slabs)
-        tables = (self._table.update(self._rows), self._project_tiles.table)
-        arguments = (*tables, len(self.shapes), self._numel)
+        tables = (self._table.update(self._rows), self._project_tiles.table, step_table)
+        numbers = (len(self.shapes), self._numel, scalars.shape[1])
+        arguments = (*tables, scalars, controls, self._arrived, *numbers)
         call(kernel.project_kernel, self._project_tiles.count, arguments, options)
-        if self._apart:
+        if self._apart and not how.fused:
             options = {"SLABS": self._slabs, "BLOCK": ADDED}
             programs = -(-self._numel // ADDED)
             call(kernel.add_slabs_kernel, programs, (slabs, low, self._numel), options)
 
-    def _step_low(
-        self,
-        buffers: Buffers,
-        low: torch.Tensor,
-        direction: torch.Tensor,
-        scalars: torch.Tensor,
-        controls: torch.Tensor | None,
-    ) -> None:
-        """Adam's step of the projected gradients; their direction goes where the weight is."""
+    def _look_low(self, buffers: Buffers, low: torch.Tensor, direction: torch.Tensor) -> None:
+        """Tells Adam's step where things lie; the direction goes where the weight is."""
         plan = self._direction
         moments = [slot for slot in plan.formats.slots if slot not in ("grad", "weight")]
         found: dict[str, Any] = {
@@ -452,7 +476,6 @@ class Wave:
         for slot, row in plan.addresses.items():
             row[:] = found[slot]
         plan.stale = True
-        plan.step(scalars, controls)
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         how, own = self.how, self._back_tile

@@ -96,11 +96,9 @@ FUSED_SHAPES = {RIGHT: [(20, 18), (2, 2080)], LEFT: [(18, 20), (2080, 2)]}
 
 def controls_of(skip=0.0):
     """Controls of one group: a loss scale of 8, a clip coefficient, and whether it is skipped."""
-    row, own = (
-        torch.zeros(1, order.COUNT),
-        {order.GRAD_SCALE: 8.0, order.INVERSE_SCALE: 0.125, order.COEFFICIENT: 0.7},
-    )
-    for place, value in {**own, order.UNSCALED: 1.0, order.SKIP: skip}.items():
+    row, own = torch.zeros(1, order.COUNT), {order.GRAD_SCALE: 8.0, order.INVERSE_SCALE: 0.125}
+    own |= {order.COEFFICIENT: 0.7, order.UNSCALED: 1.0, order.SKIP: skip}
+    for place, value in own.items():
         row[0, place] = value
     return row
 
@@ -191,8 +189,9 @@ def test_numbers_are_rounded_as_the_precision_says(precision, device):
     assert_roundings_agree(precision, device)
 
 
-def test_projections_that_are_cast_ahead_show_in_no_bit(device):
-    assert_roundings_agree("bf16", device, replace(SMALL, cast=True))
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_projections_that_are_rounded_ahead_show_in_no_bit(precision, device):
+    assert_roundings_agree(precision, device, replace(SMALL, ahead=True))
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
@@ -247,10 +246,13 @@ FUSED_MUTANTS = {
     "a counter that stays": ("tl.atomic_xchg(arrived_ptr, 0)", "pass"),
     "one slab alone": ("SLABS if APART else 1\n", "1\n"),
     "no clipping": ("grad = controlled_grad(total, chunk, block, STEP)", "grad = total"),
-    "another tile's random bits": ("chunk.draw, chunk.start, 0, offsets, FORMATS.draws",
-                                   "chunk.draw, 0, 0, offsets, FORMATS.draws"),
+    "another tile's random bits": ("chunk.start, 0, offsets, FORMATS.draws, False, 0, False)\n"
+                                   "    stored_moments",
+                                   "0, 0, offsets, FORMATS.draws, False, 0, False)\n"
+                                   "    stored_moments"),
     "moments of other places": ("pointers_of(low, start,", "pointers_of(low, start * 0,"),
-    "rows of another piece": ("low_places(first,", "low_places(first * 0,"),
+    "rows of another piece": ("low_places(first, ends, stride, AT",
+                              "low_places(first * 0, ends, stride, AT"),
 }  # fmt: skip
 
 

@@ -242,8 +242,8 @@ def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, .
 
 def moved(runs: numpy.ndarray, shift: int) -> numpy.ndarray:
     """The same runs, whose matrices and factors all lie so many bytes further."""
-    found = runs.copy()
-    addresses = found[:, 4::3]
+    found: numpy.ndarray = runs.copy()
+    addresses: Any = found[:, 4::3]
     addresses[addresses != 0] += shift
     return found
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from megaopt.kernels.calling import call
+from megaopt.kernels.calling import Again
 from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.optional_triton import set_allocator, tl
 from megaopt.kernels.products import kernel
@@ -242,8 +242,8 @@ def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, .
 
 def moved(runs: numpy.ndarray, shift: int) -> numpy.ndarray:
     """The same runs, whose matrices and factors all lie so many bytes further."""
-    found = runs.copy()
-    addresses = found[:, 4::3]
+    found: numpy.ndarray = runs.copy()
+    addresses: Any = found[:, 4::3]
     addresses[addresses != 0] += shift
     return found
 
@@ -260,8 +260,7 @@ class _Launch:
         self._count = tiles.shape[1]
         self._tiles, self._table = DeviceTable(device), DeviceTable(device)
         self._tiles.update(tiles)
-        self._programs = min(self._count, tile.programs * _processors(device))
-        self._options: dict[str, object] = {
+        options: dict[str, object] = {
             "KIND": kind,
             "ROWS": tile.rows,
             "COLUMNS": tile.columns,
@@ -270,19 +269,24 @@ class _Launch:
             "num_warps": tile.warps,
             "num_stages": _stages(tile, kind) if kind.described else tile.stages,
         }
+        programs = min(self._count, tile.programs * _processors(device))
+        self._again = Again(kernel.products_kernel, programs, options)
 
-    def __call__(
-        self, runs: numpy.ndarray, numbers: Numbers, table: DeviceTable | None = None
-    ) -> None:
-        """runs: as runs_of gives it; table: where they are kept on the device, if not here."""
-        if not self._count:
-            return
+    def __call__(self, runs: numpy.ndarray, numbers: Numbers) -> None:
+        """runs: as runs_of gives it."""
+        self.begin(self._table.update(self.rows(runs)), numbers)
+
+    def rows(self, runs: numpy.ndarray) -> numpy.ndarray:
+        """int64 [ROW_COUNT, runs], the kernel's table."""
         tiles = (self._firsts[:-1], self._firsts[1:])
-        rows = numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
-        tables = ((table or self._table).update(rows), self._tiles.kept())
-        set_allocator(_scratch)  # for descriptors
-        arguments = (*tables, len(runs), self._count, *map(float, numbers))
-        call(kernel.products_kernel, self._programs, arguments, self._options)
+        return numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
+
+    def begin(self, table: torch.Tensor, numbers: Numbers) -> None:
+        """Launches the kernel; table: `rows` on the device."""
+        if self._count:
+            set_allocator(_scratch)  # for descriptors
+            own = (table, self._tiles.kept(), table.shape[1], self._count)
+            self._again((*own, *map(float, numbers)))
 
 
 def _has_room(device: torch.device) -> bool:

@@ -120,11 +120,27 @@ def galore(param, moments, grad, group, kind):
     return subtract(param, multiply(F32(lr * group["weight_decay"]), param)), ()
 
 
+def muon(param, moments, grad, group, kind):
+    """The momentum's direction, and what an update leaves of a weight."""
+    if kind == "apply":
+        lr = F32(group["lr"])
+        kept = F32(1.0 - float(lr) * group["weight_decay"])
+        return subtract(multiply(kept, param), multiply(lr, grad)), ()
+    momentum = group["momentum"]
+    mixed = momentum if group["nesterov"] else 1.0
+    rest = multiply(F32(1.0 - momentum), grad)
+    buffer = add(multiply(F32(momentum), moments[0]), rest)
+    beside = multiply(F32(1.0 - mixed), grad)
+    return add(multiply(F32(mixed), buffer), beside), (buffer,)
+
+
 def update(rule, param, moments, grad, group):
     """The new param and moments by a rule's name."""
     name, _, kind = rule.partition("_")
     if name == "galore":
         param, moments = galore(param, moments, grad, group, kind)
+    elif name == "muon":
+        param, moments = muon(param, moments, grad, group, kind)
     elif name in ("adam", "adamw"):
         param, moments = adam_family(param, moments, grad, group, name == "adamw")
     elif name == "lion":

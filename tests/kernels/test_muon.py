@@ -1,0 +1,234 @@
+"""Muon's rule for one matrix: the twin beside an oracle, errors against fp64, what is refused."""
+
+import math
+
+import ml_dtypes
+import muon_oracle
+import numpy as np
+import pytest
+import torch
+from bits import assert_same_bits
+from muon_cases import FORMS, SIMPLE, how_of
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from megaopt.kernels.matrix.muon import (
+    COEFFICIENTS,
+    MUON,
+    Orthogonal,
+    coefficients_of,
+    orthogonal,
+)
+from megaopt.kernels.matrix.normuon import normalized
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import Work
+
+SHAPES = [(5, 20), (20, 5), (7, 7), (1, 17), (17, 1)]
+
+
+def random(shape, seed=0, scale=1e-3):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def updated(matrix, how, kept=None):
+    """What the rule makes of a direction."""
+    return MUON.after.run(matrix, Work(how, Place(0), kept or {}))
+
+
+# --- bits
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_twin_is_the_oracle(form, shape):
+    method, precision = form.split()
+    for seed, (steps, name) in enumerate(
+        [(1, "simple"), (2, "cubic"), (5, "quintic"), (8, "cans")]
+    ):
+        polynomials = [(3.0, -3.0, 0.0)] * 2 if name == "cubic" else name
+        coefficients = coefficients_of(polynomials, steps)
+        how = how_of(form, coefficients=coefficients, adjust=1.5, eps=1e-3 if seed == 2 else 1e-7)
+        direction = random(shape, seed, 10.0 ** (4 * seed - 7))
+        own = (method, precision, coefficients, how.eps, 1.5, how.restarts)
+        expected = muon_oracle.orthogonal(direction.numpy(), *own).astype(np.float32)
+        found = orthogonal(direction, how).float()
+        assert_same_bits(found, torch.from_numpy(np.ascontiguousarray(expected)), f"{name}")
+
+
+def test_second_moments_are_the_oracles():
+    for dtype, numbers in ((torch.bfloat16, ml_dtypes.bfloat16), (torch.float16, np.float16)):
+        for shape in ((3, 600), (600, 3), (1, 1)):
+            update, v = random(shape, 1, 0.1).to(dtype), random(shape[:1], 2).abs()
+            own = update.float().numpy().astype(numbers)
+            expected, after = muon_oracle.normuon(own, v.numpy(), 0.9, 0.2)
+            found = normalized(update, v, 0.9, 0.2)
+            wanted = torch.from_numpy(expected.astype(np.float32)).to(dtype)
+            assert_same_bits(found, wanted, f"{dtype} {shape}")
+            assert_same_bits(v, torch.from_numpy(after), f"{dtype} {shape}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tall_matrix_is_the_wide_one_turned(form):
+    how = how_of(form, adjust=1.0)
+    matrix = random((24, 70))
+    assert_same_bits(updated(matrix.mT.contiguous(), how), updated(matrix, how).mT)
+
+
+@pytest.mark.parametrize("second_moment", [None, "normuon"])
+def test_pieces_are_matrices_alone(second_moment):
+    """Batches of three dimensions, convolutions of four, rows split in each."""
+    how = how_of(split_sizes=(4, 9), second_moment=second_moment, adjust="match_rms_adamw")
+    alone = how_of(second_moment=second_moment, adjust="match_rms_adamw")
+    for shape, count in (((13, 22), 1), ((3, 13, 22), 3), ((13, 2, 11, 1), 1)):
+        matrix, kept = random(shape), torch.rand(13 * count)
+        before = kept.clone()
+        found = updated(matrix, how, {"variance_neuron": kept})
+        assert found.shape == shape
+        rows = 0
+        for piece, own in zip(
+            matrix.view(-1, 22).split([4, 9] * count),
+            found.view(-1, 22).split([4, 9] * count),
+            strict=True,
+        ):
+            moment = before[rows : rows + len(piece)].clone()
+            rows += len(piece)
+            assert_same_bits(own, updated(piece, alone, {"variance_neuron": moment}))
+            if second_moment:
+                assert_same_bits(kept[rows - len(piece) : rows], moment)
+
+
+def test_a_ratio_is_in_the_last_product_alone():
+    """A power of two changes exponents alone."""
+    for form in FORMS:
+        one, other = (updated(random((12, 20)), how_of(form, adjust=r)) for r in (1.0, 4.0))
+        assert_same_bits(one * 4, other)
+    for name, ratio in (("original", math.sqrt(1.25)), ("spectral", math.sqrt(20))):
+        matrix = random((20, 16))
+        assert_same_bits(
+            updated(matrix, how_of(adjust=name)), updated(matrix, how_of(adjust=ratio))
+        )
+
+
+# --- numbers
+
+
+def in_fp64(matrix, coefficients):
+    own = matrix.double()
+    own = own.mT if len(own) > own.shape[1] else own
+    own = own / own.norm()
+    for a, b, c in coefficients:
+        gram = own @ own.mT
+        own = a * own + (b * gram + c * gram @ gram) @ own
+    return own.mT if len(matrix) > matrix.shape[1] else own
+
+
+def decaying(shape, decades):
+    """A matrix whose singular values span so many decades."""
+    left, _, right = torch.linalg.svd(random(shape), full_matrices=False)
+    return left @ torch.diag(10.0 ** torch.linspace(0, -decades, min(shape))) @ right
+
+
+PARTS = {"standard bf16": 1.0, "standard fp16": 1 / 6, "gram fp16": 1.0}
+"""fp16 rounds to three bits more than bf16, an eighth of the error; torch rounds the norm, too."""
+
+
+@pytest.mark.parametrize("decades", [None, 4])
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (40, 160), (72, 72)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_errors_against_fp64(form, shape, decades):
+    """By norm, at most those of torch.optim.Muon's own iteration, or a part of these."""
+    matrix = random(shape) if decades is None else decaying(shape, decades)
+    wanted = in_fp64(matrix, SIMPLE)
+    torchs = _zeropower_via_newtonschulz(matrix, SIMPLE[0], 5, 1e-7).double() - wanted
+    found = updated(matrix, how_of(form, adjust=1.0)).double() - wanted
+    # a few roundings more or less in one of two random errors of some 10,000 numbers
+    assert found.norm() <= 1.1 * PARTS[form] * torchs.norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_edges(form):
+    """Zeros, and what is beside: a number, a row, a column, one direction, eps."""
+    how = how_of(form, adjust=1.0)
+    assert not updated(torch.zeros(9, 20), how).any()
+    (scale,) = in_fp64(torch.ones(1, 1), SIMPLE).view(-1).tolist()
+    for shape in ((1, 1), (1, 30), (30, 1)):
+        matrix = random(shape)
+        own = updated(matrix, how)
+        wanted = matrix / matrix.norm() * scale
+        # five steps of a few roundings of 2**-9 each, of which the last count most
+        assert (own - wanted).norm() <= 0.05 * wanted.norm()
+    one = torch.outer(random((12,), 1), random((20,), 2))
+    largest = torch.linalg.svdvals(updated(one, how).double())[0]
+    assert abs(largest - scale) <= 0.05
+    small = random((6, 10), scale=1e-12)
+    assert updated(small, how).norm() <= 1.1 * 3.4445**5 * small.norm() / how.eps
+
+
+def test_no_number_of_fp16_overflows_and_few_are_lost():
+    for scale in (1e-6, 1.0, 1e30):
+        for form in ("standard fp16", "gram fp16"):
+            matrix = random((20, 40), scale=scale)
+            own = updated(matrix, how_of(form, adjust=1.0)).double()
+            wanted = in_fp64(matrix, SIMPLE)
+            assert (own - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nan_and_infinities(form):
+    for value in (math.nan, math.inf):
+        matrix = random((6, 10))
+        matrix[2, 3] = value
+        assert updated(matrix, how_of(form)).isnan().any()
+
+
+# --- what is chosen, and what is refused
+
+
+def test_auto_goes_by_shape_and_precision():
+    cases = {(256, 4096): False, (257, 4096): True, (4096, 1024): True, (1000, 1499): False}
+    for shape, is_gram in cases.items():
+        assert Orthogonal(SIMPLE, precision="fp16").is_gram(shape) == is_gram
+        assert not Orthogonal(SIMPLE).is_gram(shape)
+
+
+def test_coefficients():
+    assert coefficients_of((1, 2, 3), 2) == ((1.0, 2.0, 3.0),) * 2
+    assert coefficients_of([(1, 2, 3), (4, 5, 6), (7, 8, 9)], 2) == ((1, 2, 3), (4, 5, 6))
+    for name in ("polar_express", "cans", "deepseekv4"):
+        own = COEFFICIENTS[name]
+        assert coefficients_of(name, len(own) + 2) == (*own, own[-1], own[-1])
+    assert coefficients_of("quintic", 7) == (*COEFFICIENTS["quintic"], *COEFFICIENTS["quintic"][:2])
+
+
+REFUSED = {
+    "ns_steps must be a whole number from 1 to 99, got 100": lambda: coefficients_of("simple", 100),
+    "ns_steps must be 5 with ns_coefficients='cubic5', got 4": lambda: coefficients_of("cubic5", 4),
+    "ns_coefficients must be numbers or one of .*, got 'aol'": lambda: coefficients_of("aol", 5),
+    "ns_coefficients must have a triple for each of 3 steps, got 1": (
+        lambda: coefficients_of([(1, 2, 3)], 3)
+    ),
+    "ns_coefficients must be triples of numbers": lambda: coefficients_of([(1, 2)], 1),
+    "method='gram' must have precision='fp16'": lambda: how_of(method="gram"),
+    "eps must be from 1e-30 to 1, got 0": lambda: how_of(eps=0),
+    "adjust_lr_fn must be one of None, 'original'": lambda: how_of(adjust="muon"),
+    "adjust_lr_fn must be a name or a number >= 0, got -1": lambda: how_of(adjust=-1),
+    "adjust_lr_fn must be from .* with precision='fp16'": (
+        lambda: how_of("standard fp16", adjust=1e-3)
+    ),
+    "split_sizes must add up to 9 rows, got": lambda: how_of(split_sizes=(4, 4)).pieces((9, 3)),
+    r"must have two dimensions or more, got \[9\]": lambda: how_of().pieces((9,)),
+    "precision must be one that contract 'torch' has": (
+        lambda: how_of("standard fp16", contract="torch")
+    ),
+    "adjust_lr_fn must be one that contract 'torch' has": (
+        lambda: how_of(adjust="spectral", contract="torch")
+    ),
+    "contract 'eo' must have whole matrices on each rank": (
+        lambda: updated(random((4, 4)), how_of(contract="eo"))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()

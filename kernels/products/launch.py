@@ -16,6 +16,7 @@ from megaopt.kernels.optional_triton import set_allocator, tl
 from megaopt.kernels.products import kernel
 from megaopt.kernels.products.epilogue import OUTS, Factors, Numbers, product_with_epilogue
 from megaopt.kernels.products.reference import OPERANDS
+from megaopt.kernels.subnormals import check_subnormals
 
 # --- how large the tiles are: it shows in no bit
 
@@ -389,8 +390,10 @@ def products(
         tile: for tests.
 
     Raises:
-        ValueError: lists are not of one length, matrices not of such shapes, dtypes or strides, or
-            tables None within a capture.
+        ValueError: lists are not of one length, matrices not of such shapes, dtypes or strides,
+            out_dtype is given beside out, out is an inference tensor outside of inference mode, or
+            tables is None within a capture.
+        RuntimeError: this thread of a CPU makes zeros of subnormal numbers.
     """
     found = factors_of(left, right, out, add, scale, out_dtype)
     numbers = Numbers(alpha, beta, diagonal)
@@ -437,6 +440,8 @@ def factors_of(
     out_dtype: torch.dtype | None = None,
 ) -> list[Factors]:
     """The factors of each product, as `products` takes them; raises its ValueErrors."""
+    if out is not None and out_dtype is not None:
+        raise ValueError(f"out_dtype must be None beside out, got {out_dtype}")
     if out is None:
         dtype = out_dtype or (left[0].dtype if left else None)
         pairs = zip(left, right, strict=False)  # lengths are looked at below
@@ -477,6 +482,9 @@ def _multiply(
     if not found:
         return results
     device, (is_mirrored, is_squared) = found[0].out.device, symmetry
+    if device.type != "cuda":
+        check_subnormals()
+    torch.autograd.graph.increment_version(results)
     if not (device.type == "cuda" if launches is None else launches):
         for product in found:
             product_with_epilogue(product, numbers, is_mirrored and not is_squared)
@@ -501,9 +509,12 @@ def _check(index: int, product: Factors, first: Factors) -> None:
         if matrix is None or like is None:
             continue
         _check_dtype(f"{name}[{index}]", matrix, like.dtype, OUTS)
-        if matrix.shape != (m, n) or matrix.stride(1) != 1:
+        overlaps = name == "out" and m > 1 and matrix.stride(0) < n
+        if matrix.shape != (m, n) or matrix.stride(1) != 1 or overlaps:
             own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
             raise ValueError(f"{name}[{index}] must be {[m, n]} with rows without gaps, got {own}")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"out[{index}] must be no inference tensor outside of inference mode")
     names = ("left", "right", "add", "out", "scale")
     for name, matrix in zip(names, product, strict=True):
         if matrix is not None and matrix.device != first.left.device:

@@ -361,6 +361,8 @@ class GaLoreAdamW(FusedOptimizer):
             except BaseException:
                 batch.take_back()
                 raise
+            for work in batch.plan.works:
+                work.settle()
             batch.abandon()
 
     def _counts(self) -> list[int]:

@@ -10,9 +10,10 @@ own directions beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import cache, lru_cache, reduce
 from typing import Any
 
 import torch
@@ -125,12 +126,43 @@ def renew(
     """
     look_up(works)
     missing = [index for index, work in enumerate(works) if not work.is_made]
-    able = _able(works, grad, missing, skip)
+    able, chosen = _able(works, grad, missing, skip), []
     for index, (work, group) in enumerate(zip(works, groups, strict=True)):
         count = None if counts is None else counts[index]
         is_due = count is not None and _is_due(work, group["update_proj_gap"], count)
-        if index in able or (work.is_made and is_due):
+        if index in able:
             _make(work, grad(index), group["seed"])
+        elif work.is_made and is_due:
+            chosen.append(index)
+    with _aside([works[index] for index in chosen]):
+        for index in chosen:
+            _make(works[index], grad(index), groups[index]["seed"])
+
+
+@contextmanager
+def _aside(works: Sequence[Work]) -> Iterator[None]:
+    """Makes projections on a stream of their own, while matrices are stepped that keep theirs.
+
+    Many small launches, of Cholesky's factors above all, leave a GPU idle by themselves. Not of
+    matrices that ranks share: theirs communicate in one order with everything else.
+    """
+    alone = all(work.parts is ALONE for work in works)
+    if not works or not alone or not works[0].kept[PROJECTION].is_cuda:
+        yield
+        return
+    stream = _own_stream(works[0].kept[PROJECTION].device)
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        for work in works:
+            work.done = stream.record_event()
+
+
+@cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def look_up(works: Sequence[Work]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy
@@ -141,7 +142,8 @@ def tiles_of(low_rank: LowRank) -> Tiles:
         project = ProjectTile(64, 64, 128, 4, 4)
         back = BACK_BF16 if low_rank.rank <= BACK_BF16.inner else HIGH_BACK_BF16
     else:
-        project = ProjectTile(128, 32, 128, 4, 4)
+        # two sums of 128 rows and more than 32 ranks spill
+        project = ProjectTile(128 if low_rank.rank <= 32 else 64, 32, 128, 4, 4)
         back = BACK_TF32 if low_rank.rank <= BACK_TF32.inner else HIGH_BACK_TF32
     return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, low_rank.precision != IEEE)
 
@@ -330,7 +332,11 @@ class GaLoreLaunches:
         self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
     ) -> None:
         """One step of every matrix, by its projection."""
-        for own, wave in self._waves:
+        # last those whose projections are on their way
+        waits = [any(works[i].done is not None for i in own) for own, _ in self._waves]
+        for _, (own, wave) in sorted(zip(waits, self._waves, strict=True), key=itemgetter(0)):
+            for i in own:
+                works[i].settle()
             kept = [works[i].kept[PROJECTION].contiguous() for i in own]
             theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
             wave.step(theirs, kept, scalars, controls)

@@ -76,6 +76,7 @@ class Matrices:
             for name in kept.keys() - had:
                 state.pop(name, None)
         for work in self.plan.works:
+            work.settle()
             work.is_made = None
 
     def why_not_captured(self) -> str | None:

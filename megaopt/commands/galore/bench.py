@@ -52,7 +52,7 @@ from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.matrix.galore import RIGHT
-from megaopt.kernels.matrix.products import BF16, PRECISIONS, TF32, product
+from megaopt.kernels.matrix.products import BF16, IEEE, PRECISIONS, TF32, product
 from megaopt.options.checks import refuse
 from megaopt.saving.files import write_json
 
@@ -131,7 +131,7 @@ def select(
     Args:
         given: the values of each option by its name; N: of (rows, columns).
         device: where they are to run.
-        matched: only bf16 products of bf16 weights, and others of float32 ones.
+        matched: as `main` has it.
 
     Raises:
         ValueError: there are none, or `check_setup` refuses one of them on the device.
@@ -145,9 +145,12 @@ def select(
     ]
     for setup in setups:
         check_case(setup, device)
-    is_matched = [(each.precision == BF16) == (each.weights == "bfloat16") for each in setups]
-    pairs = zip(setups, is_matched, strict=True)
-    return [each for each, fits in pairs if is_there(each) and (fits or not matched)]
+    return [each for each in setups if is_there(each) and (not matched or _is_matched(each))]
+
+
+def _is_matched(setup: Setup) -> bool:
+    own_dtype = (setup.precision == BF16) == (setup.weights == "bfloat16")
+    return own_dtype and (setup.kernel != "hybrid" or setup.precision == IEEE)
 
 
 def check_case(setup: Setup, device: torch.device) -> None:
@@ -201,11 +204,12 @@ def main(
         moments: Dtypes of Adam's moments, float32, bfloat16.
         precisions: Of the two products: ieee, tf32, bf16.
         matrices: How many of a shape are stepped together.
-        matched: Only bf16 products of bfloat16 weights, and the others of float32 ones.
+        matched: Only bf16 products of bfloat16 weights, the others of float32 ones, and hybrid only
+            with ieee, elsewhere the same as grouped.
         allow_tf32: As precisions tf32 alone.
         repetitions: Steps behind a time, at most.
-        seconds: After so many no case of compiled is begun, which compiles for up to a minute; 0:
-            no limit. Those that are left have no speed.
+        seconds: After so many no case is begun, and those that are left have no speed; 0: no limit.
+            compiled comes last, which takes up to a minute to compile.
         out: Folder for the record and the picture.
 
     Returns:
@@ -245,12 +249,12 @@ def _measure_all(
     most: int,
     seconds: float,
 ) -> list[Result]:
-    """Results in the order of the cases; those of COMPILED are measured last, small ranks first."""
+    """Results in the order of the cases; those of COMPILED are measured last."""
     copy, found, start = Copy(device), {}, time.monotonic()
     speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
     for setup in sorted(setups, key=lambda each: each.kernel == COMPILED):
         console.print(f"{_name(setup)}: {setup.kernel}", markup=False, highlight=False)
-        if setup.kernel == COMPILED and time.monotonic() - start > seconds:
+        if time.monotonic() - start > seconds:
             result = Result(setup, None, f"not begun within {seconds} seconds")
         else:
             result = run(setup, device, copy, most)

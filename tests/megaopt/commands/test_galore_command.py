@@ -52,9 +52,9 @@ def test_precisions_are_within_their_bounds(kernel, precision, error, device):
 
 
 def test_a_precision_that_is_not_kept_is_noticed(device, monkeypatch):
-    """The kernel rounds to bf16, where tf32 was asked for."""
+    """The kernel rounds to bf16, where fp32 was asked for."""
     monkeypatch.setattr(launch.Wave, "_product", lower(launch.Wave._product))
-    wrong = beyond(setup_of("grouped", precision="tf32"), device)
+    wrong = beyond(setup_of("grouped"), device)
     assert wrong == ["exp_avg", "exp_avg_sq", "update"]
 
 

@@ -71,6 +71,8 @@ class BackTile:
     """Tiles of a program, one beside another."""
     registers: int | None = None
     """The most that a thread may have; None: as many as the compiler takes."""
+    staged: int | None = None
+    """Tiles of a strip whose master or weight is on its way through shared memory; None: none."""
     ahead: bool = False
     """A tile's master or weight is loaded while the tile before it is computed."""
 
@@ -125,7 +127,7 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 # of 4096 x 11008, back: 64 x 64 x 32 with 4 warps and 2 stages 0.327, with 8 and 3 0.374.
 
 BACK_BF16 = BackTile(64, 64, 128, 4, 2, 4, 128)
-BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128, True)
+BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128, ahead=True)
 # Of ranks that are more than such a tile takes at a time, so that a strip does not share its rows.
 HIGH_BACK_BF16 = BackTile(128, 64, 128, 8, 2)
 HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
@@ -522,6 +524,7 @@ class Wave:
             "ROWS": own.rows,
             "COLUMNS": own.columns,
             "STRIP": own.strip,
+            "STAGED": own.staged,
             "AHEAD": own.ahead and product.even,
             "INNER": part_of(own.inner, how.low_rank.rank),
             "num_warps": own.warps,

@@ -361,8 +361,7 @@ class GaLoreAdamW(FusedOptimizer):
             except BaseException:
                 batch.take_back()
                 raise
-            for work in batch.plan.works:
-                work.settle()
+            batch.matrices.settle()
             batch.abandon()
 
     def _counts(self) -> list[int]:

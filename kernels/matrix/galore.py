@@ -162,7 +162,7 @@ def _aside(works: Sequence[Work]) -> Iterator[None]:
 
 @cache
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def look_up(works: Sequence[Work]) -> None:

@@ -398,8 +398,8 @@ class Wave:
         self._arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self._back_tiles = Chunks(backs, ONE_TILE, device)
         kept = [how.low_rank.projection_shape(shape) for shape in shapes]
-        own = [-(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in kept]
-        self._round_tiles = Chunks(own, ONE_TILE, device)
+        rounds = [-(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in kept]
+        self._round_tiles = Chunks(rounds, ONE_TILE, device)
         self._copies = [-(-torch.Size(each).numel() // UNIT) * UNIT for each in kept]
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
@@ -473,7 +473,7 @@ class Wave:
         if how.fused:
             step_table, step = plan.table(), Spec(plan.formats, plan.rule, controls is not None)
             even = even and bool(plan.rows[table_rows.ALIGNED.value].all())
-        options = {
+        options: dict[str, object] = {
             "PRODUCT": replace(self._product(how.formats.grad, even), turned=how.turns),
             "STEP": step,
             "SPAN": ONE_TILE.span,

@@ -319,8 +319,8 @@ def _checked(setup: Setup) -> Setup:
         rows = min(rows, MOST_CHECKED)
     elif setup.rank < MOST_CHECKED // 2:
         columns = min(columns, MOST_CHECKED)
-    own = {"rows": rows, "columns": columns, "proj_type": side}
-    return replace(setup, **own, grad=None, moments="float32")
+    own = replace(setup, rows=rows, columns=columns, proj_type=side)
+    return replace(own, grad=None, moments="float32")
 
 
 def _instance(setup: Setup, device: torch.device) -> Instance:

@@ -65,13 +65,13 @@ def reference(
         weight.copy_(param)
 
 
-class Compiled(torch.optim.Optimizer):
+class Compiled:
     """`reference` of each matrix, as the pull request compiles it: fullgraph, max-autotune."""
 
     def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
         """Makes states and projections, random ones: no step makes one."""
-        super().__init__(list(params), {})
         self._setup = setup
+        self.state: dict[Parameter, dict[str, Any]] = {param: {} for param in params}
         self._step = torch.compile(reference, fullgraph=True, mode="max-autotune", dynamic=False)
         dtype = torch.bfloat16 if setup.precision == BF16 else torch.float32
         for param in params:
@@ -83,11 +83,11 @@ class Compiled(torch.optim.Optimizer):
             own["master_param"] = None if is_plain else param.detach().float()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:
         """One step of every matrix."""
         with _tf32(self._setup.precision == TF32):
-            for param in self.param_groups[0]["params"]:
-                own, weight = self.state[param], param.detach()
+            for param, own in self.state.items():
+                weight = param.detach()
                 projection, master = own["projection"], own["master_param"]
                 grad = getattr(param, self._setup.grad_name).to(projection.dtype)
                 tensors = (grad, projection, own["exp_avg"], own["exp_avg_sq"])
@@ -100,8 +100,8 @@ class GaLoreTorch:
 
     def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
         """Makes galore_torch's optimizer, and its projections, which would take an SVD each."""
-        own = {"rank": setup.rank, "update_proj_gap": 2**30, "scale": 1.0}
-        own |= {"proj_type": setup.proj_type}
+        own: dict[str, Any] = {"rank": setup.rank, "update_proj_gap": 2**30, "scale": 1.0}
+        own["proj_type"] = setup.proj_type
         module = _adamw()
         group = {"params": list(params), **own}
         self._own = module.AdamW([group], **SHARED, no_deprecation_warning=True)

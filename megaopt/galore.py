@@ -361,7 +361,6 @@ class GaLoreAdamW(FusedOptimizer):
             except BaseException:
                 batch.take_back()
                 raise
-            batch.matrices.settle()
             batch.abandon()
 
     def _counts(self) -> list[int]:

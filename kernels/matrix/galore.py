@@ -10,10 +10,9 @@ own directions beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -126,43 +125,12 @@ def renew(
     """
     look_up(works)
     missing = [index for index, work in enumerate(works) if not work.is_made]
-    able, chosen = _able(works, grad, missing, skip), []
+    able = _able(works, grad, missing, skip)
     for index, (work, group) in enumerate(zip(works, groups, strict=True)):
         count = None if counts is None else counts[index]
         is_due = count is not None and _is_due(work, group["update_proj_gap"], count)
-        if index in able:
+        if index in able or (work.is_made and is_due):
             _make(work, grad(index), group["seed"])
-        elif work.is_made and is_due:
-            chosen.append(index)
-    with _aside([works[index] for index in chosen]):
-        for index in chosen:
-            _make(works[index], grad(index), groups[index]["seed"])
-
-
-@contextmanager
-def _aside(works: Sequence[Work]) -> Iterator[None]:
-    """Makes projections on a stream of their own, while matrices are stepped that keep theirs.
-
-    Many small launches, of Cholesky's factors above all, leave a GPU idle by themselves. Not of
-    matrices that ranks share: theirs communicate in one order with everything else.
-    """
-    alone = all(work.parts is ALONE for work in works)
-    if not works or not alone or not works[0].kept[PROJECTION].is_cuda:
-        yield
-        return
-    stream = _own_stream(works[0].kept[PROJECTION].device)
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        for work in works:
-            work.done = stream.record_event()
-
-
-@cache
-def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def look_up(works: Sequence[Work]) -> None:
@@ -198,9 +166,9 @@ def _is_due(work: Work, gap: int, count: int) -> bool:
 
 def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
     how, own, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
-    known = own if work.is_made else None
-    projection = refreshed(grad, how, known, how.refresh == "svd", seed, work.parts)
-    captured = captured_energy(grad, how, projection, work.parts)
+    known, whole = own if work.is_made else None, square(grad)
+    projection = refreshed(grad, how, known, how.refresh == "svd", seed, work.parts, whole)
+    captured = captured_energy(grad, how, projection, work.parts, whole)
     own.copy_(projection)
     # a gradient that says nothing leaves it as it is, as it does the projection
     energy.copy_(torch.where(captured > 0, captured, energy))
@@ -240,15 +208,19 @@ def refreshed(
     by_svd: bool,
     seed: int,
     parts: Parts = ALONE,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A new projection of a gradient [m, n]; fp32 or fp64, as the gradient is."""
+    """A new projection of a gradient [m, n]; fp32 or fp64, as the gradient is.
+
+    whole: this part's square of the gradient, where it is known.
+    """
     passes = PASSES
     if known is None:
         passes = FIRST_PASSES
         known = sketched(low_rank, grad.shape, seed, grad.device).to(grad.dtype)
     if by_svd:
         return singular(grad, low_rank, known)
-    return iterated(grad, low_rank, known, passes, parts)
+    return iterated(grad, low_rank, known, passes, parts, whole)
 
 
 def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
@@ -291,6 +263,7 @@ def iterated(
     known: torch.Tensor,
     passes: int = PASSES,
     parts: Parts = ALONE,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
 
@@ -298,16 +271,19 @@ def iterated(
     and makes that orthonormal: an iteration of G^T G + shift. The shift is what rounding alone may
     be, and what a gradient has less of than that stays as it was. The columns go on with their
     signs, as the moments do. parts: of the gradient's rows, on the right; of its columns, on the
-    left.
+    left. whole: as `refreshed` has it.
     """
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known.mT) if right else (grad.mT, known)
     amax = parts.largest(_amax(matrix))
     says = _is_some(amax)
-    matrix = matrix * _power_of_two_below(amax)
+    factor = _power_of_two_below(amax)
+    matrix = matrix * factor
+    # exact: what the factor cuts off a number is nothing beside the largest one's square
+    whole = (square(grad) if whole is None else whole) * factor.double().square()
     for _ in range(passes):
         image = product(matrix, basis)
-        found, squares = _added_up(product(matrix.mT, image), image, matrix, parts)
+        found, squares = _added_up(product(matrix.mT, image), image, whole, parts)
         shift = _floor(squares, parts.rows(image.shape[0])).amax()
         columns, is_definite = orthonormal(found + shift * basis.double())
         basis, says = columns.to(grad.dtype), says & is_definite
@@ -332,17 +308,20 @@ def _is_some(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _amax(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+    if not matrix.numel():
+        return matrix.new_zeros(())
+    found: torch.Tensor = torch.linalg.vector_norm(matrix, math.inf)  # reads it once
+    return found
 
 
 def _added_up(
-    found: torch.Tensor, image: torch.Tensor, matrix: torch.Tensor, parts: Parts
+    found: torch.Tensor, image: torch.Tensor, whole: torch.Tensor, parts: Parts
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums over all parts of what a pass found, and of squares of the image and the matrix.
+    """The sums over all parts of what a pass found, of squares of the image, and of `whole`.
 
     fp64 [k, rank], and [rank + 1]: of each column of the image, then of the matrix. One sum of all.
     """
-    squares = (square(image, 0), square(matrix).reshape(1))
+    squares = (square(image, 0), whole.reshape(1))
     whole = parts.add_up(torch.cat([found.double().flatten(), *squares]))
     return whole[: found.numel()].view(found.shape), whole[found.numel() :]
 
@@ -399,9 +378,14 @@ def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:
 
 
 def captured_energy(
-    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor, parts: Parts = ALONE
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    projection: torch.Tensor,
+    parts: Parts = ALONE,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How much of a gradient's square the projection keeps, fp32 from 0 to 1; 0 where all is 0."""
-    low = projected(grad, projection, low_rank.side)
-    kept, whole = parts.add_up(torch.stack([square(low), square(grad)])).unbind()
+    kept = square(projected(grad, projection, low_rank.side))
+    own = square(grad) if whole is None else whole
+    kept, whole = parts.add_up(torch.stack([kept, own])).unbind()
     return torch.where(whole == 0, 0.0, (kept / whole).clamp(max=1.0)).float()

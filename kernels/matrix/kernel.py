@@ -392,7 +392,6 @@ def back_project_kernel(
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
     STRIP: tl.constexpr,  # tiles of a program, one beside another
-    STAGED: tl.constexpr,  # tiles whose values are on their way through shared memory; None
     AHEAD: tl.constexpr,  # where even: a tile's values are loaded while the one before is computed
     INNER: tl.constexpr,  # of the rank, at a time
     SPAN: tl.constexpr,
@@ -424,7 +423,7 @@ def back_project_kernel(
     pointers = pointers_of(own, start, FORMATS)
     if AHEAD:
         following = param_tile(pointers, columns, None, FORMATS, ROWS, COLUMNS)
-    for part in tl.range(0, STRIP, num_stages=STAGED):
+    for part in range(STRIP):
         mask = None
         if not PRODUCT.even:
             mask = (first_row + row[:, None] < rows) & (column + beside[None, :] < columns)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy
@@ -71,8 +70,6 @@ class BackTile:
     """Tiles of a program, one beside another."""
     registers: int | None = None
     """The most that a thread may have; None: as many as the compiler takes."""
-    staged: int | None = None
-    """Tiles of a strip whose master or weight is on its way through shared memory; None: none."""
     ahead: bool = False
     """A tile's master or weight is loaded while the tile before it is computed."""
 
@@ -127,7 +124,7 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 # of 4096 x 11008, back: 64 x 64 x 32 with 4 warps and 2 stages 0.327, with 8 and 3 0.374.
 
 BACK_BF16 = BackTile(64, 64, 128, 4, 2, 4, 128)
-BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128, ahead=True)
+BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128, True)
 # Of ranks that are more than such a tile takes at a time, so that a strip does not share its rows.
 HIGH_BACK_BF16 = BackTile(128, 64, 128, 8, 2)
 HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
@@ -154,12 +151,20 @@ def tiles_of(low_rank: LowRank) -> Tiles:
 
 LAUNCHED = ("hybrid", "grouped", "fused")
 """Kernels that are Triton's."""
-AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
+BY_SHAPE = "by shape"
+"""Fused or grouped, whichever is faster."""
+AUTO = {"ieee": "hybrid", "tf32": BY_SHAPE, "bf16": BY_SHAPE}
 """The kernel that "auto" takes on a GPU for each precision.
 
 One H200, ms, torch's projection and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank
 128 0.270 and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090.
-tf32, the same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230; but torch's bits are the library's.
+"""
+FUSED_ON_LEFT = 256
+"""Tiles, below which a launch on the left is fused; on the right it always is.
+
+One H100, tf32 at rank 128, ms of all launches, grouped and fused: one matrix of 4096 x 11008 on the
+left 0.393 and 0.340, eight, in waves of 344 tiles, 2.285 and 2.425; one of 4096 x 4096 on the right
+0.257 and 0.172, eight 0.922 and 0.825. bf16, 112 of Llama-7B's: 16.82 and 16.78.
 """
 ROOM = 2**25
 """Bytes of a workspace, or, where that is more, PART of the weights' bytes."""
@@ -198,8 +203,8 @@ def galore_plan(
     places: Sequence[Place],
     device: torch.device,
 ) -> MatrixPlan:
-    """The plan of a kernel: "torch", "compiled" or one of LAUNCHED; others as launched_plan."""
-    if kernel in LAUNCHED:
+    """The plan of a kernel: "torch", "compiled" or as launched_plan, whose the arguments are."""
+    if kernel in (*LAUNCHED, BY_SHAPE):
         return launched_plan(formats, shapes, groups, device, places, kernel)
     step = CompiledStep() if kernel == "compiled" else step_tensor
     return MatrixPlan(formats, groups, places, step)
@@ -217,7 +222,7 @@ def launched_plan(
     """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
 
     kernel: "hybrid" has torch project gradients, with precision "ieee"; "grouped" a launch; "fused"
-    the same that steps the moments, where `is_fused`. tiles: for tests.
+    the same that steps the moments, where `is_fused`; BY_SHAPE. tiles: for tests.
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
@@ -234,8 +239,13 @@ class How:
     formats: Formats
     low_rank: LowRank
     kernel: str
-    """One of LAUNCHED."""
+    """One of LAUNCHED, or BY_SHAPE."""
     tiles: Tiles
+
+    def by_shape(self, tiles: int) -> str:
+        """The faster kernel of a launch of so many tiles of projected gradients."""
+        few = self.low_rank.side == RIGHT or tiles < FUSED_ON_LEFT
+        return "fused" if few and is_fused(self.formats.moments) else "grouped"
 
     @property
     def grouped(self) -> bool:
@@ -334,11 +344,7 @@ class GaLoreLaunches:
         self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
     ) -> None:
         """One step of every matrix, by its projection."""
-        # last those whose projections are on their way
-        waits = [any(works[i].done is not None for i in own) for own, _ in self._waves]
-        for _, (own, wave) in sorted(zip(waits, self._waves, strict=True), key=itemgetter(0)):
-            for i in own:
-                works[i].settle()
+        for own, wave in self._waves:
             kept = [works[i].kept[PROJECTION].contiguous() for i in own]
             theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
             wave.step(theirs, kept, scalars, controls)
@@ -375,7 +381,7 @@ class Wave:
         groups: Sequence[int],
         places: Sequence[Place],
     ) -> None:
-        self.how, self.shapes, self.device = how, shapes, device
+        self.shapes, self.device = shapes, device
         sizes = [how.low_numel(shape) for shape in shapes]
         padded = [-(-size // UNIT) * UNIT for size in sizes]
         self._firsts, self._numel = numpy.cumsum([0, *padded[:-1]]), sum(padded)
@@ -390,7 +396,9 @@ class Wave:
         outers = [-(-how.outer_and_terms(shape)[0] // first.outer) for shape in shapes]
         tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
         backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
-        self._apart = self._slabs > 1 and sum(tiles) < FEW
+        if how.kernel == BY_SHAPE:
+            how = replace(how, kernel=how.by_shape(sum(tiles)))
+        self.how, self._apart = how, self._slabs > 1 and sum(tiles) < FEW
         if self._apart:
             tiles = [count * self._slabs for count in tiles]
         self._project_tiles = Chunks(tiles, ONE_TILE, device)
@@ -524,7 +532,6 @@ class Wave:
             "ROWS": own.rows,
             "COLUMNS": own.columns,
             "STRIP": own.strip,
-            "STAGED": own.staged,
             "AHEAD": own.ahead and product.even,
             "INNER": part_of(own.inner, how.low_rank.rank),
             "num_warps": own.warps,

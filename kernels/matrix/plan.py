@@ -99,8 +99,6 @@ class MatrixPlan:
         if self._launches:
             self._launches.step(self._buffers, self.works, scalars, controls)
         else:
-            for work in self.works:
-                work.settle()
             meets, left_out = self.matrix.rule.meets == WHOLE, skips_of(controls, len(scalars))
             for index, group in enumerate(self.groups):
                 # a rank without rows still meets the others

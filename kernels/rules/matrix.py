@@ -80,14 +80,6 @@ class Work:
     parts: Parts = ALONE
     is_made: bool | None = None
     """Whether a gradient has made what is kept; None: not looked up yet."""
-    done: Any = None
-    """A CUDA event behind which what is kept is whole; None: it is."""
-
-    def settle(self) -> None:
-        """Lets the current stream wait until what is kept is whole."""
-        if self.done is not None:
-            self.done.wait()
-            self.done = None
 
 
 @dataclass(frozen=True)

@@ -75,14 +75,8 @@ class Matrices:
         for kept, state, had in zip(self._kept, self.states, self._had, strict=False):
             for name in kept.keys() - had:
                 state.pop(name, None)
-        self.settle()
         for work in self.plan.works:
             work.is_made = None
-
-    def settle(self) -> None:
-        """Lets the current stream wait for what is made on another."""
-        for work in self.plan.works:
-            work.settle()
 
     def why_not_captured(self) -> str | None:
         """The reason why a CUDA graph cannot repeat the step, or None where it can.

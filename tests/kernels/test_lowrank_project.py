@@ -16,10 +16,9 @@ from megaopt import kernels
 from megaopt.kernels.formats import GRADS, MOMENTS
 from megaopt.kernels.matrix import launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import galore_plan, launched_plan
+from megaopt.kernels.matrix.launch import launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
-from megaopt.kernels.place import in_order
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.step import controls as order
 
@@ -240,36 +239,6 @@ def test_slabs_of_their_own_programs_and_waves_show_in_no_bit(side, device, monk
     assert_same_buffers(steps(*own)[0], apart)  # a wave for each matrix
     monkeypatch.setattr(launch, "FEW", 0)
     assert_same_buffers(steps(*own)[0], apart)
-
-
-class Event:
-    """Something that a stream waits for."""
-
-    def __init__(self, notes):
-        self.notes = notes
-
-    def wait(self):
-        self.notes.append("waited")
-
-
-@pytest.mark.parametrize("kernel", ["fused", "torch"])
-def test_what_is_on_its_way_is_waited_for_once_and_stepped_last(kernel, device, monkeypatch):
-    low_rank, shapes, notes = LowRank(RIGHT, 5), [(5, 70), (33, 18), (8, 9)], []
-    monkeypatch.setattr(launch, "ROOM", 1)  # a wave for each matrix
-    monkeypatch.setattr(launch, "PART", 0.0)
-    formats, sizes = formats_of(PLAIN, low_rank), [torch.Size(shape) for shape in shapes]
-    own = {slot: [t.to(device) for t in ts] for slot, ts in buffers(formats, shapes).items()}
-    plan = galore_plan(kernel, formats, sizes, [0] * 3, in_order(3), device)
-    give(plan, [each.to(device) for each in projections_of(low_rank, shapes)])
-    step = launch.Wave.step
-    noted = lambda self, *own: [notes.append(*self.shapes), step(self, *own)]  # noqa: E731
-    monkeypatch.setattr(launch.Wave, "step", noted)
-    for _ in range(2):
-        plan.works[0].done = Event(notes)
-        plan.look(own)
-        plan.step([ROW])
-        assert plan.works[0].done is None
-    assert notes == 2 * ([*sizes[1:], "waited", sizes[0]] if kernel == "fused" else ["waited"])
 
 
 FUSED_MUTANTS = {

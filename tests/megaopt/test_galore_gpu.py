@@ -1,14 +1,11 @@
 """GaLoreAdamW's kernels on a GPU: matrices past 2**31 elements, and unaligned ones."""
 
-import contextlib
-
 import pytest
 import torch
 from bits import assert_same_bits
 from runs import BF16
 
 from megaopt import GaLoreAdamW
-from megaopt.kernels.matrix import galore
 
 LAST = 256
 """So many last rows, or columns, are stepped as a matrix of their own."""
@@ -62,29 +59,6 @@ def test_the_last_rows_or_columns_are_stepped_as_if_they_were_alone(
     expected = stepped(*parts, *own)
     assert_same_bits(found.narrow(dim, first, LAST).contiguous(), expected)
     assert not torch.equal(expected, parts[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["torch", "grouped", "fused"])
-def test_projections_made_beside_the_step_are_those_made_before_it(kernel, monkeypatch):
-    found = []
-    for beside in (True, False):
-        if not beside:
-            monkeypatch.setattr(galore, "_aside", lambda works: contextlib.nullcontext())
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(6, 1024, 512, generator=generator).to("cuda", BF16)
-        params = [torch.nn.Parameter(each.clone()) for each in drawn]
-        options = {"rank": 64, "update_proj_gap": 3, "kernel": kernel, "precision": "bf16"}
-        optimizer = GaLoreAdamW(params, lr=0.1, **options)
-        for step in range(7):
-            for param, each in zip(params, drawn, strict=True):
-                param.grad = (each * (step + 1)).roll(step, 0)
-            optimizer.step()
-        states = [optimizer.state[each] for each in params]
-        found.append([t for own in states for t in (own["projection"], own["captured_energy"])])
-        found[-1] += [each.detach() for each in params]
-    for mine, expected in zip(*found, strict=True):
-        assert_same_bits(mine, expected)
 
 
 def stepped_at(offset, precision, rows, rank, device, dtype):

@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,10 @@ from megaopt.commands.regression.picture import save
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.matrix.galore import RIGHT
 from megaopt.kernels.matrix.products import BF16, IEEE, PRECISIONS, TF32, product
 from megaopt.options.checks import refuse
 from megaopt.saving.files import write_json
 
-MOST_CHECKED = 2048
-"""Rows or columns, those along which no sum goes, of a matrix whose errors are measured."""
 SIDE = 8192
 """Rows and columns of the matrices whose product says how fast the device multiplies."""
 TITLE = (
@@ -233,24 +230,23 @@ def main(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     make_folder(out)
-    results = _measure_all(setups, device, console, repetitions, seconds or math.inf)
+    results: list[Result] = []
+    record: dict[str, Any] = made_with(source)
+    for result in _measured(setups, device, console, repetitions, seconds or math.inf):
+        results = sorted([*results, result], key=lambda each: setups.index(each.setup))
+        record["cases"] = [record_of_result(each) for each in results]
+        write_json(out / "record.json", record)  # each time: a run may be ended
     print_table(console, table_of(results))
-    record = made_with(source) | {"cases": [record_of_result(result) for result in results]}
-    write_json(out / "record.json", record)
     draw(out / "speed.png", results, record["environment"]["gpu"])
     console.print(f"{out / 'record.json'}, {out / 'speed.png'}", markup=False)
     return exits.DONE if all(result.figures for result in results) else exits.DIFFERENT
 
 
-def _measure_all(
-    setups: Sequence[Setup],
-    device: torch.device,
-    console: Console,
-    most: int,
-    seconds: float,
-) -> list[Result]:
-    """Results in the order of the cases; those of COMPILED are measured last."""
-    copy, found, start = Copy(device), {}, time.monotonic()
+def _measured(
+    setups: Sequence[Setup], device: torch.device, console: Console, most: int, seconds: float
+) -> Iterator[Result]:
+    """A result for each case; those of COMPILED come last."""
+    copy, start = Copy(device), time.monotonic()
     speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
     for setup in sorted(setups, key=lambda each: each.kernel == COMPILED):
         console.print(f"{_name(setup)}: {setup.kernel}", markup=False, highlight=False)
@@ -262,8 +258,7 @@ def _measure_all(
         torch.cuda.empty_cache()
         if result.problem:
             console.print(f"no speed: {result.problem}", style="red", markup=False)
-        found[setup] = replace(result, speed=speeds[setup.precision])
-    return [found[setup] for setup in setups]
+        yield replace(result, speed=speeds[setup.precision])
 
 
 def _matrix(setup: Setup) -> str:
@@ -298,29 +293,19 @@ def product_speed(device: torch.device, precision: str) -> float:
 
 
 def run(setup: Setup, device: torch.device, copy: Copy, most: int = MOST_STEPS) -> Result:
-    """Measures a case; of ours only where its errors are within their bounds."""
+    """Measures a case; of ours only where its errors are within their bounds.
+
+    Of fp32 moments, and gradients in the weights' dtype: other roundings have no bounds.
+    """
     try:
-        wrong = [] if setup.kernel in PEERS else measure_errors(_checked(setup), device)
+        checked = replace(setup, grad=None, moments="float32")
+        wrong = [] if setup.kernel in PEERS else measure_errors(checked, device)
         if beyond := [each.name for each in wrong if not each.holds]:
             return Result(setup, None, f"errors beyond their bounds: {', '.join(beyond)}")
         figures = measure(_instance(setup, device), copy, most)
         return Result(setup, replace(figures, bytes=floor_bytes(setup)))
     except torch.OutOfMemoryError as error:
         return Result(setup, None, f"out of memory: {error}")
-
-
-def _checked(setup: Setup) -> Setup:
-    """The case whose errors are measured: of few rows or columns, but with all terms of its sums.
-
-    Moments are fp32, and gradients the weights': errors of other roundings have no bounds.
-    """
-    side, rows, columns = setup.low_rank.side, setup.rows, setup.columns
-    if setup.rank < MOST_CHECKED // 2 and side == RIGHT:
-        rows = min(rows, MOST_CHECKED)
-    elif setup.rank < MOST_CHECKED // 2:
-        columns = min(columns, MOST_CHECKED)
-    own = replace(setup, rows=rows, columns=columns, proj_type=side)
-    return replace(own, grad=None, moments="float32")
 
 
 def _instance(setup: Setup, device: torch.device) -> Instance:

@@ -155,7 +155,7 @@ def measure_errors(setup: Setup, device: torch.device) -> list[Finding]:
 def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors, torch.Tensor]:
     """What there is before and after the step of the last matrix, and its projection, fp32."""
     dtype, shape = WEIGHTS[setup.weights], (setup.rows, setup.columns)
-    values, first, second = (each.to(device, dtype) for each in _drawn(shape, setup.seed))
+    values, first, second = (each.to(dtype) for each in _drawn(shape, setup.seed, device))
     drawn = 0.02 * values
     weights = [Parameter(drawn.clone()) for _ in range(setup.matrices)]
     weight = weights[-1]
@@ -176,10 +176,10 @@ def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors,
 
 
 @lru_cache(maxsize=1)
-def _drawn(shape: tuple[int, int], seed: int) -> list[torch.Tensor]:
-    """A weight's numbers and two gradients', of a CPU: the same for every device and kernel."""
+def _drawn(shape: tuple[int, int], seed: int, device: torch.device) -> list[torch.Tensor]:
+    """A weight's numbers and two gradients', fp32; drawn on a CPU, the same for every device."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for _ in range(3)]
+    return [torch.randn(shape, generator=generator).to(device) for _ in range(3)]
 
 
 def _give(grad: torch.Tensor, weights: list[Parameter]) -> None:

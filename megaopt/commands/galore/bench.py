@@ -245,10 +245,11 @@ def main(
 def _measured(
     setups: Sequence[Setup], device: torch.device, console: Console, most: int, seconds: float
 ) -> Iterator[Result]:
-    """A result for each case; those of COMPILED come last."""
+    """A result for each case, rank by rank; those of COMPILED come last."""
     copy, start = Copy(device), time.monotonic()
     speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
-    for setup in sorted(setups, key=lambda each: each.kernel == COMPILED):
+    ranks = list(dict.fromkeys(each.rank for each in setups))
+    for setup in sorted(setups, key=lambda e: (e.kernel == COMPILED, ranks.index(e.rank))):
         console.print(f"{_name(setup)}: {setup.kernel}", markup=False, highlight=False)
         if time.monotonic() - start > seconds:
             result = Result(setup, None, f"not begun within {seconds} seconds")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from bits import assert_same_bits
-from muon_cases import FORMS, ROW, SHAPES, buffers, formats_of, how_of, stepped
+from muon_cases import FORMS, ROW, SHAPES, SIMPLE, buffers, formats_of, how_of, stepped
 from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
@@ -42,6 +42,14 @@ def assert_launches_are_the_twin(formats, shapes, device, hard=False, kept=None,
 def test_the_launches_are_the_twin(form, device):
     formats = formats_of(how_of(form, adjust="spectral"), BF16, GRADS["bfloat16"])
     assert_launches_are_the_twin(formats, SHAPES, device)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_step_of_a_matrix_of_many_numbers(form, device):
+    """Its first product is its last; some of its numbers are whole blocks of a cast."""
+    how = how_of(form, coefficients=SIMPLE[:1], adjust="match_rms_adamw")
+    shapes = [(130, 128), (7, 9)]
+    assert_launches_are_the_twin(formats_of(how), shapes, device, steps=1)
 
 
 @MOST
@@ -92,8 +100,9 @@ def test_company_order_and_workspace_show_in_no_bit(form, device):
     places = [Place(number) for number in range(len(shapes))]
     once = {"steps": 1}
     together = stepped("triton", formats, shapes, before, device, places=places, **once)
-    own = Layout(formats.matrix.how, [torch.Size(shape) for shape in shapes[:2]], "gram" in form)
-    for room in (1, own.used):
+    how = formats.matrix.how
+    needed = [Layout(how, [torch.Size(shape)], "gram" in form).used for shape in shapes]
+    for room in (1, 2 * max(needed)):
         found = stepped("triton", formats, shapes, before, device, room=room, places=places, **once)
         assert_same_buffers(found, together)
     order = [3, 0, 2, 1]

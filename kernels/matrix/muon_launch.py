@@ -166,7 +166,7 @@ def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part]:
     found = []
     for param, shape in enumerate(shapes):
         if len(shape) == 3 and not formats.scaled:
-            rest = shape[1:]
+            rest = torch.Size(shape[1:])
             found += [Part(param, index * rest.numel(), rest) for index in range(shape[0])]
         else:
             found.append(Part(param, 0, shape))

@@ -60,6 +60,7 @@ def test_second_moments(form, device):
     assert_launches_are_the_twin(formats, shapes, device, kept=kept, steps=1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(f.name for f in pair))
 def test_weights_and_masters_of_every_format(pair, device):
     """Hard values; masters with a scale for the whole tensor, too."""
@@ -67,6 +68,7 @@ def test_weights_and_masters_of_every_format(pair, device):
     assert_launches_are_the_twin(formats, FEW[:2], device, hard=True, steps=1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=lambda form: form.name)
 def test_momentum_of_every_format(moment, device):
     """Moments in blocks: of rows of whole blocks."""

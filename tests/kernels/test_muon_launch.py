@@ -88,6 +88,15 @@ def test_parameters_of_several_matrices(second_moment, device):
     assert_launches_are_the_twin(formats_of(how), shapes, device, kept=kept, steps=1)
 
 
+def test_a_batch_of_matrices_is_cut_where_there_is_no_room(device):
+    """Its moments in blocks of 8 and of 4 bits, and rounded by random bits."""
+    shapes, how = [(3, 8, 64), (4, 6), (2, 5, 64)], how_of(second_moment="normuon")
+    kept = [{"variance_neuron": torch.rand(rows)} for rows in (24, 4, 10)]
+    for name in ("block64_e4m3", "block32_e3m0", "bfloat16_stochastic"):
+        formats = formats_of(how, BF16, moment=MOMENTS[name])
+        assert_launches_are_the_twin(formats, shapes, device, kept=kept, steps=1, room=1)
+
+
 # --- what shows in no bit
 
 

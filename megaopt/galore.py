@@ -12,9 +12,9 @@ from typing_extensions import Unpack
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
-from megaopt.kernels.formats import MASTERS
+from megaopt.kernels.formats import MASTERS, MOMENTS
 from megaopt.kernels.matrix.galore import GALORE, LEFT, PROJECTION, RIGHT, LowRank, saves
-from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, why_not_kernel
+from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, is_fused, why_not_kernel
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
@@ -83,6 +83,12 @@ class GaLoreOptions(Options):
                 f"kernel={self.kernel!r}, which stores a matrix tile by tile, got "
                 f"{self.master_weight_dtype}; kernel='torch' takes it"
             )
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if self.kernel == "fused" else ():
+            if not is_fused([MOMENTS[getattr(self, name)]]):
+                raise ValueError(
+                    f"{name} must not have scales with kernel='fused', which steps moments tile by "
+                    f"tile, got {getattr(self, name)}; kernel='grouped' takes it"
+                )
 
     def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
         """The plan of the kernel."""
@@ -223,7 +229,9 @@ class GaLoreAdamW(FusedOptimizer):
             matrix by matrix. "compiled": the same, what is elementwise by torch.compile. "hybrid":
             torch's product for the projection, then one launch for Adam and one for the rest, for
             many matrices. "grouped": a launch for the projections, too, as "hybrid" has it but
-            with precision "ieee". The latter two not for masters with a scale. "auto": where the
+            with precision "ieee". "fused": two launches, of which the one for the projections
+            takes Adam's step; not of moments with scales. The latter three not for masters with a
+            scale. "auto": where the
             backend is "triton", "hybrid" with precision "ieee", else "grouped"; elsewhere "torch".
         precision: of the numbers in the two products of a step; sums are fp32's. "ieee": fp32.
             "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Of the last two every

@@ -3,7 +3,8 @@
 The first makes a tile of one matrix's projected gradient, [outer, rank] in these pages; the sum
 goes along the gradient's other dimension, of `terms`. They are cut into slabs of one length. A slab
 is added up by itself, and slabs are added in their order: by one program, or, where programs are
-few, by a launch over a workspace. No bit goes by which.
+few, from a workspace. No bit goes by which. The launch can also take Adam's step of the tile, by
+the step's own functions; of a workspace the program does that whose slab is the last to arrive.
 
 The last makes a tile of one matrix: the product [m, rank] @ [rank, n], rank by rank in one fixed
 order, in fp32; then the step's own load, decode, update, encode and store, in place. The update,
@@ -12,22 +13,24 @@ as large as the matrix, is never in memory.
 
 from __future__ import annotations
 
-from megaopt.kernels.chunks.blocks import pointers_of
+from megaopt.kernels.chunks.blocks import load_block, pointers_of, store_block, stored_moments
 from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry, place_of
-from megaopt.kernels.chunks.codes import loaded_param
+from megaopt.kernels.chunks.codes import loaded_moments, loaded_param
 from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
-from megaopt.kernels.matrix.products import added_product, loaded, taken
+from megaopt.kernels.matrix.products import added_product, loaded, operand, taken
 from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
-from megaopt.kernels.step.kernel import draw_row, is_left_out, scalars_of
-from megaopt.kernels.step.update import canonical_values, stored_block
+from megaopt.kernels.step.kernel import controls_of, draw_row, is_left_out, scalars_of
+from megaopt.kernels.step.update import canonical_values, controlled_grad, stored_block, updated
 
-# Where the step's table has moments: addresses of the projection, of the projected gradient, and of
-# Adam's direction in its place.
+# Where the step's table has moments: addresses of the projection, of it as the first launch and as
+# the last one take it, of the projected gradient, and of Adam's direction in its place.
 PROJECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW)
-LOW: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 1)
-DIRECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 2)
-ROW_COUNT = FIRST_MOMENT_ROW + 3
+FIRST_FACTOR: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 1)
+LAST_FACTOR: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 2)
+LOW: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 3)
+DIRECTION: tl.constexpr = tl.constexpr(FIRST_MOMENT_ROW + 4)
+ROW_COUNT = FIRST_MOMENT_ROW + 5
 
 
 @helper
@@ -42,13 +45,53 @@ def shape_of(column, PRODUCT: tl.constexpr):
 
 @helper
 def operand_tile(
-    ptr, row, rows, column, columns, stride, FORMAT: tl.constexpr, PRODUCT: tl.constexpr
-):
+    ptr, row, rows, column, columns, stride, FORMAT: tl.constexpr, ROUNDED: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):  # fmt: skip
     """[row, column] as a product takes it; 0 where the matrix ends. stride: of its rows."""
-    PRECISION: tl.constexpr = PRODUCT.precision  # Triton 3.6 passes no attribute that is a string
+    # Triton 3.6 passes no attribute that is a string
+    PRECISION: tl.constexpr = "ieee" if ROUNDED else PRODUCT.precision
     mask = (row[:, None] < rows) & (column[None, :] < columns)
     tile = loaded(ptr, row[:, None] * stride + column[None, :], mask, PRODUCT.even)
     return taken(tile, FORMAT, PRECISION)
+
+
+# --- the projections as products take them
+
+
+@jit(do_not_specialize=["matrices"])
+def round_kernel(
+    table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
+    tiles_ptr,  # *int32 as chunks.table.Chunks, of tiles
+    matrices,
+    PRODUCT: tl.constexpr,
+    BLOCK: tl.constexpr,  # rows and columns of a tile
+    SPAN: tl.constexpr,
+):
+    """A tile of a projection rounded; where its terms lie apart for a launch, also turned.
+
+    Tensor cores take TF32 from shared memory only where a sum's terms lie one behind another.
+    """
+    LEFT: tl.constexpr = PRODUCT.on_left
+    PRECISION: tl.constexpr = PRODUCT.precision
+    TURNED: tl.constexpr = LAST_FACTOR if not LEFT else FIRST_FACTOR
+    matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
+    own = Column(table_ptr, matrices, matrix)
+    rows, columns = shape_of(own, PRODUCT)
+    height, width = (rows, PRODUCT.rank) if LEFT else (PRODUCT.rank, columns)
+    across = tl.cdiv(width, BLOCK)
+    row = tile // across * BLOCK + tl.arange(0, BLOCK)
+    column = tile % across * BLOCK + tl.arange(0, BLOCK)
+    mask = (row[:, None] < height) & (column[None, :] < width)
+    offsets = row[:, None] * width + column[None, :]
+    value = tl.load(entry(own, PROJECTION).to(tl.pointer_type(tl.float32)) + offsets, mask=mask)
+    value = operand(value, PRECISION)
+    pointer = tl.pointer_type(value.dtype)
+    STRAIGHT: tl.constexpr = FIRST_FACTOR if not LEFT else LAST_FACTOR
+    tl.store(entry(own, STRAIGHT).to(pointer) + offsets, value, mask=mask)
+    if PRECISION == "tf32":
+        turned = column[None, :] * height + row[:, None]
+        tl.store(entry(own, TURNED).to(pointer) + turned, value, mask=mask)
 
 
 # --- the gradients projected
@@ -59,10 +102,14 @@ def gradient_tile(grad_ptr, outer, outer_end, inner, inner_end, columns, PRODUCT
     """[outer, inner], as a product takes it."""
     FORMAT: tl.constexpr = PRODUCT.form
     if PRODUCT.on_left:  # as it lies in memory, and then turned
-        tile = operand_tile(grad_ptr, inner, inner_end, outer, outer_end, columns, FORMAT, PRODUCT)
+        tile = operand_tile(
+            grad_ptr, inner, inner_end, outer, outer_end, columns, FORMAT, False, PRODUCT
+        )
         tile = tl.trans(tile)
     else:
-        tile = operand_tile(grad_ptr, outer, outer_end, inner, inner_end, columns, FORMAT, PRODUCT)
+        tile = operand_tile(
+            grad_ptr, outer, outer_end, inner, inner_end, columns, FORMAT, False, PRODUCT
+        )
     return tile
 
 
@@ -70,10 +117,13 @@ def gradient_tile(grad_ptr, outer, outer_end, inner, inner_end, columns, PRODUCT
 def projection_tile(ptr, inner, inner_end, rank, rank_end, terms, PRODUCT: tl.constexpr):
     """[inner, rank], as a product takes it."""
     FORMAT: tl.constexpr = PRODUCT.projection
-    if PRODUCT.on_left:
-        tile = operand_tile(ptr, inner, inner_end, rank, rank_end, PRODUCT.rank, FORMAT, PRODUCT)
+    ROUNDED: tl.constexpr = PRODUCT.projection_rounded
+    if PRODUCT.on_left and not PRODUCT.turned:
+        tile = operand_tile(
+            ptr, inner, inner_end, rank, rank_end, PRODUCT.rank, FORMAT, ROUNDED, PRODUCT
+        )
     else:
-        tile = operand_tile(ptr, rank, rank_end, inner, inner_end, terms, FORMAT, PRODUCT)
+        tile = operand_tile(ptr, rank, rank_end, inner, inner_end, terms, FORMAT, ROUNDED, PRODUCT)
         tile = tl.trans(tile)
     return tile
 
@@ -96,56 +146,86 @@ def slab_sum(
     outer_end, rank_end = ends
     total = tl.zeros((OUTER, RANKS), tl.float32)
     # pointers that move on, so that offsets stay within 32 bits
+    STRIDE: tl.constexpr = PRODUCT.rank if PRODUCT.on_left and not PRODUCT.turned else 1
     grad_ptr += first.to(tl.int64) * (columns if PRODUCT.on_left else 1)
-    projection_ptr += first.to(tl.int64) * (PRODUCT.rank if PRODUCT.on_left else 1)
+    projection_ptr += first.to(tl.int64) * STRIDE
     for start in range(loop_bound(first), loop_bound(last), INNER):
         rest = last - start
         left = gradient_tile(grad_ptr, outer, outer_end, inner, rest, columns, PRODUCT)
         right = projection_tile(projection_ptr, inner, rest, rank, rank_end, terms, PRODUCT)
         total = added_product(left, right, total, PRECISION)
         grad_ptr += INNER * (columns if PRODUCT.on_left else 1)
-        projection_ptr += INNER * (PRODUCT.rank if PRODUCT.on_left else 1)
+        projection_ptr += INNER * STRIDE
     return total
 
 
 @helper
-def stored(low_ptr, total, ends, length, PRODUCT: tl.constexpr):
-    """Stores a tile, on the left turned; low_ptr: to its first number."""
-    outer, rank = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
-    outer_end, rank_end = ends
-    if PRODUCT.on_left:
-        total = tl.trans(total)
-        mask = (rank[:, None] < rank_end) & (outer[None, :] < outer_end)
-        pointers = low_ptr + rank[:, None] * length + outer[None, :]
-    else:
-        mask = (outer[:, None] < outer_end) & (rank[None, :] < rank_end)
-        pointers = low_ptr + outer[:, None] * PRODUCT.rank + rank[None, :]
-    if PRODUCT.even:
-        tl.store(tl.multiple_of(pointers, (1, 16)), total)
-    else:
-        tl.store(pointers, total, mask=mask)
+def low_places(first, ends, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets of some rows of a tile as they lie in memory, and which of these there are."""
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    mask = (row[:, None] < ends[0]) & (column[None, :] < ends[1])
+    return row[:, None] * stride + column[None, :], mask
 
 
-@jit(do_not_specialize=["matrices", "workspace"])
+@helper
+def added_slabs(ptr, offsets, mask, workspace, SLABS: tl.constexpr):
+    """The sum of slabs, in their order; ptr: to the first one's tile."""
+    total = tl.zeros(offsets.shape, tl.float32)
+    for _ in tl.static_range(SLABS):
+        total = total + load_block(ptr, offsets, mask)
+        ptr += workspace
+    return total
+
+
+@helper
+def step_low(
+    chunk, offsets, mask, total, direction, PRODUCT: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """Adam's step of some rows of a tile; direction: where theirs goes, rounded for a product."""
+    FORMATS: tl.constexpr = STEP.formats
+    PRECISION: tl.constexpr = PRODUCT.precision
+    block, scales = Block(offsets, 0, mask), Scales(1.0, (1.0, 1.0), 1.0, (1.0, 1.0), 1.0)
+    grad = controlled_grad(total, chunk, block, STEP)
+    moments = loaded_moments(chunk, scales.moments, block, FORMATS)
+    values = updated(grad, tl.zeros_like(grad), moments, chunk, offsets, STEP)
+    words = block_words(chunk.draw, chunk.start, 0, offsets, FORMATS.draws, False, 0, False)
+    stored_moments(chunk, block, values[1], scales.moment_inverses, words, FORMATS)
+    tl.store(direction, operand(values[0], PRECISION), mask=mask)
+
+
+@jit(do_not_specialize=["matrices", "workspace", "scalar_count"])
 def project_kernel(
     table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
     tiles_ptr,  # *int32 as chunks.table.Chunks, of tiles
+    step_table_ptr,  # *int64 as the step has it, of the projected gradients; as the next, with STEP
+    scalars_ptr,  # *fp32 [groups, scalar_count]
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless controlled
+    arrived_ptr,  # *int32 [tiles]: slabs that are stored, with STEP and APART; zeros before, behind
     matrices,
     workspace,  # numbers of a slab's workspace
+    scalar_count,
     PRODUCT: tl.constexpr,
+    STEP: tl.constexpr,  # chunks.spec.Spec of Adam's step; None: only the sums are stored
     SLAB: tl.constexpr,  # terms
     SLABS: tl.constexpr,
     APART: tl.constexpr,  # a program for each slab
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
     RANKS: tl.constexpr,  # of a tile
+    PIECE: tl.constexpr,  # numbers of a tile that are stepped at a time
     SPAN: tl.constexpr,
 ):
-    """One tile of one matrix's projected gradient, or of one slab of it."""
+    """One tile of one matrix's projected gradient, or of one slab of it; with STEP Adam's step.
+
+    A tile is stepped from memory, as its sums and moments would not fit into registers together.
+    """
     LEFT: tl.constexpr = PRODUCT.on_left
     RANK: tl.constexpr = PRODUCT.rank
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
-    own = Column(table_ptr, matrices, matrix)
+    own, low = Column(table_ptr, matrices, matrix), Column(step_table_ptr, matrices, matrix)
+    if STEP is not None and STEP.controlled:  # noqa: SIM102 at compile time, the other at run time
+        if is_left_out(low, controls_ptr):
+            return
     rows, columns = shape_of(own, PRODUCT)
     length, terms = (columns, rows) if LEFT else (rows, columns)
     BLOCKS: tl.constexpr = (RANK + RANKS - 1) // RANKS
@@ -156,8 +236,8 @@ def project_kernel(
     ends = (length - outer, RANK - rank)
     grad_ptr = entry(own, GRAD).to(tl.pointer_type(PRODUCT.element))
     grad_ptr += outer.to(tl.int64) * (1 if LEFT else columns)
-    projection_ptr = entry(own, PROJECTION).to(tl.pointer_type(PRODUCT.projection_element))
-    projection_ptr += rank.to(tl.int64) * (1 if LEFT else terms)
+    projection_ptr = entry(own, FIRST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
+    projection_ptr += rank.to(tl.int64) * (1 if LEFT and not PRODUCT.turned else terms)
     total = tl.zeros((OUTER, RANKS), tl.float32)
     for slab in range(1 if APART else SLABS):
         first = (part + slab) * SLAB
@@ -167,11 +247,45 @@ def project_kernel(
             PRODUCT, OUTER, INNER, RANKS,
         )  # fmt: skip
         total = found if SLABS == 1 or APART else total + found
-    low_ptr = entry(own, LOW).to(tl.pointer_type(tl.float32))
-    low_ptr += part.to(tl.int64) * workspace if APART else 0
-    low_ptr += rank.to(tl.int64) * (length if LEFT else 1)
-    low_ptr += outer.to(tl.int64) * (1 if LEFT else RANK)
-    stored(low_ptr, total, ends, length, PRODUCT)
+    ROWS: tl.constexpr = RANKS if LEFT else OUTER
+    COLUMNS: tl.constexpr = OUTER if LEFT else RANKS
+    if LEFT:  # as it lies in memory
+        total, ends = tl.trans(total), (RANK - rank, length - outer)
+    stride = length if LEFT else RANK
+    start = rank.to(tl.int64) * (length if LEFT else 1)
+    start += outer.to(tl.int64) * (1 if LEFT else RANK)
+    low_ptr = entry(own, LOW).to(tl.pointer_type(tl.float32)) + start
+    offsets, there = low_places(0, ends, stride, ROWS, COLUMNS)
+    mask = None if PRODUCT.even else there
+    store_block(low_ptr + part.to(tl.int64) * workspace if APART else low_ptr, offsets, total, mask)
+    if STEP is not None:
+        tl.debug_barrier()  # every thread has stored its numbers
+        if APART:
+            arrived_ptr += tl.program_id(0) // SLABS
+            if tl.atomic_add(arrived_ptr, 1) != SLABS - 1:
+                return
+            tl.atomic_xchg(arrived_ptr, 0)
+        scalars = scalars_of(low, scalars_ptr, scalar_count, STEP.rule)
+        controls = controls_of(low, controls_ptr, STEP.controlled)
+        row_ptr = draw_row(low, scalars_ptr, scalar_count, STEP.rule)
+        draw = draw_of(low, row_ptr, STEP.formats.draws)
+        pointers = pointers_of(low, start, STEP.formats)
+        chunk = Chunk(low, start, 0, pointers, scalars, controls, draw)
+        TURNED: tl.constexpr = LEFT and PRODUCT.turned  # the last launch takes it so
+        ELEMENT: tl.constexpr = tl.bfloat16 if PRODUCT.precision == "bf16" else tl.float32
+        direction_ptr = entry(own, DIRECTION).to(tl.pointer_type(ELEMENT))
+        direction_ptr += outer.to(tl.int64) * RANK + rank if TURNED else start
+        SUMS: tl.constexpr = SLABS if APART else 1
+        AT_ONCE: tl.constexpr = min(ROWS, PIECE // COLUMNS)
+        for first in range(0, ROWS, AT_ONCE):
+            own_offsets, own_there = low_places(first, ends, stride, AT_ONCE, COLUMNS)
+            own_mask = None if PRODUCT.even else own_there
+            places = own_offsets
+            if TURNED:
+                row, column = first + tl.arange(0, AT_ONCE), tl.arange(0, COLUMNS)
+                places = column[None, :] * RANK + row[:, None]
+            own_total = added_slabs(low_ptr, own_offsets, own_mask, workspace, SUMS)
+            step_low(chunk, own_offsets, own_mask, own_total, direction_ptr + places, PRODUCT, STEP)
 
 
 @jit(do_not_specialize=["numel"])
@@ -196,14 +310,25 @@ def add_slabs_kernel(
 
 @helper
 def left_tile(ptr, row, rows, inner, PRODUCT: tl.constexpr):
-    FORMAT: tl.constexpr = PRODUCT.projection if PRODUCT.on_left else PRODUCT.form
-    return operand_tile(ptr, row, rows, inner, PRODUCT.rank, PRODUCT.rank, FORMAT, PRODUCT)
+    LEFT: tl.constexpr = PRODUCT.on_left
+    RANK: tl.constexpr = PRODUCT.rank
+    FORMAT: tl.constexpr = PRODUCT.projection if LEFT else PRODUCT.form
+    ROUNDED: tl.constexpr = PRODUCT.projection_rounded if LEFT else PRODUCT.form_rounded
+    return operand_tile(ptr, row, rows, inner, RANK, RANK, FORMAT, ROUNDED, PRODUCT)
 
 
 @helper
 def right_tile(ptr, inner, column, columns, stride, PRODUCT: tl.constexpr):
-    FORMAT: tl.constexpr = PRODUCT.form if PRODUCT.on_left else PRODUCT.projection
-    return operand_tile(ptr, inner, PRODUCT.rank, column, columns, stride, FORMAT, PRODUCT)
+    LEFT: tl.constexpr = PRODUCT.on_left
+    RANK: tl.constexpr = PRODUCT.rank
+    FORMAT: tl.constexpr = PRODUCT.form if LEFT else PRODUCT.projection
+    ROUNDED: tl.constexpr = PRODUCT.form_rounded if LEFT else PRODUCT.projection_rounded
+    if PRODUCT.turned:
+        tile = operand_tile(ptr, column, columns, inner, RANK, RANK, FORMAT, ROUNDED, PRODUCT)
+        tile = tl.trans(tile)
+    else:
+        tile = operand_tile(ptr, inner, RANK, column, columns, stride, FORMAT, ROUNDED, PRODUCT)
+    return tile
 
 
 @helper
@@ -280,7 +405,7 @@ def back_project_kernel(
     across = tl.cdiv(columns, COLUMNS * STRIP)
     first_row = tile // across * ROWS
     direction_ptr = entry(own, DIRECTION).to(tl.pointer_type(PRODUCT.element))
-    projection_ptr = entry(own, PROJECTION).to(tl.pointer_type(PRODUCT.projection_element))
+    projection_ptr = entry(own, LAST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
     scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
     draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
     left_ptr = projection_ptr if PRODUCT.on_left else direction_ptr
@@ -310,9 +435,8 @@ def back_project_kernel(
         else:
             param = param_tile(pointers, columns, mask, FORMATS, ROWS, COLUMNS)
         ends = (rows - first_row, columns - column)
-        update = product_tile(
-            left_ptr, right_ptr + column, row, beside, ends, columns, whole, PRODUCT, INNER
-        )
+        right_at = right_ptr + column.to(tl.int64) * (PRODUCT.rank if PRODUCT.turned else 1)
+        update = product_tile(left_ptr, right_at, row, beside, ends, columns, whole, PRODUCT, INNER)
         chunk = Chunk(own, start, 0, pointers, scalars, (), draw)
         updated_tile(chunk, param, update, columns, mask, FORMATS, RULE)
         column, start, pointers = column + COLUMNS, start_after, after

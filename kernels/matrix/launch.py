@@ -14,10 +14,11 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
+from megaopt.kernels.chunks.spec import Spec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
-from megaopt.kernels.matrix.galore import LEFT, PROJECTION, SLAB, LowRank, projected
+from megaopt.kernels.matrix.galore import LEFT, PROJECTION, RIGHT, SLAB, LowRank, projected
 from megaopt.kernels.matrix.plan import (
     FLOAT32,
     CompiledStep,
@@ -26,7 +27,7 @@ from megaopt.kernels.matrix.plan import (
     inner_formats,
     why_not_compiled,
 )
-from megaopt.kernels.matrix.products import BF16, IEEE, Product
+from megaopt.kernels.matrix.products import BF16, IEEE, TF32, Product
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
@@ -86,8 +87,8 @@ class Tiles:
     back: BackTile
     uneven_project: ProjectTile
     uneven_back: BackTile
-    cast: bool = False
-    """With precision bf16: projections are cast ahead, once for both launches, by another."""
+    ahead: bool = False
+    """Projections are rounded ahead, once for both launches, by another; not with ieee."""
 
 
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
@@ -133,7 +134,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
     """The tiles of matrices that are projected so."""
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
-        return Tiles(project, replace(back, ahead=True), project, back)
+        return Tiles(project, replace(back, ahead=True), project, back, low_rank.precision != IEEE)
     if low_rank.precision == IEEE:
         project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
     elif low_rank.precision == BF16:
@@ -142,13 +143,12 @@ def tiles_of(low_rank: LowRank) -> Tiles:
     else:
         project = ProjectTile(128, 32, 128, 4, 4)
         back = BACK_TF32 if low_rank.rank <= BACK_TF32.inner else HIGH_BACK_TF32
-    cast = low_rank.precision == BF16
-    return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, cast)
+    return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, low_rank.precision != IEEE)
 
 
 # --- the plan
 
-LAUNCHED = ("hybrid", "grouped")
+LAUNCHED = ("hybrid", "grouped", "fused")
 """Kernels that are Triton's."""
 AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
 """The kernel that "auto" takes on a GPU for each precision.
@@ -166,8 +166,17 @@ FEW = 128
 """With fewer tiles each slab has a program of its own: an H200 has 132 processors."""
 ADDED = 1024
 """Numbers that a program adds from slabs."""
+STEPPED = 2**16 if INTERPRETED else 2048
+"""Numbers of a tile that a fused launch steps at a time: 16 or 8 a thread."""
+ROUNDED = 64
+"""Rows and columns of a tile of a projection that is rounded ahead."""
 UNIT = 128
 """Matrices begin in the workspace at multiples of so many numbers."""
+
+
+def is_fused(moments: Sequence[Format]) -> bool:
+    """Whether the launch that projects can step moments of these formats: tile by tile."""
+    return not any(each.has_scale for each in moments)
 
 
 def why_not_kernel(kernel: str, device: torch.device) -> str | None:
@@ -185,9 +194,9 @@ def galore_plan(
     places: Sequence[Place],
     device: torch.device,
 ) -> MatrixPlan:
-    """The plan of a kernel: "torch", "compiled", "hybrid" or "grouped"; others as launched_plan."""
+    """The plan of a kernel: "torch", "compiled" or one of LAUNCHED; others as launched_plan."""
     if kernel in LAUNCHED:
-        return launched_plan(formats, shapes, groups, device, places, grouped=kernel == "grouped")
+        return launched_plan(formats, shapes, groups, device, places, kernel)
     step = CompiledStep() if kernel == "compiled" else step_tensor
     return MatrixPlan(formats, groups, places, step)
 
@@ -198,18 +207,17 @@ def launched_plan(
     groups: Sequence[int],
     device: torch.device,
     places: Sequence[Place] | None = None,
-    grouped: bool = False,
+    kernel: str = "hybrid",
     tiles: Tiles | None = None,
 ) -> MatrixPlan:
     """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
 
-    grouped: gradients are projected by one launch, not by torch, as always but with "ieee".
-    tiles: for tests.
+    kernel: "hybrid" has torch project gradients, with precision "ieee"; "grouped" a launch; "fused"
+    the same that steps the moments, where `is_fused`. tiles: for tests.
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
-    grouped = grouped or low_rank.precision != IEEE
-    how = How(formats, low_rank, grouped, tiles or tiles_of(low_rank))
+    how = How(formats, low_rank, kernel, tiles or tiles_of(low_rank))
     places = places or in_order(len(shapes))
     launches = GaLoreLaunches(how, device, shapes, groups, places)
     return MatrixPlan(formats, groups, places, launches=launches)
@@ -221,30 +229,54 @@ class How:
 
     formats: Formats
     low_rank: LowRank
-    grouped: bool
-    """The gradients are projected by one launch, not by torch."""
+    kernel: str
+    """One of LAUNCHED."""
     tiles: Tiles
+
+    @property
+    def grouped(self) -> bool:
+        """The gradients are projected by one launch, not by torch."""
+        return self.kernel != "hybrid" or self.low_rank.precision != IEEE
+
+    @property
+    def fused(self) -> bool:
+        """That launch takes Adam's step."""
+        return self.kernel == "fused"
 
     @property
     def direction(self) -> Formats:
         """The formats of Adam's step, which writes the direction rounded for the last product."""
+        own = replace(self.formats, writes_grad=False)  # a projected one, which nobody reads
         is_bf16 = self.low_rank.precision == BF16
-        return inner_formats(self.formats, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
+        return inner_formats(own, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
 
     def low_numel(self, shape: torch.Size) -> int:
         """Numbers of a projected gradient."""
         return torch.Size(self.low_rank.low_shape(shape)).numel()
 
     @property
-    def casts(self) -> bool:
-        """Projections are cast to bf16 ahead, once for both launches."""
-        return self.tiles.cast and self.low_rank.precision == BF16
+    def projection(self) -> Format:
+        """The format in which the launches find the projections."""
+        is_cast = self.tiles.ahead and self.low_rank.precision == BF16
+        return WEIGHTS["bfloat16"] if is_cast else FLOAT32
+
+    @property
+    def turns(self) -> bool:
+        """The launches find right factors turned: tensor cores take TF32 in no other order."""
+        return self.tiles.ahead and self.low_rank.precision == TF32
 
     def workspace_bytes(self, shape: torch.Size) -> int:
         """What a step takes for a while: the projected gradient, its direction, the projection."""
-        low, cast = self.low_numel(shape), torch.Size(self.low_rank.projection_shape(shape)).numel()
-        direction = 0 if self.direction.weight is FLOAT32 else 2 * low
-        return 4 * low + direction + (2 * cast if self.casts else 0)
+        low, own = self.low_numel(shape), torch.Size(self.low_rank.projection_shape(shape)).numel()
+        direction = 0 if self.shares_low else self.direction.dtype("weight").itemsize * low
+        copies = self.tiles.ahead * (8 if self.turns else 2)
+        return 4 * low + direction + copies * own
+
+    @property
+    def shares_low(self) -> bool:
+        """The direction takes the place of the projected gradient."""
+        is_turned = self.fused and self.turns and self.low_rank.side == LEFT
+        return self.direction.weight is FLOAT32 and not is_turned
 
     def outer_and_terms(self, shape: Sequence[int]) -> tuple[int, int]:
         """The dimension of a gradient that stays, and the one along which sums go."""
@@ -338,9 +370,6 @@ class Wave:
         places: Sequence[Place],
     ) -> None:
         self.how, self.shapes, self.device = how, shapes, device
-        self._casts = how.casts
-        self.projection = WEIGHTS["bfloat16"] if self._casts else FLOAT32
-        """The format in which the launches find the projections."""
         sizes = [how.low_numel(shape) for shape in shapes]
         padded = [-(-size // UNIT) * UNIT for size in sizes]
         self._firsts, self._numel = numpy.cumsum([0, *padded[:-1]]), sum(padded)
@@ -359,7 +388,13 @@ class Wave:
         if self._apart:
             tiles = [count * self._slabs for count in tiles]
         self._project_tiles = Chunks(tiles, ONE_TILE, device)
+        arrivals = sum(tiles) // self._slabs if self._apart and how.fused else 0
+        self._arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self._back_tiles = Chunks(backs, ONE_TILE, device)
+        kept = [how.low_rank.projection_shape(shape) for shape in shapes]
+        own = [-(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in kept]
+        self._round_tiles = Chunks(own, ONE_TILE, device)
+        self._copies = [-(-torch.Size(each).numel() // UNIT) * UNIT for each in kept]
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
     def step(
@@ -370,30 +405,41 @@ class Wave:
         controls: torch.Tensor | None,
     ) -> None:
         """One step; buffers, projections: of the wave's matrices."""
-        projections = self._cast(projections) if self._casts else projections
-        low = self._new(torch.float32)
-        direction = low if self.how.direction.weight is FLOAT32 else self._new(torch.bfloat16)
+        low, how = self._new(torch.float32), self.how
+        direction = low if how.shares_low else self._new(how.direction.dtype("weight"))
         for slot in self._apply.slots:
             self._rows[self._apply.rows[slot]] = list(map(torch.Tensor.data_ptr, buffers[slot]))
-        self._rows[kernel.PROJECTION.value] = list(map(torch.Tensor.data_ptr, projections))
-        self._rows[kernel.LOW.value] = self._addresses(low)
+        for row in (kernel.PROJECTION, kernel.FIRST_FACTOR, kernel.LAST_FACTOR):
+            self._rows[row.value] = list(map(torch.Tensor.data_ptr, projections))
+        rooms = [low, direction]  # kept until all launches are made
+        if how.tiles.ahead:
+            rooms.append(self._rounded())
         self._rows[kernel.DIRECTION.value] = self._addresses(direction)
+        scalars = self._direction.on_device(scalars)
+        self._look_low(buffers, low, direction)
         if self.how.grouped:
-            self._project(low)
+            self._project(low, scalars, controls)
         else:
             self._project_by_torch(low, buffers["grad"], projections)
-        scalars = self._direction.on_device(scalars)
-        self._step_low(buffers, low, direction, scalars, controls)
+        if not self.how.fused:
+            self._direction.step(scalars, controls)
         self._back_project(scalars, controls)
 
-    def _cast(self, projections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The projections as bf16, one behind another in memory."""
-        sizes = [-(-each.numel() // UNIT) * UNIT for each in projections]
-        room = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
-        pairs = zip(torch.split(room, sizes), projections, strict=True)
-        cast = [own[: each.numel()].view(each.shape) for own, each in pairs]
-        torch._foreach_copy_(cast, list(projections))
-        return cast
+    def _rounded(self) -> torch.Tensor:
+        """The projections as products take them, one behind another; their addresses are noted."""
+        how, form = self.how, self.how.projection
+        count = 2 if how.turns else 1
+        room = torch.empty(count * sum(self._copies), dtype=form.dtype, device=self.device)
+        size = room.element_size()
+        straight = room.data_ptr() + size * numpy.cumsum([0, *self._copies[:-1]])
+        turned = straight + size * (count - 1) * sum(self._copies)
+        first, last = (straight, turned) if how.low_rank.side == RIGHT else (turned, straight)
+        self._rows[kernel.FIRST_FACTOR.value], self._rows[kernel.LAST_FACTOR.value] = first, last
+        options = {"PRODUCT": self._product(how.formats.grad, False), "BLOCK": ROUNDED}
+        tables = (self._table.update(self._rows), self._round_tiles.table)
+        arguments, own = (*tables, len(self.shapes)), {"SPAN": ONE_TILE.span}
+        call(kernel.round_kernel, self._round_tiles.count, arguments, {**options, **own})
+        return room
 
     def _new(self, dtype: torch.dtype, count: int = 1) -> torch.Tensor:
         return torch.empty(count * self._numel, dtype=dtype, device=self.device)
@@ -412,10 +458,18 @@ class Wave:
             found = projected(grad, projection, self.how.low_rank.side)
             low[first : first + found.numel()] = found.view(-1)
 
-    def _project(self, low: torch.Tensor) -> None:
-        how, own = self.how, self._project_tile
+    def _project(
+        self, low: torch.Tensor, scalars: torch.Tensor, controls: torch.Tensor | None
+    ) -> None:
+        """Projects the gradients; fused: and steps the moments."""
+        how, own, plan = self.how, self._project_tile, self._direction
+        step_table, even, step = None, self._even[0], None
+        if how.fused:
+            step_table, step = plan.table(), Spec(plan.formats, plan.rule, controls is not None)
+            even = even and bool(plan.rows[table_rows.ALIGNED.value].all())
         options = {
-            "PRODUCT": self._product(how.formats.grad, self._even[0]),
+            "PRODUCT": replace(self._product(how.formats.grad, even), turned=how.turns),
+            "STEP": step,
             "SPAN": ONE_TILE.span,
             "SLAB": SLAB,
             "SLABS": self._slabs,
@@ -423,28 +477,23 @@ class Wave:
             "OUTER": own.outer,
             "INNER": own.inner,
             "RANKS": part_of(own.ranks, how.low_rank.rank),
+            "PIECE": STEPPED,
             "num_warps": own.warps,
             "num_stages": own.stages,
         }
         slabs = self._new(torch.float32, self._slabs) if self._apart else low
         self._rows[kernel.LOW.value] = self._addresses(slabs)
-        tables = (self._table.update(self._rows), self._project_tiles.table)
-        arguments = (*tables, len(self.shapes), self._numel)
+        tables = (self._table.update(self._rows), self._project_tiles.table, step_table)
+        numbers = (len(self.shapes), self._numel, scalars.shape[1])
+        arguments = (*tables, scalars, controls, self._arrived, *numbers)
         call(kernel.project_kernel, self._project_tiles.count, arguments, options)
-        if self._apart:
+        if self._apart and not how.fused:
             options = {"SLABS": self._slabs, "BLOCK": ADDED}
             programs = -(-self._numel // ADDED)
             call(kernel.add_slabs_kernel, programs, (slabs, low, self._numel), options)
 
-    def _step_low(
-        self,
-        buffers: Buffers,
-        low: torch.Tensor,
-        direction: torch.Tensor,
-        scalars: torch.Tensor,
-        controls: torch.Tensor | None,
-    ) -> None:
-        """Adam's step of the projected gradients; their direction goes where the weight is."""
+    def _look_low(self, buffers: Buffers, low: torch.Tensor, direction: torch.Tensor) -> None:
+        """Tells Adam's step where things lie; the direction goes where the weight is."""
         plan = self._direction
         moments = [slot for slot in plan.formats.slots if slot not in ("grad", "weight")]
         found: dict[str, Any] = {
@@ -454,11 +503,12 @@ class Wave:
         for slot, row in plan.addresses.items():
             row[:] = found[slot]
         plan.stale = True
-        plan.step(scalars, controls)
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         how, own = self.how, self._back_tile
         product = self._product(how.direction.weight, self._even[1])
+        turned = how.turns and (how.fused or how.low_rank.side == RIGHT)
+        product = replace(product, turned=turned, form_rounded=how.fused)
         options = {
             "PRODUCT": product,
             "SPAN": ONE_TILE.span,
@@ -481,11 +531,12 @@ class Wave:
 
     def _product(self, form: Format, even: bool) -> Product:
         """A launch's; form: of the matrix; even: whether all shapes are."""
-        used = [*self._apply.rows.values(), kernel.PROJECTION.value]
+        used = [*self._apply.rows.values(), kernel.FIRST_FACTOR.value, kernel.LAST_FACTOR.value]
         aligned = not bool((numpy.bitwise_or.reduce(self._rows[used], None) & 15).any())
         low_rank, precision = self.how.low_rank, self.how.low_rank.precision
         on_left, even = low_rank.side == LEFT, even and aligned
-        return Product(form, self.projection, precision, on_left, even, low_rank.rank)
+        own = (form, self.how.projection, precision, on_left, even, low_rank.rank)
+        return Product(*own, projection_rounded=self.how.tiles.ahead)
 
 
 def _rows(

@@ -116,6 +116,12 @@ class Product:
     even: bool
     """Only whole tiles, rows of which begin at multiples of 16 bytes."""
     rank: int
+    turned: bool = False
+    """The right factor's columns, along which sums go, lie one behind another."""
+    projection_rounded: bool = False
+    """The projection was rounded ahead;"""
+    form_rounded: bool = False
+    """and the matrix."""
 
     @property
     def element(self) -> Any:

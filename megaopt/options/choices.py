@@ -39,7 +39,7 @@ Recipe = Literal["delayed", "current", "block_128x128", "mxfp8"]
 ProjType = Literal["std", "reverse_std", "right", "left", "auto"]
 """On which side GaLoreAdamW projects a gradient."""
 
-LowRankKernel = Literal["auto", "torch", "compiled", "hybrid", "grouped"]
+LowRankKernel = Literal["auto", "torch", "compiled", "hybrid", "grouped", "fused"]
 """What steps GaLoreAdamW's matrices with a rank."""
 
 Precision = Literal["ieee", "tf32", "bf16"]

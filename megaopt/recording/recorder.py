@@ -526,6 +526,8 @@ class Recorder:
             source.note(step.number)
             if self._is_sampled(step.number):
                 source.sampled = step.number
+        if source.open is not None:  # of the same replay: what it left of the model is gone
+            self._put(source.open)
         source.open = step
         if self._level < STEP or source.models() is None:
             self._finish(source)
@@ -553,6 +555,9 @@ class Recorder:
             with torch.no_grad():
                 step.stepped += models.rows(self._number)
                 self._add_elements(step, models)
+        self._put(step)
+
+    def _put(self, step: Step) -> None:
         self._open()[1].put(step, self._devices)
 
     def _is_recorded(self, step: int) -> bool:

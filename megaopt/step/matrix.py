@@ -85,8 +85,8 @@ class Matrices:
         """
         if self.plan.many_calls:
             return (
-                "kernel='torch' and 'compiled' read numbers on the host: only kernel='hybrid' and "
-                "'grouped' can be captured"
+                "kernel='torch' and 'compiled' read numbers on the host: only kernel='hybrid', "
+                "'grouped' and 'fused' can be captured"
             )
         own = zip(self.plan.works, self._kept, self.states, self.labels, strict=True)
         for work, kept, state, label in own:

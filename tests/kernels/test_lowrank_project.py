@@ -8,17 +8,19 @@ import numpy
 import pytest
 import torch
 from bits import assert_same_bits
-from lowrank_cases import PLAIN, ROW, SMALL, buffers, formats_of, give, projections_of
+from lowrank_cases import GROUP, PLAIN, ROW, SMALL, buffers, formats_of, give, projections_of
 from mutants import mutant
 from step_cases import assert_same_buffers, copied, hard_values
 
 from megaopt import kernels
-from megaopt.kernels.formats import GRADS
+from megaopt.kernels.formats import GRADS, MOMENTS
 from megaopt.kernels.matrix import launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
 from megaopt.kernels.matrix.launch import launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
+from megaopt.kernels.rules.galore import GALORE_ADAMW
+from megaopt.kernels.step import controls as order
 
 SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 1040)], LEFT: [(70, 5), (18, 33), (1040, 3)]}
 """Several tiles, parts of some, and two slabs."""
@@ -38,19 +40,23 @@ def whole_numbers(formats, shapes):
     return found, [projection.sign() * 0.5 for projection in projections]
 
 
-def steps(formats, shapes, before, projections, device, tiles=SMALL):
-    """What the launch and the twin make of the same buffers."""
+def steps(
+    formats, shapes, before, projections, device, tiles=SMALL, kernel="grouped", rows=(ROW,),
+    controls=None,
+):  # fmt: skip
+    """What launches and the twin make of the same buffers, by a step for each row."""
     sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
     twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
-    options = {"grouped": True, "tiles": tiles}
+    options = {"kernel": kernel, "tiles": tiles}
     plans = (
         (MatrixPlan(formats, groups), twin, "cpu"),
         (launched_plan(formats, sizes, groups, device, **options), own, device),
     )
     for plan, tensors, where in plans:
-        plan.look(tensors)
         give(plan, [projection.to(where) for projection in projections])
-        plan.step([ROW])
+        for row in rows:
+            plan.look(tensors)
+            plan.step([row], None if controls is None else controls.to(where))
     return own, twin
 
 
@@ -67,19 +73,107 @@ def test_the_step_is_the_twins_where_products_are_exact(side, grad, device):
     assert_exact_steps_agree(side, device, grad=grad)
 
 
+@pytest.mark.parametrize("kernel", ["grouped", "fused"])
 @pytest.mark.parametrize("tiles", [SMALL, None], ids=["small tiles", "tiles of their own"])
 @pytest.mark.parametrize("rank", [5, 17])
 @pytest.mark.parametrize("grad", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 @pytest.mark.halved
-def test_the_step_is_the_twins(side, precision, grad, rank, tiles, device):
+def test_the_step_is_the_twins(side, precision, grad, rank, tiles, kernel, device):
     """Of any numbers: tensor cores have a specification."""
     formats = formats_of(PLAIN, LowRank(side, rank, precision), GRADS[grad])
     shapes = SHAPES[side]
     own = buffers(formats, shapes, hard=False), projections_of(formats.matrix.how, shapes)
-    found, expected = steps(formats, shapes, *own, device, tiles)
+    found, expected = steps(formats, shapes, *own, device, tiles, kernel)
     assert_same_buffers(found, expected)
+
+
+NEXT_ROW = GALORE_ADAMW.drawing.row({**GROUP, "step": 4})
+FUSED_SHAPES = {RIGHT: [(20, 18), (2, 2080)], LEFT: [(18, 20), (2080, 2)]}
+"""Of one slab and of three."""
+
+
+def controls_of(skip=0.0):
+    """Controls of one group: a loss scale of 8, a clip coefficient, and whether it is skipped."""
+    row, own = torch.zeros(1, order.COUNT), {order.GRAD_SCALE: 8.0, order.INVERSE_SCALE: 0.125}
+    own |= {order.COEFFICIENT: 0.7, order.UNSCALED: 1.0, order.SKIP: skip}
+    for place, value in own.items():
+        row[0, place] = value
+    return row
+
+
+def fused_and_twin(side, device, moment="float32", precision="bf16", controls=None, **options):
+    """Two steps, of the second of which every counter must be as the first found it."""
+    low_rank, rows = LowRank(side, 17, precision), [ROW, NEXT_ROW]
+    formats = formats_of(PLAIN, low_rank, moment=MOMENTS[moment])
+    formats = dataclasses.replace(formats, **options)
+    shapes = FUSED_SHAPES[side]
+    own = formats, shapes, buffers(formats, shapes, hard=False), projections_of(low_rank, shapes)
+    return steps(*own, device, kernel="fused", rows=rows, controls=controls)
+
+
+@pytest.mark.parametrize("few", [0, 128], ids=["one program", "a program for each slab"])
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_fused_steps_moments_of_any_order_of_slabs(side, few, device, monkeypatch):
+    monkeypatch.setattr(launch, "FEW", few)
+    monkeypatch.setattr(launch, "STEPPED", 64)
+    assert_same_buffers(*fused_and_twin(side, device))
+
+
+@pytest.mark.parametrize("moment", ["bfloat16", "bfloat16_stochastic"])
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_fused_steps_moments_of_other_formats(side, moment, device):
+    assert_same_buffers(*fused_and_twin(side, device, moment))
+
+
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_fused_goes_by_controls_and_the_direction(side, device):
+    """Loss scale and clip coefficient; the gradient that a step writes is no projected one."""
+    flags = {"maximize": True, "rounds_grad": True, "writes_grad": True}
+    assert_same_buffers(*fused_and_twin(side, device, controls=controls_of(), **flags))
+
+
+def test_a_step_that_is_left_out_changes_nothing_and_the_next_one_is_whole(device):
+    low_rank, shapes = LowRank(RIGHT, 17, "bf16"), FUSED_SHAPES[RIGHT]
+    formats = formats_of(PLAIN, low_rank)
+    before, projections = buffers(formats, shapes, hard=False), projections_of(low_rank, shapes)
+    own = {slot: [each.to(device) for each in own] for slot, own in copied(before).items()}
+    sizes = [torch.Size(shape) for shape in shapes]
+    plan = launched_plan(formats, sizes, [0, 0], device, kernel="fused", tiles=SMALL)
+    give(plan, [projection.to(device) for projection in projections])
+    plan.look(own)
+    plan.step([ROW], controls_of(skip=1.0).to(device))
+    assert_same_buffers(own, before)
+    plan.look(own)
+    plan.step([ROW])
+    assert_same_buffers(own, steps(formats, shapes, before, projections, device)[1])
+
+
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+def test_fused_has_the_bits_of_grouped_of_ieee_products(side, device):
+    """Numbers whose sums are not exact."""
+    formats, shapes = formats_of(PLAIN, LowRank(side, 17)), FUSED_SHAPES[side]
+    own = formats, shapes, buffers(formats, shapes), projections_of(formats.matrix.how, shapes)
+    found = [steps(*own, device, kernel=kernel)[0] for kernel in ("grouped", "fused")]
+    assert_same_buffers(*found)
+
+
+@pytest.mark.parametrize("slot", ["exp_avg", "exp_avg_sq"])
+def test_alignment_of_moments_shows_in_no_bit(slot, device):
+    """Of whole tiles; a GPU refuses loads of what does not begin at whole 16 bytes itself."""
+    low_rank, shapes = LowRank(RIGHT, 16, "bf16"), [(32, 64)]
+    formats = formats_of(PLAIN, low_rank)
+    before, projections = buffers(formats, shapes, hard=False), projections_of(low_rank, shapes)
+    own = {slot: [each.to(device) for each in own] for slot, own in copied(before).items()}
+    memory = torch.empty(own[slot][0].numel() + 1, device=device)
+    own[slot][0] = memory[1:].view(own[slot][0].shape).copy_(own[slot][0])
+    sizes = [torch.Size(shape) for shape in shapes]
+    plan = launched_plan(formats, sizes, [0], device, kernel="fused", tiles=SMALL)
+    give(plan, [projection.to(device) for projection in projections])
+    plan.look(own)
+    plan.step([ROW])
+    assert_same_buffers(own, steps(formats, shapes, before, projections, device)[1])
 
 
 def assert_roundings_agree(precision, device, tiles=SMALL):
@@ -95,8 +189,9 @@ def test_numbers_are_rounded_as_the_precision_says(precision, device):
     assert_roundings_agree(precision, device)
 
 
-def test_projections_that_are_cast_ahead_show_in_no_bit(device):
-    assert_roundings_agree("bf16", device, replace(SMALL, cast=True))
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_projections_that_are_rounded_ahead_show_in_no_bit(precision, device):
+    assert_roundings_agree(precision, device, replace(SMALL, ahead=True))
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
@@ -146,11 +241,35 @@ def test_slabs_of_their_own_programs_and_waves_show_in_no_bit(side, device, monk
     assert_same_buffers(steps(*own)[0], apart)
 
 
+FUSED_MUTANTS = {
+    "the first slab's program goes on": ("1) != SLABS - 1:", "1) != 0:"),
+    "a counter that stays": ("tl.atomic_xchg(arrived_ptr, 0)", "pass"),
+    "one slab alone": ("SLABS if APART else 1\n", "1\n"),
+    "no clipping": ("grad = controlled_grad(total, chunk, block, STEP)", "grad = total"),
+    "another tile's random bits": ("chunk.start, 0, offsets, FORMATS.draws, False, 0, False)\n"
+                                   "    stored_moments",
+                                   "0, 0, offsets, FORMATS.draws, False, 0, False)\n"
+                                   "    stored_moments"),
+    "moments of other places": ("pointers_of(low, start,", "pointers_of(low, start * 0,"),
+    "rows of another piece": ("low_places(first, ends, stride, AT",
+                              "low_places(first * 0, ends, stride, AT"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", FUSED_MUTANTS.values(), ids=FUSED_MUTANTS)
+def test_a_mutant_of_the_fused_step_is_noticed(change, tmp_path, device, monkeypatch):
+    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
+    monkeypatch.setattr(launch, "STEPPED", 64)
+    options = {"moment": "bfloat16_stochastic", "controls": controls_of()}
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_buffers(*fused_and_twin(RIGHT, device, **options))
+
+
 # What the comparison with the twin has to notice.
 MUTANTS = {
     "the last terms dropped": ("last = tl.minimum(first + SLAB, terms)",
                                "last = tl.minimum(first + SLAB, terms - 1)"),
-    "a slab dropped": ("tl.static_range(SLABS)", "tl.static_range(SLABS - 1)"),
+    "a slab dropped": ("slab in tl.static_range(SLABS)", "slab in tl.static_range(SLABS - 1)"),
     "slabs added twice": ("total = total + tl.load(", "total = total + 2.0 * tl.load("),
     "a slab begins early": ("first = (part + slab) * SLAB",
                             "first = tl.maximum((part + slab) * SLAB - 1, 0)"),

@@ -29,6 +29,10 @@ KINDS = {
     "masters": {"backend": "reference", "weights": BF16, "dtype": FP32, "stagger": False},
     "hybrid": {"backend": "triton", "weights": BF16, "dtype": FP32, "kernel": "hybrid"},
     "grouped": {"backend": "triton", "weights": BF16, "kernel": "grouped", "precision": "bf16"},
+    "fused": {
+        "backend": "triton", "weights": BF16, "kernel": "fused", "precision": "bf16",
+        "exp_avg_dtype": "bfloat16_stochastic", "dtype": FP32,
+    },
     "compiled": {"backend": "triton", "weights": BF16, "kernel": "compiled", "dtype": FP32},
     "torch": {
         "backend": "triton", "weights": BF16, "kernel": "torch", "weight_rounding": "stochastic",

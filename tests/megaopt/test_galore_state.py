@@ -25,6 +25,7 @@ KINDS = {
     "svd": {"refresh": "svd", "proj_type": "left", "kernel": "torch"},
     "hybrid": {"kernel": "hybrid", "store_param_remainders": True, "dtype": FP32},
     "grouped": {"kernel": "grouped", "precision": "bf16", "dtype": FP32},
+    "fused": {"kernel": "fused", "precision": "bf16", "exp_avg_sq_dtype": "bfloat16_stochastic"},
     "drawn": {
         "weight_rounding": "stochastic", "seed": 5, "exp_avg_dtype": "block_e4m3",
         "exp_avg_sq_dtype": "block_e5m3",
@@ -269,8 +270,17 @@ def test_numbers_that_are_not_allowed(options, message):
     ("options", "message"),
     [
         (
-            {"kernel": "fused"},
-            "kernel must be one of auto, torch, compiled, hybrid, grouped, got 'fused'",
+            {"kernel": "tritn"},
+            "kernel must be one of auto, torch, compiled, hybrid, grouped, fused, got 'tritn'",
+        ),
+        (
+            {"kernel": "fused", "exp_avg_dtype": "block_e4m3", "backend": "triton"},
+            "exp_avg_dtype must not have scales with kernel='fused', which steps moments tile by "
+            "tile, got block_e4m3; kernel='grouped' takes it",
+        ),
+        (
+            {"kernel": "fused", "exp_avg_sq_dtype": torch.float16, "backend": "triton"},
+            "exp_avg_sq_dtype must not have scales with kernel='fused'",
         ),
         ({"precision": "fp16"}, "precision must be one of ieee, tf32, bf16, got 'fp16'"),
         ({"precision": None}, "precision must be one of ieee, tf32, bf16, got None"),
@@ -293,7 +303,7 @@ def test_a_kernel_that_does_not_run_is_refused(monkeypatch):
     monkeypatch.setattr(backends.Triton, "why_not", lambda self, device: "it is not there")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     missing = r"torch.compile needs a C\+\+ compiler"
-    for kernel, why in {"hybrid": "it is", "grouped": "it is", "compiled": missing}.items():
+    for kernel, why in {"hybrid": "it is", "fused": "it is", "compiled": missing}.items():
         reason = f"kernel='{kernel}' does not work for parameter 0 of group 0 on cpu: {why}"
         with pytest.raises(RuntimeError, match=reason):
             galore(kernel=kernel)

@@ -17,6 +17,7 @@ GALORE = {
     "torch": {"backend": "triton", "kernel": "torch"},
     "hybrid": {"backend": "triton", "kernel": "hybrid"},
     "grouped": {"backend": "triton", "kernel": "grouped", "precision": "bf16"},
+    "fused": {"backend": "triton", "kernel": "fused", "precision": "bf16"},
 }
 both_modes = pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
 

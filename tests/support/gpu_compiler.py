@@ -236,6 +236,9 @@ def main():
         step(f"galore, {precision}", plain(), precision=precision, **grouped, **masters)
     own = {**grouped, "rank": 64, "precision": "bf16", "proj_type": "right"}
     step("galore, whole tiles, slabs", plain(shape=(256, 2048)), **own, **masters)
+    fused = {**own, "kernel": "fused"}
+    step("galore, fused, slabs", plain(shape=(256, 2048)), clip_norm=1.0, **fused, **masters)
+    step("galore, fused, uneven", plain(), **{**fused, "proj_type": "left", "precision": "tf32"})
     step("galore, remainders", plain(), store_param_remainders=True, **galore, **masters)
     blocks = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
     step("galore, stochastic", plain(), **galore, **weights, **blocks)

@@ -6,7 +6,7 @@ import torch
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is off beside a GPU"
 )
-LAUNCHED = ("hybrid", "grouped")
+LAUNCHED = ("hybrid", "grouped", "fused")
 """GaLoreAdamW's kernels that are Triton's."""
 
 

@@ -84,13 +84,13 @@ class Copy:
         self.target.copy_(self.source)
 
 
-def measure(instance: Instance, copy: Copy) -> Figures:
-    """Measure a case on the current CUDA device; its optimizer steps up to some 150 times."""
+def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Figures:
+    """Measure a case on the current CUDA device; each time is of at most so many steps."""
     step = instance.optimizer.step
     for _ in range(2):  # compile, allocate the state, fill the plan
         step()
     scratch, seconds = _scratch_and_time(step)
-    count = repetitions(seconds)
+    count = min(most, repetitions(seconds))
     copies, steps = _device_times(step, copy, count)
     kernels, transfers = _launches(step)
     return Figures(

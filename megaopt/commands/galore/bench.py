@@ -6,7 +6,8 @@ import gc
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ from torch.nn import Parameter
 from megaopt.commands import exits
 from megaopt.commands.bench.command import why_not
 from megaopt.commands.bench.instance import Instance, build
-from megaopt.commands.bench.measure import Copy, Figures, measure, record_of_figures
+from megaopt.commands.bench.measure import (
+    MOST_STEPS,
+    Copy,
+    Figures,
+    measure,
+    record_of_figures,
+)
 from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console, make_table, print_table
@@ -32,14 +39,25 @@ from megaopt.commands.galore.errors import (
     check_setup,
     measure_errors,
 )
+from megaopt.commands.galore.peers import (
+    COMPILED,
+    PEERS,
+    is_there,
+    peer,
+    why_not_peer,
+)
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import save
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
+from megaopt.kernels.matrix.galore import RIGHT
 from megaopt.kernels.matrix.products import BF16, PRECISIONS, TF32, product
+from megaopt.options.checks import refuse
 from megaopt.saving.files import write_json
 
+MOST_CHECKED = 2048
+"""Rows or columns, those along which no sum goes, of a matrix whose errors are measured."""
 SIDE = 8192
 """Rows and columns of the matrices whose product says how fast the device multiplies."""
 TITLE = (
@@ -53,7 +71,8 @@ HEADINGS = (
 NO_REFRESH = 2**30
 """Steps from refresh to refresh: more than are taken, but for the first one, which warms up."""
 COLOURS = {
-    "grouped": "#2c7a4b", "hybrid": "#3b6ea5", "compiled": "#c98a2b", "torch": "#b4b4b4",
+    "fused": "#7a2c6b", "grouped": "#2c7a4b", "hybrid": "#3b6ea5", "compiled": "#c98a2b",
+    "torch": "#b4b4b4", "galore_torch": "#a53b3b",
 }  # fmt: skip
 FLOOR = "#222222"
 
@@ -62,18 +81,19 @@ def floor_bytes(setup: Setup) -> int:
     """The bytes that a step without a refresh must move, of m rows, n columns and rank r.
 
     m * n * (gradient read + weight written + its fp32 value read [+ written, of a master])
-    + 2 * 2 * 4 * L (two fp32 moments, read and written) + 4 * K (the projection, read once),
-    where on the right L = m * r and K = r * n, on the left L = r * n and K = m * r. The projected
-    gradient and its direction are not counted: a step need not keep them in memory. All times the
-    number of matrices.
+    + 2 * 2 * L (two moments, read and written, in bytes) + 4 * K (the projection, read once),
+    where on the right L is of m * r numbers and K = r * n, on the left L of r * n and K = m * r.
+    The projected gradient and its direction are not counted: a step need not keep them in memory.
+    All times the number of matrices.
     """
     shape, low_rank = (setup.rows, setup.columns), setup.low_rank
     size = WEIGHTS[setup.weights].itemsize
     master = 0 if setup.weights == "float32" else 4
     low = torch.Size(low_rank.low_shape(shape)).numel()
     projection = torch.Size(low_rank.projection_shape(shape)).numel()
-    each = size + size + 4 + master
-    bytes_of_one = setup.rows * setup.columns * each + 2 * 2 * 4 * low + 4 * projection
+    grad = WEIGHTS[setup.grad or setup.weights].itemsize
+    each, moments = grad + size + 4 + master, WEIGHTS[setup.moments].itemsize * low
+    bytes_of_one = setup.rows * setup.columns * each + 2 * 2 * moments + 4 * projection
     return setup.matrices * bytes_of_one
 
 
@@ -104,31 +124,40 @@ class Result:
 
 
 def select(
-    shapes: Sequence[tuple[int, int]],
-    ranks: Sequence[int],
-    kernels: Sequence[str],
-    weights: Sequence[str],
-    precisions: Sequence[str],
-    matrices: Sequence[int],
-    device: torch.device,
+    given: Mapping[str, Sequence[Any]], device: torch.device, matched: bool = False
 ) -> list[Setup]:
     """The cases of a run; kernels stand beside each other.
+
+    Args:
+        given: the values of each option by its name; N: of (rows, columns).
+        device: where they are to run.
+        matched: only bf16 products of bf16 weights, and others of float32 ones.
 
     Raises:
         ValueError: there are none, or `check_setup` refuses one of them on the device.
     """
-    given: dict[str, Sequence[Any]] = {"N": shapes, "matrices": matrices, "weights": weights}
-    given |= {"precisions": precisions, "ranks": ranks, "kernels": kernels}
     for name, values in given.items():
         require(len(values) > 0, name, [], "at least one value")
-    fields = ("matrices", "weights", "precision", "rank", "kernel")
+    fields = ("weights", "grad", "moments", "precision", "matrices", "rank", "kernel")
     setups = [
         Setup(rows=rows, columns=columns, **dict(zip(fields, own, strict=True)))
         for (rows, columns), *own in itertools.product(*given.values())
     ]
     for setup in setups:
+        check_case(setup, device)
+    is_matched = [(each.precision == BF16) == (each.weights == "bfloat16") for each in setups]
+    pairs = zip(setups, is_matched, strict=True)
+    return [each for each, fits in pairs if is_there(each) and (fits or not matched)]
+
+
+def check_case(setup: Setup, device: torch.device) -> None:
+    """Raises ValueError as `check_setup`, also for a peer that does not run on the device."""
+    if setup.kernel not in PEERS:
         check_setup(setup, device)
-    return setups
+        return
+    check_setup(replace(setup, kernel="torch"), device)
+    if reason := why_not_peer(setup.kernel, device):
+        refuse("kernels", f"others than {setup.kernel} here", f"{setup.kernel}: {reason}")
 
 
 def record_of_result(result: Result) -> dict[str, Any]:
@@ -149,9 +178,14 @@ def main(
     ranks: tuple[int, ...] = (32, 64, 128, 256, 512),
     kernels: tuple[str, ...] = KERNELS,
     weights: tuple[str, ...] = tuple(WEIGHTS),
+    grads: tuple[str, ...] = ("",),
+    moments: tuple[str, ...] = ("float32",),
     precisions: tuple[str, ...] = PRECISIONS,
     matrices: tuple[int, ...] = (1,),
+    matched: bool = False,
     allow_tf32: bool = False,
+    repetitions: int = MOST_STEPS,
+    seconds: int = 0,
     out: Path = Path("out/galore"),
 ) -> int:
     """Time GaLoreAdamW's step without a refresh, against a copy of the bytes that it must move.
@@ -160,11 +194,18 @@ def main(
         M: Rows.
         N: Columns, of one shape each.
         ranks: Of the projections.
-        kernels: torch, compiled, hybrid, grouped.
-        weights: float32, bfloat16 (with fp32 masters and bf16 gradients).
+        kernels: torch, hybrid, grouped, fused; compiled, all of the pull request's reference by
+            torch.compile; galore_torch, which has no masters, and moments in its weights' dtype.
+        weights: float32, bfloat16 (with fp32 masters).
+        grads: Dtypes of the gradients, float32, bfloat16; else as the weights'.
+        moments: Dtypes of Adam's moments, float32, bfloat16.
         precisions: Of the two products: ieee, tf32, bf16.
         matrices: How many of a shape are stepped together.
+        matched: Only bf16 products of bfloat16 weights, and the others of float32 ones.
         allow_tf32: As precisions tf32 alone.
+        repetitions: Steps behind a time, at most.
+        seconds: After so many no case of compiled is begun, which compiles for up to a minute; 0:
+            no limit. Those that are left have no speed.
         out: Folder for the record and the picture.
 
     Returns:
@@ -178,14 +219,17 @@ def main(
     if reason := why_not():
         raise ConfigError(f"galore bench cannot run here: {reason}")
     device, console = torch.device("cuda", torch.cuda.current_device()), make_console()
-    shapes, precisions = [(M, columns) for columns in N], (TF32,) if allow_tf32 else precisions
+    given: dict[str, Any] = {"N": [(M, columns) for columns in N], "weights": weights}
+    given |= {"grads": [each or None for each in grads], "moments": moments}
+    given |= {"precisions": (TF32,) if allow_tf32 else precisions, "matrices": matrices}
+    given |= {"ranks": ranks, "kernels": kernels}
     try:
-        setups = select(shapes, ranks, kernels, weights, precisions, matrices, device)
+        setups = select(given, device, matched)
         source = describe_source()
     except ValueError as error:
         raise ConfigError(str(error)) from error
     make_folder(out)
-    results = _measure_all(setups, device, console)
+    results = _measure_all(setups, device, console, repetitions, seconds or math.inf)
     print_table(console, table_of(results))
     record = made_with(source) | {"cases": [record_of_result(result) for result in results]}
     write_json(out / "record.json", record)
@@ -194,18 +238,28 @@ def main(
     return exits.DONE if all(result.figures for result in results) else exits.DIFFERENT
 
 
-def _measure_all(setups: Sequence[Setup], device: torch.device, console: Console) -> list[Result]:
-    copy, results = Copy(device), []
+def _measure_all(
+    setups: Sequence[Setup],
+    device: torch.device,
+    console: Console,
+    most: int,
+    seconds: float,
+) -> list[Result]:
+    """Results in the order of the cases; those of COMPILED are measured last, small ranks first."""
+    copy, found, start = Copy(device), {}, time.monotonic()
     speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
-    for setup in setups:
+    for setup in sorted(setups, key=lambda each: each.kernel == COMPILED):
         console.print(f"{_name(setup)}: {setup.kernel}", markup=False, highlight=False)
-        result = replace(run(setup, device, copy), speed=speeds[setup.precision])
+        if setup.kernel == COMPILED and time.monotonic() - start > seconds:
+            result = Result(setup, None, f"not begun within {seconds} seconds")
+        else:
+            result = run(setup, device, copy, most)
         gc.collect()  # an optimizer can be part of a reference cycle
         torch.cuda.empty_cache()
         if result.problem:
             console.print(f"no speed: {result.problem}", style="red", markup=False)
-        results.append(result)
-    return results
+        found[setup] = replace(result, speed=speeds[setup.precision])
+    return [found[setup] for setup in setups]
 
 
 def _matrix(setup: Setup) -> str:
@@ -214,7 +268,13 @@ def _matrix(setup: Setup) -> str:
 
 
 def _name(setup: Setup) -> str:
-    return f"{_matrix(setup)}, {setup.weights}, {setup.precision}, rank {setup.rank}"
+    return f"{_matrix(setup)}, {_dtypes(setup)}, {setup.precision}, rank {setup.rank}"
+
+
+def _dtypes(setup: Setup) -> str:
+    grads = f", {setup.grad} gradients" if setup.grad else ""
+    moments = f", {setup.moments} moments" if setup.moments != "float32" else ""
+    return f"{setup.weights}{grads}{moments}"
 
 
 def product_speed(device: torch.device, precision: str) -> float:
@@ -233,30 +293,50 @@ def product_speed(device: torch.device, precision: str) -> float:
     return float(2 * SIDE**3 / (1e-3 * statistics.median(times)))
 
 
-def run(setup: Setup, device: torch.device, copy: Copy) -> Result:
-    """Measures a case; only where its errors are within their bounds."""
+def run(setup: Setup, device: torch.device, copy: Copy, most: int = MOST_STEPS) -> Result:
+    """Measures a case; of ours only where its errors are within their bounds."""
     try:
-        if wrong := [each.name for each in measure_errors(setup, device) if not each.holds]:
-            return Result(setup, None, f"errors beyond their bounds: {', '.join(wrong)}")
-        return Result(setup, measure(_instance(setup, device), copy))
+        wrong = [] if setup.kernel in PEERS else measure_errors(_checked(setup), device)
+        if beyond := [each.name for each in wrong if not each.holds]:
+            return Result(setup, None, f"errors beyond their bounds: {', '.join(beyond)}")
+        figures = measure(_instance(setup, device), copy, most)
+        return Result(setup, replace(figures, bytes=floor_bytes(setup)))
     except torch.OutOfMemoryError as error:
         return Result(setup, None, f"out of memory: {error}")
 
 
+def _checked(setup: Setup) -> Setup:
+    """The case whose errors are measured: of few rows or columns, but with all terms of its sums.
+
+    Moments are fp32, and gradients the weights': errors of other roundings have no bounds.
+    """
+    side, rows, columns = setup.low_rank.side, setup.rows, setup.columns
+    if setup.rank < MOST_CHECKED // 2 and side == RIGHT:
+        rows = min(rows, MOST_CHECKED)
+    elif setup.rank < MOST_CHECKED // 2:
+        columns = min(columns, MOST_CHECKED)
+    own = {"rows": rows, "columns": columns, "proj_type": side}
+    return replace(setup, **own, grad=None, moments="float32")
+
+
 def _instance(setup: Setup, device: torch.device) -> Instance:
-    def make(parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
+    def make(parameters: Sequence[Parameter]) -> Any:
+        if setup.kernel in PEERS:
+            return peer(parameters, setup)
         return GaLoreAdamW(
             parameters,
             **SHARED,
             **setup.options,
             update_proj_gap=NO_REFRESH,
             dtype=None if setup.weights == "float32" else torch.float32,
+            use_decoupled_grad=setup.grad is not None,
         )
 
     shapes = [(setup.rows, setup.columns)] * setup.matrices
-    tensors = TensorSet.of_shapes(_name(setup), _name(setup), shapes)
-    dtype = WEIGHTS[setup.weights]
-    return build(make, tensors, dtype, device, weight=Parameter, seed=setup.seed)
+    tensors, dtype = TensorSet.of_shapes(_name(setup), _name(setup), shapes), WEIGHTS[setup.weights]
+    grads = WEIGHTS[setup.grad] if setup.grad else None
+    own = (make, tensors, dtype, device)
+    return build(*own, weight=Parameter, grad_dtype=grads, seed=setup.seed)
 
 
 def table_of(results: Sequence[Result]) -> Table:
@@ -265,11 +345,11 @@ def table_of(results: Sequence[Result]) -> Table:
     previous = None
     for result in results:
         setup = result.setup
-        place = (setup.rows, setup.columns, setup.matrices, setup.weights)
+        place = (_matrix(setup), _dtypes(setup))
         if previous not in (None, place):
             table.add_section()
         previous = place
-        named = (_matrix(setup), setup.weights, setup.precision, str(setup.rank), setup.kernel)
+        named = (_matrix(setup), _dtypes(setup), setup.precision, str(setup.rank), setup.kernel)
         table.add_row(*named, *_cells(result))
     return table
 
@@ -307,7 +387,7 @@ def draw(path: Path, results: Sequence[Result], hardware: str | None) -> None:
 
 def _field(result: Result) -> str:
     setup = result.setup
-    return f"{_matrix(setup)}, {setup.weights} weights, {setup.precision}"
+    return f"{_matrix(setup)}, {_dtypes(setup)} weights, {setup.precision}"
 
 
 def _draw_field(axes: Axes, title: str, results: Sequence[Result]) -> None:

@@ -42,7 +42,7 @@ def main(
     """Step a random matrix with GaLoreAdamW; compare its errors against fp64 with torch's own.
 
     Args:
-        kernel: torch, compiled, hybrid or grouped; the last two run slowly without a GPU.
+        kernel: torch, compiled, hybrid, grouped or fused; the last three run slowly without a GPU.
         M: Rows.
         N: Columns.
         rank: Of the projection; with rank * (M + N) < M * N.

@@ -17,9 +17,9 @@ from megaopt.kernels.matrix.launch import why_not_kernel
 from megaopt.kernels.matrix.products import IEEE, PRECISIONS
 from megaopt.options.checks import one_of, refuse
 
-KERNELS = ("torch", "compiled", "hybrid", "grouped")
+KERNELS = ("torch", "compiled", "hybrid", "grouped", "fused")
 WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Dtypes of weight and gradient, by name; bf16 weights have fp32 masters."""
+"""Dtypes of weights, gradients and moments, by name; bf16 weights have fp32 masters."""
 MOST = 2**20
 """Rows or columns; of their square in fp64 torch can still say that there is no memory for it."""
 FACTOR = 1.5
@@ -55,6 +55,15 @@ class Setup:
     matrices: int = 1
     """How many matrices of this shape are stepped together."""
     seed: int = 0
+    grad: str | None = None
+    """Dtype of the gradient, one of WEIGHTS; None: the weight's."""
+    moments: str = "float32"
+    """Dtype of both moments, one of WEIGHTS."""
+
+    @property
+    def grad_name(self) -> str:
+        """The attribute of parameters that has their gradient."""
+        return "grad" if self.grad is None else "decoupled_grad"
 
     @property
     def low_rank(self) -> LowRank:
@@ -64,7 +73,8 @@ class Setup:
     @property
     def options(self) -> dict[str, Any]:
         """What GaLoreAdamW is given of it."""
-        return {name: getattr(self, name) for name in ("rank", "proj_type", "kernel", "precision")}
+        found = {name: getattr(self, name) for name in ("rank", "proj_type", "kernel", "precision")}
+        return {**found, **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), self.moments)}
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ def check_setup(setup: Setup, device: torch.device) -> None:
     """Raises ValueError for a field out of its range, or a kernel that the device cannot run."""
     one_of("kernel", setup.kernel, KERNELS)
     one_of("weights", setup.weights, WEIGHTS)
+    one_of("grads", setup.grad or setup.weights, WEIGHTS)
+    one_of("moments", setup.moments, WEIGHTS)
     one_of("proj_type", setup.proj_type, PROJ_TYPES)
     one_of("precision", setup.precision, PRECISIONS)
     if setup.matrices < 1:

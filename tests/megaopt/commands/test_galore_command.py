@@ -111,14 +111,14 @@ def test_the_plain_step_is_the_twin_in_fp64(side):
 # In a file of the kernels, what the command has to notice, and where.
 KERNEL_MUTANTS = {
     "the last of the rank dropped": (
-        "rows, inner, PRODUCT.rank, ", "rows, inner, PRODUCT.rank - 1, ",
+        "rows, inner, RANK, RANK, ", "rows, inner, RANK - 1, RANK, ",
     ),
     "a product in 16 bits": (
         "right, total, PRECISION)\n    return total",
         "right, total, PRECISION)\n    return total.to(tl.float16).to(tl.float32)",
     ),
     "the last column dropped": (
-        "PRODUCT.rank, column, columns, ", "PRODUCT.rank, column, columns - 1, ",
+        "RANK, column, columns, ", "RANK, column, columns - 1, ",
     ),
 }  # fmt: skip
 
@@ -188,7 +188,10 @@ def test_tf32_is_a_precision(megaopt):
 
 
 REFUSED = {
-    "kernel": (["--kernel=tritn"], "kernel must be one of torch, compiled, hybrid, grouped, "),
+    "kernel": (
+        ["--kernel=tritn"],
+        "kernel must be one of torch, compiled, hybrid, grouped, fused",
+    ),
     "precision": (["--precision=fp16"], "precision must be one of ieee, tf32, bf16, got 'fp16'"),
     "tf32": (["--tf32", "--precision=bf16"], "precision must be 'tf32' beside --tf32, got 'bf16'"),
     "M": (["--M=0"], "M must be a whole number from 1 to 1048576, got 0"),
@@ -230,7 +233,7 @@ FIGURES = Figures(
 )  # fmt: skip
 
 
-def stepped(instance, copy):
+def stepped(instance, copy, most):
     """Figures that nobody measured, with the bytes of the instance's own tensors."""
     instance.optimizer.step()
     return replace(FIGURES, bytes=bytes_per_step(instance))
@@ -247,7 +250,7 @@ def bench_on_cpu(monkeypatch):
     monkeypatch.setattr(bench, "product_speed", lambda device, precision: 1e9)
     monkeypatch.setattr(bench, "measure", stepped)
     run = bench.run
-    monkeypatch.setattr(bench, "run", lambda setup, device, copy: run(setup, CPU, copy))
+    monkeypatch.setattr(bench, "run", lambda setup, device, *own: run(setup, CPU, *own))
 
 
 BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernels", "torch",

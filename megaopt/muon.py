@@ -12,7 +12,8 @@ import torch
 from typing_extensions import Unpack
 
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.matrix.muon import MUON, Orthogonal, coefficients_of
+from megaopt.kernels.formats import MASTERS
+from megaopt.kernels.matrix.muon import MUON, MUON_PEER, Orthogonal, coefficients_of
 from megaopt.kernels.matrix.muon_launch import muon_plan
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
@@ -43,17 +44,18 @@ def _of_adam(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def rules_of(contract: str) -> tuple[Rule, MatrixRule]:
-    """AdamW and Muon under a contract; AdamW is ieee's beside contract eo."""
-    adamw = RULES["adamw", "torch" if contract == "torch" else "ieee"]
+def rules_of(contract: str, rule_contract: str) -> tuple[Rule, MatrixRule]:
+    """AdamW under `rule_contract`, and Muon under `contract`."""
+    adamw = RULES["adamw", rule_contract]
     own = replace(
         adamw,
         scalars=lambda group: adamw.scalars(_of_adam(group)),
         hyper=lambda group: adamw.hyper(_of_adam(group)),
         tables=lambda group, device: adamw.tables(_of_adam(group), device),
     )
-    first, inner, apply = in_one_row(own, MUON.inner, MUON.apply)
-    return first, replace(MUON, inner=inner, apply=apply)
+    muon = MUON if contract == "ieee" else MUON_PEER
+    first, inner, apply = in_one_row(own, muon.inner, muon.apply)
+    return first, replace(muon, inner=inner, apply=apply)
 
 
 # --- options
@@ -101,6 +103,41 @@ class MuonOptions(Options):
     second_moment: SecondMoment | None = None
     contract: MuonContract = "ieee"  # type: ignore[assignment]  # others than other optimizers'
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for an option out of its range, or options that contradict."""
+        super().__post_init__()
+        if self.contract != "ieee" and self.capturable:
+            raise ValueError(
+                f"capturable must be False with contract={self.contract!r}, whose steps read "
+                "numbers on the host, got True"
+            )
+
+    @property
+    def rule_contract(self) -> str:
+        """The contract of AdamW's steps."""
+        return "ieee" if self.contract == "eo" else self.contract
+
+    @property
+    def rules(self) -> tuple[Rule, MatrixRule]:
+        """AdamW and Muon."""
+        return rules_of(self.contract, self.rule_contract)
+
+    def check_matrix(self, view: ParamView, where: str, masters: bool) -> None:
+        """Raises ValueError for a matrix that another library's Muon cannot step as it does."""
+        if self.contract == "ieee":
+            return
+        under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
+        if view.split is not None:
+            raise ValueError(f"{where} must be whole {under}, got a rank's part of a DTensor")
+        dtype = torch.float32 if masters else view.param.dtype
+        if masters and MASTERS[self._master_key] is not MASTERS[torch.float32]:
+            own = f"torch.float32, of whole masters, {under}"
+            refuse("master_weight_dtype", own, self.master_weight_dtype)
+        if self.contract == "eo" and dtype != torch.float32:
+            refuse(where, f"fp32 or have an fp32 master {under}", dtype)
+        if kept is not dtype:
+            refuse("momentum_buffer_dtype", f"{dtype} {under}, as {where} is kept", kept)
+
     @cached_property
     def names_but_step(self) -> tuple[str, ...]:
         """The keys that every group has, but the step count's."""
@@ -129,7 +166,7 @@ class MuonOptions(Options):
         """How Muon steps a parameter; None where AdamW does."""
         if not group or why_adamw(param, group) is not None:
             return None
-        return Matrix(rules_of(self.contract)[1], self.how(group))
+        return Matrix(self.rules[1], self.how(group))
 
     def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
         """The plan of matrices: launches over many where the backend is "triton"."""
@@ -297,7 +334,9 @@ class FusedMuon(FusedOptimizer):
     @property
     def rule(self) -> Rule:
         """AdamW, of the parameters that Muon does not step."""
-        return rules_of(self.options.contract)[0]
+        options: Any = self.options
+        rule: Rule = options.rules[0]
+        return rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as FusedAdam does; eps of one with use_muon=False is AdamW's."""

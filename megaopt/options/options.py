@@ -427,6 +427,17 @@ class Options:
         step = LaunchedStep() if backend == "triton" else step_tensor
         return MatrixPlan(formats, groups, places, step)
 
+    @property
+    def rule_contract(self) -> str:
+        """The contract of the rule that steps parameters elementwise."""
+        return self.contract
+
+    def check_matrix(self, view: Any, where: str, masters: bool) -> None:
+        """For a matrix that goes with options in no way: a subclass raises ValueError.
+
+        view: its ParamView. masters: weights have such.
+        """
+
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """For numbers of a group that do not go together: a subclass raises ValueError."""
 

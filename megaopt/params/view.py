@@ -252,6 +252,11 @@ class MatrixView(ParamView):
         super().__init__(param)
         self.matrix = matrix
 
+    def check(self, where: str, options: Options, moments: tuple[str, ...], masters: bool) -> None:
+        """Raises ValueError for a parameter that the optimizer cannot own."""
+        super().check(where, options, moments, masters)
+        options.check_matrix(self, where, masters)
+
     def state_shape(self, name: str) -> tuple[int, ...]:
         """The low shape, but for the master."""
         return self._shape(name, tuple(self.local.shape))

@@ -334,17 +334,19 @@ class Owned:
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
         try:
-            view = view_of(param)
+            view = self.view(param)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
-        view.check(label, self.options, self.all_moments, self.wants_masters)
+        view.check(label, self.options, self.moments(view), self.wants_masters)
         reason = self.homes.why_not(param)
         if reason is not None:
             raise RuntimeError(
                 f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "
                 "state_device=None keeps states beside the weights"
             )
-        contract = CONTRACTS[self.options.contract]
+        contract = CONTRACTS[self.options.rule_contract]
+        if view.matrix is not None:  # whose contract is its rule's own
+            contract = CONTRACTS["ieee"]
         reason = why_not(self.backend(param.device), contract, param.device)
         if reason is None:
             return

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megaopt import FusedAdam, GaLoreAdamW
+from megaopt import FusedAdam, FusedMuon, GaLoreAdamW
 from megaopt.commands.config import (
     FusedVariant,
     GaLoreConfig,
     GaLoreVariant,
+    MuonConfig,
+    MuonVariant,
     OptimizerConfig,
     PeerVariant,
 )
@@ -216,25 +218,10 @@ class PeerWeights(OptimizerWeights):
         return {quantity: state[kind] for quantity, kind in own.items()}
 
 
-class GaLoreWeights(FusedWeights):
-    """Owns a model's weights through GaLoreAdamW, which steps matrices by projected gradients."""
+class NumberedWeights(FusedWeights):
+    """Owns a model's weights through an optimizer that may have them in other groups and order."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: OptimizerConfig,
-        galore: GaLoreConfig,
-        variant: GaLoreVariant,
-    ) -> None:
-        self.pieces, self.masters = whole_pieces(model), None
-        self.optimizer = GaLoreAdamW(
-            self._groups(config, ways=1 if variant.layout == "whole" else 3),
-            **arguments(config),
-            **galore.model_dump(),
-            dtype=torch.float32,
-            bias_correction=config.bias_correction,
-            kernel=variant.kernel,
-        )
+    masters = None
 
     def _groups(self, config: OptimizerConfig, ways: int) -> list[dict[str, Any]]:
         """Param groups by decay, each dealt out `ways` ways, from the last parameter on with more.
@@ -252,7 +239,58 @@ class GaLoreWeights(FusedWeights):
             own["param_numbers"].append(number)
         return list(groups.values())
 
+
+class GaLoreWeights(NumberedWeights):
+    """Owns a model's weights through GaLoreAdamW, which steps matrices by projected gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        galore: GaLoreConfig,
+        variant: GaLoreVariant,
+    ) -> None:
+        self.pieces = whole_pieces(model)
+        self.optimizer = GaLoreAdamW(
+            self._groups(config, ways=1 if variant.layout == "whole" else 3),
+            **arguments(config),
+            **galore.model_dump(),
+            dtype=torch.float32,
+            bias_correction=config.bias_correction,
+            kernel=variant.kernel,
+        )
+
     def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
         """A parameter's state, its projection included."""
         state, kept = self.optimizer.state[piece.tensor], ("projection", "captured_energy")
         return super().state_of(piece) | {name: state[name] for name in kept if name in state}
+
+
+class MuonWeights(NumberedWeights):
+    """Owns a model's weights through FusedMuon: the blocks' matrices by Muon, the rest by AdamW."""
+
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, muon: MuonConfig, variant: MuonVariant
+    ) -> None:
+        self.pieces = whole_pieces(model)
+        for piece in self.pieces:
+            if not piece.name.startswith("blocks."):
+                piece.source.use_muon = False  # type: ignore[attr-defined]  # a mark
+        self.optimizer = FusedMuon(
+            self._groups(config, ways=1 if variant.layout == "whole" else 3),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            adam_eps=config.eps,
+            **muon.model_dump(),
+            dtype=torch.float32,
+            method=variant.method,
+            precision=variant.precision,
+            momentum_buffer_dtype=variant.momentum_dtype,
+            backend=variant.backend,
+        )
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """A parameter's state in fp32, whatever format stores it: Muon's moment, or AdamW's."""
+        kinds = {**QUANTITIES, "momentum_buffer": "momentum_buffer"}
+        state, own = self.optimizer.state[piece.tensor], self.optimizer.get_unscaled_state
+        return {q: own(piece.tensor, kind) for q, kind in kinds.items() if kind in state}

@@ -13,6 +13,7 @@ from torch import nn
 from megaopt.commands.config import (
     FusedVariant,
     GaLoreVariant,
+    MuonVariant,
     PeerVariant,
     RunConfig,
     UnfusedVariant,
@@ -22,6 +23,7 @@ from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
 from megaopt.commands.regression.fused import (
     FusedWeights,
     GaLoreWeights,
+    MuonWeights,
     PeerWeights,
     ShardedWeights,
 )
@@ -139,6 +141,9 @@ def build_owner(model: GPT, config: RunConfig, variant: Variant) -> OptimizerWei
     if isinstance(variant, GaLoreVariant):
         assert config.galore is not None  # as the config was checked
         return GaLoreWeights(model, config.optimizer, config.galore, variant)
+    if isinstance(variant, MuonVariant):
+        assert config.muon is not None  # likewise
+        return MuonWeights(model, config.optimizer, config.muon, variant)
     owner = FusedWeights if variant.ranks is None else ShardedWeights
     return owner(model, config.optimizer, variant)
 
@@ -156,9 +161,8 @@ def build(task: Task) -> Training:
 
 def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
     """What must be the same where a checkpoint is loaded again: all that its bits depend on."""
-    own = config.model_dump(
-        include={"seed", "batch_size", "model", "optimizer", "float8", "galore"}
-    )
+    tables = {"model", "optimizer", "float8", "galore", "muon"}
+    own = config.model_dump(include={"seed", "batch_size", *tables})
     return own | {"variant": variant.model_dump()}
 
 

@@ -9,6 +9,7 @@ from megaopt.commands import exits
 from megaopt.commands.config import (
     FusedVariant,
     GaLoreVariant,
+    MuonVariant,
     RunConfig,
     Variant,
     read_config,
@@ -25,7 +26,8 @@ from megaopt.commands.training.limits import require_room
 
 def _choose_variant(config: RunConfig, name: str | None) -> Variant:
     """The named variant, or else the first that an optimizer of this package trains."""
-    ours = [each.name for each in config.runs if isinstance(each, (FusedVariant, GaLoreVariant))]
+    kinds = (FusedVariant, GaLoreVariant, MuonVariant)
+    ours = [each.name for each in config.runs if isinstance(each, kinds)]
     names = ", ".join(each.name for each in config.runs)
     require(bool(name or ours), "variant", name, f"one of {names}, as none is fused")
     variant = config.find_variant(name or ours[0])

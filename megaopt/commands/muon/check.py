@@ -169,7 +169,11 @@ def measure(case: Case, count: int, seed: int, device: torch.device, launches: b
     placed = [each.to(device) for each in own]
 
     def ours(backend: str) -> Callable[[list[Parameter]], Any]:
-        more = {"method": case.method, "precision": case.precision, "backend": backend}
+        more: dict[str, Any] = {
+            "method": case.method,
+            "precision": case.precision,
+            "backend": backend,
+        }
         return lambda params: FusedMuon(params, **EXACT, **more)
 
     found = updates(ours("triton" if launches else "reference"), placed)
@@ -211,7 +215,8 @@ def in_fp64(grad: torch.Tensor) -> torch.Tensor:
     for a, b, c in COEFFICIENTS["simple"] * 5:
         gram = own @ own.mT
         own = a * own + (b * gram + c * gram @ gram) @ own
-    return RATIOS["original"](*grad.shape) * (own.mT if is_tall else own)
+    ratio = RATIOS["original"](len(grad), grad.shape[1])
+    return (own.mT if is_tall else own) * ratio
 
 
 def distance(found: Matrices, exact: Matrices) -> float:

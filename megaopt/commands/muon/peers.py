@@ -92,7 +92,7 @@ SUBJECTS = {
     "dion-triton": Subject("the same by Triton", "dion", {**NESTEROV, "use_triton": True}),
     "gram-newton-schulz": Subject("fp16, Gram's form by quack", "gram_newton_schulz", NESTEROV),
 }
-"""All have momentum 0.95, nesterov and STEPS steps; coefficients may be others: they take no time."""
+"""All have momentum 0.95, nesterov and STEPS steps; coefficients are their own: none takes longer."""
 
 
 def _llama(layers: int) -> list[tuple[int, int]]:

@@ -58,7 +58,7 @@ class Worker:
 
     def end(self) -> None:
         """Ends the process, and what it has started."""
-        if self._process.is_alive():
+        if self._process.is_alive() and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError, AttributeError):  # before its _serve
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()

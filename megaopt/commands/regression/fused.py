@@ -293,4 +293,5 @@ class MuonWeights(NumberedWeights):
         """A parameter's state in fp32, whatever format stores it: Muon's moment, or AdamW's."""
         kinds = {**QUANTITIES, "momentum_buffer": "momentum_buffer"}
         state, own = self.optimizer.state[piece.tensor], self.optimizer.get_unscaled_state
-        return {q: own(piece.tensor, kind) for q, kind in kinds.items() if kind in state}
+        there = ((q, kind) for q, kind in kinds.items() if state.get(kind) is not None)
+        return {quantity: own(piece.tensor, kind) for quantity, kind in there}

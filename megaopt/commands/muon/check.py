@@ -215,8 +215,8 @@ def in_fp64(grad: torch.Tensor) -> torch.Tensor:
     for a, b, c in COEFFICIENTS["simple"] * 5:
         gram = own @ own.mT
         own = a * own + (b * gram + c * gram @ gram) @ own
-    ratio = RATIOS["original"](len(grad), grad.shape[1])
-    return (own.mT if is_tall else own) * ratio
+    found: torch.Tensor = (own.mT if is_tall else own) * RATIOS["original"](*grad.shape)
+    return found
 
 
 def distance(found: Matrices, exact: Matrices) -> float:

@@ -45,10 +45,10 @@ class Masters:
     @torch.no_grad()
     def step(self) -> None:
         """One step of all: gradients to fp32, the library's step, weights from masters."""
-        grads, own = ([each.grad for each in many] for many in (self._parameters, self._masters))
-        torch._foreach_copy_(own, grads)
+        copy: Any = torch._foreach_copy_  # whose types know no lists of parameters
+        copy([each.grad for each in self._masters], [each.grad for each in self._parameters])
         self._own.step()
-        torch._foreach_copy_(self._parameters, self._masters)
+        copy(self._parameters, self._masters)
 
 
 class Subject(NamedTuple):
@@ -75,7 +75,7 @@ class Subject(NamedTuple):
         """An optimizer of bf16 parameters, or what has its step and state."""
         if self.package == OURS:
             own = {**SHARED, **self.options}
-            return FusedMuon(parameters, dtype=torch.float32, **own)  # type: ignore[arg-type]
+            return FusedMuon(parameters, dtype=torch.float32, **own)
         kind = getattr(importlib.import_module(self.module), self.kind)
         return Masters(kind, self.options, parameters)
 
@@ -92,7 +92,7 @@ SUBJECTS = {
     "dion-triton": Subject("the same by Triton", "dion", {**NESTEROV, "use_triton": True}),
     "gram-newton-schulz": Subject("fp16, Gram's form by quack", "gram_newton_schulz", NESTEROV),
 }
-"""All have momentum 0.95, nesterov and STEPS steps; coefficients are their own: none takes longer."""
+"""All have momentum 0.95, nesterov and STEPS steps; coefficients, which cost none, are others."""
 
 
 def _llama(layers: int) -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ from megaopt.options.arguments import options_of, takes
 from megaopt.options.checks import DECAY, NOT_NEGATIVE, one_of, refuse
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment
 from megaopt.options.options import Numbers, Options, SharedOptions
+from megaopt.options.placement import StateDevice
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, is_flat_part
@@ -93,7 +94,6 @@ class MuonOptions(Options):
     MATRIX: ClassVar[MatrixRule] = MUON
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ("use_muon", "eps", *ORTHOGONALIZING)
     MATRIX_OFF: ClassVar[tuple[str, Any]] = ("use_muon", False)
-    OFFLOADS: ClassVar[bool] = False
 
     momentum_buffer_dtype: torch.dtype | str = torch.float32
     exp_avg_dtype: torch.dtype | str = torch.float32
@@ -106,11 +106,18 @@ class MuonOptions(Options):
     def __post_init__(self) -> None:
         """Raises ValueError for an option out of its range, or options that contradict."""
         super().__post_init__()
-        if self.contract != "ieee" and self.capturable:
-            raise ValueError(
-                f"capturable must be False with contract={self.contract!r}, whose steps read "
-                "numbers on the host, got True"
-            )
+        if self.contract == "ieee":
+            return
+        under = f"with contract={self.contract!r}, whose steps are torch's operations"
+        if self.capturable:
+            refuse("capturable", f"False {under}, by numbers on the host", True)
+        if self.state_device is not None:
+            refuse("state_device", f"None {under}, on one device", self.state_device)
+
+    @property
+    def OFFLOADS(self) -> bool:  # type: ignore[override]  # computed
+        """States may be in host memory."""
+        return self.contract == "ieee"
 
     @property
     def rule_contract(self) -> str:
@@ -299,6 +306,7 @@ class FusedMuon(FusedOptimizer):
             torch and processor at hand, for tensors of two dimensions; AdamW's are
             torch.optim.AdamW's with fused=True, on an NVIDIA GPU. "eo": those of
             Emerging-Optimizers' Muon as Megatron-Core uses it, AdamW's are ieee's.
+        state_device: as for FusedAdam; a group may say another. Only with contract "ieee".
         **options: of megaopt.SharedOptions, which follow.
 
     Raises:
@@ -327,6 +335,7 @@ class FusedMuon(FusedOptimizer):
         exp_avg_dtype: torch.dtype | str = torch.float32,
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         contract: MuonContract = "ieee",
+        state_device: StateDevice = None,
         **options: Unpack[SharedOptions],
     ) -> None:
         super().__init__(params, *options_of(self, MuonOptions, locals()))
@@ -403,8 +412,8 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     groups: the optimizer's, whose numbers stay where a state dict has none. Raises ValueError for
     what Muon cannot go on from; warns where momentum is converted.
     """
-    saved = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
-    states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    saved: Any = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    states: Any = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     fits = isinstance(saved, (list, tuple)) and isinstance(states, Mapping)
     if not fits or not all(isinstance(each, Mapping) for each in saved):
         return state_dict

@@ -101,6 +101,14 @@ def steps_of_galore(module, here):
     steps(module, here, "galore_apply", FORMATS["float32-float32-none-float32-float32"])
 
 
+def steps_of_muon(module, here):
+    for nesterov in (True, False):
+        for name in ("muon_direction", "muon_apply"):
+            rule, formats = named(module, name), FORMATS["float32-float32-none-float32-float32"]
+            own = {**GROUP, "nesterov": nesterov, "weight_decay": 300.0}
+            assert_all_agree(with_rule(formats, rule), rule, own, COUNTS, here.device)
+
+
 def steps_with(module, here, formats, slot):
     mutated = with_format(formats, slot, named(module, formats.by_slot[slot].name))
     group = {**GROUP, "weight_decay": 0.0}  # it would move ties
@@ -288,6 +296,20 @@ MUTANTS = {
             "param - param * decay\n    return param - grad * step_size",
         ),
         "twin: the root in fp32": ("exp_avg_sq.double()", "(exp_avg_sq * (1 + 2**-23))"),
+    },
+    ("rules/muon.py", steps_of_muon): {
+        "never nesterov": ("mixed = momentum if nesterov else 1.0", "mixed = 1.0"),
+        "decay by an lr of fp64": ('lr = round_to_fp32(float(group["lr"]))', 'lr = group["lr"]'),
+        "kernel: the buffer as it was": ("mixed * buffer + beside", "mixed * moments[0] + beside"),
+        "kernel: decay of what is updated": (
+            "kept * param - lr * grad",
+            "kept * (param - lr * grad)",
+        ),
+        "twin: the gradient whole": ("buffer * mixed + grad * beside", "buffer * mixed + grad"),
+        "twin: decay of what is updated": (
+            "param * kept - grad * lr",
+            "(param - grad * lr) * kept",
+        ),
     },
     ("formats/bfloat16.py", steps_with): {
         "kernel: ties away": ("0x7FFF + ((bits >> 16) & 1)", "0x8000", PLAIN, "weight"),

@@ -22,7 +22,7 @@ from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
-from megaopt.kernels.matrix import muon_kernel, normuon
+from megaopt.kernels.matrix import muon_kernel
 from megaopt.kernels.matrix.muon import (
     OWN,
     SQUARES,
@@ -104,13 +104,15 @@ class NotedLaunch:
         self, launch: Any, runs: numpy.ndarray, numbers: Numbers, device: torch.device
     ) -> None:
         self._launch, self._runs, self._numbers = launch, runs, numbers
-        self._table, self._shift, self._moved = DeviceTable(device), 0, runs
+        self._table, self._shift = DeviceTable(device), 0
+        self._table.update(launch.rows(runs))
 
     def __call__(self, shift: int) -> None:
         """shift: how far the workspace is from where it was noted, in bytes."""
         if shift != self._shift:
-            self._moved, self._shift = moved(self._runs, shift), shift
-        self._launch(self._moved, self._numbers, self._table)
+            self._table.update(self._launch.rows(moved(self._runs, shift)))
+            self._shift = shift
+        self._launch.begin(self._table.kept(), self._numbers)
 
 
 class Notes:
@@ -269,6 +271,8 @@ class MuonLaunches:
         sizes = [shape.numel() for shape in shapes]
         self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
         self._rows = DeviceTable(device)
+        self._neutral = torch.tensor(NEUTRAL, device=device)
+        self._skip = torch.arange(COUNT, device=device) == SKIP
 
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
         """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
@@ -283,22 +287,12 @@ class MuonLaunches:
             scalars = self._rows.update(numpy.array(scalars, dtype=numpy.float32))
         most = max((wave.layout.used for _, wave in self._waves), default=0)
         workspace = torch.empty(most, dtype=torch.uint8, device=self._device)
-        left_out = None if controls is None else _left_out(controls)
+        # of the controls an update is told one
+        left_out = None if controls is None else torch.where(self._skip, controls, self._neutral)
         for own, wave in self._waves:
             theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
             kept = [works[i].kept for i in own]
             wave.step(theirs, kept, workspace, scalars, controls, left_out)
-
-
-def _left_out(controls: torch.Tensor) -> torch.Tensor:
-    """Controls that say of a step alone whether it is left out."""
-    own = torch.empty_like(controls)
-    for place in range(COUNT):
-        if place == SKIP:
-            own[:, place] = controls[:, place]
-        else:
-            own[:, place].fill_(NEUTRAL[place])
-    return own
 
 
 def _waves(
@@ -319,6 +313,55 @@ def _waves(
                 own = []
             own.append(index)
         yield own, is_gram
+
+
+class SecondMoments:
+    """NorMuon's launches over the rows of a wave's updates."""
+
+    def __init__(self, layout: Layout, groups: Sequence[int], device: torch.device) -> None:
+        self._layout, self._table, pieces = layout, DeviceTable(device), layout.pieces
+        self._rows = numpy.zeros((muon_kernel.ROW_COUNT, len(pieces)), dtype=numpy.int64)
+        heights = [piece.shape[0] for piece in pieces]
+        self._rows[int(muon_kernel.COLUMNS)] = [piece.shape[1] for piece in pieces]
+        self._rows[int(muon_kernel.HEIGHT)] = heights
+        self._rows[int(muon_kernel.GROUP)] = [groups[piece.param] for piece in pieces]
+        self._rows[int(muon_kernel.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
+        self._chunks = Chunks(heights, ONE_ROW, device)
+
+    def step(
+        self,
+        updates: Sequence[int],
+        kept: Sequence[dict[str, torch.Tensor]],
+        ratios: torch.Tensor,
+        left_out: torch.Tensor | None,
+    ) -> None:
+        """Makes rows alike; updates: each parameter's address; left_out: controls."""
+        how, table, count = self._layout.how, self._told(updates, kept), len(self._layout.pieces)
+        squares, roots = ratios.new_empty((2, self._chunks.count)).unbind()
+        factors, (keeps, rest, eps) = torch.empty_like(ratios), numbers_of(how.beta2)
+        tables: tuple[object, ...] = (table, self._chunks.table)
+        own = {"ELEMENT": ELEMENTS[how.dtype], "SPAN": ONE_ROW.span, "num_warps": 2}
+        arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
+        controlled = {**own, "CONTROLLED": left_out is not None}
+        call(muon_kernel.row_squares_kernel, self._chunks.count, arguments, controlled)
+        arguments = (table, ratios, squares, roots, factors, count, eps)
+        call(muon_kernel.row_factors_kernel, count, arguments, {"num_warps": 2})
+        arguments = (*tables, roots, factors, count)
+        call(muon_kernel.row_scale_kernel, self._chunks.count, arguments, own)
+
+    def _told(
+        self, updates: Sequence[int], kept: Sequence[dict[str, torch.Tensor]]
+    ) -> torch.Tensor:
+        """The table on the device, with the addresses of this step."""
+        pieces, size = self._layout.pieces, self._layout.how.dtype.itemsize
+        seconds = [each[SECOND_MOMENT].data_ptr() for each in kept]
+        self._rows[int(muon_kernel.UPDATE)] = [
+            updates[piece.param] + piece.first * size for piece in pieces
+        ]
+        self._rows[int(muon_kernel.SECOND)] = [
+            seconds[piece.param] + piece.first // piece.shape[1] * 4 for piece in pieces
+        ]
+        return self._table.update(self._rows)
 
 
 class Wave:
@@ -347,10 +390,9 @@ class Wave:
         self._apply = TritonPlan(replace(updated, writes_grad=False), rule.apply, sizes, *own)
         ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
-        if self.how.second_moment:
-            self._rows_table, self._row_rows = DeviceTable(device), self._rows_of(groups)
-            heights = [piece.shape[0] for piece in self.layout.pieces]
-            self._row_chunks = Chunks(heights, ONE_ROW, device)
+        self._second = (
+            SecondMoments(self.layout, groups, device) if self.how.second_moment else None
+        )
         numels = [piece.numel for piece in self.layout.pieces]
         self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
@@ -376,9 +418,10 @@ class Wave:
         self._begin(workspace)
         for launch in self._products:
             launch(base - self._noted_at)
-        if self.how.second_moment:
-            self._normalize(kept, workspace, left_out)
-        _look(self._apply, buffers, grad=_addresses(base, self._result))
+        updates = _addresses(base, self._result)
+        if self._second is not None:
+            self._second.step(updates, kept, self._ratios, left_out)
+        _look(self._apply, buffers, grad=updates)
         self._apply.step(scalars, left_out)
 
     def _note(self, workspace: torch.Tensor) -> None:
@@ -404,52 +447,12 @@ class Wave:
         table = self._table.update(self._rows)
         NormPlan(GRADS[size]).accumulate(table, self._chunks, bins.zero_())
         # with second moments the ratio comes behind them
-        ratios = torch.ones_like(self._ratios) if self.how.second_moment else self._ratios
+        ratios = self._ratios if self._second is None else torch.ones_like(self._ratios)
         arguments = (bins, ratios, scales, len(pieces), self.how.eps)
         options: dict[str, object] = {"IS_SCALED": self._is_scaled, "num_warps": 1}
         call(muon_kernel.scales_kernel, len(pieces), arguments, options)
         if self._is_scaled:
             self._cast(table, scales)
-
-    def _rows_of(self, groups: Sequence[int]) -> numpy.ndarray:
-        """The table of normuon.py's kernels, but for addresses."""
-        pieces = self.layout.pieces
-        rows = numpy.zeros((normuon.ROW_COUNT, len(pieces)), dtype=numpy.int64)
-        rows[int(normuon.COLUMNS)] = [piece.shape[1] for piece in pieces]
-        rows[int(normuon.HEIGHT)] = heights = [piece.shape[0] for piece in pieces]
-        rows[int(normuon.GROUP)] = [groups[piece.param] for piece in pieces]
-        rows[int(normuon.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
-        return rows
-
-    def _normalize(
-        self,
-        kept: Sequence[dict[str, torch.Tensor]],
-        workspace: torch.Tensor,
-        left_out: torch.Tensor | None,
-    ) -> None:
-        """Makes the rows of all updates alike, by their second moments."""
-        pieces, rows, size = self.layout.pieces, self._row_rows, self.how.dtype.itemsize
-        base, seconds = workspace.data_ptr(), [each[SECOND_MOMENT].data_ptr() for each in kept]
-        rows[int(normuon.UPDATE)] = [
-            base + self._result[piece.param] + piece.first * size for piece in pieces
-        ]
-        rows[int(normuon.SECOND)] = [
-            seconds[piece.param] + piece.first // piece.shape[1] * 4 for piece in pieces
-        ]
-        table, count = self._rows_table.update(rows), len(pieces)
-        squares, roots = workspace.new_empty((2, self._row_chunks.count), dtype=torch.float32)
-        factors, (keeps, rest, eps) = torch.empty_like(self._ratios), numbers_of(self.how.beta2)
-        element, span = ELEMENTS[self.how.dtype], ONE_ROW.span
-        own = {"ELEMENT": element, "SPAN": span, "num_warps": 2}
-        tables = (table, self._row_chunks.table)
-        arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
-        controlled = {**own, "CONTROLLED": left_out is not None}
-        call(normuon.row_squares_kernel, self._row_chunks.count, arguments, controlled)
-        arguments = (table, self._ratios, squares, roots, factors, count, eps)
-        call(normuon.row_factors_kernel, count, arguments, {"num_warps": 2})
-        call(
-            normuon.row_scale_kernel, self._row_chunks.count, (*tables, roots, factors, count), own
-        )
 
     def _cast(self, table: torch.Tensor, scales: torch.Tensor) -> None:
         options: dict[str, object] = {

@@ -20,12 +20,12 @@ from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import ALONE, SAME, WHOLE, Transform, Work
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import (
-    check_subnormals,
     skips_of,
     step_tensor,
     step_with_words,
     words_of,
 )
+from megaopt.kernels.subnormals import check_subnormals
 
 FLOAT32 = WEIGHTS["float32"]
 Step = Callable[..., None]

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from megaopt.kernels.calling import call
+from megaopt.kernels.calling import Again
 from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.optional_triton import set_allocator, tl
 from megaopt.kernels.products import kernel
 from megaopt.kernels.products.epilogue import OUTS, Factors, Numbers, product_with_epilogue
 from megaopt.kernels.products.reference import OPERANDS
+from megaopt.kernels.subnormals import check_subnormals
 
 # --- how large the tiles are: it shows in no bit
 
@@ -242,8 +243,8 @@ def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, .
 
 def moved(runs: numpy.ndarray, shift: int) -> numpy.ndarray:
     """The same runs, whose matrices and factors all lie so many bytes further."""
-    found = runs.copy()
-    addresses = found[:, 4::3]
+    found: numpy.ndarray = runs.copy()
+    addresses: Any = found[:, 4::3]
     addresses[addresses != 0] += shift
     return found
 
@@ -260,8 +261,7 @@ class _Launch:
         self._count = tiles.shape[1]
         self._tiles, self._table = DeviceTable(device), DeviceTable(device)
         self._tiles.update(tiles)
-        self._programs = min(self._count, tile.programs * _processors(device))
-        self._options: dict[str, object] = {
+        options: dict[str, object] = {
             "KIND": kind,
             "ROWS": tile.rows,
             "COLUMNS": tile.columns,
@@ -270,19 +270,24 @@ class _Launch:
             "num_warps": tile.warps,
             "num_stages": _stages(tile, kind) if kind.described else tile.stages,
         }
+        programs = min(self._count, tile.programs * _processors(device))
+        self._again = Again(kernel.products_kernel, programs, options)
 
-    def __call__(
-        self, runs: numpy.ndarray, numbers: Numbers, table: DeviceTable | None = None
-    ) -> None:
-        """runs: as runs_of gives it; table: where they are kept on the device, if not here."""
-        if not self._count:
-            return
+    def __call__(self, runs: numpy.ndarray, numbers: Numbers) -> None:
+        """runs: as runs_of gives it."""
+        self.begin(self._table.update(self.rows(runs)), numbers)
+
+    def rows(self, runs: numpy.ndarray) -> numpy.ndarray:
+        """int64 [ROW_COUNT, runs], the kernel's table."""
         tiles = (self._firsts[:-1], self._firsts[1:])
-        rows = numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
-        tables = ((table or self._table).update(rows), self._tiles.kept())
-        set_allocator(_scratch)  # for descriptors
-        arguments = (*tables, len(runs), self._count, *map(float, numbers))
-        call(kernel.products_kernel, self._programs, arguments, self._options)
+        return numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
+
+    def begin(self, table: torch.Tensor, numbers: Numbers) -> None:
+        """Launches the kernel; table: `rows` on the device."""
+        if self._count:
+            set_allocator(_scratch)  # for descriptors
+            own = (table, self._tiles.kept(), table.shape[1], self._count)
+            self._again((*own, *map(float, numbers)))
 
 
 def _has_room(device: torch.device) -> bool:
@@ -385,8 +390,10 @@ def products(
         tile: for tests.
 
     Raises:
-        ValueError: lists are not of one length, matrices not of such shapes, dtypes or strides, or
-            tables None within a capture.
+        ValueError: lists are not of one length, matrices not of such shapes, dtypes or strides,
+            out_dtype is given beside out, out is an inference tensor outside of inference mode, or
+            tables is None within a capture.
+        RuntimeError: this thread of a CPU makes zeros of subnormal numbers.
     """
     found = factors_of(left, right, out, add, scale, out_dtype)
     numbers = Numbers(alpha, beta, diagonal)
@@ -433,6 +440,8 @@ def factors_of(
     out_dtype: torch.dtype | None = None,
 ) -> list[Factors]:
     """The factors of each product, as `products` takes them; raises its ValueErrors."""
+    if out is not None and out_dtype is not None:
+        raise ValueError(f"out_dtype must be None beside out, got {out_dtype}")
     if out is None:
         dtype = out_dtype or (left[0].dtype if left else None)
         pairs = zip(left, right, strict=False)  # lengths are looked at below
@@ -473,6 +482,9 @@ def _multiply(
     if not found:
         return results
     device, (is_mirrored, is_squared) = found[0].out.device, symmetry
+    if device.type != "cuda":
+        check_subnormals()
+    torch.autograd.graph.increment_version(results)
     if not (device.type == "cuda" if launches is None else launches):
         for product in found:
             product_with_epilogue(product, numbers, is_mirrored and not is_squared)
@@ -497,9 +509,12 @@ def _check(index: int, product: Factors, first: Factors) -> None:
         if matrix is None or like is None:
             continue
         _check_dtype(f"{name}[{index}]", matrix, like.dtype, OUTS)
-        if matrix.shape != (m, n) or matrix.stride(1) != 1:
+        overlaps = name == "out" and m > 1 and matrix.stride(0) < n
+        if matrix.shape != (m, n) or matrix.stride(1) != 1 or overlaps:
             own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
             raise ValueError(f"{name}[{index}] must be {[m, n]} with rows without gaps, got {own}")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"out[{index}] must be no inference tensor outside of inference mode")
     names = ("left", "right", "add", "out", "scale")
     for name, matrix in zip(names, product, strict=True):
         if matrix is not None and matrix.device != first.left.device:

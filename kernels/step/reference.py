@@ -26,6 +26,7 @@ from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.lanes import first_lane_reference, vectorized
 from megaopt.kernels.step.controls import SKIP, UNSCALED
+from megaopt.kernels.subnormals import check_subnormals
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -241,18 +242,6 @@ def step_with_words(
         bits = (moment_bits_reference(words, index),) if form.draws else ()
         scale = tensors.get(f"{name}_scale")
         store_scaled(tensors[name], scale, moment, form, *bits, first=first)
-
-
-SMALLEST = torch.full((1,), 2.0**-149, dtype=torch.float32, device="cpu")
-
-
-def check_subnormals() -> None:
-    """Raises RuntimeError where this thread makes zeros of subnormal numbers on the CPU."""
-    if int((SMALLEST + SMALLEST).view(torch.int32)) != 2:
-        raise RuntimeError(
-            "subnormal numbers must count in a step on the CPU, and this thread makes zeros of "
-            "them: call torch.set_flush_denormal(False)"
-        )
 
 
 def skips_of(controls: torch.Tensor | None, rows: int) -> list[bool]:

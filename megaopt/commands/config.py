@@ -88,14 +88,6 @@ class GaLoreConfig(Table):
     stagger: bool = True  # whether they are made anew one after another, or all in one step
 
 
-class MuonConfig(Table):
-    """How variants of kind "muon" step the blocks' matrices; as FusedMuon's arguments."""
-
-    momentum: float = Field(default=0.95, ge=0, lt=1)  # decay of momentum_buffer per step
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """The factor of each matrix's update; with "match_rms_adamw" Adam's learning rate serves."""
-
-
 class Named(Table):
     """What all kinds of variant have."""
 
@@ -163,51 +155,42 @@ class FusedVariant(Own):
             self.need(self.resume_after is None, "resume_after", "left out with ranks")
 
 
-class GaLoreVariant(Own):
-    """`megaopt.GaLoreAdamW`, compared with another run of it: no other step has its bits."""
+class MatrixVariant(Own):
+    """An optimizer of matrices, compared with another run of it: no other step has its bits."""
+
+    baseline: str | None = None
+    """Name of the variant of this kind that this one must equal bit for bit; None: it is a
+    baseline."""
+    layout: Literal["whole", "groups"] = "whole"
+    """The parameters in the model's order, or in the opposite one, spread over three times as many
+    param groups."""
+    resume_after: Count | None = None
+    """Step after which the run is saved and continued in a fresh process; None: never."""
+
+    def _check(self) -> None:
+        straight = self.baseline is not None or self.resume_after is None
+        self.need(straight, "resume_after", "left out of a baseline")
+
+
+class GaLoreVariant(MatrixVariant):
+    """`megaopt.GaLoreAdamW`."""
 
     kind: Literal["galore"] = "galore"
-    baseline: str | None = None
-    """Name of the galore variant that this one must equal bit for bit; None: it is a baseline."""
     kernel: Literal["auto", "torch", "hybrid"] = "torch"
     """Kernel of GaLoreAdamW; with "hybrid" the rest goes by Triton too."""
-    layout: Literal["whole", "groups"] = "whole"
-    """The parameters in the model's order, or in the opposite one, spread over three times as many
-    param groups."""
-    resume_after: Count | None = None
-    """Step after which the run is saved and continued in a fresh process; None: never."""
-
-    def _check(self) -> None:
-        straight = self.baseline is not None or self.resume_after is None
-        self.need(straight, "resume_after", "left out of a baseline")
 
 
-class MuonVariant(Own):
-    """`megaopt.FusedMuon`, compared with another run of it: no other step has its bits."""
+class MuonVariant(MatrixVariant):
+    """`megaopt.FusedMuon` of the matrices of blocks; AdamW steps the rest."""
 
     kind: Literal["muon"] = "muon"
-    baseline: str | None = None
-    """Name of the muon variant that this one must equal bit for bit; None: it is a baseline."""
     backend: Literal["auto", "triton", "reference"] = "auto"
     precision: Literal["bf16", "fp16"] = "bf16"
-    method: Literal["auto", "standard", "gram"] = "auto"
-    momentum_dtype: Literal["float32", "bfloat16_stochastic", "block_e4m3"] = "float32"
-    """The format of momentum_buffer, as FusedMuon's momentum_buffer_dtype."""
-    layout: Literal["whole", "groups"] = "whole"
-    """The parameters in the model's order, or in the opposite one, spread over three times as many
-    param groups."""
-    resume_after: Count | None = None
-    """Step after which the run is saved and continued in a fresh process; None: never."""
-
-    def _check(self) -> None:
-        straight = self.baseline is not None or self.resume_after is None
-        self.need(straight, "resume_after", "left out of a baseline")
+    momentum: Literal["float32", "bfloat16", "bfloat16_stochastic", "block_e4m3"] = "float32"
+    """The format of momentum_buffer."""
 
 
 Variant = UnfusedVariant | PeerVariant | FusedVariant | GaLoreVariant | MuonVariant
-
-MATRIX_KINDS = ("galore", "muon")
-"""Kinds of which only others of the kind have the bits; a table of that name says more of each."""
 
 UNDER_FLOAT8 = {
     "kind": ("unfused", "fused"),
@@ -245,7 +228,6 @@ class RunConfig(Run):
 
     float8: Float8Config | None = None  # fp8 weights
     galore: GaLoreConfig | None = None  # there where a variant is of kind "galore"
-    muon: MuonConfig | None = None  # there where a variant is of kind "muon"
     variant: Several[ByKind[Variant]]
     """What is trained and compared; baselines first or last, as you like."""
 
@@ -264,11 +246,9 @@ class RunConfig(Run):
         self.need(fits, "model.width", "a multiple of 16 with float8.scaled_matmul = true")
 
     def _check_baseline(self, variant: Variant) -> None:
-        kind = variant.kind if variant.kind in MATRIX_KINDS else None
-        if kind is not None:
-            self.need(getattr(self, kind) is not None, kind, f"a table, as a variant is {kind!r}")
-        alike = (kind,) if kind else {each.kind for each in self.variant}.difference(MATRIX_KINDS)
-        own = [each for each in self.variant if each.kind in alike]
+        projects = self.galore is not None or not isinstance(variant, GaLoreVariant)
+        self.need(projects, "galore", "a table, as a variant is 'galore'")
+        own = [each for each in self.variant if _family(each) is _family(variant)]
         names = [each.name for each in own if each.baseline is None]
         known = variant.baseline is None or variant.baseline in names
         allowed = f"the name of a baseline variant: {', '.join(names) or 'there is none'}"
@@ -287,6 +267,11 @@ class RunConfig(Run):
         found = {variant.name: variant for variant in self.runs}
         require(name in found, "variant", name, f"one of {', '.join(found)}")
         return found[name]
+
+
+def _family(variant: Variant) -> type:
+    """The class of variants among which a variant's baseline is."""
+    return type(variant) if isinstance(variant, MatrixVariant) else Own
 
 
 def _with_recipe(variant: Variant, recipe: Recipe) -> Variant:

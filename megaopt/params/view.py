@@ -83,18 +83,21 @@ class ParamView:
 
     def state_device(self, name: str) -> torch.device:
         """The device of this rank's tensor of the state under a name."""
-        is_apart = self.home is not None and name in self.home.placement
-        return torch.device("cpu") if is_apart else self.local.device
+        return torch.device("cpu") if self.is_apart(name) else self.local.device
+
+    def is_apart(self, name: str) -> bool:
+        """Whether the state's tensor of this name is in host memory: what is kept never is."""
+        return self.home is not None and name in self.home.placement and name not in self.kept
 
     def empty_state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for the state's tensor of this name: on a device, or pinned in host memory."""
-        if self.home is not None and name in self.home.placement:
+        if self.home is not None and self.is_apart(name):
             return self.home.memory.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.local.device)
 
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that was made for the state, where the state's tensor of this name is."""
-        if self.home is None or name not in self.home.placement:
+        if not self.is_apart(name):
             return tensor
         return self.empty_state(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
 

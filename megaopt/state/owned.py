@@ -91,9 +91,7 @@ class Owned:
 
     def _view(self, param: torch.Tensor, group: Group) -> ParamView:
         matrix = self.options.matrix(param, group)
-        if matrix is not None:
-            return matrix_view(param, matrix)
-        view = view_of(param)
+        view = view_of(param) if matrix is None else matrix_view(param, matrix)
         view.home = self.homes.of(param)
         return view
 
@@ -240,7 +238,7 @@ class Owned:
                 new = {
                     name: view.keep(name, local_of(value))
                     for name, value in own.items()
-                    if isinstance(value, torch.Tensor) and name in view.home.placement  # type: ignore[union-attr]
+                    if isinstance(value, torch.Tensor) and view.is_apart(name)
                     if name != MASTER or not self.has_external_masters
                 }
                 own.update(view.wrap_state(new))

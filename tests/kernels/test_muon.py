@@ -14,9 +14,13 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from megaopt.kernels.matrix.muon import (
     COEFFICIENTS,
     MUON,
+    Immediate,
     Orthogonal,
+    begun,
     coefficients_of,
+    iterated,
     orthogonal,
+    room_of,
 )
 from megaopt.kernels.matrix.normuon import normalized
 from megaopt.kernels.place import Place
@@ -52,6 +56,44 @@ def test_the_twin_is_the_oracle(form, shape):
         expected = muon_oracle.orthogonal(direction.numpy(), *own).astype(np.float32)
         found = orthogonal(direction, how).float()
         assert_same_bits(found, torch.from_numpy(np.ascontiguousarray(expected)), f"{name}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_small_numbers_beside_large_ones(form):
+    """Numbers that fp16 has only of a norm that is brought to [2**14, 2**15)."""
+    direction = random((4, 24), 3) * 10.0 ** (-torch.arange(24.0) / 4)
+    method, precision = form.split()
+    how = how_of(form, coefficients=SIMPLE[:2], adjust=1.0)
+    own = (method, precision, SIMPLE[:2], how.eps, 1.0, how.restarts)
+    expected = muon_oracle.orthogonal(direction.numpy(), *own).astype(np.float32)
+    assert_same_bits(orthogonal(direction, how).float(), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize(
+    ("steps", "products"), [(1, {False: 3, True: 3}), (5, {False: 15, True: 18})]
+)
+def test_how_many_products_there_are(steps, products):
+    """Of five steps 18 in Gram's form, of which 14 are of the shorter side alone."""
+    for form in FORMS:
+        how, is_gram = how_of(form, coefficients=SIMPLE[:1] * steps), form.startswith("gram")
+        first, scales = begun(random((6, 10)), how)
+        counted = Counted()
+        iterated(room_of(first, is_gram), scales, how, is_gram, counted)
+        assert counted.count == products[is_gram]
+
+
+class Counted(Immediate):
+    """Counts the products that it makes."""
+
+    count = 0
+
+    def times(self, *own, **others):
+        self.count += 1
+        super().times(*own, **others)
+
+    def symmetric(self, *own, **others):
+        self.count += 1
+        super().symmetric(*own, **others)
 
 
 def test_second_moments_are_the_oracles():

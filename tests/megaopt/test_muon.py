@@ -181,6 +181,20 @@ def test_several_matrices_in_one_parameter_have_the_bits_that_they_have_alone():
     assert not torch.equal(found[0], found[2])
 
 
+def test_momentum_in_blocks_goes_by_rows_of_all_dimensions_but_the_first():
+    """As FusedAdam's moments do."""
+    shapes = [(8, 8, 128), (64, 16, 4, 2), (33, 128), (48, 96), (4, 128)]
+    optimizer = made(shapes, momentum_buffer_dtype="block_e4m3")
+    expected = FusedAdam(parameters(shapes, FP32), exp_avg_dtype="block_e4m3")
+    for each in (optimizer, expected):
+        each.initialize_states()
+    for param, other in zip(params_of(optimizer), params_of(expected), strict=True):
+        own, theirs = optimizer.state[param], expected.state[other]
+        for name in ("", "_scale"):
+            assert_same(own.get(f"momentum_buffer{name}"), theirs.get(f"exp_avg{name}"))
+    assert sum("momentum_buffer_scale" in own for own in optimizer.state.values()) == 3
+
+
 # --- groups
 
 
@@ -366,3 +380,16 @@ def test_a_matrix_that_is_not_finite_leaves_the_others(bad):
     assert not own.pop(1).isfinite().any()
     others.pop(1)
     assert_same(own, others)
+
+
+@interpreted
+def test_a_graph_captures_what_is_made(capturing):
+    """The second moment too; the host is asked for nothing."""
+    optimizer = made([(6, 4), (9,)], capturable=True, backend="triton", second_moment="normuon")
+    train(optimizer, 1)
+    capturing()
+    train(optimizer, 1, 1)
+    del optimizer.state[params_of(optimizer)[0]]["variance_neuron"]
+    reason = "the state of parameter 0 of group 0 is not made yet: take one step before"
+    with refused(optimizer, reason, RuntimeError):
+        optimizer.step()

@@ -7,7 +7,6 @@ from step_cases import copied, hard_values
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
-from megaopt.kernels.formats.base import scale_shape
 from megaopt.kernels.matrix.muon import MUON, Orthogonal, coefficients_of
 from megaopt.kernels.matrix.muon_launch import ROOM, muon_plan
 from megaopt.kernels.rules.matrix import Matrix
@@ -45,10 +44,10 @@ def buffers(formats, shapes, seed=0, hard=False):
     for shape, slot in itertools.product(map(torch.Size, shapes), formats.slots):
         dtype, own = formats.dtype(slot), formats.by_slot.get(slot.removesuffix("_scale"))
         if slot.endswith("_scale"):
-            tensor = torch.full(scale_shape(own, shape.numel()), 120.0 if own.block else 0.01)
+            blocks = -(-shape.numel() // own.block) if own.block else 1
+            tensor = torch.full((blocks,), 120.0 if own.block else 0.01)
         elif not dtype.is_floating_point:
-            limits, numel = torch.iinfo(dtype), shape.numel() // own.packed
-            size = shape if own.packed == 1 else (numel,)
+            limits, size = torch.iinfo(dtype), (*shape[:-1], shape[-1] // own.packed)
             tensor = torch.randint(limits.min, limits.max + 1, size, generator=generator)
         elif hard and slot in ("weight", "master"):
             tensor = hard_values(shape.numel(), generator).view(shape)

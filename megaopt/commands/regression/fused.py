@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,6 @@ from megaopt.commands.config import (
     FusedVariant,
     GaLoreConfig,
     GaLoreVariant,
-    MuonConfig,
     MuonVariant,
     OptimizerConfig,
     PeerVariant,
@@ -218,29 +218,29 @@ class PeerWeights(OptimizerWeights):
         return {quantity: state[kind] for quantity, kind in own.items()}
 
 
-class NumberedWeights(FusedWeights):
-    """Owns a model's weights through an optimizer that may have them in other groups and order."""
-
-    masters = None
-
-    def _groups(self, config: OptimizerConfig, ways: int) -> list[dict[str, Any]]:
-        """Param groups by decay, each dealt out `ways` ways, from the last parameter on with more.
-
-        Parameters keep their place in the model as their number; vectors have no rank.
-        """
-        groups: dict[tuple[float, int], dict[str, Any]] = {}
-        numbered = list(enumerate(self.pieces))
-        for number, piece in numbered if ways == 1 else reversed(numbered):
-            decay = weight_decay_of(piece.source, config)
-            own = groups.setdefault(
-                (decay, number % ways), {"params": [], "param_numbers": [], "weight_decay": decay}
-            )
-            own["params"].append(piece.tensor)
-            own["param_numbers"].append(number)
-        return list(groups.values())
+# --- optimizers of matrices
 
 
-class GaLoreWeights(NumberedWeights):
+def numbered_groups(
+    pieces: Sequence[Piece], config: OptimizerConfig, layout: str
+) -> list[dict[str, Any]]:
+    """Param groups by decay; "groups": each three, from the last parameter on.
+
+    Parameters keep their place in the model as their number.
+    """
+    groups: dict[tuple[float, int], dict[str, Any]] = {}
+    numbered, ways = list(enumerate(pieces)), 1 if layout == "whole" else 3
+    for number, piece in numbered if ways == 1 else reversed(numbered):
+        decay = weight_decay_of(piece.source, config)
+        own = groups.setdefault(
+            (decay, number % ways), {"params": [], "param_numbers": [], "weight_decay": decay}
+        )
+        own["params"].append(piece.tensor)
+        own["param_numbers"].append(number)
+    return list(groups.values())
+
+
+class GaLoreWeights(FusedWeights):
     """Owns a model's weights through GaLoreAdamW, which steps matrices by projected gradients."""
 
     def __init__(
@@ -250,9 +250,9 @@ class GaLoreWeights(NumberedWeights):
         galore: GaLoreConfig,
         variant: GaLoreVariant,
     ) -> None:
-        self.pieces = whole_pieces(model)
+        self.pieces, self.masters = whole_pieces(model), None
         self.optimizer = GaLoreAdamW(
-            self._groups(config, ways=1 if variant.layout == "whole" else 3),
+            numbered_groups(self.pieces, config, variant.layout),
             **arguments(config),
             **galore.model_dump(),
             dtype=torch.float32,
@@ -266,32 +266,33 @@ class GaLoreWeights(NumberedWeights):
         return super().state_of(piece) | {name: state[name] for name in kept if name in state}
 
 
-class MuonWeights(NumberedWeights):
-    """Owns a model's weights through FusedMuon: the blocks' matrices by Muon, the rest by AdamW."""
+class MuonWeights(FusedWeights):
+    """Owns a model's weights through FusedMuon, which leaves embeddings and norms to AdamW."""
 
-    def __init__(
-        self, model: nn.Module, config: OptimizerConfig, muon: MuonConfig, variant: MuonVariant
-    ) -> None:
-        self.pieces = whole_pieces(model)
+    def __init__(self, model: nn.Module, config: OptimizerConfig, variant: MuonVariant) -> None:
+        self.pieces, self.masters = whole_pieces(model), None
         for piece in self.pieces:
-            if not piece.name.startswith("blocks."):
-                piece.source.use_muon = False  # type: ignore[attr-defined]  # a mark
+            is_embedding = piece.name.endswith("embedding.weight")
+            piece.source.use_muon = not is_embedding  # type: ignore[attr-defined]  # a mark
+        own = arguments(config)
         self.optimizer = FusedMuon(
-            self._groups(config, ways=1 if variant.layout == "whole" else 3),
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            adam_eps=config.eps,
-            **muon.model_dump(),
+            numbered_groups(self.pieces, config, variant.layout),
+            lr=own["lr"],
+            betas=own["betas"],
+            adam_eps=own["eps"],
+            adjust_lr_fn="match_rms_adamw",
             dtype=torch.float32,
-            method=variant.method,
             precision=variant.precision,
-            momentum_buffer_dtype=variant.momentum_dtype,
+            momentum_buffer_dtype=getattr(torch, variant.momentum, variant.momentum),
             backend=variant.backend,
         )
 
     def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """A parameter's state in fp32, whatever format stores it: Muon's moment, or AdamW's."""
-        kinds = {**QUANTITIES, "momentum_buffer": "momentum_buffer"}
-        state, own = self.optimizer.state[piece.tensor], self.optimizer.get_unscaled_state
-        there = ((q, kind) for q, kind in kinds.items() if state.get(kind) is not None)
-        return {quantity: own(piece.tensor, kind) for quantity, kind in there}
+        """A piece's state in fp32, by the rule that steps it."""
+        state = self.optimizer.state[piece.tensor]
+        names = {**QUANTITIES, "momentum_buffer": "momentum_buffer"}
+        return {
+            quantity: self.optimizer.get_unscaled_state(piece.tensor, kind)
+            for quantity, kind in names.items()
+            if state.get(kind) is not None
+        }

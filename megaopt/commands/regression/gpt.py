@@ -142,8 +142,7 @@ def build_owner(model: GPT, config: RunConfig, variant: Variant) -> OptimizerWei
         assert config.galore is not None  # as the config was checked
         return GaLoreWeights(model, config.optimizer, config.galore, variant)
     if isinstance(variant, MuonVariant):
-        assert config.muon is not None  # likewise
-        return MuonWeights(model, config.optimizer, config.muon, variant)
+        return MuonWeights(model, config.optimizer, variant)
     owner = FusedWeights if variant.ranks is None else ShardedWeights
     return owner(model, config.optimizer, variant)
 
@@ -161,8 +160,9 @@ def build(task: Task) -> Training:
 
 def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
     """What must be the same where a checkpoint is loaded again: all that its bits depend on."""
-    tables = {"model", "optimizer", "float8", "galore", "muon"}
-    own = config.model_dump(include={"seed", "batch_size", *tables})
+    own = config.model_dump(
+        include={"seed", "batch_size", "model", "optimizer", "float8", "galore"}
+    )
     return own | {"variant": variant.model_dump()}
 
 

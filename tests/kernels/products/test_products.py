@@ -285,11 +285,46 @@ WRONG = {
 }
 
 
+WRONG |= {
+    r"out\[0\] must be \[4, 4\] with rows without gaps, got \[4, 4\] with strides \[0, 1\]": {
+        "out": [torch.zeros(4).expand(4, 4)] * 2
+    },
+    r"out_dtype must be None beside out, got torch.float16": {
+        "out": [torch.zeros(4, 4)] * 2,
+        "out_dtype": torch.float16,
+    },
+}
+
+
 @pytest.mark.parametrize("message", WRONG)
 def test_other_matrices_are_refused(message):
     given = {"left": [torch.zeros(4, 5)] * 2, "right": [torch.zeros(5, 4)] * 2, **WRONG[message]}
     with pytest.raises(ValueError, match=message):
         products(given.pop("left"), given.pop("right"), **given)
+
+
+@pytest.mark.parametrize("launches", [True, False])
+def test_autograd_knows_what_is_written(launches, device):
+    own = torch.ones(16, 16, device=device)
+    out = torch.zeros(16, 16, device=device)
+    products([own], [own], [out], launches=launches)
+    assert out._version > 0
+    with torch.inference_mode():
+        made = torch.zeros(16, 16, device=device)
+    with pytest.raises(ValueError, match="must be no inference tensor"):
+        products([own], [own], [made], launches=launches)
+    assert not made.any()
+
+
+def test_a_cpu_that_makes_zeros_of_subnormal_numbers_is_refused():
+    own = torch.ones(16, 16)
+    torch.set_flush_denormal(True)
+    try:
+        for launches in (True, False):
+            with pytest.raises(RuntimeError, match="subnormal numbers must count"):
+                products([own], [own], launches=launches)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_views_that_are_negative_are_multiplied_so(device):

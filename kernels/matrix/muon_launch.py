@@ -307,11 +307,14 @@ def _waves(
     order = sorted((i for i, shape in enumerate(shapes) if shape.numel()), key=kind)
     for is_gram, alike in groupby(order, lambda index: bool(kind(index)[0])):
         own: list[int] = []
+        used = 0
         for index in alike:
-            if own and Layout(how, [shapes[i] for i in [*own, index]], is_gram).used > room:
+            needed = Layout(how, [shapes[index]], is_gram).used
+            if own and used + needed > room:
                 yield own, is_gram
-                own = []
+                own, used = [], 0
             own.append(index)
+            used += needed
         yield own, is_gram
 
 

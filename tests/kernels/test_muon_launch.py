@@ -100,8 +100,9 @@ def test_company_order_and_workspace_show_in_no_bit(form, device):
     places = [Place(number) for number in range(len(shapes))]
     once = {"steps": 1}
     together = stepped("triton", formats, shapes, before, device, places=places, **once)
-    own = Layout(formats.matrix.how, [torch.Size(shape) for shape in shapes[:2]], "gram" in form)
-    for room in (1, own.used):
+    how = formats.matrix.how
+    needed = [Layout(how, [torch.Size(shape)], "gram" in form).used for shape in shapes]
+    for room in (1, 2 * max(needed)):
         found = stepped("triton", formats, shapes, before, device, room=room, places=places, **once)
         assert_same_buffers(found, together)
     order = [3, 0, 2, 1]

@@ -70,7 +70,7 @@ class Finding:
     case: Case
     error: float
     torchs: float
-    """Of torch.optim.Muon, which multiplies in bf16."""
+    """The same of torch.optim.Muon, which multiplies in bf16."""
     same_bits: bool | None
     """Whether launches gave the twin's bits; None where only one of the two ran."""
 

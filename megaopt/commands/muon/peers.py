@@ -17,7 +17,7 @@ from megaopt.muon import FusedMuon
 
 OURS = "megaopt"
 STEPS = 5
-"""Of the iteration, of all."""
+"""The steps of every iteration."""
 NESTEROV = {"nesterov": True}
 
 

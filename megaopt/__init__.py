@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megaopt.models.cast import cast_model
     from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
     from megaopt.models.release import release_gradients
+    from megaopt.muon import FusedMuon
     from megaopt.options.options import SharedOptions, StepOptions
     from megaopt.recording.digest import digest, digest_many, hexadecimal
     from megaopt.recording.recorder import Recorder
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FusedAdam",
     "FusedLion",
+    "FusedMuon",
     "FusedSGD",
     "GaLoreAdamW",
     "Recorder",
@@ -41,6 +43,7 @@ __all__ = [
 HOMES = {
     "FusedAdam": "megaopt.adam",
     "FusedLion": "megaopt.lion",
+    "FusedMuon": "megaopt.muon",
     "FusedSGD": "megaopt.sgd",
     "GaLoreAdamW": "megaopt.galore",
     "Recorder": "megaopt.recording.recorder",

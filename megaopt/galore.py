@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, get_args
@@ -25,15 +25,9 @@ from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
+from megaopt.params.flat import FLAT, is_flat_part
 from megaopt.saving.parse import with_states
-from megaopt.state.owned import Owned
 
-FLATTENED_BY_FSDP1 = "_fsdp_flattened"
-"""The mark of FullyShardedDataParallel's flat parameters, and of views into them."""
-FLAT = (
-    "flat part of a matrix, which has neither its rows nor its columns; FSDP2 (fully_shard) splits "
-    "matrices by rows"
-)
 PROJ_TYPES = get_args(ProjType)
 PROJECTING = ("rank", "update_proj_gap", "proj_type")
 """Keys of groups that choose projections: no numbers of the step."""
@@ -77,6 +71,8 @@ class GaLoreOptions(Options):
 
     OFFLOADS = False
     MATRIX = GALORE
+    MATRIX_KEYS = ("rank", "proj_type")
+    MATRIX_OFF = ("rank", None)
 
     def __post_init__(self) -> None:
         """Raises ValueError for an option out of its range, or options that contradict."""
@@ -150,8 +146,7 @@ class GaLoreOptions(Options):
         if type(view) not in (ParamView, DTensorView):
             kind = type(param).__name__
             allowed = f"{alone} {kind}: only plain matrices and DTensors are projected yet"
-        whole = getattr(param, "megaopt_whole_shape", ())
-        if len(whole) == 2 or getattr(param, FLATTENED_BY_FSDP1, False):
+        if is_flat_part(param):
             allowed = f"{alone} {FLAT}"
         own = self.matrix(param, group)
         split = view.split[1] if own is not None and view.split is not None else ()
@@ -184,21 +179,6 @@ class GaLoreOptions(Options):
                 f"{where} of the state dict must have {', '.join(self.names_but_step)}, as this "
                 f"optimizer saves them, got none of {', '.join(missing)}"
             )
-
-
-def _check_not_flattened(group: Mapping[str, Any], given: Container[int], where: str) -> None:
-    """Raises ValueError where others put flat tensors in the place of matrices.
-
-    So do optimizers around this one (DeepSpeed's ZeRO, Megatron's distributed optimizer), and a
-    flat tensor does not say what it was.
-    """
-    params, rank = group["params"], group.get("rank")
-    is_flat = bool(params) and all(param.dim() == 1 for param in params)
-    if rank is not None and is_flat and not any(id(param) in given for param in params):
-        refuse(
-            f"{where}: rank", "None beside tensors of one dimension that were put in the place of "
-            f"the parameters given: each may be a {FLAT}", rank,
-        )  # fmt: skip
 
 
 def _is_count(value: object) -> bool:
@@ -251,8 +231,8 @@ class GaLoreAdamW(FusedOptimizer):
             many matrices. "grouped": a launch for the projections, too, as "hybrid" has it but
             with precision "ieee". "fused": two launches, of which the one for the projections
             takes Adam's step; not of moments with scales. The latter three not for masters with a
-            scale. "auto": where the
-            backend is "triton", "hybrid" with precision "ieee", else "grouped"; elsewhere "torch".
+            scale. "auto": where the backend is "triton", "hybrid" with precision "ieee", else
+            "fused" or "grouped", whichever is faster for a shape; elsewhere "torch".
         precision: of the numbers in the two products of a step; sums are fp32's. "ieee": fp32.
             "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Of the last two every
             kernel and device has the same bits, those of Hopper's tensor cores, which a CPU
@@ -276,9 +256,6 @@ class GaLoreAdamW(FusedOptimizer):
         TypeError, ValueError, RuntimeError: as FusedAdam.
     """
 
-    _given: set[int] | None = None
-    """id() of each parameter that it was given; None in copies, which do not know."""
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -300,7 +277,6 @@ class GaLoreAdamW(FusedOptimizer):
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         **options: Unpack[SharedOptions],
     ) -> None:
-        self._given = set()
         super().__init__(params, *options_of(self, GaLoreOptions, locals()))
 
     @property
@@ -367,17 +343,6 @@ class GaLoreAdamW(FusedOptimizer):
         """The steps that each group has taken, read from the device at once."""
         found: list[int] = torch.cat([group["step"] for group in self.param_groups]).tolist()
         return found
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as FusedAdam does."""
-        super().add_param_group(param_group)
-        if self._given is not None:
-            self._given.update(map(id, self.param_groups[-1]["params"]))
-
-    def _check(self, owned: Owned, places: Iterable[int]) -> None:
-        for index, group in enumerate(owned.groups if self._given is not None else ()):
-            _check_not_flattened(group, self._given or (), f"group {index}")
-        super()._check(owned, places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as FusedAdam; state dicts of galore_torch's AdamW too, projections included."""

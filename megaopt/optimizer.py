@@ -16,6 +16,7 @@ from megaopt.options.groups import States, check_new_group, entries_of, new_grou
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
 from megaopt.params.dtensor import locals_of
+from megaopt.params.flat import check_not_flattened
 from megaopt.saving import state_dict as state_dicts
 from megaopt.state.access import set_scaled, unscaled
 from megaopt.state.owned import Owned
@@ -39,6 +40,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     use_decoupled_grad: bool = False
     """Read `p.decoupled_grad` instead of `p.grad`; may be assigned at any time."""
     _is_being_made = False
+    _given: set[int] | None = None
+    """id() of each parameter that an optimizer with a rule for whole matrices was given; None in
+    copies, which do not know, and in other optimizers."""
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to us
 
     def __init__(
@@ -49,6 +53,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         master_weights: MasterWeights,
     ) -> None:
         self.options = options
+        self._given = None if options.MATRIX is None else set()
         self.stepper = Stepper(options, self.rule, None, Homes(options.placement))
         self._is_being_made = True
         super().__init__(entries_of("params", params), {**defaults, **options.group_keys})
@@ -68,6 +73,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check(self, owned: Owned, places: Iterable[int]) -> None:
         """Raises for parameters that the optimizer cannot own, before a step changes anything."""
+        if self._given is not None:
+            check_not_flattened(owned.groups, self._given, self.options)
         for place in places:
             self._check_param(owned.params[place], owned.labels[place])
 
@@ -201,6 +208,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.param_groups[index] = param_group
             for own, new in zip(self.param_groups, numbers, strict=False):
                 own.update(new)
+            if self._given is not None:
+                self._given.update(map(id, param_group["params"]))
         except BaseException:
             del self.param_groups[index:]
             param_group.clear()

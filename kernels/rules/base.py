@@ -118,14 +118,7 @@ class Rule:
             raise ValueError(f"other must be a rule that may follow one, like EMA, got {other!r}")
         count, length = len(self.kept), self.row_length
         COUNT, LENGTH = tl.constexpr(count), tl.constexpr(length)
-        NUMBERS = tl.constexpr(other.hyper_length)
-        first_prepare, first_update = self.prepare, self.update
-        other_prepare, other_update = other.prepare, other.update
-
-        @helper
-        def prepare(hyper_ptr, lr, step):  # noqa: ANN202
-            own = first_prepare(hyper_ptr + NUMBERS, lr, step)
-            return own + other_prepare(hyper_ptr, lr, step)
+        first_update, other_update = self.update, other.update
 
         @helper
         def update(param, moments, grad, scalars):  # noqa: ANN202
@@ -156,11 +149,7 @@ class Rule:
             self,
             name=f"{self.name}_{other.name}",
             kept=(*self.kept, *other.kept),
-            scalars=lambda group: (*self.scalars(group), *other.scalars(group)),
-            row_length=length + other.row_length,
-            # the first one's last: its tables stand behind them
-            hyper=lambda group: (*other.hyper(group), *self.hyper(group)),
-            prepare=prepare,
+            **joined_row(self, other),
             update=update_in_lanes if self.lanes else update,
             update_reference=reference,
             moments_use_param=True,
@@ -198,6 +187,55 @@ class Rule:
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""
         return f"Rule({self.name}, {self.contract}, {self.cache_key})"
+
+
+def joined_row(first: Rule, other: Rule) -> dict[str, Any]:
+    """The fields of a rule whose row has the numbers of one, and behind them those of another."""
+    NUMBERS = tl.constexpr(other.hyper_length)
+    first_prepare, other_prepare = first.prepare, other.prepare
+
+    @helper
+    def prepare(hyper_ptr, lr, step):  # noqa: ANN202
+        own = first_prepare(hyper_ptr + NUMBERS, lr, step)
+        return own + other_prepare(hyper_ptr, lr, step)
+
+    return {
+        "scalars": lambda group: (*first.scalars(group), *other.scalars(group)),
+        "row_length": first.row_length + other.row_length,
+        # the first one's last: its tables stand behind them
+        "hyper": lambda group: (*other.hyper(group), *first.hyper(group)),
+        "prepare": prepare,
+    }
+
+
+def in_one_row(first: Rule, *others: Rule) -> tuple[Rule, ...]:
+    """These rules with one row for all: the first one's numbers, and behind them the others'.
+
+    So one optimizer steps some parameters by the first and some by the others, which have one row
+    among them already, no lanes and no tables, and say their hyper_length. Raises ValueError where
+    one does not.
+    """
+    for rule in others:
+        if rule.hyper_length is None or rule.lanes or rule.tables is not no_tables:
+            raise ValueError(f"others must be rules that may follow one, got {rule!r}")
+    row = joined_row(first, others[0])
+
+    def part(rule: Rule, begin: int, end: int) -> Rule:
+        own_update, BEGIN, END = rule.update, tl.constexpr(begin), tl.constexpr(end)
+
+        @helper
+        def update(param, moments, grad, scalars):  # noqa: ANN202
+            return own_update(param, moments, grad, scalars[BEGIN:END])
+
+        def reference(
+            param: torch.Tensor, moments: Any, grad: torch.Tensor, scalars: Any
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            return rule.update_reference(param, moments, grad, scalars[begin:end])
+
+        return replace(rule, **row, update=update, update_reference=reference)
+
+    middle, end = first.row_length, row["row_length"]
+    return (part(first, 0, middle), *(part(rule, middle, end) for rule in others))
 
 
 def digest(text: str) -> str:

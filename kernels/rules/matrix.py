@@ -106,7 +106,7 @@ class MatrixRule:
     """A rule that works on whole matrices.
 
     All its elementwise rules, and the optimizer's own, which steps other parameters, make the same
-    row of scalars; inner and the optimizer's own have the same moments.
+    row of scalars (in_one_row puts two together); inner may have moments of its own.
     """
 
     name: str

@@ -155,14 +155,12 @@ class FusedVariant(Own):
             self.need(self.resume_after is None, "resume_after", "left out with ranks")
 
 
-class GaLoreVariant(Own):
-    """`megaopt.GaLoreAdamW`, compared with another run of it: no other step has its bits."""
+class MatrixVariant(Own):
+    """An optimizer of matrices, compared with another run of it: no other step has its bits."""
 
-    kind: Literal["galore"] = "galore"
     baseline: str | None = None
-    """Name of the galore variant that this one must equal bit for bit; None: it is a baseline."""
-    kernel: Literal["auto", "torch", "hybrid"] = "torch"
-    """Kernel of GaLoreAdamW; with "hybrid" the rest goes by Triton too."""
+    """Name of the variant of this kind that this one must equal bit for bit; None: it is a
+    baseline."""
     layout: Literal["whole", "groups"] = "whole"
     """The parameters in the model's order, or in the opposite one, spread over three times as many
     param groups."""
@@ -174,7 +172,25 @@ class GaLoreVariant(Own):
         self.need(straight, "resume_after", "left out of a baseline")
 
 
-Variant = UnfusedVariant | PeerVariant | FusedVariant | GaLoreVariant
+class GaLoreVariant(MatrixVariant):
+    """`megaopt.GaLoreAdamW`."""
+
+    kind: Literal["galore"] = "galore"
+    kernel: Literal["auto", "torch", "hybrid"] = "torch"
+    """Kernel of GaLoreAdamW; with "hybrid" the rest goes by Triton too."""
+
+
+class MuonVariant(MatrixVariant):
+    """`megaopt.FusedMuon` of the matrices of blocks; AdamW steps the rest."""
+
+    kind: Literal["muon"] = "muon"
+    backend: Literal["auto", "triton", "reference"] = "auto"
+    precision: Literal["bf16", "fp16"] = "bf16"
+    momentum: Literal["float32", "bfloat16", "bfloat16_stochastic", "block_e4m3"] = "float32"
+    """The format of momentum_buffer."""
+
+
+Variant = UnfusedVariant | PeerVariant | FusedVariant | GaLoreVariant | MuonVariant
 
 UNDER_FLOAT8 = {
     "kind": ("unfused", "fused"),
@@ -230,10 +246,9 @@ class RunConfig(Run):
         self.need(fits, "model.width", "a multiple of 16 with float8.scaled_matmul = true")
 
     def _check_baseline(self, variant: Variant) -> None:
-        is_galore = isinstance(variant, GaLoreVariant)
-        projects = self.galore is not None or not is_galore
+        projects = self.galore is not None or not isinstance(variant, GaLoreVariant)
         self.need(projects, "galore", "a table, as a variant is 'galore'")
-        own = [each for each in self.variant if isinstance(each, GaLoreVariant) is is_galore]
+        own = [each for each in self.variant if _family(each) is _family(variant)]
         names = [each.name for each in own if each.baseline is None]
         known = variant.baseline is None or variant.baseline in names
         allowed = f"the name of a baseline variant: {', '.join(names) or 'there is none'}"
@@ -252,6 +267,11 @@ class RunConfig(Run):
         found = {variant.name: variant for variant in self.runs}
         require(name in found, "variant", name, f"one of {', '.join(found)}")
         return found[name]
+
+
+def _family(variant: Variant) -> type:
+    """The class of variants among which a variant's baseline is."""
+    return type(variant) if isinstance(variant, MatrixVariant) else Own
 
 
 def _with_recipe(variant: Variant, recipe: Recipe) -> Variant:

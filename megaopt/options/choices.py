@@ -47,3 +47,15 @@ Precision = Literal["ieee", "tf32", "bf16"]
 
 Refresh = Literal["subspace", "svd"]
 """How GaLoreAdamW's projections follow the gradient."""
+
+MuonContract = Literal["ieee", "torch", "eo"]
+"""How FusedMuon rounds: its own way, or the bits of torch.optim.Muon or of Emerging-Optimizers'."""
+
+MuonMethod = Literal["auto", "standard", "gram"]
+"""In which form FusedMuon iterates; "auto" goes by a matrix's shape and the precision."""
+
+MuonPrecision = Literal["bf16", "fp16"]
+"""What FusedMuon's products round numbers to."""
+
+SecondMoment = Literal["normuon"]
+"""What FusedMuon keeps beside the momentum."""

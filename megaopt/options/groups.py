@@ -108,7 +108,8 @@ ask for nothing."""
 KEYS = (
     *("lr", "betas", "eps", "weight_decay", "bias_correction", "momentum", "dampening", "nesterov"),
     *("rank", "update_proj_gap", "scale", "proj_type", "amsgrad", "maximize", "step", "seed"),
-    *("param_numbers", "state_device"),
+    *("param_numbers", "state_device", "use_muon", "split_sizes", "adam_eps", "ns_steps"),
+    *("ns_coefficients", "adjust_lr_fn"),
 )
 """What a group of any optimizer of the package may say: a misspelling is a mistake for all."""
 

@@ -240,6 +240,11 @@ class Options:
     """States may be in host memory."""
     MATRIX: ClassVar[MatrixRule | None] = None
     """The rule that steps whole matrices; None: every parameter is stepped elementwise."""
+    MATRIX_KEYS: ClassVar[tuple[str, ...]] = ()
+    """Keys of groups that choose how MATRIX steps their parameters: with another value they are
+    sorted anew."""
+    MATRIX_OFF: ClassVar[tuple[str, Any]] = ("", None)
+    """A key of groups, and its value that leaves all their parameters to the elementwise rule."""
     dtype: torch.dtype | None = None
     master_weight_dtype: torch.dtype | str = torch.float32
     store_param_remainders: bool = False
@@ -421,6 +426,17 @@ class Options:
         """
         step = LaunchedStep() if backend == "triton" else step_tensor
         return MatrixPlan(formats, groups, places, step)
+
+    @property
+    def rule_contract(self) -> str:
+        """The contract of the rule that steps parameters elementwise."""
+        return self.contract
+
+    def check_matrix(self, view: Any, where: str, masters: bool) -> None:
+        """For a matrix that goes with options in no way: a subclass raises ValueError.
+
+        view: its ParamView. masters: weights have such.
+        """
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """For numbers of a group that do not go together: a subclass raises ValueError."""

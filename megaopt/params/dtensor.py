@@ -15,6 +15,7 @@ import torch
 
 from megaopt.kernels.formats import Format
 from megaopt.kernels.place import Place, place_of_box
+from megaopt.kernels.rules.matrix import WHOLE
 from megaopt.options.options import Options
 from megaopt.params.view import MASTER, PLAIN, SCALE, STEP, MatrixView, ParamView
 
@@ -266,6 +267,12 @@ def shard_place(value: Any) -> Place | None:
 
 class MatrixDTensorView(MatrixView, DTensorView):
     """A DTensor whose moments are sharded as it is, and of which every rank has what is kept."""
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What the rule keeps: of the whole matrix, where that comes together."""
+        is_whole = self.matrix.rule.meets == WHOLE
+        return self.matrix.kept(self.whole_shape if is_whole else self.local.shape)
 
     def first_of(self, name: str) -> int:
         """The index of the shard's first element in the whole state tensor of this name."""

@@ -83,18 +83,21 @@ class ParamView:
 
     def state_device(self, name: str) -> torch.device:
         """The device of this rank's tensor of the state under a name."""
-        is_apart = self.home is not None and name in self.home.placement
-        return torch.device("cpu") if is_apart else self.local.device
+        return torch.device("cpu") if self.is_apart(name) else self.local.device
+
+    def is_apart(self, name: str) -> bool:
+        """Whether the state's tensor of this name is in host memory: what is kept never is."""
+        return self.home is not None and name in self.home.placement and name not in self.kept
 
     def empty_state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for the state's tensor of this name: on a device, or pinned in host memory."""
-        if self.home is not None and name in self.home.placement:
+        if self.home is not None and self.is_apart(name):
             return self.home.memory.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.local.device)
 
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that was made for the state, where the state's tensor of this name is."""
-        if self.home is None or name not in self.home.placement:
+        if not self.is_apart(name):
             return tensor
         return self.empty_state(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
@@ -244,13 +247,18 @@ class ParamView:
 
 
 class MatrixView(ParamView):
-    """A plain matrix whose moments are of the rule's low shape."""
+    """A plain tensor stepped whole, or as several matrices; its moments are of the low shape."""
 
     matrix: Matrix
 
     def __init__(self, param: Any, matrix: Matrix) -> None:
         super().__init__(param)
         self.matrix = matrix
+
+    def check(self, where: str, options: Options, moments: tuple[str, ...], masters: bool) -> None:
+        """Raises ValueError for a parameter that the optimizer cannot own."""
+        super().check(where, options, moments, masters)
+        options.check_matrix(self, where, masters)
 
     def state_shape(self, name: str) -> tuple[int, ...]:
         """The low shape, but for the master."""
@@ -271,9 +279,10 @@ class MatrixView(ParamView):
     def keeps_blocks(self, form: Format) -> bool:
         """Whether the moments are large enough, and their rows of whole blocks."""
         shape = self.matrix.low_shape(self.whole_shape)
-        return shape[1] % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
+        columns = math.prod(shape[1:]) if form.packed == 1 else shape[-1]
+        return columns % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
 
     def block_scales_shape(self, block: int) -> tuple[int, ...]:
         """The shape of the moments' scales: (rows, blocks of a row)."""
-        rows, columns = self.matrix.low_shape(self.local.shape)
-        return (rows, columns // block)
+        rows, *columns = self.matrix.low_shape(self.local.shape)
+        return (rows, math.prod(columns) // block)

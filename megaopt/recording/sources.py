@@ -220,7 +220,7 @@ class Source:
         if not stepper.quantities:
             # a gradient that the step writes has its digest before
             read = () if stepper.options.write_unscaled_grads else ("grad",)
-            moments = (moment.name for moment in stepper.rule.kept)
+            moments = stepper.owned(()).all_moments
             optimizer.record_digests((*read, "weight", MASTER, *moments), passes=False)
             self._has_asked = True
         self._asked = () if stepper.passes else stepper.quantities

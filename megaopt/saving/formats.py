@@ -85,7 +85,7 @@ def text_of(value: Any) -> Any:
 
 def _meaning_of(owned: Owned) -> str:
     """What a state's numbers mean; a load takes no state of another meaning."""
-    options, moments = owned.options, owned.rule.moments
+    options, moments = owned.options, owned.all_moments
     found = {name: _first_like(options.moment_format(name), MOMENTS) for name in moments}
     keys = {(view.param.dtype, view.code_dtype) for view in owned.views}
     if any(options.master_format(dtype, True, code).present for dtype, code in keys):

@@ -102,7 +102,7 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
     keys = [key for group in packed["param_groups"] for key in group["params"]]
     not_made = {}
     for key, view in zip(keys, owned.views, strict=True):
-        own, names = packed["state"].get(key, {}), (*owned.rule.moments, MASTER, *view.kept)
+        own, names = packed["state"].get(key, {}), (*owned.moments(view), MASTER, *view.kept)
         if not all(name in own for name in names):
             not_made[key] = [name for name in names if name not in own]
     marks, frozen = owned.options.marks, [""] * len(owned.groups)
@@ -169,9 +169,9 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
         state, said = saved.states.get(key), said_by(saved.groups[group], where) if ours else {}
         check_sign(said, owned, where)
         if state is None and saved.not_made is not None:
-            _check_not_made(key, saved.not_made, owned, where)
+            _check_not_made(key, saved.not_made, owned.moments(view), where)
         if state is not None:
-            for name in (*owned.rule.moments, MASTER):
+            for name in (*owned.moments(view), MASTER):
                 check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
             not_made = (saved.not_made or {}).get(key, [])
             if ours:
@@ -206,9 +206,11 @@ def _pairs_of_masters(
     return pairs
 
 
-def _check_not_made(key: Key, not_made: dict[Key, list[str]], owned: Owned, where: str) -> None:
+def _check_not_made(
+    key: Key, not_made: dict[Key, list[str]], moments: tuple[str, ...], where: str
+) -> None:
     """Raises ValueError for a parameter whose state was made, and is not in the state dict."""
-    lost = [name for name in owned.rule.moments if name not in not_made.get(key, [])]
+    lost = [name for name in moments if name not in not_made.get(key, [])]
     if lost:
         raise ValueError(
             f"{where}: the state dict must have its {' and '.join(lost)}, got no state; only "

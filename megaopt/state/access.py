@@ -20,8 +20,8 @@ from megaopt.state.ownership import widened
 from megaopt.state.tensors import MASTER, State, encoded, get_unscaled, state_name
 
 
-def _slot(owned: Owned, name: str) -> str:
-    slots = {state_name(slot): slot for slot in (*owned.rule.moments, "master")}
+def _slot(owned: Owned, view: ParamView, name: str) -> str:
+    slots = {state_name(slot): slot for slot in (*owned.moments(view), "master")}
     one_of("state_name", name, slots)
     return slots[name]
 
@@ -37,7 +37,7 @@ def unscaled(
         scale: torch.Tensor = own[name]
         return scale
     formats = owned.formats(view)
-    form = formats.by_slot[_slot(owned, name)]
+    form = formats.by_slot[_slot(owned, view, name)]
     if name == MASTER and not form.present:
         wide = widened(view.local, locals_of(own))  # as the next step takes it
         value = view.value(formats) if wide is None else wide
@@ -64,7 +64,7 @@ def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torc
     if any(same(name, each) for each in own if each.endswith(SCALE)):
         _store(state, view, own, {name: _one_number(value, name, local)})
         return
-    formats, slot = owned.formats(view), _slot(owned, name)
+    formats, slot = owned.formats(view), _slot(owned, view, name)
     _check_value(value, view, name)
     check_sharding(value, view.param, name)
     value = local_of(value.detach())

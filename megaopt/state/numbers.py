@@ -71,7 +71,7 @@ class Numbers:
 
 def _is_fixed(value: Any) -> bool:
     if type(value) is tuple:
-        return all(type(each) in FIXED for each in value)
+        return all(map(_is_fixed, value))
     return type(value) in FIXED
 
 
@@ -81,9 +81,9 @@ def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [list(each) if isinstance(each, (list, tuple)) else each for each in given]
 
 
-def shaping_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """The numbers that decide the shapes of states: rank and proj_type, of groups with a rank."""
-    return [(group["rank"], group.get("proj_type")) for group in groups if "rank" in group]
+def chosen(groups: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
+    """What groups say under the keys that choose how matrices are stepped."""
+    return [[group.get(name) for name in names] for group in groups] if names else []
 
 
 # --- on the device

@@ -15,7 +15,7 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules import Moment, Rule
 from megaopt.options.checks import refuse
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (
@@ -91,9 +91,7 @@ class Owned:
 
     def _view(self, param: torch.Tensor, group: Group) -> ParamView:
         matrix = self.options.matrix(param, group)
-        if matrix is not None:
-            return matrix_view(param, matrix)
-        view = view_of(param)
+        view = view_of(param) if matrix is None else matrix_view(param, matrix)
         view.home = self.homes.of(param)
         return view
 
@@ -130,7 +128,21 @@ class Owned:
                 return index
         refuse("param", "a parameter of this optimizer", param)
 
-    # --- formats and masters
+    # --- moments, formats and masters
+
+    def kept(self, view: ParamView) -> tuple[Moment, ...]:
+        """The moments of a parameter: those of the rule that steps it."""
+        return self.rule.kept if view.matrix is None else view.matrix.rule.inner.kept
+
+    def moments(self, view: ParamView) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(moment.name for moment in self.kept(view))
+
+    @property
+    def all_moments(self) -> tuple[str, ...]:
+        """The names of the moments that some parameter has, or may have."""
+        matrix = self.options.MATRIX
+        return tuple(dict.fromkeys((*self.rule.moments, *(matrix.inner.moments if matrix else ()))))
 
     @property
     def wants_masters(self) -> bool:
@@ -140,7 +152,7 @@ class Owned:
 
     def formats(self, view: ParamView, grad_dtype: torch.dtype = torch.float32) -> Formats:
         """The formats of a parameter's buffers."""
-        return formats_of(view, grad_dtype, self.rule.kept, self.options, self.wants_masters)
+        return formats_of(view, grad_dtype, self.kept(view), self.options, self.wants_masters)
 
     @property
     def has_external_masters(self) -> bool:
@@ -190,7 +202,7 @@ class Owned:
                 "dtype=torch.float32"
             )
         for view, label in zip(self.views, self.labels, strict=True):
-            view.check(label, self.options, self.rule.moments, self.wants_masters)
+            view.check(label, self.options, self.moments(view), self.wants_masters)
         if remainders and params and all(param.dtype != torch.bfloat16 for param in params):
             raise ValueError(
                 "store_param_remainders=True needs torch.bfloat16 weights; none of the "
@@ -226,7 +238,7 @@ class Owned:
                 new = {
                     name: view.keep(name, local_of(value))
                     for name, value in own.items()
-                    if isinstance(value, torch.Tensor) and name in view.home.placement  # type: ignore[union-attr]
+                    if isinstance(value, torch.Tensor) and view.is_apart(name)
                     if name != MASTER or not self.has_external_masters
                 }
                 own.update(view.wrap_state(new))
@@ -320,17 +332,19 @@ class Owned:
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
         try:
-            view = view_of(param)
+            view = self.view(param)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
-        view.check(label, self.options, self.rule.moments, self.wants_masters)
+        view.check(label, self.options, self.moments(view), self.wants_masters)
         reason = self.homes.why_not(param)
         if reason is not None:
             raise RuntimeError(
                 f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "
                 "state_device=None keeps states beside the weights"
             )
-        contract = CONTRACTS[self.options.contract]
+        contract = CONTRACTS[self.options.rule_contract]
+        if view.matrix is not None:  # whose contract is its rule's own
+            contract = CONTRACTS["ieee"]
         reason = why_not(self.backend(param.device), contract, param.device)
         if reason is None:
             return

@@ -146,8 +146,7 @@ def encoded(
     them there. Also what the weight becomes with a joined master, as only together they say the
     value; None otherwise.
     """
-    is_apart = view.home is not None and name in view.home.placement
-    device = value.device if is_apart else view.local.device
+    device = value.device if view.is_apart(name) else view.local.device
     value = value.to(device, torch.float32).reshape(view.state_shape(name))
     shape = form.stored_shape(value.shape)
     code = torch.empty(shape, dtype=form.dtype, device=device)

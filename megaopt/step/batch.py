@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from megaopt.kernels import native
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.options.placement import STEP
-from megaopt.state.numbers import given_numbers, shaping_numbers
+from megaopt.state.numbers import chosen, given_numbers
 from megaopt.state.ownership import Versions
 from megaopt.state.watch import Grads, Guards, Seen, Watch, is_worth_building, same_objects
 from megaopt.step.counts import StepRows
@@ -162,6 +163,7 @@ class Batches:
         versions: of the weights that the batches step.
         counts: which rows of scalars the parameters take.
         masters: the caller's list; None without one.
+        matrix_keys: keys of groups that choose how matrices are stepped.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class Batches:
         versions: Versions,
         counts: StepRows | None = None,
         masters: Sequence[torch.Tensor | None] | None = None,
+        matrix_keys: Sequence[str] = (),
     ) -> None:
         self.batches = batches
         self.meetings: dict[bool, Meeting | None] = {}
@@ -192,7 +195,8 @@ class Batches:
         states = (own for batch in batches for own in batch.source.states)
         self._with_counts = [own for own in states if STEP in own]
         self._own_counts = [own[STEP] for own in self._with_counts]
-        self._shaping = shaping_numbers(param_groups)
+        self._matrix_keys = matrix_keys
+        self._chosen = deepcopy(chosen(param_groups, matrix_keys))  # a group can edit its lists
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
         self._watched = [batch for batch in batches if not batch.source.sharded]
@@ -218,7 +222,7 @@ class Batches:
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
     ) -> Seen | None:
         """Looks at the tensors of this step; None where they do not fit these batches."""
-        if self._shaping and shaping_numbers(param_groups) != self._shaping:
+        if self._chosen and chosen(param_groups, self._matrix_keys) != self._chosen:
             return None
         if self._draws and given_numbers(param_groups) != self._given:
             return None

@@ -144,7 +144,8 @@ def make_batches(
     counts = rows_of(owned, state, found.places)
     batches = [_batch(owned, state, kind, places, counts) for kind, places in found.kinds.items()]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
-    return Batches(batches, owned.groups, state, versions, counts, masters)
+    keys = owned.options.MATRIX_KEYS
+    return Batches(batches, owned.groups, state, versions, counts, masters, keys)
 
 
 def _batch(

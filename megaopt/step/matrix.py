@@ -85,17 +85,21 @@ class Matrices:
         """
         if self.plan.many_calls:
             return (
-                "kernel='torch' and 'compiled' read numbers on the host: only kernel='hybrid', "
-                "'grouped' and 'fused' can be captured"
+                f"steps of {self.plan.matrix.rule.name} matrix by matrix (GaLoreAdamW's "
+                "kernel='torch' and 'compiled', matrices that ranks share) read numbers on the "
+                "host: only launches can be captured"
             )
         own = zip(self.plan.works, self._kept, self.states, self.labels, strict=True)
+        by_gradients = self.plan.matrix.rule.before.renew is not None
         for work, kept, state, label in own:
             there = all(state.get(name) is not None for name in kept)
-            if kept and not (work.is_made and there):
+            if kept and by_gradients and not (work.is_made and there):
                 return (
                     f"the projection of {label} is not made yet: take one step before the capture, "
                     "with a gradient that is finite and not 0"
                 )
+            if not there:
+                return f"the state of {label} is not made yet: take one step before the capture"
         return None
 
     def refresh(

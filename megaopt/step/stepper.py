@@ -221,7 +221,7 @@ class Stepper:
     def record_digests(self, quantities: Iterable[str] | None, passes: bool) -> None:
         """See FusedOptimizer.record_digests."""
         own = tuple(dict.fromkeys(quantities or ()))
-        moments = [moment.name for moment in self.rule.kept]
+        moments = self.owned(()).all_moments
         state = [MASTER, *moments, *(f"{name}{SCALE}" for name in (MASTER, *moments))]
         for quantity in own:
             one_of("quantities", quantity, (*BESIDE_STATE, *state))

@@ -14,6 +14,7 @@ PAGES = {
     "how-to/formats.md": "",
     "how-to/clipping.md": "",
     "how-to/float8.md": "",
+    "how-to/muon.md": "",
     "how-to/weights.md": "## Three ways to refresh a master",
 }
 """The heading from which on, up to the next one, a page's code stands alone."""

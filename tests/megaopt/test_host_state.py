@@ -30,6 +30,7 @@ from runs import (
 
 from megaopt import (
     FusedAdam,
+    FusedMuon,
     GaLoreAdamW,
     get_fp32_model_state_dict,
     release_gradients,
@@ -58,7 +59,7 @@ def pinning():
 def is_apart(name, asked):
     placed = {"moments": asked, "masters": asked} if asked == "cpu" else asked or {}
     part = "masters" if name == "master_param" else "moments"
-    return part in placed and not name.endswith("_scale")
+    return part in placed and not name.endswith("_scale") and name != "variance_neuron"
 
 
 def assert_placed(optimizer, pinning, asked):
@@ -168,6 +169,26 @@ def test_copies_have_pinned_states_of_their_own(pinning, name, copied):
     train_all((optimizer, other), 2, first=1)
     assert_same_run(other, optimizer)
     assert_placed(other, pinning, ALL)
+
+
+def from_a_file(optimizer):
+    other = made(FusedMuon, second_moment="normuon")
+    copy_weights(optimizer, other)
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    return other
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, from_a_file])
+def test_what_a_rule_of_matrices_keeps_stays_on_the_card(pinning, copied):
+    """Momentum does not: NorMuon's second moment is a number a row."""
+    optimizer = made(FusedMuon, second_moment="normuon")
+    train(optimizer, 1)
+    other = copied(optimizer)
+    for each in (optimizer, other):
+        found = assert_placed(each, pinning, ALL)
+        assert (found["momentum_buffer"], found["variance_neuron"]) == (True, False)
+    train_all((optimizer, other), 2, first=1)
+    assert_same_run(other, optimizer)
 
 
 @pytest.mark.parametrize("name", SOME)

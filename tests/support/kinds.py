@@ -6,7 +6,7 @@ import functools
 import torch
 from runs import BF16, FORMATS, FP8, FP16, FP32, MASTER, REMAINDERS, parameters, values
 
-from megaopt import FusedAdam, FusedLion, FusedSGD
+from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD
 from megaopt.float8 import RECIPES, Float8Weight
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
@@ -67,6 +67,17 @@ IN_BLOCKS = {
     "4 bits, sgd": (FusedSGD, {"momentum": 0.9, "nesterov": True,
                                "momentum_buffer_dtype": "block32_e3m0"}),
 }  # fmt: skip
+OF_MATRICES = {
+    "muon": (FusedMuon, {**MASTER, "nesterov": False}),
+    "muon, fp16": (FusedMuon, {**REMAINDERS, "precision": "fp16", "momentum_buffer_dtype": BF16}),
+    "muon, drawn": (FusedMuon, {**STOCHASTIC, **DRAWN,
+                                "momentum_buffer_dtype": "bfloat16_stochastic"}),
+    "muon, kahan": (FusedMuon, kept_as("kahan_stochastic", maximize=True)),
+    "muon, 24 bits": (FusedMuon, kept_as("remainder8_stochastic", momentum_buffer_dtype=FP16)),
+    "muon, blocks": (FusedMuon, {**BLOCKS, **MASTER, "momentum_buffer_dtype": "block_e4m3"}),
+    "muon, 4 bits": (FusedMuon, {**NEAREST4, **SEED, "momentum_buffer_dtype": "block32_e3m0"}),
+    "normuon": (FusedMuon, {"second_moment": "normuon", "momentum_buffer_dtype": FP8}),
+}  # fmt: skip
 FLOAT8_KEPT = {
     "masters": MASTER,
     "stochastic": {**STOCHASTIC, **BLOCKS},
@@ -78,14 +89,14 @@ IN_FP8 = {
     for place, recipe in enumerate(RECIPES)
     for name, options in list(FLOAT8_KEPT.items())[: 4 if place == 0 else 3]
 }
-KINDS = {**PLAIN, **IN_BLOCKS, **IN_FP8}
+KINDS = {**PLAIN, **IN_BLOCKS, **OF_MATRICES, **IN_FP8}
 
 
 def params_for(kind):
     """New parameters, the same each time, that a kind is for."""
     if kind in IN_FP8:
         return float8(kind.split()[1].rstrip(","))
-    return large() if kind in IN_BLOCKS else parameters()
+    return large() if kind in IN_BLOCKS or kind in OF_MATRICES else parameters()
 
 
 def made(kind, params=None, **more):

@@ -45,6 +45,7 @@ class Kind:
 ADAM = (("exp_avg", "exp_avg_sq"), ("betas", "eps"))
 SGD: tuple[Any, ...] = (("momentum_buffer",), ("momentum", "dampening"))
 GALORE = (("exp_avg", "exp_avg_sq"), ("betas", "eps", "scale"))
+MUON = (("momentum_buffer",), ("betas", "momentum"))
 PROJECTED = {"rank": 3, "update_proj_gap": 1000}
 DECOUPLED = {"decoupled_weight_decay": True}
 NESTEROV = {"momentum": 0.5, "nesterov": True}
@@ -55,6 +56,7 @@ RULES = {
     "adam_amsgrad": Kind("FusedAdam", {"adam_w_mode": False, "amsgrad": True}, *ADAM),
     "galore": Kind("GaLoreAdamW", PROJECTED, *GALORE),
     "lion": Kind("FusedLion", {}, ("exp_avg",), ("betas",)),
+    "muon": Kind("FusedMuon", {}, *MUON),
     "sgd": Kind("FusedSGD", {}, (), ()),
     "sgd_momentum": Kind("FusedSGD", {"momentum": 0.5}, *SGD),
     "sgd_nesterov": Kind("FusedSGD", NESTEROV, SGD[0], ("momentum",)),
@@ -98,6 +100,11 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "tf32": {"precision": "tf32"},
     "bf16-products": {"precision": "bf16"},
     "larger-side": {"proj_type": "reverse_std"},  # sums of 1,400 terms
+    # Muon's iteration
+    "fp16-products": {"precision": "fp16"},
+    "gram": {"precision": "fp16", "method": "gram"},
+    "quintic": {"ns_coefficients": "quintic"},
+    "normuon": {"second_moment": "normuon"},
     "late": {},  # from step 99,990 on in the first group, from 4,090 on in the second
     "clip": {},  # clip_norm, which every other step exceeds
     "grad-scale": {},  # a GradScaler's scale, a power of two in some steps and not in others

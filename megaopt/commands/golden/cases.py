@@ -223,6 +223,17 @@ PRODUCTS = _rows("""
     bf16 remainder    bf16-fp32/bf16-products fp32-fp32/tf32/larger-side/resume
     fp16 fp16-master  fp16-fp32/bf16-products/larger-side/overflow
 """)
+# all products are tensor cores'
+MUON = _rows("""
+    fp32 no-master                     fp32 fp32/capturable fp32/nonfinite fp32/maximize
+    bf16 fp32-master                   fp32/clip bf16/fp16-products fp32/capturable/overflow
+    bf16 remainder                     bf16/gram bf16/gram/resume fp32/quintic
+    fp16 fp16-master                   fp16/fp16-products/overflow fp8
+    bf16 no-master-stochastic          stochastic block_e4m3/normuon
+    bf16 remainder8-stochastic-master  block64_e4m3/gram
+    fp16 kahan-stochastic-master       stochastic/normuon/capturable
+    fp32 no-master                     block32_e3m0/normuon/fp16-products/resume
+""")
 MAXIMIZE = _rows("bf16 fp32-master fp32-fp32/maximize")
 
 
@@ -246,6 +257,7 @@ CASES: dict[str, list[Case]] = {
         ("ieee/adam_amsgrad", AMSGRAD),
         ("ieee/adamw_amsgrad", _rows("bf16 fp32-master block_e4m3-block_e5m3_nearest")),
         ("ieee/galore", GALORE + PRODUCTS),
+        ("ieee/muon", MUON),
         ("ieee/lion", LION),
         ("ieee/sgd", NO_MOMENTUM),
         ("ieee/sgdw", NO_MOMENTUM),

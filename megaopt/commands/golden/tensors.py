@@ -120,12 +120,24 @@ PROJECTED = (
 
 # the last keeps projected moments in blocks, in rows of several
 PROJECTED_IN_BLOCKS = (*PROJECTED[:5], Spec((8, 2048), 1, "normal"), PROJECTED[-1])
+# wide, tall, a batch, a column, and one whose momentum may be in blocks
+OF_MUON = (
+    Spec((24, 70), 0),
+    Spec((513,), 0, offset=1),
+    Spec((3, 8, 12), 0),
+    Spec((17, 1), 0, "late"),
+    Spec((70, 24), 1, offset=1),
+    Spec((33, 128), 1, transposed=True),
+    Spec((9, 7), 1, "still"),
+)
 
 
 def specs_of(case: Case) -> tuple[Spec, ...]:
     """What parameters a case has."""
     if case.is_projected:
         return PROJECTED_IN_BLOCKS if case.has_blocks else PROJECTED
+    if case.kind.optimizer == "FusedMuon":
+        return OF_MUON
     if case.has_blocks:
         return LARGE
     return PLAIN if case.recipe is None else MATRICES

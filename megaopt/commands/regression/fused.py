@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megaopt import FusedAdam, GaLoreAdamW
+from megaopt import FusedAdam, FusedMuon, GaLoreAdamW
 from megaopt.commands.config import (
     FusedVariant,
     GaLoreConfig,
     GaLoreVariant,
+    MuonVariant,
     OptimizerConfig,
     PeerVariant,
 )
@@ -216,6 +218,28 @@ class PeerWeights(OptimizerWeights):
         return {quantity: state[kind] for quantity, kind in own.items()}
 
 
+# --- optimizers of matrices
+
+
+def numbered_groups(
+    pieces: Sequence[Piece], config: OptimizerConfig, layout: str
+) -> list[dict[str, Any]]:
+    """Param groups by decay; "groups": each three, from the last parameter on.
+
+    Parameters keep their place in the model as their number.
+    """
+    groups: dict[tuple[float, int], dict[str, Any]] = {}
+    numbered, ways = list(enumerate(pieces)), 1 if layout == "whole" else 3
+    for number, piece in numbered if ways == 1 else reversed(numbered):
+        decay = weight_decay_of(piece.source, config)
+        own = groups.setdefault(
+            (decay, number % ways), {"params": [], "param_numbers": [], "weight_decay": decay}
+        )
+        own["params"].append(piece.tensor)
+        own["param_numbers"].append(number)
+    return list(groups.values())
+
+
 class GaLoreWeights(FusedWeights):
     """Owns a model's weights through GaLoreAdamW, which steps matrices by projected gradients."""
 
@@ -228,7 +252,7 @@ class GaLoreWeights(FusedWeights):
     ) -> None:
         self.pieces, self.masters = whole_pieces(model), None
         self.optimizer = GaLoreAdamW(
-            self._groups(config, ways=1 if variant.layout == "whole" else 3),
+            numbered_groups(self.pieces, config, variant.layout),
             **arguments(config),
             **galore.model_dump(),
             dtype=torch.float32,
@@ -236,23 +260,39 @@ class GaLoreWeights(FusedWeights):
             kernel=variant.kernel,
         )
 
-    def _groups(self, config: OptimizerConfig, ways: int) -> list[dict[str, Any]]:
-        """Param groups by decay, each dealt out `ways` ways, from the last parameter on with more.
-
-        Parameters keep their place in the model as their number; vectors have no rank.
-        """
-        groups: dict[tuple[float, int], dict[str, Any]] = {}
-        numbered = list(enumerate(self.pieces))
-        for number, piece in numbered if ways == 1 else reversed(numbered):
-            decay = weight_decay_of(piece.source, config)
-            own = groups.setdefault(
-                (decay, number % ways), {"params": [], "param_numbers": [], "weight_decay": decay}
-            )
-            own["params"].append(piece.tensor)
-            own["param_numbers"].append(number)
-        return list(groups.values())
-
     def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
         """A parameter's state, its projection included."""
         state, kept = self.optimizer.state[piece.tensor], ("projection", "captured_energy")
         return super().state_of(piece) | {name: state[name] for name in kept if name in state}
+
+
+class MuonWeights(FusedWeights):
+    """Owns a model's weights through FusedMuon, which leaves embeddings and norms to AdamW."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, variant: MuonVariant) -> None:
+        self.pieces, self.masters = whole_pieces(model), None
+        for piece in self.pieces:
+            is_embedding = piece.name.endswith("embedding.weight")
+            piece.source.use_muon = not is_embedding  # type: ignore[attr-defined]  # a mark
+        own = arguments(config)
+        self.optimizer = FusedMuon(
+            numbered_groups(self.pieces, config, variant.layout),
+            lr=own["lr"],
+            betas=own["betas"],
+            adam_eps=own["eps"],
+            adjust_lr_fn="match_rms_adamw",
+            dtype=torch.float32,
+            precision=variant.precision,
+            momentum_buffer_dtype=getattr(torch, variant.momentum, variant.momentum),
+            backend=variant.backend,
+        )
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """A piece's state in fp32, by the rule that steps it."""
+        state = self.optimizer.state[piece.tensor]
+        names = {**QUANTITIES, "momentum_buffer": "momentum_buffer"}
+        return {
+            quantity: self.optimizer.get_unscaled_state(piece.tensor, kind)
+            for quantity, kind in names.items()
+            if state.get(kind) is not None
+        }

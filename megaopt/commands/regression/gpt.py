@@ -13,6 +13,7 @@ from torch import nn
 from megaopt.commands.config import (
     FusedVariant,
     GaLoreVariant,
+    MuonVariant,
     PeerVariant,
     RunConfig,
     UnfusedVariant,
@@ -22,6 +23,7 @@ from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
 from megaopt.commands.regression.fused import (
     FusedWeights,
     GaLoreWeights,
+    MuonWeights,
     PeerWeights,
     ShardedWeights,
 )
@@ -139,6 +141,8 @@ def build_owner(model: GPT, config: RunConfig, variant: Variant) -> OptimizerWei
     if isinstance(variant, GaLoreVariant):
         assert config.galore is not None  # as the config was checked
         return GaLoreWeights(model, config.optimizer, config.galore, variant)
+    if isinstance(variant, MuonVariant):
+        return MuonWeights(model, config.optimizer, variant)
     owner = FusedWeights if variant.ranks is None else ShardedWeights
     return owner(model, config.optimizer, variant)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megaopt.commands.config import FusedVariant, GaLoreVariant, RunConfig, Variant
+from megaopt.commands.config import FusedVariant, MatrixVariant, RunConfig, Variant
 from megaopt.commands.regression.megatron.config import MegatronRun, MegatronVariant, SharedKeys
 from megaopt.commands.toml_tables import ConfigError, require
 
@@ -143,7 +143,7 @@ def holds_masters(variant: AnyVariant) -> bool:
     if isinstance(variant, SharedKeys):
         return variant.mode == "main_shards"
     fused = isinstance(variant, FusedVariant) and variant.masters != "remainders"
-    return fused or isinstance(variant, GaLoreVariant)
+    return fused or isinstance(variant, MatrixVariant)
 
 
 def job_to_perturb(run: AnyRun, trials: list[Trial], step: int) -> Job:

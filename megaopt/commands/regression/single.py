@@ -8,7 +8,7 @@ from pathlib import Path
 from megaopt.commands import exits
 from megaopt.commands.config import (
     FusedVariant,
-    GaLoreVariant,
+    MatrixVariant,
     RunConfig,
     Variant,
     read_config,
@@ -25,7 +25,7 @@ from megaopt.commands.training.limits import require_room
 
 def _choose_variant(config: RunConfig, name: str | None) -> Variant:
     """The named variant, or else the first that an optimizer of this package trains."""
-    ours = [each.name for each in config.runs if isinstance(each, (FusedVariant, GaLoreVariant))]
+    ours = [each.name for each in config.runs if isinstance(each, (FusedVariant, MatrixVariant))]
     names = ", ".join(each.name for each in config.runs)
     require(bool(name or ours), "variant", name, f"one of {names}, as none is fused")
     variant = config.find_variant(name or ours[0])

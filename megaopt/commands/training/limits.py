@@ -6,13 +6,13 @@ import os
 
 import torch
 
-from megaopt.commands.config import GaLoreVariant, ModelConfig, RunConfig, Variant
+from megaopt.commands.config import MatrixVariant, ModelConfig, RunConfig, Variant
 from megaopt.commands.toml_tables import ConfigError, require
 
 LEAST_BYTES = 12
 """The bytes of a parameter in one variant: two fp32 moments, and a master or its like."""
-LEAST_BYTES_PROJECTED = 4
-"""The same of kind "galore", whose moments may be of a rank of 1: the master alone."""
+LEAST_BYTES_OF_MATRICES = 4
+"""The same of kinds "galore" and "muon", whose moments may be small: the master alone."""
 MOST_HEAD_SIZE = 256
 """Elements of an attention head on a GPU, where flash attention takes no larger ones."""
 
@@ -27,7 +27,7 @@ def least_bytes(config: RunConfig, variant: Variant) -> int:
     """Bytes that a variant needs at least, with one batch and its logits."""
     tokens = config.batch_size * config.model.context
     batch = tokens * (8 + 4 * config.model.vocabulary_size)
-    least = LEAST_BYTES_PROJECTED if isinstance(variant, GaLoreVariant) else LEAST_BYTES
+    least = LEAST_BYTES_OF_MATRICES if isinstance(variant, MatrixVariant) else LEAST_BYTES
     return batch + least * count_parameters(config.model)
 
 

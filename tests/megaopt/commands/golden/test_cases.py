@@ -99,7 +99,7 @@ def test_every_row_of_every_table_has_a_case(what):
 @pytest.mark.parametrize(
     ("table", "row", "whats"),
     [
-        (RULES, ("muon", "ieee"), ["rule and contract", "capturable rule"]),
+        (RULES, ("adafactor", "ieee"), ["rule and contract", "capturable rule"]),
         (WEIGHTS, torch.float64, ["gradient and weight"]),
         (MOMENTS, torch.int8, ["moment"]),
         (RECIPES, "block_64x64", ["scaling and dtype of fp8 weights", "direct_cast"]),

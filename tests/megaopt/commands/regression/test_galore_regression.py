@@ -4,7 +4,7 @@ import pytest
 from interpreted import interpreted
 from tiny_runs import UNFUSED, tiny_run, variant
 
-from megaopt.commands.regression.fused import GaLoreWeights
+from megaopt.commands.regression import fused
 from megaopt.commands.toml_tables import ConfigError
 
 GALORE = "\n[galore]\nrank = 4\nupdate_proj_gap = 12\nscale = 0.5\n"
@@ -64,11 +64,11 @@ def test_a_flipped_bit_is_seen(build, run):
 @pytest.mark.parametrize("part", ["projection", "order of numbers"])
 def test_what_a_run_depends_on_is_seen(build, run, plant, monkeypatch, part):
     """A projection that a resume would lose; a turn that goes by the place in groups."""
-    groups = GaLoreWeights._groups
+    groups = fused.numbered_groups
 
-    def without_numbers(self, config, ways):
-        own = groups(self, config, ways)
-        for group in own if ways == 3 else ():
+    def without_numbers(pieces, config, layout):
+        own = groups(pieces, config, layout)
+        for group in own if layout == "groups" else ():
             del group["param_numbers"]
         return own
 
@@ -79,7 +79,7 @@ def test_what_a_run_depends_on_is_seen(build, run, plant, monkeypatch, part):
     if part == "projection":
         plant("other", 1, lose)
     else:
-        monkeypatch.setattr(GaLoreWeights, "_groups", without_numbers)
+        monkeypatch.setattr(fused, "numbered_groups", without_numbers)
     regression = build(GALORE + galore("first") + galore("other", "first", layout="groups"))
     outcome = run(regression)["other"]
     assert outcome.difference is not None or "only one of the two has" in outcome.failure

@@ -1,0 +1,479 @@
+"""FusedMuon: Muon for matrices, AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from typing_extensions import Unpack
+
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.formats import MASTERS
+from megaopt.kernels.matrix.muon import MUON, MUON_PEER, Orthogonal, coefficients_of
+from megaopt.kernels.matrix.muon_launch import muon_plan
+from megaopt.kernels.rules import RULES, Rule
+from megaopt.kernels.rules.base import in_one_row
+from megaopt.kernels.rules.matrix import Matrix, MatrixRule
+from megaopt.optimizer import FusedOptimizer
+from megaopt.options.arguments import options_of, takes
+from megaopt.options.checks import DECAY, NOT_NEGATIVE, one_of, refuse
+from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment
+from megaopt.options.options import Numbers, Options, SharedOptions
+from megaopt.options.placement import StateDevice
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import DTensorView
+from megaopt.params.flat import FLAT, is_flat_part
+
+ORTHOGONALIZING = ("ns_coefficients", "ns_steps", "adjust_lr_fn", "split_sizes")
+"""Keys of groups that say how matrices are made orthogonal: no numbers of the step."""
+MARKS = {"use_muon": False, "is_embedding_or_output_parameter": True}
+"""Attributes of parameters that Muon does not step, with the values that say so: the second is
+Megatron-Core's."""
+
+
+# --- the rules, which share a row of scalars
+
+
+def _of_adam(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group as AdamW reads it."""
+    eps = group["eps" if group["use_muon"] is False else "adam_eps"]
+    return {**group, "eps": eps, "bias_correction": True}
+
+
+@cache
+def rules_of(contract: str, rule_contract: str) -> tuple[Rule, MatrixRule]:
+    """AdamW under `rule_contract`, and Muon under `contract`."""
+    adamw = RULES["adamw", rule_contract]
+    own = replace(
+        adamw,
+        scalars=lambda group: adamw.scalars(_of_adam(group)),
+        hyper=lambda group: adamw.hyper(_of_adam(group)),
+        tables=lambda group, device: adamw.tables(_of_adam(group), device),
+    )
+    muon = MUON if contract == "ieee" else MUON_PEER
+    first, inner, apply = in_one_row(own, muon.inner, muon.apply)
+    return first, replace(muon, inner=inner, apply=apply)
+
+
+# --- options
+
+
+def why_adamw(param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
+    """Why AdamW steps a parameter of a group; None where Muon does."""
+    if group["use_muon"] is False:
+        return "its group has use_muon=False"
+    if param.dim() < 2:
+        return "it has fewer than two dimensions"
+    for name, value in MARKS.items():
+        if getattr(param, name, None) is value:
+            return f"it is marked {name}={value}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonOptions(Options):
+    """FusedMuon's own options."""
+
+    NUMBERS: ClassVar[Numbers] = Numbers(
+        {
+            "lr": NOT_NEGATIVE,
+            "weight_decay": NOT_NEGATIVE,
+            "momentum": DECAY,
+            "eps": NOT_NEGATIVE,
+            "adam_eps": NOT_NEGATIVE,
+        },
+        has_betas=True,
+        flags=("nesterov",),
+    )
+    COUNTS_STEPS: ClassVar[bool] = False
+    OF_ALL: ClassVar[tuple[str, ...]] = ("method", "precision", "second_moment")
+    MATRIX: ClassVar[MatrixRule] = MUON
+    MATRIX_KEYS: ClassVar[tuple[str, ...]] = ("use_muon", "eps", *ORTHOGONALIZING)
+    MATRIX_OFF: ClassVar[tuple[str, Any]] = ("use_muon", False)
+
+    momentum_buffer_dtype: torch.dtype | str = torch.float32
+    exp_avg_dtype: torch.dtype | str = torch.float32
+    exp_avg_sq_dtype: torch.dtype | str = torch.float32
+    method: MuonMethod = "auto"
+    precision: MuonPrecision = "bf16"
+    second_moment: SecondMoment | None = None
+    contract: MuonContract = "ieee"  # type: ignore[assignment]  # others than other optimizers'
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an option out of its range, or options that contradict."""
+        super().__post_init__()
+        if self.contract == "ieee":
+            return
+        under = f"with contract={self.contract!r}, whose steps are torch's operations"
+        if self.capturable:
+            refuse("capturable", f"False {under}, by numbers on the host", True)
+        if self.state_device is not None:
+            refuse("state_device", f"None {under}, on one device", self.state_device)
+
+    @property
+    def OFFLOADS(self) -> bool:  # type: ignore[override]  # computed
+        """States may be in host memory."""
+        return self.contract == "ieee"
+
+    @property
+    def rule_contract(self) -> str:
+        """The contract of AdamW's steps."""
+        return "ieee" if self.contract == "eo" else self.contract
+
+    @property
+    def rules(self) -> tuple[Rule, MatrixRule]:
+        """AdamW and Muon."""
+        return rules_of(self.contract, self.rule_contract)
+
+    def check_matrix(self, view: ParamView, where: str, masters: bool) -> None:
+        """Raises ValueError for a matrix that another library's Muon cannot step as it does."""
+        if self.contract == "ieee":
+            return
+        under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
+        if view.split is not None:
+            raise ValueError(f"{where} must be whole {under}, got a rank's part of a DTensor")
+        dtype = torch.float32 if masters else view.param.dtype
+        if masters and MASTERS[self._master_key] is not MASTERS[torch.float32]:
+            own = f"torch.float32, of whole masters, {under}"
+            refuse("master_weight_dtype", own, self.master_weight_dtype)
+        if self.contract == "eo" and dtype != torch.float32:
+            refuse(where, f"fp32 or have an fp32 master {under}", dtype)
+        if kept is not dtype:
+            refuse("momentum_buffer_dtype", f"{dtype} {under}, as {where} is kept", kept)
+
+    @cached_property
+    def names_but_step(self) -> tuple[str, ...]:
+        """The keys that every group has, but the step count's."""
+        return (*super().names_but_step, "use_muon", *ORTHOGONALIZING)
+
+    @property
+    def group_keys(self) -> dict[str, Any]:
+        """What every group has beside its numbers, at first."""
+        return {**super().group_keys, "use_muon": None, "split_sizes": None}
+
+    def how(self, group: Mapping[str, Any]) -> Orthogonal:
+        """How matrices of a group are made orthogonal; ValueError for what is no way."""
+        sizes = group["split_sizes"]
+        return Orthogonal(
+            coefficients_of(group["ns_coefficients"], group["ns_steps"]),
+            eps=float(group["eps"]),
+            method=self.method,
+            precision=self.precision,
+            adjust=group["adjust_lr_fn"],
+            second_moment=self.second_moment,
+            split_sizes=None if sizes is None else tuple(sizes),
+            contract=self.contract,
+        )
+
+    def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
+        """How Muon steps a parameter; None where AdamW does."""
+        if not group or why_adamw(param, group) is not None:
+            return None
+        return Matrix(self.rules[1], self.how(group))
+
+    def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
+        """The plan of matrices: launches over many where the backend is "triton"."""
+        return muon_plan(backend, formats, *tables)
+
+    def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
+        """Raises ValueError for what a group says of its matrices."""
+        one_of(f"{where}: use_muon", group["use_muon"], (None, True, False))
+        if group["use_muon"] is False:
+            return
+        sizes, given = group["split_sizes"], group["ns_coefficients"]
+        if sizes is not None and not _are_sizes(sizes):
+            refuse(f"{where}: split_sizes", "None or a list of whole numbers >= 1", sizes)
+        if not isinstance(given, (str, list, tuple)):
+            refuse(f"{where}: ns_coefficients", "three numbers, a list of such or a name", given)
+        try:
+            how = self.how(group)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        for index, param in enumerate(group["params"]):
+            self._check_param(param, group, how, f"{where}: use_muon", f"its parameter {index}")
+
+    def _check_param(
+        self, param: Any, group: Mapping[str, Any], how: Orthogonal, name: str, which: str
+    ) -> None:
+        """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
+        reason, wanted = why_adamw(param, group), group["use_muon"]
+        if is_flat_part(param):
+            refuse(name, f"False beside {which}, a {FLAT}", wanted)
+        if reason is not None:
+            if wanted:
+                refuse(name, f"None or False beside {which}, as {reason}", wanted)
+            return
+        if type(view_of(param)) not in (ParamView, DTensorView):
+            kind = type(param).__name__
+            refuse(
+                name,
+                f"False beside {which}, a {kind}: Muon steps plain tensors and DTensors",
+                wanted,
+            )
+        try:
+            how.pieces(param.shape)
+        except ValueError as error:
+            raise ValueError(f"{name.removesuffix('use_muon')}{which}: {error}") from None
+
+
+def _are_sizes(value: Any) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    return is_list and all(type(each) is int and each >= 1 for each in value)
+
+
+# --- the optimizer
+
+
+class Stepped(NamedTuple):
+    """How FusedMuon steps one parameter."""
+
+    name: str
+    """The parameter, as errors call it."""
+    rule: str
+    """"muon" or "adamw"."""
+    matrices: tuple[tuple[int, int], ...]
+    """The shapes of its matrices, which are made orthogonal each by itself; none of AdamW's."""
+    why: str
+    """Why AdamW steps it; of Muon "its shape", or that its group has use_muon=True."""
+
+    def __str__(self) -> str:
+        """One line."""
+        counts = {shape: self.matrices.count(shape) for shape in self.matrices}
+        own = ", ".join(f"{count} x {list(shape)}" for shape, count in counts.items())
+        return f"{self.name}: {self.rule}{f' {own}' if own else ''}, as {self.why}"
+
+
+@takes(MuonOptions, SharedOptions)
+class FusedMuon(FusedOptimizer):
+    """Muon (Jordan et al. 2024) for matrices and AdamW for the rest, writing the model's weights.
+
+    Of a matrix the momentum is made about orthogonal by Newton and Schulz's iteration, on tensor
+    cores, and the update is that times lr and a factor of its shape. docs/numbers.md gives every
+    operation; the bits of a matrix are the same on every backend, whatever else is stepped beside
+    it. A parameter of two dimensions is a matrix, one of three a batch of them, and more, as of
+    convolutions, are one of [first, all others].
+
+    The names and defaults of torch.optim.Muon come first. A group may say use_muon: True for
+    Muon; False for AdamW, as KellerJordan's MuonWithAuxAdam has it; None, the default, leaves it to
+    each parameter: AdamW steps those of fewer than two dimensions, and those that are marked by
+    `param.use_muon = False` or Megatron-Core's `is_embedding_or_output_parameter`. Embeddings and
+    output layers are matrices too: mark them, or put them in a group with use_muon=False.
+    `describe` lists what goes where. A group may also say split_sizes, the rows of each of several
+    matrices that lie one below another, as in a fused QKV weight.
+
+    A state has momentum_buffer (and, with second_moment, variance_neuron, fp32 of shape (rows,)),
+    or exp_avg and exp_avg_sq; and master_param. Of DTensors (FSDP2's) every rank makes the whole
+    matrix orthogonal, and steps its own part.
+
+    Args:
+        params: as for FusedAdam; fp8 weights only in groups with use_muon=False.
+        lr: step size, of Muon and AdamW alike, where a group does not say another; at least 0.
+        weight_decay: decoupled: the part of a weight that goes per step of size one, times lr, of
+            both. At least 0.
+        momentum: Muon's decay of momentum_buffer per step, in [0, 1): an average, which takes
+            1 - momentum of each gradient.
+        nesterov: the direction is the average of gradient and buffer, not the buffer.
+        ns_coefficients: a, b and c of each step X' = a X + b (X X^T) X + c (X X^T)^2 X: three
+            numbers for all steps, a list of such, or a set's name: "simple" (these), "quintic",
+            "polar_express", "cans", "deepseekv4" (of ten steps) or "cubic5" (of five).
+        eps: the least norm by which Muon divides a direction, from 1e-30 to 1. In groups with
+            use_muon=False it is AdamW's, added to the root of exp_avg_sq.
+        ns_steps: how many steps, from 1 to 99.
+        adjust_lr_fn: by what the update of a matrix [rows, columns] is multiplied. None and
+            "original": sqrt(max(1, rows / columns)). "match_rms_adamw": 0.2 sqrt(max(rows,
+            columns)), with which AdamW's lr and weight_decay serve. "spectral": sqrt(max(rows,
+            columns)). "spectral_unclamped": sqrt(rows / columns). Or a number >= 0.
+        betas: AdamW's decay per step of exp_avg and exp_avg_sq; each in [0, 1).
+        adam_eps: AdamW's eps of parameters whose group does not say use_muon=False, in units of the
+            gradient; and the default of eps in groups that do. At least 0.
+        method: "standard": X X^T in each step. "gram": polynomials of one X X^T (Dao-AILab's
+            gram-newton-schulz), which takes less of long matrices. "auto": by a matrix's shape,
+            with precision "fp16"; "standard" with "bf16", in which Gram's form is 11 to 33% off,
+            and refused.
+        precision: of all numbers between products, whose sums are fp32: "bf16", as torch's, or
+            "fp16", whose errors are an eighth.
+        second_moment: "normuon": rows of the update are divided by the root of a mean of their
+            squares over steps (Li et al. 2025, arXiv:2510.05491), over whole rows of the whole
+            matrix; the update keeps its norm.
+        momentum_buffer_dtype: of Muon's moment, as FusedAdam's exp_avg_dtype.
+        exp_avg_dtype: of AdamW's, as for FusedAdam.
+        exp_avg_sq_dtype: likewise.
+        contract: "ieee": the same bits everywhere. "torch": the bits of torch.optim.Muon, of the
+            torch and processor at hand, for tensors of two dimensions; AdamW's are
+            torch.optim.AdamW's with fused=True, on an NVIDIA GPU. "eo": those of
+            Emerging-Optimizers' Muon as Megatron-Core uses it, AdamW's are ieee's.
+        state_device: as for FusedAdam; a group may say another. Only with contract "ieee".
+        **options: of megaopt.SharedOptions, which follow.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as FusedAdam. ValueError also for use_muon=True beside
+            a vector or a parameter that is marked.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor | None = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: str | Sequence[Any] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | float | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        method: MuonMethod = "auto",
+        precision: MuonPrecision = "bf16",
+        second_moment: SecondMoment | None = None,
+        momentum_buffer_dtype: torch.dtype | str = torch.float32,
+        exp_avg_dtype: torch.dtype | str = torch.float32,
+        exp_avg_sq_dtype: torch.dtype | str = torch.float32,
+        contract: MuonContract = "ieee",
+        state_device: StateDevice = None,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        super().__init__(params, *options_of(self, MuonOptions, locals()))
+
+    @property
+    def rule(self) -> Rule:
+        """AdamW, of the parameters that Muon does not step."""
+        options: Any = self.options
+        rule: Rule = options.rules[0]
+        return rule
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as FusedAdam does; eps of one with use_muon=False is AdamW's."""
+        is_adams = isinstance(param_group, dict) and param_group.get("use_muon") is False
+        lacks_eps = is_adams and "eps" not in param_group
+        if lacks_eps:
+            param_group["eps"] = self.defaults["adam_eps"]
+        try:
+            super().add_param_group(param_group)
+        except BaseException:
+            if lacks_eps:
+                del param_group["eps"]
+            raise
+
+    def describe(self) -> list[Stepped]:
+        """How each parameter is stepped, in group order; each prints as one line."""
+        owned, found = self._owned, []
+        places = zip(owned.views, owned.labels, owned.group_numbers, strict=True)
+        for view, label, number in places:
+            group = owned.groups[number]
+            if view.matrix is None:
+                found.append(Stepped(label, "adamw", (), str(why_adamw(view.param, group))))
+                continue
+            pieces = tuple(view.matrix.how.pieces(view.whole_shape))
+            why = "its group has use_muon=True" if group["use_muon"] else "its shape"
+            found.append(Stepped(label, "muon", pieces, why))
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as FusedAdam; also state dicts of torch.optim.Muon and other libraries' Muon.
+
+        These are KellerJordan's and Emerging-Optimizers', whose momentum is an average as here; and
+        dion's and Moonlight's, whose momentum is a sum, 1 / (1 - momentum) times as large: it is
+        multiplied by 1 - momentum, and a warning says so. How those make updates (coefficients,
+        steps, factors of shapes) is not in their state dicts: give it to the constructor.
+        """
+        super().load_state_dict(from_others(state_dict, self.param_groups))
+
+
+# --- state dicts of others
+
+
+RENAMED = {
+    "mu": "momentum",
+    "epsilon": "eps",
+    "wd": "weight_decay",
+    "adamw_betas": "betas",
+    "adamw_eps": "adam_eps",
+}
+"""dion's keys of groups, and Moonlight's."""
+STATES = {
+    "muon": {"momentum": "momentum_buffer"},
+    "adamw": {"momentum": "exp_avg", "variance": "exp_avg_sq"},
+}
+"""dion's names of states, by a group's algorithm."""
+OF_MOONLIGHT = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+LEFT_OUT = ("algorithm", "beta1", "beta2", "muon_beta2", "cautious_wd", "flatten", "adjust_lr")
+"""dion's keys of groups that say nothing here."""
+
+
+def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
+    """A state dict of another library's Muon in this package's names; anything else as it is.
+
+    groups: the optimizer's, whose numbers stay where a state dict has none. Raises ValueError for
+    what Muon cannot go on from; warns where momentum is converted.
+    """
+    saved: Any = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    states: Any = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    fits = isinstance(saved, (list, tuple)) and isinstance(states, Mapping)
+    if not fits or not all(isinstance(each, Mapping) for each in saved):
+        return state_dict
+    if len(saved) != len(groups) or any("contract" in each for each in saved):
+        return state_dict
+    found, own = dict(states), []
+    for index, (group, ours) in enumerate(zip(saved, groups, strict=True)):
+        own.append(_group(group, ours, f"group {index} of the state dict"))
+        for key in group.get("params", ()):
+            if isinstance(found.get(key), Mapping):
+                found[key] = _state(found[key], group, f"state {key!r} of the state dict")
+    if any(_is_a_sum(group) for group in saved):
+        warnings.warn(
+            "momentum of the state dict is a sum of gradients, as dion and Moonlight keep it: "
+            "momentum_buffer here is an average, and becomes 1 - momentum times that",
+            stacklevel=3,
+        )
+    return {**state_dict, "state": _counted(found), "param_groups": own}
+
+
+def _is_a_sum(group: Mapping[str, Any]) -> bool:
+    """Whether the momentum of a group's states is a sum: of dion's and Moonlight's Muon."""
+    return "mu" in group or "adamw_betas" in group
+
+
+def _group(saved: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if "dampening" in saved:
+        refuse(f"{where}: 'dampening'", "left out: it is torch.optim.SGD's", saved["dampening"])
+    found = {RENAMED.get(key, key): value for key, value in saved.items() if key not in LEFT_OUT}
+    if "mu" in saved:
+        algorithm = saved.get("algorithm")
+        one_of(f"{where}: algorithm", algorithm, STATES)
+        found.update(betas=(saved["beta1"], saved["beta2"]), use_muon=algorithm == "muon")
+    if own["use_muon"] is False and "adam_eps" in found:
+        found["eps"] = found["adam_eps"]
+    missing = {name: own[name] for name in ("betas", "eps", "momentum") if name not in found}
+    return {**missing, **found}
+
+
+def _state(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    names = STATES.get(group.get("algorithm", ""), {}) if "mu" in group else OF_MOONLIGHT
+    found = {names.get(key, key): value for key, value in saved.items() if key != "use_muon"}
+    if "exp_avg" in found and "step" not in {*found, *group}:
+        raise ValueError(f"{where} must have a step count beside 'exp_avg', got none")
+    buffer = found.get("momentum_buffer")
+    if _is_a_sum(group) and isinstance(buffer, torch.Tensor):
+        momentum = float(group["mu" if "mu" in group else "momentum"])
+        found["momentum_buffer"] = buffer.float() * (1.0 - momentum)
+    if isinstance(found.get("variance_neuron"), torch.Tensor):
+        found["variance_neuron"] = found["variance_neuron"].flatten()
+    return found
+
+
+def _counted(states: dict[Any, Any]) -> dict[Any, Any]:
+    """The states with a step count each, if any has one: Muon's takes that of the others."""
+    counts = [own["step"] for own in states.values() if isinstance(own, Mapping) and "step" in own]
+    if not counts:
+        return states
+    most = max(counts)
+    return {
+        key: {"step": most, **own} if isinstance(own, Mapping) and own else own
+        for key, own in states.items()
+    }

@@ -1,0 +1,179 @@
+"""FusedMuon beside torch.optim.Muon, and beside the operations of Emerging-Optimizers' Muon."""
+
+import copy
+import random
+
+import pytest
+import torch
+from handling import refused
+from runs import (
+    BF16,
+    FP32,
+    MASTER,
+    REMAINDERS,
+    assert_same,
+    give_gradients,
+    parameters,
+    params_of,
+    snapshot,
+    train,
+    values,
+)
+
+from megaopt import FusedMuon
+
+
+def drawn(number):
+    """Shapes, a dtype and arguments of torch.optim.Muon."""
+    chosen = random.Random(number)
+    shapes = [(chosen.randint(1, 70), chosen.randint(1, 70)) for _ in range(3)]
+    return shapes, chosen.choice((FP32, BF16)), {
+        "lr": chosen.choice((1e-3, 0.02, 0.5)),
+        "weight_decay": chosen.choice((0.0, 0.1, 0.3)),
+        "momentum": chosen.choice((0.0, 0.9, 0.95)),
+        "nesterov": chosen.random() < 0.5,
+        "ns_coefficients": chosen.choice(((3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5))),
+        "eps": chosen.choice((1e-7, 1e-3)),
+        "ns_steps": chosen.choice((1, 3, 5)),
+        "adjust_lr_fn": chosen.choice((None, "original", "match_rms_adamw")),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_contract_torch_has_torchs_bits(number):
+    """Weights and momentum, and what a state dict of the one makes in the other."""
+    shapes, dtype, options = drawn(number)
+    theirs = torch.optim.Muon(parameters(shapes, dtype), **options)
+    own = {"contract": "torch", "momentum_buffer_dtype": dtype}
+    ours = FusedMuon(parameters(shapes, dtype), **options, **own)
+    assert {**ours.param_groups[0], **theirs.param_groups[0]}.keys() == ours.param_groups[0].keys()
+    for step in range(4):
+        for optimizer in (theirs, ours):
+            train(optimizer, 1, step)
+        assert_same(snapshot(ours)["weights"], snapshot(theirs)["weights"])
+        for own_param, param in zip(params_of(ours), params_of(theirs), strict=True):
+            found = ours.state[own_param]["momentum_buffer"]
+            assert_same(found, theirs.state[param]["momentum_buffer"])
+        if step == 1:
+            again = FusedMuon(copy.deepcopy(params_of(ours)), **own)
+            again.load_state_dict(theirs.state_dict())
+            ours = again
+
+
+def test_contract_torch_is_not_contract_ieee():
+    """Else the test above could not tell."""
+    found = []
+    for contract in ("torch", "ieee"):
+        optimizer = FusedMuon(parameters([(24, 40)], FP32), contract=contract)
+        train(optimizer, 2)
+        found.append(snapshot(optimizer)["weights"])
+    with pytest.raises(AssertionError):
+        assert_same(*found)
+
+
+def step_of_emerging_optimizers(param, buffer, lr, momentum, nesterov):
+    """OrthogonalizedOptimizer.step of 0.2.0: decay 0.25, "quintic", "spectral"."""
+    sets = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))  # fmt: skip
+    param.add_(param, alpha=-0.25 * lr)
+    buffer.lerp_(param.grad, 1 - momentum)
+    x = param.grad.lerp(buffer, momentum) if nesterov else buffer
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.mT if is_tall else x
+    x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7).to(BF16)
+    for a, b, c in sets:
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = (x.float().mT if is_tall else x.float()) * max(param.shape) ** 0.5 * 1.0
+    param.add_(x, alpha=-lr)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("weights", [FP32, BF16])
+def test_contract_eo_has_the_operations_of_emerging_optimizers(nesterov, weights):
+    """Of fp32 parameters, or of fp32 masters as Megatron keeps them."""
+    shapes, options = [(24, 40), (33, 7), (16, 16)], MASTER if weights == BF16 else {}
+    params = parameters(shapes, weights)
+    optimizer = FusedMuon(
+        params, 0.02, 0.25, 0.75, nesterov, "quintic", adjust_lr_fn="spectral", contract="eo",
+        **options,
+    )  # fmt: skip
+    masters = [param.detach().float().clone() for param in params]
+    buffers = [torch.zeros(shape) for shape in shapes]
+    for step in range(3):
+        train(optimizer, 1, step)
+        for master, buffer, param in zip(masters, buffers, params, strict=True):
+            master.grad = param.grad.float()
+            step_of_emerging_optimizers(master, buffer, 0.02, 0.75, nesterov)
+    kept = [own["momentum_buffer"] for own in snapshot(optimizer)["states"]]
+    assert_same(kept, buffers)
+    assert_same(snapshot(optimizer)["weights"], [master.to(weights) for master in masters])
+
+
+@pytest.mark.parametrize("contract", ["torch", "eo"])
+def test_vectors_take_adamw_beside_a_contract(contract):
+    """torch's needs an NVIDIA GPU; beside Emerging-Optimizers' it is ieee's."""
+    params = parameters([(4, 6), (9,)], FP32)
+    if contract == "torch" and not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="contract='torch' does not work for parameter 1"):
+            FusedMuon(params, contract=contract)
+        return
+    expected = FusedMuon([copy.deepcopy(params[1])])
+    optimizer = FusedMuon(params, contract=contract)
+    train(optimizer, 1)
+    params_of(expected)[0].grad = params[1].grad.clone()
+    expected.step()
+    assert_same(params[1].detach(), params_of(expected)[0].detach())
+
+
+REFUSED = {
+    "momentum": (BF16, {}, "momentum_buffer_dtype must be torch.bfloat16 with contract='torch'"),
+    "master": (BF16, MASTER | {"momentum_buffer_dtype": BF16},
+               "momentum_buffer_dtype must be torch.float32 with contract='torch', as parameter 0"),
+    "remainders": (BF16, REMAINDERS, "master_weight_dtype must be torch.float32, of whole masters"),
+    "sets": (FP32, {"ns_coefficients": "quintic"}, "ns_coefficients must be"),
+    "adjust": (FP32, {"adjust_lr_fn": "spectral"}, "adjust_lr_fn must be"),
+    "split": (FP32, {"split_sizes": [3, 1]}, "split_sizes must be"),
+    "normuon": (FP32, {"second_moment": "normuon"}, "second_moment must be"),
+    "fp16": (FP32, {"precision": "fp16"}, "precision must be"),
+    "capturable": (FP32, {"capturable": True}, "capturable must be False with contract='torch'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_torch_has_not_is_refused(dtype, options, message):
+    options = dict(options)
+    group = {"params": parameters([(4, 6)], dtype), "split_sizes": options.pop("split_sizes", None)}
+    with pytest.raises(ValueError, match=message):
+        FusedMuon([group], contract="torch", **options)
+
+
+def test_bf16_parameters_without_masters_are_refused_by_contract_eo():
+    with pytest.raises(
+        ValueError, match="parameter 0 of group 0 must be fp32 or have an fp32 master"
+    ):
+        FusedMuon(parameters([(4, 6)], BF16), contract="eo")
+
+
+def test_a_group_that_contract_torch_cannot_step_leaves_the_optimizer():
+    optimizer = FusedMuon(parameters([(4, 6)], FP32), contract="torch")
+    with refused(optimizer, "momentum_buffer_dtype must be torch.bfloat16"):
+        optimizer.add_param_group({"params": parameters([(4, 6)], BF16)})
+
+
+def test_a_clipped_and_a_skipped_step_of_contract_torch():
+    """The clipped one is torch's of clipped gradients; a skipped one changes nothing."""
+    ours = FusedMuon(parameters([(12, 20)], FP32), contract="torch", nonfinite="skip")
+    theirs = torch.optim.Muon(parameters([(12, 20)], FP32))
+    for optimizer in (ours, theirs):
+        give_gradients(params_of(optimizer), 0)
+    ours.step(clip_norm=1.0)
+    coefficient = (1.0 / (ours.grad_norm + 1e-6)).clamp(max=1.0)
+    params_of(theirs)[0].grad *= coefficient
+    theirs.step()
+    assert_same(snapshot(ours)["weights"], snapshot(theirs)["weights"])
+    before = snapshot(ours)
+    params_of(ours)[0].grad = values((12, 20), 1) * torch.inf
+    ours.step()
+    assert_same(snapshot(ours), before)
